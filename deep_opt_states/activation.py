@@ -1,0 +1,60 @@
+"""Lets the JSON config alone switch the plugin on, at next to no cost where DeepSpeed is not used.
+
+PyTorch calls ``activate`` at ``import torch`` (entry point group ``torch.backends``). It registers post-import
+hooks and imports nothing of ours that needs torch; only an engine whose config has our block does that.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+CONFIG_KEY = "deep_optimizer_states"
+
+_state = {"active": False}
+
+
+def activate() -> None:
+    """Register the hooks, once. Never raises: that would break ``import torch`` for everyone."""
+    if _state["active"]:
+        return
+    try:
+        from wrapt import register_post_import_hook
+
+        register_post_import_hook(_hook_engine, "deepspeed.runtime.engine")
+        register_post_import_hook(_hook_config, "deepspeed.runtime.config")
+        _state["active"] = True
+    except Exception as error:
+        warnings.warn(f"deep_opt_states cannot be activated: {type(error).__name__}: {error}", stacklevel=2)
+
+
+def is_active() -> bool:
+    """Whether the hooks are registered in this process."""
+    return _state["active"]
+
+
+def _hook_engine(module: Any) -> None:
+    from wrapt import wrap_function_wrapper
+
+    def configure_zero_optimizer(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+        if CONFIG_KEY not in engine._config._param_dict:
+            return wrapped(*args, **kwargs)
+        from deep_opt_states.zero import plugin
+
+        return plugin.configure_zero_optimizer(wrapped, engine, args, kwargs)
+
+    wrap_function_wrapper(module, "DeepSpeedEngine._configure_zero_optimizer", configure_zero_optimizer)
+
+
+def _hook_config(module: Any) -> None:
+    from wrapt import wrap_function_wrapper
+
+    def do_sanity_check(wrapped: Any, ds_config: Any, args: Any, kwargs: Any) -> Any:
+        wrapped(*args, **kwargs)
+        if CONFIG_KEY in ds_config._param_dict:
+            from deep_opt_states.zero import plugin
+
+            plugin.check_config(ds_config)
+
+    wrap_function_wrapper(module, "DeepSpeedConfig._do_sanity_check", do_sanity_check)

@@ -1,0 +1,161 @@
+"""The validated ``deep_optimizer_states`` block of the DeepSpeed JSON config."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from deep_opt_states.activation import CONFIG_KEY
+from perf_model.placement import Placement, place_all, place_by_fraction, place_by_stride
+from perf_model.plan import UpdatePlan
+from perf_model.workload import Workload
+
+
+class ConfigError(ValueError):
+    """The block is invalid; every line of the message starts with a dotted key."""
+
+
+class _Block(BaseModel):
+    # Strict: "2" is no integer and 1 is no boolean, so a typo is refused instead of being interpreted.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ReportConfig(_Block):
+    every_n_steps: int = Field(default=0, ge=0)
+    trace: str | None = Field(default=None, min_length=1)
+
+    @model_validator(mode="after")
+    def _trace_is_written_with_the_report(self) -> ReportConfig:
+        if self.trace is not None and self.every_n_steps == 0:
+            raise _rule("report.trace", 'is written with each report; set "every_n_steps" to at least 1', self.trace)
+        return self
+
+    @property
+    def trace_path(self) -> Path | None:
+        return None if self.trace is None else Path(self.trace)
+
+
+class Config(_Block):
+    enabled: bool = True
+    placement: Literal["cpu", "streamed", "stride", "fraction"] | list[Literal["cpu", "streamed"]] = "cpu"
+    update_stride: int | None = Field(default=None, ge=2)
+    gpu_fraction: float | None = Field(default=None, ge=0.0, le=1.0)
+    num_slots: int = Field(default=2, ge=1)
+    report: ReportConfig = ReportConfig()
+
+    @model_validator(mode="after")
+    def _each_rule_has_its_number(self) -> Config:
+        for placement, key, value in (
+            ("stride", "update_stride", self.update_stride),
+            ("fraction", "gpu_fraction", self.gpu_fraction),
+        ):
+            if self.placement == placement and value is None:
+                raise _rule(key, f'is required by "placement": "{placement}"', None)
+            if self.placement != placement and value is not None:
+                raise _rule(key, f'belongs to "placement": "{placement}"; remove it or change "placement"', value)
+        return self
+
+    def plan(self, workload: Workload) -> UpdatePlan:
+        """The plan that this block asks for. Raises ``ConfigError`` if a list has not one entry a sub-group."""
+        if isinstance(self.placement, list):
+            if len(self.placement) != len(workload.sub_groups):
+                raise ConfigError(
+                    f"{CONFIG_KEY}.placement: an explicit list has one entry a sub-group; this model has "
+                    f"{len(workload.sub_groups)} sub-groups, found {len(self.placement)} entries.\n"
+                    f'Change the list, or "sub_group_size" in "zero_optimization", or name a rule '
+                    f'such as "placement": "stride".'
+                )
+            placements = tuple(map(Placement, self.placement))
+        elif self.placement == "stride":
+            assert self.update_stride is not None
+            placements = place_by_stride(workload, self.update_stride)
+        elif self.placement == "fraction":
+            assert self.gpu_fraction is not None
+            placements = place_by_fraction(workload, self.gpu_fraction)
+        else:
+            placements = place_all(workload, Placement(self.placement))
+        return UpdatePlan(workload=workload, placements=placements, num_slots=self.num_slots)
+
+
+def parse_config(ds_config: Mapping[str, Any]) -> Config | None:
+    """The block in a DeepSpeed config, or None where there is none. Raises ``ConfigError``."""
+    if CONFIG_KEY not in ds_config:
+        return None
+    block = ds_config[CONFIG_KEY]
+    if not isinstance(block, Mapping):
+        raise ConfigError(
+            f"{CONFIG_KEY}: must be an object, found {block!r}.\n"
+            f'The least that enables the plugin is "{CONFIG_KEY}": {{}}.'
+        )
+    try:
+        # JSON has lists only; numbers such as 1 for 1.0 are accepted by pydantic for floats.
+        return Config.model_validate(dict(block))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_messages(error))) from None
+
+
+class _RuleError(ValueError):
+    def __init__(self, key: str, rule: str, found: object) -> None:
+        super().__init__(rule)
+        self.key = key
+        self.found = found
+
+
+_rule = _RuleError
+
+_RULES = {
+    "enabled": ("must be true or false", "Leave it out to enable the plugin."),
+    "placement": (
+        'must be "cpu", "streamed", "stride", "fraction", or a list with "cpu" or "streamed" for each sub-group',
+        'With "cpu" nothing is streamed; "stride" and "fraction" say how much is.',
+    ),
+    "update_stride": (
+        "must be an integer of at least 2",
+        'Stride k puts every k-th sub-group on the GPU; for all of them use "placement": "streamed".',
+    ),
+    "gpu_fraction": (
+        "must be a number from 0 to 1",
+        "It is the share of the parameters that is updated on the GPU.",
+    ),
+    "num_slots": (
+        "must be an integer of at least 1",
+        "Streamed sub-groups pass through that many staging slots on the GPU; 2 overlap transfers and update.",
+    ),
+    "report": (
+        "must be an object",
+        'For example "report": {"every_n_steps": 10, "trace": "trace.json"}.',
+    ),
+    "report.every_n_steps": ("must be an integer of at least 0", "0, the default, reports nothing."),
+    "report.trace": ("must be a path", "The last update is written there as a Chrome trace, and as a PNG beside it."),
+}
+
+
+def _messages(error: ValidationError) -> list[str]:
+    """One message a key: the rule, the value found, the remedy."""
+    by_key: dict[str, str] = {}
+    for item in error.errors():
+        cause = item.get("ctx", {}).get("error")
+        if isinstance(cause, _RuleError):
+            found = "" if cause.found is None else f", found {cause.found!r}"
+            by_key.setdefault(cause.key, f"{CONFIG_KEY}.{cause.key}: {cause}{found}.")
+            continue
+        names = [str(part) for part in item["loc"]]
+        if item["type"] == "extra_forbidden":
+            known = ReportConfig.model_fields if names[0] == "report" else Config.model_fields
+            key = ".".join(names)
+            close = difflib.get_close_matches(names[-1], known, n=1)
+            remedy = f'Did you mean "{close[0]}"?' if close else f"Known keys: {', '.join(known)}."
+            by_key.setdefault(key, f"{CONFIG_KEY}.{key}: unknown key, found {item['input']!r}.\n{remedy}")
+            continue
+        key = ".".join(names[:2]) if names[0] == "report" else names[0]
+        rule, remedy = _RULES[key]
+        # A union fails once for each member; the value that matters is the one under the key itself.
+        found = item["input"]
+        if key == "placement" and len(names) > 2:
+            rule = f"{rule} (entry {names[-1]})" if names[-1].isdigit() else rule
+        by_key.setdefault(key, f"{CONFIG_KEY}.{key}: {rule}, found {found!r}.\n{remedy}")
+    return list(by_key.values())

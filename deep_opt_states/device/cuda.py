@@ -1,0 +1,56 @@
+"""CUDA by torch streams and events."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+
+
+class CudaEvent:
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+    def seconds_after(self, origin: CudaEvent) -> float:
+        return origin.event.elapsed_time(self.event) / 1e3
+
+
+class CudaStream:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def record(self, event: CudaEvent) -> None:
+        event.event.record(self._stream)
+
+    def wait(self, event: CudaEvent) -> None:
+        self._stream.wait_event(event.event)
+
+    def issue(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+
+class CudaDevice:
+    def __init__(self, index: int) -> None:
+        self._device = torch.device("cuda", index)
+
+    def stream(self) -> CudaStream:
+        return CudaStream(torch.cuda.Stream(self._device))
+
+    def current_stream(self) -> CudaStream:
+        return CudaStream(torch.cuda.current_stream(self._device))
+
+    def event(self) -> CudaEvent:
+        return CudaEvent()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        # Pageable memory would make every copy wait for the host, and overlap nothing.
+        return torch.empty(numel, dtype=dtype, pin_memory=True)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        destination.copy_(source, non_blocking=True)

@@ -1,0 +1,57 @@
+"""Host execution, for the CPU accelerator: its streams and events are None, so all work happens at once."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+
+class HostEvent:
+    """The time at which it was recorded; what it marks had finished by then."""
+
+    def __init__(self) -> None:
+        self._at_s = 0.0
+
+    def record(self) -> None:
+        self._at_s = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def seconds_after(self, origin: HostEvent) -> float:
+        return self._at_s - origin._at_s
+
+
+class HostStream:
+    """Runs each operation when it is issued, on the issuing thread."""
+
+    def record(self, event: HostEvent) -> None:
+        event.record()
+
+    def wait(self, event: HostEvent) -> None:
+        pass
+
+    def issue(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+class HostDevice:
+    def stream(self) -> HostStream:
+        return HostStream()
+
+    def current_stream(self) -> HostStream:
+        return HostStream()
+
+    def event(self) -> HostEvent:
+        return HostEvent()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        destination.copy_(source)

@@ -1,0 +1,54 @@
+"""The device interface that the executor is written against.
+
+Semantics are CUDA's. Work issued on a stream runs in issue order, later than the call returns; an event marks
+the work issued on a stream so far; a stream or the host can wait for an event. An event that was never
+recorded holds nobody back.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+
+class Event(Protocol):
+    def synchronize(self) -> None:
+        """Block the host until the work that the event marks has finished."""
+
+    def seconds_after(self, origin: Event) -> float:
+        """Seconds between two finished events."""
+
+
+class Stream(Protocol):
+    def record(self, event: Event) -> None:
+        """Let ``event`` mark everything issued on this stream so far."""
+
+    def wait(self, event: Event) -> None:
+        """Hold back what is issued on this stream from now on until ``event`` has finished."""
+
+    def issue(self) -> AbstractContextManager[object]:
+        """Torch operations inside the context are issued on this stream."""
+
+
+class Device(Protocol):
+    """Every method but ``copy`` and ``current_stream`` is called at start-up only, never inside a step."""
+
+    def stream(self) -> Stream:
+        """A new stream."""
+
+    def current_stream(self) -> Stream:
+        """The stream that the training loop computes on."""
+
+    def event(self) -> Event:
+        """A new event that measures time."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory on the accelerator, shape [numel]."""
+
+    def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised host memory, shape [numel], that ``copy`` moves without blocking the host."""
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy between host and accelerator on the issuing stream; converts where the dtypes differ."""

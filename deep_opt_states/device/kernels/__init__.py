@@ -1,0 +1,1 @@
+"""Adam kernels, all with the signature of ``adam.AdamKernel``."""

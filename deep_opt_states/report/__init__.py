@@ -1,0 +1,1 @@
+"""What a user sees of an update that ran."""

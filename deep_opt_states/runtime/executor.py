@@ -1,0 +1,221 @@
+"""Executes a schedule: a loop over a dispatch table, no decisions.
+
+Lanes h2d, compute and d2h are a stream each, so that transfers in both directions and the update overlap; the
+cpu lane is a worker thread. An action that waits for a stream's action is held back on its stream by an event;
+one that waits for the cpu lane is not issued before the worker is done, since no stream can wait for a thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_all
+from functools import partial
+
+from deep_opt_states.device.interface import Device, Event
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep
+from deep_opt_states.runtime.slots import Slot
+from deep_opt_states.runtime.state import SubGroupState
+from deep_opt_states.runtime.worker import Worker
+from perf_model.action import Action, ActionKind, Lane
+from perf_model.check import check
+from perf_model.schedule import Schedule
+from perf_model.timeline import Span, Timeline
+from perf_model.workload import Workload
+
+
+class UpdateFailed(RuntimeError):
+    """An update stopped half way: some sub-groups are updated, others are not."""
+
+
+class Executor:
+    """Reserves slots, streams, events and the worker once; ``run`` reserves nothing.
+
+    ``host_adam`` updates in host memory, ``device_adam`` in slots. Raises ``ScheduleError`` for a schedule that
+    is not safe to execute.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        states: Sequence[SubGroupState],
+        device: Device,
+        host_adam: AdamKernel,
+        device_adam: AdamKernel | None,
+    ) -> None:
+        check(schedule, Workload.of([state.numel for state in states]))
+        self._schedule = schedule
+        self._states = states
+        self._device = device
+        self._host_adam = host_adam
+        self._device_adam = device_adam
+        self._slots = self._reserve_slots()
+        self._streams = {lane: device.stream() for lane in Lane if lane is not Lane.CPU}
+        on_streams = [action for action in schedule.actions if action.lane is not Lane.CPU]
+        self._started: dict[str, Event] = {action.name: device.event() for action in on_streams}
+        self._finished: dict[str, Event] = {action.name: device.event() for action in on_streams}
+        self._origin = device.event()
+        self._origin_s = 0.0
+        self._cpu_spans: dict[str, tuple[float, float]] = {}
+        self._worker = Worker()
+        self._stop = threading.Event()
+        self.failure: BaseException | None = None
+        self._bodies: dict[ActionKind, Callable[[Action, AdamStep], None]] = {
+            ActionKind.PREFETCH: self._prefetch,
+            ActionKind.GPU_STEP: self._gpu_step,
+            ActionKind.FLUSH_STATES: self._flush_states,
+            ActionKind.CPU_STEP: self._cpu_step,
+            ActionKind.PUBLISH: self._publish,
+        }
+
+    def run(self, steps: Sequence[AdamStep]) -> None:
+        """One update phase; ``steps`` has one entry a sub-group. Returns when every action has finished.
+
+        Raises ``UpdateFailed`` from the first exception of any lane, and again at every later call until
+        ``forget_failure``: the states are torn between two steps.
+        """
+        if self.failure is not None:
+            raise self.torn()
+        self._stop.clear()
+        updated: dict[str, Future[None]] = {}
+        try:
+            for kernel in {id(kernel): kernel for kernel in (self._host_adam, self._device_adam)}.values():
+                if kernel is not None:
+                    kernel.begin_step(steps)
+            self._begin()
+            for action in self._schedule.actions:
+                if self._stop.is_set():
+                    break
+                body = partial(self._bodies[action.kind], action, steps[action.sub_group])
+                if action.lane is Lane.CPU:
+                    updated[action.name] = self._worker.submit(partial(self._on_worker, action, body))
+                else:
+                    self._on_stream(action, body, updated)
+            for future in updated.values():
+                future.result()
+            self._drain_streams()
+        except BaseException as error:
+            self._stop.set()
+            wait_for_all(updated.values())
+            self.failure = self._first_error(updated, error)
+            if not isinstance(error, Exception):
+                raise
+            raise self.torn()
+
+    def timeline(self) -> Timeline:
+        """When each action of the last ``run`` ran."""
+        spans = []
+        for action in self._schedule.actions:
+            if action.lane is Lane.CPU:
+                start_s, end_s = self._cpu_spans[action.name]
+            else:
+                start_s = self._started[action.name].seconds_after(self._origin)
+                end_s = self._finished[action.name].seconds_after(self._origin)
+            spans.append(Span(action, start_s, end_s))
+        return Timeline(tuple(spans))
+
+    def forget_failure(self) -> None:
+        """For the caller that has restored every state, from a checkpoint."""
+        self.failure = None
+
+    def close(self) -> None:
+        self._worker.close()
+
+    def _reserve_slots(self) -> dict[str, Slot]:
+        """By action name: the part of its slot that the action works on."""
+        slots = [Slot.reserve(self._device, self._schedule.slot_numel) for _ in range(self._schedule.num_slots)]
+        return {
+            action.name: slots[action.slot].narrow(self._states[action.sub_group].numel)
+            for action in self._schedule.actions
+            if action.slot is not None
+        }
+
+    def _begin(self) -> None:
+        """Backward's kernels may still read the 16-bit parameters: our streams start after the caller's work."""
+        caller = self._device.current_stream()
+        caller.record(self._origin)
+        for stream in self._streams.values():
+            stream.wait(self._origin)
+        # The worker reads gradients that the caller's stream may still be writing to host memory; with the
+        # device idle here, its clock and the host's share an origin.
+        self._origin.synchronize()
+        self._origin_s = time.perf_counter()
+
+    def _on_stream(self, action: Action, body: Callable[[], None], updated: dict[str, Future[None]]) -> None:
+        stream = self._streams[action.lane]
+        for name in action.waits:
+            if name in updated:
+                updated[name].result()
+            else:
+                stream.wait(self._finished[name])
+        if self._stop.is_set():
+            return  # what was waited for did not run
+        stream.record(self._started[action.name])
+        with stream.issue():
+            body()
+        stream.record(self._finished[action.name])
+
+    def _on_worker(self, action: Action, body: Callable[[], None]) -> None:
+        if self._stop.is_set():
+            return
+        try:
+            for name in action.waits:
+                self._finished[name].synchronize()
+            start_s = time.perf_counter()
+            body()
+            self._cpu_spans[action.name] = (start_s - self._origin_s, time.perf_counter() - self._origin_s)
+        except BaseException:
+            # The host must not issue, and the worker not start, another action.
+            self._stop.set()
+            raise
+
+    def _drain_streams(self) -> None:
+        """The next forward gathers on a stream of DeepSpeed's that does not wait for ours: the host does."""
+        for event in self._finished.values():
+            event.synchronize()
+
+    def _first_error(self, updated: dict[str, Future[None]], error: BaseException) -> BaseException:
+        """The worker's exception, if it had one: what the host saw may only follow from it."""
+        failures = [failure for future in updated.values() if (failure := future.exception()) is not None]
+        return failures[0] if failures else error
+
+    def torn(self) -> UpdateFailed:
+        """What every later use of the states is answered with, after a failure; carries its cause's traceback."""
+        error = UpdateFailed(
+            f"The optimizer update stopped half way ({type(self.failure).__name__}: {self.failure}). Parameters and "
+            f"optimizer states are torn between two steps and will not be used or saved. Mend the cause below, "
+            f"and continue from the last checkpoint."
+        )
+        error.__cause__ = self.failure
+        return error
+
+    def _prefetch(self, action: Action, step: AdamStep) -> None:
+        state, slot = self._states[action.sub_group], self._slots[action.name]
+        self._device.copy(slot.master, state.master)
+        self._device.copy(slot.exp_avg, state.exp_avg)
+        self._device.copy(slot.exp_avg_sq, state.exp_avg_sq)
+        self._device.copy(slot.grad, state.grad)
+
+    def _gpu_step(self, action: Action, step: AdamStep) -> None:
+        assert self._device_adam is not None
+        slot = self._slots[action.name]
+        self._device_adam.update(action.sub_group, step, slot.master, slot.grad, slot.exp_avg, slot.exp_avg_sq)
+        self._device.copy(self._states[action.sub_group].param, slot.master)
+
+    def _flush_states(self, action: Action, step: AdamStep) -> None:
+        state, slot = self._states[action.sub_group], self._slots[action.name]
+        self._device.copy(state.master, slot.master)
+        self._device.copy(state.exp_avg, slot.exp_avg)
+        self._device.copy(state.exp_avg_sq, slot.exp_avg_sq)
+
+    def _cpu_step(self, action: Action, step: AdamStep) -> None:
+        state = self._states[action.sub_group]
+        self._host_adam.update(action.sub_group, step, state.master, state.grad, state.exp_avg, state.exp_avg_sq)
+        if state.rounded is not state.master:
+            state.rounded.copy_(state.master)
+
+    def _publish(self, action: Action, step: AdamStep) -> None:
+        state = self._states[action.sub_group]
+        self._device.copy(state.param, state.rounded)

@@ -1,0 +1,27 @@
+"""Staging slots on the accelerator: reserved once, taken over by one streamed sub-group after another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from deep_opt_states.device.interface import Device
+
+
+@dataclass(frozen=True)
+class Slot:
+    """fp32, shape [slot_numel] each; ``narrow`` gives the part that a sub-group of ``numel`` uses."""
+
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    grad: torch.Tensor
+
+    @classmethod
+    def reserve(cls, device: Device, numel: int) -> Slot:
+        return cls(*(device.empty(numel, torch.float32) for _ in range(4)))
+
+    def narrow(self, numel: int) -> Slot:
+        parts = (self.master, self.exp_avg, self.exp_avg_sq, self.grad)
+        return Slot(*(tensor.narrow(0, 0, numel) for tensor in parts))

@@ -1,0 +1,28 @@
+"""What the runtime knows of one sub-group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class SubGroupState:
+    """Tensors of shape [numel], this rank's partition of the sub-group.
+
+    ``master``, ``exp_avg``, ``exp_avg_sq`` and ``grad`` are fp32 in host memory. ``param`` is the flat buffer that
+    the model's parameters are views of, in the model's dtype, on the accelerator. ``rounded`` is host memory in
+    the model's dtype, from which a CPU update is published; for an fp32 model it is ``master`` itself.
+    """
+
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    grad: torch.Tensor
+    param: torch.Tensor
+    rounded: torch.Tensor
+
+    @property
+    def numel(self) -> int:
+        return self.master.numel()

@@ -1,0 +1,34 @@
+"""Every private of DeepSpeed that we touch, for the versions of which we know that they are as we expect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+SUPPORTED_DEEPSPEED = ("0.19.8",)
+
+
+def is_supported(deepspeed_version: str) -> bool:
+    """``deepspeed_version`` without a local build tag (``0.19.8+abc``) is one that this file was written for."""
+    return deepspeed_version.split("+")[0] in SUPPORTED_DEEPSPEED
+
+
+def param_dict(config: Any) -> dict[str, Any]:
+    """The user's JSON, verbatim, of a ``DeepSpeedConfig``."""
+    return config._param_dict
+
+
+def accumulated_grad(optimizer: Any, param: torch.nn.Parameter) -> torch.Tensor:
+    """The partition, shape [partition_numel], in which stage 3 sums the gradients of ``param`` over micro-batches."""
+    return optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[param.ds_id]
+
+
+def reduced_this_window(optimizer: Any, param: torch.nn.Parameter) -> bool:
+    """Whether ``param`` got a gradient on this rank since the last ``step()``."""
+    return param.ds_id in optimizer._offload_boundary_param_ids
+
+
+def sees_gradients(optimizer: Any, param: torch.nn.Parameter) -> bool:
+    """Whether this rank's partition of ``param`` holds more than padding (the rule in ``partition_grads``)."""
+    return param.partition_numel() * optimizer._get_param_partition_rank(param) < param.ds_numel

@@ -1,0 +1,46 @@
+"""The device for DeepSpeed's accelerator, and what can be placed on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepspeed.accelerator import get_accelerator
+
+from deep_opt_states.config import CONFIG_KEY
+from deep_opt_states.device.cuda import CudaDevice
+from deep_opt_states.device.host import HostDevice
+from deep_opt_states.device.interface import Device
+from deep_opt_states.zero.refusals import Unsupported
+from perf_model.placement import Placement
+from perf_model.plan import UpdatePlan
+
+
+@dataclass(frozen=True)
+class AcceleratorChoice:
+    """``steps_on_host``: slots are host memory, where the CPU kernel updates them, too."""
+
+    device: Device
+    steps_on_host: bool
+
+    def accept(self, plan: UpdatePlan) -> UpdatePlan:
+        """``plan``, if this accelerator can run it; raises ``Unsupported`` otherwise."""
+        if not self.steps_on_host and Placement.STREAMED in plan.placements:
+            raise Unsupported(
+                f"{CONFIG_KEY}.placement: streamed sub-groups need a GPU Adam kernel that gives the CPU kernel's bits, "
+                f"which this release does not have; found {plan.placements.count(Placement.STREAMED)} of them.\n"
+                f'Use "placement": "cpu" on this accelerator.'
+            )
+        return plan
+
+
+def choose_device() -> AcceleratorChoice:
+    """Raises ``Unsupported`` for an accelerator other than CUDA and the CPU."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return AcceleratorChoice(HostDevice(), steps_on_host=True)
+    if accelerator.device_name() == "cuda":
+        return AcceleratorChoice(CudaDevice(accelerator.current_device()), steps_on_host=False)
+    raise Unsupported(
+        f'The accelerator must be "cuda" or "cpu", found {accelerator.device_name()!r}.\n'
+        f'Set "enabled": false in "{CONFIG_KEY}" to train with stock DeepSpeed on it.'
+    )

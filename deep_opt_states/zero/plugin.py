@@ -1,0 +1,77 @@
+"""The seam: swaps the stage-3 class while DeepSpeed configures an engine whose config has our block."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed.runtime.utils import DummyOptim
+from deepspeed.runtime.zero import stage3
+from deepspeed.utils import log_dist
+
+from deep_opt_states.config import CONFIG_KEY, Config, parse_config
+from deep_opt_states.zero.agreement import agree_to_be_off
+from deep_opt_states.zero.compat import param_dict
+from deep_opt_states.zero.devices import choose_device
+from deep_opt_states.zero.refusals import refuse_stage_0, refuse_unsupported
+from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
+
+SWITCH = "DEEP_OPT_STATES"
+
+_said_off = False
+
+
+def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
+    """Stands for ``DeepSpeedEngine._configure_zero_optimizer`` of an engine whose config has our block."""
+    config = _enabled_config(engine._config)
+    basic_optimizer = args[0] if args else kwargs.get("optimizer")
+    if config is None:
+        if basic_optimizer is not None and switched_off():
+            agree_to_be_off()
+        return wrapped(*args, **kwargs)
+    if basic_optimizer is None or isinstance(basic_optimizer, DummyOptim):
+        log_dist(f'[deep_opt_states] no optimizer: "{CONFIG_KEY}" has nothing to do', ranks=[0])
+        return wrapped(*args, **kwargs)
+    refuse_unsupported(engine, basic_optimizer)
+    accelerator = choose_device()
+    with _stage3_class(DeepOptimizerStates_Stage3):
+        optimizer = wrapped(*args, **kwargs)
+    optimizer.interleave(config, accelerator)
+    return optimizer
+
+
+def check_config(ds_config: Any) -> None:
+    """For every ``DeepSpeedConfig`` with our block: an error before the model is built beats one after."""
+    if _enabled_config(ds_config) is not None:
+        refuse_stage_0(ds_config.zero_optimization_stage)
+
+
+def switched_off() -> bool:
+    return os.environ.get(SWITCH) == "0"
+
+
+def _enabled_config(ds_config: Any) -> Config | None:
+    """Raises ``ConfigError`` for an invalid block, also one that is not enabled."""
+    global _said_off
+    config = parse_config(param_dict(ds_config))
+    if config is None or not config.enabled:
+        return None
+    if switched_off():
+        if not _said_off:
+            log_dist(f"[deep_opt_states] switched off by {SWITCH}=0: training with stock DeepSpeed", ranks=[0])
+            _said_off = True
+        return None
+    return config
+
+
+@contextmanager
+def _stage3_class(replacement: type) -> Iterator[None]:
+    """The engine imports the class late, by name: what the module holds during the call is what it builds."""
+    stock = stage3.DeepSpeedZeroOptimizer_Stage3
+    stage3.DeepSpeedZeroOptimizer_Stage3 = replacement
+    try:
+        yield
+    finally:
+        stage3.DeepSpeedZeroOptimizer_Stage3 = stock

@@ -1,0 +1,54 @@
+"""An ``UpdatePlan``: a placement for each sub-group, and the slots that streaming goes through."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+from perf_model.lowering import lower
+from perf_model.placement import Placement
+from perf_model.schedule import Schedule
+from perf_model.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatePlan:
+    """Raises ``ValueError`` if there is not exactly one placement a sub-group, or no slot."""
+
+    workload: Workload
+    placements: tuple[Placement, ...]
+    num_slots: int
+
+    def __post_init__(self) -> None:
+        if len(self.placements) != len(self.workload.sub_groups):
+            raise ValueError(
+                f"A plan has one placement a sub-group: {len(self.workload.sub_groups)} sub-groups, "
+                f"found {len(self.placements)} placements."
+            )
+        if self.num_slots < 1:
+            raise ValueError(f"A plan has at least 1 slot, found {self.num_slots}.")
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return lower(self.workload, self.placements, self.num_slots)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal on two ranks exactly if they execute the same actions on sub-groups of the same lengths."""
+        numels = " ".join(str(sub_group.numel) for sub_group in self.workload.sub_groups)
+        return hashlib.sha256(f"{numels}\n{self.schedule}".encode()).hexdigest()[:16]
+
+    def numel(self, placement: Placement) -> int:
+        """Parameters of this rank with that placement."""
+        placed = zip(self.workload.sub_groups, self.placements, strict=True)
+        return sum(sub_group.numel for sub_group, its in placed if its is placement)
+
+    def __str__(self) -> str:
+        streamed = self.placements.count(Placement.STREAMED)
+        share = self.numel(Placement.STREAMED) / max(1, self.workload.numel)
+        return (
+            f"{len(self.placements)} sub-groups, {self.workload.numel:,} parameters: "
+            f"{len(self.placements) - streamed} cpu, {streamed} streamed ({share:.0%} of the parameters), "
+            f"{self.schedule.num_slots} slots of {self.schedule.slot_numel:,}, plan {self.fingerprint}"
+        )

@@ -1,0 +1,36 @@
+"""A ``Schedule``: the actions of one update phase, as a value.
+
+It is executed, simulated, checked and drawn; none of these adds a decision of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from perf_model.action import Action
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Actions in the order the host issues them, and the staging memory they need.
+
+    ``slot_numel`` is the length, in parameters, of each of the ``num_slots`` staging slots.
+    The text form (``str``) reads back with ``parse``.
+    """
+
+    num_slots: int
+    slot_numel: int
+    actions: tuple[Action, ...]
+
+    def __str__(self) -> str:
+        header = f"schedule slots {self.num_slots} slot_numel {self.slot_numel}"
+        return "\n".join([header, *map(str, self.actions)])
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """The inverse of ``str``. Raises ``ValueError`` for text that is no schedule."""
+        header, *lines = text.strip().splitlines() or [""]
+        words = header.split()
+        if words[0:2] != ["schedule", "slots"] or words[3:4] != ["slot_numel"] or len(words) != 5:
+            raise ValueError(f"A schedule starts with 'schedule slots N slot_numel M'; found {header!r}.")
+        return cls(int(words[2]), int(words[4]), tuple(map(Action.parse, lines)))

@@ -1,0 +1,57 @@
+"""A ``Timeline``: when each action of a schedule ran, predicted or measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from perf_model.action import Action, Lane
+
+
+@dataclass(frozen=True)
+class Span:
+    """Seconds since the start of the update phase."""
+
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    spans: tuple[Span, ...]
+
+    @property
+    def makespan_s(self) -> float:
+        """From the start of the update phase to the end of its last action."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    def busy_s(self, lane: Lane) -> float:
+        """Seconds in which ``lane`` ran an action. Actions of one lane never overlap."""
+        return sum(span.end_s - span.start_s for span in self.spans if span.action.lane is lane)
+
+    def chrome_trace(self) -> dict[str, object]:
+        """The Trace Event Format that Perfetto and chrome://tracing open; one thread a lane."""
+        lanes = list(Lane)
+        events: list[dict[str, object]] = [
+            {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": lane.value}}
+            for tid, lane in enumerate(lanes)
+        ]
+        for span in self.spans:
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": lanes.index(span.action.lane),
+                    "name": span.action.name,
+                    "ts": span.start_s * 1e6,
+                    "dur": (span.end_s - span.start_s) * 1e6,
+                    "args": {"slot": span.action.slot, "after": list(span.action.waits)},
+                }
+            )
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def write_chrome_trace(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.chrome_trace()))

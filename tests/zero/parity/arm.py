@@ -1,0 +1,143 @@
+"""Trains one arm of a case on the real engine and records everything that must be equal."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from tests.zero.parity.case import Case
+from tests.zero.parity.model import Net, batch, param_groups
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass
+class Record:
+    """``tensors`` by name, without partition padding; ``numbers`` a list a name, one entry a step."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    numbers: dict[str, list[float]] = field(default_factory=dict)
+    optimizer_class: str = ""
+
+
+def make_engine(case: Case, block: dict[str, Any] | None) -> Any:
+    torch.manual_seed(17)
+    config = case.ds_config(block)
+    if case.zero_init:
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = Net(case)
+    else:
+        model = Net(case)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=param_groups(model, case), config=config)
+    return engine
+
+
+def run_arm(case: Case, block: dict[str, Any] | None, resume_from: Path | None = None) -> Record:
+    engine = make_engine(case, block)
+    folder = Path(tempfile.mkdtemp()) if dist.get_rank() == 0 else None
+    try:
+        if resume_from is not None:
+            engine.load_checkpoint(str(resume_from))
+        return train(engine, case, _shared_path(folder))
+    finally:
+        engine.destroy()
+        dist.barrier()
+        if folder is not None:
+            shutil.rmtree(folder)
+
+
+def train(engine: Any, case: Case, folder: Path) -> Record:
+    record = Record(optimizer_class=type(engine.optimizer).__name__)
+    losses = record.numbers["loss"] = []
+    norms = record.numbers["norm"] = []
+    scales = record.numbers["loss_scale"] = []
+    skipped = record.numbers["skipped"] = []
+    micro_batch = 0
+    for step in range(case.steps):
+        for _ in range(case.accumulation):
+            x, target = batch(case, dist.get_rank(), micro_batch, DTYPES[case.dtype])
+            sometimes: float | None = 1.0
+            if micro_batch in case.skips_sometimes:
+                sometimes = 0.0 if case.zero_instead_of_skip else None
+            loss = engine(x, target, sometimes, case.poisoned.get(step, 1.0))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            micro_batch += 1
+        norms.append(float(engine.get_global_grad_norm()))
+        scales.append(float(engine.optimizer.loss_scale))
+        skipped.append(engine.skipped_steps)
+        if case.reload is not None and step + 1 == case.reload[0]:
+            engine.save_checkpoint(str(folder))
+        if case.reload is not None and step + 1 == case.reload[1]:
+            engine.load_checkpoint(str(folder))
+    collect(engine.optimizer, record)
+    return record
+
+
+def collect(optimizer: Any, record: Record) -> None:
+    """Every fp32 master, moment and 16-bit parameter of this rank, and the step counts."""
+    steps = record.numbers["step"] = []
+    for sub_group_id, group in enumerate(optimizer.fp16_groups):
+        master = optimizer.fp32_partitioned_groups_flat[sub_group_id]
+        state = optimizer.state[master]
+        steps.append(state["step"])
+        flat = {
+            "master": master.data,
+            "exp_avg": state["exp_avg"],
+            "exp_avg_sq": state["exp_avg_sq"],
+            "param": optimizer.fp16_partitioned_groups_flat[sub_group_id],
+        }
+        offset = 0
+        for param in group:
+            numel = param.partition_numel()
+            rank = dist.get_rank()
+            # Stock leaves the padding behind the last rank's partition uninitialised.
+            real = max(0, min(numel, param.ds_numel - rank * numel))
+            for kind, tensor in flat.items():
+                record.tensors[f"{kind} of {param.ds_id - first_id(optimizer)}"] = tensor[offset : offset + real].clone()
+            record.tensors[f"ds_tensor of {param.ds_id - first_id(optimizer)}"] = param.ds_tensor.data[:real].clone()
+            offset += numel
+
+
+def first_id(optimizer: Any) -> int:
+    """DeepSpeed numbers parameters over the life of the process; arms are compared by position."""
+    return min(param.ds_id for group in optimizer.fp16_groups for param in group)
+
+
+def differences(expected: Record, found: Record) -> list[str]:
+    """What is not equal to the bit."""
+    lines = []
+    for name, numbers in expected.numbers.items():
+        if torch.tensor(numbers, dtype=torch.float64).view(torch.int64).tolist() != bits(found.numbers[name]):
+            lines.append(f"{name}: stock {numbers}, found {found.numbers[name]}")
+    if expected.tensors.keys() != found.tensors.keys():
+        lines.append(f"tensors: stock {sorted(expected.tensors)}, found {sorted(found.tensors)}")
+        return lines
+    for name, tensor in expected.tensors.items():
+        other = found.tensors[name]
+        if tensor.dtype != other.dtype or tensor.shape != other.shape:
+            lines.append(f"{name}: stock {tensor.dtype} {tensor.shape}, found {other.dtype} {other.shape}")
+            continue
+        as_integer = torch.int32 if tensor.element_size() == 4 else torch.int16
+        unequal = int((tensor.view(as_integer) != other.view(as_integer)).sum())
+        if unequal:
+            lines.append(f"{name}: {unequal} of {tensor.numel()} elements differ")
+    return lines
+
+
+def bits(numbers: list[float]) -> list[int]:
+    return torch.tensor(numbers, dtype=torch.float64).view(torch.int64).tolist()
+
+
+def _shared_path(folder: Path | None) -> Path:
+    paths = [str(folder)]
+    dist.broadcast_object_list(paths, src=0)
+    return Path(paths[0])

@@ -1,0 +1,107 @@
+"""What one parity case trains: a value that every rank and both arms read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+CPU = {"placement": "cpu"}
+STREAMED = {"placement": "streamed"}
+STREAMED_ONE_SLOT = {"placement": "streamed", "num_slots": 1}
+STREAMED_MANY_SLOTS = {"placement": "streamed", "num_slots": 64}
+STRIDE_2 = {"placement": "stride", "update_stride": 2}
+STRIDE_3 = {"placement": "stride", "update_stride": 3, "num_slots": 3}
+STRIDE_BEYOND = {"placement": "stride", "update_stride": 1000}
+FRACTION = {"placement": "fraction", "gpu_fraction": 0.4}
+
+EVERY_PLACEMENT = (CPU, STREAMED, STREAMED_ONE_SLOT, STREAMED_MANY_SLOTS, STRIDE_2, STRIDE_3, STRIDE_BEYOND, FRACTION)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamGroup:
+    """Hyperparameters of every ``of``-th parameter, counted from ``first``."""
+
+    lr: float = 3e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """``blocks`` are the plugin's config blocks, one arm each, all compared with one stock arm.
+
+    ``unused`` layers never get a gradient. The ``sometimes`` layer gets none in the micro-batches of
+    ``skips_sometimes``, counted over the whole run. In the steps of ``poisoned`` the loss is multiplied by that
+    number (inf, nan, or a number that overflows fp16). ``reload`` = (save after this many steps, load after
+    that many): an in-process reload.
+    """
+
+    name: str
+    blocks: tuple[dict[str, Any], ...]
+    world_size: int = 1
+    dtype: str = "bf16"
+    steps: int = 8
+    clip: float = 0.0
+    accumulation: int = 1
+    schedule: bool = True
+    groups: tuple[ParamGroup, ...] = (ParamGroup(),)
+    adamw: bool = True
+    widths: tuple[int, ...] = (19, 37, 41, 23)
+    sub_group_size: int = 1500
+    frozen: bool = False
+    zero_init: bool = False
+    unused: bool = False
+    sometimes: bool = False
+    skips_sometimes: frozenset[int] = frozenset()
+    zero_instead_of_skip: bool = False
+    poisoned: dict[int, float] = field(default_factory=dict)
+    reload: tuple[int, int] | None = None
+    offload_param: bool = False
+    zero: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def ds_config(self, block: dict[str, Any] | None) -> dict[str, Any]:
+        first = self.groups[0]
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": self.accumulation,
+            "steps_per_print": 10**9,
+            "gradient_clipping": self.clip,
+            "optimizer": {
+                "type": "AdamW" if self.adamw else "Adam",
+                "params": {
+                    "lr": first.lr,
+                    "betas": list(first.betas),
+                    "weight_decay": first.weight_decay,
+                    "adam_w_mode": self.adamw,
+                },
+            },
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu"},
+                "sub_group_size": self.sub_group_size,
+                "stage3_param_persistence_threshold": 50,
+                "reduce_bucket_size": 4000,
+                "stage3_prefetch_bucket_size": 4000,
+                **({"offload_param": {"device": "cpu"}} if self.offload_param else {}),
+                **self.zero,
+            },
+            **self.extra,
+        }
+        if self.dtype == "bf16":
+            config["bf16"] = {"enabled": True}
+        if self.dtype == "fp16":
+            config["fp16"] = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 3, "hysteresis": 1}
+        if self.schedule:
+            config["scheduler"] = {
+                "type": "WarmupDecayLR",
+                "params": {
+                    "warmup_min_lr": 1e-4,
+                    "warmup_max_lr": first.lr,
+                    "warmup_num_steps": 3,
+                    "total_num_steps": max(10, self.steps),
+                },
+            }
+        if block is not None:
+            config["deep_optimizer_states"] = block
+        return config

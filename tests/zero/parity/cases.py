@@ -1,0 +1,95 @@
+"""The cases, pairwise over what could interact."""
+
+from __future__ import annotations
+
+from tests.zero.parity.case import (
+    CPU,
+    EVERY_PLACEMENT,
+    FRACTION,
+    STREAMED,
+    STREAMED_ONE_SLOT,
+    STRIDE_2,
+    STRIDE_3,
+    Case,
+    ParamGroup,
+)
+
+A = ParamGroup()
+B = ParamGroup(lr=1e-3, weight_decay=0.2)
+OTHER_BETAS = ParamGroup(lr=2e-3, betas=(0.8, 0.95), weight_decay=0.0)
+INF, NAN = float("inf"), float("nan")
+
+CASES = (
+    Case(name="every placement", blocks=EVERY_PLACEMENT, clip=0.5),
+    Case(
+        name="explicit list",
+        blocks=({"placement": ["streamed", "cpu", "cpu", "streamed"], "num_slots": 1},),
+        sub_group_size=700,
+    ),
+    Case(name="one sub-group", blocks=(CPU, STREAMED, STRIDE_2), sub_group_size=10**9),
+    Case(
+        name="fp32, Adam, two groups, frozen, accumulation 3",
+        blocks=(STRIDE_2, STREAMED),
+        dtype="fp32",
+        adamw=False,
+        groups=(A, B),
+        frozen=True,
+        accumulation=3,
+        schedule=False,
+    ),
+    Case(
+        name="fp16, overflow, clipping",
+        blocks=(FRACTION, STREAMED_ONE_SLOT, CPU),
+        dtype="fp16",
+        clip=0.5,
+        steps=12,
+        poisoned={2: 1e6, 7: INF},
+    ),
+    Case(name="beta powers over 60 steps", blocks=(STREAMED, STRIDE_3), steps=60, sub_group_size=600),
+    Case(name="groups with two betas", blocks=(STRIDE_2, STREAMED), groups=(A, OTHER_BETAS), steps=55, clip=1.0),
+    Case(
+        name="groups with betas a, b, a",
+        blocks=(STRIDE_2, CPU),
+        groups=(A, OTHER_BETAS, A),
+        steps=55,
+        sub_group_size=500,
+    ),
+    Case(name="reload in process", blocks=(STRIDE_2, STREAMED, CPU), steps=55, reload=(20, 30), clip=0.5),
+    Case(
+        name="reload in process, the step before",
+        blocks=(STRIDE_3,),
+        steps=20,
+        reload=(11, 12),
+        groups=(A, OTHER_BETAS),
+    ),
+    Case(name="inf and nan norm, clipping", blocks=(STRIDE_2, CPU), poisoned={3: INF, 5: NAN}, clip=0.5),
+    Case(name="inf and nan norm, no clipping, fp32", blocks=(STREAMED,), dtype="fp32", poisoned={3: INF, 5: NAN}),
+    Case(name="a parameter without any gradient", blocks=(STRIDE_2, CPU), unused=True, accumulation=3, clip=0.5),
+    Case(name="zero.Init", blocks=(STRIDE_2,), zero_init=True, groups=(A, B), clip=0.5),
+    Case(name="parameters offloaded too", blocks=(FRACTION,), offload_param=True, clip=0.5),
+    Case(
+        name="torch autocast",
+        blocks=(STRIDE_2,),
+        dtype="fp32",
+        extra={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    ),
+    Case(
+        name="2 ranks, clipping, accumulation 3, two groups",
+        blocks=(STRIDE_2, FRACTION, CPU),
+        world_size=2,
+        clip=0.5,
+        accumulation=3,
+        groups=(A, B),
+    ),
+    Case(name="2 ranks, fp32, Adam, zero.Init, frozen", blocks=(STREAMED,), world_size=2, dtype="fp32", adamw=False,
+         zero_init=True, frozen=True),
+    Case(name="2 ranks, fp16, overflow", blocks=(STRIDE_2,), world_size=2, dtype="fp16", poisoned={2: 1e6}, steps=10),
+    Case(name="2 ranks, reload, no gradient ever", blocks=(FRACTION,), world_size=2, reload=(3, 5), unused=True),
+    Case(name="3 ranks, clipping, two groups", blocks=(STRIDE_2, STREAMED), world_size=3, clip=0.5, groups=(A, B),
+         sub_group_size=400),
+    Case(name="3 ranks, fp16, accumulation 3", blocks=(FRACTION,), world_size=3, dtype="fp16", accumulation=3,
+         poisoned={1: INF}),
+    Case(name="4 ranks, clipping, every placement", blocks=EVERY_PLACEMENT, world_size=4, clip=0.5, sub_group_size=300),
+    Case(name="4 ranks, fp32, accumulation 3, zero.Init", blocks=(STRIDE_3,), world_size=4, dtype="fp32",
+         accumulation=3, zero_init=True, clip=0.5),
+)

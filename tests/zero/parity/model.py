@@ -1,0 +1,52 @@
+"""A small network with odd sizes, and the data that each rank trains it on."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.zero.parity.case import Case
+
+
+class Net(torch.nn.Module):
+    """Linear layers of the case's widths; inputs and targets have shape [batch, widths[0]] and [batch, widths[-1]]."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        pairs = zip(case.widths[:-1], case.widths[1:], strict=True)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(inputs, outputs) for inputs, outputs in pairs)
+        last = case.widths[-1]
+        self.sometimes = torch.nn.Linear(last, last) if case.sometimes else None
+        self.unused = torch.nn.Linear(last, last) if case.unused else None
+        if case.frozen:
+            self.layers[1].weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor, sometimes: float, factor: float) -> torch.Tensor:
+        """``sometimes`` weighs that layer's contribution; None leaves it out of the graph."""
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x))
+        if self.sometimes is not None and sometimes is not None:
+            x = x + sometimes * self.sometimes(x)
+        return ((x - target).float() ** 2).mean() * factor
+
+
+def batch(case: Case, rank: int, micro_batch: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * micro_batch + rank)
+    x = torch.randn(4, case.widths[0], generator=generator)
+    target = 3 * torch.randn(4, case.widths[-1], generator=generator)
+    return x.to(dtype), target.to(dtype)
+
+
+def param_groups(model: Net, case: Case) -> list[dict[str, object]]:
+    """The trainable parameters dealt out to the case's groups, layer by layer."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    groups = []
+    for position, group in enumerate(case.groups):
+        groups.append(
+            {
+                "params": params[position :: len(case.groups)],
+                "lr": group.lr,
+                "betas": group.betas,
+                "weight_decay": group.weight_decay,
+            }
+        )
+    return groups
