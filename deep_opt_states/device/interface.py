@@ -8,7 +8,7 @@ recorded holds nobody back.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -17,31 +17,35 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Block the host until the work that the event marks has finished."""
 
-    def seconds_after(self, origin: Event) -> float:
-        """Seconds between two finished events."""
+    def seconds_after(self, origin: Any) -> float:
+        """Seconds between two finished events of one device."""
 
 
-class Stream(Protocol):
-    def record(self, event: Event) -> None:
+EventT = TypeVar("EventT", bound=Event)
+EventT_contra = TypeVar("EventT_contra", bound=Event, contravariant=True)
+
+
+class Stream(Protocol[EventT_contra]):
+    def record(self, event: EventT_contra) -> None:
         """Let ``event`` mark everything issued on this stream so far."""
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: EventT_contra) -> None:
         """Hold back what is issued on this stream from now on until ``event`` has finished."""
 
     def issue(self) -> AbstractContextManager[object]:
         """Torch operations inside the context are issued on this stream."""
 
 
-class Device(Protocol):
+class Device(Protocol[EventT]):
     """Every method but ``copy`` and ``current_stream`` is called at start-up only, never inside a step."""
 
-    def stream(self) -> Stream:
+    def stream(self) -> Stream[EventT]:
         """A new stream."""
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> Stream[EventT]:
         """The stream that the training loop computes on."""
 
-    def event(self) -> Event:
+    def event(self) -> EventT:
         """A new event that measures time."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
 from functools import partial
+from typing import Any
 
-from deep_opt_states.device.interface import Device, Event
+from deep_opt_states.device.interface import Device, Event, Stream
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep
 from deep_opt_states.runtime.slots import Slot
 from deep_opt_states.runtime.state import SubGroupState
@@ -41,7 +42,7 @@ class Executor:
         self,
         schedule: Schedule,
         states: Sequence[SubGroupState],
-        device: Device,
+        device: Device[Any],
         host_adam: AdamKernel,
         device_adam: AdamKernel | None,
     ) -> None:
@@ -52,7 +53,7 @@ class Executor:
         self._host_adam = host_adam
         self._device_adam = device_adam
         self._slots = self._reserve_slots()
-        self._streams = {lane: device.stream() for lane in Lane if lane is not Lane.CPU}
+        self._streams: dict[Lane, Stream[Any]] = {lane: device.stream() for lane in Lane if lane is not Lane.CPU}
         on_streams = [action for action in schedule.actions if action.lane is not Lane.CPU]
         self._started: dict[str, Event] = {action.name: device.event() for action in on_streams}
         self._finished: dict[str, Event] = {action.name: device.event() for action in on_streams}
@@ -102,7 +103,7 @@ class Executor:
             self.failure = self._first_error(updated, error)
             if not isinstance(error, Exception):
                 raise
-            raise self.torn()
+            raise self.torn() from self.failure
 
     def timeline(self) -> Timeline:
         """When each action of the last ``run`` ran."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ class Slot:
     grad: torch.Tensor
 
     @classmethod
-    def reserve(cls, device: Device, numel: int) -> Slot:
+    def reserve(cls, device: Device[Any], numel: int) -> Slot:
         return cls(*(device.empty(numel, torch.float32) for _ in range(4)))
 
     def narrow(self, numel: int) -> Slot:

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeAlias
 
-Task = Callable[[], None]
+Task: TypeAlias = Callable[[], None]
+Tasks: TypeAlias = "queue.SimpleQueue[tuple[Task, Future[None]] | None]"
+
+_EXIT_TIMEOUT_S = 5.0
 
 
 class Worker:
-    """A daemon thread, unlike a ``ThreadPoolExecutor``'s: a task that never ends cannot keep the process alive."""
+    """A daemon thread, unlike a ``ThreadPoolExecutor``'s: a task that never ends cannot keep the process alive.
+
+    The thread ends with ``close``, with the last reference to the worker, or before the interpreter shuts down.
+    """
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Task, Future[None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="deep_opt_states-cpu-lane", daemon=True)
-        self._thread.start()
+        tasks: Tasks = queue.SimpleQueue()
+        thread = threading.Thread(target=_run, args=(tasks,), name="deep_opt_states-cpu-lane", daemon=True)
+        thread.start()
+        self._tasks = tasks
+        self.close = weakref.finalize(self, _end, tasks, thread)
 
     def submit(self, task: Task) -> Future[None]:
         """The future carries the task's exception, with its traceback."""
@@ -24,19 +34,21 @@ class Worker:
         self._tasks.put((task, future))
         return future
 
-    def close(self) -> None:
-        """End the thread after the tasks submitted so far."""
-        self._tasks.put(None)
-        self._thread.join()
 
-    def _run(self) -> None:
-        while (item := self._tasks.get()) is not None:
-            task, future = item
-            try:
-                task()
-            except BaseException as error:  # noqa: BLE001 (the thread that waits for the future raises it)
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-            # A blocked get() would keep the last task's tensors alive until the next step.
-            del item, task, future
+def _end(tasks: Tasks, thread: threading.Thread) -> None:
+    """End the thread after the tasks submitted so far, and do not wait for one that hangs."""
+    tasks.put(None)
+    thread.join(_EXIT_TIMEOUT_S)
+
+
+def _run(tasks: Tasks) -> None:
+    while (item := tasks.get()) is not None:
+        task, future = item
+        try:
+            task()
+        except BaseException as error:  # noqa: BLE001 (whoever waits for the future raises it)
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        # A blocked get() would keep the last task's tensors alive until the next step.
+        del item, task, future

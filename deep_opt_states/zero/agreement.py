@@ -31,7 +31,7 @@ def agree_on_plan(make_plan: Callable[[], UpdatePlan]) -> UpdatePlan:
     failure: Exception | None = None
     try:
         plan = make_plan()
-    except Exception as error:  # told to the other ranks first, then raised
+    except Exception as error:  # noqa: BLE001 (told to the other ranks first, then raised)
         failure = error
     answers = _gather(plan.fingerprint if plan is not None else f"failed with {type(failure).__name__}: {failure}")
     if failure is not None:
@@ -60,7 +60,7 @@ def _refuse_difference(answers: list[str]) -> None:
         lines = [f"  rank {', '.join(map(str, who))}: {answer}" for answer, who in ranks.items()]
         raise RanksDisagree(
             "All ranks must run the same plan; found\n" + "\n".join(lines) + "\n"
-            'Give every rank the same DeepSpeed config and the same environment (DEEP_OPT_STATES).'
+            "Give every rank the same DeepSpeed config and the same environment (DEEP_OPT_STATES)."
         )
 
 

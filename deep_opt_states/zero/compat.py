@@ -19,16 +19,16 @@ def param_dict(config: Any) -> dict[str, Any]:
     return config._param_dict
 
 
-def accumulated_grad(optimizer: Any, param: torch.nn.Parameter) -> torch.Tensor:
+def accumulated_grad(optimizer: Any, param: Any) -> torch.Tensor:
     """The partition, shape [partition_numel], in which stage 3 sums the gradients of ``param`` over micro-batches."""
     return optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[param.ds_id]
 
 
-def reduced_this_window(optimizer: Any, param: torch.nn.Parameter) -> bool:
+def reduced_this_window(optimizer: Any, param: Any) -> bool:
     """Whether ``param`` got a gradient on this rank since the last ``step()``."""
     return param.ds_id in optimizer._offload_boundary_param_ids
 
 
-def sees_gradients(optimizer: Any, param: torch.nn.Parameter) -> bool:
+def sees_gradients(optimizer: Any, param: Any) -> bool:
     """Whether this rank's partition of ``param`` holds more than padding (the rule in ``partition_grads``)."""
     return param.partition_numel() * optimizer._get_param_partition_rank(param) < param.ds_numel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
@@ -19,7 +20,7 @@ from perf_model.plan import UpdatePlan
 class AcceleratorChoice:
     """``steps_on_host``: slots are host memory, where the CPU kernel updates them, too."""
 
-    device: Device
+    device: Device[Any]
     steps_on_host: bool
 
     def accept(self, plan: UpdatePlan) -> UpdatePlan:

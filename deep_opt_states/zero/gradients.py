@@ -15,7 +15,8 @@ from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.zero.compat import accumulated_grad, reduced_this_window, sees_gradients
 
-Parameter = torch.nn.Parameter
+Parameter = Any
+"""A ``torch.nn.Parameter`` with ZeRO-3's attributes (``ds_id`` and others)."""
 
 
 class Gradients:
@@ -70,7 +71,7 @@ class Gradients:
     def settle(self, params: Iterable[Parameter]) -> None:
         """Before a reader: multiply in what stock's step would have."""
         for param in params:
-            grad_scale = self._unscaled.pop(getattr(param, "ds_id", None), None)
+            grad_scale = self._unscaled.pop(param.ds_id, None)
             if grad_scale is not None:
                 self._partition(param).mul_(grad_scale)
 

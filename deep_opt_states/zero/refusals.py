@@ -49,8 +49,10 @@ def refuse_stage_0(stage: int) -> None:
     """Stage 0 never asks for a ZeRO optimizer, so the engine's seam does not see it; its config does."""
     if stage == 0:
         rule = _STAGE[0]
-        raise Unsupported(f'"{CONFIG_KEY}" is enabled, but not everything it needs is.\n'
-                          f"{rule.key}: {rule.must}, found {stage}.\n{rule.remedy}")
+        raise Unsupported(
+            f'"{CONFIG_KEY}" is enabled, but not everything it needs is.\n'
+            f"{rule.key}: {rule.must}, found {stage}.\n{rule.remedy}"
+        )
 
 
 def _optimizer_name(engine: Any, basic_optimizer: Any) -> str:

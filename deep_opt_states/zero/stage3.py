@@ -46,7 +46,9 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         workload = Workload.of([master.numel() for master in self.fp32_partitioned_groups_flat])
         self.plan = agree_on_plan(lambda: accelerator.accept(config.plan(workload)))
         self._gradients = Gradients(self)
-        self._states = [self._take_over(sub_group_id, accelerator.device) for sub_group_id in range(len(self.fp16_groups))]
+        self._states = [
+            self._take_over(sub_group_id, accelerator.device) for sub_group_id in range(len(self.fp16_groups))
+        ]
         self._adam = CPUAdam(self.optimizer, len(self._states))
         device_adam = self._adam if accelerator.steps_on_host else None
         self._executor = Executor(self.plan.schedule, self._states, accelerator.device, self._adam, device_adam)
@@ -57,7 +59,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._report = UpdateReport(config.report, self.plan, dist.get_rank() == 0, log)
         log(f"[deep_opt_states] {self.plan}")
 
-    def _take_over(self, sub_group_id: int, device: Device) -> SubGroupState:
+    def _take_over(self, sub_group_id: int, device: Device[Any]) -> SubGroupState:
         """Move the states of one sub-group into memory that the device can copy from without blocking."""
         master = self.fp32_partitioned_groups_flat[sub_group_id]
         param = self.fp16_partitioned_groups_flat[sub_group_id]
@@ -69,7 +71,14 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         # Stock would create them, unpinned, at the first step.
         self.optimizer.state[master] = {"step": 0, **moments}
         rounded = master.data if param.dtype == torch.float32 else device.empty_host(numel, param.dtype)
-        return SubGroupState(master.data, *moments.values(), grad=master.grad, param=param, rounded=rounded)
+        return SubGroupState(
+            master=master.data,
+            exp_avg=moments["exp_avg"],
+            exp_avg_sq=moments["exp_avg_sq"],
+            grad=master.grad,
+            param=param,
+            rounded=rounded,
+        )
 
     # Gradients
 
@@ -105,12 +114,12 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     # The hooks of step(), in the order in which it calls them
 
     def _pre_step(self) -> None:
-        if self._executor.failure is not None:
-            raise self._executor.torn()
         # Before super() forgets which parameters were reduced in this window.
         self._gradients.complete_window()
         self._steps.clear()
         super()._pre_step()
+        # Only now: the window of a refused step is over, too, and must not be added to the next one.
+        self._refuse_torn_states()
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
         """The factor that stock multiplies into the fp32 gradient here; our kernels apply it."""
@@ -166,9 +175,17 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     # Checkpoints
 
     def _rigid_state_dict(self) -> Any:
+        self._refuse_torn_states()
+        return super()._rigid_state_dict()
+
+    def checkpoint_event_epilogue(self) -> None:
+        """Runs before 16-bit weights are written, and after a load, which has restored the states by then."""
+        self._refuse_torn_states()
+        super().checkpoint_event_epilogue()
+
+    def _refuse_torn_states(self) -> None:
         if self._executor.failure is not None:
             raise self._executor.torn()
-        return super()._rigid_state_dict()
 
     def _rigid_load_state_dict(self, state_dict: Any, load_optimizer_states: bool = True) -> None:
         super()._rigid_load_state_dict(state_dict, load_optimizer_states=load_optimizer_states)
@@ -191,7 +208,11 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
                 else:
                     ours.zero_()
                 loaded[key] = ours
-        self._executor.forget_failure()
+        if self._executor.failure is not None:
+            # Some op objects have heard of the step that failed, others have not; its norms were not used up.
+            self._adam.restart(len(self._states))
+            self.reset_cpu_buffers()
+            self._executor.forget_failure()
 
     def destroy(self) -> None:
         super().destroy()

@@ -25,11 +25,18 @@ class CPUAdam:
     """
 
     def __init__(self, optimizer: DeepSpeedCPUAdam, num_sub_groups: int) -> None:
+        self._optimizer = optimizer
         self._op = optimizer.ds_opt_adam
         self._empty = torch.empty(0)
+        self._ids: list[int] = []
+        self.restart(num_sub_groups)
+
+    def restart(self, num_sub_groups: int) -> None:
+        """Forget every step heard, as a new process would have: beta^t is ``pow`` at the next step."""
+        self.close()
         self._runs: list[AdamStep] = []
         self._run_of = [0] * num_sub_groups
-        self._ids = [self._create(optimizer) for _ in range(num_sub_groups)]
+        self._ids = [self._create() for _ in range(num_sub_groups)]
 
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         """Let every object hear what precedes its own update: the rest of the last step, the start of this one."""
@@ -58,18 +65,18 @@ class CPUAdam:
         while self._ids:
             self._op.destroy_adam(self._ids.pop())
 
-    def _create(self, optimizer: DeepSpeedCPUAdam) -> int:
+    def _create(self) -> int:
         # DeepSpeed numbers its own objects from this counter; taking from it avoids a collision.
         op_id = DeepSpeedCPUAdam.optimizer_id
         DeepSpeedCPUAdam.optimizer_id += 1
-        defaults = optimizer.defaults
+        defaults = self._optimizer.defaults
         self._op.create_adam(
             op_id,
             defaults["lr"],
             *defaults["betas"],
             defaults["eps"],
             defaults["weight_decay"],
-            optimizer.adam_w_mode,
+            self._optimizer.adam_w_mode,
             False,
         )
         return op_id

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,9 @@ import torch.distributed as dist
 
 from tests.zero.parity.case import Case
 from tests.zero.parity.model import Net, batch, param_groups
+
+Block = dict[str, Any] | None
+"""The plugin's config block; None is stock DeepSpeed."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -27,7 +32,7 @@ class Record:
     optimizer_class: str = ""
 
 
-def make_engine(case: Case, block: dict[str, Any] | None) -> Any:
+def make_engine(case: Case, block: Block) -> Any:
     torch.manual_seed(17)
     config = case.ds_config(block)
     if case.zero_init:
@@ -39,18 +44,40 @@ def make_engine(case: Case, block: dict[str, Any] | None) -> Any:
     return engine
 
 
-def run_arm(case: Case, block: dict[str, Any] | None, resume_from: Path | None = None) -> Record:
+def run_arm(case: Case, block: Block) -> Record:
+    with shared_folder() as folder, closing_engine(case, block) as engine:
+        return train(engine, case, folder)
+
+
+def run_resumed(case: Case, saved_by: Block, resumed_by: Block) -> Record:
+    """Trains the case, saves, and trains it again from there in a fresh engine."""
+    with shared_folder() as folder:
+        with closing_engine(case, saved_by) as engine:
+            train(engine, case, folder)
+            engine.save_checkpoint(str(folder))
+        with closing_engine(case, resumed_by) as engine:
+            engine.load_checkpoint(str(folder))
+            return train(engine, case, folder)
+
+
+@contextmanager
+def closing_engine(case: Case, block: Block) -> Iterator[Any]:
     engine = make_engine(case, block)
-    folder = Path(tempfile.mkdtemp()) if dist.get_rank() == 0 else None
     try:
-        if resume_from is not None:
-            engine.load_checkpoint(str(resume_from))
-        return train(engine, case, _shared_path(folder))
+        yield engine
     finally:
         engine.destroy()
-        dist.barrier()
-        if folder is not None:
-            shutil.rmtree(folder)
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A temporary folder that every rank sees, until all are done with it."""
+    paths = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(paths, src=0)
+    yield Path(str(paths[0]))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(str(paths[0]))
 
 
 def train(engine: Any, case: Case, folder: Path) -> Record:
@@ -102,7 +129,9 @@ def collect(optimizer: Any, record: Record) -> None:
             # Stock leaves the padding behind the last rank's partition uninitialised.
             real = max(0, min(numel, param.ds_numel - rank * numel))
             for kind, tensor in flat.items():
-                record.tensors[f"{kind} of {param.ds_id - first_id(optimizer)}"] = tensor[offset : offset + real].clone()
+                record.tensors[f"{kind} of {param.ds_id - first_id(optimizer)}"] = tensor[
+                    offset : offset + real
+                ].clone()
             record.tensors[f"ds_tensor of {param.ds_id - first_id(optimizer)}"] = param.ds_tensor.data[:real].clone()
             offset += numel
 
@@ -116,7 +145,7 @@ def differences(expected: Record, found: Record) -> list[str]:
     """What is not equal to the bit."""
     lines = []
     for name, numbers in expected.numbers.items():
-        if torch.tensor(numbers, dtype=torch.float64).view(torch.int64).tolist() != bits(found.numbers[name]):
+        if bits(numbers) != bits(found.numbers[name]):
             lines.append(f"{name}: stock {numbers}, found {found.numbers[name]}")
     if expected.tensors.keys() != found.tensors.keys():
         lines.append(f"tensors: stock {sorted(expected.tensors)}, found {sorted(found.tensors)}")
@@ -135,9 +164,3 @@ def differences(expected: Record, found: Record) -> list[str]:
 
 def bits(numbers: list[float]) -> list[int]:
     return torch.tensor(numbers, dtype=torch.float64).view(torch.int64).tolist()
-
-
-def _shared_path(folder: Path | None) -> Path:
-    paths = [str(folder)]
-    dist.broadcast_object_list(paths, src=0)
-    return Path(paths[0])

@@ -30,10 +30,12 @@ class ParamGroup:
 class Case:
     """``blocks`` are the plugin's config blocks, one arm each, all compared with one stock arm.
 
+    ``sub_group_size`` is of the whole model; a rank's partition is its share.
+
     ``unused`` layers never get a gradient. The ``sometimes`` layer gets none in the micro-batches of
     ``skips_sometimes``, counted over the whole run. In the steps of ``poisoned`` the loss is multiplied by that
     number (inf, nan, or a number that overflows fp16). ``reload`` = (save after this many steps, load after
-    that many): an in-process reload.
+    that many): an in-process reload. ``resume``: trained by one engine, saved, and continued by a fresh one.
     """
 
     name: str
@@ -46,8 +48,8 @@ class Case:
     schedule: bool = True
     groups: tuple[ParamGroup, ...] = (ParamGroup(),)
     adamw: bool = True
-    widths: tuple[int, ...] = (19, 37, 41, 23)
-    sub_group_size: int = 1500
+    widths: tuple[int, ...] = (19, 53, 61, 47, 23)
+    sub_group_size: int = 1000
     frozen: bool = False
     zero_init: bool = False
     unused: bool = False
@@ -56,6 +58,7 @@ class Case:
     zero_instead_of_skip: bool = False
     poisoned: dict[int, float] = field(default_factory=dict)
     reload: tuple[int, int] | None = None
+    resume: bool = False
     offload_param: bool = False
     zero: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
@@ -79,7 +82,7 @@ class Case:
             "zero_optimization": {
                 "stage": 3,
                 "offload_optimizer": {"device": "cpu"},
-                "sub_group_size": self.sub_group_size,
+                "sub_group_size": self.sub_group_size // self.world_size,
                 "stage3_param_persistence_threshold": 50,
                 "reduce_bucket_size": 4000,
                 "stage3_prefetch_bucket_size": 4000,

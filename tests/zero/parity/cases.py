@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.zero.parity.case import (
     CPU,
     EVERY_PLACEMENT,
@@ -23,8 +25,7 @@ CASES = (
     Case(name="every placement", blocks=EVERY_PLACEMENT, clip=0.5),
     Case(
         name="explicit list",
-        blocks=({"placement": ["streamed", "cpu", "cpu", "streamed"], "num_slots": 1},),
-        sub_group_size=700,
+        blocks=({"placement": ["streamed", "cpu", "cpu", "streamed", "streamed"], "num_slots": 1},),
     ),
     Case(name="one sub-group", blocks=(CPU, STREAMED, STRIDE_2), sub_group_size=10**9),
     Case(
@@ -45,14 +46,13 @@ CASES = (
         steps=12,
         poisoned={2: 1e6, 7: INF},
     ),
-    Case(name="beta powers over 60 steps", blocks=(STREAMED, STRIDE_3), steps=60, sub_group_size=600),
-    Case(name="groups with two betas", blocks=(STRIDE_2, STREAMED), groups=(A, OTHER_BETAS), steps=55, clip=1.0),
+    Case(name="beta powers over 60 steps", blocks=(STREAMED, STRIDE_3), steps=60),
+    Case(name="groups with two betas", blocks=(STRIDE_2, STREAMED), groups=(A, OTHER_BETAS), steps=55, clip=0.5),
     Case(
         name="groups with betas a, b, a",
         blocks=(STRIDE_2, CPU),
         groups=(A, OTHER_BETAS, A),
         steps=55,
-        sub_group_size=500,
     ),
     Case(name="reload in process", blocks=(STRIDE_2, STREAMED, CPU), steps=55, reload=(20, 30), clip=0.5),
     Case(
@@ -81,15 +81,73 @@ CASES = (
         accumulation=3,
         groups=(A, B),
     ),
-    Case(name="2 ranks, fp32, Adam, zero.Init, frozen", blocks=(STREAMED,), world_size=2, dtype="fp32", adamw=False,
-         zero_init=True, frozen=True),
+    Case(
+        name="2 ranks, fp32, Adam, zero.Init, frozen",
+        blocks=(STREAMED,),
+        world_size=2,
+        dtype="fp32",
+        adamw=False,
+        zero_init=True,
+        frozen=True,
+    ),
     Case(name="2 ranks, fp16, overflow", blocks=(STRIDE_2,), world_size=2, dtype="fp16", poisoned={2: 1e6}, steps=10),
     Case(name="2 ranks, reload, no gradient ever", blocks=(FRACTION,), world_size=2, reload=(3, 5), unused=True),
-    Case(name="3 ranks, clipping, two groups", blocks=(STRIDE_2, STREAMED), world_size=3, clip=0.5, groups=(A, B),
-         sub_group_size=400),
-    Case(name="3 ranks, fp16, accumulation 3", blocks=(FRACTION,), world_size=3, dtype="fp16", accumulation=3,
-         poisoned={1: INF}),
-    Case(name="4 ranks, clipping, every placement", blocks=EVERY_PLACEMENT, world_size=4, clip=0.5, sub_group_size=300),
-    Case(name="4 ranks, fp32, accumulation 3, zero.Init", blocks=(STRIDE_3,), world_size=4, dtype="fp32",
-         accumulation=3, zero_init=True, clip=0.5),
+    Case(
+        name="3 ranks, clipping, two groups",
+        blocks=(STRIDE_2, STREAMED),
+        world_size=3,
+        steps=30,
+        sub_group_size=400,
+        clip=0.5,
+        groups=(A, B),
+    ),
+    Case(
+        name="3 ranks, fp16, accumulation 3",
+        blocks=(FRACTION,),
+        world_size=3,
+        dtype="fp16",
+        accumulation=3,
+        poisoned={1: INF},
+    ),
+    Case(name="4 ranks, clipping, every placement", blocks=EVERY_PLACEMENT, world_size=4, clip=0.5),
+    Case(
+        name="4 ranks, fp32, accumulation 3, zero.Init",
+        blocks=(STRIDE_3,),
+        world_size=4,
+        dtype="fp32",
+        accumulation=3,
+        zero_init=True,
+        clip=0.25,
+    ),
+    Case(name="resume", blocks=(STRIDE_2, CPU), resume=True, steps=25, clip=0.5, groups=(A, OTHER_BETAS)),
+    Case(name="2 ranks, resume, fp16", blocks=(FRACTION,), world_size=2, dtype="fp16", resume=True, poisoned={1: 1e6}),
 )
+"""Compared with stock, to the bit."""
+
+MISSING = Case(name="no gradient in some steps", blocks=(STRIDE_2, CPU), sometimes=True, steps=10, clip=0.5)
+
+DEPARTURES = (
+    replace(MISSING, skips_sometimes=frozenset({3, 4, 7})),
+    replace(
+        MISSING,
+        name="no gradient in some micro-batches",
+        accumulation=3,
+        # all of one window; the first of another; the last of a third; the middle one of a fourth
+        skips_sometimes=frozenset({3, 4, 5, 9, 14, 19}),
+    ),
+    replace(
+        MISSING,
+        name="no gradient after an overflow, fp16",
+        dtype="fp16",
+        poisoned={3: 1e6},
+        skips_sometimes=frozenset({4, 5}),
+    ),
+    replace(
+        MISSING,
+        name="2 ranks, no gradient in some steps",
+        world_size=2,
+        accumulation=2,
+        skips_sometimes=frozenset({4, 5, 9, 12}),
+    ),
+)
+"""Compared with stock training on zero gradients where these get none; stock on the same data is different."""

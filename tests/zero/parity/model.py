@@ -32,7 +32,7 @@ class Net(torch.nn.Module):
 def batch(case: Case, rank: int, micro_batch: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * micro_batch + rank)
     x = torch.randn(4, case.widths[0], generator=generator)
-    target = 3 * torch.randn(4, case.widths[-1], generator=generator)
+    target = 8 * torch.randn(4, case.widths[-1], generator=generator)
     return x.to(dtype), target.to(dtype)
 
 
