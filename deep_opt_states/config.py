@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -31,7 +31,9 @@ class ReportConfig(_Block):
     @model_validator(mode="after")
     def _trace_is_written_with_the_report(self) -> ReportConfig:
         if self.trace is not None and self.every_n_steps == 0:
-            raise _rule("report.trace", 'is written with each report; set "every_n_steps" to at least 1', self.trace)
+            raise _RuleError(
+                "report.trace", "is written with each report", self.trace, 'Set "every_n_steps" to at least 1.'
+            )
         return self
 
     @property
@@ -54,9 +56,11 @@ class Config(_Block):
             ("fraction", "gpu_fraction", self.gpu_fraction),
         ):
             if self.placement == placement and value is None:
-                raise _rule(key, f'is required by "placement": "{placement}"', None)
+                remedy = f'Add it, for example "{key}": {_RULES[key].example}.'
+                raise _RuleError(key, f'is required by "placement": "{placement}"', "nothing", remedy)
             if self.placement != placement and value is not None:
-                raise _rule(key, f'belongs to "placement": "{placement}"; remove it or change "placement"', value)
+                remedy = f'Remove it, or set "placement": "{placement}".'
+                raise _RuleError(key, f'belongs to "placement": "{placement}"', value, remedy)
         return self
 
     def plan(self, workload: Workload) -> UpdatePlan:
@@ -92,46 +96,57 @@ def parse_config(ds_config: Mapping[str, Any]) -> Config | None:
             f'The least that enables the plugin is "{CONFIG_KEY}": {{}}.'
         )
     try:
-        # JSON has lists only; numbers such as 1 for 1.0 are accepted by pydantic for floats.
         return Config.model_validate(dict(block))
     except ValidationError as error:
         raise ConfigError("\n".join(_messages(error))) from None
 
 
 class _RuleError(ValueError):
-    def __init__(self, key: str, rule: str, found: object) -> None:
+    """A rule between keys."""
+
+    def __init__(self, key: str, rule: str, found: object, remedy: str) -> None:
         super().__init__(rule)
         self.key = key
-        self.found = found
+        self.message = _message(key, rule, found, remedy)
 
 
-_rule = _RuleError
+class _Rule(NamedTuple):
+    rule: str
+    remedy: str
+    example: str = ""
+
 
 _RULES = {
-    "enabled": ("must be true or false", "Leave it out to enable the plugin."),
-    "placement": (
+    "enabled": _Rule("must be true or false", "Leave it out to enable the plugin."),
+    "placement": _Rule(
         'must be "cpu", "streamed", "stride", "fraction", or a list with "cpu" or "streamed" for each sub-group',
         'With "cpu" nothing is streamed; "stride" and "fraction" say how much is.',
     ),
-    "update_stride": (
+    "update_stride": _Rule(
         "must be an integer of at least 2",
         'Stride k puts every k-th sub-group on the GPU; for all of them use "placement": "streamed".',
+        example="2",
     ),
-    "gpu_fraction": (
+    "gpu_fraction": _Rule(
         "must be a number from 0 to 1",
         "It is the share of the parameters that is updated on the GPU.",
+        example="0.5",
     ),
-    "num_slots": (
+    "num_slots": _Rule(
         "must be an integer of at least 1",
         "Streamed sub-groups pass through that many staging slots on the GPU; 2 overlap transfers and update.",
     ),
-    "report": (
-        "must be an object",
-        'For example "report": {"every_n_steps": 10, "trace": "trace.json"}.',
+    "report": _Rule("must be an object", 'For example "report": {"every_n_steps": 10, "trace": "trace.json"}.'),
+    "report.every_n_steps": _Rule("must be an integer of at least 0", "0, the default, reports nothing."),
+    "report.trace": _Rule(
+        "must be a path", "The last update is written there as a Chrome trace, and as a PNG beside it."
     ),
-    "report.every_n_steps": ("must be an integer of at least 0", "0, the default, reports nothing."),
-    "report.trace": ("must be a path", "The last update is written there as a Chrome trace, and as a PNG beside it."),
 }
+
+
+def _message(key: str, rule: str, found: object, remedy: str) -> str:
+    shown = found if found == "nothing" else repr(found)
+    return f"{CONFIG_KEY}.{key}: {rule}, found {shown}.\n{remedy}"
 
 
 def _messages(error: ValidationError) -> list[str]:
@@ -140,22 +155,17 @@ def _messages(error: ValidationError) -> list[str]:
     for item in error.errors():
         cause = item.get("ctx", {}).get("error")
         if isinstance(cause, _RuleError):
-            found = "" if cause.found is None else f", found {cause.found!r}"
-            by_key.setdefault(cause.key, f"{CONFIG_KEY}.{cause.key}: {cause}{found}.")
+            by_key.setdefault(cause.key, cause.message)
             continue
         names = [str(part) for part in item["loc"]]
+        in_report = names[0] == "report" and len(names) > 1
+        key = ".".join(names[:2]) if in_report else names[0]
         if item["type"] == "extra_forbidden":
-            known = ReportConfig.model_fields if names[0] == "report" else Config.model_fields
-            key = ".".join(names)
+            known = (ReportConfig if in_report else Config).model_fields
             close = difflib.get_close_matches(names[-1], known, n=1)
             remedy = f'Did you mean "{close[0]}"?' if close else f"Known keys: {', '.join(known)}."
-            by_key.setdefault(key, f"{CONFIG_KEY}.{key}: unknown key, found {item['input']!r}.\n{remedy}")
-            continue
-        key = ".".join(names[:2]) if names[0] == "report" else names[0]
-        rule, remedy = _RULES[key]
-        # A union fails once for each member; the value that matters is the one under the key itself.
-        found = item["input"]
-        if key == "placement" and len(names) > 2:
-            rule = f"{rule} (entry {names[-1]})" if names[-1].isdigit() else rule
-        by_key.setdefault(key, f"{CONFIG_KEY}.{key}: {rule}, found {found!r}.\n{remedy}")
+            by_key.setdefault(key, _message(key, "is no known key", item["input"], remedy))
+        else:
+            # A union fails once for each member that the value is not; one message will do.
+            by_key.setdefault(key, _message(key, _RULES[key].rule, item["input"], _RULES[key].remedy))
     return list(by_key.values())

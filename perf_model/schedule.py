@@ -5,9 +5,12 @@ It is executed, simulated, checked and drawn; none of these adds a decision of i
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from perf_model.action import Action
+
+_HEADER = re.compile(r"schedule slots (?P<slots>\d+) slot_numel (?P<numel>\d+)")
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Schedule:
     def parse(cls, text: str) -> Schedule:
         """The inverse of ``str``. Raises ``ValueError`` for text that is no schedule."""
         header, *lines = text.strip().splitlines() or [""]
-        words = header.split()
-        if words[0:2] != ["schedule", "slots"] or words[3:4] != ["slot_numel"] or len(words) != 5:
+        match = _HEADER.fullmatch(header)
+        if match is None:
             raise ValueError(f"A schedule starts with 'schedule slots N slot_numel M'; found {header!r}.")
-        return cls(int(words[2]), int(words[4]), tuple(map(Action.parse, lines)))
+        return cls(int(match["slots"]), int(match["numel"]), tuple(map(Action.parse, lines)))

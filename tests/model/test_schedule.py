@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perf_model.action import Action, ActionKind
+from perf_model.check import ScheduleError, check
+from perf_model.grid import grid
+from perf_model.lowering import assign_slots, insert_waits, issue_order, spread_streamed
+from perf_model.placement import Placement, place_by_stride
+from perf_model.plan import UpdatePlan
+from perf_model.schedule import Schedule
+from perf_model.workload import Workload
+from tests.model.strategies import plans
+
+CPU, STREAMED = Placement.CPU, Placement.STREAMED
+WORKLOAD = Workload.of([100, 100, 100, 60])
+MIXED = (CPU, STREAMED, STREAMED, CPU)
+
+
+def lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+@given(plans())
+def test_every_plan_lowers_to_a_safe_schedule_that_reads_back(plan: UpdatePlan) -> None:
+    assert check(plan.schedule, plan.workload) == plan.placements
+    assert Schedule.parse(str(plan.schedule)) == plan.schedule
+
+
+@given(plans())
+def test_no_wait_is_redundant(plan: UpdatePlan) -> None:
+    actions = plan.schedule.actions
+    for position, action in enumerate(actions):
+        for name in action.waits:
+            without = replace(action, waits=tuple(wait for wait in action.waits if wait != name))
+            mutant = replace(plan.schedule, actions=(*actions[:position], without, *actions[position + 1 :]))
+            with pytest.raises(ScheduleError, match="may start before"):
+                check(mutant, plan.workload)
+
+
+@given(plans(), st.data())
+def test_dropped_and_repeated_actions_are_refused(plan: UpdatePlan, data: st.DataObject) -> None:
+    actions = plan.schedule.actions
+    position = data.draw(st.integers(0, len(actions) - 1))
+    for mutated in (
+        actions[:position] + actions[position + 1 :],
+        (*actions[: position + 1], *actions[position:]),
+    ):
+        with pytest.raises(ScheduleError):
+            check(replace(plan.schedule, actions=mutated), plan.workload)
+
+
+@given(plans())
+def test_slots_are_no_more_than_streamed_sub_groups(plan: UpdatePlan) -> None:
+    streamed = [
+        sub_group.numel
+        for sub_group, placement in zip(plan.workload.sub_groups, plan.placements, strict=True)
+        if placement is STREAMED
+    ]
+    assert plan.schedule.num_slots == min(plan.num_slots, len(streamed))
+    assert plan.schedule.slot_numel == max(streamed, default=0)
+
+
+def test_fingerprint_tells_plans_apart() -> None:
+    plan = UpdatePlan(workload=WORKLOAD, placements=MIXED, num_slots=2)
+    assert plan.fingerprint == UpdatePlan(workload=WORKLOAD, placements=MIXED, num_slots=2).fingerprint
+    others = [
+        UpdatePlan(workload=WORKLOAD, placements=MIXED, num_slots=1),
+        UpdatePlan(workload=WORKLOAD, placements=MIXED[::-1], num_slots=2),
+        UpdatePlan(workload=Workload.of([100, 100, 100, 61]), placements=MIXED, num_slots=2),
+    ]
+    assert len({plan.fingerprint, *(other.fingerprint for other in others)}) == 3 + (MIXED[::-1] != MIXED)
+
+
+@pytest.mark.parametrize(
+    ("placements", "num_slots", "message"),
+    [((CPU,), 1, "4 sub-groups, found 1 placements"), (MIXED, 0, "at least 1 slot, found 0")],
+)
+def test_an_impossible_plan_is_refused(placements: tuple[Placement, ...], num_slots: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        UpdatePlan(workload=WORKLOAD, placements=placements, num_slots=num_slots)
+
+
+# The lowering passes, each as a golden pair
+
+
+def test_streamed_sub_groups_are_spread_by_progress() -> None:
+    # CPU: 100, 60 of 160, so at 0.31 and 0.81; streamed: 100, 100 of 200, so at 0.25 and 0.75.
+    assert spread_streamed(WORKLOAD, MIXED) == [1, 0, 2, 3]
+
+
+def test_slots_go_round() -> None:
+    assert assign_slots([1, 4, 2], 2) == {1: 0, 4: 1, 2: 0}
+
+
+def test_issue_order_prefetches_ahead_and_publishes_behind() -> None:
+    actions = issue_order([1, 0, 2, 3], MIXED, {1: 0, 2: 0})
+    assert [str(action) for action in actions] == lines(
+        """
+        PREFETCH 1 slot 0
+        GPU_STEP 1 slot 0
+        FLUSH_STATES 1 slot 0
+        PREFETCH 2 slot 0
+        CPU_STEP 0
+        GPU_STEP 2 slot 0
+        FLUSH_STATES 2 slot 0
+        CPU_STEP 3
+        PUBLISH 0
+        PUBLISH 3
+        """
+    )
+
+
+def test_waits_are_those_that_lane_order_does_not_imply() -> None:
+    actions = insert_waits(issue_order([1, 0, 2, 3], MIXED, {1: 0, 2: 0}))
+    assert [str(action) for action in actions] == lines(
+        """
+        PREFETCH 1 slot 0
+        GPU_STEP 1 slot 0 after PREFETCH 1
+        FLUSH_STATES 1 slot 0 after GPU_STEP 1
+        PREFETCH 2 slot 0 after FLUSH_STATES 1
+        CPU_STEP 0
+        GPU_STEP 2 slot 0 after PREFETCH 2
+        FLUSH_STATES 2 slot 0 after GPU_STEP 2
+        CPU_STEP 3
+        PUBLISH 0 after CPU_STEP 0
+        PUBLISH 3 after CPU_STEP 3
+        """
+    )
+
+
+# Schedules that must be refused, each with the failing action marked
+
+
+def schedule(text: str, num_slots: int = 1, slot_numel: int = 100) -> Schedule:
+    return Schedule(num_slots, slot_numel, tuple(map(Action.parse, lines(text))))
+
+
+STREAMED_CHAIN = "PREFETCH 0 slot 0\nGPU_STEP 0 slot 0 after PREFETCH 0\nFLUSH_STATES 0 slot 0 after GPU_STEP 0"
+
+
+@pytest.mark.parametrize(
+    ("text", "numels", "rule", "marked"),
+    [
+        ("CPU_STEP 0\nPUBLISH 0", [9], "PUBLISH 0 may start before CPU_STEP 0", "PUBLISH 0"),
+        ("PUBLISH 0 after CPU_STEP 0\nCPU_STEP 0", [9], "in that order; found PUBLISH CPU_STEP", "CPU_STEP 0"),
+        ("CPU_STEP 0\nPUBLISH 0 after CPU_STEP 0", [9, 9], "Sub-group 1 .* found nothing", None),
+        ("CPU_STEP 0\nPUBLISH 0 after CPU_STEP 9", [9], "CPU_STEP 9 is not", "PUBLISH 0"),
+        ("CPU_STEP 7\nPUBLISH 7 after CPU_STEP 7", [9], "There are 1 sub-groups", "CPU_STEP 7"),
+        ("CPU_STEP 0 slot 0\nPUBLISH 0 after CPU_STEP 0", [9], "CPU_STEP uses no slot", "CPU_STEP 0"),
+        (STREAMED_CHAIN, [101], "A slot holds 100 parameters; sub-group 0 has 101", "PREFETCH 0"),
+        (STREAMED_CHAIN.replace("slot 0", "slot 1"), [9], "needs one of 1 slots", "PREFETCH 0"),
+        (STREAMED_CHAIN.replace(" slot 0", ""), [9], "needs one of 1 slots", "PREFETCH 0"),
+        (
+            STREAMED_CHAIN
+            + "\n"
+            + STREAMED_CHAIN.replace("_STEP 0", "_STEP 1").replace("TES 0", "TES 1").replace("FETCH 0", "FETCH 1"),
+            [9, 9],
+            "PREFETCH 1 may start before FLUSH_STATES 0",
+            "PREFETCH 1",
+        ),
+    ],
+)
+def test_a_faulty_schedule_is_refused_and_marked(text: str, numels: list[int], rule: str, marked: str | None) -> None:
+    with pytest.raises(ScheduleError, match=rule) as caught:
+        check(schedule(text), Workload.of(numels))
+    rows = [row for row in str(caught.value).splitlines() if row.startswith(">")]
+    assert [re.search(r"[A-Z_]+ \d+", row).group() for row in rows] == ([] if marked is None else [marked])
+
+
+def test_a_slot_is_kept_for_the_whole_chain() -> None:
+    text = STREAMED_CHAIN.replace("FLUSH_STATES 0 slot 0", "FLUSH_STATES 0 slot 1")
+    with pytest.raises(ScheduleError, match="stays in the slot"):
+        check(schedule(text, num_slots=2), Workload.of([9]))
+
+
+def test_grid_has_a_column_a_lane_and_a_row_an_action() -> None:
+    plan = UpdatePlan(workload=WORKLOAD, placements=place_by_stride(WORKLOAD, 2), num_slots=1)
+    head, *rows = grid(plan.schedule).splitlines()
+    assert head.split() == ["#", "h2d", "compute", "d2h", "cpu", "after"]
+    assert len(rows) == len(plan.schedule.actions)
+    columns = {kind: head.index(kind.lane.value) for kind in ActionKind}
+    for row, action in zip(rows, plan.schedule.actions, strict=True):
+        assert row[columns[action.kind] :].startswith(action.name)
+
+
+def test_text_that_is_no_schedule_is_refused() -> None:
+    for text in ("", "PREFETCH 3", "schedule slots 1", "schedule slots x slot_numel 3", "schedule slots 1 slot_numel 3\nFETCH 3"):
+        with pytest.raises(ValueError, match=r"A schedule starts|An action reads"):
+            Schedule.parse(text)

@@ -1,0 +1,50 @@
+"""Sub-group states with random contents, and what a serial update makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep
+from deep_opt_states.runtime.state import SubGroupState
+
+NAMES = ("master", "exp_avg", "exp_avg_sq", "param")
+
+
+def make_states(numels: Sequence[int], dtype: torch.dtype, seed: int = 0) -> list[SubGroupState]:
+    generator = torch.Generator().manual_seed(seed)
+    states = []
+    for numel in numels:
+        master = torch.randn(numel, generator=generator)
+        states.append(
+            SubGroupState(
+                master=master,
+                exp_avg=torch.randn(numel, generator=generator),
+                exp_avg_sq=torch.rand(numel, generator=generator),
+                grad=torch.empty(numel),
+                param=master.to(dtype).clone(),
+                rounded=master if dtype == torch.float32 else torch.empty(numel, dtype=dtype),
+            )
+        )
+    return states
+
+
+def fill_gradients(states: Sequence[SubGroupState], step: int) -> None:
+    generator = torch.Generator().manual_seed(1000 + step)
+    for state in states:
+        state.grad.copy_(torch.randn(state.numel, generator=generator))
+
+
+def update_serially(states: Sequence[SubGroupState], adam: AdamKernel, steps: Sequence[AdamStep]) -> None:
+    """The reference: one sub-group after another, in host memory, as stock DeepSpeed does."""
+    adam.begin_step(steps)
+    for index, (state, step) in enumerate(zip(states, steps, strict=True)):
+        adam.update(index, step, state.master, state.grad, state.exp_avg, state.exp_avg_sq)
+        state.param.copy_(state.master)
+
+
+def assert_equal(found: Sequence[SubGroupState], expected: Sequence[SubGroupState]) -> None:
+    for index, (ours, reference) in enumerate(zip(found, expected, strict=True)):
+        for name in NAMES:
+            assert torch.equal(getattr(ours, name), getattr(reference, name)), f"{name} of sub-group {index}"

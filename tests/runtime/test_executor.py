@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from deep_opt_states.device.host import HostDevice
+from deep_opt_states.runtime.executor import Executor, UpdateFailed
+from perf_model.action import ActionKind, Lane
+from perf_model.check import ScheduleError
+from perf_model.placement import Placement
+from perf_model.plan import UpdatePlan
+from perf_model.workload import Workload
+from tests.model.strategies import plans
+from tests.runtime.adam import PlainAdam, adam_step
+from tests.runtime.states import assert_equal, fill_gradients, make_states, update_serially
+
+CPU, STREAMED = Placement.CPU, Placement.STREAMED
+NUMELS = (40, 1, 33, 128, 7)
+MIXED = UpdatePlan(workload=Workload.of(list(NUMELS)), placements=(CPU, STREAMED, STREAMED, CPU, STREAMED), num_slots=2)
+
+
+@contextmanager
+def executor_of(plan: UpdatePlan, states: Any, device: Any = None, adam: Any = None) -> Iterator[Executor]:
+    adam = adam or PlainAdam()
+    executor = Executor(plan.schedule, states, device or HostDevice(), adam, adam)
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
+small_plans = plans().filter(lambda plan: plan.workload.numel < 10**6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(small_plans, st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+def test_every_plan_gives_what_a_serial_update_gives(plan: UpdatePlan, dtype: torch.dtype) -> None:
+    numels = [sub_group.numel for sub_group in plan.workload.sub_groups]
+    states, reference = make_states(numels, dtype), make_states(numels, dtype)
+    with executor_of(plan, states) as executor:
+        for step in range(1, 4):
+            steps = [adam_step(step)] * len(numels)
+            for those in (states, reference):
+                fill_gradients(those, step)
+            executor.run(steps)
+            update_serially(reference, PlainAdam(), steps)
+            assert_equal(states, reference)
+
+
+def test_the_kernel_hears_of_each_step_once() -> None:
+    adam = PlainAdam()
+    states = make_states(NUMELS, torch.bfloat16)
+    with executor_of(MIXED, states, adam=adam) as executor:
+        fill_gradients(states, 1)
+        executor.run([adam_step(1)] * 5)
+    assert adam.begun == [(adam_step(1),) * 5]
+
+
+class CountingDevice(HostDevice):
+    """Counts what is reserved, and by which thread it might be."""
+
+    def __init__(self) -> None:
+        self.reserved: list[str] = []
+
+    def stream(self) -> Any:
+        self.reserved.append("stream")
+        return super().stream()
+
+    def event(self) -> Any:
+        self.reserved.append("event")
+        return super().event()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self.reserved.append(f"empty {numel}")
+        return super().empty(numel, dtype)
+
+    def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self.reserved.append("empty_host")
+        return super().empty_host(numel, dtype)
+
+
+class Allocations(TorchDispatchMode):
+    """Records every torch operation that returns memory that it was not given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+
+        def storages(tree: Any) -> set[int]:
+            return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
+
+        self.seen += 1
+        if not storages(result) <= storages((args, kwargs)):
+            self.found.append(str(func))
+        return result
+
+
+def test_a_step_reserves_nothing_and_allocates_nothing() -> None:
+    """Neither the thread that issues nor the worker: no accelerator memory, no pinning, no stream, no event."""
+    device = CountingDevice()
+    states = make_states(NUMELS, torch.bfloat16)
+    on_main, on_worker = Allocations(), Allocations()
+    original = Executor._on_worker
+    threads = set()
+
+    def watched(self: Executor, *args: Any) -> None:
+        threads.add(threading.get_ident())
+        with on_worker:
+            original(self, *args)
+
+    with executor_of(MIXED, states, device) as executor:
+        slots = [entry for entry in device.reserved if entry.startswith("empty")]
+        assert slots == ["empty 33"] * 4 * 2
+        assert device.reserved.count("stream") == len(Lane) - 1
+        device.reserved.clear()
+        with mock.patch.object(Executor, "_on_worker", watched), on_main:
+            for step in range(1, 4):
+                fill = [torch.ones(numel) for numel in NUMELS]
+                for state, grad in zip(states, fill, strict=True):
+                    state.grad.copy_(grad)
+                on_main.found.clear()
+                executor.run([adam_step(step)] * 5)
+                assert on_main.found == []
+    assert on_worker.found == []
+    assert device.reserved == []
+    assert on_main.seen > 0
+    assert on_worker.seen > 0
+    assert threads - {threading.get_ident()} == threads
+
+
+def test_the_allocation_watch_sees_an_allocation() -> None:
+    watch = Allocations()
+    with watch:
+        torch.ones(3).add_(1)
+        torch.ones(3) + 1
+    assert len(watch.found) >= 3
+
+
+def test_an_unsafe_schedule_is_refused_before_anything_is_reserved() -> None:
+    actions = tuple(replace(action, waits=()) for action in MIXED.schedule.actions)
+    device = CountingDevice()
+    with pytest.raises(ScheduleError, match="may start before") as caught:
+        Executor(
+            replace(MIXED.schedule, actions=actions),
+            make_states(NUMELS, torch.bfloat16),
+            device,
+            PlainAdam(),
+            PlainAdam(),
+        )
+    assert any(line.startswith(">") for line in str(caught.value).splitlines())
+    assert device.reserved == []
+
+
+class FailingAdam(PlainAdam):
+    def __init__(self, victim: int) -> None:
+        super().__init__()
+        self.victim: int | None = victim
+        self.updated: list[int] = []
+
+    def update(self, sub_group: int, *args: Any) -> None:
+        if sub_group == self.victim:
+            raise ZeroDivisionError(f"sub-group {sub_group}")
+        self.updated.append(sub_group)
+        super().update(sub_group, *args)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3, 4])
+def test_a_failure_on_any_lane_stops_the_update_and_is_remembered(victim: int) -> None:
+    states = make_states(NUMELS, torch.bfloat16)
+    adam = FailingAdam(victim)
+    with executor_of(MIXED, states, adam=adam) as executor:
+        fill_gradients(states, 1)
+        with pytest.raises(UpdateFailed, match=f"ZeroDivisionError: sub-group {victim}") as caught:
+            executor.run([adam_step(1)] * 5)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        assert "update" in [frame.name for frame in traceback_of(caught.value.__cause__)]
+        updated = list(adam.updated)
+        with pytest.raises(UpdateFailed):
+            executor.run([adam_step(2)] * 5)
+        assert adam.updated == updated, "torn states were updated"
+        adam.victim = None
+        executor.forget_failure()
+        executor.run([adam_step(2)] * 5)
+        assert sorted(adam.updated[len(updated) :]) == [0, 1, 2, 3, 4]
+
+
+def traceback_of(error: BaseException) -> list[Any]:
+    import traceback
+
+    return traceback.extract_tb(error.__traceback__)
+
+
+def test_an_interrupt_is_not_swallowed_and_tears_the_states() -> None:
+    class Interrupted(PlainAdam):
+        def update(self, sub_group: int, *args: Any) -> None:
+            if sub_group == 1:
+                raise KeyboardInterrupt
+            super().update(sub_group, *args)
+
+    states = make_states(NUMELS, torch.bfloat16)
+    with executor_of(MIXED, states, adam=Interrupted()) as executor:
+        fill_gradients(states, 1)
+        with pytest.raises(KeyboardInterrupt):
+            executor.run([adam_step(1)] * 5)
+        with pytest.raises(UpdateFailed):
+            executor.run([adam_step(1)] * 5)
+
+
+def test_the_timeline_has_every_action_and_lanes_run_in_order() -> None:
+    states = make_states([20_000] * 5, torch.bfloat16)
+    plan = UpdatePlan(workload=Workload.of([20_000] * 5), placements=MIXED.placements, num_slots=2)
+    with executor_of(plan, states) as executor:
+        fill_gradients(states, 1)
+        executor.run([adam_step(1)] * 5)
+        timeline = executor.timeline()
+    assert tuple(span.action for span in timeline.spans) == plan.schedule.actions
+    ends = {}
+    for span in timeline.spans:
+        assert 0 <= span.start_s < span.end_s
+        assert span.start_s >= ends.get(span.action.lane, 0.0)
+        ends[span.action.lane] = span.end_s
+        for name in span.action.waits:
+            producer = next(other for other in timeline.spans if other.action.name == name)
+            assert producer.end_s <= span.start_s
+    assert timeline.busy_s(Lane.CPU) > 0
+    assert ActionKind.PUBLISH in {span.action.kind for span in timeline.spans}

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+
+from deep_opt_states.runtime.worker import Worker
+from tests.launch import REPOSITORY
+
+
+def test_tasks_run_in_order_on_another_thread() -> None:
+    worker = Worker()
+    seen: list[tuple[int, int]] = []
+    futures = [worker.submit(lambda task=task: seen.append((task, threading.get_ident()))) for task in range(50)]
+    for future in futures:
+        future.result(timeout=10)
+    worker.close()
+    assert [task for task, _ in seen] == list(range(50))
+    assert {thread for _, thread in seen}.isdisjoint({threading.get_ident()})
+
+
+def test_an_exception_comes_out_of_the_future_and_the_thread_lives_on() -> None:
+    worker = Worker()
+    with pytest.raises(ZeroDivisionError):
+        worker.submit(lambda: 1 // 0).result(timeout=10)
+    assert worker.submit(lambda: None).result(timeout=10) is None
+    worker.close()
+
+
+def test_a_worker_that_nobody_holds_ends_its_thread_and_lets_go_of_its_tasks() -> None:
+    class Big:
+        pass
+
+    big = Big()
+    gone = weakref.ref(big)
+    worker = Worker()
+    worker.submit(lambda big=big: None).result(timeout=10)
+    del big
+    worker.submit(lambda: None).result(timeout=10)
+    gc.collect()
+    assert gone() is None
+    before = threading.active_count()
+    del worker
+    gc.collect()
+    assert threading.active_count() == before - 1
+
+
+@pytest.mark.parametrize("task", ["pass", "threading.Event().wait()"])
+def test_a_process_ends_with_a_worker_idle_or_stuck(task: str) -> None:
+    code = (
+        "import threading\nfrom deep_opt_states.runtime.worker import Worker\n"
+        f"worker = Worker()\ndef task():\n    {task}\nworker.submit(task)\nprint('end')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deep_opt_states.config import CONFIG_KEY, Config, ConfigError, parse_config
+from perf_model.placement import Placement
+from perf_model.workload import Workload
+from tests.launch import REPOSITORY
+
+WORKLOAD = Workload.of([10, 10, 10, 10])
+CPU, STREAMED = Placement.CPU, Placement.STREAMED
+
+
+def parse(block: Any) -> Config:
+    config = parse_config({"train_batch_size": 1, CONFIG_KEY: block})
+    assert config is not None
+    return config
+
+
+def test_no_block_is_no_config() -> None:
+    assert parse_config({"train_batch_size": 1}) is None
+
+
+def test_the_least_block_enables_the_plugin() -> None:
+    assert parse({}) == Config()
+    assert parse({}).enabled
+
+
+@pytest.mark.parametrize(
+    ("block", "placements"),
+    [
+        ({}, (CPU, CPU, CPU, CPU)),
+        ({"placement": "cpu"}, (CPU, CPU, CPU, CPU)),
+        ({"placement": "streamed"}, (STREAMED,) * 4),
+        ({"placement": "stride", "update_stride": 2}, (CPU, STREAMED, CPU, STREAMED)),
+        ({"placement": "stride", "update_stride": 3}, (CPU, CPU, STREAMED, CPU)),
+        ({"placement": "stride", "update_stride": 9}, (CPU, CPU, CPU, CPU)),
+        ({"placement": "fraction", "gpu_fraction": 0}, (CPU, CPU, CPU, CPU)),
+        ({"placement": "fraction", "gpu_fraction": 0.5}, (CPU, STREAMED, CPU, STREAMED)),
+        ({"placement": "fraction", "gpu_fraction": 1}, (STREAMED,) * 4),
+        ({"placement": ["streamed", "cpu", "cpu", "streamed"]}, (STREAMED, CPU, CPU, STREAMED)),
+    ],
+)
+def test_placements(block: dict[str, Any], placements: tuple[Placement, ...]) -> None:
+    assert parse(block).plan(WORKLOAD).placements == placements
+
+
+def test_the_error_of_the_design_page() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({"placement": "stride", "update_stride": 1})
+    assert str(caught.value) == (
+        "deep_optimizer_states.update_stride: must be an integer of at least 2, found 1.\n"
+        'Stride k puts every k-th sub-group on the GPU; for all of them use "placement": "streamed".'
+    )
+
+
+@pytest.mark.parametrize(
+    ("block", "key", "found"),
+    [
+        ([], "", "[]"),
+        ("on", "", "'on'"),
+        ({"enabled": 1}, "enabled", "1"),
+        ({"enabled": "true"}, "enabled", "'true'"),
+        ({"placement": "gpu"}, "placement", "'gpu'"),
+        ({"placement": "auto"}, "placement", "'auto'"),
+        ({"placement": 2}, "placement", "2"),
+        ({"placement": None}, "placement", "None"),
+        ({"placement": ["cpu", "gpu"]}, "placement", "'gpu'"),
+        ({"placement": "stride"}, "update_stride", ""),
+        ({"placement": "stride", "update_stride": "2"}, "update_stride", "'2'"),
+        ({"placement": "stride", "update_stride": 2.5}, "update_stride", "2.5"),
+        ({"placement": "stride", "update_stride": True}, "update_stride", "True"),
+        ({"placement": "cpu", "update_stride": 2}, "update_stride", "2"),
+        ({"placement": "fraction"}, "gpu_fraction", ""),
+        ({"placement": "fraction", "gpu_fraction": 1.01}, "gpu_fraction", "1.01"),
+        ({"placement": "fraction", "gpu_fraction": -0.1}, "gpu_fraction", "-0.1"),
+        ({"placement": "fraction", "gpu_fraction": float("nan")}, "gpu_fraction", "nan"),
+        ({"gpu_fraction": 0.5}, "gpu_fraction", "0.5"),
+        ({"num_slots": 0}, "num_slots", "0"),
+        ({"num_slots": 1.0}, "num_slots", "1.0"),
+        ({"report": True}, "report", "True"),
+        ({"report": {"every_n_steps": -1}}, "report.every_n_steps", "-1"),
+        ({"report": {"every_n_steps": 1, "trace": 3}}, "report.trace", "3"),
+        ({"report": {"trace": "trace.json"}}, "report.trace", "'trace.json'"),
+        ({"placment": "cpu"}, "placment", "'cpu'"),
+        ({"report": {"each": 1}}, "report.each", "1"),
+    ],
+)
+def test_bad_values_are_refused_by_dotted_key(block: Any, key: str, found: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(block)
+    dotted = f"{CONFIG_KEY}.{key}" if key else CONFIG_KEY
+    first, *remedy = str(caught.value).splitlines()
+    assert first.startswith(f"{dotted}: ")
+    assert found in first
+    assert remedy
+
+
+def test_a_misspelt_key_is_met_with_the_right_one() -> None:
+    with pytest.raises(ConfigError, match='Did you mean "placement"'):
+        parse({"placment": "cpu"})
+
+
+def test_every_fault_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({"enabled": 1, "num_slots": 0})
+    assert f"{CONFIG_KEY}.enabled" in str(caught.value)
+    assert f"{CONFIG_KEY}.num_slots" in str(caught.value)
+
+
+def test_a_list_of_another_length_is_refused_with_the_number_of_sub_groups() -> None:
+    with pytest.raises(ConfigError, match="this model has 4 sub-groups, found 2 entries"):
+        parse({"placement": ["cpu", "streamed"]}).plan(WORKLOAD)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*Config.model_fields, "other"]), json_values, max_size=4))
+def test_any_json_is_a_config_or_a_config_error(block: dict[str, Any]) -> None:
+    with contextlib.suppress(ConfigError):
+        parse(block)
+
+
+def test_the_readme_documents_every_key_with_its_default() -> None:
+    """The table's rows: | `key` | type | default | meaning |."""
+    rows = re.findall(r"^\| `([a-z_.]+)` \| [^|]+ \| `?([^|`]*)`? \|", (REPOSITORY / "README.md").read_text(), re.M)
+    documented = dict(rows)
+    expected = {}
+    for name, field in Config.model_fields.items():
+        if name == "report":
+            for inner, inner_field in type(field.default).model_fields.items():
+                expected[f"report.{inner}"] = inner_field.default
+        else:
+            expected[name] = field.default
+    as_json = {None: "", True: "true"}
+    assert documented == {
+        key: as_json[value] if value in (None, True) else f'"{value}"' if isinstance(value, str) else str(value)
+        for key, value in expected.items()
+    }

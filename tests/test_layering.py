@@ -1,0 +1,107 @@
+"""Who may import whom (DESIGN 3): data flows one way, and every line has one place to be."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import REPOSITORY
+
+PACKAGES = ("perf_model", "deep_opt_states")
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "perf_model": set(),
+    "deep_opt_states": {"deep_opt_states.activation"},
+    "deep_opt_states.activation": {"deep_opt_states.zero"},
+    "deep_opt_states.config": {"deep_opt_states.activation", "perf_model"},
+    "deep_opt_states.device": set(),
+    "deep_opt_states.runtime": {"deep_opt_states.device", "perf_model"},
+    "deep_opt_states.report": {"deep_opt_states.config", "perf_model"},
+    "deep_opt_states.zero": {
+        "deep_opt_states.activation",
+        "deep_opt_states.config",
+        "deep_opt_states.device",
+        "deep_opt_states.report",
+        "deep_opt_states.runtime",
+        "perf_model",
+    },
+    "deep_opt_states.doctor": {"deep_opt_states", "deep_opt_states.activation", "deep_opt_states.zero"},
+    "deep_opt_states.cli": {"deep_opt_states.doctor"},
+}
+"""By room; a room may always import itself."""
+
+THIRD_PARTY: dict[str, set[str]] = {
+    "perf_model": {"numpy", "matplotlib"},
+    "deep_opt_states": set(),
+    "deep_opt_states.activation": {"wrapt"},
+    "deep_opt_states.config": {"pydantic"},
+    "deep_opt_states.device": {"torch", "deepspeed"},
+    "deep_opt_states.runtime": {"torch"},
+    "deep_opt_states.report": set(),
+    "deep_opt_states.zero": {"torch", "deepspeed"},
+    "deep_opt_states.doctor": {"torch", "deepspeed", "psutil", "rich", "packaging"},
+    "deep_opt_states.cli": {"rich"},
+}
+
+
+def room_of(module: str) -> str:
+    """``deep_opt_states.zero.plugin`` is in ``deep_opt_states.zero``; all of ``perf_model`` is one room."""
+    parts = module.split(".")
+    return parts[0] if parts[0] == "perf_model" else ".".join(parts[:2])
+
+
+def modules() -> list[tuple[str, Path]]:
+    found = []
+    for package in PACKAGES:
+        for path in sorted((REPOSITORY / package).rglob("*.py")):
+            parts = path.relative_to(REPOSITORY).with_suffix("").parts
+            found.append((".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
+    return found
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that the file imports anywhere, also late ones; relative imports are not used."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            # `from deep_opt_states.zero import plugin` imports a module, too.
+            names |= {node.module} | {
+                f"{node.module}.{alias.name}"
+                for alias in node.names
+                if (REPOSITORY / node.module.replace(".", "/") / f"{alias.name}.py").exists()
+            }
+    return names
+
+
+@pytest.mark.parametrize(("module", "path"), modules(), ids=[module for module, _ in modules()])
+def test_imports_follow_the_arrows(module: str, path: Path) -> None:
+    room = room_of(module)
+    for name in imports(path):
+        if name.split(".")[0] in PACKAGES:
+            assert room_of(name) in MAY_IMPORT[room] | {room}, f"{module} imports {name}"
+        elif name.split(".")[0] not in sys.stdlib_module_names:
+            assert name.split(".")[0] in THIRD_PARTY[room], f"{module} imports {name}"
+
+
+def test_only_the_kernels_know_deepspeed_in_device() -> None:
+    for module, path in modules():
+        if room_of(module) == "deep_opt_states.device" and ".kernels" not in module:
+            assert not {name for name in imports(path) if name.startswith("deepspeed")}, module
+
+
+def test_perf_model_loads_without_torch_matplotlib_or_deepspeed() -> None:
+    names = [module for module, _ in modules() if module.startswith("perf_model")]
+    code = (
+        f"import sys\nfor name in {names}: __import__(name)\n"
+        "print([name for name in ('torch', 'deepspeed', 'matplotlib', 'deep_opt_states') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
