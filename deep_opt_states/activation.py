@@ -34,7 +34,7 @@ def is_active() -> bool:
 
 
 def _hook_engine(module: Any) -> None:
-    from wrapt import wrap_function_wrapper
+    """The seam: everything else follows from here, for an engine whose config has our block."""
 
     def configure_zero_optimizer(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
         if CONFIG_KEY not in engine._config._param_dict:
@@ -43,11 +43,11 @@ def _hook_engine(module: Any) -> None:
 
         return plugin.configure_zero_optimizer(wrapped, engine, args, kwargs)
 
-    wrap_function_wrapper(module, "DeepSpeedEngine._configure_zero_optimizer", configure_zero_optimizer)
+    _wrap(module, "DeepSpeedEngine", "_configure_zero_optimizer", configure_zero_optimizer)
 
 
 def _hook_config(module: Any) -> None:
-    from wrapt import wrap_function_wrapper
+    """Checks only: a ZeRO stage that never reaches the seam must not ignore our block in silence."""
 
     def do_sanity_check(wrapped: Any, ds_config: Any, args: Any, kwargs: Any) -> Any:
         wrapped(*args, **kwargs)
@@ -56,4 +56,18 @@ def _hook_config(module: Any) -> None:
 
             plugin.check_config(ds_config)
 
-    wrap_function_wrapper(module, "DeepSpeedConfig._do_sanity_check", do_sanity_check)
+    _wrap(module, "DeepSpeedConfig", "_do_sanity_check", do_sanity_check)
+
+
+def _wrap(module: Any, owner: str, method: str, wrapper: Any) -> None:
+    """A DeepSpeed without the method still imports; then a warning is all that can be said."""
+    from wrapt import wrap_function_wrapper
+
+    if not hasattr(getattr(module, owner, None), method):
+        warnings.warn(
+            f"deep_opt_states does not know this DeepSpeed: {module.__name__} has no {owner}.{method}. The block "
+            f'"{CONFIG_KEY}" has no effect; `deep-opt-states doctor` says which versions are supported.',
+            stacklevel=2,
+        )
+        return
+    wrap_function_wrapper(module, f"{owner}.{method}", wrapper)

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,10 @@ def free_port() -> int:
 
 
 def run_ranks(world_size: int, arguments: list[str], timeout_s: float, **changes: str) -> list[Finished]:
-    """One process a rank, with the environment that a launcher sets. A rank that outlives the timeout is killed."""
+    """One process a rank, with the environment that a launcher sets.
+
+    A rank that outlives the timeout, counted from the start of all, is killed; its return code is negative then.
+    """
     shared = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_SIZE": str(world_size),
@@ -50,12 +54,10 @@ def run_ranks(world_size: int, arguments: list[str], timeout_s: float, **changes
                 text=True,
             )
         )
-    finished = []
+    killer = threading.Timer(timeout_s, lambda: [process.kill() for process in processes])
+    killer.start()
     try:
-        for process in processes:
-            output, _ = process.communicate(timeout=timeout_s)
-            finished.append(Finished(process.returncode, output))
+        outputs = [process.communicate()[0] for process in processes]
     finally:
-        for process in processes:
-            process.kill()
-    return finished
+        killer.cancel()
+    return [Finished(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]

@@ -15,7 +15,7 @@ from deep_opt_states.config import CONFIG_KEY, Config, parse_config
 from deep_opt_states.zero.agreement import agree_to_be_off
 from deep_opt_states.zero.compat import param_dict
 from deep_opt_states.zero.devices import choose_device
-from deep_opt_states.zero.refusals import refuse_stage_0, refuse_unsupported
+from deep_opt_states.zero.refusals import refuse_config, refuse_engine
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 
 SWITCH = "DEEP_OPT_STATES"
@@ -34,7 +34,8 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
     if basic_optimizer is None or isinstance(basic_optimizer, DummyOptim):
         log_dist(f'[deep_opt_states] no optimizer: "{CONFIG_KEY}" has nothing to do', ranks=[0])
         return wrapped(*args, **kwargs)
-    refuse_unsupported(engine, basic_optimizer)
+    refuse_config(engine._config)
+    refuse_engine(engine, basic_optimizer)
     accelerator = choose_device()
     with _stage3_class(DeepOptimizerStates_Stage3):
         optimizer = wrapped(*args, **kwargs)
@@ -43,9 +44,13 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
 
 
 def check_config(ds_config: Any) -> None:
-    """For every ``DeepSpeedConfig`` with our block: an error before the model is built beats one after."""
+    """For every ``DeepSpeedConfig`` with our block.
+
+    An error before the model is partitioned and an op is built beats one after; and stage 0 never asks for a
+    ZeRO optimizer, so that the other seam would not see it.
+    """
     if _enabled_config(ds_config) is not None:
-        refuse_stage_0(ds_config.zero_optimization_stage)
+        refuse_config(ds_config)
 
 
 def switched_off() -> bool:

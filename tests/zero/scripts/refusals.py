@@ -1,0 +1,165 @@
+"""Tries to enable the plugin together with each thing that it refuses, and prints what each was answered with."""
+
+from __future__ import annotations
+
+import copy
+import json
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+from unittest import mock
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+from deep_opt_states.config import ConfigError
+from deep_opt_states.device.host import HostDevice
+from deep_opt_states.zero import devices, plugin
+from deep_opt_states.zero.refusals import Unsupported
+
+BASE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 10},
+    "deep_optimizer_states": {"placement": "stride", "update_stride": 2},
+}
+
+
+class Accelerator(NamedTuple):
+    name: str
+
+    def device_name(self) -> str:
+        return self.name
+
+
+class ModelParallel:
+    """As much of an ``mpu`` as DeepSpeed asks for at start."""
+
+    def get_model_parallel_world_size(self) -> int:
+        return 2
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_data_parallel_world_size(self) -> int:
+        return 1
+
+    def __getattr__(self, name: str) -> Callable[[], Any]:
+        return lambda: torch.distributed.group.WORLD if name.endswith("group") else 0
+
+
+def changed(changes: dict[str, Any]) -> dict[str, Any]:
+    """``BASE`` with values replaced by dotted key; ``None`` removes one."""
+    config = copy.deepcopy(BASE)
+    for dotted, value in changes.items():
+        *path, last = dotted.split(".")
+        inner = config
+        for key in path:
+            inner = inner.setdefault(key, {})
+        if value is None:
+            inner.pop(last)
+        else:
+            inner[last] = value
+    return config
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def low_precision_moments(params: Any) -> torch.optim.Optimizer:
+    return DeepSpeedCPUAdam(params, fp32_optimizer_states=False)
+
+
+def a_gpu() -> devices.AcceleratorChoice:
+    """A device on which the CPU kernel cannot update a slot, as on CUDA."""
+    return devices.AcceleratorChoice(HostDevice(), steps_on_host=False)
+
+
+CLIENT = {"optimizer": None, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+FP16 = {"bf16": None, "fp16.enabled": True}
+
+ATTEMPTS: dict[str, tuple[dict[str, Any], dict[str, Any], AbstractContextManager[Any]]] = {
+    "stage 0": ({"zero_optimization.stage": 0, "zero_optimization.offload_optimizer": None}, {}, nullcontext()),
+    "no zero_optimization": ({"zero_optimization": None}, {}, nullcontext()),
+    "stage 1": ({"zero_optimization.stage": 1}, {}, nullcontext()),
+    "stage 2": ({"zero_optimization.stage": 2}, {}, nullcontext()),
+    "no offload_optimizer": ({"zero_optimization.offload_optimizer": None}, {}, nullcontext()),
+    "offload_optimizer none": ({"zero_optimization.offload_optimizer.device": "none"}, {}, nullcontext()),
+    "nvme": (
+        {
+            "zero_optimization.offload_optimizer.device": "nvme",
+            "zero_optimization.offload_optimizer.nvme_path": "/tmp",
+        },
+        {},
+        nullcontext(),
+    ),
+    "nvme parameters": (
+        {"zero_optimization.offload_param.device": "nvme", "zero_optimization.offload_param.nvme_path": "/tmp"},
+        {},
+        nullcontext(),
+    ),
+    "ratio": ({"zero_optimization.offload_optimizer.ratio": 0.5}, {}, nullcontext()),
+    "super_offload": ({"zero_optimization.offload_optimizer.super_offload": True}, {}, nullcontext()),
+    "zenflow": (
+        {"zero_optimization.zenflow": {"topk_ratio": 0.1, "select_interval": 2, "update_interval": 2}},
+        {},
+        nullcontext(),
+    ),
+    "deepcompile": ({"compile.deepcompile": True}, {}, nullcontext()),
+    "bf16 master weights": ({"bf16.bf16_master_weights_and_grads": True}, {}, nullcontext()),
+    "bf16 optimizer states": (
+        {"bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True},
+        {},
+        nullcontext(),
+    ),
+    "fp16 master weights": ({**FP16, "fp16.fp16_master_weights_and_grads": True}, {}, nullcontext()),
+    "fp16 autocast": (
+        {"bf16": None, "torch_autocast": {"enabled": True, "dtype": "float16"}},
+        {},
+        nullcontext(),
+    ),
+    "muon": ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, {}, nullcontext()),
+    "torch adam": (
+        {"optimizer.params.torch_adam": True, "zero_force_ds_cpu_optimizer": False},
+        {},
+        nullcontext(),
+    ),
+    "sgd": (CLIENT, {"optimizer": sgd}, nullcontext()),
+    "low-precision moments": ({"optimizer": None}, {"optimizer": low_precision_moments}, nullcontext()),
+    "mpu": ({}, {"mpu": ModelParallel()}, nullcontext()),
+    "deepspeed 0.18.0": ({}, {}, mock.patch.object(deepspeed, "__version__", "0.18.0")),
+    "another accelerator": ({}, {}, mock.patch.object(devices, "get_accelerator", return_value=Accelerator("xpu"))),
+    "streamed on a GPU": ({}, {}, mock.patch.object(plugin, "choose_device", a_gpu)),
+    "autotp": ({"tensor_parallel.autotp_size": 2}, {}, nullcontext()),
+    "a list of another length": ({"deep_optimizer_states": {"placement": ["cpu"]}}, {}, nullcontext()),
+}
+
+
+def attempt(changes: dict[str, Any], arguments: dict[str, Any], patch: AbstractContextManager[Any]) -> dict[str, str]:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5, bias=False), torch.nn.Linear(5, 4, bias=False))
+    for param in model.parameters():
+        param.use_muon = True
+    try:
+        with patch:
+            deepspeed.initialize(model=model, model_parameters=model.parameters(), config=changed(changes), **arguments)
+    except (Unsupported, ConfigError) as error:
+        return {"type": type(error).__name__, "message": str(error)}
+    except Exception:  # noqa: BLE001 (the test shows it)
+        return {"type": "other", "message": traceback.format_exc()}
+    return {"type": "accepted", "message": ""}
+
+
+def main() -> None:
+    get_accelerator().is_fp16_supported = lambda: True
+    deepspeed.init_distributed()
+    for name, arguments in ATTEMPTS.items():
+        print("ATTEMPT " + json.dumps({"name": name, **attempt(*arguments)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What is not supported is refused at start, with the rule, the value found and the remedy."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.launch import run_ranks
+
+EXPECTED: dict[str, tuple[str, str]] = {
+    "stage 0": ("zero_optimization.stage: must be 3, found 0", 'set "stage": 3'),
+    "no zero_optimization": ("zero_optimization.stage: must be 3, found 0", 'set "stage": 3'),
+    "stage 1": ("zero_optimization.stage: must be 3, found 1", 'set "stage": 3'),
+    "stage 2": ("zero_optimization.stage: must be 3, found 2", 'set "stage": 3'),
+    "no offload_optimizer": ('offload_optimizer.device: must be "cpu", found none', 'Set "offload_optimizer"'),
+    "offload_optimizer none": ('offload_optimizer.device: must be "cpu", found none', 'Set "offload_optimizer"'),
+    "nvme": ('offload_optimizer.device: must be "cpu", found nvme', 'Set "offload_optimizer"'),
+    "nvme parameters": ('offload_param.device: must be "none" or "cpu", found nvme', 'set "device": "cpu"'),
+    "ratio": ("offload_optimizer.ratio: must be 1", 'remove "ratio"'),
+    "super_offload": ("offload_optimizer.super_offload: must be false, found True", 'remove "super_offload"'),
+    "zenflow": ("zero_optimization.zenflow: must be absent, found topk_ratio=0.1", "Remove it"),
+    "deepcompile": ("compile.deepcompile: must be false, found True", 'remove "deepcompile"'),
+    "bf16 master weights": ("bf16.bf16_master_weights_and_grads: must be false, found True", "remove it"),
+    "bf16 optimizer states": ("bf16.bf16_optimizer_states: must be false, found True", "remove it"),
+    "fp16 master weights": ("fp16.fp16_master_weights_and_grads: must be false, found True", "remove it"),
+    "fp16 autocast": ("torch_autocast.dtype: must not be float16, found torch.float16", "use bfloat16"),
+    "muon": ('optimizer.type: must be "Adam" or "AdamW", or absent, found muon', '"type": "AdamW"'),
+    "torch adam": ("optimizer: must be DeepSpeedCPUAdam", "pass deepspeed.ops.adam.DeepSpeedCPUAdam"),
+    "sgd": ("found torch.optim.sgd.SGD", "pass deepspeed.ops.adam.DeepSpeedCPUAdam"),
+    "low-precision moments": ("optimizer.fp32_optimizer_states: must be true, found False", "remove it"),
+    "mpu": ("mpu (model-parallel size): must be 1, found 2", "train without an mpu"),
+    "autotp": ("tensor_parallel.autotp_size: must be 1, found 2", "remove it"),
+    "deepspeed 0.18.0": ("must be version 0.19.8", "pip install deepspeed==0.19.8"),
+    "another accelerator": ('must be "cuda" or "cpu", found \'xpu\'', '"enabled": false'),
+    "streamed on a GPU": ("placement: streamed sub-groups need a GPU Adam kernel", '"placement": "cpu"'),
+    "a list of another length": ("has 2 sub-groups, found 1 entries", "Change the list"),
+}
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, dict[str, str]]:
+    finished = run_ranks(1, ["-m", "tests.zero.scripts.refusals"], timeout_s=120)[0]
+    assert finished.returncode == 0, finished.output[-3000:]
+    lines = [line for line in finished.output.splitlines() if line.startswith("ATTEMPT ")]
+    answers = {answer["name"]: answer for answer in map(json.loads, (line[len("ATTEMPT ") :] for line in lines))}
+    assert answers.keys() == EXPECTED.keys()
+    return answers
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_refused_with_rule_value_and_remedy(name: str, answers: dict[str, dict[str, str]]) -> None:
+    rule, remedy = EXPECTED[name]
+    answer = answers[name]
+    assert answer["type"] in ("Unsupported", "ConfigError"), answer["message"]
+    assert rule in answer["message"]
+    assert "found" in answer["message"]
+    assert remedy in answer["message"]
