@@ -91,6 +91,7 @@ CASES = (
         frozen=True,
     ),
     Case(name="2 ranks, fp16, overflow", blocks=(STRIDE_2,), world_size=2, dtype="fp16", poisoned={2: 1e6}, steps=10),
+    Case(name="2 ranks, ZeRO++ hpZ", blocks=(STRIDE_2,), world_size=2, clip=0.5, zero={"zero_hpz_partition_size": 2}),
     Case(name="2 ranks, reload, no gradient ever", blocks=(FRACTION,), world_size=2, reload=(3, 5), unused=True),
     Case(
         name="3 ranks, clipping, two groups",

@@ -57,6 +57,8 @@ def main(report: str, *configs: str) -> None:
         "wrapped": wrapped_names(),
     }
     Path(f"{report}.{os.environ['RANK']}").write_text(json.dumps(found))
+    # A process that exits with Gloo's threads alive is now and then aborted, with or without DeepSpeed.
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

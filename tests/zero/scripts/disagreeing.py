@@ -1,0 +1,38 @@
+"""Ranks that would run different plans: each prints what it was answered with. The argument says how they differ."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import deepspeed
+import torch.distributed as dist
+
+from deep_opt_states.config import ConfigError
+from deep_opt_states.zero.agreement import RanksDisagree
+from tests.zero.parity.arm import make_engine
+from tests.zero.parity.case import CPU, STRIDE_2, STRIDE_3, Case
+
+CASE = Case(name="disagreeing", blocks=(), world_size=3)
+BLOCKS = {
+    "plans": (STRIDE_2, STRIDE_3, STRIDE_2),
+    "one off": (CPU, CPU, CPU),
+    "one impossible": (CPU, CPU, {"placement": ["cpu"]}),
+}
+
+
+def main(how: str) -> None:
+    deepspeed.init_distributed()
+    rank = dist.get_rank()
+    if how == "one off" and rank == 1:
+        os.environ["DEEP_OPT_STATES"] = "0"
+    try:
+        make_engine(CASE, BLOCKS[how][rank])
+    except (RanksDisagree, ConfigError) as error:
+        print(f"ANSWER {type(error).__name__}: {' / '.join(str(error).splitlines())}")
+        return
+    raise AssertionError("the ranks agreed")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
