@@ -28,9 +28,11 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
     config = _enabled_config(engine._config)
     basic_optimizer = args[0] if args else kwargs.get("optimizer")
     if config is None:
+        optimizer = wrapped(*args, **kwargs)
         if basic_optimizer is not None and switched_off():
+            # Where the other ranks, on which it may be on, compare their plans.
             agree_to_be_off()
-        return wrapped(*args, **kwargs)
+        return optimizer
     if basic_optimizer is None or isinstance(basic_optimizer, DummyOptim):
         log_dist(f'[deep_opt_states] no optimizer: "{CONFIG_KEY}" has nothing to do', ranks=[0])
         return wrapped(*args, **kwargs)
