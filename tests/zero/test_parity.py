@@ -55,6 +55,9 @@ def test_same_bits_as_stock(case: Case, results: Results) -> None:
             assert found == [], f"rank {rank}, {arm}"
         numbers = result["numbers"]
         assert (len(numbers["step"]) >= 4) == (case.name != "one sub-group"), "a case is about several sub-groups"
+        if case.schedule and case.steps > 5:
+            assert len(set(numbers["lr"])) > len({group.lr for group in case.groups})
+        assert len(set(numbers["lr"][-len(case.groups) :])) == len({group.lr for group in case.groups})
         if case.clip:
             assert any(case.clip < norm < float("inf") for norm in numbers["norm"]), numbers["norm"]
         if not case.resume:

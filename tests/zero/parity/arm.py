@@ -86,6 +86,7 @@ def train(engine: Any, case: Case, folder: Path) -> Record:
     norms = record.numbers["norm"] = []
     scales = record.numbers["loss_scale"] = []
     skipped = record.numbers["skipped"] = []
+    lrs = record.numbers["lr"] = []
     micro_batch = 0
     for step in range(case.steps):
         for _ in range(case.accumulation):
@@ -101,6 +102,7 @@ def train(engine: Any, case: Case, folder: Path) -> Record:
         norms.append(float(engine.get_global_grad_norm()))
         scales.append(float(engine.optimizer.loss_scale))
         skipped.append(engine.skipped_steps)
+        lrs.extend(group["lr"] for group in engine.optimizer.param_groups)
         if case.reload is not None and step + 1 == case.reload[0]:
             engine.save_checkpoint(str(folder))
         if case.reload is not None and step + 1 == case.reload[1]:

@@ -99,10 +99,10 @@ class Case:
             config["scheduler"] = {
                 "type": "WarmupDecayLR",
                 "params": {
-                    "warmup_min_lr": 1e-4,
-                    "warmup_max_lr": first.lr,
+                    "warmup_min_lr": [group.lr / 30 for group in self.groups],
+                    "warmup_max_lr": [group.lr for group in self.groups],
                     "warmup_num_steps": 3,
-                    "total_num_steps": max(10, self.steps),
+                    "total_num_steps": 3 * self.steps,
                 },
             }
         if block is not None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import cpuinfo
-import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
@@ -23,6 +22,7 @@ from tests.zero.parity.arm import Record, differences, run_arm, run_resumed
 from tests.zero.parity.case import Case
 from tests.zero.parity.cases import CASES, DEPARTURES
 from tests.zero.parity.naive import NAIVE, applied
+from tests.zero.process_group import process_group
 
 Result = dict[str, Any]
 
@@ -66,7 +66,6 @@ def main(path: str) -> None:
     get_accelerator().is_fp16_supported = lambda: True
     # DeepSpeedCPUAdam asks at each construction, and the answer takes a second.
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    deepspeed.init_distributed()
     world_size = dist.get_world_size()
     work: dict[str, Callable[[], Result]] = {}
     for case in (case for case in CASES if case.world_size == world_size):
@@ -88,4 +87,5 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    with process_group():
+        main(sys.argv[1])
