@@ -6,18 +6,24 @@ hooks and imports nothing of ours that needs torch; only an engine whose config 
 
 from __future__ import annotations
 
-import warnings
+import logging
 from typing import Any
 
 CONFIG_KEY = "deep_optimizer_states"
+SWITCH = "DEEP_OPT_STATES"
+"""The environment variable that, set to 0, switches the plugin off."""
 
-_state = {"active": False}
+_state = {"tried": False, "active": False}
+
+# No warnings.warn here: where warnings are errors, it would break `import torch`.
+_log = logging.getLogger("deep_opt_states")
 
 
 def activate() -> None:
     """Register the hooks, once. Never raises: that would break ``import torch`` for everyone."""
-    if _state["active"]:
+    if _state["tried"]:
         return
+    _state["tried"] = True
     try:
         from wrapt import register_post_import_hook
 
@@ -25,7 +31,7 @@ def activate() -> None:
         register_post_import_hook(_hook_config, "deepspeed.runtime.config")
         _state["active"] = True
     except Exception as error:  # noqa: BLE001 (whatever is broken here must not break torch)
-        warnings.warn(f"deep_opt_states cannot be activated: {type(error).__name__}: {error}", stacklevel=2)
+        _log.warning("deep_opt_states cannot be activated: %s: %s", type(error).__name__, error)
 
 
 def is_active() -> bool:
@@ -64,10 +70,13 @@ def _wrap(module: Any, owner: str, method: str, wrapper: Any) -> None:
     from wrapt import wrap_function_wrapper
 
     if not hasattr(getattr(module, owner, None), method):
-        warnings.warn(
-            f"deep_opt_states does not know this DeepSpeed: {module.__name__} has no {owner}.{method}. The block "
-            f'"{CONFIG_KEY}" has no effect; `deep-opt-states doctor` says which versions are supported.',
-            stacklevel=2,
+        _log.warning(
+            "deep_opt_states does not know this DeepSpeed: %s has no %s.%s. The block %r has no effect; "
+            "`deep-opt-states doctor` says which versions are supported.",
+            module.__name__,
+            owner,
+            method,
+            CONFIG_KEY,
         )
         return
     wrap_function_wrapper(module, f"{owner}.{method}", wrapper)

@@ -12,46 +12,45 @@ _COLOURS = {
     ActionKind.GPU_STEP: "#5bb974",
     ActionKind.FLUSH_STATES: "#e8804c",
     ActionKind.CPU_STEP: "#a78bda",
-    ActionKind.PUBLISH: "#8fc1f0",
+    ActionKind.PUBLISH: "#e6b422",
 }
 
 
 def draw(timeline: Timeline, path: Path, title: str) -> None:
-    """Write the picture to ``path`` (its suffix chooses the format)."""
+    """Write the picture to ``path`` (its suffix chooses the format).
+
+    A bar is labelled with its sub-group and, in brackets, its slot; one too short for that has its label above.
+    """
     # Matplotlib costs a second to import; planning must not pay for it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     lanes = list(Lane)
-    figure = Figure(figsize=(12, 1.2 + 0.6 * len(lanes)), layout="constrained")
+    figure = Figure(figsize=(13, 1.6 + 0.7 * len(lanes)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    to_ms = 1e3
-    shortest_labelled_s = timeline.makespan_s / 40
+    makespan_ms = max(timeline.makespan_s * 1e3, 1e-6)
     for span in timeline.spans:
         row = lanes.index(span.action.lane)
-        duration_s = span.end_s - span.start_s
-        axes.barh(
-            row,
-            duration_s * to_ms,
-            left=span.start_s * to_ms,
-            height=0.7,
-            color=_COLOURS[span.action.kind],
-            edgecolor="white",
-            linewidth=0.5,
-        )
-        if duration_s >= shortest_labelled_s:
-            middle_s = (span.start_s + span.end_s) / 2
-            axes.text(middle_s * to_ms, row, str(span.action.sub_group), ha="center", va="center", fontsize=8)
-    axes.set_yticks(range(len(lanes)), [lane.value for lane in lanes])
-    axes.invert_yaxis()
-    axes.set_xlim(0, max(timeline.makespan_s * to_ms, 1e-6))
+        start_ms, duration_ms = span.start_s * 1e3, (span.end_s - span.start_s) * 1e3
+        colour = _COLOURS[span.action.kind]
+        axes.barh(row, duration_ms, left=start_ms, height=0.6, color=colour, edgecolor="white", linewidth=0.5)
+        fits = duration_ms >= makespan_ms / 30
+        slot = "" if span.action.slot is None or not fits else f" [{span.action.slot}]"
+        middle_ms, height = start_ms + duration_ms / 2, row if fits else row - 0.41
+        axes.text(middle_ms, height, f"{span.action.sub_group}{slot}", ha="center", va="center", fontsize=8)
+    busy = [f"{lane.value}\n{timeline.busy_s(lane) * 1e3 / makespan_ms:.0%} busy" for lane in lanes]
+    axes.set_yticks(range(len(lanes)), busy)
+    axes.set_ylim(len(lanes) - 0.5, -0.6)
+    axes.set_xlim(0, makespan_ms * 1.01)
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
     axes.set_xlabel("milliseconds since the start of the update")
-    axes.set_title(title, fontsize=10)
+    axes.set_title(f"update of {makespan_ms:.1f} ms\n{title}", fontsize=9)
     present = {span.action.kind for span in timeline.spans}
     patches = [Patch(color=colour, label=kind.value) for kind, colour in _COLOURS.items() if kind in present]
     if patches:
-        axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=len(patches), fontsize=8)
+        figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

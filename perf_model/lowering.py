@@ -15,7 +15,7 @@ from perf_model.workload import Workload
 
 def lower(workload: Workload, placements: Sequence[Placement], num_slots: int) -> Schedule:
     """The schedule that executes ``placements``; never more slots than streamed sub-groups."""
-    order = spread_streamed(workload, placements)
+    order = merge_by_progress(workload, placements)
     streamed = [index for index in order if placements[index] is Placement.STREAMED]
     slots = assign_slots(streamed, num_slots)
     actions = insert_waits(issue_order(order, placements, slots))
@@ -26,23 +26,23 @@ def lower(workload: Workload, placements: Sequence[Placement], num_slots: int) -
     )
 
 
-def spread_streamed(workload: Workload, placements: Sequence[Placement]) -> list[int]:
-    """Sub-group indices in update order: each placement in its own order, merged by progress.
+def merge_by_progress(workload: Workload, placements: Sequence[Placement]) -> list[int]:
+    """Sub-group indices in the order in which the host turns to them: to update a streamed one, to publish a CPU one.
 
-    Both lanes are to finish together, so the next sub-group is of the placement that is further behind in
-    its own parameters; the host then blocks on a CPU update only after it has issued a fair share of the
-    streamed ones.
+    All lanes are to finish together. The host blocks until a CPU sub-group is updated before it publishes it, so
+    before that it issues the share of the streamed ones that should be done by then, counted in parameters.
     """
-    progress: list[tuple[float, int]] = []
+    due: list[tuple[float, int]] = []
     for placement in Placement:
         indices = [index for index, its in enumerate(placements) if its is placement]
         total = sum(workload.sub_groups[index].numel for index in indices)
         seen = 0
         for index in indices:
             numel = workload.sub_groups[index].numel
-            progress.append(((seen + numel / 2) / total, index))
-            seen += numel
-    return [index for _, index in sorted(progress)]
+            done = seen + numel
+            due.append(((done if placement is Placement.CPU else seen + numel / 2) / total, index))
+            seen = done
+    return [index for _, index in sorted(due)]
 
 
 def assign_slots(streamed: Sequence[int], num_slots: int) -> dict[int, int]:
@@ -53,27 +53,24 @@ def assign_slots(streamed: Sequence[int], num_slots: int) -> dict[int, int]:
 def issue_order(order: Sequence[int], placements: Sequence[Placement], slots: dict[int, int]) -> list[Action]:
     """Actions, without waits, in the order the host issues them.
 
-    A prefetch is issued as soon as the flush that frees its slot has been, so the h2d lane runs ahead by the
-    number of slots. A CPU update is published only after the next one is queued, so the CPU lane never idles
-    while the host waits for it.
+    CPU updates wait for nobody and go first, so that the CPU lane is never idle. A prefetch is issued as soon as
+    the flush that frees its slot has been, so that the h2d lane runs ahead by the number of slots.
     """
+    on_cpu = [index for index in order if placements[index] is Placement.CPU]
     streamed = [index for index in order if placements[index] is Placement.STREAMED]
     num_slots = max(slots.values(), default=-1) + 1
-    actions = [Action(ActionKind.PREFETCH, index, slots[index]) for index in streamed[:num_slots]]
+    actions = [Action(ActionKind.CPU_STEP, index) for index in on_cpu]
+    actions.extend(Action(ActionKind.PREFETCH, index, slots[index]) for index in streamed[:num_slots])
     waiting = streamed[num_slots:]
-    unpublished: list[int] = []
     for index in order:
-        if placements[index] is Placement.STREAMED:
-            actions.append(Action(ActionKind.GPU_STEP, index, slots[index]))
-            actions.append(Action(ActionKind.FLUSH_STATES, index, slots[index]))
-            if waiting:
-                following = waiting.pop(0)
-                actions.append(Action(ActionKind.PREFETCH, following, slots[following]))
-        else:
-            actions.append(Action(ActionKind.CPU_STEP, index))
-            actions.extend(Action(ActionKind.PUBLISH, previous) for previous in unpublished)
-            unpublished = [index]
-    actions.extend(Action(ActionKind.PUBLISH, index) for index in unpublished)
+        if placements[index] is Placement.CPU:
+            actions.append(Action(ActionKind.PUBLISH, index))
+            continue
+        actions.append(Action(ActionKind.GPU_STEP, index, slots[index]))
+        actions.append(Action(ActionKind.FLUSH_STATES, index, slots[index]))
+        if waiting:
+            following = waiting.pop(0)
+            actions.append(Action(ActionKind.PREFETCH, following, slots[following]))
     return actions
 
 

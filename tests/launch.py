@@ -20,8 +20,9 @@ class Finished:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment, with the CPU accelerator and one thread a rank."""
-    return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **changes}
+    """This process's environment, with the CPU accelerator, one thread a rank, and tracebacks of crashes."""
+    ours = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONPATH": str(REPOSITORY)}
+    return {**os.environ, **ours, **changes}
 
 
 def free_port() -> int:
@@ -35,11 +36,12 @@ def run_ranks(world_size: int, arguments: list[str], timeout_s: float, **changes
 
     A rank that outlives the timeout, counted from the start of all, is killed; its return code is negative then.
     """
+    port = free_port()
     shared = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(port),
     }
     processes = []
     for rank in range(world_size):
@@ -60,4 +62,11 @@ def run_ranks(world_size: int, arguments: list[str], timeout_s: float, **changes
         outputs = [process.communicate()[0] for process in processes]
     finally:
         killer.cancel()
+        remove_shared_memory(port)
     return [Finished(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def remove_shared_memory(port: int) -> None:
+    """DeepSpeed leaves 66 MB a rank in shared memory when a process ends (``csrc/cpu/comm/shm.cpp``)."""
+    for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+        path.unlink()

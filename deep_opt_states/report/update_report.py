@@ -35,7 +35,7 @@ class UpdateReport:
         last = timeline()
         busy = ", ".join(f"{lane.value} {last.busy_s(lane) * 1e3:.1f}" for lane in Lane)
         self._log(
-            f"[deep_opt_states] update {self._steps}: median {median(self._update_s) * 1e3:.1f} ms over the last "
+            f"update {self._steps}: median {median(self._update_s) * 1e3:.1f} ms over the last "
             f"{len(self._update_s)}; last one busy by lane (ms): {busy}"
         )
         path = self._config.trace_path

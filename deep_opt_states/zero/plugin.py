@@ -9,16 +9,15 @@ from typing import Any
 
 from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero import stage3
-from deepspeed.utils import log_dist
 
+from deep_opt_states.activation import SWITCH
 from deep_opt_states.config import CONFIG_KEY, Config, parse_config
 from deep_opt_states.zero.agreement import agree_to_be_off
 from deep_opt_states.zero.compat import param_dict
 from deep_opt_states.zero.devices import choose_device
+from deep_opt_states.zero.log import say
 from deep_opt_states.zero.refusals import refuse_config, refuse_engine
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
-
-SWITCH = "DEEP_OPT_STATES"
 
 _said_off = False
 
@@ -34,7 +33,7 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
             agree_to_be_off()
         return optimizer
     if basic_optimizer is None or isinstance(basic_optimizer, DummyOptim):
-        log_dist(f'[deep_opt_states] no optimizer: "{CONFIG_KEY}" has nothing to do', ranks=[0])
+        say(f'no optimizer: "{CONFIG_KEY}" has nothing to do')
         return wrapped(*args, **kwargs)
     refuse_config(engine._config)
     refuse_engine(engine, basic_optimizer)
@@ -67,7 +66,7 @@ def _enabled_config(ds_config: Any) -> Config | None:
         return None
     if switched_off():
         if not _said_off:
-            log_dist(f"[deep_opt_states] switched off by {SWITCH}=0: training with stock DeepSpeed", ranks=[0])
+            say(f"switched off by {SWITCH}=0: training with stock DeepSpeed")
             _said_off = True
         return None
     return config

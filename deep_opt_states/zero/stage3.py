@@ -7,13 +7,11 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.utils import log_dist
 
 from deep_opt_states.config import Config
 from deep_opt_states.device.interface import Device
@@ -25,6 +23,7 @@ from deep_opt_states.runtime.state import SubGroupState
 from deep_opt_states.zero.agreement import FailureAgreement, agree_on_plan
 from deep_opt_states.zero.devices import AcceleratorChoice
 from deep_opt_states.zero.gradients import Gradients
+from deep_opt_states.zero.log import say
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.workload import Workload
@@ -55,9 +54,8 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._failures = FailureAgreement()
         self._steps: list[AdamStep] = []
         self._grad_scale = 1.0
-        log = partial(log_dist, ranks=[0])
-        self._report = UpdateReport(config.report, self.plan, dist.get_rank() == 0, log)
-        log(f"[deep_opt_states] {self.plan}")
+        self._report = UpdateReport(config.report, self.plan, dist.get_rank() == 0, say)
+        say(str(self.plan))
 
     def _take_over(self, sub_group_id: int, device: Device[Any]) -> SubGroupState:
         """Move the states of one sub-group into memory that the device can copy from without blocking."""

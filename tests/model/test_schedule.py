@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from perf_model.action import Action, ActionKind
 from perf_model.check import ScheduleError, check
 from perf_model.grid import grid
-from perf_model.lowering import assign_slots, insert_waits, issue_order, spread_streamed
+from perf_model.lowering import assign_slots, insert_waits, issue_order, merge_by_progress
 from perf_model.placement import Placement, place_by_stride
 from perf_model.plan import UpdatePlan
 from perf_model.schedule import Schedule
@@ -89,28 +89,28 @@ def test_an_impossible_plan_is_refused(placements: tuple[Placement, ...], num_sl
 # The lowering passes, each as a golden pair
 
 
-def test_streamed_sub_groups_are_spread_by_progress() -> None:
-    # CPU: 100, 60 of 160, so at 0.31 and 0.81; streamed: 100, 100 of 200, so at 0.25 and 0.75.
-    assert spread_streamed(WORKLOAD, MIXED) == [1, 0, 2, 3]
+def test_sub_groups_are_merged_by_progress() -> None:
+    # CPU: 100, 60 of 160, done at 0.63 and 1; streamed: 100, 100 of 200, half done at 0.25 and 0.75.
+    assert merge_by_progress(WORKLOAD, MIXED) == [1, 0, 2, 3]
 
 
 def test_slots_go_round() -> None:
     assert assign_slots([1, 4, 2], 2) == {1: 0, 4: 1, 2: 0}
 
 
-def test_issue_order_prefetches_ahead_and_publishes_behind() -> None:
+def test_issue_order_updates_on_the_cpu_first_and_prefetches_ahead() -> None:
     actions = issue_order([1, 0, 2, 3], MIXED, {1: 0, 2: 0})
     assert [str(action) for action in actions] == lines(
         """
+        CPU_STEP 0
+        CPU_STEP 3
         PREFETCH 1 slot 0
         GPU_STEP 1 slot 0
         FLUSH_STATES 1 slot 0
         PREFETCH 2 slot 0
-        CPU_STEP 0
+        PUBLISH 0
         GPU_STEP 2 slot 0
         FLUSH_STATES 2 slot 0
-        CPU_STEP 3
-        PUBLISH 0
         PUBLISH 3
         """
     )
@@ -120,15 +120,15 @@ def test_waits_are_those_that_lane_order_does_not_imply() -> None:
     actions = insert_waits(issue_order([1, 0, 2, 3], MIXED, {1: 0, 2: 0}))
     assert [str(action) for action in actions] == lines(
         """
+        CPU_STEP 0
+        CPU_STEP 3
         PREFETCH 1 slot 0
         GPU_STEP 1 slot 0 after PREFETCH 1
         FLUSH_STATES 1 slot 0 after GPU_STEP 1
         PREFETCH 2 slot 0 after FLUSH_STATES 1
-        CPU_STEP 0
+        PUBLISH 0 after CPU_STEP 0
         GPU_STEP 2 slot 0 after PREFETCH 2
         FLUSH_STATES 2 slot 0 after GPU_STEP 2
-        CPU_STEP 3
-        PUBLISH 0 after CPU_STEP 0
         PUBLISH 3 after CPU_STEP 3
         """
     )
@@ -190,6 +190,7 @@ def test_grid_has_a_column_a_lane_and_a_row_an_action() -> None:
 
 
 def test_text_that_is_no_schedule_is_refused() -> None:
-    for text in ("", "PREFETCH 3", "schedule slots 1", "schedule slots x slot_numel 3", "schedule slots 1 slot_numel 3\nFETCH 3"):
+    header = "schedule slots 1 slot_numel 3"
+    for text in ("", "PREFETCH 3", "schedule slots 1", header.replace("1", "x"), f"{header}\nFETCH 3"):
         with pytest.raises(ValueError, match=r"A schedule starts|An action reads"):
             Schedule.parse(text)

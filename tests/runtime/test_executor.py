@@ -43,7 +43,7 @@ def executor_of(plan: UpdatePlan, states: Any, device: Any = None, adam: Any = N
 small_plans = plans().filter(lambda plan: plan.workload.numel < 10**6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(small_plans, st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
 def test_every_plan_gives_what_a_serial_update_gives(plan: UpdatePlan, dtype: torch.dtype) -> None:
     numels = [sub_group.numel for sub_group in plan.workload.sub_groups]

@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.zero.parity.arm import Block, Record, collect, differences
 from tests.zero.parity.case import STRIDE_2
+from tests.zero.process_group import process_group
 
 VOCABULARY, WIDTH, HEADS = 97, 32, 4
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -117,7 +118,6 @@ def train(make: Callable[[], torch.nn.Module], block: Block, compiled: bool) -> 
 
 def main() -> None:
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    deepspeed.init_distributed()
     makers: dict[str, tuple[Callable[[], torch.nn.Module], bool]] = {
         "transformers": (lambda: Causal(llama()), False),
         "peft": (lora, False),
@@ -139,4 +139,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with process_group():
+        main()

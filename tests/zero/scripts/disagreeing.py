@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 
-import deepspeed
 import torch.distributed as dist
 
 from deep_opt_states.config import ConfigError
 from deep_opt_states.zero.agreement import RanksDisagree
 from tests.zero.parity.arm import make_engine
 from tests.zero.parity.case import CPU, STRIDE_2, STRIDE_3, Case
+from tests.zero.process_group import process_group
 
 CASE = Case(name="disagreeing", blocks=(), world_size=3)
 BLOCKS = {
@@ -22,7 +22,6 @@ BLOCKS = {
 
 
 def main(how: str) -> None:
-    deepspeed.init_distributed()
     rank = dist.get_rank()
     if how == "one off" and rank == 1:
         os.environ["DEEP_OPT_STATES"] = "0"
@@ -35,4 +34,5 @@ def main(how: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    with process_group():
+        main(sys.argv[1])

@@ -18,6 +18,8 @@ import deepspeed
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from tests.zero.process_group import end_process
+
 
 def optimizer_or_error(config: str) -> dict[str, Any]:
     model = torch.nn.Linear(8, 8)
@@ -59,6 +61,7 @@ def main(report: str, *configs: str) -> None:
     Path(f"{report}.{os.environ['RANK']}").write_text(json.dumps(found))
     # A process that exits with Gloo's threads alive is now and then aborted, with or without DeepSpeed.
     torch.distributed.destroy_process_group()
+    end_process()
 
 
 if __name__ == "__main__":

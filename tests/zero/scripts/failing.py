@@ -7,7 +7,6 @@ import traceback
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from perf_model.placement import Placement
 from tests.zero.parity.arm import Record, collect, differences, make_engine, shared_folder, train
 from tests.zero.parity.case import STRIDE_2, Case
 from tests.zero.parity.model import batch
+from tests.zero.process_group import process_group
 
 CASE = Case(
     name="failing",
@@ -66,7 +66,6 @@ def must_refuse(call: Any, *args: Any) -> None:
 
 
 def main(lane: str) -> None:
-    deepspeed.init_distributed()
     with shared_folder() as folder:
         engine = make_engine(CASE, CASE.blocks[0])
         train(engine, CASE, folder)
@@ -99,4 +98,5 @@ def main(lane: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    with process_group():
+        main(sys.argv[1])

@@ -27,6 +27,7 @@ from deepspeed.utils import (
 from tests.zero.parity.arm import make_engine
 from tests.zero.parity.case import Case
 from tests.zero.parity.model import batch
+from tests.zero.process_group import process_group
 
 CASE = Case(
     name="readers",
@@ -106,7 +107,6 @@ def set_vectorized(engine: Any) -> None:
 
 
 def main() -> None:
-    deepspeed.init_distributed()
     engines = [make_engine(CASE, None), make_engine(CASE, CASE.blocks[0])]
     assert "streamed" in str(engines[1].optimizer.plan)
     writers: list[Callable[[Any], None] | None] = [None, set_full, set_local, set_vectorized, None]
@@ -126,4 +126,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with process_group():
+        main()

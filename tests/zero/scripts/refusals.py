@@ -19,6 +19,7 @@ from deep_opt_states.config import ConfigError
 from deep_opt_states.device.host import HostDevice
 from deep_opt_states.zero import devices, plugin
 from deep_opt_states.zero.refusals import Unsupported
+from tests.zero.process_group import process_group
 
 BASE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -156,10 +157,10 @@ def attempt(changes: dict[str, Any], arguments: dict[str, Any], patch: AbstractC
 
 def main() -> None:
     get_accelerator().is_fp16_supported = lambda: True
-    deepspeed.init_distributed()
     for name, arguments in ATTEMPTS.items():
         print("ATTEMPT " + json.dumps({"name": name, **attempt(*arguments)}), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    with process_group():
+        main()

@@ -1,0 +1,61 @@
+"""The command line: ``deep-opt-states doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from deep_opt_states.doctor import Finding, Status, examine
+
+STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code. Raises ``SystemExit(2)``, from argparse, for arguments that it does not know."""
+    parser = argparse.ArgumentParser(
+        prog="deep-opt-states", description="Interleaved optimizer offloading for DeepSpeed."
+    )
+    commands = parser.add_subparsers(metavar="command", required=True)
+    about = "check that training with the plugin can start here; exit code 1 if it cannot"
+    doctor = commands.add_parser("doctor", help=about, description=about.capitalize() + ".")
+    doctor.set_defaults(run=_doctor)
+    options = parser.parse_args(arguments)
+    code: int = options.run(options)
+    return code
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    sections = examine(os.environ)
+    _print_findings(sections)
+    return exit_code(finding for findings in sections.values() for finding in findings)
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    return int(any(finding.status is Status.FAIL for finding in findings))
+
+
+def _print_findings(sections: Mapping[str, Sequence[Finding]]) -> None:
+    console = Console()
+    for title, findings in sections.items():
+        table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for finding in findings:
+            said = finding.found + (f"\n-> {finding.remedy}" if finding.remedy else "")
+            # Text, since what was found may have square brackets, which are markup in a str.
+            table.add_row(Text(finding.status.value, STYLES[finding.status]), Text(finding.topic), Text(said))
+        console.print(table)
+        console.print()
+    failed = [finding.topic for findings in sections.values() for finding in findings if finding.status is Status.FAIL]
+    console.print(Text(f"FAIL: {', '.join(failed)}; see the remedies (->) above." if failed else "Training can start."))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Trains one GPT with stock DeepSpeed and with the plugin, side by side, and compares every bit and every second.
+
+Both arms start from one seed and read the same batches. They are two engines in one process that take turns, and
+take turns at being first, because only what is measured side by side makes an honest ratio. Nothing here imports
+``deep_opt_states``: the block in the JSON config enables the plugin. Exits with 1 if any bit differs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from byte_gpt import ByteGPT, Shape, StdlibText
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder import CPUAdamBuilder
+from deepspeed.utils import set_log_level_from_string
+from demo_report import Record, Run, compare, print_report
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from train import be_the_only_rank_unless_launched
+
+EXAMPLES = Path(__file__).resolve().parent
+TRACE = EXAMPLES.parent / "demo-output" / "timeline.json"
+
+SEED = 17
+SHAPE = Shape()
+STEPS = 60
+WARM_UP_STEPS = 5
+BLOCK = {
+    "placement": "fraction",
+    "gpu_fraction": 0.5,
+    "num_slots": 2,
+    # One report, of the last step: drawing it takes longer than the step.
+    "report": {"every_n_steps": STEPS, "trace": str(TRACE)},
+}
+STOCK_CLASS = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+PLUGIN_CLASS = "deep_opt_states.zero.stage3.DeepOptimizerStates_Stage3"
+
+
+def main() -> int:
+    console = Console()
+    # DeepSpeed calls collectives by names that this PyTorch deprecates.
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    # At "warning" its learning rate schedules complain that nothing has been trained when they are created.
+    set_log_level_from_string("error")
+    be_the_only_rank_unless_launched()
+    # One rank needs no collectives in shared memory: spare the newcomer their kernel, and /dev/shm their 66 MB buffer,
+    # which DeepSpeed leaves there.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    with console.status("building DeepSpeed's CPU Adam kernel (once, about a minute)"):
+        CPUAdamBuilder().load(verbose=False)
+
+    ds_config = json.loads((EXAMPLES / "ds_config.json").read_text())
+    del ds_config["deep_optimizer_states"]
+    stock = Arm(make_engine(ds_config, STOCK_CLASS))
+    plugin = Arm(make_engine({**ds_config, "deep_optimizer_states": BLOCK}, PLUGIN_CLASS))
+    console.print(f"stock:  {STOCK_CLASS}\nplugin: {PLUGIN_CLASS}", highlight=False)
+    train(stock, plugin, console)
+
+    run = Run(
+        stock=stock.record,
+        plugin=plugin.record,
+        timed=slice(WARM_UP_STEPS, STEPS - 1),
+        comparisons=compare(stock.record, plugin.record, stock.states(), plugin.states()),
+        numel=sum(param.ds_numel for param in plugin.engine.module.parameters()),
+        plan=plugin.engine.optimizer.plan,
+        accelerator=get_accelerator().device_name(),
+        files=(TRACE, TRACE.with_suffix(".png")),
+    )
+    print_report(run, console)
+    stock.engine.destroy()
+    plugin.engine.destroy()
+    torch.distributed.destroy_process_group()
+    return 0 if run.bit_identical else 1
+
+
+def make_engine(ds_config: dict[str, Any], optimizer_class: str) -> Any:
+    """Raises ``RuntimeError`` if the optimizer is not of exactly that class: the arm would not be what it is called."""
+    torch.manual_seed(SEED)
+    model = ByteGPT(SHAPE)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+    kind = type(engine.optimizer)
+    if f"{kind.__module__}.{kind.__qualname__}" != optimizer_class:
+        raise RuntimeError(
+            f"The optimizer must be {optimizer_class}, found {kind.__module__}.{kind.__qualname__}.\n"
+            f"Unset DEEP_OPT_STATES in the environment, and install deep_opt_states in {sys.prefix}."
+        )
+    return engine
+
+
+@dataclass(frozen=True)
+class Arm:
+    engine: Any
+    record: Record = field(default_factory=Record)
+
+    def train_step(self, inputs: Tensor, targets: Tensor) -> None:
+        engine, record = self.engine, self.record
+        start_s = now_s()
+        loss = engine(inputs.to(engine.device), targets.to(engine.device))
+        engine.backward(loss)
+        update_start_s = now_s()
+        engine.step()
+        end_s = now_s()
+        record.step_s.append(end_s - start_s)
+        record.update_s.append(end_s - update_start_s)
+        record.losses.append(loss.item())
+        record.norms.append(float(engine.get_global_grad_norm()))
+
+    def states(self) -> dict[str, list[Tensor]]:
+        """What training has made; one flat tensor a sub-group."""
+        optimizer = self.engine.optimizer
+        masters = optimizer.fp32_partitioned_groups_flat
+        return {
+            "fp32 weights": [master.data for master in masters],
+            "first moments": [optimizer.state[master]["exp_avg"] for master in masters],
+            "second moments": [optimizer.state[master]["exp_avg_sq"] for master in masters],
+            "bf16 weights": list(optimizer.fp16_partitioned_groups_flat),
+        }
+
+
+def now_s() -> float:
+    get_accelerator().synchronize()
+    return time.perf_counter()
+
+
+def train(stock: Arm, plugin: Arm, console: Console) -> None:
+    text = StdlibText()
+    columns = (
+        TextColumn("training both"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=STEPS, loss="")
+        for step in range(STEPS):
+            batch_size = stock.engine.train_micro_batch_size_per_gpu()
+            inputs, targets = text.batch(seed=SEED, step=step, rank=0, batch_size=batch_size, context=SHAPE.context)
+            for arm in (stock, plugin) if step % 2 == 0 else (plugin, stock):
+                arm.train_step(inputs, targets)
+            progress.update(task, advance=1, loss=f"{stock.record.losses[-1]:.3f}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

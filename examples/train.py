@@ -1,0 +1,62 @@
+"""Trains a small GPT with DeepSpeed: an ordinary script, that leaves everything else to the JSON config.
+
+python examples/train.py --deepspeed_config examples/ds_config.json
+torchrun --nproc-per-node 2 examples/train.py --deepspeed_config examples/ds_config.json
+deepspeed --num_accelerators 2 examples/train.py --deepspeed_config examples/ds_config.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+
+import deepspeed
+import torch
+from byte_gpt import ByteGPT, Shape, StdlibText
+
+
+def be_the_only_rank_unless_launched() -> None:
+    """What a launcher sets; without one, DeepSpeed would look for MPI."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train a small GPT on the source code of Python's standard library.")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=17)
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
+    args = deepspeed.add_config_arguments(parser).parse_args()
+
+    be_the_only_rank_unless_launched()
+    torch.manual_seed(args.seed)
+    shape = Shape()
+    model = ByteGPT(shape)
+    engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+
+    text = StdlibText()
+    for step in range(args.steps):
+        inputs, targets = text.batch(
+            seed=args.seed,
+            step=step,
+            rank=engine.global_rank,
+            batch_size=engine.train_micro_batch_size_per_gpu(),
+            context=shape.context,
+        )
+        loss = engine(inputs.to(engine.device), targets.to(engine.device))
+        engine.backward(loss)
+        engine.step()
+        if engine.global_rank == 0:
+            print(f"step {step:3}  loss {loss.item():.6f}", flush=True)
+    engine.destroy()
+
+
+if __name__ == "__main__":
+    main()

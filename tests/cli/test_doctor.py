@@ -1,0 +1,207 @@
+"""``deep-opt-states doctor``: each condition that keeps training from starting is found, named and given a remedy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deep_opt_states import cli
+from deep_opt_states.doctor import Finding, Status, hook, kernels, machine, software
+from deep_opt_states.doctor.hook import AfterImport
+from deep_opt_states.doctor.kernels import Op
+from deep_opt_states.doctor.machine import Cores, Memory
+from deep_opt_states.doctor.software import Accelerator, Requirement
+from tests.launch import Finished, environment
+
+FOLDER = Path("/cache/cpu_adam")
+
+FAILS: dict[str, Callable[[], Finding]] = {
+    "old python": lambda: software.check_python("3.9.18", "3.10"),
+    "not installed": lambda: software.check_ours(None),
+    "old torch": lambda: software.check_package(Requirement("torch", "2.11"), "2.9.1+cu128"),
+    "no wrapt": lambda: software.check_package(Requirement("wrapt"), None),
+    "no deepspeed": lambda: software.check_deepspeed(None, None, ("0.19.8",)),
+    "other deepspeed": lambda: software.check_deepspeed("0.18.2", None, ("0.19.8",)),
+    "broken deepspeed": lambda: software.check_deepspeed("0.19.8", ImportError("no [hjson]"), ("0.19.8",)),
+    "no supported accelerator": lambda: software.check_accelerator(Accelerator("xpu", 8), None),
+    "no GPU": lambda: software.check_accelerator(Accelerator("cuda", 0), None),
+    "autoload off": lambda: hook.check_hook(AfterImport(live=False), "0"),
+    "hook not live": lambda: hook.check_hook(AfterImport(live=False), None),
+    "hook fails": lambda: hook.check_hook(AfterImport(live=False, said="ImportError: wrapt"), "1"),
+    "no compiler": lambda: kernels.check_compiler("c++", None, Op(folder=FOLDER)),
+    "no ninja": lambda: kernels.check_ninja(None, Op(folder=FOLDER, built=True)),
+    "cpu_adam cannot be built": lambda: kernels.check_cpu_adam(Op(folder=FOLDER), can_build=False),
+    "cpu_adam is of no use": lambda: kernels.check_cpu_adam(Op(problem="PyTorch version mismatch"), can_build=True),
+}
+
+WARNS: dict[str, Callable[[], Finding]] = {
+    "cpu by accident": lambda: software.check_accelerator(Accelerator("cpu", 1), None),
+    "switched off": lambda: hook.check_switch("0"),
+    "switch without meaning": lambda: hook.check_switch("false"),
+    "one core": lambda: machine.check_cores(Cores(physical=8, logical=16, allowed=16, quota=1.5)),
+    "no OMP_NUM_THREADS": lambda: machine.check_omp(None, 8),
+    "one thread": lambda: machine.check_omp("1", 8),
+    "too many threads": lambda: machine.check_omp("16,2", 8),
+    "not a number of threads": lambda: machine.check_omp("all", 8),
+    "memlock": lambda: machine.check_memlock(8 * 2**20, has_cuda=True),
+    "no compiler yet": lambda: kernels.check_compiler("c++", None, Op(folder=FOLDER, built=True)),
+    "no ninja yet": lambda: kernels.check_ninja(None, Op(prebuilt=True)),
+    "locked": lambda: kernels.check_cpu_adam(Op(folder=FOLDER, built=True, locked=True), can_build=True),
+    "not built yet": lambda: kernels.check_cpu_adam(Op(folder=FOLDER), can_build=True),
+}
+
+GPUS = Accelerator("cuda", 2, [("NVIDIA H100", 85 * 10**9)] * 2)
+
+OKS: dict[str, tuple[Callable[[], Finding], str]] = {
+    "torch": (lambda: software.check_package(Requirement("torch", "2.11"), "2.13.0+cpu"), "2.13.0+cpu"),
+    "deepspeed": (lambda: software.check_deepspeed("0.19.8+abc", None, ("0.19.8",)), "0.19.8+abc"),
+    "cpu": (lambda: software.check_accelerator(Accelerator("cpu", 1), "cpu"), "cpu, 1 device"),
+    "cuda": (lambda: software.check_accelerator(GPUS, None), "NVIDIA H100 (85.0 GB), NVIDIA H100 (85.0 GB)"),
+    "hook": (lambda: hook.check_hook(AfterImport(live=True), None), "live"),
+    "cost": (lambda: hook.check_cost([0.004, 0.003, 0.009]), "4.0 ms, median of 3 fresh interpreters (3.0 to 9.0 ms)"),
+    "cores": (lambda: machine.check_cores(Cores(8, 16, allowed=12, quota=6.5)), "may use 6 "),
+    "threads": (lambda: machine.check_omp("4", 8), "4 of 8"),
+    "memory": (lambda: machine.check_memory(Memory(64 * 10**9, 10**9, 32 * 10**9)), "container limit 32.0 GB"),
+    "all memory": (lambda: machine.check_memory(Memory(64 * 10**9, 10**9, 2**60)), "no container limit"),
+    "memlock": (lambda: machine.check_memlock(None, has_cuda=True), "unlimited"),
+    "prebuilt": (lambda: kernels.check_cpu_adam(Op(prebuilt=True), can_build=False), "prebuilt"),
+    "built": (lambda: kernels.check_cpu_adam(Op(folder=FOLDER, built=True), can_build=False), f"built in {FOLDER}"),
+}
+
+
+def page_of(finding: Finding, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    monkeypatch.setattr(cli, "examine", lambda environ: {"Section": [finding]})
+    monkeypatch.setenv("COLUMNS", "300")
+    return cli.main(["doctor"]), capsys.readouterr().out
+
+
+@pytest.mark.parametrize("check", FAILS.values(), ids=FAILS)
+def test_what_keeps_training_from_starting_fails(
+    check: Callable[[], Finding], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finding = check()
+    code, page = page_of(finding, monkeypatch, capsys)
+    assert (finding.status, code) == (Status.FAIL, 1)
+    assert page.splitlines()[1].split() == f"FAIL {finding.topic} {finding.found}".split()
+    assert f"-> {finding.remedy}" in page
+    assert f"FAIL: {finding.topic};" in page.splitlines()[-1]
+
+
+@pytest.mark.parametrize("check", WARNS.values(), ids=WARNS)
+def test_what_only_costs_time_warns(
+    check: Callable[[], Finding], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finding = check()
+    code, page = page_of(finding, monkeypatch, capsys)
+    assert (finding.status, code) == (Status.WARN, 0)
+    assert page.splitlines()[1].startswith("WARN")
+    assert f"-> {finding.remedy}" in page
+
+
+@pytest.mark.parametrize(("check", "found"), OKS.values(), ids=OKS)
+def test_what_is_in_order_is_shown(check: Callable[[], Finding], found: str) -> None:
+    finding = check()
+    assert finding.status is Status.OK
+    assert found in finding.found
+
+
+def test_minimums_come_from_our_own_metadata() -> None:
+    required = {requirement.name: requirement.minimum for requirement in software.requirements()}
+    assert {"deepspeed", "psutil", "rich", "wrapt"} < set(required)
+    assert "pytest" not in required
+    assert required["torch"] == "2.11"
+    assert software.python_minimum() == "3.10"
+
+
+def test_limits_of_cgroup_version_2_and_of_all_above(tmp_path: Path) -> None:
+    membership = tmp_path / "membership"
+    membership.write_text("0::/job/step\n")
+    (tmp_path / "job/step").mkdir(parents=True)
+    (tmp_path / "job/step/cpu.max").write_text("max 100000\n")
+    (tmp_path / "job/cpu.max").write_text("350000 100000\n")
+    (tmp_path / "job/step/memory.max").write_text("max\n")
+    (tmp_path / "job/memory.max").write_text("8000000000\n")
+    assert machine.core_quota(machine.cgroup_folders("cpu", membership, tmp_path)) == 3.5
+    assert machine.memory_limit_bytes(machine.cgroup_folders("memory", membership, tmp_path)) == 8 * 10**9
+
+
+def test_limits_of_cgroup_version_1_where_only_the_top_is_mounted(tmp_path: Path) -> None:
+    membership = tmp_path / "membership"
+    membership.write_text("5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n")
+    for name, text in {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory/memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert machine.core_quota(machine.cgroup_folders("cpu", membership, tmp_path)) == 2.0
+    assert machine.memory_limit_bytes(machine.cgroup_folders("memory", membership, tmp_path)) is None
+
+
+def doctor(**changes: str) -> Finished:
+    """The installed command, on this machine."""
+    command = [str(Path(sys.executable).with_name("deep-opt-states")), "doctor"]
+    env = environment(COLUMNS="300", **changes)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    return Finished(done.returncode, done.stdout)
+
+
+def rows(page: Finished) -> dict[str, str]:
+    """Status by topic."""
+    topics = (
+        "deepspeed",
+        "activation hook",
+        "accelerator",
+        "cores",
+        "host memory",
+        "C++ compiler",
+        "ninja",
+        "cpu_adam",
+    )
+    lines = [line.split(maxsplit=1) for line in page.output.splitlines() if line.startswith(("OK", "WARN", "FAIL "))]
+    return {topic: status for status, row in lines for topic in topics if row.startswith(topic + " ")}
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    page = doctor(TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert page.returncode == 0, page.output
+    found = rows(page)
+    assert found.pop("cpu_adam") in ("OK", "WARN")
+    assert found == dict.fromkeys(found, "OK")
+    assert len(found) == 7
+    for topic in ("python", "torch", "wrapt", "cost at import torch", "OMP_NUM_THREADS", "memlock limit"):
+        assert topic in page.output
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "it only looks, and builds nothing"
+    assert "Training can start." in page.output
+
+
+def test_deepspeed_that_cannot_be_imported_and_no_autoload(tmp_path: Path) -> None:
+    (tmp_path / "deepspeed.py").write_text("raise ImportError('broken on purpose')\n")
+    page = doctor(PYTHONPATH=str(tmp_path), TORCH_DEVICE_BACKEND_AUTOLOAD="0", CXX="no-such-compiler", PATH="")
+    assert page.returncode == 1
+    fails = ("deepspeed", "activation hook", "accelerator", "C++ compiler", "ninja", "cpu_adam")
+    assert rows(page) == {**dict.fromkeys(fails, "FAIL"), "cores": "OK", "host memory": "OK"}, page.output
+    assert "ImportError: broken on purpose" in page.output
+    assert "-> Unset TORCH_DEVICE_BACKEND_AUTOLOAD, or import deep_opt_states" in page.output
+    assert "no-such-compiler" in page.output
+
+
+def test_unsupported_deepspeed_and_broken_wrapt(tmp_path: Path) -> None:
+    (tmp_path / "wrapt.py").write_text("raise RuntimeError('broken on purpose')\n")
+    (tmp_path / "deepspeed.py").write_text("__version__ = '0.18.2'\n")
+    (tmp_path / "deepspeed-0.18.2.dist-info").mkdir()
+    (tmp_path / "deepspeed-0.18.2.dist-info/METADATA").write_text("Name: deepspeed\nVersion: 0.18.2\n")
+    page = doctor(PYTHONPATH=str(tmp_path))
+    assert page.returncode == 1
+    found = rows(page)
+    assert [topic for topic, status in found.items() if status == "FAIL"][:3] == [
+        "deepspeed",
+        "activation hook",
+        "accelerator",
+    ]
+    assert "0.18.2; must be 0.19.8, whose internals this release knows" in page.output
+    assert "-> pip install deepspeed==0.19.8" in page.output
+    assert "deep_opt_states cannot be activated: RuntimeError: broken on purpose" in page.output

@@ -1,0 +1,183 @@
+"""The JSON block alone switches the plugin on, and without it DeepSpeed is stock but for two pass-through wrappers.
+
+Nothing here can be shown in the process of pytest, which has long imported what must not be imported yet.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch import Finished, run_ranks
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PLAIN = str(SCRIPTS / "plain.py")
+NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+STOCK = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+OURS = {"deep_opt_states", "deep_opt_states.activation"}
+BLOCK = {"placement": "stride", "update_stride": 2}
+ZERO_3 = {"stage": 3, "sub_group_size": 64, "offload_optimizer": {"device": "cpu"}}
+
+Report = dict[str, Any]
+
+
+def write_config(path: Path, zero: dict[str, Any] | None, block: dict[str, Any] | None) -> str:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    }
+    if zero is not None:
+        config["zero_optimization"] = zero
+    if block is not None:
+        config["deep_optimizer_states"] = block
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def run(*arguments: str, **changes: str) -> Finished:
+    (finished,) = run_ranks(1, list(arguments), timeout_s=120, **changes)
+    assert finished.returncode == 0, finished.output[-5000:]
+    return finished
+
+
+def make_engines(folder: Path, *configs: str, **changes: str) -> Report:
+    run(str(SCRIPTS / "engines.py"), str(folder / "report"), *configs, **changes)
+    return json.loads((folder / "report.0").read_text())
+
+
+@pytest.fixture(scope="module")
+def with_block(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_config(tmp_path_factory.mktemp("block") / "config.json", ZERO_3, BLOCK)
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory, with_block: str) -> tuple[Report, Report]:
+    """Engines in a process with the hook, and in one without any trace of us. The first config has no block."""
+    folder, other = tmp_path_factory.mktemp("with"), tmp_path_factory.mktemp("without")
+    no_block = write_config(folder / "no_block.json", ZERO_3, None)
+    configs = [
+        no_block,
+        write_config(folder / "disabled.json", ZERO_3, {**BLOCK, "enabled": False}),
+        write_config(folder / "stage_0.json", {"stage": 0}, BLOCK),
+        write_config(folder / "no_zero.json", None, BLOCK),
+    ]
+    with ThreadPoolExecutor() as pool:
+        hooked = pool.submit(make_engines, folder, *configs)
+        unhooked = pool.submit(make_engines, other, no_block, with_block, **NO_AUTOLOAD)
+        return hooked.result(), unhooked.result()
+
+
+def test_a_plain_script(with_block: str) -> None:
+    assert "trained with DeepOptimizerStates_Stage3" in run(PLAIN, with_block).output
+
+
+def test_torchrun(with_block: str) -> None:
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    finished = run("-m", "torch.distributed.run", "--nproc-per-node", "2", *rendezvous, PLAIN, with_block)
+    assert finished.output.count("trained with DeepOptimizerStates_Stage3\n") == 2
+
+
+def test_spawned_children(with_block: str) -> None:
+    finished = run("-m", "tests.zero.scripts.spawned", with_block)
+    assert finished.output.count("trained with DeepOptimizerStates_Stage3\n") == 2
+
+
+def test_without_the_block_the_optimizer_is_stock(reports: tuple[Report, Report]) -> None:
+    for report in reports:
+        assert report["engines"][0]["optimizer"] == STOCK
+
+
+def test_without_the_block_nothing_of_ours_is_loaded(reports: tuple[Report, Report]) -> None:
+    """Not ``deep_opt_states.zero``, not ``perf_model``, nor, on our account, pydantic or anything else but wrapt."""
+    hooked, unhooked = (set(report["engines"][0]["modules"]) for report in reports)
+    assert without_wrapt(hooked) - unhooked == OURS
+    assert unhooked <= hooked
+
+
+def test_deepspeed_is_stock_but_for_two_wrappers(reports: tuple[Report, Report]) -> None:
+    """The second is there since stage 0 never configures a ZeRO optimizer: the first would not see it."""
+    hooked, unhooked = reports
+    assert hooked["wrapped"] == [
+        "deepspeed.runtime.config.DeepSpeedConfig._do_sanity_check",
+        "deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer",
+    ]
+    assert unhooked["wrapped"] == []
+    ours, stock = hooked["engine attributes"], unhooked["engine attributes"]
+    assert list(ours) == list(stock)
+    assert {name for name in ours if ours[name] != stock[name]} == {"_configure_zero_optimizer"}
+
+
+def test_a_block_that_is_not_enabled_gives_stock(reports: tuple[Report, Report]) -> None:
+    assert reports[0]["engines"][1]["optimizer"] == STOCK
+
+
+@pytest.mark.parametrize("index", [2, 3], ids=["stage 0", "no zero_optimization"])
+def test_stage_0_is_refused(index: int, reports: tuple[Report, Report]) -> None:
+    refused = reports[0]["engines"][index]
+    assert refused["error"] == "Unsupported"
+    assert "zero_optimization.stage: must be 3, found 0." in refused["message"]
+    assert 'set "stage": 3' in refused["message"]
+
+
+def test_without_autoload_the_block_alone_does_nothing(reports: tuple[Report, Report]) -> None:
+    assert reports[1]["engines"][1]["optimizer"] == STOCK
+
+
+@pytest.mark.parametrize("imports", ["deep_opt_states, deepspeed", "deepspeed, deep_opt_states"])
+def test_without_autoload_an_import_switches_it_on(imports: str, with_block: str) -> None:
+    script = f"import {imports}, runpy; runpy.run_path({PLAIN!r}, run_name='__main__')"
+    assert "trained with DeepOptimizerStates_Stage3" in run("-c", script, with_block, **NO_AUTOLOAD).output
+
+
+def test_switched_off_by_the_environment(tmp_path: Path, with_block: str) -> None:
+    """Two engines on each of two ranks: all stock, and one line says why."""
+    script = [str(SCRIPTS / "engines.py"), str(tmp_path / "report"), with_block, with_block]
+    ranks = run_ranks(2, script, timeout_s=120, DEEP_OPT_STATES="0")
+    for rank, finished in enumerate(ranks):
+        assert finished.returncode == 0, finished.output[-5000:]
+        report = json.loads((tmp_path / f"report.{rank}").read_text())
+        assert [engine["optimizer"] for engine in report["engines"]] == [STOCK, STOCK]
+    log = "".join(finished.output for finished in ranks)
+    assert log.count("switched off by DEEP_OPT_STATES=0") == 1, log
+
+
+def test_import_torch_alone_loads_next_to_nothing() -> None:
+    script = "import sys, torch; print(*sorted(sys.modules), sep='\\n')"
+    hooked, unhooked = (set(run("-c", script, **changes).output.splitlines()) for changes in ({}, NO_AUTOLOAD))
+    ours = {name for name in hooked if name.startswith(("deep_opt_states", "perf_model", "deepspeed"))}
+    assert ours == OURS
+    assert without_wrapt(hooked) - unhooked == OURS
+
+
+@pytest.mark.parametrize("error", ["ImportError('gone')", "RuntimeError('broken')"])
+def test_import_torch_survives_a_broken_wrapt(error: str, tmp_path: Path) -> None:
+    (tmp_path / "wrapt.py").write_text(f"raise {error}\n")
+    script = "import torch; print('torch', torch.ones(2).sum().item())"
+    # Also where warnings are errors.
+    output = run("-W", "error", "-c", script, PYTHONPATH=str(tmp_path)).output
+    assert "torch 2.0" in output
+    name, _, argument = error.partition("(")
+    assert f"deep_opt_states cannot be activated: {name}: {argument[1:-2]}" in output
+
+
+def without_wrapt(modules: set[str]) -> set[str]:
+    return {name for name in modules if name.partition(".")[0] != "wrapt"}
+
+
+@pytest.mark.parametrize("module", ["deepspeed.runtime.engine", "deepspeed.runtime.config"])
+def test_a_deepspeed_without_our_seams_still_imports(module: str, tmp_path: Path) -> None:
+    """And says that the block has no effect, instead of ignoring it."""
+    for name in ("deepspeed", "deepspeed/runtime"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    (tmp_path / f"{module.replace('.', '/')}.py").write_text(
+        "class DeepSpeedEngine: pass\nclass DeepSpeedConfig: pass\n"
+    )
+    output = run("-c", f"import torch, {module}; print('imported')", PYTHONPATH=str(tmp_path)).output
+    assert "imported" in output
+    assert f"does not know this DeepSpeed: {module} has no DeepSpeed" in output
