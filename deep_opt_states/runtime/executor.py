@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for_all
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from deep_opt_states.device.interface import Device, Event, Stream
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep
 from deep_opt_states.runtime.slots import Slot
 from deep_opt_states.runtime.state import SubGroupState
-from deep_opt_states.runtime.worker import Worker
+from deep_opt_states.runtime.worker import CpuLane, Worker
 from perf_model.action import Action, ActionKind, Lane
 from perf_model.check import check
 from perf_model.schedule import Schedule
@@ -34,8 +33,8 @@ class UpdateFailed(RuntimeError):
 class Executor:
     """Reserves slots, streams, events and the worker once; ``run`` reserves nothing.
 
-    ``host_adam`` updates in host memory, ``device_adam`` in slots. Raises ``ScheduleError`` for a schedule that
-    is not safe to execute.
+    ``host_adam`` updates in host memory, ``device_adam`` in slots; ``worker`` is the cpu lane. Raises
+    ``ScheduleError`` for a schedule that is not safe to execute.
     """
 
     def __init__(
@@ -45,6 +44,7 @@ class Executor:
         device: Device[Any],
         host_adam: AdamKernel,
         device_adam: AdamKernel | None,
+        worker: CpuLane | None = None,
     ) -> None:
         check(schedule, Workload.of([state.numel for state in states]))
         self._schedule = schedule
@@ -60,7 +60,7 @@ class Executor:
         self._origin = device.event()
         self._origin_s = 0.0
         self._cpu_spans: dict[str, tuple[float, float]] = {}
-        self._worker = Worker()
+        self._worker = worker or Worker()
         self._stop = threading.Event()
         self.failure: BaseException | None = None
         self._bodies: dict[ActionKind, Callable[[Action, AdamStep], None]] = {
@@ -99,7 +99,6 @@ class Executor:
             self._drain_streams()
         except BaseException as error:
             self._stop.set()
-            wait_for_all(updated.values())
             self.failure = self._first_error(updated, error)
             if not isinstance(error, Exception):
                 raise
@@ -178,7 +177,7 @@ class Executor:
             event.synchronize()
 
     def _first_error(self, updated: dict[str, Future[None]], error: BaseException) -> BaseException:
-        """The worker's exception, if it had one: what the host saw may only follow from it."""
+        """The worker's exception, if it had one: what the host saw may only follow from it. Waits for the worker."""
         failures = [failure for future in updated.values() if (failure := future.exception()) is not None]
         return failures[0] if failures else error
 

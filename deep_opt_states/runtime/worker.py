@@ -7,12 +7,20 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 Task: TypeAlias = Callable[[], None]
 Tasks: TypeAlias = "queue.SimpleQueue[tuple[Task, Future[None]] | None]"
 
 _EXIT_TIMEOUT_S = 5.0
+
+
+class CpuLane(Protocol):
+    def submit(self, task: Task, /) -> Future[None]:
+        """The future carries the task's exception, with its traceback."""
+
+    def close(self) -> object:
+        """End after the tasks submitted so far."""
 
 
 class Worker:
@@ -29,7 +37,6 @@ class Worker:
         self.close = weakref.finalize(self, _end, tasks, thread)
 
     def submit(self, task: Task) -> Future[None]:
-        """The future carries the task's exception, with its traceback."""
         future: Future[None] = Future()
         self._tasks.put((task, future))
         return future
