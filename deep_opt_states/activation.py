@@ -9,9 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-CONFIG_KEY = "deep_optimizer_states"
-SWITCH = "DEEP_OPT_STATES"
-"""The environment variable that, set to 0, switches the plugin off."""
+from deep_opt_states.names import CONFIG_KEY
 
 _state = {"tried": False, "active": False}
 

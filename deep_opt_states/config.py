@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from deep_opt_states.activation import CONFIG_KEY as CONFIG_KEY
+from deep_opt_states.names import CONFIG_KEY
 from perf_model.placement import Placement, place_all, place_by_fraction, place_by_stride
 from perf_model.plan import UpdatePlan
 from perf_model.workload import Workload

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deep_opt_states.config import CONFIG_KEY, Config, ConfigError, parse_config
+from deep_opt_states.config import Config, ConfigError, parse_config
+from deep_opt_states.names import CONFIG_KEY
 from perf_model.placement import Placement
 from perf_model.workload import Workload
 from tests.launch import REPOSITORY

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -162,48 +161,6 @@ class FakeDevice:
         storage = tensor.untyped_storage().data_ptr()
         known = (*self._pinned, *self._on_device)
         return all(storage != other.untyped_storage().data_ptr() for other in known)
-
-
-class FakeWorker:
-    """The CPU lane: a task runs when somebody waits for it, or when the device lets its lane work."""
-
-    def __init__(self, device: FakeDevice) -> None:
-        self._device = device
-
-    def submit(self, task: Operation, /) -> Future[None]:
-        future = _LateFuture(self._device)
-
-        def run() -> None:
-            try:
-                task()
-            except Exception as error:  # noqa: BLE001 (whoever waits for the future raises it)
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
-        future.mark = self._device.cpu.add(run)
-        return future
-
-    def close(self) -> None:
-        pass
-
-
-class _LateFuture(Future[None]):
-    def __init__(self, device: FakeDevice) -> None:
-        super().__init__()
-        self._device = device
-        self.mark = 0
-
-    def result(self, timeout: float | None = None) -> None:
-        self._run()
-        return super().result(timeout=0)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._run()
-        return super().exception(timeout=0)
-
-    def _run(self) -> None:
-        self._device.run_until(lambda: self._device.cpu.finished >= self.mark)
 
 
 class LateAdam:

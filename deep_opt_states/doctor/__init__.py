@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from deep_opt_states.activation import SWITCH
 from deep_opt_states.doctor import hook, kernels, machine, software
 from deep_opt_states.doctor.finding import Finding, Status
+from deep_opt_states.names import SWITCH
 
 __all__ = ["Finding", "Status", "examine"]
 

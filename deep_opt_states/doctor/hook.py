@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from deep_opt_states.activation import CONFIG_KEY, SWITCH
 from deep_opt_states.doctor.finding import Finding, Status
+from deep_opt_states.names import CONFIG_KEY, SWITCH
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 """PyTorch's switch for all entry points of the group ``torch.backends``: on if unset or 1."""

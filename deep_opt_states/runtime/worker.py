@@ -42,6 +42,16 @@ class Worker:
         return future
 
 
+def settle(future: Future[None], task: Task) -> None:
+    """Run the task and give the future what came of it; whoever waits for the future raises its exception."""
+    try:
+        task()
+    except BaseException as error:  # noqa: BLE001
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+
+
 def _end(tasks: Tasks, thread: threading.Thread) -> None:
     """End the thread after the tasks submitted so far, and do not wait for one that hangs."""
     tasks.put(None)
@@ -51,11 +61,6 @@ def _end(tasks: Tasks, thread: threading.Thread) -> None:
 def _run(tasks: Tasks) -> None:
     while (item := tasks.get()) is not None:
         task, future = item
-        try:
-            task()
-        except BaseException as error:  # noqa: BLE001 (whoever waits for the future raises it)
-            future.set_exception(error)
-        else:
-            future.set_result(None)
+        settle(future, task)
         # A blocked get() would keep the last task's tensors alive until the next step.
         del item, task, future

@@ -10,6 +10,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from deep_opt_states.names import SWITCH
 from deep_opt_states.runtime.executor import Executor, UpdateFailed
 from perf_model.plan import UpdatePlan
 
@@ -60,7 +61,7 @@ def _refuse_difference(answers: list[str]) -> None:
         lines = [f"  rank {', '.join(map(str, who))}: {answer}" for answer, who in ranks.items()]
         raise RanksDisagree(
             "All ranks must run the same plan; found\n" + "\n".join(lines) + "\n"
-            "Give every rank the same DeepSpeed config and the same environment (DEEP_OPT_STATES)."
+            f"Give every rank the same DeepSpeed config and the same environment ({SWITCH})."
         )
 
 

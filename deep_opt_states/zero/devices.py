@@ -7,10 +7,10 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from deep_opt_states.config import CONFIG_KEY
 from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.host import HostDevice
 from deep_opt_states.device.interface import Device
+from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.zero.refusals import Unsupported
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan

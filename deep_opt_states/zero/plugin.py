@@ -10,8 +10,8 @@ from typing import Any
 from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero import stage3
 
-from deep_opt_states.activation import SWITCH
-from deep_opt_states.config import CONFIG_KEY, Config, parse_config
+from deep_opt_states.config import Config, parse_config
+from deep_opt_states.names import CONFIG_KEY, SWITCH
 from deep_opt_states.zero.agreement import agree_to_be_off
 from deep_opt_states.zero.compat import param_dict
 from deep_opt_states.zero.devices import choose_device

@@ -11,7 +11,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
-from deep_opt_states.config import CONFIG_KEY
+from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.zero.compat import SUPPORTED_DEEPSPEED, is_supported
 
 

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deep_opt_states.device.fake import Deadlock, FakeDevice, FakeWorker, LateAdam
+from deep_opt_states.device.fake import Deadlock, FakeDevice, LateAdam
 from deep_opt_states.runtime import executor as executor_module
 from deep_opt_states.runtime.executor import Executor, UpdateFailed
+from deep_opt_states.runtime.fake_worker import FakeWorker
 from deep_opt_states.runtime.state import SubGroupState
 from perf_model.action import Lane
 from perf_model.check import ScheduleError, check

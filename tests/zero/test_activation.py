@@ -18,7 +18,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 PLAIN = str(SCRIPTS / "plain.py")
 NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 STOCK = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
-OURS = {"deep_opt_states", "deep_opt_states.activation"}
+OURS = {"deep_opt_states", "deep_opt_states.activation", "deep_opt_states.names"}
 BLOCK = {"placement": "stride", "update_stride": 2}
 ZERO_3 = {"stage": 3, "sub_group_size": 64, "offload_optimizer": {"device": "cpu"}}
 
