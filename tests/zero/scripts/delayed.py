@@ -1,0 +1,97 @@
+"""Trains with seeded delays in each rank and in each worker; the bits and the order of collectives must not notice.
+
+Arguments: the seeds. Rank 0 prints an answer for each.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import cpuinfo
+import torch.distributed as dist
+from deepspeed.comm import comm
+from torch import nn
+
+from deep_opt_states.device.kernels.cpu_adam import CPUAdam
+from tests.zero.parity.arm import differences, run_arm
+from tests.zero.parity.case import Case
+from tests.zero.process_group import process_group
+
+COLLECTIVES = (
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "reduce_scatter_tensor",
+)
+MAX_DELAY_S = 0.004
+
+
+@contextmanager
+def logged(log: list[str]) -> Iterator[None]:
+    """Every collective that goes through DeepSpeed, with the sizes of its tensors."""
+
+    def watch(name: str, original: Any) -> Any:
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            tensors = [value for value in (*args, *kwargs.values()) if hasattr(value, "numel")]
+            log.append(f"{name} {[tensor.numel() for tensor in tensors]}")
+            return original(*args, **kwargs)
+
+        return collective
+
+    with ExitStack() as patches:
+        for name in COLLECTIVES:
+            patches.enter_context(mock.patch.object(comm.cdb, name, watch(name, getattr(comm.cdb, name))))
+        yield
+
+
+@contextmanager
+def delayed(seed: int) -> Iterator[None]:
+    """Sleeps before updates, on whichever thread runs them, and before layers, each rank in its own rhythm."""
+    rhythm = random.Random(1000 * seed + dist.get_rank())
+    update, forward = CPUAdam.update, nn.Linear.forward
+
+    def late_update(self: CPUAdam, *args: Any) -> None:
+        time.sleep(rhythm.uniform(0, MAX_DELAY_S))
+        update(self, *args)
+
+    def late_forward(self: nn.Linear, x: Any) -> Any:
+        time.sleep(rhythm.uniform(0, MAX_DELAY_S))
+        return forward(self, x)
+
+    with mock.patch.object(CPUAdam, "update", late_update), mock.patch.object(nn.Linear, "forward", late_forward):
+        yield
+
+
+def main(seeds: list[int]) -> None:
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    block = {"placement": "fraction", "gpu_fraction": 0.5, "num_slots": 1}
+    case = Case(name="delayed", blocks=(block,), world_size=dist.get_world_size(), clip=0.3, accumulation=2)
+    stock = run_arm(case, None)
+    for seed in seeds:
+        log: list[str] = []
+        with delayed(seed), logged(log):
+            found = differences(stock, run_arm(case, block))
+        logs: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(logs, log)
+        answer = {
+            "seed": seed,
+            "differences": found,
+            "collectives": len(log),
+            "same": all(log == other for other in logs),
+        }
+        print("ANSWER " + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    with process_group():
+        main([int(seed) for seed in sys.argv[1:]])
