@@ -89,14 +89,15 @@ def train(engine: Any, case: Case, folder: Path) -> Record:
     lrs = record.numbers["lr"] = []
     micro_batch = 0
     for step in range(case.steps):
-        for _ in range(case.accumulation):
+        for position in range(case.accumulation):
             x, target = batch(case, dist.get_rank(), micro_batch, DTYPES[case.dtype])
             sometimes: float | None = 1.0
             if micro_batch in case.skips_sometimes:
                 sometimes = 0.0 if case.zero_instead_of_skip else None
             loss = engine(x, target, sometimes, case.poisoned.get(step, 1.0))
             engine.backward(loss)
-            engine.step()
+            if not case.caller_accumulates or position == case.accumulation - 1:
+                engine.step()
             losses.append(loss.item())
             micro_batch += 1
         norms.append(float(engine.get_global_grad_norm()))

@@ -36,6 +36,7 @@ class Case:
     ``skips_sometimes``, counted over the whole run. In the steps of ``poisoned`` the loss is multiplied by that
     number (inf, nan, or a number that overflows fp16). ``reload`` = (save after this many steps, load after
     that many): an in-process reload. ``resume``: trained by one engine, saved, and continued by a fresh one.
+    ``caller_accumulates``: with DeepSpeed's managed_gradient_accumulation off, ``step()`` is the boundary.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Case:
     poisoned: dict[int, float] = field(default_factory=dict)
     reload: tuple[int, int] | None = None
     resume: bool = False
+    caller_accumulates: bool = False
     offload_param: bool = False
     zero: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
@@ -68,6 +70,7 @@ class Case:
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 4,
             "gradient_accumulation_steps": self.accumulation,
+            "managed_gradient_accumulation": not self.caller_accumulates,
             "steps_per_print": 10**9,
             "gradient_clipping": self.clip,
             "optimizer": {

@@ -54,6 +54,32 @@ CASES = (
         groups=(A, OTHER_BETAS, A),
         steps=55,
     ),
+    Case(
+        name="betas that a scheduler changes",
+        blocks=(STRIDE_2,),
+        schedule=False,
+        steps=20,
+        clip=0.5,
+        extra={
+            "scheduler": {
+                "type": "OneCycle",
+                "params": {
+                    "cycle_min_lr": 1e-4,
+                    "cycle_max_lr": 3e-3,
+                    "cycle_first_step_size": 6,
+                    "cycle_min_mom": 0.85,
+                    "cycle_max_mom": 0.95,
+                },
+            }
+        },
+    ),
+    Case(
+        name="accumulation that the caller manages",
+        blocks=(STRIDE_2, STREAMED),
+        accumulation=3,
+        clip=0.5,
+        caller_accumulates=True,
+    ),
     Case(name="reload in process", blocks=(STRIDE_2, STREAMED, CPU), steps=55, reload=(20, 30), clip=0.5),
     Case(
         name="reload in process, the step before",
