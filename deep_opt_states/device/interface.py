@@ -37,7 +37,7 @@ class Stream(Protocol[EventT_contra]):
 
 
 class Device(Protocol[EventT]):
-    """Every method but ``copy`` and ``current_stream`` is called at start-up only, never inside a step."""
+    """Inside a step only ``copy`` and ``current_stream`` are called; all that is reserved is reserved at start-up."""
 
     def stream(self) -> Stream[EventT]:
         """A new stream."""

@@ -23,16 +23,29 @@ class UpdateReport:
         self._log = log
         self._update_s: deque[float] = deque(maxlen=max(1, config.every_n_steps))
         self._steps = 0
+        self._broken = False
 
     def stepped(self, update_s: float, timeline: Callable[[], Timeline]) -> None:
-        """After each update; ``timeline`` is asked for only when it is reported."""
-        if self._config.every_n_steps == 0:
+        """After each update; ``timeline`` is asked for only when it is reported.
+
+        A report that cannot be written is said, once, and ends the reports; it must not end the training.
+        """
+        if self._config.every_n_steps == 0 or self._broken:
             return
         self._steps += 1
         self._update_s.append(update_s)
         if self._steps % self._config.every_n_steps:
             return
-        last = timeline()
+        try:
+            self._write(timeline())
+        except Exception as error:  # noqa: BLE001
+            self._broken = True
+            self._log(
+                f"report.trace: cannot be written to {self._config.trace}: {type(error).__name__}: {error}. "
+                f"There will be no more reports; training goes on."
+            )
+
+    def _write(self, last: Timeline) -> None:
         busy = ", ".join(f"{lane.value} {last.busy_s(lane) * 1e3:.1f}" for lane in Lane)
         self._log(
             f"update {self._steps}: median {median(self._update_s) * 1e3:.1f} ms over the last "

@@ -99,7 +99,7 @@ class Executor:
             self._drain_streams()
         except BaseException as error:
             self._stop.set()
-            self.failure = self._first_error(updated, error)
+            self.fail(self._first_error(updated, error))
             if not isinstance(error, Exception):
                 raise
             raise self.torn() from self.failure
@@ -116,12 +116,29 @@ class Executor:
             spans.append(Span(action, start_s, end_s))
         return Timeline(tuple(spans))
 
+    def torn(self) -> UpdateFailed:
+        """What every later use of the states is answered with, after a failure; carries its cause's traceback."""
+        error = UpdateFailed(
+            f"The optimizer update stopped half way ({type(self.failure).__name__}: {self.failure}). Parameters and "
+            f"optimizer states are torn between two steps and will not be used or saved. Mend the cause below, "
+            f"and continue from the last checkpoint."
+        )
+        error.__cause__ = self.failure
+        return error
+
+    def fail(self, cause: BaseException) -> None:
+        """For the caller that knows the states to be torn, here or on another rank."""
+        self.failure = cause
+
     def forget_failure(self) -> None:
         """For the caller that has restored every state, from a checkpoint."""
         self.failure = None
 
     def close(self) -> None:
+        """End the worker and give the slots back; the executor is of no use after that."""
         self._worker.close()
+        self._slots.clear()
+        self._states = ()
 
     def _reserve_slots(self) -> dict[str, Slot]:
         """By action name: the part of its slot that the action works on."""
@@ -180,16 +197,6 @@ class Executor:
         """The worker's exception, if it had one: what the host saw may only follow from it. Waits for the worker."""
         failures = [failure for future in updated.values() if (failure := future.exception()) is not None]
         return failures[0] if failures else error
-
-    def torn(self) -> UpdateFailed:
-        """What every later use of the states is answered with, after a failure; carries its cause's traceback."""
-        error = UpdateFailed(
-            f"The optimizer update stopped half way ({type(self.failure).__name__}: {self.failure}). Parameters and "
-            f"optimizer states are torn between two steps and will not be used or saved. Mend the cause below, "
-            f"and continue from the last checkpoint."
-        )
-        error.__cause__ = self.failure
-        return error
 
     def _prefetch(self, action: Action, step: AdamStep) -> None:
         state, slot = self._states[action.sub_group], self._slots[action.name]

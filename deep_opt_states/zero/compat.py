@@ -1,4 +1,4 @@
-"""Every private of DeepSpeed that we touch, for the versions of which we know that they are as we expect."""
+"""The versions of DeepSpeed whose internals we know, and what is read of them beside the hooks that are overridden."""
 
 from __future__ import annotations
 

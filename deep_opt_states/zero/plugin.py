@@ -12,9 +12,9 @@ from deepspeed.runtime.zero import stage3
 
 from deep_opt_states.config import Config, parse_config
 from deep_opt_states.names import CONFIG_KEY, SWITCH
-from deep_opt_states.zero.agreement import agree_to_be_off
+from deep_opt_states.zero.agreement import agree
 from deep_opt_states.zero.compat import param_dict
-from deep_opt_states.zero.devices import choose_device
+from deep_opt_states.zero.devices import AcceleratorChoice, choose_device
 from deep_opt_states.zero.log import say
 from deep_opt_states.zero.refusals import refuse_config, refuse_engine
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
@@ -23,25 +23,32 @@ _said_off = False
 
 
 def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
-    """Stands for ``DeepSpeedEngine._configure_zero_optimizer`` of an engine whose config has our block."""
-    config = _enabled_config(engine._config)
+    """Stands for ``DeepSpeedEngine._configure_zero_optimizer`` of an engine whose config has our block.
+
+    A rank whose config lacks the block does not come here; it cannot be told from one that is late.
+    """
     basic_optimizer = args[0] if args else kwargs.get("optimizer")
-    if config is None:
-        optimizer = wrapped(*args, **kwargs)
-        if basic_optimizer is not None and switched_off():
-            # Where the other ranks, on which it may be on, compare their plans.
-            agree_to_be_off()
-        return optimizer
     if basic_optimizer is None or isinstance(basic_optimizer, DummyOptim):
         say(f'no optimizer: "{CONFIG_KEY}" has nothing to do')
         return wrapped(*args, **kwargs)
-    refuse_config(engine._config)
-    refuse_engine(engine, basic_optimizer)
-    accelerator = choose_device()
+    # Before stock's constructor, which has collectives of its own that a refused rank would never reach.
+    choice = agree(lambda: _choose(engine, basic_optimizer), lambda choice: "off" if choice is None else "on")
+    if choice is None:
+        return wrapped(*args, **kwargs)
     with _stage3_class(DeepOptimizerStates_Stage3):
         optimizer = wrapped(*args, **kwargs)
-    optimizer.interleave(config, accelerator)
+    optimizer.interleave(*choice)
     return optimizer
+
+
+def _choose(engine: Any, basic_optimizer: Any) -> tuple[Config, AcceleratorChoice] | None:
+    """None where the plugin is off. Raises ``ConfigError`` or ``Unsupported``."""
+    config = _enabled_config(engine._config)
+    if config is None:
+        return None
+    refuse_config(engine._config)
+    refuse_engine(engine, basic_optimizer)
+    return config, choose_device()
 
 
 def check_config(ds_config: Any) -> None:

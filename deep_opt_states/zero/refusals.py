@@ -169,6 +169,16 @@ _CONFIG = (
         lambda config: config.optimizer_name,
         lambda name: name in (None, "adam", "adamw"),
     ),
+    *(
+        Rule(
+            f"zero_optimization.{key}",
+            "must be false",
+            "Quantised ZeRO++ has not been proven bit-identical with interleaved offloading: remove it.",
+            lambda config, key=key: getattr(config.zero_config, key),
+            lambda enabled: not enabled,
+        )
+        for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+    ),
     Rule(
         "tensor_parallel.autotp_size",
         "must be 1",
@@ -192,6 +202,13 @@ _ENGINE = (
         _FP32_STATES,
         lambda engine, optimizer: getattr(optimizer, "fp32_optimizer_states", True),
         bool,
+    ),
+    Rule(
+        "optimizer (step hooks)",
+        "must be none",
+        "The update does not run in the optimizer's step(), so they would see no parameters: remove them.",
+        lambda engine, optimizer: len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks),
+        lambda count: count == 0,
     ),
     Rule(
         "mpu (model-parallel size)",

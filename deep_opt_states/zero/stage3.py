@@ -18,9 +18,9 @@ from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.device.kernels.cpu_adam import CPUAdam
 from deep_opt_states.report.update_report import UpdateReport
-from deep_opt_states.runtime.executor import Executor, UpdateFailed
+from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.state import SubGroupState
-from deep_opt_states.zero.agreement import FailureAgreement, agree_on_plan
+from deep_opt_states.zero.agreement import FailureAgreement, agree
 from deep_opt_states.zero.devices import AcceleratorChoice
 from deep_opt_states.zero.gradients import Gradients
 from deep_opt_states.zero.log import say
@@ -42,20 +42,25 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         Raises ``ConfigError`` or ``Unsupported`` for a placement that this model or accelerator cannot have,
         ``RanksDisagree`` if the ranks' plans differ.
         """
+        self.plan = agree(lambda: self._prepare(config, accelerator), lambda plan: plan.fingerprint)
+        say(str(self.plan))
+
+    def _prepare(self, config: Config, accelerator: AcceleratorChoice) -> UpdatePlan:
+        """The plan, with all that it needs reserved: a rank without the memory for it must tell the others."""
         workload = Workload.of([master.numel() for master in self.fp32_partitioned_groups_flat])
-        self.plan = agree_on_plan(lambda: accelerator.accept(config.plan(workload)))
+        plan = accelerator.accept(config.plan(workload))
+        device = accelerator.device
         self._gradients = Gradients(self)
-        self._states = [
-            self._take_over(sub_group_id, accelerator.device) for sub_group_id in range(len(self.fp16_groups))
-        ]
+        self._states = [self._take_over(sub_group_id, device) for sub_group_id in range(len(self.fp16_groups))]
         self._adam = CPUAdam(self.optimizer, len(self._states))
         device_adam = self._adam if accelerator.steps_on_host else None
-        self._executor = Executor(self.plan.schedule, self._states, accelerator.device, self._adam, device_adam)
+        self._executor = Executor(plan.schedule, self._states, device, self._adam, device_adam)
         self._failures = FailureAgreement()
         self._steps: list[AdamStep] = []
         self._grad_scale = 1.0
-        self._report = UpdateReport(config.report, self.plan, dist.get_rank() == 0, say)
-        say(str(self.plan))
+        self._update_s = 0.0
+        self._report = UpdateReport(config.report, plan, dist.get_rank() == 0, say)
+        return plan
 
     def _take_over(self, sub_group_id: int, device: Device[Any]) -> SubGroupState:
         """Move the states of one sub-group into memory that the device can copy from without blocking."""
@@ -160,15 +165,21 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         start_s = time.perf_counter()
         try:
             self._executor.run(self._steps)
-        except UpdateFailed as error:
+        except BaseException as error:  # noqa: BLE001 (an interrupt, too, is told to the other ranks, then raised)
             failure = error
-        update_s = time.perf_counter() - start_s
+        self._update_s = time.perf_counter() - start_s
         self._failures.check(failure, self._executor)
         for sub_group_id, step in enumerate(self._steps):
             self.optimizer.state[self.fp32_partitioned_groups_flat[sub_group_id]]["step"] = step.step
             if self.plan.placements[sub_group_id] is Placement.STREAMED:
                 self._gradients.left_unscaled(sub_group_id, step.grad_scale)
-        self._report.stepped(update_s, self._executor.timeline)
+        # Its param groups are empty here, so this updates nothing; but PyTorch's LR schedulers count the calls.
+        self.optimizer.step()
+
+    def _post_step(self, timer_names: Any) -> None:
+        super()._post_step(timer_names)
+        # After the last collective of the step: rank 0 writes files, and nobody waits for it.
+        self._report.stepped(self._update_s, self._executor.timeline)
 
     # Checkpoints
 
@@ -216,3 +227,5 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         super().destroy()
         self._executor.close()
         self._adam.close()
+        # DeepSpeed's hooks on the module keep this object alive; they need not keep its buffers.
+        self._states.clear()

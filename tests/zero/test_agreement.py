@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.launch import run_ranks
 
 
@@ -23,9 +25,21 @@ def test_different_plans_are_an_error_that_names_the_ranks() -> None:
         assert re.search(r"rank 1: [0-9a-f]{16}", answer)
 
 
-def test_a_rank_that_is_switched_off_is_named_by_every_rank() -> None:
-    for answer in answers("one off"):
-        assert re.search(r"RanksDisagree.* rank 1: off", answer)
+@pytest.mark.parametrize("how", ["one off", "one disabled"])
+def test_a_rank_on_which_it_is_off_is_named_by_every_rank(how: str) -> None:
+    for answer in answers(how):
+        assert re.search(r"RanksDisagree.* rank 0, 2: on / .* rank 1: off", answer)
+
+
+def test_it_does_not_matter_why_it_is_off() -> None:
+    assert answers("off for one, disabled for all") == ["trains with DeepSpeedZeroOptimizer_Stage3"] * 3
+
+
+def test_a_rank_that_refuses_tells_the_others() -> None:
+    first, second, third = answers("one refused")
+    assert third == "Unsupported: this rank has another accelerator"
+    for answer in (first, second):
+        assert "rank 2: failed with Unsupported: this rank has another accelerator" in answer
 
 
 def test_a_rank_that_can_make_no_plan_tells_the_others() -> None:

@@ -9,8 +9,10 @@ calls for other sub-groups carry empty tensors. What an object then computes doe
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -29,6 +31,7 @@ class CPUAdam:
         self._op = optimizer.ds_opt_adam
         self._empty = torch.empty(0)
         self._ids: list[int] = []
+        weakref.finalize(self, _destroy, self._op, self._ids)
         self.restart(num_sub_groups)
 
     def restart(self, num_sub_groups: int) -> None:
@@ -36,7 +39,7 @@ class CPUAdam:
         self.close()
         self._runs: list[AdamStep] = []
         self._run_of = [0] * num_sub_groups
-        self._ids = [self._create() for _ in range(num_sub_groups)]
+        self._ids.extend(self._create() for _ in range(num_sub_groups))
 
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         """Let every object hear what precedes its own update: the rest of the last step, the start of this one."""
@@ -62,8 +65,7 @@ class CPUAdam:
 
     def close(self) -> None:
         """Free the op objects; DeepSpeed's module keeps them for the life of the process otherwise."""
-        while self._ids:
-            self._op.destroy_adam(self._ids.pop())
+        _destroy(self._op, self._ids)
 
     def _create(self) -> int:
         # DeepSpeed numbers its own objects from this counter; taking from it avoids a collision.
@@ -93,6 +95,11 @@ class CPUAdam:
             step.bias_correction,
             *tensors,
         )
+
+
+def _destroy(op: Any, ids: list[int]) -> None:
+    while ids:
+        op.destroy_adam(ids.pop())
 
 
 def _runs(steps: Sequence[AdamStep]) -> tuple[list[AdamStep], list[int]]:

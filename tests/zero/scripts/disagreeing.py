@@ -8,7 +8,9 @@ import sys
 import torch.distributed as dist
 
 from deep_opt_states.config import ConfigError
+from deep_opt_states.zero import plugin
 from deep_opt_states.zero.agreement import RanksDisagree
+from deep_opt_states.zero.refusals import Unsupported
 from tests.zero.parity.arm import make_engine
 from tests.zero.parity.case import CPU, STRIDE_2, STRIDE_3, Case
 from tests.zero.process_group import process_group
@@ -18,19 +20,28 @@ BLOCKS = {
     "plans": (STRIDE_2, STRIDE_3, STRIDE_2),
     "one off": (CPU, CPU, CPU),
     "one impossible": (CPU, CPU, {"placement": ["cpu"]}),
+    "one disabled": (CPU, {"enabled": False}, CPU),
+    "one refused": (CPU, CPU, CPU),
+    "off for one, disabled for all": ({"enabled": False},) * 3,
 }
+
+
+def refuse() -> None:
+    raise Unsupported("this rank has another accelerator")
 
 
 def main(how: str) -> None:
     rank = dist.get_rank()
-    if how == "one off" and rank == 1:
+    if how in ("one off", "off for one, disabled for all") and rank == 1:
         os.environ["DEEP_OPT_STATES"] = "0"
+    if how == "one refused" and rank == 2:
+        plugin.choose_device = refuse
     try:
-        make_engine(CASE, BLOCKS[how][rank])
-    except (RanksDisagree, ConfigError) as error:
+        engine = make_engine(CASE, BLOCKS[how][rank])
+    except (RanksDisagree, ConfigError, Unsupported) as error:
         print(f"ANSWER {type(error).__name__}: {' / '.join(str(error).splitlines())}")
-        return
-    raise AssertionError("the ranks agreed")
+    else:
+        print(f"ANSWER trains with {type(engine.optimizer).__name__}")
 
 
 if __name__ == "__main__":

@@ -81,6 +81,12 @@ def a_gpu() -> devices.AcceleratorChoice:
     return devices.AcceleratorChoice(HostDevice(), steps_on_host=False)
 
 
+def hooked(params: Any) -> torch.optim.Optimizer:
+    optimizer = DeepSpeedCPUAdam(params)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
 CLIENT = {"optimizer": None, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
 FP16 = {"bf16": None, "fp16.enabled": True}
 
@@ -136,6 +142,8 @@ ATTEMPTS: dict[str, tuple[dict[str, Any], dict[str, Any], AbstractContextManager
     "deepspeed 0.18.0": ({}, {}, mock.patch.object(deepspeed, "__version__", "0.18.0")),
     "another accelerator": ({}, {}, mock.patch.object(devices, "get_accelerator", return_value=Accelerator("xpu"))),
     "streamed on a GPU": ({}, {}, mock.patch.object(plugin, "choose_device", a_gpu)),
+    "step hooks": ({"optimizer": None}, {"optimizer": hooked}, nullcontext()),
+    "quantised gradients": ({"zero_optimization.zero_quantized_gradients": True}, {}, nullcontext()),
     "autotp": ({"tensor_parallel.autotp_size": 2}, {}, nullcontext()),
     "a list of another length": ({"deep_optimizer_states": {"placement": ["cpu"]}}, {}, nullcontext()),
 }

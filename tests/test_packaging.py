@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from importlib.metadata import entry_points, requires
+
+from deep_opt_states.zero.compat import SUPPORTED_DEEPSPEED
+
+
+def test_the_deepspeed_that_pip_installs_is_one_that_is_supported() -> None:
+    (pin,) = [requirement for requirement in requires("deep_opt_states") or [] if requirement.startswith("deepspeed")]
+    assert pin.removeprefix("deepspeed==") in SUPPORTED_DEEPSPEED
+
+
+def test_the_entry_points_are_there() -> None:
+    (autoload,) = entry_points(group="torch.backends", name="deep_opt_states")
+    assert autoload.value == "deep_opt_states.activation:activate"
+    (command,) = entry_points(group="console_scripts", name="deep-opt-states")
+    assert command.value == "deep_opt_states.cli:main"
