@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
+from packaging.requirements import Requirement
+
 from deep_opt_states.doctor import hook, kernels, machine, software
 from deep_opt_states.doctor.finding import Finding, Status
 from deep_opt_states.names import SWITCH
@@ -28,13 +30,13 @@ def examine(environ: Mapping[str, str]) -> dict[str, list[Finding]]:
 
 
 def _software() -> Iterator[Finding]:
-    yield _attempt("python", lambda: software.check_python(software.python_version(), software.python_minimum()))
+    yield _attempt("python", lambda: software.check_python(software.python_version(), software.python_required()))
     yield _attempt(software.OURS, lambda: software.check_ours(software.installed_version(software.OURS)))
     for requirement in software.requirements():
         yield _attempt(requirement.name, partial(_package, requirement))
 
 
-def _package(requirement: software.Requirement) -> Finding:
+def _package(requirement: Requirement) -> Finding:
     version = software.installed_version(requirement.name)
     if requirement.name == "deepspeed":
         return software.check_deepspeed(version, software.import_error("deepspeed"), software.supported_deepspeed())

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import importlib
 import platform
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
 from deep_opt_states.doctor.finding import Finding, Status
 
 OURS = "deep_opt_states"
-
-
-@dataclass(frozen=True)
-class Requirement:
-    name: str
-    minimum: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.name}>={self.minimum}" if self.minimum else self.name
 
 
 @dataclass(frozen=True)
@@ -36,11 +29,11 @@ def python_version() -> str:
     return platform.python_version()
 
 
-def python_minimum() -> str:
-    """From our own metadata, as all minimums; empty if we are not installed."""
+def python_required() -> SpecifierSet:
+    """From our own metadata, as all requirements; anything if we are not installed."""
     if installed_version(OURS) is None:
-        return ""
-    return metadata.metadata(OURS)["Requires-Python"].removeprefix(">=")
+        return SpecifierSet()
+    return SpecifierSet(metadata.metadata(OURS)["Requires-Python"])
 
 
 def installed_version(name: str) -> str | None:
@@ -54,14 +47,8 @@ def requirements() -> list[Requirement]:
     """What setup.cfg asks for, extras left out, the two that matter most first; those two if we are not installed."""
     if installed_version(OURS) is None:
         return [Requirement("torch"), Requirement("deepspeed")]
-    found = [parse_requirement(line) for line in metadata.requires(OURS) or () if "extra ==" not in line]
+    found = [Requirement(line) for line in metadata.requires(OURS) or () if "extra ==" not in line]
     return sorted(found, key=lambda requirement: requirement.name not in ("torch", "deepspeed"))
-
-
-def parse_requirement(line: str) -> Requirement:
-    match = re.fullmatch(r"([\w.-]+)(?:>=([\d.]+))?", line)
-    assert match is not None, f"setup.cfg has a form of requirement that doctor does not read: {line}"
-    return Requirement(match[1], match[2] or "")
 
 
 def import_error(name: str) -> Exception | None:
@@ -91,9 +78,9 @@ def accelerator() -> Accelerator:
     return Accelerator(name, count, [(gpu.name, gpu.total_memory) for gpu in gpus])
 
 
-def check_python(version: str, minimum: str) -> Finding:
-    if not _at_least(version, minimum):
-        found, remedy = f"{version}; must be at least {minimum}", f"Make an environment with Python {minimum} or newer."
+def check_python(version: str, required: SpecifierSet) -> Finding:
+    if not required.contains(version, prereleases=True):
+        found, remedy = f"{version}; must be {required}", f"Make an environment with Python {required}."
         return Finding("python", Status.FAIL, found, remedy)
     return Finding("python", Status.OK, version)
 
@@ -109,8 +96,8 @@ def check_package(requirement: Requirement, version: str | None) -> Finding:
     remedy = f'pip install --upgrade "{requirement}"'
     if version is None:
         return Finding(requirement.name, Status.FAIL, "not installed; must be", remedy)
-    if not _at_least(version, requirement.minimum):
-        found = f"{version}; must be at least {requirement.minimum}"
+    if not requirement.specifier.contains(version, prereleases=True):
+        found = f"{version}; must be {requirement.specifier}"
         return Finding(requirement.name, Status.FAIL, found, remedy)
     return Finding(requirement.name, Status.OK, version)
 
@@ -144,12 +131,3 @@ def check_accelerator(found: Accelerator, chosen: str | None) -> Finding:
         remedy = "With a GPU in this machine: see nvidia-smi and torch.version.cuda. Without: set DS_ACCELERATOR=cpu."
         return Finding("accelerator", Status.WARN, f"{text}; DeepSpeed found no GPU and fell back to it", remedy)
     return Finding("accelerator", Status.OK, text)
-
-
-def _at_least(version: str, minimum: str) -> bool:
-    return _numbers(version) >= _numbers(minimum)
-
-
-def _numbers(version: str) -> list[int]:
-    """2.13.0+cpu -> [2, 13, 0]"""
-    return [int(number) for number in re.findall(r"\d+", version.split("+")[0])]

@@ -8,21 +8,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from deep_opt_states import cli
 from deep_opt_states.doctor import Finding, Status, hook, kernels, machine, software
 from deep_opt_states.doctor.hook import AfterImport
 from deep_opt_states.doctor.kernels import Op
 from deep_opt_states.doctor.machine import Cores, Memory
-from deep_opt_states.doctor.software import Accelerator, Requirement
+from deep_opt_states.doctor.software import Accelerator
 from tests.launch import Finished, environment
 
 FOLDER = Path("/cache/cpu_adam")
 
 FAILS: dict[str, Callable[[], Finding]] = {
-    "old python": lambda: software.check_python("3.9.18", "3.10"),
+    "old python": lambda: software.check_python("3.9.18", SpecifierSet(">=3.10")),
     "not installed": lambda: software.check_ours(None),
-    "old torch": lambda: software.check_package(Requirement("torch", "2.11"), "2.9.1+cu128"),
+    "old torch": lambda: software.check_package(Requirement("torch>=2.11"), "2.9.1+cu128"),
     "no wrapt": lambda: software.check_package(Requirement("wrapt"), None),
     "no deepspeed": lambda: software.check_deepspeed(None, None, ("0.19.8",)),
     "other deepspeed": lambda: software.check_deepspeed("0.18.2", None, ("0.19.8",)),
@@ -57,7 +59,7 @@ WARNS: dict[str, Callable[[], Finding]] = {
 GPUS = Accelerator("cuda", 2, [("NVIDIA H100", 85 * 10**9)] * 2)
 
 OKS: dict[str, tuple[Callable[[], Finding], str]] = {
-    "torch": (lambda: software.check_package(Requirement("torch", "2.11"), "2.13.0+cpu"), "2.13.0+cpu"),
+    "torch": (lambda: software.check_package(Requirement("torch>=2.11"), "2.13.0+cpu"), "2.13.0+cpu"),
     "deepspeed": (lambda: software.check_deepspeed("0.19.8+abc", None, ("0.19.8",)), "0.19.8+abc"),
     "cpu": (lambda: software.check_accelerator(Accelerator("cpu", 1), "cpu"), "cpu, 1 device"),
     "cuda": (lambda: software.check_accelerator(GPUS, None), "NVIDIA H100 (85.0 GB), NVIDIA H100 (85.0 GB)"),
@@ -109,12 +111,12 @@ def test_what_is_in_order_is_shown(check: Callable[[], Finding], found: str) -> 
     assert found in finding.found
 
 
-def test_minimums_come_from_our_own_metadata() -> None:
-    required = {requirement.name: requirement.minimum for requirement in software.requirements()}
+def test_requirements_come_from_our_own_metadata() -> None:
+    required = {requirement.name: str(requirement.specifier) for requirement in software.requirements()}
     assert {"deepspeed", "psutil", "rich", "wrapt"} < set(required)
     assert "pytest" not in required
-    assert required["torch"] == "2.11"
-    assert software.python_minimum() == "3.10"
+    assert required["torch"] == ">=2.11"
+    assert str(software.python_required()) == ">=3.10"
 
 
 def test_limits_of_cgroup_version_2_and_of_all_above(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def train(engine: Any, case: Case, folder: Path) -> Record:
         if case.reload is not None and step + 1 == case.reload[0]:
             engine.save_checkpoint(str(folder))
         if case.reload is not None and step + 1 == case.reload[1]:
-            engine.load_checkpoint(str(folder))
+            engine.load_checkpoint(str(folder), load_optimizer_states=case.load_optimizer_states)
     collect(engine.optimizer, record)
     return record
 

@@ -35,7 +35,8 @@ class Case:
     ``unused`` layers never get a gradient. The ``sometimes`` layer gets none in the micro-batches of
     ``skips_sometimes``, counted over the whole run. In the steps of ``poisoned`` the loss is multiplied by that
     number (inf, nan, or a number that overflows fp16). ``reload`` = (save after this many steps, load after
-    that many): an in-process reload. ``resume``: trained by one engine, saved, and continued by a fresh one.
+    that many): an in-process reload, of the moments if ``load_optimizer_states``.
+    ``resume``: trained by one engine, saved, and continued by a fresh one.
     ``caller_accumulates``: with DeepSpeed's managed_gradient_accumulation off, ``step()`` is the boundary.
     """
 
@@ -59,6 +60,7 @@ class Case:
     zero_instead_of_skip: bool = False
     poisoned: dict[int, float] = field(default_factory=dict)
     reload: tuple[int, int] | None = None
+    load_optimizer_states: bool = True
     resume: bool = False
     caller_accumulates: bool = False
     offload_param: bool = False

@@ -82,6 +82,13 @@ CASES = (
     ),
     Case(name="reload in process", blocks=(STRIDE_2, STREAMED, CPU), steps=55, reload=(20, 30), clip=0.5),
     Case(
+        name="reload in process, without the moments",
+        blocks=(STRIDE_2, STREAMED),
+        steps=20,
+        reload=(5, 9),
+        load_optimizer_states=False,
+    ),
+    Case(
         name="reload in process, the step before",
         blocks=(STRIDE_3,),
         steps=20,
