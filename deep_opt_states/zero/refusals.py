@@ -207,7 +207,9 @@ _ENGINE = (
         "optimizer (step hooks)",
         "must be none",
         "The update does not run in the optimizer's step(), so they would see no parameters: remove them.",
-        lambda engine, optimizer: len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks),
+        lambda engine, optimizer: sum(
+            len(getattr(optimizer, hooks, ())) for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        ),
         lambda count: count == 0,
     ),
     Rule(
