@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import re
+
+from tests.launch import REPOSITORY, run_ranks
+
+
+def test_the_plain_script_trains_with_its_config() -> None:
+    """On two ranks; the script never mentions the plugin, its JSON enables it."""
+    assert "deep_opt" not in (REPOSITORY / "examples" / "train.py").read_text()
+    script = ["examples/train.py", "--deepspeed_config", "examples/ds_config.json", "--steps", "2"]
+    first, second = run_ranks(2, script, timeout_s=180)
+    for finished in (first, second):
+        assert "Traceback" not in finished.output, finished.output[-3000:]
+    assert re.search(r"\[deep_opt_states\] \d+ sub-groups, .* [1-9]\d* streamed", first.output)
+    assert re.findall(r"step +(\d+) +loss", first.output) == ["0", "1"]
