@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -9,14 +10,26 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+_ANSWER = "ANSWER "
 
 
 @dataclass
 class Finished:
     returncode: int
     output: str
+
+    def answers(self) -> list[Any]:
+        """What the program said with ``answer``, in order, among all that it and its libraries print."""
+        lines = [line for line in self.output.splitlines() if line.startswith(_ANSWER)]
+        return [json.loads(line.removeprefix(_ANSWER)) for line in lines]
+
+
+def answer(value: Any) -> None:
+    """Called in a program that ``run_ranks`` started."""
+    print(_ANSWER + json.dumps(value), flush=True)
 
 
 def environment(**changes: str) -> dict[str, str]:

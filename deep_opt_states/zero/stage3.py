@@ -125,7 +125,9 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._refuse_torn_states()
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
-        """The factor that stock multiplies into the fp32 gradient here; our kernels apply it."""
+        """The factor, one for all sub-groups, that stock multiplies into the gradient here; our kernels apply it."""
+        if sub_group_id > 0:
+            return
         combined_scale = self.loss_scale
         if self.clip_grad > 0.0:
             clip = ((total_norm / self.loss_scale) + 1e-6) / self.clip_grad

@@ -14,7 +14,7 @@ def answers(how: str) -> list[str]:
     found = []
     for rank in finished:
         assert rank.returncode == 0, rank.output[-3000:]
-        found.append(re.search(r"^ANSWER (.*)$", rank.output, re.MULTILINE).group(1))
+        found.extend(rank.answers())
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -18,10 +17,8 @@ def answers() -> dict[str, list[dict[str, Any]]]:
     for world_size in set(WORLD_SIZE.values()):
         for finished in run_ranks(world_size, ["-m", "tests.zero.scripts.compositions"], timeout_s=300):
             assert finished.returncode == 0, finished.output[-4000:]
-            for line in finished.output.splitlines():
-                if line.startswith("ANSWER "):
-                    answer = json.loads(line[len("ANSWER ") :])
-                    found.setdefault(answer["name"], []).append(answer)
+            for answer in finished.answers():
+                found.setdefault(answer["name"], []).append(answer)
     return found
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.launch import run_ranks
@@ -13,8 +11,7 @@ from tests.launch import run_ranks
 def test_delays_change_nothing(world_size: int) -> None:
     for finished in run_ranks(world_size, ["-m", "tests.zero.scripts.delayed", "1", "2", "3"], timeout_s=120):
         assert finished.returncode == 0, finished.output[-4000:]
-        lines = [line for line in finished.output.splitlines() if line.startswith("ANSWER ")]
-        answers = [json.loads(line[len("ANSWER ") :]) for line in lines]
+        answers = finished.answers()
         assert [answer["seed"] for answer in answers] == [1, 2, 3]
         for answer in answers:
             assert answer["differences"] == []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.launch import run_ranks
@@ -44,8 +42,7 @@ EXPECTED: dict[str, tuple[str, str]] = {
 def answers() -> dict[str, dict[str, str]]:
     finished = run_ranks(1, ["-m", "tests.zero.scripts.refusals"], timeout_s=120)[0]
     assert finished.returncode == 0, finished.output[-3000:]
-    lines = [line for line in finished.output.splitlines() if line.startswith("ATTEMPT ")]
-    answers = {answer["name"]: answer for answer in map(json.loads, (line[len("ATTEMPT ") :] for line in lines))}
+    answers = {answer["name"]: answer for answer in finished.answers()}
     assert answers.keys() == EXPECTED.keys()
     return answers
 

@@ -115,6 +115,7 @@ def train(engine: Any, case: Case, folder: Path) -> Record:
 def collect(optimizer: Any, record: Record) -> None:
     """Every fp32 master, moment and 16-bit parameter of this rank, and the step counts."""
     steps = record.numbers["step"] = []
+    first = first_id(optimizer)
     for sub_group_id, group in enumerate(optimizer.fp16_groups):
         master = optimizer.fp32_partitioned_groups_flat[sub_group_id]
         state = optimizer.state[master]
@@ -132,10 +133,8 @@ def collect(optimizer: Any, record: Record) -> None:
             # Stock leaves the padding behind the last rank's partition uninitialised.
             real = max(0, min(numel, param.ds_numel - rank * numel))
             for kind, tensor in flat.items():
-                record.tensors[f"{kind} of {param.ds_id - first_id(optimizer)}"] = tensor[
-                    offset : offset + real
-                ].clone()
-            record.tensors[f"ds_tensor of {param.ds_id - first_id(optimizer)}"] = param.ds_tensor.data[:real].clone()
+                record.tensors[f"{kind} of {param.ds_id - first}"] = tensor[offset : offset + real].clone()
+            record.tensors[f"ds_tensor of {param.ds_id - first}"] = param.ds_tensor.data[:real].clone()
             offset += numel
 
 

@@ -5,7 +5,6 @@ Several cases a process, since importing DeepSpeed is the slow part.
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 import traceback
@@ -14,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import cpuinfo
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
@@ -64,8 +62,6 @@ def result(stock: Record, arms: dict[str, Record]) -> Result:
 def main(path: str) -> None:
     # The CPU accelerator trains fp16, but says that it does not.
     get_accelerator().is_fp16_supported = lambda: True
-    # DeepSpeedCPUAdam asks at each construction, and the answer takes a second.
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     world_size = dist.get_world_size()
     work: dict[str, Callable[[], Result]] = {}
     for case in (case for case in CASES if case.world_size == world_size):

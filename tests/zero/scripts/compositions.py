@@ -5,11 +5,8 @@ One rank: a Hugging Face model, the same with PEFT's LoRA, and compiled. Two ran
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Callable
 
-import cpuinfo
 import deepspeed
 import torch
 import torch.distributed as dist
@@ -18,6 +15,7 @@ from deepspeed.utils import groups
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.launch import answer
 from tests.zero.parity.arm import Block, Record, collect, differences
 from tests.zero.parity.case import STRIDE_2
 from tests.zero.process_group import process_group
@@ -117,7 +115,6 @@ def train(make: Callable[[], torch.nn.Module], block: Block, compiled: bool) -> 
 
 
 def main() -> None:
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     makers: dict[str, tuple[Callable[[], torch.nn.Module], bool]] = {
         "transformers": (lambda: Causal(llama()), False),
         "peft": (lora, False),
@@ -128,14 +125,14 @@ def main() -> None:
     for name, (make, compiled) in makers.items():
         stock = train(make, None, compiled)
         ours = train(make, STRIDE_2, compiled)
-        answer = {
+        found = {
             "name": name,
             "classes": [stock.optimizer_class, ours.optimizer_class],
             "sub_groups": len(ours.numbers["step"]),
             "norms": stock.numbers["norm"],
             "differences": differences(stock, ours),
         }
-        print("ANSWER " + json.dumps(answer), flush=True)
+        answer(found)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ Arguments: the seeds. Rank 0 prints an answer for each.
 
 from __future__ import annotations
 
-import functools
-import json
 import random
 import sys
 import time
@@ -15,12 +13,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import cpuinfo
 import torch.distributed as dist
 from deepspeed.comm import comm
 from torch import nn
 
 from deep_opt_states.device.kernels.cpu_adam import CPUAdam
+from tests.launch import answer
 from tests.zero.parity.arm import differences, run_arm
 from tests.zero.parity.case import Case
 from tests.zero.process_group import process_group
@@ -73,7 +71,6 @@ def delayed(seed: int) -> Iterator[None]:
 
 
 def main(seeds: list[int]) -> None:
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     block = {"placement": "fraction", "gpu_fraction": 0.5, "num_slots": 1}
     case = Case(name="delayed", blocks=(block,), world_size=dist.get_world_size(), clip=0.3, accumulation=2)
     stock = run_arm(case, None)
@@ -83,13 +80,13 @@ def main(seeds: list[int]) -> None:
             found = differences(stock, run_arm(case, block))
         logs: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(logs, log)
-        answer = {
+        result = {
             "seed": seed,
             "differences": found,
             "collectives": len(log),
             "same": all(log == other for other in logs),
         }
-        print("ANSWER " + json.dumps(answer), flush=True)
+        answer(result)
 
 
 if __name__ == "__main__":

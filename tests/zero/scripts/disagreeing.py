@@ -11,6 +11,7 @@ from deep_opt_states.config import ConfigError
 from deep_opt_states.zero import plugin
 from deep_opt_states.zero.agreement import RanksDisagree
 from deep_opt_states.zero.refusals import Unsupported
+from tests.launch import answer
 from tests.zero.parity.arm import make_engine
 from tests.zero.parity.case import CPU, STRIDE_2, STRIDE_3, Case
 from tests.zero.process_group import process_group
@@ -39,9 +40,9 @@ def main(how: str) -> None:
     try:
         engine = make_engine(CASE, BLOCKS[how][rank])
     except (RanksDisagree, ConfigError, Unsupported) as error:
-        print(f"ANSWER {type(error).__name__}: {' / '.join(str(error).splitlines())}")
+        answer(f"{type(error).__name__}: {' / '.join(str(error).splitlines())}")
     else:
-        print(f"ANSWER trains with {type(engine.optimizer).__name__}")
+        answer(f"trains with {type(engine.optimizer).__name__}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +18,7 @@ from deep_opt_states.config import ConfigError
 from deep_opt_states.device.host import HostDevice
 from deep_opt_states.zero import devices, plugin
 from deep_opt_states.zero.refusals import Unsupported
+from tests.launch import answer
 from tests.zero.process_group import process_group
 
 BASE: dict[str, Any] = {
@@ -166,7 +166,7 @@ def attempt(changes: dict[str, Any], arguments: dict[str, Any], patch: AbstractC
 def main() -> None:
     get_accelerator().is_fp16_supported = lambda: True
     for name, arguments in ATTEMPTS.items():
-        print("ATTEMPT " + json.dumps({"name": name, **attempt(*arguments)}), flush=True)
+        answer({"name": name, **attempt(*arguments)})
 
 
 if __name__ == "__main__":
