@@ -9,7 +9,7 @@ from perf_model.dependencies import CHAINS, dependencies
 from perf_model.grid import grid
 from perf_model.happens_before import Clocks
 from perf_model.placement import Placement
-from perf_model.schedule import Schedule
+from perf_model.schedule import STAGED_BYTES_PER_PARAM, Schedule
 from perf_model.workload import Workload
 
 
@@ -26,8 +26,9 @@ def check(schedule: Schedule, workload: Workload) -> tuple[Placement, ...]:
     """The placements that ``schedule`` executes. Raises ``ScheduleError`` at its first fault.
 
     Checked: every sub-group has exactly the actions of one placement, once and in order; waits name actions
-    issued before; every action starts after what it reads was written; a slot is taken over only after its
-    previous occupant was flushed, exists, and is large enough.
+    issued before, so that nothing deadlocks; every action starts after what it reads was written; a slot is taken
+    over only after its previous occupant was flushed, exists, and is large enough; and since an occupant stays in
+    its slot, all that is staged at any moment fits the declared memory if the slots do.
     """
     placements = _check_chains(schedule, workload)
     _check_slots(schedule, workload)
@@ -59,6 +60,13 @@ def _check_chains(schedule: Schedule, workload: Workload) -> tuple[Placement, ..
 
 
 def _check_slots(schedule: Schedule, workload: Workload) -> None:
+    needed_bytes = schedule.num_slots * schedule.slot_numel * STAGED_BYTES_PER_PARAM
+    if needed_bytes > schedule.staging_bytes:
+        rule = (
+            f"The slots must fit the memory that the schedule declares: {schedule.num_slots} of {schedule.slot_numel} "
+            f"parameters take {needed_bytes} bytes, {schedule.staging_bytes} are declared."
+        )
+        raise ScheduleError(schedule, None, rule)
     slot_of: dict[int, int | None] = {}
     for action in schedule.actions:
         if not action.kind.uses_slot:

@@ -9,7 +9,7 @@ from perf_model.action import Action, ActionKind
 from perf_model.dependencies import dependencies
 from perf_model.happens_before import Clocks
 from perf_model.placement import Placement
-from perf_model.schedule import Schedule
+from perf_model.schedule import STAGED_BYTES_PER_PARAM, Schedule
 from perf_model.workload import Workload
 
 
@@ -19,9 +19,12 @@ def lower(workload: Workload, placements: Sequence[Placement], num_slots: int) -
     streamed = [index for index in order if placements[index] is Placement.STREAMED]
     slots = assign_slots(streamed, num_slots)
     actions = insert_waits(issue_order(order, placements, slots))
+    num_slots = min(num_slots, len(streamed))
+    slot_numel = max((workload.sub_groups[index].numel for index in streamed), default=0)
     return Schedule(
-        num_slots=min(num_slots, len(streamed)),
-        slot_numel=max((workload.sub_groups[index].numel for index in streamed), default=0),
+        num_slots=num_slots,
+        slot_numel=slot_numel,
+        staging_bytes=num_slots * slot_numel * STAGED_BYTES_PER_PARAM,
         actions=tuple(actions),
     )
 

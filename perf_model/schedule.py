@@ -10,23 +10,28 @@ from dataclasses import dataclass
 
 from perf_model.action import Action
 
-_HEADER = re.compile(r"schedule slots (?P<slots>\d+) slot_numel (?P<numel>\d+)")
+_HEADER = re.compile(r"schedule slots (?P<slots>\d+) slot_numel (?P<numel>\d+) staging_bytes (?P<bytes>\d+)")
+
+STAGED_BYTES_PER_PARAM = 16
+"""What a slot holds of a parameter: fp32 p, m, v and gradient."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Actions in the order the host issues them, and the staging memory they need.
 
-    ``slot_numel`` is the length, in parameters, of each of the ``num_slots`` staging slots.
+    ``slot_numel`` is the length, in parameters, of each of the ``num_slots`` staging slots. ``staging_bytes`` is the
+    accelerator memory that the schedule declares: the runtime reserves the slots in it, once, and nothing beside.
     The text form (``str``) reads back with ``parse``.
     """
 
     num_slots: int
     slot_numel: int
+    staging_bytes: int
     actions: tuple[Action, ...]
 
     def __str__(self) -> str:
-        header = f"schedule slots {self.num_slots} slot_numel {self.slot_numel}"
+        header = f"schedule slots {self.num_slots} slot_numel {self.slot_numel} staging_bytes {self.staging_bytes}"
         return "\n".join([header, *map(str, self.actions)])
 
     @classmethod
@@ -35,5 +40,12 @@ class Schedule:
         header, *lines = text.strip().splitlines() or [""]
         match = _HEADER.fullmatch(header)
         if match is None:
-            raise ValueError(f"A schedule starts with 'schedule slots N slot_numel M'; found {header!r}.")
-        return cls(int(match["slots"]), int(match["numel"]), tuple(map(Action.parse, lines)))
+            raise ValueError(
+                f"A schedule starts with 'schedule slots N slot_numel M staging_bytes B'; found {header!r}."
+            )
+        return cls(
+            num_slots=int(match["slots"]),
+            slot_numel=int(match["numel"]),
+            staging_bytes=int(match["bytes"]),
+            actions=tuple(map(Action.parse, lines)),
+        )

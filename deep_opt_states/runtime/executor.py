@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -57,6 +58,7 @@ class Executor:
         on_streams = [action for action in schedule.actions if action.lane is not Lane.CPU]
         self._started: dict[str, Event] = {action.name: device.event() for action in on_streams}
         self._finished: dict[str, Event] = {action.name: device.event() for action in on_streams}
+        self._drained: dict[Lane, Event] = {lane: device.event() for lane in self._streams}
         self._origin = device.event()
         self._origin_s = 0.0
         self._cpu_spans: dict[str, tuple[float, float]] = {}
@@ -100,6 +102,10 @@ class Executor:
         except BaseException as error:
             self._stop.set()
             self.fail(self._first_error(updated, error))
+            # What was issued before the failure still writes: to states that a checkpoint will be loaded into, from
+            # slots that will be given back. A device that fails here, too, has its own failure told already.
+            with suppress(Exception):
+                self._drain_streams()
             if not isinstance(error, Exception):
                 raise
             raise self.torn() from self.failure
@@ -190,7 +196,9 @@ class Executor:
 
     def _drain_streams(self) -> None:
         """The next forward gathers on a stream of DeepSpeed's that does not wait for ours: the host does."""
-        for event in self._finished.values():
+        for lane, stream in self._streams.items():
+            stream.record(self._drained[lane])
+        for event in self._drained.values():
             event.synchronize()
 
     def _first_error(self, updated: dict[str, Future[None]], error: BaseException) -> BaseException:

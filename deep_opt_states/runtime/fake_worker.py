@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from deep_opt_states.device.fake import FakeDevice
+from deep_opt_states.device.fake.device import FakeDevice
+from deep_opt_states.device.fake.queues import Ready
 from deep_opt_states.runtime.worker import Task, settle
 
 
@@ -14,7 +15,10 @@ class FakeWorker:
 
     def submit(self, task: Task, /) -> Future[None]:
         future = _LateFuture(self._device)
-        future.mark = self._device.cpu.add(lambda: settle(future, task))
+        lanes = self._device.lanes
+        lanes.cpu.add(lambda: settle(future, task))
+        future.settled = lanes.cpu.mark()
+        lanes.run_unasked()
         return future
 
     def close(self) -> None:
@@ -27,7 +31,7 @@ class _LateFuture(Future[None]):
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()
         self._device = device
-        self.mark = 0
+        self.settled: Ready = lambda: False
 
     def result(self, timeout: float | None = None) -> None:
         self._run()
@@ -38,4 +42,4 @@ class _LateFuture(Future[None]):
         return super().exception(timeout=0)
 
     def _run(self) -> None:
-        self._device.run_until(lambda: self._device.cpu.finished >= self.mark)
+        self._device.lanes.run_until(self.settled)

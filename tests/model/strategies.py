@@ -1,19 +1,52 @@
-"""What hypothesis draws: workloads, placements, slot counts."""
+"""What hypothesis draws: workloads, placements, slot counts, and schedules that no lowering pass would choose."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from perf_model.action import Action, ActionKind
+from perf_model.dependencies import CHAINS
+from perf_model.lowering import insert_waits
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
+from perf_model.schedule import STAGED_BYTES_PER_PARAM, Schedule
 from perf_model.workload import Workload
 
-numels = st.lists(st.integers(1, 10**6), min_size=1, max_size=12)
+
+def numels(max_numel: int = 10**6) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(1, max_numel), min_size=1, max_size=12)
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> UpdatePlan:
-    workload = Workload.of(draw(numels))
+def plans(draw: st.DrawFn, max_numel: int = 10**6) -> UpdatePlan:
+    workload = Workload.of(draw(numels(max_numel)))
     count = len(workload.sub_groups)
     placements = draw(st.lists(st.sampled_from(Placement), min_size=count, max_size=count))
     return UpdatePlan(workload=workload, placements=tuple(placements), num_slots=draw(st.integers(1, 6)))
+
+
+@st.composite
+def schedules(draw: st.DrawFn, max_numel: int = 10**6) -> tuple[Schedule, Workload]:
+    """Any issue order and any use of the slots that the dependencies permit, with the waits that it needs."""
+    plan = draw(plans(max_numel))
+    chains = {index: list(CHAINS[placement]) for index, placement in enumerate(plan.placements)}
+    free = list(range(plan.num_slots))
+    slots: dict[int, int] = {}
+    actions = []
+    while any(chains.values()):
+        possible = [index for index, left in chains.items() if left and (left[0] is not ActionKind.PREFETCH or free)]
+        index = draw(st.sampled_from(possible))
+        kind = chains[index].pop(0)
+        if kind is ActionKind.PREFETCH:
+            slots[index] = free.pop(draw(st.integers(0, len(free) - 1)))
+        actions.append(Action(kind, index, slots.get(index)))
+        if kind is ActionKind.FLUSH_STATES:
+            free.append(slots[index])
+    slot_numel = max((plan.workload.sub_groups[index].numel for index in slots), default=0)
+    schedule = Schedule(
+        num_slots=plan.num_slots,
+        slot_numel=slot_numel,
+        staging_bytes=plan.num_slots * slot_numel * STAGED_BYTES_PER_PARAM,
+        actions=tuple(insert_waits(actions)),
+    )
+    return schedule, plan.workload

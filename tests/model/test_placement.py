@@ -26,7 +26,7 @@ def test_fraction_counts_parameters_not_sub_groups() -> None:
     assert streamed(place_by_fraction(Workload.of([10] * 6), 0.5)) == [1, 3, 5]
 
 
-@given(numels, st.floats(0, 1))
+@given(numels(), st.floats(0, 1))
 def test_fraction_is_met_at_every_prefix(lengths: list[int], fraction: float) -> None:
     placements = place_by_fraction(Workload.of(lengths), fraction)
     seen = placed = 0
@@ -36,7 +36,7 @@ def test_fraction_is_met_at_every_prefix(lengths: list[int], fraction: float) ->
         assert abs(placed - fraction * seen) <= max(lengths) / 2 + 1e-6 * seen
 
 
-@given(numels)
+@given(numels())
 def test_fraction_0_and_1_are_all_or_nothing(lengths: list[int]) -> None:
     workload = Workload.of(lengths)
     assert place_by_fraction(workload, 0.0) == place_all(workload, Placement.CPU)

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, note
 from hypothesis import strategies as st
 
 from perf_model.action import Action, ActionKind
@@ -13,9 +13,10 @@ from perf_model.grid import grid
 from perf_model.lowering import assign_slots, insert_waits, issue_order, merge_by_progress
 from perf_model.placement import Placement, place_by_stride
 from perf_model.plan import UpdatePlan
-from perf_model.schedule import Schedule
+from perf_model.schedule import STAGED_BYTES_PER_PARAM, Schedule
 from perf_model.workload import Workload
-from tests.model.strategies import plans
+from tests.model.mutations import with_one_action_dropped, with_one_action_repeated, without_one_wait
+from tests.model.strategies import plans, schedules
 
 CPU, STREAMED = Placement.CPU, Placement.STREAMED
 WORKLOAD = Workload.of([100, 100, 100, 60])
@@ -32,27 +33,37 @@ def test_every_plan_lowers_to_a_safe_schedule_that_reads_back(plan: UpdatePlan) 
     assert Schedule.parse(str(plan.schedule)) == plan.schedule
 
 
-@given(plans())
-def test_no_wait_is_redundant(plan: UpdatePlan) -> None:
-    actions = plan.schedule.actions
-    for position, action in enumerate(actions):
-        for name in action.waits:
-            without = replace(action, waits=tuple(wait for wait in action.waits if wait != name))
-            mutant = replace(plan.schedule, actions=(*actions[:position], without, *actions[position + 1 :]))
-            with pytest.raises(ScheduleError, match="may start before"):
-                check(mutant, plan.workload)
+@given(schedules())
+def test_no_wait_is_redundant(drawn: tuple[Schedule, Workload]) -> None:
+    schedule, workload = drawn
+    check(schedule, workload)
+    for what, mutant in without_one_wait(schedule):
+        note(what)
+        with pytest.raises(ScheduleError, match="may start before"):
+            check(mutant, workload)
 
 
-@given(plans(), st.data())
-def test_dropped_and_repeated_actions_are_refused(plan: UpdatePlan, data: st.DataObject) -> None:
-    actions = plan.schedule.actions
-    position = data.draw(st.integers(0, len(actions) - 1))
-    for mutated in (
-        actions[:position] + actions[position + 1 :],
-        (*actions[: position + 1], *actions[position:]),
-    ):
+@given(schedules())
+def test_dropped_and_repeated_actions_are_refused(drawn: tuple[Schedule, Workload]) -> None:
+    schedule, workload = drawn
+    for what, mutant in (*with_one_action_dropped(schedule), *with_one_action_repeated(schedule)):
+        note(what)
         with pytest.raises(ScheduleError):
-            check(replace(plan.schedule, actions=mutated), plan.workload)
+            check(mutant, workload)
+
+
+@given(plans(), st.integers(1, 100))
+def test_slots_beyond_the_declared_memory_are_refused(plan: UpdatePlan, missing: int) -> None:
+    schedule = plan.schedule
+    check(replace(schedule, staging_bytes=schedule.staging_bytes + missing), plan.workload)
+    assume(schedule.num_slots > 0)
+    for beyond in (
+        replace(schedule, staging_bytes=schedule.staging_bytes - missing),
+        replace(schedule, num_slots=schedule.num_slots + missing),
+        replace(schedule, slot_numel=schedule.slot_numel + missing),
+    ):
+        with pytest.raises(ScheduleError, match="must fit the memory that the schedule declares"):
+            check(beyond, plan.workload)
 
 
 @given(plans())
@@ -138,7 +149,12 @@ def test_waits_are_those_that_lane_order_does_not_imply() -> None:
 
 
 def schedule(text: str, num_slots: int = 1, slot_numel: int = 100) -> Schedule:
-    return Schedule(num_slots, slot_numel, tuple(map(Action.parse, lines(text))))
+    return Schedule(
+        num_slots=num_slots,
+        slot_numel=slot_numel,
+        staging_bytes=num_slots * slot_numel * STAGED_BYTES_PER_PARAM,
+        actions=tuple(map(Action.parse, lines(text))),
+    )
 
 
 STREAMED_CHAIN = "PREFETCH 0 slot 0\nGPU_STEP 0 slot 0 after PREFETCH 0\nFLUSH_STATES 0 slot 0 after GPU_STEP 0"
@@ -190,7 +206,7 @@ def test_grid_has_a_column_a_lane_and_a_row_an_action() -> None:
 
 
 def test_text_that_is_no_schedule_is_refused() -> None:
-    header = "schedule slots 1 slot_numel 3"
+    header = "schedule slots 1 slot_numel 3 staging_bytes 48"
     for text in ("", "PREFETCH 3", "schedule slots 1", header.replace("1", "x"), f"{header}\nFETCH 3"):
         with pytest.raises(ValueError, match=r"A schedule starts|An action reads"):
             Schedule.parse(text)

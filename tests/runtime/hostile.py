@@ -1,0 +1,85 @@
+"""Executes schedules on the fake device, and compares with the serial reference to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import permutations
+
+import torch
+from hypothesis import strategies as st
+
+from deep_opt_states.device.fake.device import FakeDevice, LateAdam
+from deep_opt_states.device.fake.timing import Late, Seeded, Timing
+from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.fake_worker import FakeWorker
+from deep_opt_states.runtime.state import SubGroupState
+from perf_model.action import Lane
+from perf_model.placement import Placement
+from perf_model.plan import UpdatePlan
+from perf_model.schedule import Schedule
+from perf_model.workload import Workload
+from tests.runtime.adam import PlainAdam, adam_step
+from tests.runtime.states import NAMES, fill_gradients, make_states, update_serially
+
+ORDERS = list(permutations(range(len(Lane))))
+"""Every priority among the three streams and the CPU lane."""
+
+timings = st.one_of(st.builds(Late, st.sampled_from(ORDERS)), st.builds(Seeded, st.integers(0, 2**32)))
+
+
+def pinned_states(device: FakeDevice, numels: Sequence[int], dtype: torch.dtype) -> list[SubGroupState]:
+    """Host memory that copies without blocking; the parameters are device memory. What is not read is NaN."""
+    states = make_states(numels, dtype)
+    for state in states:
+        for name in ("master", "exp_avg", "exp_avg_sq", "grad"):
+            plain = getattr(state, name)
+            setattr(state, name, device.empty_host(plain.numel(), plain.dtype).copy_(plain))
+        state.rounded = state.master if dtype == torch.float32 else device.empty_host(state.numel, dtype)
+        state.param = device.empty(state.numel, dtype).copy_(state.param)
+    return states
+
+
+def hostile_executor(schedule: Schedule, states: Sequence[SubGroupState], device: FakeDevice) -> Executor:
+    return Executor(schedule, states, device, PlainAdam(), LateAdam(device, PlainAdam()), worker=FakeWorker(device))
+
+
+def run(
+    schedule: Schedule, numels: Sequence[int], timing: Timing, steps: int = 2, dtype: torch.dtype = torch.bfloat16
+) -> list[SubGroupState]:
+    device = FakeDevice(timing)
+    states = pinned_states(device, numels, dtype)
+    executor = hostile_executor(schedule, states, device)
+    for step in range(1, steps + 1):
+        fill_gradients(states, step)
+        executor.run([adam_step(step)] * len(numels))
+    return states
+
+
+def serial(numels: Sequence[int], steps: int = 2, dtype: torch.dtype = torch.bfloat16) -> list[SubGroupState]:
+    states = make_states(numels, dtype)
+    for step in range(1, steps + 1):
+        fill_gradients(states, step)
+        update_serially(states, PlainAdam(), [adam_step(step)] * len(numels))
+    return states
+
+
+def same(found: Sequence[SubGroupState], expected: Sequence[SubGroupState]) -> bool:
+    """False also where memory was read that was never written, or given back: that is NaN."""
+    return all(
+        torch.equal(getattr(ours, name), getattr(theirs, name))
+        for ours, theirs in zip(found, expected, strict=True)
+        for name in NAMES
+    )
+
+
+NUMELS = (5, 3, 8, 2, 7, 4)
+
+
+def small_plans() -> Iterator[UpdatePlan]:
+    """All placements of 4 sub-groups, and mixes of 6, with 1 to 4 slots."""
+    for count, codes in ((4, range(2**4)), (6, (0b111111, 0b010101, 0b110110, 0b011110))):
+        for code in codes:
+            placements = tuple(Placement.STREAMED if code >> index & 1 else Placement.CPU for index in range(count))
+            for num_slots in range(1, 5):
+                workload = Workload.of(list(NUMELS[:count]))
+                yield UpdatePlan(workload=workload, placements=placements, num_slots=num_slots)

@@ -1,0 +1,252 @@
+"""The fake device itself: CUDA's order, CUDA's copies, and memory that is given back while somebody uses it."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from unittest import mock
+
+import pytest
+import torch
+
+from deep_opt_states.device.fake.device import FakeDevice, FakeStream, LateAdam
+from deep_opt_states.device.fake.queues import Deadlock
+from deep_opt_states.device.fake.timing import Late, Seeded
+from deep_opt_states.runtime.executor import Executor, UpdateFailed
+from deep_opt_states.runtime.fake_worker import FakeWorker
+from perf_model.placement import Placement
+from perf_model.plan import UpdatePlan
+from perf_model.workload import Workload
+from tests.runtime.adam import PlainAdam, adam_step
+from tests.runtime.hostile import pinned_states
+from tests.runtime.states import fill_gradients
+
+
+def finish(device: FakeDevice, stream: FakeStream) -> None:
+    end = device.event()
+    stream.record(end)
+    end.synchronize()
+
+
+# Order
+
+
+def test_work_happens_only_when_somebody_waits() -> None:
+    device = FakeDevice()
+    stream = device.stream()
+    pinned, on_device = device.empty_host(2, torch.float32).fill_(1), device.empty(2, torch.float32)
+    assert on_device.isnan().all()
+    with stream.issue():
+        device.copy(on_device, pinned)
+    pinned.fill_(2)
+    assert on_device.isnan().all()
+    finish(device, stream)
+    assert on_device.tolist() == [2, 2], "an asynchronous copy reads its source when it runs"
+
+
+@pytest.mark.parametrize("timing", [*map(Late, permutations(range(2))), *map(Seeded, range(20))], ids=repr)
+def test_streams_keep_their_order_and_wait_for_events(timing: Late | Seeded) -> None:
+    device = FakeDevice(timing)
+    first, second = device.stream(), device.stream()
+    event = device.event()
+    seen: list[str] = []
+    with first.issue():
+        device.launch(seen.append, "a")
+        device.launch(seen.append, "b")
+    first.record(event)
+    second.wait(event)
+    with second.issue():
+        device.launch(seen.append, "c")
+    finish(device, second)
+    assert seen == ["a", "b", "c"]
+
+
+def test_seeds_find_every_interleaving_and_the_same_seed_the_same() -> None:
+    def interleaving(seed: int) -> str:
+        device = FakeDevice(Seeded(seed))
+        streams = device.stream(), device.stream()
+        seen: list[str] = []
+        for letter, stream in zip("abAB", (*streams, *streams), strict=True):
+            with stream.issue():
+                device.launch(seen.append, letter)
+        for stream in streams:
+            finish(device, stream)
+        return "".join(seen)
+
+    found = {interleaving(seed) for seed in range(200)}
+    assert found == {"aAbB", "abAB", "abBA", "baAB", "baBA", "bBaA"}
+    assert all(interleaving(seed) == interleaving(seed) for seed in range(20))
+
+
+def test_a_prompt_device_finishes_work_that_nobody_waits_for() -> None:
+    def prompt(seed: int) -> bool:
+        device = FakeDevice(Seeded(seed))
+        done: list[int] = []
+        with device.stream().issue():
+            device.launch(done.append, 1)
+        return bool(done)
+
+    assert {prompt(seed) for seed in range(20)} == {True, False}
+
+
+def test_an_event_that_was_never_recorded_holds_nobody_back() -> None:
+    device = FakeDevice()
+    device.event().synchronize()
+    stream = device.stream()
+    stream.wait(device.event())
+    finish(device, stream)
+
+
+def test_a_wait_means_the_record_before_it() -> None:
+    device = FakeDevice()
+    first, second = device.stream(), device.stream()
+    event = device.event()
+    first.record(event)
+    second.wait(event)
+    first.queue.add(lambda: None, ready=lambda: False)
+    first.record(event)
+    finish(device, second)
+
+
+def test_waiting_for_what_cannot_finish_is_a_deadlock() -> None:
+    device = FakeDevice()
+    stream = device.stream()
+    stream.queue.add(lambda: None, ready=lambda: False)
+    with pytest.raises(Deadlock):
+        finish(device, stream)
+
+
+def test_the_cpu_lane_runs_one_task_at_a_time_also_while_one_waits() -> None:
+    device = FakeDevice(Late([1, 0]))
+    worker, stream, event = FakeWorker(device), device.stream(), device.event()
+    seen: list[str] = []
+    with stream.issue():
+        device.launch(seen.append, "stream")
+    stream.record(event)
+
+    def waiting() -> None:
+        seen.append("begin")
+        event.synchronize()
+        seen.append("end")
+
+    worker.submit(waiting)
+    worker.submit(lambda: seen.append("next")).result()
+    assert seen == ["begin", "stream", "end", "next"]
+
+
+# Copies
+
+
+def test_a_copy_to_pageable_memory_waits_until_all_has_happened() -> None:
+    device = FakeDevice()
+    on_device, pageable = device.empty(2, torch.float32), torch.zeros(2)
+    pinned = device.empty_host(2, torch.float32).fill_(3)
+    with device.stream().issue():
+        device.copy(on_device, pinned)
+        device.copy(pageable, on_device)
+    assert pageable.tolist() == [3, 3]
+
+
+def test_a_copy_from_pageable_memory_drains_the_stream_stages_the_source_and_arrives_late() -> None:
+    device = FakeDevice()
+    stream = device.stream()
+    on_device, pageable = device.empty(2, torch.float32), torch.ones(2)
+    before: list[str] = []
+    with stream.issue():
+        device.launch(before.append, "drained")
+        device.copy(on_device, pageable)
+    pageable.fill_(2)
+    assert before == ["drained"]
+    assert on_device.isnan().all(), "the transfer itself is outstanding"
+    finish(device, stream)
+    assert on_device.tolist() == [1, 1]
+
+
+def test_copies_convert_and_kernels_cannot_reach_pageable_memory() -> None:
+    device = FakeDevice()
+    low, high = device.empty(1, torch.bfloat16), device.empty(1, torch.float32).fill_(1.001)
+    device.copy(low, high)
+    finish(device, device.caller)
+    assert low.item() == 1
+    with pytest.raises(AssertionError, match="illegal memory access"):
+        device.launch(torch.Tensor.mul_, torch.ones(1), 2)
+
+
+# Memory that is given back
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_device_memory_freed_before_another_stream_is_done_with_it_is_poisoned_unless_recorded(recorded: bool) -> None:
+    device = FakeDevice()
+    stream = device.stream()
+    result, scratch = device.empty(2, torch.float32), device.empty(4, torch.float32).fill_(7)
+    with stream.issue():
+        device.copy(result, scratch[2:])
+    if recorded:
+        device.record_stream(scratch[1:], stream)
+    del scratch
+    finish(device, stream)
+    assert result.isnan().all().item() is not recorded
+
+
+def test_device_memory_is_safe_on_the_stream_it_was_allocated_on() -> None:
+    device = FakeDevice(Late())
+    stream = device.stream()
+    result = device.empty(2, torch.float32)
+    with stream.issue():
+        scratch = device.empty(2, torch.float32).fill_(7)
+        device.copy(result, scratch)
+    del scratch
+    finish(device, stream)
+    assert result.tolist() == [7, 7]
+
+
+def test_a_view_keeps_memory_from_being_freed_and_an_issued_operation_does_not() -> None:
+    device = FakeDevice()
+    scratch = device.empty(4, torch.float32).fill_(7)
+    assert device.allocated_bytes == 16
+    view = scratch[1:2]
+    del scratch
+    assert device.allocated_bytes == 16
+    assert view.tolist() == [7]
+    with device.stream().issue():
+        device.copy(device.empty(1, torch.float32), view)
+    del view
+    assert device.allocated_bytes == 0
+
+
+def test_pinned_memory_is_recorded_by_copies_and_not_by_kernels() -> None:
+    device = FakeDevice()
+    stream = device.stream()
+    copied, computed = device.empty(2, torch.float32), device.empty(2, torch.float32)
+    for_the_copy = device.empty_host(2, torch.float32).fill_(5)
+    for_the_kernel = device.empty_host(2, torch.float32).fill_(5)
+    with stream.issue():
+        device.copy(copied, for_the_copy)
+        device.launch(torch.Tensor.copy_, computed, for_the_kernel)
+    del for_the_copy, for_the_kernel
+    finish(device, stream)
+    assert copied.tolist() == [5, 5]
+    assert computed.isnan().all()
+
+
+# A failure, with work in flight
+
+
+def test_a_failed_update_leaves_nothing_in_flight() -> None:
+    """Else a flush would write into states loaded since, out of slots given back since."""
+    plan = UpdatePlan(workload=Workload.of([3, 4]), placements=(Placement.CPU, Placement.STREAMED), num_slots=1)
+    # The CPU lane is served first: its failure is seen before anything that was issued on a stream has happened.
+    device = FakeDevice(Late([3, 0, 1, 2]))
+    states = pinned_states(device, (3, 4), torch.bfloat16)
+    failing = mock.create_autospec(PlainAdam, instance=True)
+    failing.update.side_effect = ZeroDivisionError
+    executor = Executor(
+        plan.schedule, states, device, failing, LateAdam(device, PlainAdam()), worker=FakeWorker(device)
+    )
+    fill_gradients(states, 1)
+    with pytest.raises(UpdateFailed):
+        executor.run([adam_step(1)] * 2)
+    loaded = [state.master.fill_(9) for state in states]
+    executor.close()
+    device.lanes.run_until(device.lanes.idle)
+    assert all((master == 9).all() for master in loaded)
