@@ -7,7 +7,7 @@ import pytest
 from tests.launch import run_ranks
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_delays_change_nothing(world_size: int) -> None:
     for finished in run_ranks(world_size, ["-m", "tests.zero.scripts.delayed", "1", "2", "3"], timeout_s=120):
         assert finished.returncode == 0, finished.output[-4000:]

@@ -1,0 +1,54 @@
+"""A case drawn from a seed: for longer runs than anyone lists cases for."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from tests.zero.parity.case import Case, ParamGroup
+
+
+def random_case(seed: int, world_size: int) -> Case:
+    """The same on every rank."""
+    lot = random.Random(seed)
+    dtype = lot.choice(("bf16", "bf16", "fp16", "fp32"))
+    accumulation = lot.choice((1, 1, 2, 3))
+    return Case(
+        name=f"random {seed}",
+        blocks=(_random_block(lot),),
+        world_size=world_size,
+        dtype=dtype,
+        steps=lot.randint(3, 6),
+        clip=lot.choice((0.0, 0.3)),
+        accumulation=accumulation,
+        caller_accumulates=lot.random() < 0.2,
+        groups=lot.choice(((ParamGroup(),), (ParamGroup(), ParamGroup(lr=1e-3, weight_decay=0.2)))),
+        adamw=lot.random() < 0.7,
+        widths=tuple(lot.randint(5, 70) for _ in range(lot.randint(3, 7))),
+        sub_group_size=lot.randint(300, 4000),
+        frozen=lot.random() < 0.2,
+        zero_init=lot.random() < 0.3,
+        unused=lot.random() < 0.2,
+        poisoned={1: float("inf")} if lot.random() < 0.2 else {},
+        offload_param=lot.random() < 0.15,
+        zero={
+            "reduce_bucket_size": lot.choice((1, 1000, 4000, 100_000)),
+            "stage3_prefetch_bucket_size": lot.choice((1, 4000, 100_000)),
+            "stage3_param_persistence_threshold": lot.choice((0, 50, 100_000)),
+            "stage3_max_live_parameters": lot.choice((1, 10**9)),
+            "reduce_scatter": lot.random() < 0.7,
+            "overlap_comm": lot.random() < 0.8,
+        },
+    )
+
+
+def _random_block(lot: random.Random) -> dict[str, Any]:
+    placement: dict[str, Any] = lot.choice(
+        (
+            {"placement": "cpu"},
+            {"placement": "streamed"},
+            {"placement": "stride", "update_stride": lot.randint(2, 4)},
+            {"placement": "fraction", "gpu_fraction": round(lot.random(), 2)},
+        )
+    )
+    return {**placement, "num_slots": lot.randint(1, 4)}

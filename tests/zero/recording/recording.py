@@ -1,0 +1,108 @@
+"""Installs it all: DeepSpeed, our hooks, our device, our worker and the CPU Adam op run recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.ops.op_builder import CPUAdamBuilder
+
+from deep_opt_states.device import cuda
+from deep_opt_states.runtime import executor
+from deep_opt_states.runtime.worker import Task, Worker
+from deep_opt_states.zero import plugin
+from deep_opt_states.zero.devices import AcceleratorChoice
+from tests.zero.recording.accelerator import RecordingAccelerator
+from tests.zero.recording.clocks import Clock
+from tests.zero.recording.collectives import recorded_collectives
+from tests.zero.recording.memory import Place
+from tests.zero.recording.operations import Accesses
+from tests.zero.recording.places import Places
+from tests.zero.recording.recorder import Recorder
+
+
+@contextmanager
+def recording() -> Iterator[Recorder]:
+    """Engines made and run inside are recorded; the process group must exist."""
+    recorder = Recorder()
+    places = Places(recorder)
+    accelerator = RecordingAccelerator(recorder, places)
+    plain = get_accelerator()
+    set_accelerator(accelerator)
+    try:
+        with ExitStack() as patches:
+            patches.enter_context(mock.patch.object(cuda, "torch", _torch_for_our_device(accelerator, places)))
+            choice = AcceleratorChoice(cuda.CudaDevice(0), steps_on_host=True)
+            patches.enter_context(mock.patch.object(plugin, "choose_device", return_value=choice))
+            patches.enter_context(mock.patch.object(executor, "Worker", _recording_worker(recorder)))
+            patches.enter_context(mock.patch.object(CPUAdamBuilder, "load", _recording_load(recorder)))
+            patches.enter_context(recorded_collectives(recorder))
+            patches.enter_context(places.told_apart())
+            patches.enter_context(Accesses(recorder))
+            yield recorder
+    finally:
+        set_accelerator(plain)
+
+
+def _torch_for_our_device(accelerator: RecordingAccelerator, places: Places) -> Any:
+    """``device/cuda.py`` as it is, with another ``torch.cuda``."""
+
+    def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        tensor = torch.empty(*args, **kwargs)
+        return places.pin(tensor) if pin_memory else tensor
+
+    return SimpleNamespace(cuda=accelerator, device=lambda *_: Place.ACCELERATOR.value, empty=empty)
+
+
+def _recording_worker(recorder: Recorder) -> type[Worker]:
+    class RecordingWorker(Worker):
+        """Real, with notes of what a task knows when it starts, and who waits for it knows then."""
+
+        def submit(self, task: Task) -> Future[None]:
+            given = recorder.now(recorder.host)
+            done = Clock()
+
+            def noted() -> None:
+                recorder.learns(recorder.host, given)
+                with Accesses(recorder):
+                    task()
+                done.join(recorder.now(recorder.host))
+
+            return _noted_future(super().submit(noted), recorder, done)
+
+    return RecordingWorker
+
+
+def _noted_future(future: Future[None], recorder: Recorder, done: Clock) -> Future[None]:
+    result = future.result
+
+    def noted_result(timeout: float | None = None) -> None:
+        result(timeout)
+        recorder.learns(recorder.host, done)
+
+    future.result = noted_result  # type: ignore[method-assign]
+    return future
+
+
+def _recording_load(recorder: Recorder) -> Callable[..., Any]:
+    load = CPUAdamBuilder.load
+
+    def recording_load(self: CPUAdamBuilder, *args: Any, **kwargs: Any) -> Any:
+        op = load(self, *args, **kwargs)
+
+        def adam_update(*arguments: Any) -> None:
+            *_, master, grad, exp_avg, exp_avg_sq = arguments
+            # In a slot it stands for the GPU's kernel, and runs on the stream that it was launched on.
+            lane = recorder.stream if recorder.on_accelerator(master) else recorder.host
+            recorder.touch(lane, [grad], [master, exp_avg, exp_avg_sq], "adam_update")
+            op.adam_update(*arguments)
+
+        return SimpleNamespace(create_adam=op.create_adam, destroy_adam=op.destroy_adam, adam_update=adam_update)
+
+    return recording_load
