@@ -12,7 +12,7 @@ export DS_ACCELERATOR ?= cpu
 # Ninja, which compiles the kernels, is looked for in PATH only.
 WITH_NINJA := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-.PHONY: help demo test lint wheel clean
+.PHONY: help demo test stress lint wheel clean
 
 help:  ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +31,11 @@ demo: $(INSTALLED)  ## Train with stock DeepSpeed and with the plugin, and compa
 
 test: $(INSTALLED)  ## Run the tests
 	@$(WITH_NINJA) $(VENV)/bin/python -m pytest
+
+MINUTES ?= 10
+
+stress: $(INSTALLED)  ## Look for races with fresh seeds for MINUTES=10; SEED=... begins with that one
+	@$(WITH_NINJA) $(VENV)/bin/python -m tests.stress --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 lint: $(INSTALLED)  ## Check style and types
 	$(VENV)/bin/ruff check .

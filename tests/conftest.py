@@ -4,11 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
-# A deadline would be a timed assertion, on machines that are shared.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+import tests.hypothesis_profiles  # noqa: F401
 
 
 @pytest.fixture(autouse=True, scope="session")
