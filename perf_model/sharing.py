@@ -1,0 +1,35 @@
+"""How fast actions run that overlap: at most as fast as alone, and all slowed alike by the resource that binds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from perf_model.cost import Load, Resource
+
+_FULL = 1e-12
+
+
+def speeds(loads: Sequence[Load], capacities: Mapping[Resource, float]) -> list[float]:
+    """Of each running action, the fraction of its work that it does a second. Max-min fair: progressive filling.
+
+    All speeds rise together, as a share of the speed alone, until a resource is full; whoever uses that stays where
+    it is, and the others rise on.
+    """
+    result = [0.0] * len(loads)
+    rising = {index for index, load in enumerate(loads) if load.alone_s > 0}
+    left = dict(capacities)
+    share = 0.0
+    while rising:
+        step, full = 1.0 - share, None
+        for resource, capacity in left.items():
+            use = sum(loads[index].amounts.get(resource, 0.0) / loads[index].alone_s for index in rising)
+            if use > 0 and capacity / use < step - _FULL:
+                step, full = max(0.0, capacity / use), resource
+        for resource in left:
+            left[resource] -= step * sum(loads[i].amounts.get(resource, 0.0) / loads[i].alone_s for i in rising)
+        share += step
+        stay = {index for index in rising if full is None or loads[index].amounts.get(full, 0.0) > 0}
+        for index in stay:
+            result[index] = share / loads[index].alone_s
+        rising -= stay
+    return result

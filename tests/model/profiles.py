@@ -1,0 +1,37 @@
+"""A profile for tests; no machine was measured for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from perf_model.hardware import HardwareProfile, Measurement, Provenance
+
+RATES = {
+    "h2d_bytes_per_s": 25e9,
+    "d2h_bytes_per_s": 26e9,
+    "both_bytes_per_s": 42e9,
+    "pageable_h2d_bytes_per_s": 8e9,
+    "pageable_d2h_bytes_per_s": 6e9,
+    "copy_latency_s": 1e-5,
+    "cpu_adam_params_per_s": 1.5e9,
+    "cpu_adam_beside_transfers_params_per_s": 1.2e9,
+    "both_beside_cpu_adam_bytes_per_s": 38e9,
+    "dram_update_bytes_per_s": 80e9,
+    "dram_copy_bytes_per_s": 85e9,
+    "rounding_params_per_s": 9e9,
+    "gpu_adam_params_per_s": 8e10,
+}
+
+
+def profile(rates: Mapping[str, float | None] = RATES) -> HardwareProfile:
+    """None waives a rate."""
+    return HardwareProfile(
+        name="test",
+        provenance=Provenance(source="made up for a test", ranks=1),
+        measurements={
+            name: Measurement(waived="no accelerator") if rate is None else Measurement(samples=(rate,))
+            for name, rate in rates.items()
+        },
+        cpu_adam_by_threads={1: Measurement(samples=(2e8, 2.1e8)), 8: Measurement(samples=(1.5e9,))},
+        gpu_memory_bytes=80 * 10**9,
+    )

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perf_model.cost import CostModel, Resource
+from perf_model.hardware import QUANTITIES, HardwareProfile, Measurement, ProfileError
+from tests.model.profiles import RATES, profile
+
+
+def test_a_profile_reads_back(tmp_path: Path) -> None:
+    written = profile()
+    path = tmp_path / "profile.json"
+    path.write_text(written.to_json())
+    assert HardwareProfile.read(path) == written
+    assert json.loads(path.read_text())["version"] == 1
+
+
+def test_medians_spreads_and_what_is_waived() -> None:
+    measurement = Measurement(samples=(5.0, 1.0, 2.0, 4.0, 3.0, 100.0))
+    assert measurement.median == 3.5
+    assert measurement.spread == (2.0, 5.0)
+    without = profile({**RATES, "gpu_adam_params_per_s": None})
+    assert profile().transfers
+    assert not without.transfers
+    assert without.get("gpu_adam_params_per_s") is None
+    with pytest.raises(ProfileError, match=r"gpu_adam_params_per_s: is needed here, found nothing \(no accelerator\)"):
+        without.rate("gpu_adam_params_per_s")
+
+
+@pytest.mark.parametrize("name", RATES)
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_impossible_rates_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ProfileError, match=rf"{name}: must be from .*, found"):
+        profile({**RATES, name: value})
+
+
+@pytest.mark.parametrize("name", RATES)
+@pytest.mark.parametrize("factor", [1e-3, 1e3])
+def test_units_that_are_wrong_by_a_thousand_are_refused(name: str, factor: float) -> None:
+    with pytest.raises(ProfileError, match=f"{name}: must be from") as caught:
+        profile({**RATES, name: RATES[name] * factor})
+    assert QUANTITIES[name].meaning in str(caught.value)
+
+
+def test_directions_together_do_no_more_than_each_alone() -> None:
+    with pytest.raises(ProfileError, match="both_bytes_per_s: cannot exceed what the directions reach alone"):
+        profile({**RATES, "both_bytes_per_s": 100e9})
+
+
+def raw(**changes: Any) -> str:
+    value = {**json.loads(profile().to_json()), **changes}
+    return json.dumps({key: it for key, it in value.items() if it != "missing"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "A profile is JSON, found a text that is not"),
+        ("[1]", "profile: must be an object"),
+        (raw(version=2), "version: must be 1, found 2"),
+        (raw(version="missing"), "version: must be 1, found nothing"),
+        (raw(measurements="missing"), "measurements: must be an object, found nothing"),
+        (raw(measurements={}), "cpu_adam_params_per_s: is needed for every prediction, found nothing"),
+        (raw(measurements={"speed": {"samples": [1]}}), "speed: must be one of"),
+        (raw(measurements={"h2d_bytes_per_s": 3}), "h2d_bytes_per_s: must be .*samples"),
+        (raw(measurements={"h2d_bytes_per_s": {"samples": ["3"]}}), "h2d_bytes_per_s: has numbers for samples"),
+        (raw(measurements={"h2d_bytes_per_s": {"samples": [True]}}), "h2d_bytes_per_s: has numbers for samples"),
+        (raw(measurements={"h2d_bytes_per_s": {"waived": 3}}), "h2d_bytes_per_s: is waived with a reason"),
+        (raw(name=3), "name: must be a text"),
+        (raw(speed=3), "profile: has the keys"),
+        (raw(gpu_memory_bytes=-1), "gpu_memory_bytes: must be a positive number"),
+        (raw(provenance={"source": 3}), "provenance.source: must be str"),
+        (raw(provenance={}), "provenance.source: says where the figures are from"),
+        (raw(provenance={"colour": "red"}), "provenance: has the keys"),
+        (raw(cpu_adam_by_threads={"two": {"samples": [1e9]}}), "cpu_adam_by_threads: has thread counts for keys"),
+        (raw(cpu_adam_by_threads={"2": {"samples": [1]}}), "cpu_adam_by_threads.2: must be from"),
+    ],
+)
+def test_a_bad_profile_is_refused_with_rule_value_and_remedy(text: str, message: str) -> None:
+    with pytest.raises(ProfileError, match=message) as caught:
+        HardwareProfile.from_json(text)
+    assert len(str(caught.value).splitlines()) >= 2, "the remedy"
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path / "none", tmp_path, tmp_path / "binary"):
+        with pytest.raises(ProfileError, match="must be a readable file"):
+            HardwareProfile.read(path)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.data())
+def test_malformed_profiles_are_refused_and_never_anything_else(data: st.DataObject) -> None:
+    """Any part of a good profile replaced by any JSON value: a profile or a ``ProfileError``."""
+    value = json.loads(profile().to_json())
+    target: Any = value
+    while True:
+        key = data.draw(st.sampled_from(sorted(target)))
+        if not isinstance(target[key], dict) or not target[key] or data.draw(st.booleans()):
+            break
+        target = target[key]
+    target[key] = data.draw(json_values)
+    try:
+        again = HardwareProfile.from_json(json.dumps(value))
+    except ProfileError:
+        return
+    assert HardwareProfile.from_json(again.to_json()) == again
+
+
+def test_host_memory_is_what_it_gave_when_all_were_at_work() -> None:
+    model = CostModel.of(profile())
+    # Adam alone moves 42 B * 1.5 G/s; beside the transfers, 1.2 G/s of it and 38 GB/s fitted.
+    assert model.capacities[Resource.DRAM] == pytest.approx(42 * 1.2e9 + 38e9)
+    plain = {**RATES, "cpu_adam_beside_transfers_params_per_s": None, "both_beside_cpu_adam_bytes_per_s": None}
+    assert CostModel.of(profile(plain)).capacities[Resource.DRAM] == 80e9
