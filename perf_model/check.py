@@ -25,10 +25,10 @@ class ScheduleError(ValueError):
 def check(schedule: Schedule, workload: Workload) -> tuple[Placement, ...]:
     """The placements that ``schedule`` executes. Raises ``ScheduleError`` at its first fault.
 
-    Checked: every sub-group has exactly the actions of one placement, once and in order; waits name actions
-    issued before, so that nothing deadlocks; every action starts after what it reads was written; a slot is taken
-    over only after its previous occupant was flushed, exists, and is large enough; and since an occupant stays in
-    its slot, all that is staged at any moment fits the declared memory if the slots do.
+    Checked: every sub-group has exactly the actions of one placement, once and in order; waits name actions of
+    other lanes, issued before, so that nothing deadlocks; every action starts after what it reads was written; a
+    slot is taken over only after its previous occupant was flushed, exists, and is large enough; and since an
+    occupant stays in its slot, all that is staged at any moment fits the declared memory if the slots do.
     """
     placements = _check_chains(schedule, workload)
     _check_slots(schedule, workload)
@@ -85,11 +85,14 @@ def _check_slots(schedule: Schedule, workload: Workload) -> None:
 
 def _check_order(schedule: Schedule) -> None:
     needs = dependencies(schedule.actions)
+    by_name = {action.name: action for action in schedule.actions}
     clocks = Clocks()
     for action in schedule.actions:
         for name in action.waits:
             if not clocks.issued(name):
                 raise ScheduleError(schedule, action, f"A wait names an action issued before; {name} is not.")
+            if by_name[name].lane is action.lane:
+                raise ScheduleError(schedule, action, f"A wait names another lane's action; {name} is on the same.")
         start = clocks.before(action, action.waits)
         for producer in needs[action.name]:
             if not clocks.finished_by(start, producer):

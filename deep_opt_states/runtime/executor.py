@@ -101,6 +101,8 @@ class Executor:
             self._drain_streams()
         except BaseException as error:
             self._stop.set()
+            # At once: what follows waits, and may be interrupted.
+            self.fail(error)
             self.fail(self._first_error(updated, error))
             # What was issued before the failure still writes: to states that a checkpoint will be loaded into, from
             # slots that will be given back. A device that fails here, too, has its own failure told already.
@@ -156,13 +158,12 @@ class Executor:
         }
 
     def _begin(self) -> None:
-        """Backward's kernels may still read the 16-bit parameters: our streams start after the caller's work."""
-        caller = self._device.current_stream()
-        caller.record(self._origin)
-        for stream in self._streams.values():
-            stream.wait(self._origin)
-        # The worker reads gradients that the caller's stream may still be writing to host memory; with the
-        # device idle here, its clock and the host's share an origin.
+        """Nothing starts before the caller's work is done, on which the host waits, and with it all that it issues.
+
+        Backward's kernels may still read the 16-bit parameters, and write gradients to host memory that the worker
+        reads. With the device idle here, its clock and the host's share an origin, too.
+        """
+        self._device.current_stream().record(self._origin)
         self._origin.synchronize()
         self._origin_s = time.perf_counter()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from perf_model.action import Action, ActionKind
@@ -23,6 +25,18 @@ def plans(draw: st.DrawFn, max_numel: int = 10**6) -> UpdatePlan:
     count = len(workload.sub_groups)
     placements = draw(st.lists(st.sampled_from(Placement), min_size=count, max_size=count))
     return UpdatePlan(workload=workload, placements=tuple(placements), num_slots=draw(st.integers(1, 6)))
+
+
+@st.composite
+def schedules_with_more_waits(draw: st.DrawFn, max_numel: int = 10**6) -> tuple[Schedule, Workload]:
+    """Also waits that nobody needs: on any other lane's earlier action, also several, also of the cpu lane."""
+    schedule, workload = draw(schedules(max_numel))
+    actions: list[Action] = []
+    for action in schedule.actions:
+        others = [other.name for other in actions if other.lane is not action.lane]
+        more = draw(st.lists(st.sampled_from(others), max_size=2, unique=True)) if others else []
+        actions.append(replace(action, waits=tuple(dict.fromkeys([*action.waits, *more]))))
+    return replace(schedule, actions=tuple(actions)), workload
 
 
 @st.composite

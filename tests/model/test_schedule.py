@@ -167,6 +167,12 @@ STREAMED_CHAIN = "PREFETCH 0 slot 0\nGPU_STEP 0 slot 0 after PREFETCH 0\nFLUSH_S
         ("PUBLISH 0 after CPU_STEP 0\nCPU_STEP 0", [9], "in that order; found PUBLISH CPU_STEP", "CPU_STEP 0"),
         ("CPU_STEP 0\nPUBLISH 0 after CPU_STEP 0", [9, 9], "Sub-group 1 .* found nothing", None),
         ("CPU_STEP 0\nPUBLISH 0 after CPU_STEP 9", [9], "CPU_STEP 9 is not", "PUBLISH 0"),
+        (
+            "CPU_STEP 0\nCPU_STEP 1 after CPU_STEP 0\nPUBLISH 0 after CPU_STEP 0\nPUBLISH 1 after CPU_STEP 1",
+            [9, 9],
+            "A wait names another lane's action; CPU_STEP 0 is on the same",
+            "CPU_STEP 1",
+        ),
         ("CPU_STEP 7\nPUBLISH 7 after CPU_STEP 7", [9], "There are 1 sub-groups", "CPU_STEP 7"),
         ("CPU_STEP 0 slot 0\nPUBLISH 0 after CPU_STEP 0", [9], "CPU_STEP uses no slot", "CPU_STEP 0"),
         (STREAMED_CHAIN, [101], "A slot holds 100 parameters; sub-group 0 has 101", "PREFETCH 0"),

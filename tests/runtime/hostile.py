@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import permutations
 
 import torch
@@ -17,9 +18,10 @@ from perf_model.action import Lane
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.schedule import Schedule
+from perf_model.timeline import Timeline
 from perf_model.workload import Workload
 from tests.runtime.adam import PlainAdam, adam_step
-from tests.runtime.states import NAMES, fill_gradients, make_states, update_serially
+from tests.runtime.states import NAMES, fill_gradients, gradients, make_states, update_serially
 
 ORDERS = list(permutations(range(len(Lane))))
 """Every priority among the three streams and the CPU lane."""
@@ -43,33 +45,47 @@ def hostile_executor(schedule: Schedule, states: Sequence[SubGroupState], device
     return Executor(schedule, states, device, PlainAdam(), LateAdam(device, PlainAdam()), worker=FakeWorker(device))
 
 
+@dataclass
+class Trained:
+    """``read`` is what each step's backward read of the parameters, of every sub-group; ``last`` the last update."""
+
+    states: list[SubGroupState]
+    read: list[torch.Tensor]
+    last: Timeline = field(default_factory=lambda: Timeline(()))
+
+
 def run(
     schedule: Schedule, numels: Sequence[int], timing: Timing, steps: int = 2, dtype: torch.dtype = torch.bfloat16
-) -> list[SubGroupState]:
+) -> Trained:
+    """Each update between a backward that the device has not done yet and a host that looks at once."""
     device = FakeDevice(timing)
-    states = pinned_states(device, numels, dtype)
-    executor = hostile_executor(schedule, states, device)
+    trained = Trained(pinned_states(device, numels, dtype), [])
+    executor = hostile_executor(schedule, trained.states, device)
     for step in range(1, steps + 1):
-        fill_gradients(states, step)
+        for state, gradient in zip(trained.states, gradients(numels, step), strict=True):
+            trained.read.append(device.empty(state.numel, dtype))
+            device.copy(trained.read[-1], state.param)
+            device.copy(state.grad, device.empty(state.numel, torch.float32).copy_(gradient))
         executor.run([adam_step(step)] * len(numels))
-    return states
+    trained.last = executor.timeline()
+    return trained
 
 
-def serial(numels: Sequence[int], steps: int = 2, dtype: torch.dtype = torch.bfloat16) -> list[SubGroupState]:
-    states = make_states(numels, dtype)
+def serial(numels: Sequence[int], steps: int = 2, dtype: torch.dtype = torch.bfloat16) -> Trained:
+    trained = Trained(make_states(numels, dtype), [])
     for step in range(1, steps + 1):
-        fill_gradients(states, step)
-        update_serially(states, PlainAdam(), [adam_step(step)] * len(numels))
-    return states
+        trained.read.extend(state.param.clone() for state in trained.states)
+        fill_gradients(trained.states, step)
+        update_serially(trained.states, PlainAdam(), [adam_step(step)] * len(numels))
+    return trained
 
 
-def same(found: Sequence[SubGroupState], expected: Sequence[SubGroupState]) -> bool:
+def same(found: Trained, expected: Trained) -> bool:
     """False also where memory was read that was never written, or given back: that is NaN."""
-    return all(
-        torch.equal(getattr(ours, name), getattr(theirs, name))
-        for ours, theirs in zip(found, expected, strict=True)
-        for name in NAMES
-    )
+    pairs = list(zip(found.read, expected.read, strict=True))
+    for ours, theirs in zip(found.states, expected.states, strict=True):
+        pairs.extend((getattr(ours, name), getattr(theirs, name)) for name in NAMES)
+    return all(torch.equal(one, other) for one, other in pairs)
 
 
 NUMELS = (5, 3, 8, 2, 7, 4)

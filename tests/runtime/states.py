@@ -30,10 +30,14 @@ def make_states(numels: Sequence[int], dtype: torch.dtype, seed: int = 0) -> lis
     return states
 
 
-def fill_gradients(states: Sequence[SubGroupState], step: int) -> None:
+def gradients(numels: Sequence[int], step: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 + step)
-    for state in states:
-        state.grad.copy_(torch.randn(state.numel, generator=generator))
+    return [torch.randn(numel, generator=generator) for numel in numels]
+
+
+def fill_gradients(states: Sequence[SubGroupState], step: int) -> None:
+    for state, gradient in zip(states, gradients([state.numel for state in states], step), strict=True):
+        state.grad.copy_(gradient)
 
 
 def update_serially(states: Sequence[SubGroupState], adam: AdamKernel, steps: Sequence[AdamStep]) -> None:

@@ -12,17 +12,18 @@ from hypothesis import strategies as st
 from deep_opt_states.device.fake.device import FakeDevice
 from deep_opt_states.device.fake.timing import Late, Timing
 from deep_opt_states.runtime import executor as executor_module
+from deep_opt_states.runtime.executor import Executor
+from perf_model.action import Lane
 from perf_model.check import ScheduleError, check
 from perf_model.plan import UpdatePlan
 from perf_model.schedule import Schedule
+from perf_model.timeline import Timeline
 from perf_model.workload import Workload
 from tests.model.mutations import (
-    with_one_action_dropped,
-    with_one_action_repeated,
     with_two_actions_swapped,
     without_one_wait,
 )
-from tests.model.strategies import plans, schedules
+from tests.model.strategies import plans, schedules, schedules_with_more_waits
 from tests.runtime.hostile import (
     ORDERS,
     hostile_executor,
@@ -44,7 +45,18 @@ def numels_of(workload: Workload) -> list[int]:
 def assert_serial_bits(schedule: Schedule, workload: Workload, timing: Timing, dtype: torch.dtype) -> None:
     note(f"{workload}\n{schedule}")
     numels = numels_of(workload)
-    assert same(run(schedule, numels, timing, steps=3, dtype=dtype), serial(numels, steps=3, dtype=dtype))
+    trained = run(schedule, numels, timing, steps=3, dtype=dtype)
+    assert same(trained, serial(numels, steps=3, dtype=dtype))
+    assert_waits_are_kept(trained.last)
+
+
+def assert_waits_are_kept(timeline: Timeline) -> None:
+    """In the device's time, by what it has measured; the CPU lane's time is another."""
+    spans = {span.action.name: span for span in timeline.spans if span.action.lane is not Lane.CPU}
+    assert spans or not timeline.spans
+    for span in spans.values():
+        ends = [spans[name].end_s for name in span.action.waits if name in spans]
+        assert 0 <= max(ends, default=0) <= span.start_s <= span.end_s
 
 
 @given(plans(max_numel=2000), timings, st.sampled_from(DTYPES))
@@ -54,7 +66,7 @@ def test_every_plan_gives_the_serial_bits_whatever_the_timing(
     assert_serial_bits(plan.schedule, plan.workload, timing, dtype)
 
 
-@given(schedules(max_numel=2000), timings)
+@given(schedules_with_more_waits(max_numel=2000), timings)
 def test_every_checked_schedule_gives_the_serial_bits_whatever_the_timing(
     drawn: tuple[Schedule, Workload], timing: Timing
 ) -> None:
@@ -82,21 +94,18 @@ def test_every_missing_wait_is_refused_and_shows_as_a_wrong_number() -> None:
 
 
 @given(schedules(max_numel=10))
-def test_every_missing_wait_of_any_schedule_is_refused_and_shows(drawn: tuple[Schedule, Workload]) -> None:
+def test_every_missing_wait_of_any_schedule_shows(drawn: tuple[Schedule, Workload]) -> None:
     schedule, workload = drawn
     for what, mutant in without_one_wait(schedule):
         note(f"{what}\n{workload}\n{schedule}")
-        with pytest.raises(ScheduleError, match="may start before"):
-            check(mutant, workload)
         assert shows(mutant, workload)
 
 
-def test_dropped_and_repeated_actions_are_refused() -> None:
+@pytest.mark.parametrize("method", ["_begin", "_drain_streams"])
+def test_an_update_that_does_not_wait_for_backward_or_for_its_own_end_shows(method: str) -> None:
     for plan in small_plans():
-        for spoil in (with_one_action_dropped, with_one_action_repeated):
-            for _, mutant in spoil(plan.schedule):
-                with pytest.raises(ScheduleError):
-                    check(mutant, plan.workload)
+        with mock.patch.object(Executor, method):
+            assert shows(plan.schedule, plan.workload), f"no timing shows it\n{plan.schedule}"
 
 
 def test_swapped_actions_are_refused_unless_no_timing_can_tell() -> None:

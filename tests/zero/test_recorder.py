@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.zero.recording.accelerator import RecordingAccelerator
+from tests.zero.recording.collectives import recorded_collective
 from tests.zero.recording.operations import Accesses
 from tests.zero.recording.places import Places
 from tests.zero.recording.recorder import FREED, ILLEGAL, UNORDERED, Recorder
@@ -99,20 +101,13 @@ def test_a_write_after_a_read_of_another_stream_is_a_conflict(
     tensor.fill_(1)
     (finding,) = recorder.findings
     assert finding.rule == UNORDERED
-    assert "read on stream 1" in finding.what
-    assert "write on default stream" in finding.what
+    assert finding.sides[0].startswith("read on stream 1")
+    assert finding.sides[1].startswith("write on default stream")
 
 
 def test_threads_are_ordered_by_what_they_are_told(accelerator: RecordingAccelerator, recorder: Recorder) -> None:
     tensor = torch.zeros(4)
-
-    def write() -> None:
-        with Accesses(recorder):
-            tensor.fill_(1)
-
-    thread = threading.Thread(target=write, name="other")
-    thread.start()
-    thread.join()
+    on_another_thread(recorder, lambda: tensor.fill_(1))
     assert rules(recorder) == [UNORDERED]
     recorder.learns(recorder.host, recorder.now("host other"))
     tensor.fill_(2)
@@ -122,28 +117,49 @@ def test_threads_are_ordered_by_what_they_are_told(accelerator: RecordingAcceler
 # Copies
 
 
-@pytest.mark.parametrize(
-    ("pinned", "non_blocking", "safe"), [(True, True, False), (True, False, True), (False, True, True)]
-)
-def test_a_copy_to_the_host_blocks_unless_pinned_and_asked_not_to(
-    pinned: bool, non_blocking: bool, safe: bool, accelerator: RecordingAccelerator, recorder: Recorder
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("non_blocking", [True, False])
+def test_a_copy_to_the_host_is_there_if_it_blocks(
+    dtype: torch.dtype, pinned: bool, non_blocking: bool, accelerator: RecordingAccelerator, recorder: Recorder
 ) -> None:
-    source, destination = torch.ones(4, device=ACCELERATOR), torch.zeros(4)
+    source, destination = torch.ones(4, device=ACCELERATOR, dtype=dtype), torch.zeros(4)
     if pinned:
         destination = accelerator.pin_memory(destination)
     destination.copy_(source, non_blocking=non_blocking)
     destination + 1
-    assert (rules(recorder) == []) is safe
+    assert rules(recorder) == ([UNORDERED] if non_blocking else [])
 
 
-@pytest.mark.parametrize(("pinned", "safe"), [(True, False), (False, True)])
-def test_a_copy_from_pageable_memory_has_read_its_source_when_it_returns(
-    pinned: bool, safe: bool, accelerator: RecordingAccelerator, recorder: Recorder
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("pinned", "non_blocking", "safe"), [(True, True, False), (True, False, True), (False, True, True)]
+)
+def test_a_copy_from_the_host_has_read_its_source_if_that_is_pageable_or_it_blocks(
+    dtype: torch.dtype,
+    pinned: bool,
+    non_blocking: bool,
+    safe: bool,
+    accelerator: RecordingAccelerator,
+    recorder: Recorder,
 ) -> None:
     source = accelerator.pin_memory(torch.ones(4)) if pinned else torch.ones(4)
-    source.to(ACCELERATOR, non_blocking=True)
+    source.to(ACCELERATOR, dtype=dtype, non_blocking=non_blocking)
     source.fill_(2)
     assert (rules(recorder) == []) is safe
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_copy_from_the_host_does_not_wait_for_the_stream_before_it_reads(
+    pinned: bool, accelerator: RecordingAccelerator, recorder: Recorder
+) -> None:
+    source = torch.zeros(4)
+    if pinned:
+        source = accelerator.pin_memory(source)
+    source.copy_(torch.ones(4, device=ACCELERATOR), non_blocking=True)
+    # A conversion that blocks is done by the host, at once; so is the staging of pageable memory.
+    source.to(ACCELERATOR, dtype=torch.bfloat16)
+    assert rules(recorder) == [UNORDERED]
 
 
 def test_what_is_copied_to_the_host_without_blocking_is_not_there_yet(
@@ -180,6 +196,112 @@ def test_a_kernel_cannot_be_given_host_memory(accelerator: RecordingAccelerator,
     assert rules(recorder) == []
     torch.ones(4, device=ACCELERATOR) + torch.ones(4)
     assert rules(recorder) == [ILLEGAL]
+
+
+# Threads, which no device waits for
+
+
+def on_another_thread(recorder: Recorder, what: Callable[[], object]) -> None:
+    def noted() -> None:
+        with Accesses(recorder):
+            what()
+
+    thread = threading.Thread(target=noted, name="other")
+    thread.start()
+    thread.join()
+
+
+def test_waiting_for_the_device_does_not_wait_for_a_thread(
+    accelerator: RecordingAccelerator, recorder: Recorder
+) -> None:
+    tensor = torch.zeros(4)
+    recorder.learns("host other", recorder.now(recorder.host))
+    on_another_thread(recorder, lambda: tensor.fill_(1))
+    accelerator.synchronize()
+    tensor.fill_(2)
+    assert rules(recorder) == [UNORDERED]
+
+
+def test_an_event_tells_what_the_host_did_before_it_recorded_it(
+    accelerator: RecordingAccelerator, recorder: Recorder
+) -> None:
+    tensor = torch.zeros(4)
+    event = accelerator.Event()
+    assert not event.query(), "whoever only asks must live with no"
+    event.record()
+
+    def wait_and_read() -> None:
+        event.synchronize()
+        tensor + 1
+
+    on_another_thread(recorder, wait_and_read)
+    assert rules(recorder) == []
+
+
+# What is remembered of a piece of memory
+
+
+def test_a_write_is_not_forgotten_for_a_read_that_came_after_it(
+    accelerator: RecordingAccelerator, recorder: Recorder
+) -> None:
+    first, second, third = accelerator.Stream(), accelerator.Stream(), accelerator.Stream()
+    tensor = torch.empty(4, device=ACCELERATOR)
+    with accelerator.stream(first):
+        tensor.fill_(1)
+    second.wait_stream(first)
+    for stream in (second, third):
+        with accelerator.stream(stream):
+            tensor.sum()
+    (finding,) = recorder.findings
+    assert finding.sides[0].startswith("write on stream 1")
+    assert finding.sides[1].startswith("read on stream 3")
+
+
+def test_a_read_is_not_forgotten_for_one_that_does_not_know_of_it(
+    accelerator: RecordingAccelerator, recorder: Recorder
+) -> None:
+    first, second = accelerator.Stream(), accelerator.Stream()
+    tensor = torch.zeros(4, device=ACCELERATOR)
+    accelerator.synchronize()
+    for stream in (first, second):
+        with accelerator.stream(stream):
+            tensor.sum()
+    with accelerator.stream(second):
+        tensor.fill_(1)
+    (finding,) = recorder.findings
+    assert finding.sides[0].startswith("read on stream 1")
+
+
+# Collectives
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_collective_is_done_when_the_current_stream_has_waited_for_it(
+    waits: bool, asynchronous: bool, accelerator: RecordingAccelerator, recorder: Recorder
+) -> None:
+    gather = recorded_collective(recorder, "all_gather_into_tensor", lambda *_, **__: mock.Mock())
+    output, source = torch.empty(4, device=ACCELERATOR), torch.ones(2, device=ACCELERATOR)
+    handle = gather(output, source, async_op=asynchronous)
+    if waits and asynchronous:
+        handle.wait()
+    source.fill_(2)
+    output + 1
+    assert rules(recorder) == ([] if waits or not asynchronous else [UNORDERED] * 2)
+
+
+@pytest.mark.parametrize("waiter", ["owner", "other", "nobody"])
+def test_an_unfinished_collective_keeps_its_memory_and_a_finished_one_does_not(
+    waiter: str, accelerator: RecordingAccelerator, recorder: Recorder
+) -> None:
+    gather = recorded_collective(recorder, "all_gather_into_tensor", lambda *_, **__: mock.Mock())
+    output, source = torch.empty(4, device=ACCELERATOR), torch.ones(2, device=ACCELERATOR)
+    handle = gather(output, source, async_op=True)
+    if waiter != "nobody":
+        with accelerator.stream(accelerator.default_stream() if waiter == "owner" else accelerator.Stream()):
+            handle.wait()
+    del output, source
+    assert rules(recorder) == ([FREED] * 2 if waiter == "other" else [])
 
 
 # Memory

@@ -84,7 +84,7 @@ class FakeDevice:
         return FakeStream(self, self.lanes.add_stream())
 
     def current_stream(self) -> FakeStream:
-        return self.caller
+        return self.issuing
 
     def event(self) -> FakeEvent:
         return FakeEvent(self.lanes)
@@ -100,23 +100,19 @@ class FakeDevice:
         return block.hand_out(dtype)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """From or to pinned memory: only queued. What else is host memory is pageable, and the host waits.
+        """``cudaMemcpyAsync``: queued. A pageable source (host memory that is not from ``empty_host``) is staged now.
 
-        "API synchronization behavior" of the CUDA runtime: to the device, the stream is drained and the source staged,
-        but the transfer may be outstanding; to the host, all has happened.
+        With pageable memory it "might be synchronous" ("API synchronization behavior", CUDA runtime), also not: so the
+        host does not wait. The conversion of another dtype happens on the device (PyTorch's ``Copy.cpp``), late, too.
         """
-        queue = self.issuing.queue
         if self._block(source) is None:
-            self.lanes.run_until(queue.mark())
             source = source.clone()
         for tensor in (destination, source):
             block = self._block(tensor)
             if block in self._pinned:
-                block.record(queue)
+                block.record(self.issuing.queue)
         target, origin = self._address_of(destination), self._address_of(source)
         self._issue(lambda: target.copy_(origin))
-        if self._block(destination) is None:
-            self.lanes.run_until(queue.mark())
 
     def launch(self, kernel: Callable[..., Any], *arguments: Any) -> None:
         """Queue a kernel on the issuing stream; its tensors are in device or in pinned memory."""

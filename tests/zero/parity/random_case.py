@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tests.zero.parity.case import Case, ParamGroup
@@ -40,6 +42,27 @@ def random_case(seed: int, world_size: int) -> Case:
             "overlap_comm": lot.random() < 0.8,
         },
     )
+
+
+SIMPLER: dict[str, Callable[[Case], Case]] = {
+    "two_steps": lambda case: replace(case, steps=2, poisoned={}),
+    "no_accumulation": lambda case: replace(case, accumulation=1, caller_accumulates=False),
+    "no_clipping": lambda case: replace(case, clip=0.0),
+    "one_group": lambda case: replace(case, groups=case.groups[:1]),
+    "two_layers": lambda case: replace(case, widths=case.widths[:3]),
+    "defaults_of_zero": lambda case: replace(case, zero={}, zero_init=False, offload_param=False),
+    "every_parameter_trains": lambda case: replace(case, frozen=False, unused=False),
+    "bf16": lambda case: replace(case, dtype="bf16"),
+    "one_slot": lambda case: replace(case, blocks=tuple({**block, "num_slots": 1} for block in case.blocks)),
+}
+"""What may not be needed for a failure, to be tried one after the other."""
+
+
+def simplified(seed: int, world_size: int, names: Sequence[str]) -> Case:
+    case = random_case(seed, world_size)
+    for name in names:
+        case = SIMPLER[name](case)
+    return case
 
 
 def _random_block(lot: random.Random) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class RecordingAccelerator(CPU_Accelerator):
         return self._recorder.on_accelerator(tensor)
 
     def synchronize(self, device_index: Any = None) -> None:
-        self._recorder.learns(self._recorder.host, self._recorder.everything())
+        self._recorder.learns(self._recorder.host, self._recorder.all_streams())
 
     # Streams and events
 

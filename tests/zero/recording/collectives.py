@@ -1,4 +1,7 @@
-"""Collectives as NCCL runs them: on a stream of their own, which waits for the caller's and is waited for by it."""
+"""Collectives as PyTorch runs NCCL's: on the caller's stream; asynchronous ones on a stream of their own.
+
+That one waits for the caller's stream, and whichever stream is current waits for it with the handle.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
 from deepspeed.comm import comm
 
 from tests.zero.recording.clocks import Clock
+from tests.zero.recording.memory import Place
 from tests.zero.recording.operations import tensors_in
 from tests.zero.recording.recorder import COMMUNICATION, ILLEGAL, Recorder
 
@@ -25,45 +30,48 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 
 
 class Handle:
-    """Waiting holds back the stream that is current, not the host."""
+    """Waiting holds back the stream that is current, not the host. Until then it keeps what the collective uses.
 
-    def __init__(self, recorder: Recorder, work: Any, done: Clock) -> None:
+    So does PyTorch's ``WorkNCCL``, instead of recording the tensors on its stream.
+    """
+
+    def __init__(self, recorder: Recorder, work: Any, done: Clock, tensors: list[torch.Tensor]) -> None:
         self._recorder = recorder
         self._work = work
         self._done = done
+        self._kept: list[torch.Tensor] = tensors
 
     def wait(self, *_: Any) -> None:
         with self._recorder.paused():
             self._work.wait()
         self._recorder.learns(self._recorder.stream, self._done)
+        self._kept = []
 
 
 @contextmanager
 def recorded_collectives(recorder: Recorder) -> Iterator[None]:
     with ExitStack() as patches:
-        for name, parameters in PARAMETERS.items():
-            method = _recorded(recorder, name, parameters, getattr(comm.cdb, name))
+        for name in PARAMETERS:
+            method = recorded_collective(recorder, name, getattr(comm.cdb, name))
             patches.enter_context(mock.patch.object(comm.cdb, name, method))
         yield
 
 
-def _recorded(recorder: Recorder, name: str, parameters: tuple[str, ...], original: Any) -> Callable[..., Any]:
+def recorded_collective(recorder: Recorder, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    parameters = PARAMETERS[name]
+
     def collective(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        for tensor in tensors_in(given):
+        tensors = tensors_in(given)
+        for tensor in tensors:
             if not recorder.on_accelerator(tensor):
-                recorder.found(ILLEGAL, recorder.memory(tensor), name)
-        recorder.learns(COMMUNICATION, recorder.now(recorder.stream))
-        recorder.touch(COMMUNICATION, tensors_in(given), tensors_in(given[parameters[0]]), name)
-        done = recorder.now(COMMUNICATION)
-        # PyTorch keeps what an unfinished collective uses (ProcessGroupNCCL stashes it until the wait).
-        for tensor in tensors_in(given):
-            recorder.memory(tensor).recorded.add(COMMUNICATION)
+                recorder.found(ILLEGAL, recorder.memory(tensor), (str(Place.HOST), name))
+        asynchronous = bool(given.get("async_op"))
+        lane = COMMUNICATION if asynchronous else recorder.stream
+        recorder.learns(lane, recorder.now(recorder.stream))
+        recorder.touch(lane, tensors, tensors_in(given[parameters[0]]), name)
         with recorder.paused():
             work = original(*args, **kwargs)
-        if given.get("async_op"):
-            return Handle(recorder, work, done)
-        recorder.learns(recorder.stream, done)
-        return work
+        return Handle(recorder, work, recorder.now(lane), tensors) if asynchronous else work
 
     return collective

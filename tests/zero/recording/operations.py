@@ -81,7 +81,7 @@ class Accesses(TorchDispatchMode):
         for tensor in here:
             # A kernel takes a scalar of the host by value.
             if tensor.dim() > 0:
-                recorder.found(ILLEGAL, recorder.memory(tensor), name)
+                recorder.found(ILLEGAL, recorder.memory(tensor), (str(Place.HOST), name))
         recorder.touch(recorder.stream, reads, writes, name)
         if name in SYNCHRONIZING:
             recorder.learns(recorder.host, recorder.now(recorder.stream))
@@ -93,16 +93,20 @@ class Accesses(TorchDispatchMode):
             self._run("aten::copy_", [source], [destination])
             return
         stream, host = recorder.stream, recorder.host
-        on_host = of if of.place is Place.HOST else to
-        # To the accelerator, the conversion of another dtype goes through pageable memory of PyTorch's own.
-        staged = not on_host.pinned or (of is on_host and source.dtype is not destination.dtype)
-        if staged and of is on_host:
-            recorder.learns(host, recorder.now(stream))
+        pageable_source = of.place is Place.HOST and not of.pinned
+        # An asynchronous copy converts another dtype on the accelerator, a blocking one on the host.
+        converts_here = source.dtype is not destination.dtype and not non_blocking
+        if pageable_source or (converts_here and of.place is Place.HOST):
             recorder.touch(host, [source], [], "copy to a staging buffer")
             recorder.touch(stream, [], [destination], "copy from a staging buffer")
+        elif converts_here:
+            recorder.touch(stream, [source], [], "copy to a staging buffer")
+            recorder.learns(host, recorder.now(stream))
+            recorder.touch(host, [], [destination], "conversion")
         else:
             recorder.touch(stream, [source], [destination], "copy")
-        if not non_blocking or (staged and to is on_host):
+        # With pageable memory CUDA might wait all the same; nobody may rely on it.
+        if not non_blocking:
             recorder.learns(host, recorder.now(stream))
 
 

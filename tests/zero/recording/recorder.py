@@ -17,7 +17,10 @@ from tests.zero.recording.memory import Access, Memories, Memory, Place, extent
 
 DEFAULT_STREAM = "default stream"
 COMMUNICATION = "communication stream"
-"""Collectives run here, as NCCL's do."""
+"""Asynchronous collectives run here, as NCCL's do."""
+
+HOST = "host "
+"""What the lanes of threads begin with; no device waits for one."""
 
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -25,11 +28,11 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True)
 class Finding:
-    """``rule`` is what was broken; ``memory`` what it was broken on; ``what`` the two sides."""
+    """``rule`` is what was broken, ``memory`` what it was broken on, by which two sides."""
 
     rule: str
     memory: str
-    what: str
+    sides: tuple[str, str]
 
 
 UNORDERED = "accesses must be ordered"
@@ -60,7 +63,7 @@ class Recorder:
 
     @property
     def host(self) -> str:
-        return f"host {threading.current_thread().name}"
+        return f"{HOST}{threading.current_thread().name}"
 
     @property
     def stream(self) -> str:
@@ -77,10 +80,11 @@ class Recorder:
         with self._lock:
             self.clock(lane).join(clock)
 
-    def everything(self) -> Clock:
+    def all_streams(self) -> Clock:
         clock = Clock()
         for lane in list(self._clocks):
-            clock.join(self._clocks[lane])
+            if not lane.startswith(HOST):
+                clock.join(self._clocks[lane])
         return clock
 
     @contextmanager
@@ -132,7 +136,7 @@ class Recorder:
                     access = Access(stamp, writing, begin, end, by)
                     for other in memory.conflicts(access, clock):
                         if other.stamp != stamp:
-                            self.found(UNORDERED, memory, f"{other}; and {access}")
+                            self.found(UNORDERED, memory, (str(other), str(access)))
 
     def collect(self) -> None:
         """Memory whose last reference is gone goes back to its owner, whose next operation may write to it."""
@@ -142,10 +146,10 @@ class Recorder:
             clock = self.now(memory.owner)
             clock.join(self.clock(self.host))
             for access in memory.still_used(clock):
-                self.found(FREED, memory, f"of {memory.owner}, {access}")
+                self.found(FREED, memory, (f"freed on {memory.owner}", str(access)))
 
-    def found(self, rule: str, memory: Memory, what: str) -> None:
-        finding = Finding(rule, memory.name, what)
+    def found(self, rule: str, memory: Memory, sides: tuple[str, str]) -> None:
+        finding = Finding(rule, memory.name, sides)
         if finding not in self.findings:
             self.findings.append(finding)
 

@@ -1,12 +1,13 @@
 """Trains with seeded delays in each rank and in each worker; the bits and the order of collectives must not notice.
 
-Arguments: the seeds. Rank 0 prints an answer for each.
+Arguments: the seeds. Every rank prints an answer for each.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,12 +37,12 @@ MAX_DELAY_S = 0.004
 
 @contextmanager
 def logged(log: list[str]) -> Iterator[None]:
-    """Every collective that goes through DeepSpeed, with the sizes of its tensors."""
+    """Every collective that goes through DeepSpeed, with the lengths and dtypes of its tensors."""
 
     def watch(name: str, original: Any) -> Any:
         def collective(*args: Any, **kwargs: Any) -> Any:
             tensors = [value for value in (*args, *kwargs.values()) if hasattr(value, "numel")]
-            log.append(f"{name} {[tensor.numel() for tensor in tensors]}")
+            log.append(f"{name} {[(tensor.numel(), str(tensor.dtype)) for tensor in tensors]}")
             return original(*args, **kwargs)
 
         return collective
@@ -54,16 +55,21 @@ def logged(log: list[str]) -> Iterator[None]:
 
 @contextmanager
 def delayed(seed: int) -> Iterator[None]:
-    """Sleeps before updates, on whichever thread runs them, and before layers, each rank in its own rhythm."""
-    rhythm = random.Random(1000 * seed + dist.get_rank())
+    """Sleeps before updates and before layers, each thread of each rank in a rhythm of its own."""
+    rhythms: dict[str, random.Random] = {}
+
+    def rhythm() -> random.Random:
+        thread = threading.current_thread().name
+        return rhythms.setdefault(thread, random.Random(f"{seed} {dist.get_rank()} {thread}"))
+
     update, forward = CPUAdam.update, nn.Linear.forward
 
     def late_update(self: CPUAdam, *args: Any) -> None:
-        time.sleep(rhythm.uniform(0, MAX_DELAY_S))
+        time.sleep(rhythm().uniform(0, MAX_DELAY_S))
         update(self, *args)
 
     def late_forward(self: nn.Linear, x: Any) -> Any:
-        time.sleep(rhythm.uniform(0, MAX_DELAY_S))
+        time.sleep(rhythm().uniform(0, MAX_DELAY_S))
         return forward(self, x)
 
     with mock.patch.object(CPUAdam, "update", late_update), mock.patch.object(nn.Linear, "forward", late_forward):
