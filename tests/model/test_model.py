@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perf_model.hf_config import parse_hf_config, read_hf_config
+from perf_model.model import ModelError, ModelShape, gpt
+
+LLAMA_LIKE = ("Llama", "Mistral", "Qwen2", "Qwen3")
+SMALL = {
+    "hidden_size": 48,
+    "intermediate_size": 100,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 211,
+}
+
+
+def config_of(family: str, **changes: Any) -> Any:
+    values = {**SMALL, **changes}
+    if family == "GPT2":
+        values = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 77, "vocab_size": 211, **changes}
+    if family == "GPTNeoX":
+        del values["num_key_value_heads"], values["head_dim"]
+    return getattr(transformers, f"{family}Config")(**values)
+
+
+def parameters_of(config: Any) -> list[int]:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return [parameter.numel() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", [*LLAMA_LIKE, "GPT2", "GPTNeoX"])
+def test_every_parameter_of_a_hugging_face_model_is_counted(family: str, tied: bool) -> None:
+    config = config_of(family, tie_word_embeddings=tied)
+    shape = parse_hf_config(config.to_json_string(), name=family)
+    expected = parameters_of(config)
+    assert shape.numel == sum(expected)
+    if family in LLAMA_LIKE:
+        assert shape.parameters() == expected
+
+
+def test_a_published_model_has_its_published_size(tmp_path: Path) -> None:
+    """Llama 3 8B: 8,030,261,248 parameters (its model card's 8.03 B)."""
+    config = transformers.LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    )
+    path = tmp_path / "Llama-3-8B" / "config.json"
+    path.parent.mkdir()
+    path.write_text(config.to_json_string())
+    shape = read_hf_config(path)
+    assert shape.name == "Llama-3-8B"
+    assert shape.numel == 8_030_261_248
+
+
+# Megatron-LM, arXiv 2104.04473
+
+
+def megatron(layers: int, hidden: int, vocab: int, batch: int, sequence: int) -> tuple[float, float]:
+    """Equations 2 and 3: parameters, and floating-point operations of an iteration with activation recomputation."""
+    numel = 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (vocab + sequence) / (12 * layers * hidden))
+    flops = 96 * batch * sequence * layers * hidden**2
+    return numel, flops * (1 + sequence / (6 * hidden) + vocab / (16 * layers * hidden))
+
+
+@given(st.integers(1, 100), st.integers(1, 100), st.integers(1000, 60_000), st.integers(1, 512), st.integers(64, 4096))
+def test_gpt_shapes_give_the_papers_numbers(layers: int, heads: int, vocab: int, batch: int, sequence: int) -> None:
+    hidden = 64 * heads
+    shape = gpt("GPT", layers, hidden, heads, vocab, sequence)
+    numel, flops = megatron(layers, hidden, vocab, batch, sequence)
+    # The paper's formula leaves out the last normalisation, of 2 * hidden.
+    assert shape.numel - 2 * hidden == pytest.approx(numel, rel=1e-9)
+    assert shape.iteration_flops(batch, sequence, recompute=True) == pytest.approx(flops, rel=1e-9)
+
+
+def test_without_recomputation_the_layers_run_three_times_and_not_four() -> None:
+    shape = gpt("GPT", 24, 2048, 16, 51200, 1024)
+    logits = 2 * 8 * 1024 * 2048 * 51200
+    with_it, without = (shape.iteration_flops(8, 1024, recompute) for recompute in (True, False))
+    assert (with_it - 3 * logits) / (without - 3 * logits) == pytest.approx(4 / 3)
+    assert without == 3 * shape.forward_flops(8, 1024)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "A model's config is JSON"),
+        ("[]", "A model's config must be an object"),
+        ("{}", "model_type: must be one of .*, found None"),
+        (json.dumps({"model_type": "mixtral"}), "model_type: must be one of llama, .*, found 'mixtral'"),
+        (json.dumps({"model_type": "llama"}), "hidden_size: must be an integer of at least 1, found None"),
+        (json.dumps({"model_type": "llama", **SMALL, "vocab_size": "9"}), "vocab_size: must be an integer"),
+        (json.dumps({"model_type": "llama", **SMALL, "vocab_size": True}), "vocab_size: must be an integer"),
+        (json.dumps({"model_type": "llama", **SMALL, "num_key_value_heads": 4}), "kv_heads: must divide heads"),
+        (json.dumps({"model_type": "llama", **SMALL, "attention_bias": True}), "attention_bias: must be false"),
+        (json.dumps({"model_type": "llama", **SMALL, "tie_word_embeddings": 1}), "tie_word_embeddings: must be true"),
+    ],
+)
+def test_a_bad_config_is_refused_with_rule_value_and_remedy(text: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        parse_hf_config(text, name="bad")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"must be a preset or a readable config\.json"):
+        read_hf_config(tmp_path / "none.json")
+
+
+json_values = st.none() | st.booleans() | st.integers(-5, 5) | st.floats() | st.text(max_size=3) | st.lists(st.none())
+
+
+@given(st.sampled_from(["llama", "qwen2", "gpt2", "gpt_neox", "bert", 3]), st.data())
+def test_malformed_configs_are_refused_and_never_anything_else(family: Any, data: st.DataObject) -> None:
+    keys = [*SMALL, "n_embd", "n_layer", "n_head", "n_positions", "n_inner", "tie_word_embeddings", "attention_bias"]
+    values = {"model_type": family, **SMALL, **data.draw(st.dictionaries(st.sampled_from(keys), json_values))}
+    try:
+        shape = parse_hf_config(json.dumps(values), name="drawn")
+    except ModelError:
+        return
+    assert isinstance(shape, ModelShape)
+    assert shape.numel > 0
