@@ -53,6 +53,13 @@ def exposed_bound(numel: int, cost: CostModel, windows: Windows) -> Bound:
     return _least(_busy_lines(numel, cost, windows))
 
 
+def work_s(numel: int, streamed_numel: int, cost: CostModel) -> float:
+    """What any schedule takes at least that streams so many of ``numel`` parameters."""
+    on_cpu = _busy_s(numel - streamed_numel, cost, Placement.CPU)
+    streamed = _busy_s(streamed_numel, cost, Placement.STREAMED)
+    return max(on_cpu[resource] + streamed[resource] for resource in Resource)
+
+
 def _busy_lines(numel: int, cost: CostModel, windows: Windows) -> dict[Resource, _Line]:
     on_cpu, streamed = (_busy_s(numel, cost, placement) for placement in (Placement.CPU, Placement.STREAMED))
     lines = {}

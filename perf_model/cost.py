@@ -105,7 +105,7 @@ class CostModel:
             Resource.GPU: numel / self.gpu_adam_params_per_s if kind is ActionKind.GPU_STEP else 0.0,
         }
         amounts = {resource: amount for resource, amount in amounts.items() if amount > 0}
-        busiest_s = max(amount / self.capacities[resource] for resource, amount in amounts.items())
+        busiest_s = max((amount / self.capacities[resource] for resource, amount in amounts.items()), default=0.0)
         return Load(busiest_s + self.copy_latency_s * COPIES.get(kind, 0), amounts)
 
 

@@ -20,18 +20,30 @@ from perf_model.workload import Workload
 
 def simulate(schedule: Schedule, workload: Workload, cost: CostModel) -> Timeline:
     """The predicted timeline of a checked schedule, seconds since the start of the update."""
-    return _Simulation(schedule, workload, cost).run()
+    return Simulator(cost).run(schedule, workload)
+
+
+class Simulator:
+    """Remembers what it has worked out, for many simulations with one cost model.
+
+    Equal actions share a load, and so the speeds of a set of them that runs together.
+    """
+
+    def __init__(self, cost: CostModel) -> None:
+        self.load = cache(cost.load)
+        self.speeds = cache(lambda *loads: speeds(loads, cost.capacities))
+
+    def run(self, schedule: Schedule, workload: Workload) -> Timeline:
+        return _Simulation(schedule, workload, self).run()
 
 
 class _Simulation:
-    def __init__(self, schedule: Schedule, workload: Workload, cost: CostModel) -> None:
+    def __init__(self, schedule: Schedule, workload: Workload, simulator: Simulator) -> None:
         self._actions = schedule.actions
         self._on_cpu = {action.name for action in schedule.actions if action.lane is Lane.CPU}
         numel = {sub_group.index: sub_group.numel for sub_group in workload.sub_groups}
-        # Equal actions share a load, and so what has been worked out for a set of them that runs together.
-        load_of = cache(lambda kind, numel: cost.load(kind, numel))
-        self._loads = {action.name: load_of(action.kind, numel[action.sub_group]) for action in schedule.actions}
-        self._rates = cache(lambda *loads: speeds(loads, cost.capacities))
+        self._speeds = simulator.speeds
+        self._loads = {action.name: simulator.load(action.kind, numel[action.sub_group]) for action in schedule.actions}
         self._now_s = 0.0
         self._to_issue = deque(schedule.actions)
         self._issued: dict[Lane, deque[Action]] = {lane: deque() for lane in Lane}
@@ -67,7 +79,7 @@ class _Simulation:
     def _advance(self) -> None:
         """To the next end."""
         names = [action.name for action in self._running.values()]
-        rates = self._rates(*(self._loads[name] for name in names))
+        rates = self._speeds(*(self._loads[name] for name in names))
         step_s = min(self._left[name] / rate for name, rate in zip(names, rates, strict=True))
         self._now_s += step_s
         for (lane, action), rate in zip(list(self._running.items()), rates, strict=True):

@@ -1,0 +1,49 @@
+"""Cost models for tests; no machine was measured for them."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from perf_model.cost import CostModel, Resource, traffic_of
+
+PLENTY = 1e15
+
+
+def cost(**changes: float) -> CostModel:
+    """CPU 1 G params/s, PCIe 16 GB/s each way, a GPU and a host memory that do not bind."""
+    rates = {
+        "cpu": 1e9,
+        "gpu": 1e12,
+        "h2d": 16e9,
+        "d2h": 12e9,
+        "both": PLENTY,
+        "dram": PLENTY,
+        "latency": 0.0,
+        **changes,
+    }
+    return CostModel(
+        cpu_adam_params_per_s=rates["cpu"],
+        gpu_adam_params_per_s=rates["gpu"],
+        copy_latency_s=rates["latency"],
+        capacities={
+            Resource.H2D: rates["h2d"],
+            Resource.D2H: rates["d2h"],
+            Resource.BOTH: rates["both"],
+            Resource.DRAM: rates["dram"],
+            Resource.CPU: 1.0,
+            Resource.GPU: 1.0,
+        },
+        traffic=traffic_of(2),
+    )
+
+
+costs = st.builds(
+    cost,
+    cpu=st.floats(1e8, 1e10),
+    gpu=st.floats(1e10, 1e12),
+    h2d=st.floats(1e9, 5e11),
+    d2h=st.floats(1e9, 5e11),
+    both=st.floats(1e9, 1e12),
+    dram=st.floats(1e10, 1e12),
+    latency=st.floats(0, 1e-4),
+)
