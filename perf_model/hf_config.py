@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from perf_model.model import ModelError, ModelShape
+from perf_model.model import ModelError, ModelShape, gpt
 
 
 def read_hf_config(path: Path) -> ModelShape:
@@ -78,39 +79,35 @@ def _llama(config: _Config, name: str) -> ModelShape:
 
 
 def _gpt2(config: _Config, name: str) -> ModelShape:
-    hidden, heads = config.integer("n_embd"), config.integer("n_head")
-    return ModelShape(
-        name=name,
+    hidden = config.integer("n_embd")
+    shape = gpt(
+        name,
         layers=config.integer("n_layer"),
         hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        intermediate=config.integer("n_inner", default=4 * hidden),
+        heads=config.integer("n_head"),
         vocab=config.integer("vocab_size"),
-        gated=False,
+        positions=config.integer("n_positions"),
+    )
+    return replace(
+        shape,
+        intermediate=config.integer("n_inner", default=4 * hidden),
         tied_embeddings=config.flag("tie_word_embeddings", default=True),
-        bias=True,
-        norm_params_per_hidden=2,
-        learned_positions=config.integer("n_positions"),
     )
 
 
 def _gpt_neox(config: _Config, name: str) -> ModelShape:
-    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    return ModelShape(
-        name=name,
+    shape = gpt(
+        name,
         layers=config.integer("num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        intermediate=config.integer("intermediate_size"),
+        hidden=config.integer("hidden_size"),
+        heads=config.integer("num_attention_heads"),
         vocab=config.integer("vocab_size"),
-        gated=False,
+        positions=0,
+    )
+    return replace(
+        shape,
+        intermediate=config.integer("intermediate_size"),
         tied_embeddings=config.flag("tie_word_embeddings", default=False),
-        bias=True,
-        norm_params_per_hidden=2,
     )
 
 

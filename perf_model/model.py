@@ -106,8 +106,11 @@ class ModelShape:
         return tensors
 
 
-def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, sequence: int) -> ModelShape:
-    """GPT as in the Megatron-LM paper: feed-forward of four times the width, biases, tied embeddings."""
+def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, positions: int) -> ModelShape:
+    """GPT as in the Megatron-LM paper: feed-forward of four times the width, biases, tied embeddings.
+
+    ``positions``: how many have a learned embedding; 0 for rotary ones.
+    """
     return ModelShape(
         name=name,
         layers=layers,
@@ -121,5 +124,5 @@ def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, sequence: i
         tied_embeddings=True,
         bias=True,
         norm_params_per_hidden=2,
-        learned_positions=sequence,
+        learned_positions=positions,
     )

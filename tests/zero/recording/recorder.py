@@ -101,14 +101,14 @@ class Recorder:
         """What is not known was made before the recording began: plain host memory."""
         return self.memories.find(tensor) or self.allocated(tensor, Place.HOST)
 
-    def allocated(self, tensor: torch.Tensor, place: Place, pinned: bool = False) -> Memory:
+    def allocated(self, tensor: torch.Tensor, place: Place) -> Memory:
         with self._lock:
             self.collect()
             owner = self.stream if place is Place.ACCELERATOR else self.host
             memory = Memory(
                 name=f"a tensor of {_who()}",
                 place=place,
-                pinned=pinned,
+                pinned=False,
                 owner=owner,
                 alive=StorageWeakRef(tensor.untyped_storage()),
             )
@@ -142,7 +142,7 @@ class Recorder:
         """Memory whose last reference is gone goes back to its owner, whose next operation may write to it."""
         for memory in self.memories.take_dead():
             if memory.place is not Place.ACCELERATOR:
-                continue  # pinned memory is recorded by the copies themselves, and pageable memory's block
+                continue  # pinned memory is recorded by the copies themselves; freed pageable memory is not looked at
             clock = self.now(memory.owner)
             clock.join(self.clock(self.host))
             for access in memory.still_used(clock):
