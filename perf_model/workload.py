@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -22,6 +23,21 @@ class Workload:
     @classmethod
     def of(cls, numels: list[int]) -> Workload:
         return cls(tuple(SubGroup(index, numel) for index, numel in enumerate(numels)))
+
+    @classmethod
+    def of_parameters(cls, parameters: Iterable[int], world_size: int, sub_group_size: int) -> Workload:
+        """One rank's sub-groups, as DeepSpeed 0.19.8 cuts them (``stage3.py``, ``_create_fp16_sub_groups``).
+
+        ``parameters`` are the numbers of elements of one param group's tensors; each is divided among the ranks and
+        padded. A sub-group is closed by the parameter with which it reaches ``sub_group_size``.
+        """
+        numels, open_numel = [], 0
+        for numel in parameters:
+            open_numel += -(-numel // world_size)
+            if open_numel >= sub_group_size:
+                numels.append(open_numel)
+                open_numel = 0
+        return cls.of([*numels, open_numel] if open_numel else numels)
 
     @property
     def numel(self) -> int:
