@@ -42,7 +42,7 @@ def _check_chains(schedule: Schedule, workload: Workload) -> tuple[Placement, ..
     for action in schedule.actions:
         if seen[action.name] > 1:
             raise ScheduleError(schedule, action, "An action is issued once a step.")
-        if action.sub_group >= len(workload.sub_groups):
+        if not 0 <= action.sub_group < len(workload.sub_groups):
             raise ScheduleError(schedule, action, f"There are {len(workload.sub_groups)} sub-groups.")
         kinds[action.sub_group].append(action.kind)
     by_chain = {chain: placement for placement, chain in CHAINS.items()}
@@ -73,7 +73,7 @@ def _check_slots(schedule: Schedule, workload: Workload) -> None:
             if action.slot is not None:
                 raise ScheduleError(schedule, action, f"{action.kind.value} uses no slot.")
             continue
-        if action.slot is None or action.slot >= schedule.num_slots:
+        if action.slot is None or not 0 <= action.slot < schedule.num_slots:
             raise ScheduleError(schedule, action, f"{action.kind.value} needs one of {schedule.num_slots} slots.")
         if slot_of.setdefault(action.sub_group, action.slot) != action.slot:
             raise ScheduleError(schedule, action, "A sub-group stays in the slot it was prefetched into.")

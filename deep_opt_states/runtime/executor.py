@@ -158,10 +158,10 @@ class Executor:
         }
 
     def _begin(self) -> None:
-        """Nothing starts before the caller's work is done, on which the host waits, and with it all that it issues.
+        """The host waits for the caller's stream, so that nothing it issues later can start before that is done.
 
         Backward's kernels may still read the 16-bit parameters, and write gradients to host memory that the worker
-        reads. With the device idle here, its clock and the host's share an origin, too.
+        reads. DeepSpeed has joined its reduction stream to the caller's by then. The two clocks share an origin here.
         """
         self._device.current_stream().record(self._origin)
         self._origin.synchronize()

@@ -201,6 +201,27 @@ def test_a_slot_is_kept_for_the_whole_chain() -> None:
         check(schedule(text, num_slots=2), Workload.of([9]))
 
 
+@given(schedules(), st.integers(-3, -1))
+def test_negative_numbers_are_refused(drawn: tuple[Schedule, Workload], number: int) -> None:
+    """Python would count them from the end, and take two slots for one."""
+    schedule, workload = drawn
+    for position, action in enumerate(schedule.actions):
+        wrong = [replace(action, sub_group=number)]
+        if action.slot is not None:
+            wrong.append(replace(action, slot=number))
+        for mutant in wrong:
+            actions = (*schedule.actions[:position], mutant, *schedule.actions[position + 1 :])
+            with pytest.raises(ScheduleError):
+                check(replace(schedule, actions=actions), workload)
+    in_negative_slots = tuple(
+        action if action.slot is None else replace(action, slot=action.slot - schedule.num_slots)
+        for action in schedule.actions
+    )
+    if in_negative_slots != schedule.actions:
+        with pytest.raises(ScheduleError, match="needs one of"):
+            check(replace(schedule, actions=in_negative_slots), workload)
+
+
 def test_grid_has_a_column_a_lane_and_a_row_an_action() -> None:
     plan = UpdatePlan(workload=WORKLOAD, placements=place_by_stride(WORKLOAD, 2), num_slots=1)
     head, *rows = grid(plan.schedule).splitlines()

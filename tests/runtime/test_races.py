@@ -111,7 +111,7 @@ def test_an_update_that_does_not_wait_for_backward_or_for_its_own_end_shows(meth
 def test_swapped_actions_are_refused_unless_no_timing_can_tell() -> None:
     """Happens-before is a partial order: two actions that it does not order may change places in the text.
 
-    What is refused is refused for its own reason; what is accepted must give the serial bits in every order of lanes.
+    What is accepted must give the serial bits: each in one order of lanes, every 50th in all of them.
     """
     refused = harmless = 0
     for plan in small_plans():
@@ -122,7 +122,6 @@ def test_swapped_actions_are_refused_unless_no_timing_can_tell() -> None:
                 refused += 1
             else:
                 harmless += 1
-                # Every one in one order of lanes, which changes from one to the next, and some in all of them.
                 orders = ORDERS if harmless % 50 == 0 else [ORDERS[harmless % len(ORDERS)]]
                 numels = numels_of(plan.workload)
                 expected = serial(numels)

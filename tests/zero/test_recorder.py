@@ -9,11 +9,13 @@ from unittest import mock
 import pytest
 import torch
 
+from deep_opt_states.device import cuda
 from tests.zero.recording.accelerator import RecordingAccelerator
 from tests.zero.recording.collectives import recorded_collective
 from tests.zero.recording.operations import Accesses
 from tests.zero.recording.places import Places
 from tests.zero.recording.recorder import FREED, ILLEGAL, UNORDERED, Recorder
+from tests.zero.recording.recording import torch_for_our_device
 
 ACCELERATOR = torch.device("cpu", 0)
 
@@ -324,3 +326,34 @@ def test_memory_freed_while_another_stream_uses_it_must_be_recorded(
         side.synchronize()
     del tensor
     assert rules(recorder) == ([FREED] if how == "nothing" else [])
+
+
+# Our device, as it is
+
+
+@pytest.mark.parametrize("marks", ["the stream that copies", "another"])
+def test_our_device_marks_the_stream_that_is_current(
+    marks: str, accelerator: RecordingAccelerator, recorder: Recorder
+) -> None:
+    with mock.patch.object(cuda, "torch", torch_for_our_device(accelerator, Places(recorder))):
+        device = cuda.CudaDevice(0)
+        pinned, source = device.empty_host(4, torch.float32), device.empty(4, torch.float32).fill_(1)
+        copying, filled, event = device.stream(), device.event(), device.event()
+        device.current_stream().record(filled)
+        copying.wait(filled)
+        with copying.issue():
+            device.copy(pinned, source)
+            if marks == "the stream that copies":
+                device.current_stream().record(event)
+        if marks == "another":
+            device.current_stream().record(event)
+        event.synchronize()
+        pinned + 1
+    assert rules(recorder) == ([] if marks == "the stream that copies" else [UNORDERED])
+
+
+def test_pageable_memory_freed_under_a_copy_is_found(accelerator: RecordingAccelerator, recorder: Recorder) -> None:
+    destination = torch.zeros(4)
+    destination.copy_(torch.ones(4, device=ACCELERATOR), non_blocking=True)
+    del destination
+    assert rules(recorder) == [FREED]

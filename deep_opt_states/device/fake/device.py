@@ -102,8 +102,8 @@ class FakeDevice:
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """``cudaMemcpyAsync``: queued. A pageable source (host memory that is not from ``empty_host``) is staged now.
 
-        With pageable memory it "might be synchronous" ("API synchronization behavior", CUDA runtime), also not: so the
-        host does not wait. The conversion of another dtype happens on the device (PyTorch's ``Copy.cpp``), late, too.
+        With pageable memory it "might be synchronous" ("API synchronization behavior", CUDA runtime), or not: the host
+        does not wait here. The conversion of another dtype happens on the device (PyTorch's ``Copy.cpp``), late, too.
         """
         if self._block(source) is None:
             source = source.clone()

@@ -1,4 +1,4 @@
-"""Queues of work that has been issued and has not happened yet; the lanes that serve them are told by a ``Timing``."""
+"""Queues of work that has been issued and has not happened yet; a ``Timing`` says which of them is served next."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ class Queue:
         self._operations: deque[tuple[Ready, Operation]] = deque()
         self._running = False
 
-    def add(self, operation: Operation, ready: Ready = lambda: True) -> int:
-        """The number that ``finished`` reaches when the operation has run. It holds back those behind it."""
+    def add(self, operation: Operation, ready: Ready = lambda: True) -> None:
+        """Until it is ready and has run, the operation holds back those behind it."""
         self._operations.append((ready, operation))
         self.issued += 1
-        return self.issued
 
     def mark(self) -> Ready:
         """Whether all that has been issued *by now* has finished."""

@@ -82,8 +82,9 @@ def shared_folder() -> Iterator[Path]:
 
 def train(engine: Any, case: Case, folder: Path) -> Record:
     record = Record(optimizer_class=type(engine.optimizer).__name__)
-    losses = record.numbers["loss"] = []
-    norms = record.numbers["norm"] = []
+    # Read at the end: reading one waits for the accelerator, and would hide what overlaps.
+    losses: list[torch.Tensor] = []
+    norms: list[Any] = []
     scales = record.numbers["loss_scale"] = []
     skipped = record.numbers["skipped"] = []
     lrs = record.numbers["lr"] = []
@@ -98,9 +99,9 @@ def train(engine: Any, case: Case, folder: Path) -> Record:
             engine.backward(loss)
             if not case.caller_accumulates or position == case.accumulation - 1:
                 engine.step()
-            losses.append(loss.item())
+            losses.append(loss.detach())
             micro_batch += 1
-        norms.append(float(engine.get_global_grad_norm()))
+        norms.append(engine.get_global_grad_norm())
         scales.append(float(engine.optimizer.loss_scale))
         skipped.append(engine.skipped_steps)
         lrs.extend(group["lr"] for group in engine.optimizer.param_groups)
@@ -108,6 +109,8 @@ def train(engine: Any, case: Case, folder: Path) -> Record:
             engine.save_checkpoint(str(folder))
         if case.reload is not None and step + 1 == case.reload[1]:
             engine.load_checkpoint(str(folder), load_optimizer_states=case.load_optimizer_states)
+    record.numbers["loss"] = [loss.item() for loss in losses]
+    record.numbers["norm"] = [float(norm) for norm in norms]
     collect(engine.optimizer, record)
     return record
 

@@ -29,6 +29,23 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 """Of the methods of DeepSpeed's backend (``deepspeed/comm/torch.py``). The first is written, all tensors are read."""
 
 
+NOT_MODELLED = (
+    "all_gather_coalesced",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "gather",
+    "inference_all_reduce",
+    "irecv",
+    "isend",
+    "recv",
+    "reduce",
+    "scatter",
+    "send",
+)
+"""Better refused than unseen."""
+
+
 class Handle:
     """Waiting holds back the stream that is current, not the host. Until then it keeps what the collective uses.
 
@@ -54,6 +71,9 @@ def recorded_collectives(recorder: Recorder) -> Iterator[None]:
         for name in PARAMETERS:
             method = recorded_collective(recorder, name, getattr(comm.cdb, name))
             patches.enter_context(mock.patch.object(comm.cdb, name, method))
+        for name in NOT_MODELLED:
+            unknown = mock.Mock(side_effect=NotImplementedError(f"{name} is not recorded yet"))
+            patches.enter_context(mock.patch.object(comm.cdb, name, unknown))
         yield
 
 

@@ -210,6 +210,12 @@ FAULTS = (
         block=STREAMED,
         expected=(UNORDERED, "slot, exp_avg_sq", "_prefetch", "adam_update"),
     ),
+    Fault(
+        name="flushed before it is updated",
+        seeded=without_waits_of(ActionKind.FLUSH_STATES),
+        block=STREAMED,
+        expected=(UNORDERED, "slot, exp_avg_sq", "write on stream 4 by adam_update", "_flush_states"),
+    ),
     # Memory handed to another stream
     Fault(
         name="gradient freed while the reduction reads it",

@@ -26,7 +26,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 class Accesses(TorchDispatchMode):
-    """Sees every operation that reaches a kernel."""
+    """Sees every operation that PyTorch's dispatcher sees."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -79,10 +79,11 @@ class Accesses(TorchDispatchMode):
             recorder.touch(recorder.host, reads, writes, name)
             return
         for tensor in here:
-            # A kernel takes a scalar of the host by value.
             if tensor.dim() > 0:
                 recorder.found(ILLEGAL, recorder.memory(tensor), (str(Place.HOST), name))
-        recorder.touch(recorder.stream, reads, writes, name)
+        # A kernel takes a scalar of the host by value.
+        recorder.touch(recorder.host, here, [], name)
+        recorder.touch(recorder.stream, [it for it in reads if recorder.on_accelerator(it)], writes, name)
         if name in SYNCHRONIZING:
             recorder.learns(recorder.host, recorder.now(recorder.stream))
 

@@ -141,12 +141,14 @@ class Recorder:
     def collect(self) -> None:
         """Memory whose last reference is gone goes back to its owner, whose next operation may write to it."""
         for memory in self.memories.take_dead():
-            if memory.place is not Place.ACCELERATOR:
-                continue  # pinned memory is recorded by the copies themselves; freed pageable memory is not looked at
+            if memory.pinned:
+                continue  # asynchronous copies record it by themselves
             clock = self.now(memory.owner)
             clock.join(self.clock(self.host))
             for access in memory.still_used(clock):
-                self.found(FREED, memory, (f"freed on {memory.owner}", str(access)))
+                # A thread that uses it holds a reference.
+                if not access.stamp.lane.startswith(HOST):
+                    self.found(FREED, memory, (f"freed on {memory.owner}", str(access)))
 
     def found(self, rule: str, memory: Memory, sides: tuple[str, str]) -> None:
         finding = Finding(rule, memory.name, sides)

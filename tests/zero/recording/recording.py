@@ -37,7 +37,7 @@ def recording() -> Iterator[Recorder]:
     set_accelerator(accelerator)
     try:
         with ExitStack() as patches:
-            patches.enter_context(mock.patch.object(cuda, "torch", _torch_for_our_device(accelerator, places)))
+            patches.enter_context(mock.patch.object(cuda, "torch", torch_for_our_device(accelerator, places)))
             choice = AcceleratorChoice(cuda.CudaDevice(0), steps_on_host=True)
             patches.enter_context(mock.patch.object(plugin, "choose_device", return_value=choice))
             patches.enter_context(mock.patch.object(executor, "Worker", _recording_worker(recorder)))
@@ -50,7 +50,7 @@ def recording() -> Iterator[Recorder]:
         set_accelerator(plain)
 
 
-def _torch_for_our_device(accelerator: RecordingAccelerator, places: Places) -> Any:
+def torch_for_our_device(accelerator: RecordingAccelerator, places: Places) -> Any:
     """``device/cuda.py`` as it is, with another ``torch.cuda``."""
 
     def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:

@@ -14,9 +14,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from deepspeed.comm import comm
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from deep_opt_states.device.kernels.cpu_adam import CPUAdam
 from tests.launch import answer
@@ -25,13 +27,26 @@ from tests.zero.parity.case import Case
 from tests.zero.process_group import process_group
 
 COLLECTIVES = (
+    "all_gather",
+    "all_gather_coalesced",
     "all_gather_into_tensor",
     "all_gather_object",
     "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
     "barrier",
     "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "inference_all_reduce",
+    "reduce",
+    "reduce_scatter",
     "reduce_scatter_tensor",
+    "scatter",
 )
+"""All methods of DeepSpeed's backend in which the ranks meet."""
+
 MAX_DELAY_S = 0.004
 
 
@@ -41,7 +56,7 @@ def logged(log: list[str]) -> Iterator[None]:
 
     def watch(name: str, original: Any) -> Any:
         def collective(*args: Any, **kwargs: Any) -> Any:
-            tensors = [value for value in (*args, *kwargs.values()) if hasattr(value, "numel")]
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             log.append(f"{name} {[(tensor.numel(), str(tensor.dtype)) for tensor in tensors]}")
             return original(*args, **kwargs)
 

@@ -28,7 +28,7 @@ from tests.zero.recording.recording import recording
 MAX_STEPS = 14
 
 NO_THROUGHPUT_TIMER = {"timers": {"throughput": {"enabled": False}}}
-"""It synchronises the whole device twice a step, from the third one on, and would hide what is looked for."""
+"""The timer synchronises the device twice a step, from the third one on, and would hide what is looked for."""
 
 
 @dataclass
@@ -66,7 +66,8 @@ def is_stocks_own(finding: Finding) -> bool:
     """DeepSpeed 0.19.8, when its trace is invalidated (``_clean_inflight_param_registry``).
 
     It waits for gathers that are in flight on the default stream, and frees their buffers, which belong to the
-    all-gather stream: that one's next operation may write to memory that the collective still writes to.
+    all-gather stream: that one's next operation may write to memory that the collective still writes to. Excused only
+    as often as stock does it on the same case.
     """
     gathering = "all_gather_coalesced" in finding.memory and COMMUNICATION in finding.sides[1]
     return finding.rule == FREED and gathering
@@ -78,12 +79,16 @@ def run_case(case: Case, blocks: tuple[Block, ...], reference: Block) -> None:
     for block in blocks:
         done = record(case, block)
         findings = done.recorder.findings
+        excused = list(filter(is_stocks_own, findings))
+        if block is not None and any(of_all_ranks(bool(excused))):
+            stocks = list(filter(is_stocks_own, record(case, None).recorder.findings))
+            excused = excused if len(excused) <= len(stocks) else []
         result = {
             "case": case.name,
             "block": block,
             "schedule": done.schedule,
-            "findings": of_all_ranks([asdict(finding) for finding in findings if not is_stocks_own(finding)]),
-            "stock's own": sum(map(is_stocks_own, findings)),
+            "findings": of_all_ranks([asdict(finding) for finding in findings if finding not in excused]),
+            "stock's own": len(excused),
             "differences": of_all_ranks(differences(expected, done.trained)),
             "lanes": sorted(done.recorder.seen),
         }
