@@ -9,7 +9,7 @@ from perf_model.dependencies import CHAINS, dependencies
 from perf_model.grid import grid
 from perf_model.happens_before import Clocks
 from perf_model.placement import Placement
-from perf_model.schedule import STAGED_BYTES_PER_PARAM, Schedule
+from perf_model.schedule import Schedule, bytes_of_slots
 from perf_model.workload import Workload
 
 
@@ -60,7 +60,7 @@ def _check_chains(schedule: Schedule, workload: Workload) -> tuple[Placement, ..
 
 
 def _check_slots(schedule: Schedule, workload: Workload) -> None:
-    needed_bytes = schedule.num_slots * schedule.slot_numel * STAGED_BYTES_PER_PARAM
+    needed_bytes = bytes_of_slots(schedule.num_slots, schedule.slot_numel)
     if needed_bytes > schedule.staging_bytes:
         rule = (
             f"The slots must fit the memory that the schedule declares: {schedule.num_slots} of {schedule.slot_numel} "

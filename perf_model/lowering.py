@@ -9,7 +9,7 @@ from perf_model.action import Action, ActionKind
 from perf_model.dependencies import dependencies
 from perf_model.happens_before import Clocks
 from perf_model.placement import Placement
-from perf_model.schedule import STAGED_BYTES_PER_PARAM, Schedule
+from perf_model.schedule import Schedule, bytes_of_slots
 from perf_model.workload import Workload
 
 
@@ -24,7 +24,7 @@ def lower(workload: Workload, placements: Sequence[Placement], num_slots: int) -
     return Schedule(
         num_slots=num_slots,
         slot_numel=slot_numel,
-        staging_bytes=num_slots * slot_numel * STAGED_BYTES_PER_PARAM,
+        staging_bytes=bytes_of_slots(num_slots, slot_numel),
         actions=tuple(actions),
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from operator import itemgetter
 
 from perf_model.action import ActionKind
 from perf_model.bounds import Bound, work_bound, work_s
@@ -78,11 +79,14 @@ class _Search:
         self.best_s = self._simulated_s(self.best)
 
     def try_all(self, candidates: Iterable[tuple[Placement, ...]], fewer_slots_too: bool = False) -> None:
-        """The most promising first: most of the others cannot beat the best any more, then, and are not simulated.
+        """The most promising first: when one cannot beat the best any more, none of the others can.
 
         More slots overlap more; now and then fewer are better, where transfers slow the CPU.
         """
-        for placements in sorted(candidates, key=self._at_least_s):
+        bounded = ((self._at_least_s(placements), placements) for placements in candidates)
+        for at_least_s, placements in sorted(bounded, key=itemgetter(0)):
+            if at_least_s >= self.best_s:
+                return
             most = self._most_slots(placements)
             for num_slots in range(1 if fewer_slots_too else max(1, most), most + 1):
                 self._try(placements, num_slots)
@@ -115,7 +119,7 @@ class _Search:
                 return
 
     def _try(self, placements: tuple[Placement, ...], num_slots: int) -> None:
-        if (placements, num_slots) in self._tried or self._at_least_s(placements) >= self.best_s:
+        if (placements, num_slots) in self._tried:
             return
         self._tried.add((placements, num_slots))
         plan = UpdatePlan(workload=self._workload, placements=placements, num_slots=num_slots)

@@ -16,6 +16,10 @@ STAGED_BYTES_PER_PARAM = 16
 """What a slot holds of a parameter: fp32 p, m, v and gradient."""
 
 
+def bytes_of_slots(num_slots: int, slot_numel: int) -> int:
+    return num_slots * slot_numel * STAGED_BYTES_PER_PARAM
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Actions in the order the host issues them, and the staging memory they need.

@@ -11,7 +11,7 @@ from perf_model.dependencies import CHAINS
 from perf_model.lowering import insert_waits
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
-from perf_model.schedule import STAGED_BYTES_PER_PARAM, Schedule
+from perf_model.schedule import Schedule, bytes_of_slots
 from perf_model.workload import Workload
 
 
@@ -60,7 +60,7 @@ def schedules(draw: st.DrawFn, max_numel: int = 10**6) -> tuple[Schedule, Worklo
     schedule = Schedule(
         num_slots=plan.num_slots,
         slot_numel=slot_numel,
-        staging_bytes=plan.num_slots * slot_numel * STAGED_BYTES_PER_PARAM,
+        staging_bytes=bytes_of_slots(plan.num_slots, slot_numel),
         actions=tuple(insert_waits(actions)),
     )
     return schedule, plan.workload

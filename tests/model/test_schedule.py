@@ -13,7 +13,7 @@ from perf_model.grid import grid
 from perf_model.lowering import assign_slots, insert_waits, issue_order, merge_by_progress
 from perf_model.placement import Placement, place_by_stride
 from perf_model.plan import UpdatePlan
-from perf_model.schedule import STAGED_BYTES_PER_PARAM, Schedule
+from perf_model.schedule import Schedule, bytes_of_slots
 from perf_model.workload import Workload
 from tests.model.mutations import with_one_action_dropped, with_one_action_repeated, without_one_wait
 from tests.model.strategies import plans, schedules
@@ -152,7 +152,7 @@ def schedule(text: str, num_slots: int = 1, slot_numel: int = 100) -> Schedule:
     return Schedule(
         num_slots=num_slots,
         slot_numel=slot_numel,
-        staging_bytes=num_slots * slot_numel * STAGED_BYTES_PER_PARAM,
+        staging_bytes=bytes_of_slots(num_slots, slot_numel),
         actions=tuple(map(Action.parse, lines(text))),
     )
 

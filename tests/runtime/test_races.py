@@ -19,10 +19,7 @@ from perf_model.plan import UpdatePlan
 from perf_model.schedule import Schedule
 from perf_model.timeline import Timeline
 from perf_model.workload import Workload
-from tests.model.mutations import (
-    with_two_actions_swapped,
-    without_one_wait,
-)
+from tests.model.mutations import with_two_actions_swapped, without_one_wait
 from tests.model.strategies import plans, schedules, schedules_with_more_waits
 from tests.runtime.hostile import (
     ORDERS,

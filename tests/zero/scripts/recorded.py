@@ -21,7 +21,7 @@ from tests.zero.parity.case import Case
 from tests.zero.parity.cases import CASES, DEPARTURES
 from tests.zero.parity.random_case import simplified
 from tests.zero.process_group import process_group
-from tests.zero.recording.faults import FAULTS, name_memories
+from tests.zero.recording.faults import FAULTS, Fault, name_memories
 from tests.zero.recording.recorder import COMMUNICATION, FREED, Finding, Recorder
 from tests.zero.recording.recording import recording
 
@@ -95,10 +95,9 @@ def run_case(case: Case, blocks: tuple[Block, ...], reference: Block) -> None:
         say(result)
 
 
-def run_fault(name: str) -> None:
-    fault = next(fault for fault in FAULTS if fault.name == name)
+def run_fault(fault: Fault) -> None:
     findings = record(fault.case, fault.block, fault.seeded()).recorder.findings
-    say({"fault": name, "shown": sum(map(fault.shown_by, findings))})
+    say({"fault": fault.name, "shown": sum(map(fault.shown_by, findings))})
 
 
 def say(result: dict[str, Any]) -> None:
@@ -121,7 +120,7 @@ def main(what: list[str]) -> None:
     elif what == ["faults"]:
         for fault in FAULTS:
             if fault.world_size == dist.get_world_size():
-                run_fault(fault.name)
+                run_fault(fault)
     else:
         for argument in what:
             seed, *names = argument.split(",")
