@@ -43,10 +43,11 @@ QUANTITIES: dict[str, Quantity] = {
     "dram_copy_bytes_per_s": Quantity("host memory, copied: bytes read and written", 1e9, 5e12),
     "rounding_params_per_s": Quantity("fp32 to 16 bit in host memory", 1e7, 1e12),
     "gpu_adam_params_per_s": Quantity("Adam on the accelerator", 1e8, 1e13),
+    "matmul_flops_per_s": Quantity("bf16 matrix product on the accelerator, achieved", 1e9, 1e17),
 }
 
 REQUIRED = ("cpu_adam_params_per_s", "dram_update_bytes_per_s")
-"""Without these nothing can be predicted; without the transfers' rates everything stays on the CPU."""
+"""Without these nothing can be predicted; without the transfers' rates the accelerator is the CPU itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +128,9 @@ class HardwareProfile:
         return value
 
     @property
-    def transfers(self) -> bool:
-        """Whether anything can be streamed to an accelerator, and updated there."""
-        needed = ("h2d_bytes_per_s", "d2h_bytes_per_s", "both_bytes_per_s", "gpu_adam_params_per_s")
-        return all(self.get(name) is not None for name in needed)
+    def has_accelerator(self) -> bool:
+        """Whether there is one beside the CPU itself."""
+        return self.get("h2d_bytes_per_s") is not None
 
     def to_json(self) -> str:
         return json.dumps({"version": VERSION, **asdict(self)}, indent=2)

@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 
 from deep_opt_states.doctor import hook, kernels, machine, software
 from deep_opt_states.doctor.finding import Finding, Status
+from deep_opt_states.machine import cores, has_cuda, memlock_limit_bytes, memory
 from deep_opt_states.names import SWITCH
 
 __all__ = ["Finding", "Status", "examine"]
@@ -55,10 +56,10 @@ def _machine(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield _attempt(
         "accelerator", lambda: software.check_accelerator(software.accelerator(), environ.get("DS_ACCELERATOR"))
     )
-    yield _attempt("cores", lambda: machine.check_cores(machine.cores()))
-    yield _attempt("OMP_NUM_THREADS", lambda: machine.check_omp(environ.get("OMP_NUM_THREADS"), machine.cores().usable))
-    yield _attempt("host memory", lambda: machine.check_memory(machine.memory()))
-    yield _attempt("memlock limit", lambda: machine.check_memlock(machine.memlock_limit_bytes(), machine.has_cuda()))
+    yield _attempt("cores", lambda: machine.check_cores(cores()))
+    yield _attempt("OMP_NUM_THREADS", lambda: machine.check_omp(environ.get("OMP_NUM_THREADS"), cores().usable))
+    yield _attempt("host memory", lambda: machine.check_memory(memory()))
+    yield _attempt("memlock limit", lambda: machine.check_memlock(memlock_limit_bytes(), has_cuda()))
 
 
 def _kernels(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -11,12 +11,14 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from deep_opt_states import cli
+from deep_opt_states import machine as host
+from deep_opt_states.cli import doctor as command
+from deep_opt_states.cli import main
 from deep_opt_states.doctor import Finding, Status, hook, kernels, machine, software
 from deep_opt_states.doctor.hook import AfterImport
 from deep_opt_states.doctor.kernels import Op
-from deep_opt_states.doctor.machine import Cores, Memory
 from deep_opt_states.doctor.software import Accelerator
+from deep_opt_states.machine import Cores, Memory
 from tests.launch import Finished, environment
 
 FOLDER = Path("/cache/cpu_adam")
@@ -76,9 +78,9 @@ OKS: dict[str, tuple[Callable[[], Finding], str]] = {
 
 
 def page_of(finding: Finding, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    monkeypatch.setattr(cli, "examine", lambda environ: {"Section": [finding]})
+    monkeypatch.setattr(command, "examine", lambda environ: {"Section": [finding]})
     monkeypatch.setenv("COLUMNS", "300")
-    return cli.main(["doctor"]), capsys.readouterr().out
+    return main(["doctor"]), capsys.readouterr().out
 
 
 @pytest.mark.parametrize("check", FAILS.values(), ids=FAILS)
@@ -127,8 +129,8 @@ def test_limits_of_cgroup_version_2_and_of_all_above(tmp_path: Path) -> None:
     (tmp_path / "job/cpu.max").write_text("350000 100000\n")
     (tmp_path / "job/step/memory.max").write_text("max\n")
     (tmp_path / "job/memory.max").write_text("8000000000\n")
-    assert machine.core_quota(machine.cgroup_folders("cpu", membership, tmp_path)) == 3.5
-    assert machine.memory_limit_bytes(machine.cgroup_folders("memory", membership, tmp_path)) == 8 * 10**9
+    assert host.core_quota(host.cgroup_folders("cpu", membership, tmp_path)) == 3.5
+    assert host.memory_limit_bytes(host.cgroup_folders("memory", membership, tmp_path)) == 8 * 10**9
 
 
 def test_limits_of_cgroup_version_1_where_only_the_top_is_mounted(tmp_path: Path) -> None:
@@ -139,8 +141,8 @@ def test_limits_of_cgroup_version_1_where_only_the_top_is_mounted(tmp_path: Path
         (tmp_path / name).write_text(text + "\n")
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert machine.core_quota(machine.cgroup_folders("cpu", membership, tmp_path)) == 2.0
-    assert machine.memory_limit_bytes(machine.cgroup_folders("memory", membership, tmp_path)) is None
+    assert host.core_quota(host.cgroup_folders("cpu", membership, tmp_path)) == 2.0
+    assert host.memory_limit_bytes(host.cgroup_folders("memory", membership, tmp_path)) is None
 
 
 def doctor(**changes: str) -> Finished:

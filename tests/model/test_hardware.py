@@ -26,8 +26,8 @@ def test_medians_spreads_and_what_is_waived() -> None:
     assert measurement.median == 3.5
     assert measurement.spread == (2.0, 5.0)
     without = profile({**RATES, "gpu_adam_params_per_s": None})
-    assert profile().transfers
-    assert not without.transfers
+    assert profile().has_accelerator
+    assert without.has_accelerator
     assert without.get("gpu_adam_params_per_s") is None
     with pytest.raises(ProfileError, match=r"gpu_adam_params_per_s: is needed here, found nothing \(no accelerator\)"):
         without.rate("gpu_adam_params_per_s")

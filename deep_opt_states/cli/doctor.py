@@ -1,10 +1,8 @@
-"""The command line: ``deep-opt-states doctor``."""
+"""``deep-opt-states doctor``: prints the findings."""
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
@@ -16,21 +14,8 @@ from deep_opt_states.doctor import Finding, Status, examine
 STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code. Raises ``SystemExit(2)``, from argparse, for arguments that it does not know."""
-    parser = argparse.ArgumentParser(
-        prog="deep-opt-states", description="Interleaved optimizer offloading for DeepSpeed."
-    )
-    commands = parser.add_subparsers(metavar="command", required=True)
-    about = "check that training with the plugin can start here; exit code 1 if it cannot"
-    doctor = commands.add_parser("doctor", help=about, description=about.capitalize() + ".")
-    doctor.set_defaults(run=_doctor)
-    options = parser.parse_args(arguments)
-    code: int = options.run(options)
-    return code
-
-
-def _doctor(options: argparse.Namespace) -> int:
+def run() -> int:
+    """The exit code: 1 if training cannot start."""
     sections = examine(os.environ)
     _print_findings(sections)
     return exit_code(finding for findings in sections.values() for finding in findings)
@@ -55,7 +40,3 @@ def _print_findings(sections: Mapping[str, Sequence[Finding]]) -> None:
         console.print()
     failed = [finding.topic for findings in sections.values() for finding in findings if finding.status is Status.FAIL]
     console.print(Text(f"FAIL: {', '.join(failed)}; see the remedies (->) above." if failed else "Training can start."))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,7 @@
+from __future__ import annotations
+
+import sys
+
+from deep_opt_states.cli import main
+
+sys.exit(main())

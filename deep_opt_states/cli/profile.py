@@ -1,0 +1,144 @@
+"""``deep-opt-states profile``: measures with a progress bar, writes the profile, prints it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from deep_opt_states.device.interface import Device
+from deep_opt_states.profiler import profile as profiler
+from deep_opt_states.profiler.cache import replace_file
+from deep_opt_states.profiler.method import FULL, QUICK
+from deep_opt_states.profiler.ranks import ProbeError, launched_ranks
+from perf_model.hardware import HardwareProfile, Measurement, ProfileError
+
+UNITS = {
+    "_bytes_per_s": (1e9, "GB/s"),
+    "_params_per_s": (1e6, "M params/s"),
+    "_flops_per_s": (1e12, "TFLOP/s"),
+    "_s": (1e-6, "us"),
+}
+"""By the end of a quantity's name, the first that fits."""
+
+
+def run(output: Path, *, quick: bool) -> int:
+    """The exit code: 1, and the reason on stderr, if there is no profile. Of several ranks, rank 0 speaks."""
+    from deep_opt_states.zero.refusals import Unsupported
+
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        # What fails before the ranks have met ends this process, and its launcher ends the others.
+        if first:
+            check_output(output)
+        device = _device(int(os.environ.get("LOCAL_RANK", "0")))
+        with launched_ranks(os.environ) as ranks, _progress_bar(shown=first) as progress:
+            num_ranks = ranks.size
+            profile = profiler.measure(device, ranks, QUICK if quick else FULL, progress=progress)
+        if first:
+            replace_file(output, profile.to_json())
+    except (ProfileError, ProbeError, Unsupported, OSError) as error:
+        if first:
+            Console(stderr=True).print(Text(str(error)), soft_wrap=True)
+        return 1
+    if first:
+        _print(profile, num_ranks)
+        print(f"Written: {output}")
+    return 0
+
+
+def check_output(path: Path) -> None:
+    """Raises ``ProfileError`` if no profile can be written there: better now than after measuring."""
+    rule = "--output: must be a file, to be written or replaced, in a folder that can be written"
+    remedy = "Give another path, or make the folder and let this user write in it."
+    try:
+        if not path.parent.is_dir():
+            raise ProfileError(f"{rule}; found no folder {path.parent}.\n{remedy}")
+        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+            raise ProfileError(f"{rule}; found {path}, which is not a regular file.\n{remedy}")
+        # Tried, since no permission says that a file system is full or read-only; and replaced as it will be.
+        trial = path.with_name(f".{path.name}.{os.getpid()}")
+        replace_file(trial, "")
+        trial.unlink()
+    except OSError as error:
+        raise ProfileError(f"{rule}; found {path}: {error.strerror}.\n{remedy}") from error
+
+
+def _device(local_rank: int) -> Device[Any] | None:
+    """None on the CPU accelerator, where there is nothing to copy to. Raises ``ProfileError`` or ``Unsupported``."""
+    from deepspeed.accelerator import get_accelerator
+
+    from deep_opt_states.zero.devices import choose_device
+
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cuda":
+        count = accelerator.device_count()
+        if local_rank >= count:
+            raise ProfileError(
+                f"LOCAL_RANK: must be less than the number of GPUs, {count}; found {local_rank}.\n"
+                f"Start as many ranks on this machine as it has GPUs."
+            )
+        accelerator.set_device(local_rank)
+    chosen = choose_device()
+    return None if chosen.steps_on_host else chosen.device
+
+
+@contextmanager
+def _progress_bar(*, shown: bool) -> Iterator[profiler.Progress]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(done: int, total: int, title: str) -> None:
+            bar.update(task, completed=done, total=total, description=f"{title:<32}")
+
+        yield show
+
+
+def _print(profile: HardwareProfile, num_ranks: int) -> None:
+    console = Console()
+    origin = profile.provenance
+    console.print(Text(f"{origin.host}: {origin.cpu}, {origin.cores} of its cores in use"))
+    if num_ranks > 1:
+        elsewhere = f" (of {num_ranks}; each node's load their own node)" if num_ranks > origin.ranks else ""
+        console.print(Text(f"{origin.ranks} ranks at once on a node{elsewhere}; each figure is a rank's, the slowest"))
+    console.print(Text(f"{origin.gpu or 'no GPU'}, torch {origin.torch}, DeepSpeed {origin.deepspeed}, {origin.date}"))
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("quantity", no_wrap=True)
+    table.add_column("median", justify="right", no_wrap=True)
+    table.add_column("20th to 80th", justify="right", no_wrap=True)
+    table.add_column("unit", no_wrap=True)
+    reasons: list[str] = []
+    for name, measurement in profile.measurements.items():
+        table.add_row(*_row(name, name, measurement, reasons))
+        if name == "cpu_adam_params_per_s":
+            for threads, of_threads in profile.cpu_adam_by_threads.items():
+                table.add_row(*_row(f"  {threads} thread{'' if threads == 1 else 's'}", name, of_threads, reasons))
+    console.print(table)
+    for number, reason in enumerate(reasons, start=1):
+        console.print(Text(f"({number}) {reason}"))
+
+
+def _row(label: str, quantity: str, measurement: Measurement, reasons: list[str]) -> tuple[Text, ...]:
+    """``reasons`` why something is waived are collected, to be told once each, below the table."""
+    if measurement.waived is not None:
+        if measurement.waived not in reasons:
+            reasons.append(measurement.waived)
+        return Text(label), Text("WAIVED", "yellow"), Text(""), Text(f"({reasons.index(measurement.waived) + 1})")
+    scale, unit = next(UNITS[ending] for ending in UNITS if quantity.endswith(ending))
+    low, high = measurement.spread
+    spread = f"{_figure(low / scale)} to {_figure(high / scale)}"
+    return Text(label), Text(_figure(measurement.median / scale)), Text(spread), Text(unit)
+
+
+def _figure(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,192 @@
+"""Adam as training runs it: on the CPU alone, on the CPU while transfers run both ways, and on the accelerator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deep_opt_states.device.interface import Device
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep
+from deep_opt_states.profiler.method import Rates
+from deep_opt_states.profiler.ranks import ProbeError
+from deep_opt_states.profiler.transfers import Copies, bytes_between, finish, issue_both
+
+SUB_GROUPS = 8
+"""Updated in turn, as in a step: when one comes again, the others have driven it out of the caches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """One sub-group: fp32 tensors, and bf16 ``rounded``, all of shape [numel]."""
+
+    master: torch.Tensor
+    grad: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    rounded: torch.Tensor
+
+
+class Updates:
+    """Updates of ``states`` by ``kernel``, step after step."""
+
+    def __init__(self, states: Sequence[State], kernel: AdamKernel) -> None:
+        self.states = states
+        self._kernel = kernel
+        for state in states:
+            # Writing touches every page, so that no update is the first to.
+            for tensor, value in ((state.master, 1.0), (state.grad, 1e-2), (state.exp_avg, 0.0), (state.rounded, 0.0)):
+                tensor.fill_(value)
+            state.exp_avg_sq.fill_(0.0)
+        self._step = 0
+
+    def begin_step(self) -> AdamStep:
+        self._step += 1
+        step = AdamStep(
+            step=self._step,
+            lr=1e-3,
+            beta1=0.9,
+            beta2=0.999,
+            eps=1e-8,
+            weight_decay=0.01,
+            bias_correction=True,
+            # Not 1, which would spare a pass over the gradient; by turns, since the gradient is left scaled.
+            grad_scale=2.0 if self._step % 2 else 0.5,
+        )
+        self._kernel.begin_step([step] * len(self.states))
+        return step
+
+    def update(self, sub_group: int, step: AdamStep) -> None:
+        state = self.states[sub_group]
+        self._kernel.update(sub_group, step, state.master, state.grad, state.exp_avg, state.exp_avg_sq)
+
+    def verify(self) -> None:
+        """Constants went in, so every element has moved, and to the same place as the others."""
+        for sub_group, state in enumerate(self.states):
+            least, most = (value.item() for value in state.master.aminmax())
+            # Vectors and their remainder need not agree in the last bits.
+            if not (least <= most < 1.0 and most - least < 1e-4):
+                raise ProbeError(f"sub-group {sub_group} is not updated alike: from {least} to {most} after 1.0")
+            if not torch.equal(state.rounded, state.master.bfloat16()):
+                raise ProbeError(f"sub-group {sub_group} is not rounded to 16 bit")
+
+
+class HostUpdates:
+    """All that a CPU_STEP of training does (``Executor``): scale the gradient, Adam, round to bf16."""
+
+    def __init__(self, device: Device[Any], numel: int, kernel: AdamKernel) -> None:
+        self._updates = Updates([_host_state(device, numel // SUB_GROUPS) for _ in range(SUB_GROUPS)], kernel)
+        self.sub_group_numel = numel // SUB_GROUPS
+
+    def repeat(self) -> Rates:
+        times_s = self.run()
+        return {"cpu_adam_params_per_s": SUB_GROUPS * self.sub_group_numel / (times_s[-1] - times_s[0])}
+
+    def run(self) -> list[float]:
+        """When the first sub-group's update began and when each one's ended, by ``time.perf_counter``."""
+        step = self._updates.begin_step()
+        times_s = [time.perf_counter()]
+        for sub_group, state in enumerate(self._updates.states):
+            self._updates.update(sub_group, step)
+            state.rounded.copy_(state.master)
+            times_s.append(time.perf_counter())
+        return times_s
+
+    def verify(self) -> None:
+        self._updates.verify()
+
+
+class HostUpdatesBesideTransfers:
+    """The same while copies run both ways. Only sub-groups that are updated while both directions work are counted."""
+
+    def __init__(self, device: Device[Any], updates: HostUpdates, h2d: Copies, d2h: Copies) -> None:
+        self._device = device
+        self._updates = updates
+        self._directions = (h2d, d2h)
+        self._count = self._enough()
+
+    def repeat(self) -> Rates:
+        """The copies are issued ahead: the kernel keeps the GIL, so nobody could issue one during an update."""
+        origin_s = issue_both(self._device, self._directions, self._count)
+        updated_s = [time_s - origin_s for time_s in self._updates.run()]
+        copied_s = [copies.times_s() for copies in self._directions]
+        start_s, end_s = max(times[0] for times in copied_s), min(times[-1] for times in copied_s)
+        inside_s = [time_s for time_s in updated_s if start_s <= time_s <= end_s]
+        if len(inside_s) < 2:
+            raise ProbeError("no sub-group was updated while copies ran both ways: nothing overlapped")
+        window_s = inside_s[-1] - inside_s[0]
+        return {
+            "cpu_adam_beside_transfers_params_per_s": (len(inside_s) - 1) * self._updates.sub_group_numel / window_s,
+            "both_beside_cpu_adam_bytes_per_s": (
+                bytes_between(self._directions, copied_s, inside_s[0], inside_s[-1]) / window_s
+            ),
+        }
+
+    def verify(self) -> None:
+        self._updates.verify()
+        for copies in self._directions:
+            copies.verify()
+
+    def _enough(self) -> int:
+        """Copies each way that outlast an update, even one that they slow down to a third."""
+        for _ in range(2):  # the first one is the warm-up
+            updated_s = self._updates.run()
+            origin_s = issue_both(self._device, self._directions, 2)
+            for copies in self._directions:
+                copies.times_s()
+            pair_s = (time.perf_counter() - origin_s) / 2
+        return 2 + int(3 * (updated_s[-1] - updated_s[0]) / pair_s)
+
+
+class DeviceUpdates:
+    """All that a GPU_STEP of training does: Adam on the accelerator, and the parameters rounded to bf16."""
+
+    def __init__(self, device: Device[Any], numel: int, kernel: AdamKernel) -> None:
+        self._device = device
+        self._stream = device.stream()
+        self._updates = Updates([_device_state(device, numel // SUB_GROUPS) for _ in range(SUB_GROUPS)], kernel)
+        finish(device)
+
+    def repeat(self) -> Rates:
+        begin, end = self._device.event(), self._device.event()
+        step = self._updates.begin_step()
+        self._stream.record(begin)
+        with self._stream.issue():
+            for sub_group, state in enumerate(self._updates.states):
+                self._updates.update(sub_group, step)
+                self._device.copy(state.rounded, state.master)
+        self._stream.record(end)
+        end.synchronize()
+        numel = sum(state.master.numel() for state in self._updates.states)
+        return {"gpu_adam_params_per_s": numel / end.seconds_after(begin)}
+
+    def verify(self) -> None:
+        self._updates.verify()
+
+
+@contextmanager
+def num_threads(threads: int) -> Iterator[None]:
+    """Updates inside run on so many threads; afterwards on as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _host_state(device: Device[Any], numel: int) -> State:
+    fp32 = [device.empty_host(numel, torch.float32) for _ in range(4)]
+    master, grad, exp_avg, exp_avg_sq = fp32
+    rounded = device.empty_host(numel, torch.bfloat16)
+    return State(master=master, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, rounded=rounded)
+
+
+def _device_state(device: Device[Any], numel: int) -> State:
+    master, grad, exp_avg, exp_avg_sq = (device.empty(numel, torch.float32) for _ in range(4))
+    rounded = device.empty(numel, torch.bfloat16)
+    return State(master=master, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, rounded=rounded)

@@ -1,0 +1,71 @@
+"""Host memory: what the cores read and write, with the operations that updates consist of."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from deep_opt_states.device.interface import Device
+from deep_opt_states.profiler.method import Rates
+from deep_opt_states.profiler.ranks import ProbeError
+
+
+class UpdateInPlace:
+    """fp32 [numel] multiplied in place: each byte is read and written."""
+
+    def __init__(self, device: Device[Any], numel: int) -> None:
+        self._memory = device.empty_host(numel, torch.float32).fill_(1)
+        self._factor, self._product = 2.0, 1.0
+
+    def repeat(self) -> Rates:
+        start_s = time.perf_counter()
+        self._memory.mul_(self._factor)
+        elapsed_s = time.perf_counter() - start_s
+        self._product *= self._factor
+        # Up and down by turns: a value that only shrank would become denormal, and slow.
+        self._factor = 1 / self._factor
+        return {"dram_update_bytes_per_s": 2 * self._memory.nbytes / elapsed_s}
+
+    def verify(self) -> None:
+        _require(bool((self._memory == self._product).all()), "products")
+
+
+class Copied:
+    """fp32 [numel] copied: each byte is read here and written there."""
+
+    def __init__(self, device: Device[Any], numel: int) -> None:
+        self._source = device.empty_host(numel, torch.float32).copy_(torch.arange(numel, dtype=torch.float32))
+        self._destination = device.empty_host(numel, torch.float32).fill_(torch.nan)
+
+    def repeat(self) -> Rates:
+        start_s = time.perf_counter()
+        self._destination.copy_(self._source)
+        return {"dram_copy_bytes_per_s": 2 * self._source.nbytes / (time.perf_counter() - start_s)}
+
+    def verify(self) -> None:
+        _require(torch.equal(self._destination, self._source), "copied elements")
+
+
+class Rounded:
+    """fp32 [numel] rounded to bf16, which ends every CPU update."""
+
+    def __init__(self, device: Device[Any], numel: int) -> None:
+        self._source = device.empty_host(numel, torch.float32).copy_(torch.arange(numel, dtype=torch.float32))
+        self._destination = device.empty_host(numel, torch.bfloat16).fill_(torch.nan)
+
+    def repeat(self) -> Rates:
+        start_s = time.perf_counter()
+        self._destination.copy_(self._source)
+        return {"rounding_params_per_s": self._source.numel() / (time.perf_counter() - start_s)}
+
+    def verify(self) -> None:
+        # bf16 has 8 bits of precision: to nearest, it is off by at most half of the last.
+        error = self._destination.float().sub_(self._source).abs_()
+        _require(bool((error <= self._source * 2**-8).all()), "rounded elements")
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ProbeError(f"the {what} in host memory are wrong")

@@ -1,0 +1,43 @@
+"""A matrix product on the accelerator: what forward and backward are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deep_opt_states.device.interface import Device
+from deep_opt_states.profiler.method import Rates
+from deep_opt_states.profiler.ranks import ProbeError
+from deep_opt_states.profiler.transfers import finish
+
+
+class MatrixProduct:
+    """bf16, [size, size] by [size, size]. Of random numbers: with constants a GPU needs less power, and runs faster."""
+
+    def __init__(self, device: Device[Any], size: int) -> None:
+        self._device = device
+        # The caller's: cuBLAS keeps a workspace for every stream that it has worked on.
+        self._stream = device.current_stream()
+        # Of its own, since training's random numbers must not depend on whether a profile was measured.
+        generator = torch.Generator().manual_seed(0)
+        self._left, self._right, self._product = (
+            device.empty(size * size, torch.bfloat16).view(size, size) for _ in range(3)
+        )
+        for matrix in (self._left, self._right):
+            device.copy(matrix, torch.rand(size, size, generator=generator))
+        finish(device)
+
+    def repeat(self) -> Rates:
+        begin, end = self._device.event(), self._device.event()
+        self._stream.record(begin)
+        with self._stream.issue():
+            torch.mm(self._left, self._right, out=self._product)
+        self._stream.record(end)
+        end.synchronize()
+        return {"matmul_flops_per_s": 2 * self._left.shape[0] ** 3 / end.seconds_after(begin)}
+
+    def verify(self) -> None:
+        first_row = self._left[0].float() @ self._right.float()
+        if not torch.allclose(self._product[0].float(), first_row, rtol=0.02):
+            raise ProbeError("the matrix product on the accelerator is wrong")

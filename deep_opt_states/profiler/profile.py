@@ -1,0 +1,208 @@
+"""Which probes there are, and the profile that comes of them."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+
+from deep_opt_states import machine
+from deep_opt_states.device.host import HostDevice
+from deep_opt_states.device.interface import Device
+from deep_opt_states.device.kernels.adam import AdamKernel
+from deep_opt_states.profiler import transfers
+from deep_opt_states.profiler.adam import (
+    SUB_GROUPS,
+    DeviceUpdates,
+    HostUpdates,
+    HostUpdatesBesideTransfers,
+    num_threads,
+)
+from deep_opt_states.profiler.host_memory import Copied, Rounded, UpdateInPlace
+from deep_opt_states.profiler.kernels import stock_cpu_adam
+from deep_opt_states.profiler.matrix import MatrixProduct
+from deep_opt_states.profiler.method import Effort, Probe, sample
+from deep_opt_states.profiler.provenance import Node, describe, smallest_node
+from deep_opt_states.profiler.ranks import ProbeError, Ranks, agree
+from perf_model.hardware import QUANTITIES, REQUIRED, HardwareProfile, Measurement, ProfileError
+
+NO_ACCELERATOR = "no accelerator: training here runs on the CPU"
+NO_GPU_ADAM = "no kernel: this release has no Adam for the accelerator"
+
+CACHES = 3
+"""What is worked on is so many times as large as the last-level caches, by all ranks of a node together."""
+
+SMALL_COPY_BYTES = 1024
+
+CPU_MATRIX_SIZE = 1024
+"""The CPU reaches its speed with smaller ones, and needs seconds for a GPU's."""
+
+
+class Progress(Protocol):
+    def __call__(self, done: int, total: int, title: str) -> None:
+        """Before each probe, how many are done and what the next one measures; ``done == total`` at the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A probe and what it measures; ``prepare`` is what keeps it from being run where that is a text."""
+
+    title: str
+    quantities: tuple[str, ...]
+    prepare: Callable[[], Probe] | str
+
+
+def silent(done: int, total: int, title: str) -> None:
+    pass
+
+
+def measure(
+    device: Device[Any] | None,
+    ranks: Ranks,
+    effort: Effort,
+    *,
+    cpu_adam: Callable[[int], AdamKernel] = stock_cpu_adam,
+    device_adam: AdamKernel | None = None,
+    progress: Progress = silent,
+) -> HardwareProfile:
+    """The profile of this machine with all ``ranks`` at work at once; the same on all of them. A collective.
+
+    ``device`` is None where the accelerator is the CPU. ``cpu_adam`` makes the kernel for a number of sub-groups;
+    ``device_adam`` updates ``SUB_GROUPS`` in the device's memory. Raises ``ProfileError``, on every rank, if what no
+    prediction can do without could not be measured; whatever else fails is waived with the reason.
+    """
+    node = smallest_node(ranks, os.environ)
+    entries, updates = _entries(device, effort, node, cpu_adam, device_adam)
+    # All ranks in step: the counts are of rank 0, and the probes follow from the arguments.
+    training_threads = ranks.gather(torch.get_num_threads())[0]
+    counts = [threads for threads in thread_counts(node.cores_per_rank) if threads != training_threads]
+    total = len(entries) + len(counts)
+
+    measurements: dict[str, Measurement] = {}
+    for done, entry in enumerate(entries):
+        progress(done, total, entry.title)
+        measurements |= _measure(entry, effort, ranks)
+    by_threads = {training_threads: measurements["cpu_adam_params_per_s"]}
+    for done, threads in enumerate(counts, start=len(entries)):
+        progress(done, total, f"CPU Adam, {threads} thread{'' if threads == 1 else 's'}")
+        with num_threads(threads):
+            entry = Entry(title="", quantities=("cpu_adam_params_per_s",), prepare=updates)
+            by_threads[threads] = _measure(entry, effort, ranks)["cpu_adam_params_per_s"]
+    progress(total, total, "done")
+
+    for name in REQUIRED:
+        _require(name, measurements[name])
+
+    def about() -> dict[str, Any]:
+        gpu = machine.gpu() if device is not None else None
+        return {
+            "name": platform.node(),
+            "provenance": describe(on_accelerator=device is not None, node=node),
+            "gpu_memory_bytes": gpu.memory_bytes if gpu else None,
+            "host_memory_bytes": machine.memory().usable_bytes,
+        }
+
+    return HardwareProfile(
+        measurements={name: measurements[name] for name in QUANTITIES},
+        cpu_adam_by_threads=dict(sorted(by_threads.items())),
+        **ranks.gather(agree(ranks, about))[0],
+    )
+
+
+def thread_counts(cores: int) -> list[int]:
+    """1, 2, 4, ... and ``cores``."""
+    return sorted({2**power for power in range(cores.bit_length())} | {cores})
+
+
+def _entries(
+    device: Device[Any] | None,
+    effort: Effort,
+    node: Node,
+    cpu_adam: Callable[[int], AdamKernel],
+    device_adam: AdamKernel | None,
+) -> tuple[list[Entry], Callable[[], HostUpdates]]:
+    """All probes; and the CPU updates, which several of them share: their memory is reserved and touched once."""
+    host: Device[Any] = HostDevice() if device is None else device
+    cache_bytes = CACHES * (machine.last_level_cache_bytes() or 0) // node.ranks
+    copy_bytes = max(effort.copy_bytes, cache_bytes // 2)  # each way has such a buffer
+    update_numel = max(effort.update_numel, cache_bytes // 18)  # fp32 p, g, m, v and bf16
+    matrix_size = effort.matrix_size if device is not None else min(effort.matrix_size, CPU_MATRIX_SIZE)
+    plain_numel = max(effort.copy_bytes, cache_bytes) // 4
+
+    @cache
+    def updates() -> HostUpdates:
+        return HostUpdates(host, update_numel, cpu_adam(SUB_GROUPS))
+
+    def on_device(prepare: Callable[[Device[Any]], Probe]) -> Callable[[], Probe] | str:
+        return NO_ACCELERATOR if device is None else partial(prepare, device)
+
+    def one_way(copies: Callable[[Device[Any], int], transfers.Copies], quantity: str) -> Callable[[], Probe] | str:
+        return on_device(lambda it: transfers.OneWay(it, copies(it, copy_bytes), 2, quantity))
+
+    def both_ways(it: Device[Any]) -> Probe:
+        return transfers.BothWays(it, *transfers.pinned_both(it, copy_bytes), 4)
+
+    def beside(it: Device[Any]) -> Probe:
+        return HostUpdatesBesideTransfers(it, updates(), *transfers.pinned_both(it, copy_bytes))
+
+    def latency(it: Device[Any]) -> Probe:
+        return transfers.Latency(it, transfers.pinned_h2d(it, SMALL_COPY_BYTES), 64, "copy_latency_s")
+
+    gpu_adam: Callable[[], Probe] | str = NO_ACCELERATOR if device is None else NO_GPU_ADAM
+    if device_adam is not None:
+        gpu_adam = on_device(partial(DeviceUpdates, numel=update_numel, kernel=device_adam))
+
+    def entry(title: str, prepare: Callable[[], Probe] | str, *quantities: str) -> Entry:
+        return Entry(title=title, quantities=quantities, prepare=prepare)
+
+    h2d, d2h = "h2d_bytes_per_s", "d2h_bytes_per_s"
+    pageable_h2d, pageable_d2h = f"pageable_{h2d}", f"pageable_{d2h}"
+    beside_quantities = ("cpu_adam_beside_transfers_params_per_s", "both_beside_cpu_adam_bytes_per_s")
+    return [
+        entry("Host to accelerator", one_way(transfers.pinned_h2d, h2d), h2d),
+        entry("Accelerator to host", one_way(transfers.pinned_d2h, d2h), d2h),
+        entry("Both directions at once", on_device(both_ways), "both_bytes_per_s"),
+        entry("Host to accelerator, pageable", one_way(transfers.pageable_h2d, pageable_h2d), pageable_h2d),
+        entry("Accelerator to host, pageable", one_way(transfers.pageable_d2h, pageable_d2h), pageable_d2h),
+        entry("Latency of a copy", on_device(latency), "copy_latency_s"),
+        entry("CPU Adam", updates, "cpu_adam_params_per_s"),
+        entry("CPU Adam beside transfers", on_device(beside), *beside_quantities),
+        entry("Host memory, in place", lambda: UpdateInPlace(host, plain_numel), "dram_update_bytes_per_s"),
+        entry("Host memory, copied", lambda: Copied(host, plain_numel), "dram_copy_bytes_per_s"),
+        entry("Rounding to 16 bit", lambda: Rounded(host, plain_numel), "rounding_params_per_s"),
+        entry("GPU Adam", gpu_adam, "gpu_adam_params_per_s"),
+        entry("Matrix product", lambda: MatrixProduct(host, matrix_size), "matmul_flops_per_s"),
+    ], updates
+
+
+def _measure(entry: Entry, effort: Effort, ranks: Ranks) -> dict[str, Measurement]:
+    if isinstance(entry.prepare, str):
+        return dict.fromkeys(entry.quantities, Measurement(waived=entry.prepare))
+    try:
+        samples = sample(entry.prepare, effort, ranks)
+    except ProbeError as error:
+        return dict.fromkeys(entry.quantities, Measurement(waived=str(error)))
+    return {name: _plausible(name, [rates[name] for rates in samples]) for name in entry.quantities}
+
+
+def _plausible(name: str, samples: Sequence[float]) -> Measurement:
+    """Without the samples that no machine reaches, such as of a process that was stopped; waived if they are many."""
+    low, high = QUANTITIES[name].low, QUANTITIES[name].high
+    inside = tuple(rate for rate in samples if low <= rate <= high)
+    if 2 * len(inside) > len(samples):
+        return Measurement(samples=inside)
+    return Measurement(waived=f"not plausible: a median of {median(samples):.3g}, outside {low:g} to {high:g}")
+
+
+def _require(name: str, measurement: Measurement) -> None:
+    if measurement.waived is not None:
+        raise ProfileError(
+            f"{name}: is needed for every prediction, found no measurement ({measurement.waived}).\n"
+            f"See what keeps this machine from it: deep-opt-states doctor."
+        )

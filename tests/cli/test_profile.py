@@ -1,0 +1,158 @@
+"""``deep-opt-states profile``: as a program on this machine, alone and under torchrun."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deep_opt_states.cli import main, profile
+from deep_opt_states.cli.profile import check_output
+from perf_model.hardware import QUANTITIES, HardwareProfile, Measurement, ProfileError, Provenance
+from tests.launch import environment, free_port
+
+HOST = {
+    "cpu_adam_params_per_s",
+    "dram_update_bytes_per_s",
+    "dram_copy_bytes_per_s",
+    "rounding_params_per_s",
+    "matmul_flops_per_s",
+}
+
+
+def installed(name: str) -> str:
+    return str(Path(sys.executable).with_name(name))
+
+
+def finished(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=environment(COLUMNS="80"), capture_output=True, text=True, timeout=120)
+
+
+def check(output: Path, page: str, ranks: int) -> None:
+    written = HardwareProfile.read(output)
+    assert {name for name, found in written.measurements.items() if found.samples} == HOST
+    assert set(written.measurements) == set(QUANTITIES)
+    assert (written.provenance.ranks, written.provenance.source) == (ranks, "measured")
+    rows = {line.split()[0]: line.split()[1] for line in page.splitlines() if line.split()[:1]}
+    assert {name for name in QUANTITIES if rows[name] == "WAIVED"} == set(QUANTITIES) - HOST
+    assert page.count("(1) no accelerator: training here runs on the CPU") == 1
+    assert f"Written: {output}" in page
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    output = tmp_path / "profile.json"
+    done = finished([installed("deep-opt-states"), "profile", "--quick", "--output", str(output)])
+    assert done.returncode == 0, done.stderr
+    check(output, done.stdout, ranks=1)
+    assert "1 thread " in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
+
+
+def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
+    output = tmp_path / "profile.json"
+    launcher = [installed("torchrun"), "--nproc-per-node=2", f"--master-port={free_port()}"]
+    done = finished([*launcher, "-m", "deep_opt_states.cli", "profile", "--quick", "--output", str(output)])
+    assert done.returncode == 0, done.stderr
+    check(output, done.stdout, ranks=2)
+    assert done.stdout.count("2 ranks at once on a node; each figure is a rank's, the slowest") == 1, "rank 0 prints"
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [("nowhere/profile.json", "found no folder"), ("folder", "which is not a regular file")],
+)
+def test_an_output_that_cannot_be_written_is_found_before_measuring(
+    path: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(profile.profiler, "measure", None)
+    (tmp_path / "folder").mkdir()
+    assert main(["profile", "--output", str(tmp_path / path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "--output: must be a file, to be written or replaced, in a folder that can be written; found"
+    )
+    assert found in said
+    assert "Give another path" in said
+
+
+def test_a_file_system_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(path: Path, text: str) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(profile, "replace_file", read_only)
+    with pytest.raises(ProfileError, match="Read-only file system"):
+        check_output(tmp_path / "profile.json")
+
+
+def test_an_existing_profile_is_kept_until_there_is_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cannot(*arguments: object, **options: object) -> HardwareProfile:
+        raise ProfileError("no [kernel]: rule, value.\nRemedy.")
+
+    monkeypatch.setattr(profile.profiler, "measure", cannot)
+    output = tmp_path / "profile.json"
+    output.write_text("old")
+    assert main(["profile", "--output", str(output)]) == 1
+    assert "no [kernel]: rule, value.\nRemedy." in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
+    assert output.read_text() == "old"
+
+
+def test_only_rank_0_writes_and_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another rank may be on a node that does not have the folder."""
+    names = ("cpu_adam_params_per_s", "dram_update_bytes_per_s")
+    profile_of_all = HardwareProfile(
+        name="here",
+        provenance=Provenance(source="measured"),
+        measurements={name: Measurement(samples=(1e9,)) for name in names},
+    )
+    monkeypatch.setattr(profile.profiler, "measure", lambda *arguments, **options: profile_of_all)
+    monkeypatch.setenv("RANK", "1")
+    assert main(["profile", "--output", str(tmp_path / "nowhere/profile.json")]) == 0
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("RANK", "0")
+    assert main(["profile", "--output", str(tmp_path / "profile.json")]) == 0
+    assert HardwareProfile.read(tmp_path / "profile.json") == profile_of_all
+
+
+def test_quantities_are_printed_in_units_that_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(*arguments: object, **options: object) -> HardwareProfile:
+        samples = {
+            "h2d_bytes_per_s": (24.5e9, 25.5e9, 24.9e9),
+            "copy_latency_s": (9.5e-6, 10.5e-6, 9.75e-6),
+            "cpu_adam_params_per_s": (1.2345e9,) * 3,
+            "dram_update_bytes_per_s": (205e9,) * 3,
+            "matmul_flops_per_s": (612e12,) * 3,
+        }
+        return HardwareProfile(
+            name="here",
+            provenance=Provenance(source="measured"),
+            measurements={
+                **{name: Measurement(samples=values) for name, values in samples.items()},
+                "d2h_bytes_per_s": Measurement(waived="[reason]"),
+            },
+            cpu_adam_by_threads={1: Measurement(samples=(2e8,)), 8: Measurement(samples=(1.2345e9,))},
+        )
+
+    monkeypatch.setattr(profile.profiler, "measure", measured)
+    assert main(["profile", "--output", str(tmp_path / "profile.json")]) == 0
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for row in (
+        "h2d_bytes_per_s 24.9 24.5 to 25.5 GB/s",
+        "copy_latency_s 9.75 9.5 to 10.5 us",
+        "cpu_adam_params_per_s 1,234 1,234 to 1,234 M params/s",
+        "1 thread 200 200 to 200 M params/s",
+        "8 threads 1,234 1,234 to 1,234 M params/s",
+        "dram_update_bytes_per_s 205 205 to 205 GB/s",
+        "matmul_flops_per_s 612 612 to 612 TFLOP/s",
+        "d2h_bytes_per_s WAIVED (1)",
+        "(1) [reason]",
+    ):
+        assert row in rows, rows

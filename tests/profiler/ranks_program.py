@@ -1,0 +1,38 @@
+"""Started by ``test_distributed.py``, as ranks: a quick profile over torch.distributed, twice, then one that fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed
+
+from deep_opt_states.device.kernels.adam import AdamKernel
+from deep_opt_states.profiler.cache import quick_profile
+from deep_opt_states.profiler.kernels import stock_cpu_adam
+from deep_opt_states.profiler.ranks import DistributedRanks, launched_ranks, training_ranks
+from tests.launch import answer
+from tests.profiler.test_profile import SMALL
+
+
+def broken_on_rank_1(num_sub_groups: int) -> AdamKernel:
+    if torch.distributed.get_rank() == 1:
+        raise RuntimeError("broken on purpose")
+    return stock_cpu_adam(num_sub_groups)
+
+
+def outcome(log: Callable[[str], None], cpu_adam: Callable[[int], AdamKernel]) -> str:
+    try:
+        return quick_profile(None, training_ranks(), log, cpu_adam=cpu_adam, effort=SMALL).to_json()
+    except Exception as error:  # noqa: BLE001 (what is raised is looked at)
+        return f"{type(error).__name__}: {error}"
+
+
+with launched_ranks(os.environ) as ranks:
+    assert isinstance(ranks, DistributedRanks)
+    said: list[str] = []
+    kernels = (stock_cpu_adam, stock_cpu_adam, broken_on_rank_1)
+    outcomes = [outcome(said.append, cpu_adam) for cpu_adam in kernels]
+    answer({"outcomes": outcomes, "said": said, "threads": torch.get_num_threads()})
+assert not torch.distributed.is_initialized()

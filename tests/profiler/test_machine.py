@@ -1,0 +1,50 @@
+"""Facts about the host, from files as kernels write them."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import pytest
+
+from deep_opt_states import machine
+
+
+def test_each_last_level_cache_is_counted_once(tmp_path: Path) -> None:
+    for cpu in range(4):
+        for index, (level, size, shared) in enumerate(
+            [(1, "32K", str(cpu)), (3, "2048K", "0-1" if cpu < 2 else "2-3")]
+        ):
+            folder = tmp_path / f"cpu{cpu}/cache/index{index}"
+            folder.mkdir(parents=True)
+            for name, text in {"level": str(level), "size": size, "shared_cpu_list": shared}.items():
+                (folder / name).write_text(f"{text}\n")
+    (tmp_path / "cpu3/cache/index1/size").write_text("no size\n")
+    assert machine.last_level_cache_bytes(tmp_path) == 2 * 2048 * 1024
+    (tmp_path / "cpu2/cache/index1/size").unlink()
+    assert machine.last_level_cache_bytes(tmp_path) == 2048 * 1024
+    assert machine.last_level_cache_bytes(tmp_path / "nothing") is None
+
+
+def test_the_cpus_name(tmp_path: Path) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text("processor\t: 0\nmodel name\t: AMD EPYC 9654 96-Core Processor\nmodel\t: 17\n")
+    assert machine.cpu_name(file) == "AMD EPYC 9654 96-Core Processor"
+    assert machine.cpu_name(tmp_path / "nothing") == platform.machine()
+
+
+def test_the_drivers_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "version"
+    file.write_text("550.54.15\n")
+    assert machine.driver_version(file) == "550.54.15"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.driver_version(tmp_path / "nothing") == ""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 535.129.03\necho 535.129.03\n")
+    smi.chmod(0o755)
+    assert machine.driver_version(tmp_path / "nothing") == "535.129.03"
+
+
+@pytest.mark.parametrize(("limit", "usable"), [(None, 100), (60, 60), (2**60, 100)])
+def test_usable_memory_is_what_the_cgroup_leaves(limit: int | None, usable: int) -> None:
+    assert machine.Memory(total_bytes=100, available_bytes=50, limit_bytes=limit).usable_bytes == usable

@@ -1,0 +1,104 @@
+"""Warm-up, repetitions, and ranks: who counts, and that a failure on one rank stops all."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from deep_opt_states.profiler.method import FULL, QUICK, Effort, Rates, sample
+from deep_opt_states.profiler.ranks import OneRank, ProbeError, Ranks, agree
+from tests.profiler.threads import on_ranks
+
+EFFORT = Effort(
+    warm_ups=2,
+    min_samples=3,
+    max_samples=10,
+    budget_s=1.0,
+    update_numel=8000,
+    copy_bytes=4096,
+    matrix_size=16,
+)
+
+
+class Counting:
+    """Its n-th repetition finds a rate and a time of ``base`` + n. ``fails_at`` is the repetition that raises."""
+
+    def __init__(self, base: float = 0, fails_at: int | None = None, wrong: bool = False) -> None:
+        self._next = base
+        self._fails_at = fails_at
+        self._wrong = wrong
+        self.verified = 0
+
+    def repeat(self) -> Rates:
+        self._next += 1
+        if self._next == self._fails_at:
+            raise MemoryError("no [memory]\nat all")
+        return {"h2d_bytes_per_s": self._next, "copy_latency_s": self._next}
+
+    def verify(self) -> None:
+        self.verified += 1
+        if self._wrong:
+            raise ProbeError("wrong")
+
+
+@pytest.mark.parametrize(("one_s", "expected"), [(5.0, 3), (0.2, 5), (0.001, 10), (0.0, 10)])
+def test_repetitions_fill_the_budget_within_bounds(one_s: float, expected: int) -> None:
+    assert EFFORT.repetitions(one_s) == expected
+
+
+def test_warm_ups_are_no_samples_and_the_result_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    probe = Counting()
+    samples = sample(lambda: probe, EFFORT, OneRank())
+    assert [rates["h2d_bytes_per_s"] for rates in samples] == list(range(3, 13))
+    assert probe.verified == 1
+
+
+def test_the_slowest_rank_counts_in_each_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    outcomes = on_ranks(3, lambda ranks: sample(lambda: Counting(base=[5, 0, 9][ranks.rank]), EFFORT, ranks))
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    # The smallest rate is rank 1's, the longest time rank 2's.
+    assert outcomes[0][0] == {"h2d_bytes_per_s": 3, "copy_latency_s": 12}
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "wrong", "expected"),
+    [
+        (1, False, "rank 1: MemoryError: no [memory]"),  # in the warm-up
+        (4, False, "rank 1: MemoryError: no [memory]"),
+        (None, True, "rank 1: wrong"),
+    ],
+)
+def test_a_failure_on_one_rank_is_every_ranks(fails_at: int | None, wrong: bool, expected: str) -> None:
+    def program(ranks: Ranks) -> object:
+        return sample(
+            lambda: Counting(fails_at=fails_at, wrong=wrong) if ranks.rank == 1 else Counting(), EFFORT, ranks
+        )
+
+    outcomes = on_ranks(3, program)
+    assert [type(outcome) for outcome in outcomes] == [ProbeError] * 3
+    assert {str(outcome) for outcome in outcomes} == {expected}
+
+
+def test_a_probe_that_cannot_be_prepared_on_one_rank() -> None:
+    def prepare(ranks: Ranks) -> Counting:
+        if ranks.rank == 0:
+            raise RuntimeError("out of memory")
+        return Counting()
+
+    outcomes = on_ranks(2, lambda ranks: sample(lambda: prepare(ranks), EFFORT, ranks))
+    assert {str(outcome) for outcome in outcomes} == {"rank 0: RuntimeError: out of memory"}
+
+
+def test_one_rank_alone_is_not_named() -> None:
+    with pytest.raises(ProbeError, match=r"^KeyError: 'key'$") as caught:
+        agree(OneRank(), lambda: {}["key"])
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_quick_profile_is_quicker() -> None:
+    for field in ("warm_ups", "min_samples", "max_samples", "budget_s", "update_numel", "copy_bytes", "matrix_size"):
+        assert getattr(QUICK, field) < getattr(FULL, field)
+    assert FULL.update_numel >= 32_000_000

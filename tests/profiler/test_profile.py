@@ -1,0 +1,307 @@
+"""``measure``: every quantity is measured or waived with the reason, whatever the device does."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from deep_opt_states import machine
+from deep_opt_states.device.host import HostDevice
+from deep_opt_states.profiler import provenance
+from deep_opt_states.profiler.method import Effort
+from deep_opt_states.profiler.profile import NO_ACCELERATOR, NO_GPU_ADAM, measure, thread_counts
+from deep_opt_states.profiler.provenance import Node, describe, fingerprint, smallest_node
+from deep_opt_states.profiler.ranks import OneRank
+from perf_model.hardware import QUANTITIES, HardwareProfile, ProfileError
+from tests.profiler.threads import on_ranks
+from tests.profiler.virtual import TimedAdam, VirtualDevice
+from tests.runtime.adam import PlainAdam
+
+SMALL = Effort(
+    warm_ups=1,
+    min_samples=5,
+    max_samples=9,
+    budget_s=0.01,
+    update_numel=80_000,
+    copy_bytes=2**20,
+    matrix_size=64,
+)
+
+TICK_S = 1e-4
+"""What the host's virtual clock advances each time that it is read."""
+
+UPDATE_S = 5e-4
+"""What it advances in an update, with the reading that follows."""
+
+
+@pytest.fixture(autouse=True)
+def _no_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor working sets that have to be larger."""
+    monkeypatch.setattr(machine, "last_level_cache_bytes", lambda: None)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualDevice]:
+    device = VirtualDevice(issue_s=1e-6)
+
+    def read_clock() -> float:
+        device.now_s += TICK_S
+        return device.now_s
+
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "perf_counter", read_clock)
+        yield device
+
+
+def virtual_profile(device: VirtualDevice, cores: int, monkeypatch: pytest.MonkeyPatch) -> HardwareProfile:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(machine, "core_quota", lambda folders: None)
+    adam = TimedAdam(device, UPDATE_S - TICK_S)
+    return measure(device, OneRank(), SMALL, cpu_adam=lambda num_sub_groups: adam, device_adam=PlainAdam())
+
+
+def test_every_quantity_on_a_clock_of_the_tests_own(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = virtual_profile(device, 6, monkeypatch)
+    assert {name: found.waived for name, found in profile.measurements.items()} == dict.fromkeys(QUANTITIES)
+    copy_s = 2**20 / 1e10 + 1e-6
+    for name, expected in {
+        "h2d_bytes_per_s": 2**20 / copy_s,
+        "d2h_bytes_per_s": 2**20 / copy_s,
+        "both_bytes_per_s": 2 * 2**20 / copy_s,
+        "pageable_h2d_bytes_per_s": 2**20 / copy_s,
+        "pageable_d2h_bytes_per_s": 2**20 / copy_s,
+        "copy_latency_s": 1024 / 1e10 + 1e-6,
+        "cpu_adam_params_per_s": 10_000 / UPDATE_S,
+        "cpu_adam_beside_transfers_params_per_s": 10_000 / UPDATE_S,
+        "both_beside_cpu_adam_bytes_per_s": 2 * 2**20 / copy_s,
+        "dram_update_bytes_per_s": 2 * 2**20 / TICK_S,
+        "dram_copy_bytes_per_s": 2 * 2**20 / TICK_S,
+        "rounding_params_per_s": 2**18 / TICK_S,
+        "gpu_adam_params_per_s": 80_000 / (8 * 40_000 / 1e10 + 1e-6),
+        "matmul_flops_per_s": 2 * 64**3 / 1e-6,
+    }.items():
+        assert profile.rate(name) == pytest.approx(expected, rel=1e-3), name
+    assert set(profile.cpu_adam_by_threads) == {1, 2, 4, 6, torch.get_num_threads()}
+    assert HardwareProfile.from_json(profile.to_json()) == profile
+
+
+def test_each_number_of_threads_is_measured_with_so_many(
+    device: VirtualDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Parallel(TimedAdam):
+        def update(self, *arguments: object) -> None:
+            self._update_s = UPDATE_S / torch.get_num_threads() - TICK_S
+            super().update(*arguments)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
+    monkeypatch.setattr(machine, "core_quota", lambda folders: None)
+    profile = measure(None, OneRank(), SMALL, cpu_adam=lambda num_sub_groups: Parallel(device, 0))
+    for threads in (1, 2, 4):
+        assert profile.cpu_adam_by_threads[threads].median == pytest.approx(10_000 * threads / UPDATE_S)
+    assert profile.rate("cpu_adam_params_per_s") == profile.cpu_adam_by_threads[torch.get_num_threads()].median
+
+
+def test_without_an_accelerator_the_rest_is_measured() -> None:
+    profile = measure(None, OneRank(), SMALL)
+    waived = {name: found.waived for name, found in profile.measurements.items() if found.waived is not None}
+    # The matrix product is here the CPU's own.
+    host = {"cpu_adam_params_per_s", "dram_update_bytes_per_s", "dram_copy_bytes_per_s", "rounding_params_per_s"}
+    host |= {"matmul_flops_per_s"}
+    assert waived == dict.fromkeys((name for name in QUANTITIES if name not in host), NO_ACCELERATOR)
+    origin = profile.provenance
+    assert (origin.source, origin.host, origin.ranks, origin.gpu) == ("measured", platform.node(), 1, "")
+    assert (origin.cores, origin.torch, origin.deepspeed) == (torch.get_num_threads(), torch.__version__, "0.19.8")
+    assert profile.gpu_memory_bytes is profile.gpu_peak_flops is None
+    assert profile.host_memory_bytes == machine.memory().usable_bytes
+
+
+def test_progress_counts_every_probe_to_the_end() -> None:
+    told: list[tuple[int, int, str]] = []
+    measure(None, OneRank(), SMALL, progress=lambda *step: told.append(step))
+    total = told[0][1]
+    assert [done for done, *_ in told] == list(range(total + 1))
+    assert {of for _, of, _ in told} == {total}
+    assert len({title for *_, title in told}) == total + 1
+
+
+def test_a_corrupting_device_is_waived_with_the_reason(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = device.copy
+
+    def corrupt(destination: torch.Tensor, source: torch.Tensor) -> None:
+        copy(destination, source)
+        if destination.dtype == torch.float32:
+            destination[0] += 1
+
+    monkeypatch.setattr(device, "copy", corrupt)
+    profile = virtual_profile(device, 1, monkeypatch)
+    for name in ("h2d", "d2h", "both", "pageable_h2d", "pageable_d2h", "both_beside_cpu_adam"):
+        reason = profile.measurements[f"{name}_bytes_per_s"].waived
+        assert reason is not None
+        assert "the copy is not what was copied" in reason, name
+    assert not profile.has_accelerator
+    assert profile.get("cpu_adam_params_per_s") is not None
+
+
+def test_memory_that_cannot_be_had_is_waived(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory on the device\nTry this and that")
+
+    monkeypatch.setattr(device, "empty", full)
+    profile = virtual_profile(device, 1, monkeypatch)
+    assert profile.measurements["h2d_bytes_per_s"].waived == "OutOfMemoryError: no memory on the device"
+    assert profile.measurements["gpu_adam_params_per_s"].waived == "OutOfMemoryError: no memory on the device"
+    assert profile.measurements["dram_update_bytes_per_s"].waived is None
+
+
+def test_a_release_without_a_gpu_kernel_says_so(device: VirtualDevice) -> None:
+    profile = measure(device, OneRank(), SMALL, cpu_adam=lambda num_sub_groups: TimedAdam(device, UPDATE_S))
+    assert profile.measurements["gpu_adam_params_per_s"].waived == NO_GPU_ADAM
+    assert profile.get("h2d_bytes_per_s") is not None
+
+
+def test_a_rate_that_no_machine_reaches_is_waived(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    device.copy_s = [1e-9] * 100
+    device.issue_s = 0
+    reason = virtual_profile(device, 1, monkeypatch).measurements["h2d_bytes_per_s"].waived
+    assert reason == "not plausible: a median of 1.05e+15, outside 3e+08 to 2e+12"
+
+
+def test_without_a_cpu_kernel_there_is_no_profile() -> None:
+    def no_compiler(num_sub_groups: int) -> PlainAdam:
+        raise RuntimeError("Error building extension 'cpu_adam'")
+
+    threads = torch.get_num_threads()
+    with pytest.raises(ProfileError, match=r"found no measurement \(RuntimeError: Error building extension") as caught:
+        measure(None, OneRank(), SMALL, cpu_adam=no_compiler)
+    assert "deep-opt-states doctor" in str(caught.value)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8]), (9, [1, 2, 4, 8, 9])]
+)
+def test_thread_counts(cores: int, expected: list[int]) -> None:
+    assert thread_counts(cores) == expected
+
+
+# The node
+
+
+def node_of(
+    affinities: list[set[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    quota: float | None = None,
+    hosts: list[str] | None = None,
+    told: str | None = None,
+) -> Node:
+    """With one rank for each of ``affinities``; the facts are asked for in the order of the ranks."""
+    remaining, names = iter(affinities), iter(hosts or ["here"] * len(affinities))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: next(remaining))
+    monkeypatch.setattr(platform, "node", lambda: next(names))
+    monkeypatch.setattr(machine, "cores", lambda: machine.Cores(None, None, 1, quota))
+    environ = {} if told is None else {"LOCAL_WORLD_SIZE": told}
+    (node, *others) = on_ranks(len(affinities), lambda ranks: smallest_node(ranks, environ))
+    assert isinstance(node, Node), node
+    assert others == [node] * len(others)
+    return node
+
+
+def test_ranks_share_their_nodes_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = set(range(16))
+    assert node_of([free, free], monkeypatch) == Node(ranks=2, cores=16)
+    assert node_of([free, free], monkeypatch).cores_per_rank == 8
+    bound = [set(range(8)), set(range(8, 16))]
+    assert node_of(bound, monkeypatch).cores_per_rank == 8, "bound to cores of their own, not to half of these"
+    assert node_of([free, free], monkeypatch, quota=6.5).cores_per_rank == 3
+    assert node_of([free, free], monkeypatch, quota=0.5).cores_per_rank == 1
+    assert node_of([free, free], monkeypatch, told="4") == Node(ranks=4, cores=16)
+
+
+def test_of_several_nodes_the_smallest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    facts = [("a", set(range(16)), None, None)] * 2 + [("b", set(range(12)), None, None)] * 2
+    everybody = iter([[None], facts])
+
+    class Gathered(OneRank):
+        def gather(self, value: object) -> list[object]:
+            return next(everybody)
+
+    assert smallest_node(Gathered(), {}) == Node(ranks=2, cores=12)
+
+
+# The fingerprint
+
+NODE = Node(ranks=2, cores=16)
+
+
+def fingerprint_here(**changes: object) -> str:
+    about = describe(on_accelerator=False, node=NODE)
+    facts = {"provenance": about, "node": NODE, "effort": SMALL, "world_size": 2, "works_with": "a", **changes}
+    return fingerprint(**facts)
+
+
+def test_a_fingerprint_changes_with_what_changes_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = fingerprint_here()
+    about = describe(on_accelerator=False, node=NODE)
+    changed = {
+        fingerprint_here(provenance=replace(about, **{name: other}))
+        for name, other in {
+            "cpu": "another",
+            "cores": 99,
+            "ranks": 9,
+            "gpu": "",
+            "driver": "999.1",
+            "torch": "9.9",
+            "deepspeed": "9.9",
+        }.items()
+        if getattr(about, name) != other
+    }
+    assert len(changed) == 6
+    changed |= {
+        fingerprint_here(node=Node(ranks=2, cores=8)),
+        fingerprint_here(effort=replace(SMALL, budget_s=9)),
+        fingerprint_here(world_size=16),
+        fingerprint_here(works_with="b"),
+    }
+    for fact in ("last_level_cache_bytes", "memory"):
+        with monkeypatch.context() as patched:
+            patched.setattr(machine, fact, {"last_level_cache_bytes": lambda: 77, "memory": other_memory}[fact])
+            changed.add(fingerprint_here())
+    with monkeypatch.context() as patched:
+        patched.setattr(provenance, "METHOD", 99)
+        changed.add(fingerprint_here())
+    assert len(changed | {here}) == 14
+
+
+def test_a_fingerprint_changes_with_the_number_of_threads() -> None:
+    here, threads = fingerprint_here(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert fingerprint_here() != here
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_fingerprint_is_the_same_on_another_day_and_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = describe(on_accelerator=False, node=NODE)
+    assert fingerprint_here(provenance=replace(about, date="tomorrow", host="twin")) == fingerprint_here()
+
+
+def other_memory() -> machine.Memory:
+    return machine.Memory(total_bytes=77, available_bytes=7, limit_bytes=None)
+
+
+def test_a_device_that_overlaps_nothing_is_waived_there() -> None:
+    """With real time, so that only what does not depend on it is looked at."""
+    profile = measure(HostDevice(), OneRank(), SMALL, cpu_adam=lambda num_sub_groups: PlainAdam())
+    for name in ("cpu_adam_beside_transfers_params_per_s", "both_beside_cpu_adam_bytes_per_s"):
+        reason = profile.measurements[name].waived
+        assert reason is not None
+        assert "nothing overlapped" in reason

@@ -1,0 +1,49 @@
+"""Ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from deep_opt_states.profiler.ranks import Ranks
+
+Value = TypeVar("Value")
+
+TIMEOUT_S = 60
+
+
+class Meeting:
+    def __init__(self, size: int) -> None:
+        self.values: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
+
+
+class ThreadRank:
+    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
+        self.rank = rank
+        self.size = size
+        self._meeting = meeting
+
+    def gather(self, value: Value) -> list[Value]:
+        """Raises ``BrokenBarrierError`` if another rank stays away."""
+        self._meeting.values[self.rank] = value
+        self._meeting.barrier.wait()
+        values = list(self._meeting.values)
+        self._meeting.barrier.wait()
+        return values
+
+
+def on_ranks(size: int, program: Callable[[Ranks], Value]) -> list[Value | Exception]:
+    """What ``program`` returns or raises on each rank."""
+    meeting = Meeting(size)
+
+    def outcome(rank: int) -> Value | Exception:
+        try:
+            return program(ThreadRank(rank, size, meeting))
+        except Exception as error:  # noqa: BLE001 (what is raised is looked at)
+            return error
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(outcome, range(size)))
