@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 
 class Lane(Enum):
@@ -18,12 +19,15 @@ class Lane(Enum):
     D2H = "d2h"
     CPU = "cpu"
 
+    # Enum hashes names in Python; a plan is found by simulations that look lanes up millions of times.
+    __hash__ = object.__hash__
+
 
 class ActionKind(Enum):
     PREFETCH = "PREFETCH"
     """fp32 p, m, v (and, while gradients live in host memory, the gradient) into a slot."""
     GPU_STEP = "GPU_STEP"
-    """Unscale, clip and Adam on the slot; writes the 16-bit parameters in place."""
+    """Unscale, clip and Adam on the slot, or on a resident's states; writes the 16-bit parameters in place."""
     FLUSH_STATES = "FLUSH_STATES"
     """p, m, v from the slot back to host memory."""
     CPU_STEP = "CPU_STEP"
@@ -31,13 +35,11 @@ class ActionKind(Enum):
     PUBLISH = "PUBLISH"
     """16-bit parameters of a CPU sub-group to the accelerator."""
 
+    __hash__ = object.__hash__
+
     @property
     def lane(self) -> Lane:
         return _LANES[self]
-
-    @property
-    def uses_slot(self) -> bool:
-        return self in (ActionKind.PREFETCH, ActionKind.GPU_STEP, ActionKind.FLUSH_STATES)
 
 
 _LANES = {
@@ -64,14 +66,14 @@ class Action:
     slot: int | None = None
     waits: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def name(self) -> str:
         """Unique in a schedule; joins predicted with measured times."""
         return f"{self.kind.value} {self.sub_group}"
 
     @property
     def lane(self) -> Lane:
-        return self.kind.lane
+        return _LANES[self.kind]
 
     def __str__(self) -> str:
         slot = "" if self.slot is None else f" slot {self.slot}"

@@ -1,98 +1,155 @@
-"""What no schedule can beat: each resource must do its work, however well everything overlaps (DESIGN 5).
+"""What no schedule can beat: each limit must have its seconds, however well everything overlaps (DESIGN 5).
 
-For a share x of the parameters streamed and 1 - x updated on the CPU, resource r is busy for
-T_r(x) = (x * streamed_r + (1 - x) * cpu_r) * numel / capacity_r seconds; the update takes at least max over r, and no
-placement less than the minimum of that over x. T_r are straight lines, so that the minimum is where two of them cross,
-or at an end.
+With shares x of the parameters streamed, r resident and the rest updated on the CPU, a limit (``limits.py``) takes
+T(x, r) = (x * streamed + r * resident + (1 - x - r) * cpu) * numel seconds; the update takes at least the maximum over
+the limits, and no placement less than the minimum of that over x and r. A resident share takes nothing that a streamed
+one does not take as well, so the minimum streams nothing or has as many residents as fit: it is on one of two straight
+lines, where two limits cross or at an end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import combinations
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from perf_model.cost import CostModel, Resource
-from perf_model.dependencies import CHAINS
+from perf_model.limits import KINDS, Array, Limits
+from perf_model.memory import resident_bytes_of
 from perf_model.placement import Placement
+from perf_model.windows import EARLY, Windows
+from perf_model.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
-class Windows:
-    """Seconds in which work is not seen: the tail of backward hides prefetches, forward hides everything."""
+class Mix:
+    """Shares of the parameters; the rest is updated on the CPU."""
 
-    backward_s: float = 0.0
-    forward_s: float = 0.0
+    streamed: float = 0.0
+    resident: float = 0.0
+
+    def of(self, placement: Placement) -> float:
+        shares = {Placement.STREAMED: self.streamed, Placement.RESIDENT: self.resident}
+        return shares.get(placement, 1.0 - self.streamed - self.resident)
+
+    def towards(self, other: Mix, way: float) -> Mix:
+        return Mix(
+            streamed=self.streamed + way * (other.streamed - self.streamed),
+            resident=self.resident + way * (other.resident - self.resident),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """The share of the parameters that can be resident at most: where nothing is streamed, and beside one slot."""
+
+    alone: float = 0.0
+    beside_a_slot: float = 0.0
+
+    @classmethod
+    def same(cls, share: float) -> Room:
+        return cls(alone=share, beside_a_slot=share)
+
+    @classmethod
+    def of(cls, workload: Workload, gpu_bytes: int | None) -> Room:
+        """With so many bytes of accelerator memory, None for any number."""
+        if gpu_bytes is None:
+            return cls.same(1.0)
+        slot_bytes = min(resident_bytes_of(sub_group.numel) for sub_group in workload.sub_groups)
+        return cls(alone=_share_in(gpu_bytes, workload), beside_a_slot=_share_in(gpu_bytes - slot_bytes, workload))
+
+
+def _share_in(gpu_bytes: int, workload: Workload) -> float:
+    """No more can be resident than is densest, nor than as many as the least, if they were the largest, have."""
+    numels = np.sort([sub_group.numel for sub_group in workload.sub_groups])
+    each_bytes = np.array([resident_bytes_of(numel) for numel in numels.tolist()])
+    count = int(np.searchsorted(np.cumsum(np.sort(each_bytes)), max(0, gpu_bytes), side="right"))
+    densest = np.argsort(each_bytes / numels)
+    taken_bytes = np.concatenate([[0], np.cumsum(each_bytes[densest])])
+    most = np.interp(max(0, gpu_bytes), taken_bytes, np.concatenate([[0], np.cumsum(numels[densest])]))
+    return float(min(most, numels[len(numels) - count :].sum()) / workload.numel)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """``streamed_fraction`` of the parameters reaches it; ``binding`` is the resource that keeps it from being less."""
+    """``mix`` reaches it; ``binding`` is the resource that has most to do in it."""
 
     seconds: float
     binding: Resource
-    streamed_fraction: float
+    mix: Mix
 
 
-@dataclass(frozen=True)
-class _Line:
-    at_zero: float
-    at_one: float
-
-    def __call__(self, x: float) -> float:
-        return self.at_zero + (self.at_one - self.at_zero) * x
+NO_ROOM = Room()
 
 
-def work_bound(numel: int, cost: CostModel) -> Bound:
-    """Of all the update's work, exposed and hidden together."""
-    return _least(_busy_lines(numel, cost, Windows()))
+def work_bound(numel: int, cost: CostModel, room: Room = NO_ROOM) -> Bound:
+    """Of all the update's work, exposed and hidden together. ``room``: for residents."""
+    return exposed_bound(numel, cost, Windows(), room)
 
 
-def exposed_bound(numel: int, cost: CostModel, windows: Windows) -> Bound:
-    """Of what is left to be seen when each resource has used its windows; 0 seconds if nothing is."""
-    return _least(_busy_lines(numel, cost, windows))
+def exposed_bound(numel: int, cost: CostModel, windows: Windows, room: Room = NO_ROOM) -> Bound:
+    """Of what is left to be seen when each limit has used its windows; 0 seconds if nothing is.
+
+    Of what a limit has to do, backward can hide no more than it lasts, and nothing but prefetches.
+    """
+    limits = Limits.of(cost)
+    late_s = limits.seconds.copy()
+    late_s[:, KINDS.index(EARLY)] = 0.0
+    hidden_s = windows.forward_s + np.repeat([windows.backward_s, 0.0], len(late_s))
+    both = replace(limits, seconds=np.vstack([limits.seconds, late_s]))
+    return least(numel, both, -hidden_s, lines(cost.placements, room))
 
 
-def work_s(numel: int, streamed_numel: int, cost: CostModel) -> float:
-    """What any schedule takes at least that streams so many of ``numel`` parameters."""
-    on_cpu = _busy_s(numel - streamed_numel, cost, Placement.CPU)
-    streamed = _busy_s(streamed_numel, cost, Placement.STREAMED)
-    return max(on_cpu[resource] + streamed[resource] for resource in Resource)
+def lines(occurring: Collection[Placement], room: Room) -> list[tuple[Mix, Mix]]:
+    """The mixes of these placements among which a least one is; none if they cannot take all of the parameters."""
+    alone, beside = (room.alone, room.beside_a_slot) if Placement.RESIDENT in occurring else (0.0, 0.0)
+    on_cpu, streamed = Placement.CPU in occurring, Placement.STREAMED in occurring
+    found = []
+    if on_cpu or alone >= 1.0:
+        found.append((Mix(resident=0.0 if on_cpu else 1.0), Mix(resident=alone)))
+    if streamed:
+        found.append(
+            (Mix(resident=beside) if on_cpu else Mix(streamed=1.0), Mix(streamed=1.0 - beside, resident=beside))
+        )
+    return found
 
 
-def _busy_lines(numel: int, cost: CostModel, windows: Windows) -> dict[Resource, _Line]:
-    on_cpu, streamed = (_busy_s(numel, cost, placement) for placement in (Placement.CPU, Placement.STREAMED))
-    lines = {}
-    for resource in Resource:
-        hidden_s = windows.forward_s + (windows.backward_s if resource in _USED_BY_PREFETCH else 0.0)
-        lines[resource] = _Line(on_cpu[resource] - hidden_s, streamed[resource] - hidden_s)
-    return lines
+def least(numel: int, limits: Limits, beside_s: Array, lines: Iterable[tuple[Mix, Mix]]) -> Bound:
+    """The mix on the lines whose highest limit is the least; each has ``beside_s`` to be added, below 0 if hidden."""
+    per_param = {its: limits.of_placement(its) for its in Placement}
+
+    def busy_s(mix: Mix) -> Array:
+        seconds: Array = numel * np.sum([mix.of(its) * per_param[its] for its in Placement], axis=0)
+        return seconds
+
+    found = []
+    for start, end in lines:
+        at_start, at_end = busy_s(start) + beside_s, busy_s(end) + beside_s
+        ways = _crossings(at_start, at_end)
+        highest_s = (at_start + ways[:, None] * (at_end - at_start)).max(axis=1)
+        found.append((float(highest_s.min()), start.towards(end, float(ways[highest_s.argmin()]))))
+    seconds, mix = min(found, key=lambda pair: pair[0])
+    busiest = int(busy_s(mix)[: len(limits.resources)].argmax())
+    return Bound(seconds=max(0.0, seconds), binding=limits.resources[busiest], mix=mix)
 
 
-_USED_BY_PREFETCH = (Resource.H2D, Resource.BOTH, Resource.DRAM)
+def _crossings(at_start: Array, at_end: Array) -> Array:
+    """Where two lines cross between their ends, and the ends; a minimum of the highest line is among them."""
+    apart_at_start = (at_start[:, None] - at_start[None, :]).ravel()
+    apart_at_end = (at_end[:, None] - at_end[None, :]).ravel()
+    cross = apart_at_start * apart_at_end < 0.0
+    ways: Array = np.concatenate([[0.0, 1.0], apart_at_start[cross] / (apart_at_start - apart_at_end)[cross]])
+    return ways
 
 
-def _busy_s(numel: int, cost: CostModel, placement: Placement) -> Mapping[Resource, float]:
-    """By resource, if all parameters had that placement."""
-    loads = [cost.load(kind, numel) for kind in CHAINS[placement]]
-    return {
-        resource: sum(load.amounts.get(resource, 0.0) for load in loads) / cost.capacities[resource]
-        for resource in Resource
-    }
+def limits(cost: CostModel) -> list[Resource]:
+    """What each entry of ``busy_s_per_param`` is of."""
+    return list(cost.capacities)
 
 
-def _least(lines: Mapping[Resource, _Line]) -> Bound:
-    candidates = {0.0, 1.0}
-    for one, other in combinations(lines.values(), 2):
-        slopes = (one.at_one - one.at_zero) - (other.at_one - other.at_zero)
-        if slopes != 0.0:
-            crossing = (other.at_zero - one.at_zero) / slopes
-            if 0.0 < crossing < 1.0:
-                candidates.add(crossing)
-
-    def height(x: float) -> float:
-        return max(line(x) for line in lines.values())
-
-    best = min(sorted(candidates), key=height)
-    binding = max(lines, key=lambda resource: lines[resource](best))
-    return Bound(seconds=max(0.0, height(best)), binding=binding, streamed_fraction=best)
+def busy_s_per_param(cost: CostModel) -> dict[Placement, list[float]]:
+    """By placement and resource, the seconds in which it has something to do for one parameter."""
+    of_resources = Limits.of(cost)
+    count = len(of_resources.resources)
+    return {its: of_resources.of_placement(its)[:count].tolist() for its in cost.placements}

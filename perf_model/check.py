@@ -31,7 +31,7 @@ def check(schedule: Schedule, workload: Workload) -> tuple[Placement, ...]:
     occupant stays in its slot, all that is staged at any moment fits the declared memory if the slots do.
     """
     placements = _check_chains(schedule, workload)
-    _check_slots(schedule, workload)
+    _check_slots(schedule, workload, placements)
     _check_order(schedule)
     return placements
 
@@ -59,7 +59,7 @@ def _check_chains(schedule: Schedule, workload: Workload) -> tuple[Placement, ..
     return tuple(placements)
 
 
-def _check_slots(schedule: Schedule, workload: Workload) -> None:
+def _check_slots(schedule: Schedule, workload: Workload, placements: tuple[Placement, ...]) -> None:
     needed_bytes = bytes_of_slots(schedule.num_slots, schedule.slot_numel)
     if needed_bytes > schedule.staging_bytes:
         rule = (
@@ -69,9 +69,9 @@ def _check_slots(schedule: Schedule, workload: Workload) -> None:
         raise ScheduleError(schedule, None, rule)
     slot_of: dict[int, int | None] = {}
     for action in schedule.actions:
-        if not action.kind.uses_slot:
+        if placements[action.sub_group] is not Placement.STREAMED:
             if action.slot is not None:
-                raise ScheduleError(schedule, action, f"{action.kind.value} uses no slot.")
+                raise ScheduleError(schedule, action, "Only a streamed sub-group uses a slot.")
             continue
         if action.slot is None or not 0 <= action.slot < schedule.num_slots:
             raise ScheduleError(schedule, action, f"{action.kind.value} needs one of {schedule.num_slots} slots.")
@@ -97,4 +97,4 @@ def _check_order(schedule: Schedule) -> None:
         for producer in needs[action.name]:
             if not clocks.finished_by(start, producer):
                 raise ScheduleError(schedule, action, f"{action.name} may start before {producer.name} has finished.")
-        clocks.issue(action)
+        clocks.issue(action, start)

@@ -1,7 +1,8 @@
 """``CostModel``: what an action uses of each shared resource, and how long it takes alone.
 
-Actions that overlap share resources (DESIGN 5): the two PCIe directions, their joint limit, and host memory bandwidth,
-which CPU updates and every transfer use. Which of these slows whom follows from the amounts; there is no factor for it.
+Actions that overlap share resources (DESIGN 5): the two PCIe directions, their joint limit, the driver's staging of
+pageable copies, CPU cores, the GPU, and host memory bandwidth, which CPU updates and every transfer use. Which of these
+slows whom follows from the amounts; there is no factor for it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from perf_model.action import ActionKind
+from perf_model.dependencies import CHAINS
 from perf_model.hardware import HardwareProfile
+from perf_model.placement import Placement
 from perf_model.schedule import STAGED_BYTES_PER_PARAM
 
 
@@ -19,6 +22,7 @@ class Resource(Enum):
     H2D = "h2d"
     D2H = "d2h"
     BOTH = "both directions"
+    PAGEABLE = "pageable copies"
     DRAM = "host memory"
     CPU = "cpu cores"
     GPU = "gpu"
@@ -30,6 +34,7 @@ class Traffic:
 
     h2d: float = 0.0
     d2h: float = 0.0
+    pageable: float = 0.0
     dram: float = 0.0
 
 
@@ -48,65 +53,134 @@ def traffic_of(param_bytes: int) -> dict[ActionKind, Traffic]:
     }
 
 
+def stock_traffic_of(param_bytes: int) -> dict[ActionKind, Traffic]:
+    """What stock DeepSpeed moves: its parameters are published from pageable memory.
+
+    The driver copies them to memory that it has pinned (read, written) before the device reads that.
+    """
+    publish = Traffic(h2d=param_bytes, pageable=param_bytes, dram=3 * param_bytes)
+    return {**traffic_of(param_bytes), ActionKind.PUBLISH: publish}
+
+
 COPIES = {ActionKind.PREFETCH: 4, ActionKind.FLUSH_STATES: 3, ActionKind.PUBLISH: 1}
 """Copies that an action consists of; each starts with the latency of a copy."""
 
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """Of one action: seconds if nothing else runs, and what it takes of shared resources meanwhile, in their units."""
+    """Of one action: what it takes of shared resources, in their units, and the seconds for that if nothing else runs.
+
+    ``latency_s`` comes before that, and uses nothing but the lane.
+    """
 
     alone_s: float
     amounts: Mapping[Resource, float]
+    latency_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.latency_s + self.alone_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Rates of one rank. ``capacities`` are per second, of what ``Load.amounts`` counts.
+    """``capacities`` of one rank a second, ``per_param`` what an action takes of them for each parameter.
 
-    CPU and GPU are counted in seconds of the whole rank's share: a capacity of 1.
+    CPU and GPU are counted in seconds of the rank's whole share, a capacity of 1; the others in bytes. ``blocks``: the
+    host itself does what it issues on a stream, and issues nothing meanwhile.
     """
 
-    cpu_adam_params_per_s: float
-    gpu_adam_params_per_s: float
-    copy_latency_s: float
     capacities: Mapping[Resource, float]
-    traffic: Mapping[ActionKind, Traffic]
+    per_param: Mapping[ActionKind, Mapping[Resource, float]]
+    copy_latency_s: float = 0.0
+    blocks: bool = False
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Those whose actions have a cost: without a GPU's Adam, all is updated on the CPU."""
+        return tuple(placement for placement, chain in CHAINS.items() if all(kind in self.per_param for kind in chain))
 
     @classmethod
-    def of(cls, profile: HardwareProfile, param_bytes: int = 2) -> CostModel:
-        """Raises ``ProfileError`` where a rate that transfers need is waived; see ``HardwareProfile.transfers``."""
-        traffic = traffic_of(param_bytes)
-        cpu = profile.rate("cpu_adam_params_per_s")
-        both = profile.rate("both_bytes_per_s")
+    def of_rates(
+        cls,
+        *,
+        cpu_adam_params_per_s: float,
+        gpu_adam_params_per_s: float | None,
+        capacities: Mapping[Resource, float],
+        traffic: Mapping[ActionKind, Traffic],
+        copy_latency_s: float = 0.0,
+    ) -> CostModel:
+        """``capacities`` are of what ``traffic`` counts, in bytes a second. Without ``gpu_adam_params_per_s`` nothing
+        can be updated on the accelerator."""
+        per_param = {kind: _amounts(its) for kind, its in traffic.items()}
+        per_param[ActionKind.CPU_STEP][Resource.CPU] = 1 / cpu_adam_params_per_s
+        if gpu_adam_params_per_s is None:
+            del per_param[ActionKind.GPU_STEP]
+        else:
+            per_param[ActionKind.GPU_STEP][Resource.GPU] = 1 / gpu_adam_params_per_s
         return cls(
-            cpu_adam_params_per_s=cpu,
-            gpu_adam_params_per_s=profile.rate("gpu_adam_params_per_s"),
-            copy_latency_s=profile.get("copy_latency_s") or 0.0,
-            capacities={
-                Resource.H2D: profile.rate("h2d_bytes_per_s"),
-                Resource.D2H: profile.rate("d2h_bytes_per_s"),
-                Resource.BOTH: both,
-                Resource.DRAM: _dram_capacity(profile, traffic[ActionKind.CPU_STEP].dram, cpu, both),
-                Resource.CPU: 1.0,
-                Resource.GPU: 1.0,
-            },
-            traffic=traffic,
+            capacities={**capacities, Resource.CPU: 1.0, Resource.GPU: 1.0},
+            per_param=per_param,
+            copy_latency_s=copy_latency_s,
         )
 
-    def load(self, kind: ActionKind, numel: int) -> Load:
-        traffic = self.traffic[kind]
-        amounts = {
-            Resource.H2D: traffic.h2d * numel,
-            Resource.D2H: traffic.d2h * numel,
-            Resource.BOTH: (traffic.h2d + traffic.d2h) * numel,
-            Resource.DRAM: traffic.dram * numel,
-            Resource.CPU: numel / self.cpu_adam_params_per_s if kind is ActionKind.CPU_STEP else 0.0,
-            Resource.GPU: numel / self.gpu_adam_params_per_s if kind is ActionKind.GPU_STEP else 0.0,
+    @classmethod
+    def of(
+        cls, profile: HardwareProfile, param_bytes: int = 2, traffic: Mapping[ActionKind, Traffic] | None = None
+    ) -> CostModel:
+        """``traffic`` is by default what the runtime moves.
+
+        Without any rate of transfers the accelerator is the CPU itself. Raises ``ProfileError`` where some of them
+        are there and others are not.
+        """
+        if not profile.has_accelerator:
+            return cls._of_cpu_accelerator(profile, param_bytes)
+        traffic = traffic or traffic_of(param_bytes)
+        cpu = profile.rate("cpu_adam_params_per_s")
+        h2d, both = profile.rate("h2d_bytes_per_s"), profile.rate("both_bytes_per_s")
+        return cls.of_rates(
+            cpu_adam_params_per_s=cpu,
+            gpu_adam_params_per_s=profile.get("gpu_adam_params_per_s"),
+            capacities={
+                Resource.H2D: h2d,
+                Resource.D2H: profile.rate("d2h_bytes_per_s"),
+                Resource.BOTH: both,
+                Resource.PAGEABLE: profile.get("pageable_h2d_bytes_per_s") or h2d,
+                Resource.DRAM: _dram_capacity(profile, traffic[ActionKind.CPU_STEP].dram, cpu, both),
+            },
+            traffic=traffic,
+            copy_latency_s=profile.get("copy_latency_s") or 0.0,
+        )
+
+    @classmethod
+    def _of_cpu_accelerator(cls, profile: HardwareProfile, param_bytes: int) -> CostModel:
+        """Slots are host memory and every action is the host's: copies and Adam take turns at its cores.
+
+        A copied byte is one read and one written; GPU_STEP does in a slot what CPU_STEP does in place.
+        """
+        adam_s = 1 / profile.rate("cpu_adam_params_per_s")
+        copied_byte_s = 2 / (profile.get("dram_copy_bytes_per_s") or profile.rate("dram_update_bytes_per_s"))
+        seconds = {
+            kind: adam_s if kind in (ActionKind.CPU_STEP, ActionKind.GPU_STEP) else copied_byte_s * (its.h2d + its.d2h)
+            for kind, its in traffic_of(param_bytes).items()
         }
-        amounts = {resource: amount for resource, amount in amounts.items() if amount > 0}
+        per_param = {kind: {Resource.CPU: param_s} for kind, param_s in seconds.items()}
+        return cls(capacities={Resource.CPU: 1.0}, per_param=per_param, blocks=True)
+
+    def load(self, kind: ActionKind, numel: int) -> Load:
+        amounts = {resource: each * numel for resource, each in self.per_param[kind].items() if each > 0}
         busiest_s = max((amount / self.capacities[resource] for resource, amount in amounts.items()), default=0.0)
-        return Load(busiest_s + self.copy_latency_s * COPIES.get(kind, 0), amounts)
+        return Load(busiest_s, amounts, self.copy_latency_s * COPIES.get(kind, 0))
+
+
+def _amounts(traffic: Traffic) -> dict[Resource, float]:
+    return {
+        Resource.H2D: traffic.h2d,
+        Resource.D2H: traffic.d2h,
+        Resource.BOTH: traffic.h2d + traffic.d2h,
+        Resource.PAGEABLE: traffic.pageable,
+        Resource.DRAM: traffic.dram,
+    }
 
 
 def _dram_capacity(profile: HardwareProfile, cpu_step_bytes: float, cpu: float, both: float) -> float:

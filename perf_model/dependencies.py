@@ -10,6 +10,7 @@ from perf_model.placement import Placement
 CHAINS: dict[Placement, tuple[ActionKind, ...]] = {
     Placement.CPU: (ActionKind.CPU_STEP, ActionKind.PUBLISH),
     Placement.STREAMED: (ActionKind.PREFETCH, ActionKind.GPU_STEP, ActionKind.FLUSH_STATES),
+    Placement.RESIDENT: (ActionKind.GPU_STEP,),
 }
 """The actions of one sub-group by placement; each reads what the one before it wrote."""
 
@@ -21,14 +22,12 @@ def dependencies(actions: Sequence[Action]) -> dict[str, tuple[Action, ...]]:
     occupant, which still reads what the prefetch overwrites.
     """
     by_name = {action.name: action for action in actions}
+    latest: dict[int, Action] = {}
     occupant: dict[int, Action] = {}
     needs: dict[str, tuple[Action, ...]] = {}
     for action in actions:
-        required = []
-        for chain in CHAINS.values():
-            if action.kind in chain[1:]:
-                previous = chain[chain.index(action.kind) - 1]
-                required.append(by_name[f"{previous.value} {action.sub_group}"])
+        required = [latest[action.sub_group]] if action.sub_group in latest else []
+        latest[action.sub_group] = action
         if action.kind is ActionKind.PREFETCH and action.slot is not None:
             if action.slot in occupant:
                 required.append(by_name[f"{ActionKind.FLUSH_STATES.value} {occupant[action.slot].sub_group}"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from perf_model.action import Action, Lane
 
-Clock = Mapping[Lane, int]
-"""How many actions of each lane have surely finished."""
+Clock = tuple[int, ...]
+"""How many actions of each lane have surely finished, in the order of ``Lane``."""
+
+_INDEX = {lane: index for index, lane in enumerate(Lane)}
 
 
 class Clocks:
@@ -19,22 +21,24 @@ class Clocks:
     """
 
     def __init__(self) -> None:
-        self._finished: dict[str, dict[Lane, int]] = {}
-        self._lane_clock: dict[Lane, dict[Lane, int]] = {lane: {} for lane in Lane}
+        self._finished: dict[str, Clock] = {}
+        self._lane_clock: dict[Lane, Clock] = dict.fromkeys(Lane, (0,) * len(Lane))
 
-    def issue(self, action: Action) -> None:
-        """Waits must name actions issued before: an event not yet recorded holds nobody back."""
-        clock = self.before(action, action.waits)
-        clock[action.lane] = clock.get(action.lane, 0) + 1
+    def issue(self, action: Action, start: Clock) -> None:
+        """``start``: what ``before`` says of it and its waits."""
+        index = _INDEX[action.lane]
+        clock = (*start[:index], start[index] + 1, *start[index + 1 :])
         self._finished[action.name] = clock
         self._lane_clock[action.lane] = clock
 
-    def before(self, action: Action, waits: Iterable[str]) -> dict[Lane, int]:
-        """The clock at which ``action``, issued now with these waits, would start."""
-        clock = dict(self._lane_clock[action.lane])
+    def before(self, action: Action, waits: Iterable[str] = ()) -> Clock:
+        """The clock at which ``action``, issued now with these waits, would start.
+
+        Waits must name actions issued before: an event not yet recorded holds nobody back.
+        """
+        clock = self._lane_clock[action.lane]
         for name in waits:
-            for lane, count in self._finished[name].items():
-                clock[lane] = max(clock.get(lane, 0), count)
+            clock = tuple(map(max, clock, self._finished[name]))
         return clock
 
     def issued(self, name: str) -> bool:
@@ -42,6 +46,6 @@ class Clocks:
 
     def finished_by(self, clock: Clock, producer: Action) -> bool:
         """Whether ``producer`` has surely finished at ``clock``."""
-        if producer.name not in self._finished:
-            return False
-        return clock.get(producer.lane, 0) >= self._finished[producer.name][producer.lane]
+        finished = self._finished.get(producer.name)
+        index = _INDEX[producer.lane]
+        return finished is not None and clock[index] >= finished[index]

@@ -49,6 +49,9 @@ QUANTITIES: dict[str, Quantity] = {
 REQUIRED = ("cpu_adam_params_per_s", "dram_update_bytes_per_s")
 """Without these nothing can be predicted; without the transfers' rates the accelerator is the CPU itself."""
 
+OF_AN_ACCELERATOR = ("h2d_bytes_per_s", "d2h_bytes_per_s", "both_bytes_per_s", "gpu_adam_params_per_s")
+"""Any of these says that there is one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
@@ -130,7 +133,7 @@ class HardwareProfile:
     @property
     def has_accelerator(self) -> bool:
         """Whether there is one beside the CPU itself."""
-        return self.get("h2d_bytes_per_s") is not None
+        return any(self.get(name) is not None for name in OF_AN_ACCELERATOR)
 
     def to_json(self) -> str:
         return json.dumps({"version": VERSION, **asdict(self)}, indent=2)

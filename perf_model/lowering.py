@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from perf_model.action import Action, ActionKind
 from perf_model.dependencies import dependencies
@@ -14,19 +13,23 @@ from perf_model.workload import Workload
 
 
 def lower(workload: Workload, placements: Sequence[Placement], num_slots: int) -> Schedule:
-    """The schedule that executes ``placements``; never more slots than streamed sub-groups."""
+    """The schedule that executes ``placements``."""
     order = merge_by_progress(workload, placements)
-    streamed = [index for index in order if placements[index] is Placement.STREAMED]
-    slots = assign_slots(streamed, num_slots)
-    actions = insert_waits(issue_order(order, placements, slots))
-    num_slots = min(num_slots, len(streamed))
-    slot_numel = max((workload.sub_groups[index].numel for index in streamed), default=0)
+    num_slots, slot_numel = needed_slots(workload, placements, num_slots)
+    slots = assign_slots([index for index in order if placements[index] is Placement.STREAMED], num_slots)
     return Schedule(
         num_slots=num_slots,
         slot_numel=slot_numel,
         staging_bytes=bytes_of_slots(num_slots, slot_numel),
-        actions=tuple(actions),
+        actions=tuple(insert_waits(issue_order(order, placements, slots))),
     )
+
+
+def needed_slots(workload: Workload, placements: Sequence[Placement], num_slots: int) -> tuple[int, int]:
+    """How many, never more than streamed sub-groups, and the length in parameters of each."""
+    placed = zip(workload.sub_groups, placements, strict=True)
+    streamed = [sub_group.numel for sub_group, placement in placed if placement is Placement.STREAMED]
+    return min(num_slots, len(streamed)), max(streamed, default=0)
 
 
 def merge_by_progress(workload: Workload, placements: Sequence[Placement]) -> list[int]:
@@ -35,7 +38,7 @@ def merge_by_progress(workload: Workload, placements: Sequence[Placement]) -> li
     All lanes are to finish together. The host blocks until a CPU sub-group is updated before it publishes it, so
     before that it issues the share of the streamed ones that should be done by then, counted in parameters.
     """
-    due: list[tuple[float, int]] = []
+    due: list[tuple[float, bool, int]] = []
     for placement in Placement:
         indices = [index for index, its in enumerate(placements) if its is placement]
         total = sum(workload.sub_groups[index].numel for index in indices)
@@ -43,9 +46,10 @@ def merge_by_progress(workload: Workload, placements: Sequence[Placement]) -> li
         for index in indices:
             numel = workload.sub_groups[index].numel
             done = seen + numel
-            due.append(((done if placement is Placement.CPU else seen + numel / 2) / total, index))
+            on_cpu = placement is Placement.CPU
+            due.append(((done if on_cpu else seen + numel / 2) / total, on_cpu, index))
             seen = done
-    return [index for _, index in sorted(due)]
+    return [index for _, _, index in sorted(due)]
 
 
 def assign_slots(streamed: Sequence[int], num_slots: int) -> dict[int, int]:
@@ -56,18 +60,20 @@ def assign_slots(streamed: Sequence[int], num_slots: int) -> dict[int, int]:
 def issue_order(order: Sequence[int], placements: Sequence[Placement], slots: dict[int, int]) -> list[Action]:
     """Actions, without waits, in the order the host issues them.
 
-    CPU updates wait for nobody and go first, so that the CPU lane is never idle. A prefetch is issued as soon as
-    the flush that frees its slot has been, so that the h2d lane runs ahead by the number of slots.
+    CPU updates and residents' wait for nobody and go first, so that the CPU lane is never idle. A prefetch is issued
+    as soon as the flush that frees its slot has been, so that the h2d lane runs ahead by the number of slots.
     """
     on_cpu = [index for index in order if placements[index] is Placement.CPU]
     streamed = [index for index in order if placements[index] is Placement.STREAMED]
     num_slots = max(slots.values(), default=-1) + 1
     actions = [Action(ActionKind.CPU_STEP, index) for index in on_cpu]
     actions.extend(Action(ActionKind.PREFETCH, index, slots[index]) for index in streamed[:num_slots])
+    actions.extend(Action(ActionKind.GPU_STEP, index) for index in order if placements[index] is Placement.RESIDENT)
     waiting = streamed[num_slots:]
     for index in order:
         if placements[index] is Placement.CPU:
             actions.append(Action(ActionKind.PUBLISH, index))
+        if placements[index] is not Placement.STREAMED:
             continue
         actions.append(Action(ActionKind.GPU_STEP, index, slots[index]))
         actions.append(Action(ActionKind.FLUSH_STATES, index, slots[index]))
@@ -84,11 +90,12 @@ def insert_waits(actions: Sequence[Action]) -> list[Action]:
     lowered = []
     for action in actions:
         waits: tuple[str, ...] = ()
+        start = clocks.before(action)
         # Latest producer first: its clock may cover the others.
         for producer in reversed(needs[action.name]):
-            if not clocks.finished_by(clocks.before(action, waits), producer):
+            if not clocks.finished_by(start, producer):
                 waits = (producer.name, *waits)
-        action = replace(action, waits=waits)
-        clocks.issue(action)
-        lowered.append(action)
+                start = clocks.before(action, waits)
+        clocks.issue(action, start)
+        lowered.append(Action(action.kind, action.sub_group, action.slot, waits) if waits else action)
     return lowered

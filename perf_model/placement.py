@@ -12,6 +12,8 @@ class Placement(Enum):
     """State stays in host memory; Adam runs on the host."""
     STREAMED = "streamed"
     """State goes from host memory to a slot on the accelerator and back, each step."""
+    RESIDENT = "resident"
+    """State stays in accelerator memory, and is updated there."""
 
 
 def place_all(workload: Workload, placement: Placement) -> tuple[Placement, ...]:

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
-from perf_model.lowering import lower
+from perf_model.lowering import lower, merge_by_progress
 from perf_model.placement import Placement
 from perf_model.schedule import Schedule
 from perf_model.workload import Workload
@@ -45,10 +45,15 @@ class UpdatePlan:
         return sum(sub_group.numel for sub_group, its in placed if its is placement)
 
     def __str__(self) -> str:
-        streamed = self.placements.count(Placement.STREAMED)
-        share = self.numel(Placement.STREAMED) / max(1, self.workload.numel)
+        counts = ", ".join(f"{self.placements.count(its)} {its.value}" for its in Placement if its in self.placements)
+        share = 1 - self.numel(Placement.CPU) / max(1, self.workload.numel)
         return (
-            f"{len(self.placements)} sub-groups, {self.workload.numel:,} parameters: "
-            f"{len(self.placements) - streamed} cpu, {streamed} streamed ({share:.0%} of the parameters), "
+            f"{len(self.placements)} sub-groups, {self.workload.numel:,} parameters: {counts} "
+            f"({share:.0%} of the parameters updated on the GPU), "
             f"{self.schedule.num_slots} slots of {self.schedule.slot_numel:,}, plan {self.fingerprint}"
         )
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """Sub-groups in the order in which the host turns to them."""
+        return tuple(merge_by_progress(self.workload, self.placements))

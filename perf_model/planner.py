@@ -1,26 +1,32 @@
-"""``plan_updates``: where each sub-group is updated, so that the predicted update is shortest within a memory budget.
+"""``plan_updates``: where each sub-group is updated, so that least of the update is seen within the memory budgets.
 
 A bounded search over what the simulation says. It starts from the rules (all on the CPU, all streamed, the paper's
-strides, the share that the lower bound names) and moves the number of streamed sub-groups up and down as long as that
-helps, in ever smaller steps; with few sub-groups it looks at every placement that the bound does not rule out.
-Deterministic: the same plan on every rank.
+strides, the balanced share that the lower bound names), each with as many residents as fit beside its slots, and moves
+the number of streamed sub-groups up and down as long as that helps, in ever smaller steps; with few sub-groups it looks
+at every placement that the bound does not rule out. Deterministic: the same plan on every rank.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from operator import itemgetter
 
-from perf_model.action import ActionKind
-from perf_model.bounds import Bound, work_bound, work_s
+import numpy as np
+
+from perf_model.bounds import Bound, Room, exposed_bound, work_bound
+from perf_model.budgets import Budgets, DoesNotFit
 from perf_model.cost import CostModel
-from perf_model.placement import Placement, place_all, place_by_fraction, place_by_stride
+from perf_model.floor import Floor, MemoryFloor, placed
+from perf_model.lowering import needed_slots
+from perf_model.memory import Memory, memory_of
+from perf_model.placement import Placement, place_by_fraction, place_by_stride
 from perf_model.plan import UpdatePlan
-from perf_model.schedule import STAGED_BYTES_PER_PARAM
 from perf_model.simulate import Simulator
-from perf_model.workload import SubGroup, Workload
+from perf_model.timeline import Timeline
+from perf_model.windows import Windows
+from perf_model.workload import Workload
 
 MAX_SLOTS = 4
 """More never helped: a slot is filled, used and flushed, and one is spare."""
@@ -30,131 +36,256 @@ EXHAUSTIVE_UP_TO = 10
 STRIDES = (2, 3, 4, 5, 6, 8, 10)
 """The paper's rule, as its artifact was run."""
 
+Placements = tuple[Placement, ...]
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedUpdate:
-    """``predicted_s`` is the simulated update; ``bound`` what no plan can beat."""
+    """``timeline`` is the simulated update, of which ``exposed_s`` seconds are seen; no plan can beat the bounds.
+
+    ``bound`` is of the work, exposed and hidden together; ``exposed_bound`` of what is seen of it.
+    """
 
     plan: UpdatePlan
-    predicted_s: float
+    timeline: Timeline
+    exposed_s: float
+    memory: Memory
     bound: Bound
+    exposed_bound: Bound
+
+    @property
+    def update_s(self) -> float:
+        """Exposed and hidden together."""
+        return self.timeline.active_s
 
     @property
     def ratio_to_bound(self) -> float:
-        return self.predicted_s / self.bound.seconds if self.bound.seconds > 0 else 1.0
+        return self.update_s / self.bound.seconds if self.bound.seconds > 0 else 1.0
 
 
-def plan_updates(workload: Workload, cost: CostModel, staging_bytes: int | None = None) -> PlannedUpdate:
-    """The best plan found whose slots fit ``staging_bytes`` of accelerator memory (None: any).
+def plan_updates(
+    workload: Workload,
+    cost: CostModel,
+    budgets: Budgets | None = None,
+    windows: Windows | None = None,
+    param_bytes: int = 2,
+) -> PlannedUpdate:
+    """The plan found with the least exposed time that fits ``budgets`` (None: any memory), in ``windows`` (None: none).
 
-    Raises ``ValueError`` for a workload without sub-groups.
+    Raises ``DoesNotFit`` if no plan fits, ``ValueError`` for a workload without sub-groups.
     """
     if not workload.sub_groups:
         raise ValueError("A workload to plan for has at least one sub-group, found none.")
-    search = _Search(workload, cost, staging_bytes)
-    search.try_all(_rules(workload, cost))
+    search = _Search(workload, cost, budgets or Budgets(), windows or Windows(), param_bytes)
+    search.try_all(search.rules())
     search.climb()
-    if len(workload.sub_groups) <= EXHAUSTIVE_UP_TO:
-        search.try_all(product(Placement, repeat=len(workload.sub_groups)), fewer_slots_too=True)
+    if len(workload.sub_groups) <= EXHAUSTIVE_UP_TO and search.possible and not search.hides_all:
+        search.try_all(product(search.possible, repeat=len(workload.sub_groups)), fewer_slots_too=True)
     search.spare_slots()
-    return PlannedUpdate(plan=search.best, predicted_s=search.best_s, bound=work_bound(workload.numel, cost))
+    return evaluate(search.best, cost, budgets or Budgets(), windows or Windows(), param_bytes)
 
 
-def _rules(workload: Workload, cost: CostModel) -> Iterator[tuple[Placement, ...]]:
-    yield place_all(workload, Placement.CPU)
-    yield place_all(workload, Placement.STREAMED)
-    yield place_by_fraction(workload, work_bound(workload.numel, cost).streamed_fraction)
-    for stride in STRIDES:
-        yield place_by_stride(workload, stride)
+def evaluate(plan: UpdatePlan, cost: CostModel, budgets: Budgets, windows: Windows, param_bytes: int) -> PlannedUpdate:
+    """What is predicted of a plan, whoever made it."""
+    timeline = Simulator(cost, windows).run(plan.schedule, plan.workload)
+    room = Room.of(plan.workload, budgets.gpu_bytes)
+    return PlannedUpdate(
+        plan=plan,
+        timeline=timeline,
+        exposed_s=windows.exposed_s(timeline, plan.workload),
+        memory=memory_of(plan, param_bytes),
+        bound=work_bound(plan.workload.numel, cost, room),
+        exposed_bound=exposed_bound(plan.workload.numel, cost, windows, room),
+    )
 
 
 class _Search:
-    def __init__(self, workload: Workload, cost: CostModel, staging_bytes: int | None) -> None:
+    def __init__(
+        self, workload: Workload, cost: CostModel, budgets: Budgets, windows: Windows, param_bytes: int
+    ) -> None:
         self._workload = workload
+        self._numels = [sub_group.numel for sub_group in workload.sub_groups]
         self._cost = cost
-        self._simulator = Simulator(cost)
-        self._staging_bytes = staging_bytes
-        self._tried: set[tuple[tuple[Placement, ...], int]] = set()
-        self.best = UpdatePlan(workload=workload, placements=place_all(workload, Placement.CPU), num_slots=1)
-        self.best_s = self._simulated_s(self.best)
+        self._budgets = budgets
+        self._windows = windows
+        self._param_bytes = param_bytes
+        self._simulator = Simulator(cost, windows)
+        self._floor = Floor(workload, cost, windows)
+        self._memory_floor = MemoryFloor(workload, param_bytes)
+        self._tried: set[tuple[object, int]] = set()
+        self._nearest: dict[str, int] = {}
+        self._best: UpdatePlan | None = None
+        self._best_s = (float("inf"), float("inf"))
 
-    def try_all(self, candidates: Iterable[tuple[Placement, ...]], fewer_slots_too: bool = False) -> None:
+    def rules(self) -> Iterator[Placements]:
+        everything = _Spread(residents=0, largest=max(self._numels))
+        yield self._place(everything, 0.0)
+        if Placement.RESIDENT in self._cost.placements:
+            yield self._place(_Spread(residents=self._residents_beside(0, 0), largest=0), 0.0)
+        if Placement.STREAMED in self._cost.placements:
+            for spread in dict.fromkeys((everything, *self._spreads())):
+                yield self._place(spread, 1.0)
+                yield self._place(spread, self._balanced_fraction(spread))
+            for stride in STRIDES:
+                yield place_by_stride(self._workload, stride)
+
+    def try_all(self, candidates: Iterable[Placements], fewer_slots_too: bool = False) -> None:
         """The most promising first: when one cannot beat the best any more, none of the others can.
 
         More slots overlap more; now and then fewer are better, where transfers slow the CPU.
         """
-        bounded = ((self._at_least_s(placements), placements) for placements in candidates)
-        for at_least_s, placements in sorted(bounded, key=itemgetter(0)):
-            if at_least_s >= self.best_s:
-                return
-            most = self._most_slots(placements)
-            for num_slots in range(1 if fewer_slots_too else max(1, most), most + 1):
-                self._try(placements, num_slots)
+        unlike = list({self._alike(placements): placements for placements in candidates}.values())
+        as_placed = placed(unlike)
+        missing_bytes = self._memory_floor.missing_bytes(as_placed, self._budgets)
+        least_s = np.where(missing_bytes == 0, self._floor.at_least_s(as_placed), np.inf)
+        for index in np.argsort(least_s, kind="stable").tolist():
+            if least_s[index] >= self._best_s[0]:
+                break
+            placements = unlike[index]
+            most = max(1, min(MAX_SLOTS, placements.count(Placement.STREAMED)))
+            for num_slots in range(most, 0, -1):
+                if self._floor.in_slots_at_least_s(placements, num_slots) >= self._best_s[0]:
+                    break
+                if self._try(placements, num_slots) and not fewer_slots_too:
+                    break
+        if self._best is None:
+            self._try(unlike[int(missing_bytes.argmin())], 1)
 
     def climb(self) -> None:
-        """Streams more or fewer sub-groups, spread evenly, in steps that are halved when neither helps.
+        """Streams more or fewer sub-groups, spread evenly, in steps that double while they help and halve when not.
 
         The last step is one sub-group, or half a percent of them.
         """
-        count = len(self._workload.sub_groups)
-        streamed = self.best.placements.count(Placement.STREAMED)
-        step = max(1, count // 8)
-        while step > count // 200:
-            before_s = self.best_s
+        count = len(self._numels)
+        step = max(1, count // 64)
+        while self._best is not None and Placement.STREAMED in self._cost.placements and step > count // 200:
+            before_s = self._best_s
+            spread = _Spread.of(self._best)
+            streamed, possible = self._best.placements.count(Placement.STREAMED), len(self._streamable(spread))
             for other in (streamed + step, streamed - step):
-                if 0 <= other <= count:
-                    self.try_all([place_by_fraction(self._workload, other / count)])
-            if self.best_s < before_s:
-                streamed = self.best.placements.count(Placement.STREAMED)
-            else:
-                step //= 2
+                if 0 <= other <= possible and self._best_s == before_s:
+                    self.try_all([self._place(spread, other / possible)])
+            step = 2 * step if self._best_s < before_s else step // 2
 
     def spare_slots(self) -> None:
         """Fewer slots where more do not help: they are memory."""
         for num_slots in range(1, self.best.num_slots):
             plan = UpdatePlan(workload=self._workload, placements=self.best.placements, num_slots=num_slots)
-            predicted_s = self._simulated_s(plan)
-            if predicted_s <= self.best_s:
-                self.best, self.best_s = plan, predicted_s
+            at_least_s = self._floor.in_slots_at_least_s(plan.placements, num_slots)
+            if at_least_s <= self._best_s[0] and self._seconds(plan) <= self._best_s:
+                self._best = plan
                 return
 
-    def _try(self, placements: tuple[Placement, ...], num_slots: int) -> None:
-        if (placements, num_slots) in self._tried:
-            return
-        self._tried.add((placements, num_slots))
+    @property
+    def possible(self) -> Placements:
+        """What the accelerator's memory allows at least one sub-group to be."""
+        smallest = Workload.of([min(self._numels)])
+        plans = {its: UpdatePlan(workload=smallest, placements=(its,), num_slots=1) for its in self._cost.placements}
+        return tuple(its for its, plan in plans.items() if "gpu_bytes" not in self._missing(plan))
+
+    @property
+    def hides_all(self) -> bool:
+        return self._best_s[0] == 0.0
+
+    @property
+    def best(self) -> UpdatePlan:
+        """Raises ``DoesNotFit``."""
+        if self._best is None:
+            raise DoesNotFit(self._nearest)
+        return self._best
+
+    def _try(self, placements: Placements, num_slots: int) -> bool:
+        """Whether it fits."""
         plan = UpdatePlan(workload=self._workload, placements=placements, num_slots=num_slots)
-        predicted_s = self._simulated_s(plan)
-        if predicted_s < self.best_s:
-            self.best, self.best_s = plan, predicted_s
+        if missing := self._missing(plan):
+            if not self._nearest or sum(missing.values()) < sum(self._nearest.values()):
+                self._nearest = missing
+            return False
+        if (key := (self._alike(placements), num_slots)) not in self._tried:
+            self._tried.add(key)
+            seconds = self._seconds(plan)
+            if seconds < self._best_s:
+                self._best, self._best_s = plan, seconds
+        return True
 
-    def _most_slots(self, placements: tuple[Placement, ...]) -> int:
-        """0 where the largest streamed sub-group does not fit."""
-        sizes = [its.numel for its, placed in self._placed(placements) if placed is Placement.STREAMED]
-        if not sizes:
-            return 1
-        slot_bytes = max(sizes) * STAGED_BYTES_PER_PARAM
-        fitting = MAX_SLOTS if self._staging_bytes is None else self._staging_bytes // slot_bytes
-        return min(MAX_SLOTS, len(sizes), fitting)
+    def _missing(self, plan: UpdatePlan) -> dict[str, int]:
+        return self._budgets.missing(memory_of(plan, self._param_bytes))
 
-    def _at_least_s(self, placements: tuple[Placement, ...]) -> float:
-        """What no order of the actions can beat: the work, and what comes before the first flush or after the last."""
-        sizes: dict[Placement, list[int]] = {placement: [] for placement in Placement}
-        for sub_group, placed in self._placed(placements):
-            sizes[placed].append(sub_group.numel)
-        load = self._simulator.load
-        chains_s = [work_s(self._workload.numel, sum(sizes[Placement.STREAMED]), self._cost)]
-        if streamed := sizes[Placement.STREAMED]:
-            before_s = (
-                load(ActionKind.PREFETCH, min(streamed)).alone_s + load(ActionKind.GPU_STEP, min(streamed)).alone_s
-            )
-            chains_s.append(before_s + sum(load(ActionKind.FLUSH_STATES, numel).alone_s for numel in streamed))
-        if on_cpu := sizes[Placement.CPU]:
-            after_s = load(ActionKind.PUBLISH, min(on_cpu)).alone_s
-            chains_s.append(after_s + sum(load(ActionKind.CPU_STEP, numel).alone_s for numel in on_cpu))
-        return max(chains_s)
+    def _seconds(self, plan: UpdatePlan) -> tuple[float, float]:
+        """What is to be least: the exposed seconds; where two expose as little, the seconds of work."""
+        timeline = self._simulator.run(plan.schedule, plan.workload)
+        return self._windows.exposed_s(timeline, plan.workload), timeline.active_s
 
-    def _placed(self, placements: tuple[Placement, ...]) -> Iterable[tuple[SubGroup, Placement]]:
-        return zip(self._workload.sub_groups, placements, strict=True)
+    def _alike(self, placements: Placements) -> object:
+        """Equal for placements that take the same time: without a forward window only sizes and their order count."""
+        if self._windows.forward_s > 0.0:
+            return placements
+        return tuple(self._sizes(placements).values())
 
-    def _simulated_s(self, plan: UpdatePlan) -> float:
-        return self._simulator.run(plan.schedule, plan.workload).makespan_s
+    def _sizes(self, placements: Placements) -> dict[Placement, tuple[int, ...]]:
+        pairs = list(zip(self._numels, placements, strict=True))
+        return {its: tuple(numel for numel, placed in pairs if placed is its) for its in Placement}
+
+    def _spreads(self) -> Iterator[_Spread]:
+        """With as many residents as fit beside few slots and many, for any sub-group or for no larger than needed."""
+        sizes = sorted(set(self._numels))
+        to_stream = work_bound(self._workload.numel, self._cost).mix.streamed * self._workload.numel
+        needed = next(size for size in sizes if sum(numel for numel in self._numels if numel <= size) >= to_stream)
+        for num_slots in (2, MAX_SLOTS):
+            fits = [size for size in sizes if self._fit([size] * num_slots, num_slots, residents=0)]
+            for largest in sorted({min(size, fits[-1]) for size in (needed, sizes[-1])}) if fits else ():
+                yield _Spread(residents=self._residents_beside(num_slots, largest), largest=largest)
+
+    def _residents_beside(self, num_slots: int, largest: int) -> int:
+        return bisect_left(
+            range(1, len(self._numels) + 1),
+            True,
+            key=lambda residents: not self._fit([largest] * num_slots, max(1, num_slots), residents),
+        )
+
+    def _fit(self, streamed: list[int], num_slots: int, residents: int) -> bool:
+        """Whether the accelerator has room for so many residents, and for slots for sub-groups of these lengths."""
+        plan = UpdatePlan(
+            workload=Workload.of([*self._numels[:residents], *streamed]),
+            placements=(Placement.RESIDENT,) * residents + (Placement.STREAMED,) * len(streamed),
+            num_slots=num_slots,
+        )
+        return "gpu_bytes" not in self._missing(plan)
+
+    def _streamable(self, spread: _Spread) -> list[int]:
+        count = len(self._numels)
+        return [index for index in range(spread.residents, count) if self._numels[index] <= spread.largest]
+
+    def _place(self, spread: _Spread, fraction: float) -> Placements:
+        """``fraction``: of the parameters of those that may be streamed."""
+        streamable = self._streamable(spread)
+        placements = [Placement.RESIDENT] * spread.residents
+        placements += [Placement.CPU] * (len(self._numels) - spread.residents)
+        chosen = place_by_fraction(Workload.of([self._numels[index] for index in streamable]), fraction)
+        for index, its in zip(streamable, chosen, strict=True):
+            placements[index] = its
+        return tuple(placements)
+
+    def _balanced_fraction(self, spread: _Spread) -> float:
+        """The fraction with which as many parameters are streamed as the bound has."""
+        total = self._workload.numel
+        resident = Room.same(sum(self._numels[: spread.residents]) / total)
+        streamable = sum(self._numels[index] for index in self._streamable(spread))
+        streamed = work_bound(total, self._cost, resident).mix.streamed * total
+        return min(1.0, streamed / streamable) if streamable else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Spread:
+    """The first sub-groups are resident: forward needs them first, and they are ready at once. Of the others some,
+    up to the length of the ``largest``, are streamed, evenly spread."""
+
+    residents: int
+    largest: int
+
+    @classmethod
+    def of(cls, plan: UpdatePlan) -> _Spread:
+        """That of a plan; where it streams nothing, any sub-group may be."""
+        _, slot_numel = needed_slots(plan.workload, plan.placements, plan.num_slots)
+        largest = slot_numel or max(sub_group.numel for sub_group in plan.workload.sub_groups)
+        return cls(residents=plan.placements.count(Placement.RESIDENT), largest=largest)

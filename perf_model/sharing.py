@@ -9,13 +9,13 @@ from perf_model.cost import Load, Resource
 _FULL = 1e-12
 
 
-def speeds(loads: Sequence[Load], capacities: Mapping[Resource, float]) -> list[float]:
-    """Of each running action, the fraction of its work that it does a second. Max-min fair: progressive filling.
+def shares(loads: Sequence[Load], capacities: Mapping[Resource, float]) -> list[float]:
+    """Of each running action, its speed as a share of its speed alone. Max-min fair: progressive filling.
 
-    All speeds rise together, as a share of the speed alone, until a resource is full; whoever uses that stays where
-    it is, and the others rise on.
+    All shares rise together until a resource is full; whoever uses that stays where it is, and the others rise on.
+    They follow from what the actions are, not from how large: amounts and seconds alone grow alike.
     """
-    result = [0.0] * len(loads)
+    result = [1.0] * len(loads)
     rising = {index for index, load in enumerate(loads) if load.alone_s > 0}
     left = dict(capacities)
     share = 0.0
@@ -30,6 +30,6 @@ def speeds(loads: Sequence[Load], capacities: Mapping[Resource, float]) -> list[
         share += step
         stay = {index for index in rising if full is None or loads[index].amounts.get(full, 0.0) > 0}
         for index in stay:
-            result[index] = share / loads[index].alone_s
+            result[index] = share
         rising -= stay
     return result

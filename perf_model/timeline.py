@@ -11,7 +11,7 @@ from perf_model.action import Action, Lane
 
 @dataclass(frozen=True)
 class Span:
-    """Seconds since the start of the update phase."""
+    """Seconds since the update was decided; before that for what was prefetched during backward."""
 
     action: Action
     start_s: float
@@ -23,9 +23,23 @@ class Timeline:
     spans: tuple[Span, ...]
 
     @property
-    def makespan_s(self) -> float:
-        """From the start of the update phase to the end of its last action."""
+    def end_s(self) -> float:
+        """The end of the last action."""
         return max((span.end_s for span in self.spans), default=0.0)
+
+    @property
+    def makespan_s(self) -> float:
+        """From 0, or from the first action where one is earlier, to the end of the last action."""
+        return self.end_s - min((span.start_s for span in self.spans if span.start_s < 0), default=0.0)
+
+    @property
+    def active_s(self) -> float:
+        """Seconds in which any action ran."""
+        active_s, until_s = 0.0, float("-inf")
+        for span in sorted(self.spans, key=lambda span: span.start_s):
+            active_s += max(0.0, span.end_s - max(span.start_s, until_s))
+            until_s = max(until_s, span.end_s)
+        return active_s
 
     def busy_s(self, lane: Lane) -> float:
         """Seconds in which ``lane`` ran an action. Actions of one lane never overlap."""

@@ -216,9 +216,10 @@ class Executor:
 
     def _gpu_step(self, action: Action, step: AdamStep) -> None:
         assert self._device_adam is not None
-        slot = self._slots[action.name]
-        self._device_adam.update(action.sub_group, step, slot.master, slot.grad, slot.exp_avg, slot.exp_avg_sq)
-        self._device.copy(self._states[action.sub_group].param, slot.master)
+        state = self._states[action.sub_group]
+        at = self._slots.get(action.name, state)
+        self._device_adam.update(action.sub_group, step, at.master, at.grad, at.exp_avg, at.exp_avg_sq)
+        self._device.copy(state.param, at.master)
 
     def _flush_states(self, action: Action, step: AdamStep) -> None:
         state, slot = self._states[action.sub_group], self._slots[action.name]
@@ -229,9 +230,11 @@ class Executor:
     def _cpu_step(self, action: Action, step: AdamStep) -> None:
         state = self._states[action.sub_group]
         self._host_adam.update(action.sub_group, step, state.master, state.grad, state.exp_avg, state.exp_avg_sq)
+        assert state.rounded is not None
         if state.rounded is not state.master:
             state.rounded.copy_(state.master)
 
     def _publish(self, action: Action, step: AdamStep) -> None:
         state = self._states[action.sub_group]
+        assert state.rounded is not None
         self._device.copy(state.param, state.rounded)

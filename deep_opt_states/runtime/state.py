@@ -13,7 +13,8 @@ class SubGroupState:
 
     ``master``, ``exp_avg``, ``exp_avg_sq`` and ``grad`` are fp32 in host memory. ``param`` is the flat buffer that
     the model's parameters are views of, in the model's dtype, on the accelerator. ``rounded`` is host memory in
-    the model's dtype, from which a CPU update is published; for an fp32 model it is ``master`` itself.
+    the model's dtype, from which a CPU update is published; for an fp32 model it is ``master`` itself, and a sub-group
+    that is not updated on the CPU needs none. A resident's tensors are all on the accelerator.
     """
 
     master: torch.Tensor
@@ -21,7 +22,7 @@ class SubGroupState:
     exp_avg_sq: torch.Tensor
     grad: torch.Tensor
     param: torch.Tensor
-    rounded: torch.Tensor
+    rounded: torch.Tensor | None
 
     @property
     def numel(self) -> int:

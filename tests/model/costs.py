@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from perf_model.cost import CostModel, Resource, traffic_of
+from perf_model.windows import Windows
 
 PLENTY = 1e15
 
@@ -21,19 +22,18 @@ def cost(**changes: float) -> CostModel:
         "latency": 0.0,
         **changes,
     }
-    return CostModel(
+    return CostModel.of_rates(
         cpu_adam_params_per_s=rates["cpu"],
         gpu_adam_params_per_s=rates["gpu"],
-        copy_latency_s=rates["latency"],
         capacities={
             Resource.H2D: rates["h2d"],
             Resource.D2H: rates["d2h"],
             Resource.BOTH: rates["both"],
+            Resource.PAGEABLE: PLENTY,
             Resource.DRAM: rates["dram"],
-            Resource.CPU: 1.0,
-            Resource.GPU: 1.0,
         },
         traffic=traffic_of(2),
+        copy_latency_s=rates["latency"],
     )
 
 
@@ -47,3 +47,5 @@ costs = st.builds(
     dram=st.floats(1e10, 1e12),
     latency=st.floats(0, 1e-4),
 )
+
+windows = st.builds(Windows, backward_s=st.floats(0, 1), forward_s=st.floats(0, 1))

@@ -174,7 +174,7 @@ STREAMED_CHAIN = "PREFETCH 0 slot 0\nGPU_STEP 0 slot 0 after PREFETCH 0\nFLUSH_S
             "CPU_STEP 1",
         ),
         ("CPU_STEP 7\nPUBLISH 7 after CPU_STEP 7", [9], "There are 1 sub-groups", "CPU_STEP 7"),
-        ("CPU_STEP 0 slot 0\nPUBLISH 0 after CPU_STEP 0", [9], "CPU_STEP uses no slot", "CPU_STEP 0"),
+        ("CPU_STEP 0 slot 0\nPUBLISH 0 after CPU_STEP 0", [9], "Only a streamed sub-group uses a slot", "CPU_STEP 0"),
         (STREAMED_CHAIN, [101], "A slot holds 100 parameters; sub-group 0 has 101", "PREFETCH 0"),
         (STREAMED_CHAIN.replace("slot 0", "slot 1"), [9], "needs one of 1 slots", "PREFETCH 0"),
         (STREAMED_CHAIN.replace(" slot 0", ""), [9], "needs one of 1 slots", "PREFETCH 0"),

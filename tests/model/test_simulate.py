@@ -1,24 +1,26 @@
-"""The simulation: exact in cases that can be worked out by hand, within the bounds everywhere."""
+"""The simulation: exact in cases that can be worked out by hand, within lanes, waits and capacities everywhere."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from perf_model.action import ActionKind, Lane
-from perf_model.bounds import Windows, exposed_bound, work_bound
 from perf_model.cost import CostModel, Load, Resource
 from perf_model.placement import Placement, place_all, place_by_stride
 from perf_model.plan import UpdatePlan
 from perf_model.schedule import Schedule
-from perf_model.sharing import speeds
+from perf_model.sharing import shares
 from perf_model.simulate import simulate
+from perf_model.windows import EARLY, Windows
 from perf_model.workload import Workload
-from tests.model.costs import cost, costs
+from tests.model.costs import cost, costs, windows
+from tests.model.profiles import profile
 from tests.model.strategies import schedules
 
-CPU, STREAMED = Placement.CPU, Placement.STREAMED
+CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 
 
 def plan(placements: tuple[Placement, ...], num_slots: int, numel: int = 10**9) -> UpdatePlan:
@@ -75,6 +77,45 @@ def test_the_host_stands_still_before_a_publish() -> None:
     assert starts["PREFETCH 1"] == pytest.approx(1 + 1 / 8)
 
 
+def test_residents_wait_for_nobody() -> None:
+    assert makespan_s(plan((RESIDENT,) * 4, 1), cost(gpu=1e9)) == pytest.approx(4)
+    # Beside the CPU's, which are published meanwhile.
+    assert makespan_s(plan((RESIDENT,) * 4 + (CPU,) * 4, 1), cost(gpu=1e9)) == pytest.approx(4 + 1 / 8)
+
+
+def test_a_prefetch_may_start_in_backward_and_nothing_else() -> None:
+    update_plan = plan((STREAMED,), 1)
+    spans = simulate(update_plan.schedule, update_plan.workload, cost(), Windows(backward_s=0.75)).spans
+    assert [span.start_s for span in spans] == pytest.approx([-0.75, 0.25, 0.251])
+    assert spans[-1].end_s == pytest.approx(1.251)
+    # A window longer than the prefetch: the step waits for its decision.
+    spans = simulate(update_plan.schedule, update_plan.workload, cost(), Windows(backward_s=2.0)).spans
+    assert [span.start_s for span in spans] == pytest.approx([-2.0, 0.0, 1e-3])
+
+
+def test_forward_hides_what_it_does_not_need_yet() -> None:
+    # On the CPU, published after 1.125 and 2.125 s. Forward needs the first at once, and the second when half of it
+    # is over; all is done before the next backward.
+    update_plan = plan((CPU,) * 2, 1)
+    timeline = simulate(update_plan.schedule, update_plan.workload, cost())
+    for forward_s, exposed_s in ((0.0, 2.125), (0.5, 1.875), (2.0, 1.125), (10.0, 1.125)):
+        seen_s = Windows(forward_s=forward_s).exposed_s(timeline, update_plan.workload)
+        assert seen_s == pytest.approx(exposed_s), forward_s
+
+
+def test_on_a_cpu_accelerator_the_host_does_everything() -> None:
+    """Copies and Adam take turns at the same cores: as long as all of them in series, whatever the placement."""
+    rates = {"cpu_adam_params_per_s": 1e9, "dram_copy_bytes_per_s": 32e9, "dram_update_bytes_per_s": 30e9}
+    model = CostModel.of(profile(rates))
+    # A copied byte is one read and one written: 16 B/us.
+    assert makespan_s(plan((CPU,) * 2, 1), model) == pytest.approx(2 * (1 + 2 / 16))
+    assert makespan_s(plan((CPU, STREAMED), 1), model) == pytest.approx((1 + 2 / 16) + (1 + 1 + 12 / 16))
+    update_plan = plan((STREAMED,) * 2, 2)
+    spans = simulate(update_plan.schedule, update_plan.workload, model).spans
+    for before, after in pairwise(spans):
+        assert after.start_s >= before.end_s * (1 - 1e-9)
+
+
 def test_fair_sharing_slows_alike_and_leaves_nothing_unused() -> None:
     loads = [
         Load(1.0, {Resource.DRAM: 60.0}),
@@ -82,64 +123,33 @@ def test_fair_sharing_slows_alike_and_leaves_nothing_unused() -> None:
         Load(2.0, {Resource.D2H: 10.0}),
     ]
     capacities = {Resource.DRAM: 90.0, Resource.H2D: 100.0, Resource.D2H: 100.0}
-    assert speeds(loads, capacities) == pytest.approx([0.75, 0.75, 0.5])
+    assert shares(loads, capacities) == pytest.approx([0.75, 0.75, 1.0])
 
 
 # Everywhere
 
 
-@given(schedules(), costs)
-def test_a_simulation_respects_lanes_waits_and_every_capacity(
-    drawn: tuple[Schedule, Workload], model: CostModel
+@given(schedules(), costs, windows)
+def test_a_simulation_respects_lanes_waits_windows_and_every_capacity(
+    drawn: tuple[Schedule, Workload], model: CostModel, beside: Windows
 ) -> None:
     schedule, workload = drawn
-    timeline = simulate(schedule, workload, model)
+    timeline = simulate(schedule, workload, model, beside)
     assert tuple(span.action for span in timeline.spans) == schedule.actions
     ends = {span.action.name: span.end_s for span in timeline.spans}
-    lane_ends = dict.fromkeys(Lane, 0.0)
+    lane_ends = dict.fromkeys(Lane, -beside.backward_s)
     used = dict.fromkeys(Resource, 0.0)
     for span in timeline.spans:
         action, numel = span.action, workload.sub_groups[span.action.sub_group].numel
         load = model.load(action.kind, numel)
         assert span.start_s >= max([lane_ends[action.lane], *(ends[name] for name in action.waits)])
-        assert span.end_s - span.start_s >= load.alone_s * (1 - 1e-6)
+        assert span.start_s >= 0.0 or action.kind is EARLY
+        assert span.end_s - span.start_s >= load.total_s * (1 - 1e-6) - 1e-12
         lane_ends[action.lane] = span.end_s
         for resource, amount in load.amounts.items():
             used[resource] += amount
     for resource, amount in used.items():
-        assert amount <= model.capacities[resource] * timeline.makespan_s * (1 + 1e-6), resource
-
-
-@given(schedules(), costs)
-def test_no_schedule_beats_the_bound(drawn: tuple[Schedule, Workload], model: CostModel) -> None:
-    schedule, workload = drawn
-    bound = work_bound(workload.numel, model)
-    assert simulate(schedule, workload, model).makespan_s >= bound.seconds * (1 - 1e-6)
-    assert 0 <= bound.streamed_fraction <= 1
-
-
-def test_the_bound_names_what_binds() -> None:
-    numel = 10**9
-    streamed = work_bound(numel, cost(cpu=1e7))
-    assert streamed.binding is Resource.H2D
-    assert streamed.streamed_fraction > 0.98
-    on_cpu = work_bound(numel, cost(h2d=1e9, d2h=1e9))
-    assert on_cpu.binding in (Resource.CPU, Resource.H2D)
-    # x on the CPU takes x s, 1 - x streamed takes 16 (1 - x) + 2 x s to the accelerator: they meet at x = 16/15 > 1.
-    assert on_cpu.seconds == pytest.approx(2.0)
-    assert work_bound(numel, cost(dram=1e9)).binding is Resource.DRAM
-    # 16 (1 - x) + 2 x = 16 x: everything is busy until the end.
-    assert work_bound(numel, cost()).seconds == pytest.approx(16 / 30)
-
-
-@given(costs, st.floats(0, 2), st.floats(0, 2))
-def test_windows_lower_the_exposed_bound_and_never_below_zero(
-    model: CostModel, backward_s: float, forward_s: float
-) -> None:
-    work = work_bound(10**9, model).seconds
-    exposed = exposed_bound(10**9, model, Windows(backward_s=backward_s, forward_s=forward_s)).seconds
-    assert max(0.0, work - backward_s - forward_s) * (1 - 1e-9) <= exposed <= work
-    assert exposed_bound(10**9, model, Windows()).seconds == work
+        assert amount <= model.capacities[resource] * timeline.active_s * (1 + 1e-6), resource
 
 
 def test_everything_on_one_side_costs_what_its_chain_does() -> None:

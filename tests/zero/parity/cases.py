@@ -27,6 +27,25 @@ CASES = (
         name="explicit list",
         blocks=({"placement": ["streamed", "cpu", "cpu", "streamed", "streamed"], "num_slots": 1},),
     ),
+    Case(name="planned, from a quick profile", blocks=({},)),
+    Case(
+        name="residents, clipping, reload in process",
+        blocks=(
+            {"placement": ["streamed", "resident", "cpu", "resident", "streamed"], "num_slots": 1},
+            {"placement": ["resident"] * 5},
+        ),
+        steps=20,
+        reload=(5, 9),
+        clip=0.5,
+    ),
+    Case(
+        name="2 ranks, planned, residents, fp16",
+        blocks=({}, {"placement": ["resident", "cpu", "streamed", "resident", "cpu"]}),
+        world_size=2,
+        dtype="fp16",
+        poisoned={1: 1e6},
+        resume=True,
+    ),
     Case(name="one sub-group", blocks=(CPU, STREAMED, STRIDE_2), sub_group_size=10**9),
     Case(
         name="fp32, Adam, two groups, frozen, accumulation 3",

@@ -1,0 +1,118 @@
+"""What placements cannot go below, many at once: ``Floor`` in exposed seconds, in whatever order, and ``MemoryFloor``.
+
+The planner looks closer at a placement only if both leave it a chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from perf_model.action import ActionKind
+from perf_model.budgets import Budgets
+from perf_model.cost import CostModel
+from perf_model.dependencies import CHAINS
+from perf_model.limits import Limits
+from perf_model.memory import RESIDENT_BYTES_PER_PARAM, memory_of
+from perf_model.placement import Placement
+from perf_model.plan import UpdatePlan
+from perf_model.schedule import STAGED_BYTES_PER_PARAM
+from perf_model.windows import Windows
+from perf_model.workload import Workload
+
+Array = npt.NDArray[np.float64]
+
+Placed = Mapping[Placement, npt.NDArray[np.bool_]]
+"""By placement, which sub-groups (columns) of each candidate (rows) have it."""
+
+_BEFORE_FORWARD: dict[Placement, tuple[ActionKind, ...]] = {
+    Placement.CPU: (ActionKind.CPU_STEP, ActionKind.PUBLISH),
+    Placement.STREAMED: (ActionKind.PREFETCH, ActionKind.GPU_STEP),
+    Placement.RESIDENT: (ActionKind.GPU_STEP,),
+}
+"""What forward waits for: an action in series with its like, and one that follows it."""
+
+
+def placed(candidates: Sequence[tuple[Placement, ...]]) -> Placed:
+    known = list(Placement)
+    codes = np.array([[known.index(its) for its in candidate] for candidate in candidates])
+    return {its: codes == code for code, its in enumerate(known)}
+
+
+class Floor:
+    def __init__(self, workload: Workload, cost: CostModel, windows: Windows) -> None:
+        self._numels = np.array([sub_group.numel for sub_group in workload.sub_groups], dtype=np.float64)
+        self._windows = windows
+        limits = Limits.of(cost)
+        self._busy_s = {its: limits.of_placement(its) for its in cost.placements}
+        self._needed_s = windows.forward_s * (np.cumsum(self._numels) - self._numels) / self._numels.sum()
+        loads = {kind: cost.load(kind, 1) for its in cost.placements for kind in CHAINS[its]}
+        self._total_s: dict[ActionKind, Array] = {
+            kind: load.latency_s + load.alone_s * self._numels for kind, load in loads.items()
+        }
+
+    def at_least_s(self, candidates: Placed) -> Array:
+        """Of each: the work; what is done before the first flush; and that forward waits for a sub-group while the
+        updates before it on its lane take their time."""
+        windows = self._windows
+        count = len(candidates[Placement.CPU])
+        busy_s, seen_s = np.zeros((count, len(self._busy_s[Placement.CPU]))), np.zeros(count)
+        for placement, of_limits in self._busy_s.items():
+            has = candidates[placement]
+            busy_s += np.outer(has @ self._numels, of_limits)
+            first, *second = (self._total_s[kind] for kind in _BEFORE_FORWARD[placement])
+            early_s = windows.backward_s if placement is Placement.STREAMED else 0.0
+            # What is updated from a prefetch during backward still waits for the step to be decided.
+            ready_s = np.maximum(0.0, np.cumsum(has * first, axis=1) - early_s) + sum(second)
+            seen_s = np.maximum(seen_s, np.where(has, ready_s - self._needed_s, 0.0).max(axis=1))
+            if placement is Placement.STREAMED:
+                before_s = np.where(has, np.maximum(0.0, first - early_s) + sum(second), np.inf).min(axis=1)
+                flushed_s = np.where(has.any(axis=1), before_s + has @ self._total_s[ActionKind.FLUSH_STATES], 0.0)
+                seen_s = np.maximum(seen_s, flushed_s - windows.forward_s)
+        least_s: Array = np.maximum(seen_s, busy_s.max(axis=1) - windows.forward_s - windows.backward_s)
+        return least_s
+
+    def in_slots_at_least_s(self, placements: tuple[Placement, ...], num_slots: int) -> float:
+        """Of a candidate with so many slots: each is in use by one sub-group from its prefetch to its flush."""
+        streamed = np.array([its is Placement.STREAMED for its in placements])
+        if not streamed.any():
+            return 0.0
+        chain_s = sum(float(self._total_s[kind][streamed].sum()) for kind in CHAINS[Placement.STREAMED])
+        return chain_s / num_slots - self._windows.forward_s - self._windows.backward_s
+
+
+class MemoryFloor:
+    """Host and pinned bytes are sums over the sub-groups; of the accelerator's, what one slot and residents hold."""
+
+    def __init__(self, workload: Workload, param_bytes: int) -> None:
+        self._numels = np.array([sub_group.numel for sub_group in workload.sub_groups])
+        alone = {
+            (its, numel): memory_of(
+                UpdatePlan(workload=Workload.of([numel]), placements=(its,), num_slots=1), param_bytes
+            )
+            for its in Placement
+            for numel in set(self._numels.tolist())
+        }
+        self._host_bytes, self._pinned_bytes = (
+            {its: np.array([getattr(alone[its, numel], name) for numel in self._numels.tolist()]) for its in Placement}
+            for name in ("host_bytes", "pinned_bytes")
+        )
+
+    def missing_bytes(self, candidates: Placed, budgets: Budgets) -> npt.NDArray[np.int64]:
+        """Of each: at least so many bytes more than the budgets, in all; 0 for what may fit."""
+        missing_bytes = np.zeros(len(candidates[Placement.CPU]), dtype=np.int64)
+        if budgets.gpu_bytes is not None:
+            resident = candidates[Placement.RESIDENT] @ self._numels
+            slot = (candidates[Placement.STREAMED] * self._numels).max(axis=1)
+            gpu_bytes = resident * RESIDENT_BYTES_PER_PARAM + slot * STAGED_BYTES_PER_PARAM
+            missing_bytes += np.maximum(0, gpu_bytes - budgets.gpu_bytes)
+        for each_bytes, budget in (
+            (self._host_bytes, budgets.host_bytes),
+            (self._pinned_bytes, budgets.pinned_bytes),
+        ):
+            if budget is not None:
+                taken_bytes = sum(has @ each_bytes[its] for its, has in candidates.items())
+                missing_bytes += np.maximum(0, taken_bytes - budget)
+        return missing_bytes

@@ -1,0 +1,44 @@
+"""``Windows``: seconds beside the update in which its work is not seen (DESIGN 6)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from perf_model.action import ActionKind
+from perf_model.timeline import Timeline
+from perf_model.workload import Workload
+
+EARLY = ActionKind.PREFETCH
+"""The one kind that may start before the gradients' norm is known: what it reads, the last step wrote."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """``backward_s``: the tail of backward in which states may be prefetched. ``forward_s``: the next forward.
+
+    A forward window is used in the order of the sub-groups, which is forward's: what is updated late hides the longer
+    the later forward needs it. Both are 0 where the update has to be over when ``step()`` returns.
+    """
+
+    backward_s: float = 0.0
+    forward_s: float = 0.0
+
+    def exposed_s(self, timeline: Timeline, workload: Workload) -> float:
+        """Seconds of the update, 0 being the moment the step is decided, by which the iteration grows.
+
+        Forward stands still until the parameters it needs next are there, and is later by as much from then on; all
+        work is done before the next backward, whose gradients take the place of these.
+        """
+        if self.forward_s == 0.0:
+            return timeline.end_s
+        exposed_s = max(0.0, timeline.end_s - self.forward_s)
+        ready_s = {
+            span.action.sub_group: span.end_s
+            for span in timeline.spans
+            if span.action.kind in (ActionKind.GPU_STEP, ActionKind.PUBLISH)
+        }
+        before, numel = 0, workload.numel
+        for sub_group in workload.sub_groups:
+            exposed_s = max(exposed_s, ready_s[sub_group.index] - self.forward_s * before / numel)
+            before += sub_group.numel
+        return exposed_s
