@@ -1,0 +1,170 @@
+"""Measured runs, read from a CSV file with the columns of ``published_runs.csv``."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+
+class RunsError(ValueError):
+    """A file of runs that cannot be used: the rule, the value found, the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """All that a prediction may know of a run: two runs of one machine with equal settings should take equally long.
+
+    ``real_params`` of the whole model, divided among ``ranks`` ranks; ``sub_group_size`` in parameters of one rank.
+    ``cpu_ratio``: share of the sub-groups that is offloaded. ``update_stride``: None where updates are not interleaved.
+    """
+
+    real_params: int
+    hidden: int
+    ranks: int
+    cpu_ratio: float
+    sub_group_size: int
+    update_stride: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    machine: str
+    sweep: str
+    model_name: str
+    tp: int
+    dp: int
+    setting: Setting
+    measured_s: float
+    """Seconds of the update."""
+
+
+class Column(NamedTuple):
+    """``low`` and ``high`` bound what is accepted; ``whole`` numbers only; ``needed`` to predict the update."""
+
+    low: float
+    high: float
+    whole: bool = False
+    needed: bool = False
+
+
+NAMES = ("machine", "sweep", "model_name")
+
+NUMBERS: dict[str, Column] = {
+    "real_params": Column(1, 1e15, whole=True, needed=True),
+    "tp": Column(1, 1e6, whole=True, needed=True),
+    "dp": Column(1, 1e6, whole=True, needed=True),
+    "layers": Column(1, 1e6, whole=True),
+    "hidden": Column(1, 1e7, whole=True, needed=True),
+    "heads": Column(1, 1e6, whole=True),
+    "global_batch": Column(1, 1e9, whole=True),
+    "micro_batch": Column(1, 1e9, whole=True),
+    "cpu_ratio": Column(0, 1, needed=True),
+    "sub_group_size": Column(1, 1e15, whole=True, needed=True),
+    "interleaved": Column(0, 1, whole=True, needed=True),
+    "async_grad_flush": Column(0, 1, whole=True),
+    "update_stride": Column(0, 1e6, whole=True),
+    "num_iterations": Column(1, 1e9, whole=True),
+    "forward_s": Column(0, 1e6),
+    "backward_s": Column(0, 1e6),
+    "update_s": Column(1e-6, 1e6, needed=True),
+    "iteration_s": Column(0, 1e6),
+    "tflops_per_gpu": Column(0, 1e6),
+}
+"""What is not needed may be blank or missing, but a field that is there and no number shows a broken row."""
+
+REQUIRED = (*NAMES, *(name for name, column in NUMBERS.items() if column.needed), "update_stride")
+
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+
+
+def read_runs(path: Path) -> list[Run]:
+    """The runs in the order of the file. Raises ``RunsError``."""
+    try:
+        # A byte order mark is not part of the first column's name.
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise RunsError(f"--runs: must be a readable file, found {str(path)!r}: {error}.\n{_EXPORT}") from None
+    except UnicodeDecodeError as error:
+        raise RunsError(f"{path}: must be text in UTF-8, found {error}.\nConvert the file to UTF-8.") from None
+    return parse_runs(text, str(path))
+
+
+def parse_runs(text: str, source: str) -> list[Run]:
+    """``source`` names the text in errors. Raises ``RunsError``."""
+    try:
+        # Not line by line: a quoted field may hold a line break.
+        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+        lines = [(reader.line_num, row) for row in reader if row]
+    except csv.Error as error:
+        raise RunsError(f"{source}: must be a CSV file, found a line that is not CSV: {error}.\n{_EXPORT}") from None
+    if not lines:
+        raise RunsError(f"{source}: starts with a line of column names, found nothing.\n{_EXPORT}")
+    header = [name.strip() for name in lines[0][1]]
+    for name in REQUIRED:
+        if header.count(name) != 1:
+            found = f"{header.count(name)} in {', '.join(header)[:200]!r}"
+            raise RunsError(f"{source}: must have one column {name}, found {found}.\n{_EXPORT}")
+    if len(lines) == 1:
+        raise RunsError(f"{source}: has at least one run, found only column names.\nAdd a line for each run.")
+    return [_run(f"{source}, line {number}", header, row) for number, row in lines[1:]]
+
+
+_EXPORT = f"A file of runs is CSV with the columns {', '.join(REQUIRED)}; benchmarks/data/README.md explains them."
+
+
+def _run(where: str, header: list[str], row: list[str]) -> Run:
+    if len(row) != len(header):
+        rule = f"has a field for each of {len(header)} columns, found {len(row)} fields"
+        raise RunsError(f"{where}: {rule}.\nAdd the missing ones or remove the surplus; a field may be blank.")
+    fields = {name: field.strip() for name, field in zip(header, row, strict=True)}
+    for name in NAMES:
+        if not fields[name]:
+            raise RunsError(f"{where}, {name}: must be a text, found nothing.\nRuns are grouped by it; name it.")
+    numbers = {
+        name: _number(f"{where}, {name}", column, fields[name]) for name, column in NUMBERS.items() if fields.get(name)
+    }
+    for name, column in NUMBERS.items():
+        if column.needed and name not in numbers:
+            raise RunsError(f"{where}, {name}: must be a number, found nothing.\nNo update is predicted without it.")
+    return Run(
+        **{name: fields[name] for name in NAMES},
+        tp=int(numbers["tp"]),
+        dp=int(numbers["dp"]),
+        setting=_setting(where, numbers),
+        measured_s=numbers["update_s"],
+    )
+
+
+def _setting(where: str, numbers: Mapping[str, float]) -> Setting:
+    stride = int(numbers.get("update_stride", 0))
+    if numbers["interleaved"] and stride < 1:
+        found = "nothing" if "update_stride" not in numbers else str(stride)
+        raise RunsError(
+            f"{where}, update_stride: must be at least 1 where interleaved is 1, found {found}.\n"
+            "Give the stride of the run, or interleaved 0 if no sub-group was updated on the GPU in turn."
+        )
+    return Setting(
+        real_params=int(numbers["real_params"]),
+        hidden=int(numbers["hidden"]),
+        ranks=int(numbers["tp"]) * int(numbers["dp"]),
+        cpu_ratio=numbers["cpu_ratio"],
+        sub_group_size=int(numbers["sub_group_size"]),
+        update_stride=stride if numbers["interleaved"] else None,
+    )
+
+
+def _number(where: str, column: Column, field: str) -> float:
+    # float() also reads nan, infinity, 1_000 and digits of other scripts.
+    value = float(field) if _NUMBER.fullmatch(field) else math.nan
+    fits = column.low <= value <= column.high and (value.is_integer() or not column.whole)
+    if not fits:
+        kind = "whole number" if column.whole else "number"
+        rule = f"must be a {kind} from {column.low:g} to {column.high:g}"
+        raise RunsError(f"{where}: {rule}, found {field!r}.\nCorrect the field, or leave out the run.")
+    return value
