@@ -1,0 +1,128 @@
+"""What every command about a training run is told: the machine, the model, the job and the limits."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from perf_model.budgets import DoesNotFit
+from perf_model.forecast import SUB_GROUP_SIZES, Forecast, MemoryLimits, Overlap, forecast, least_world_size_that_fits
+from perf_model.hardware import HardwareProfile, ProfileError
+from perf_model.hf_config import read_hf_config
+from perf_model.job import Job
+from perf_model.model import ModelError, ModelShape
+from perf_model.presets.machines import MACHINES
+from perf_model.presets.models import MODELS
+from perf_model.units import GB
+
+OVERLAPS = {
+    "none": Overlap(),
+    "backward": Overlap(backward=True),
+    "forward": Overlap(forward=True),
+    "both": Overlap(backward=True, forward=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    job: Job
+    profile: HardwareProfile
+    limits: MemoryLimits
+    overlap: Overlap
+    sub_group_sizes: tuple[int, ...]
+    profile_path: Path | None
+
+    def forecast(self) -> Forecast:
+        """Raises ``DoesNotFit`` that says what would fit."""
+        try:
+            return forecast(self.job, self.profile, self.limits, self.overlap, self.sub_group_sizes)
+        except DoesNotFit as error:
+            raise DoesNotFit(error.missing, self._what_would_fit()) from None
+
+    def _what_would_fit(self) -> str:
+        ranks = least_world_size_that_fits(self.job, self.profile, self.limits)
+        more = "No number of ranks makes it fit" if ranks is None else f"It fits with {ranks} ranks"
+        if self.sub_group_sizes == SUB_GROUP_SIZES:
+            return f"{more}; no size of sub-groups changes that."
+        try:
+            found = forecast(self.job, self.profile, self.limits, self.overlap, SUB_GROUP_SIZES)
+        except DoesNotFit:
+            return f"{more}; no size of sub-groups changes that."
+        return f'It fits with "sub_group_size": {found.sub_group_size}.'
+
+
+def add_arguments(parser: argparse.ArgumentParser, job: bool = True) -> None:
+    """``job``: one world size and one micro-batch."""
+    machines, models = ", ".join(MACHINES), ", ".join(MODELS)
+    parser.add_argument("--profile", required=True, help=f"a file that 'profile' wrote, or a preset: {machines}")
+    parser.add_argument("--model", required=True, help=f"a Hugging Face config.json, or a preset: {models}")
+    if job:
+        parser.add_argument("--world-size", type=int, required=True, help="ranks, one a GPU")
+        parser.add_argument("--micro-batch", type=int, required=True, help="sequences of a rank in one step")
+    parser.add_argument("--ranks-per-node", type=int, required=True, help="ranks that share a host")
+    parser.add_argument("--sequence", type=int, required=True, help="tokens of a sequence")
+    parser.add_argument("--no-recompute", action="store_true", help="activations are kept, not recomputed in backward")
+    parser.add_argument("--gpu-memory-gb", type=_gb, help="of one GPU; by default what the profile says")
+    parser.add_argument("--host-memory-gb", type=_gb, help="of one node; by default what the profile says")
+    parser.add_argument("--pinned-memory-gb", type=_gb, help="that one rank may page-lock; by default unlimited")
+    parser.add_argument("--sub-group-size", type=int, help="by default the best of several is planned")
+    about = "what the update may run beside; 'none', the default, is what this release's runtime does"
+    parser.add_argument("--overlap", choices=OVERLAPS, default="none", help=about)
+
+
+def read_inputs(options: argparse.Namespace, world_size: int, micro_batch: int) -> Inputs:
+    """Raises ``ModelError`` or ``ProfileError``."""
+    job = Job(
+        shape=_model(options.model),
+        world_size=world_size,
+        ranks_per_node=options.ranks_per_node,
+        micro_batch=micro_batch,
+        sequence=options.sequence,
+        recompute=not options.no_recompute,
+    )
+    if options.sub_group_size is not None and options.sub_group_size < 1:
+        raise ModelError(
+            f"sub_group_size: must be at least 1, found {options.sub_group_size}.\nCorrect --sub-group-size."
+        )
+    preset = options.profile in MACHINES
+    profile = MACHINES[options.profile].profile(job.ranks_of_a_node) if preset else _profile(Path(options.profile))
+    if options.gpu_memory_gb is not None and not profile.has_accelerator:
+        rule = f"--gpu-memory-gb: belongs to a profile of a machine with a GPU, found {options.profile} without one."
+        raise ModelError(f"{rule}\nLeave it out, or plan for another machine.")
+    return Inputs(
+        job=job,
+        profile=profile,
+        limits=MemoryLimits(
+            gpu=options.gpu_memory_gb or profile.gpu_memory_bytes,
+            host=options.host_memory_gb or profile.host_memory_bytes,
+            pinned=options.pinned_memory_gb,
+        ),
+        overlap=OVERLAPS[options.overlap],
+        sub_group_sizes=SUB_GROUP_SIZES if options.sub_group_size is None else (options.sub_group_size,),
+        profile_path=None if preset else Path(options.profile),
+    )
+
+
+def _model(name: str) -> ModelShape:
+    return MODELS[name] if name in MODELS else read_hf_config(Path(name))
+
+
+def _profile(path: Path) -> HardwareProfile:
+    try:
+        return HardwareProfile.read(path)
+    except ProfileError as error:
+        if path.exists():
+            raise
+        raise ProfileError(f"{error}\nOr plan for a preset: {', '.join(MACHINES)}.") from None
+
+
+def _gb(text: str) -> int:
+    """Bytes. Raises ``ArgumentTypeError`` for what is no positive number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"must be a positive number of GB (10^9 bytes), found {text!r}")
+    return int(value * GB)

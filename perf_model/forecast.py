@@ -1,0 +1,250 @@
+"""What a training run is predicted to take with each way to update: the plan found, DeepSpeed's own, and the rules."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from perf_model.action import ActionKind
+from perf_model.budgets import Budgets, DoesNotFit
+from perf_model.cost import CostModel, stock_traffic_of
+from perf_model.hardware import HardwareProfile
+from perf_model.job import PARAM_BYTES, Job
+from perf_model.memory import Memory, memory_of, reserved_by_stock
+from perf_model.placement import Placement, place_all, place_by_stride
+from perf_model.plan import UpdatePlan
+from perf_model.planner import MAX_SLOTS, PlannedUpdate, evaluate, plan_updates
+from perf_model.simulate import simulate
+from perf_model.stock import serial_schedule
+from perf_model.windows import Windows
+from perf_model.workload import Workload
+
+SUB_GROUP_SIZES = (20_000_000, 50_000_000, 100_000_000, 200_000_000, 500_000_000, 1_000_000_000)
+"""What ``sub_group_size`` is chosen from; DeepSpeed's default is the last."""
+
+MOST_SUB_GROUPS = 1000
+"""A smaller size than needed for that many is not tried: each costs a copy's latency seven times."""
+
+NO_OFFLOAD_BYTES_PER_PARAM = 14
+"""fp32 p, m, v and the 16-bit gradient of a rank's partition, on the GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """Seconds of one training iteration; ``update_s`` is exposed and hidden together."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    exposed_update_s: float
+    tokens_per_s: float
+    mfu: float | None
+
+    @property
+    def iteration_s(self) -> float:
+        return self.forward_s + self.backward_s + self.exposed_update_s
+
+    def to_json_dict(self) -> dict[str, float | None]:
+        return {
+            "forward_s": self.forward_s,
+            "backward_s": self.backward_s,
+            "update_s": self.update_s,
+            "exposed_update_s": self.exposed_update_s,
+            "iteration_s": self.iteration_s,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unfit:
+    """An arm that cannot run, and why."""
+
+    why: str
+
+
+Arm = Iteration | Unfit
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLimits:
+    """Bytes: ``gpu`` of one GPU, ``host`` of one node, ``pinned`` of one rank; None is unlimited."""
+
+    gpu: int | None
+    host: int | None
+    pinned: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """What of the update may run beside backward and beside the next forward."""
+
+    backward: bool = False
+    forward: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """``memory``: ``gpu_bytes`` of one GPU, the model and its activations included; the others of one node.
+
+    ``cost``, ``budgets`` and ``windows`` are what the plan was made with.
+    """
+
+    job: Job
+    cost: CostModel
+    budgets: Budgets
+    windows: Windows
+    sub_group_size: int
+    planned: PlannedUpdate
+    predicted: Iteration
+    baselines: dict[str, Arm]
+    memory: Memory
+
+
+def forecast(
+    job: Job, profile: HardwareProfile, limits: MemoryLimits, overlap: Overlap, sub_group_sizes: Iterable[int]
+) -> Forecast:
+    """The plan with the least exposed time over the sub-group sizes, and the others beside it.
+
+    Raises ``DoesNotFit`` where no plan fits, ``ProfileError`` where a rate is missing.
+    """
+    arms = _Arms(job, profile, limits, overlap)
+    sub_group_size, planned = arms.plan(sub_group_sizes)
+    return Forecast(
+        job=job,
+        cost=arms.cost,
+        budgets=arms.budgets,
+        windows=arms.windows,
+        sub_group_size=sub_group_size,
+        planned=planned,
+        predicted=arms.iteration(planned.update_s, planned.exposed_s, planned.plan.workload.numel),
+        baselines=arms.baselines(planned),
+        memory=Memory(
+            gpu_bytes=job.gpu_bytes + planned.memory.gpu_bytes,
+            host_bytes=planned.memory.host_bytes * job.ranks_of_a_node,
+            pinned_bytes=planned.memory.pinned_bytes * job.ranks_of_a_node,
+        ),
+    )
+
+
+def least_world_size_that_fits(job: Job, profile: HardwareProfile, limits: MemoryLimits) -> int | None:
+    """The ranks, doubled again and again, with which a plan fits; None up to 65,536."""
+    while (job := replace(job, world_size=2 * job.world_size)).world_size <= 2**16:
+        try:
+            _Arms(job, profile, limits, Overlap()).plan([100_000_000])
+        except DoesNotFit:
+            continue
+        return job.world_size
+    return None
+
+
+class _Arms:
+    def __init__(self, job: Job, profile: HardwareProfile, limits: MemoryLimits, overlap: Overlap) -> None:
+        flops = profile.rate("matmul_flops_per_s")
+        self._job = job
+        self._profile = profile
+        self._limits = limits
+        self.cost = CostModel.of(profile, PARAM_BYTES)
+        self._forward_s, self._compute_s = job.forward_s(flops), job.backward_s(flops)
+        self.windows = Windows(
+            backward_s=self._compute_s if overlap.backward else 0.0,
+            forward_s=self._forward_s if overlap.forward else 0.0,
+        )
+        host = None if limits.host is None else limits.host // job.ranks_of_a_node
+        if profile.has_accelerator:
+            gpu = None if limits.gpu is None else limits.gpu - job.gpu_bytes
+        else:
+            # The model is in host memory, too, and there is nothing to stream through.
+            gpu, host = 0, None if host is None else host - job.gpu_bytes
+        self.budgets = Budgets(gpu_bytes=gpu, host_bytes=host, pinned_bytes=limits.pinned)
+
+    def plan(self, sub_group_sizes: Iterable[int]) -> tuple[int, PlannedUpdate]:
+        """With the size of sub-groups that exposes least; the larger of two that expose as little."""
+        found: list[tuple[int, PlannedUpdate]] = []
+        unfit: list[DoesNotFit] = []
+        for size in sorted(sub_group_sizes, reverse=True):
+            workload = self._job.workload(size)
+            if found and len(workload.sub_groups) > MOST_SUB_GROUPS:
+                continue
+            try:
+                found.append((size, plan_updates(workload, self.cost, self.budgets, self.windows, PARAM_BYTES)))
+            except DoesNotFit as error:
+                unfit.append(error)
+        if not found:
+            raise min(unfit, key=lambda error: sum(error.missing.values()))
+        return min(found, key=lambda pair: pair[1].exposed_s)
+
+    def iteration(self, update_s: float, exposed_s: float, offloaded: int) -> Iteration:
+        """``offloaded``: how many parameters' gradients pass to host memory; backward hides that as far as it lasts."""
+        backward_s = max(self._compute_s, self._job.gradients_s(offloaded, self._profile))
+        iteration_s = self._forward_s + backward_s + exposed_s
+        peak = self._profile.gpu_peak_flops
+        return Iteration(
+            forward_s=self._forward_s,
+            backward_s=backward_s,
+            update_s=update_s,
+            exposed_update_s=exposed_s,
+            tokens_per_s=self._job.tokens / iteration_s,
+            mfu=None if peak is None else self._job.mfu(iteration_s, peak),
+        )
+
+    def baselines(self, planned: PlannedUpdate) -> dict[str, Arm]:
+        """On the same sub-groups; Twin-Flow with as much memory of the GPU as the plan takes."""
+        workload = planned.plan.workload
+        arms: dict[str, Callable[[], Arm]] = {
+            "stock": lambda: self._of_deepspeed(workload, residents=0),
+            "twin_flow": lambda: self._of_deepspeed(workload, _residents_in(planned.memory.gpu_bytes, workload)),
+            "all_cpu": lambda: self._of_rule(workload, place_all(workload, Placement.CPU)),
+            "all_streamed": lambda: self._of_rule(workload, place_all(workload, Placement.STREAMED)),
+            "stride_2": lambda: self._of_rule(workload, place_by_stride(workload, 2)),
+            "no_offload": lambda: self._no_offload(workload),
+        }
+        if Placement.STREAMED in self.cost.placements:
+            return {name: arm() for name, arm in arms.items()}
+        unknown = Unfit(why="the profile has no rate of Adam on the accelerator")
+        return {name: arm() if name in ("stock", "all_cpu") else unknown for name, arm in arms.items()}
+
+    def _of_rule(self, workload: Workload, placements: tuple[Placement, ...]) -> Arm:
+        """Ours, with the most slots that fit."""
+        missing: dict[str, int] = {}
+        for num_slots in range(MAX_SLOTS, 0, -1):
+            plan = UpdatePlan(workload=workload, placements=placements, num_slots=num_slots)
+            missing = self.budgets.missing(memory_of(plan, PARAM_BYTES))
+            if not missing:
+                update = evaluate(plan, self.cost, self.budgets, self.windows, PARAM_BYTES)
+                return self.iteration(update.update_s, update.exposed_s, workload.numel)
+        return Unfit(why=DoesNotFit(missing).rule)
+
+    def _of_deepspeed(self, workload: Workload, residents: int) -> Arm:
+        """Serial, nothing hidden."""
+        plan = _deepspeeds_plan(workload, residents)
+        if missing := self.budgets.missing(Memory.of(reserved_by_stock(plan, PARAM_BYTES))):
+            return Unfit(why=DoesNotFit(missing).rule)
+        cost = CostModel.of(self._profile, PARAM_BYTES, stock_traffic_of(PARAM_BYTES))
+        update_s = simulate(serial_schedule(plan.placements), workload, cost).end_s
+        return self.iteration(update_s, update_s, workload.numel)
+
+    def _no_offload(self, workload: Workload) -> Arm:
+        needed = self._job.gpu_bytes + NO_OFFLOAD_BYTES_PER_PARAM * workload.numel
+        if self._limits.gpu is not None and needed > self._limits.gpu:
+            return Unfit(why=f"does not fit: {needed / 1e9:.0f} GB of {self._limits.gpu / 1e9:.0f} GB")
+        update_s = self.cost.load(ActionKind.GPU_STEP, workload.numel).total_s
+        return self.iteration(update_s, update_s, offloaded=0)
+
+
+def _deepspeeds_plan(workload: Workload, residents: int) -> UpdatePlan:
+    """Stock's, or Twin-Flow's: the last sub-groups are its GPU part."""
+    on_cpu = len(workload.sub_groups) - residents
+    placements = (Placement.CPU,) * on_cpu + (Placement.RESIDENT,) * residents
+    return UpdatePlan(workload=workload, placements=placements, num_slots=1)
+
+
+def _residents_in(gpu_bytes: int, workload: Workload) -> int:
+    """How many sub-groups Twin-Flow can keep in as much of the GPU's memory."""
+
+    def is_too_many(residents: int) -> bool:
+        reserved = reserved_by_stock(_deepspeeds_plan(workload, residents), PARAM_BYTES)
+        return Memory.of(reserved).gpu_bytes > gpu_bytes
+
+    return bisect_left(range(1, len(workload.sub_groups) + 1), True, key=is_too_many)

@@ -1,0 +1,269 @@
+"""``python -m perf_model``: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perf_model.cli.main import main
+from perf_model.presets.machines import MACHINES
+from perf_model.presets.models import MODELS
+from tests.launch import REPOSITORY
+from tests.model.profiles import RATES, profile
+
+KEYS = {"forward_s", "backward_s", "update_s", "exposed_update_s", "iteration_s", "tokens_per_s", "mfu"}
+BASELINES = {"stock", "twin_flow", "all_cpu", "all_streamed", "stride_2", "no_offload"}
+
+
+def job(profile: str | Path = "h100-pcie5", model: str | Path = "13B", world_size: int = 4, **more: Any) -> list[str]:
+    options = {
+        "profile": profile,
+        "model": model,
+        "world_size": world_size,
+        "ranks_per_node": 4,
+        "micro_batch": 1,
+        "sequence": 2048,
+        **more,
+    }
+    return [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
+
+
+def planned(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_preset_is_planned_for(machine: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, job(machine, model, world_size=16))
+    assert set(found) == {
+        "predicted",
+        "baselines",
+        "lower_bound_s",
+        "ratio_to_bound",
+        "memory",
+        "placement",
+        "deepspeed_config",
+    }
+    predicted = found["predicted"]
+    assert set(predicted) == KEYS
+    assert set(found["baselines"]) == BASELINES
+    assert set(found["placement"]) == {"cpu", "streamed", "resident"}
+    assert set(found["memory"]) == {"gpu_peak_bytes", "host_bytes", "pinned_bytes"}
+    assert found["lower_bound_s"] <= predicted["update_s"] * (1 + 1e-9)
+    assert found["ratio_to_bound"] == pytest.approx(predicted["update_s"] / found["lower_bound_s"])
+    for arm in (predicted, *found["baselines"].values()):
+        assert set(arm) >= KEYS
+        if arm["iteration_s"] is None:
+            assert arm["why"]
+            continue
+        assert arm["iteration_s"] == pytest.approx(arm["forward_s"] + arm["backward_s"] + arm["exposed_update_s"])
+        assert arm["tokens_per_s"] == pytest.approx(16 * 2048 / arm["iteration_s"])
+        assert 0 < arm["mfu"] < 1
+    for name in ("all_cpu", "all_streamed", "stride_2", "twin_flow", "stock"):
+        exposed_s = found["baselines"][name]["exposed_update_s"]
+        assert exposed_s is None or predicted["exposed_update_s"] <= exposed_s * (1 + 1e-9), name
+    zero = found["deepspeed_config"]["zero_optimization"]
+    assert zero["stage"] == 3
+    assert found["deepspeed_config"]["deep_optimizer_states"] == {"placement": "planned"}
+
+
+def test_the_screen_has_what_it_takes_to_decide(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *job(gpu_memory_gb=40)]) == 0
+    shown = capsys.readouterr().out
+    for expected in (
+        "13B (11.25 B parameters) on 4 x H100-80GB, 2.81 B a rank",
+        "PRESET, not a measurement of your machine",
+        "this plan",
+        "stock offload",
+        "Twin-Flow",
+        "all on the CPU",
+        "all streamed",
+        "no offload: does not fit: 51 GB of 40 GB",
+        "no update takes less than",
+        "of which pinned",
+        '"placement": "planned"',
+    ):
+        assert expected in shown
+    block = json.loads(shown[shown.index("config:\n") + len("config:\n") :])
+    assert block["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+
+
+def test_memory_limits_move_sub_groups_off_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    roomy, tight, none = (planned(capsys, job(gpu_memory_gb=limit)) for limit in (80, 30, 12))
+    assert roomy["placement"]["resident"] > tight["placement"]["resident"] > none["placement"]["resident"] == 0
+    for found, limit in ((roomy, 80), (tight, 30), (none, 12)):
+        assert found["memory"]["gpu_peak_bytes"] <= limit * 1e9
+    seconds = [found["predicted"]["exposed_update_s"] for found in (roomy, tight, none)]
+    assert seconds == sorted(seconds)
+    assert tight["baselines"]["no_offload"]["why"].startswith("does not fit")
+
+
+def test_overlap_hides_and_never_adds(capsys: pytest.CaptureFixture[str]) -> None:
+    exposed_s = {}
+    for overlap in ("none", "backward", "forward", "both"):
+        found = planned(capsys, job(gpu_memory_gb=20, overlap=overlap))
+        exposed_s[overlap] = found["predicted"]["exposed_update_s"]
+        assert exposed_s[overlap] <= found["predicted"]["update_s"] * (1 + 1e-9)
+    assert exposed_s["both"] < min(exposed_s["forward"], exposed_s["backward"]) < exposed_s["none"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        ({"gpu_memory_gb": 10}, ["gpu memory by 1.9 GB a rank", "It fits with 8 ranks"]),
+        ({"gpu_memory_gb": 15, "host_memory_gb": 100}, ["host memory by", "It fits with 16 ranks"]),
+        ({"gpu_memory_gb": 15, "pinned_memory_gb": 2}, ["pinned memory by"]),
+    ],
+)
+def test_when_nothing_fits_it_says_what_would(
+    limits: dict[str, int], told: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *job(**limits)]) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("Nothing fits: the nearest plan exceeds")
+    for expected in told:
+        assert expected in output.err
+
+
+def test_a_profile_and_a_config_json_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine, model = tmp_path / "profile.json", tmp_path / "config.json"
+    machine.write_text(profile({**RATES, "matmul_flops_per_s": 1e14}).to_json())
+    model.write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "hidden_size": 4096,
+                "intermediate_size": 14336,
+                "num_hidden_layers": 32,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "vocab_size": 128256,
+            }
+        )
+    )
+    found = planned(capsys, job(machine, model))
+    assert found["deepspeed_config"]["deep_optimizer_states"]["profile"] == str(machine)
+    assert found["predicted"]["mfu"] is None, "the profile does not say what the GPU's peak is"
+    preset = planned(capsys, job(machine, "Llama-3-8B"))
+    assert preset["predicted"] == found["predicted"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"profile": "none.json"}, "A profile must be a readable file, found none.json"),
+        ({"model": "none.json"}, "A model must be a preset or a readable config.json, found none.json"),
+        ({"world_size": 0}, "world_size: must be at least 1, found 0"),
+        ({"world_size": 6}, "ranks_per_node: must divide the world size, 6, found 4"),
+        ({"sequence": -1}, "sequence: must be at least 1, found -1"),
+        ({"sub_group_size": 0}, "sub_group_size: must be at least 1, found 0"),
+    ],
+)
+def test_bad_input_gets_rule_value_and_remedy(
+    changes: dict[str, Any], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *job(**changes)]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(told)
+    assert len(message.splitlines()) >= 2, "the remedy"
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "nan", "inf", "much"])
+def test_a_limit_is_a_positive_number(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", *job(gpu_memory_gb=limit)])
+    assert f"must be a positive number of GB (10^9 bytes), found '{limit}'" in capsys.readouterr().err
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=50)
+@given(st.text() | json_values.map(json.dumps), st.sampled_from(["profile", "model"]))
+def test_any_file_is_planned_with_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str, what: str) -> None:
+    path = tmp_path_factory.mktemp("any") / "file.json"
+    path.write_text(text)
+    assert main(["plan", *job(**{what: path})]) == 2
+
+
+def test_a_sweep_is_a_table_and_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "sweep.csv"
+    arguments = ["--profile", "gh200", "--model", "Llama-3-70B", "--ranks-per-node", "1", "--sequence", "4096"]
+    sizes = ["--world-sizes", "1,8,16", "--micro-batches", "1,2", "--csv", str(path)]
+    assert main(["sweep", *arguments, *sizes]) == 0
+    shown = capsys.readouterr().out
+    rows = list(csv.DictReader(path.open()))
+    assert [(row["world_size"], row["micro_batch"]) for row in rows] == [
+        (world, batch) for world in ("1", "8", "16") for batch in ("1", "2")
+    ]
+    for row in rows:
+        assert (row["iteration_s"] == "") == (row["why"] != "") == (row["world_size"] == "1")
+    assert float(rows[2]["tokens_per_s"]) == pytest.approx(8 * 4096 / float(rows[2]["iteration_s"]))
+    assert "1 GPUs, micro-batch 2: Nothing fits" in shown
+    assert main(["sweep", *arguments, "--world-sizes", "1", "--micro-batches", "1"]) == 1
+    assert main(["sweep", *arguments, *sizes[:4], "--csv", str(tmp_path / "none" / "sweep.csv")]) == 2
+
+
+def test_the_timeline_is_a_grid_a_trace_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "new"
+    arguments = job(gpu_memory_gb=20, sub_group_size=200_000_000)
+    assert main(["simulate", *arguments, "--output", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    names = {event["name"] for event in json.loads((folder / "timeline.json").read_text())["traceEvents"]}
+    assert {"GPU_STEP 0", "CPU_STEP 1", "PUBLISH 1"} <= names
+    (prefetched, *_) = sorted(name for name in names if name.startswith("PREFETCH"))
+    assert f"{prefetched} [" in shown
+    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "file").touch()
+    assert main(["simulate", *arguments, "--output", str(tmp_path / "file" / "below")]) == 2
+
+
+def test_explain_says_what_moving_a_sub_group_would_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *job(gpu_memory_gb=20, sub_group_size=100_000_000)]) == 0
+    shown = capsys.readouterr().out
+    for expected in (
+        "Each resource has this much to do",
+        "host memory",
+        "to resident",
+        "does not fit",
+        "+",
+        "GPU_STEP",
+    ):
+        assert expected in shown
+
+
+def test_it_starts_without_what_it_may_not_need() -> None:
+    """Torch is seconds, and rich or matplotlib a good part of the half second in which a plan is there."""
+    code = "import sys, perf_model.cli.main; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert not {"torch", "deepspeed", "matplotlib", "rich", "deep_opt_states"} & set(done.stdout.split())
+
+
+def test_as_a_module_it_helps_and_profile_runs_the_other_program() -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "perf_model", *arguments]
+        return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+
+    helped = run("--help")
+    assert helped.returncode == 0
+    for command in ("plan", "sweep", "simulate", "explain", "validate", "profile"):
+        assert f"\n    {command} " in helped.stdout
+    refused = run("profile", "--output", "/nowhere/profile.json", "--quick")
+    assert refused.returncode != 0
+    assert "/nowhere" in refused.stderr + refused.stdout
