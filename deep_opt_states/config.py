@@ -43,7 +43,10 @@ class ReportConfig(_Block):
 
 class Config(_Block):
     enabled: bool = True
-    placement: Literal["cpu", "streamed", "stride", "fraction"] | list[Literal["cpu", "streamed"]] = "cpu"
+    placement: (
+        Literal["planned", "cpu", "streamed", "stride", "fraction"] | list[Literal["cpu", "streamed", "resident"]]
+    ) = "planned"
+    profile: str | None = Field(default=None, min_length=1)
     update_stride: int | None = Field(default=None, ge=2)
     gpu_fraction: float | None = Field(default=None, ge=0.0, le=1.0)
     num_slots: int = Field(default=2, ge=1)
@@ -61,10 +64,22 @@ class Config(_Block):
             if self.placement != placement and value is not None:
                 remedy = f'Remove it, or set "placement": "{placement}".'
                 raise _RuleError(key, f'belongs to "placement": "{placement}"', value, remedy)
+        if self.placement == "planned" and "num_slots" in self.model_fields_set:
+            remedy = 'Remove it, or set another "placement".'
+            raise _RuleError("num_slots", 'is chosen by "placement": "planned"', self.num_slots, remedy)
         return self
 
+    @property
+    def predicts(self) -> bool:
+        """Whether a hardware profile is needed: to plan, or to report predicted against measured."""
+        return self.placement == "planned" or self.report.every_n_steps > 0
+
     def plan(self, workload: Workload) -> UpdatePlan:
-        """The plan that this block asks for. Raises ``ConfigError`` if a list has not one entry a sub-group."""
+        """The plan that a rule or a list asks for. Raises ``ConfigError`` if a list has not one entry a sub-group.
+
+        ``"planned"`` asks for what is predicted to be best, which this class does not know.
+        """
+        assert self.placement != "planned"
         if isinstance(self.placement, list):
             if len(self.placement) != len(workload.sub_groups):
                 raise ConfigError(
@@ -119,8 +134,13 @@ class _Rule(NamedTuple):
 _RULES = {
     "enabled": _Rule("must be true or false", "Leave it out to enable the plugin."),
     "placement": _Rule(
-        'must be "cpu", "streamed", "stride", "fraction", or a list with "cpu" or "streamed" for each sub-group',
-        'With "cpu" nothing is streamed; "stride" and "fraction" say how much is.',
+        'must be "planned", "cpu", "streamed", "stride", "fraction", '
+        'or a list with "cpu", "streamed" or "resident" for each sub-group',
+        "Leave it out for what is predicted to be best on this machine.",
+    ),
+    "profile": _Rule(
+        "must be a path",
+        "Write a profile with: deep-opt-states profile --output profile.json; without one a quick one is measured.",
     ),
     "update_stride": _Rule(
         "must be an integer of at least 2",

@@ -74,6 +74,7 @@ def main() -> int:
         plan=plugin.engine.optimizer.plan,
         accelerator=get_accelerator().device_name(),
         files=(TRACE, TRACE.with_suffix(".png")),
+        predicted_and_measured=plugin.engine.optimizer.report.compared(),
     )
     print_report(run, console)
     stock.engine.destroy()

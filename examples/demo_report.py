@@ -37,7 +37,10 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """``timed`` are the steps whose seconds count; ``numel`` the model's parameters."""
+    """``timed`` are the steps whose seconds count; ``numel`` the model's parameters.
+
+    ``predicted_and_measured``: the plugin's own comparison, one row for the update and one for each kind of action.
+    """
 
     stock: Record
     plugin: Record
@@ -47,6 +50,7 @@ class Run:
     plan: UpdatePlan
     accelerator: str
     files: Sequence[Path]
+    predicted_and_measured: Sequence[object]
 
     @property
     def bit_identical(self) -> bool:
@@ -99,6 +103,9 @@ def print_report(run: Run, console: Console) -> None:
             "The accelerator of this run is the CPU itself: streaming is pure extra copying there, and no gain in time "
             "is to be expected. This run is about exactness."
         )
+    say("The performance model, from a profile of this machine, over the same steps as seen by the plugin:")
+    for row in run.predicted_and_measured:
+        say(f"  {row}")
     say("Timeline of the last update:\n" + "\n".join(f"  {path}" for path in run.files), soft_wrap=True)
 
 

@@ -34,7 +34,14 @@ def answer(value: Any) -> None:
 
 def environment(**changes: str) -> dict[str, str]:
     """This process's environment, with the CPU accelerator, one thread a rank, and tracebacks of crashes."""
-    ours = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONPATH": str(REPOSITORY)}
+    ours = {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONPATH": str(REPOSITORY),
+        # One quick hardware profile serves all tests.
+        "XDG_CACHE_HOME": str(REPOSITORY / ".cache"),
+    }
     return {**os.environ, **ours, **changes}
 
 

@@ -36,7 +36,6 @@ def test_the_least_block_enables_the_plugin() -> None:
 @pytest.mark.parametrize(
     ("block", "placements"),
     [
-        ({}, (CPU, CPU, CPU, CPU)),
         ({"placement": "cpu"}, (CPU, CPU, CPU, CPU)),
         ({"placement": "streamed"}, (STREAMED,) * 4),
         ({"placement": "stride", "update_stride": 2}, (CPU, STREAMED, CPU, STREAMED)),
@@ -45,7 +44,7 @@ def test_the_least_block_enables_the_plugin() -> None:
         ({"placement": "fraction", "gpu_fraction": 0}, (CPU, CPU, CPU, CPU)),
         ({"placement": "fraction", "gpu_fraction": 0.5}, (CPU, STREAMED, CPU, STREAMED)),
         ({"placement": "fraction", "gpu_fraction": 1}, (STREAMED,) * 4),
-        ({"placement": ["streamed", "cpu", "cpu", "streamed"]}, (STREAMED, CPU, CPU, STREAMED)),
+        ({"placement": ["streamed", "cpu", "resident", "streamed"]}, (STREAMED, CPU, Placement.RESIDENT, STREAMED)),
     ],
 )
 def test_placements(block: dict[str, Any], placements: tuple[Placement, ...]) -> None:

@@ -23,12 +23,18 @@ class AcceleratorChoice:
     device: Device[Any]
     steps_on_host: bool
 
+    @property
+    def memory_for_states_bytes(self) -> int:
+        """What a plan may take of the accelerator: the CPU has no memory of its own, and CUDA no kernel yet."""
+        return 0
+
     def accept(self, plan: UpdatePlan) -> UpdatePlan:
         """``plan``, if this accelerator can run it; raises ``Unsupported`` otherwise."""
-        if not self.steps_on_host and Placement.STREAMED in plan.placements:
+        on_device = sum(placement is not Placement.CPU for placement in plan.placements)
+        if not self.steps_on_host and on_device:
             raise Unsupported(
-                f"{CONFIG_KEY}.placement: streamed sub-groups need a GPU Adam kernel that gives the CPU kernel's bits, "
-                f"which this release does not have; found {plan.placements.count(Placement.STREAMED)} of them.\n"
+                f"{CONFIG_KEY}.placement: streamed and resident sub-groups need a GPU Adam kernel that gives the CPU "
+                f"kernel's bits, which this release does not have; found {on_device} of them.\n"
                 f'Use "placement": "cpu" on this accelerator.'
             )
         return plan

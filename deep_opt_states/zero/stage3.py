@@ -19,11 +19,13 @@ from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.device.kernels.cpu_adam import CPUAdam
 from deep_opt_states.report.update_report import UpdateReport
 from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.ledger import Ledger
 from deep_opt_states.runtime.state import SubGroupState
 from deep_opt_states.zero.agreement import FailureAgreement, agree
 from deep_opt_states.zero.devices import AcceleratorChoice
 from deep_opt_states.zero.gradients import Gradients
 from deep_opt_states.zero.log import say
+from deep_opt_states.zero.planning import intend
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.workload import Workload
@@ -35,23 +37,31 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     """Stock's optimizer, once ``interleave`` has been called on it right after construction."""
 
     plan: UpdatePlan
+    ledger: Ledger
+    """What this plugin has reserved."""
+    report: UpdateReport
 
     def interleave(self, config: Config, accelerator: AcceleratorChoice) -> None:
         """Plan, reserve, and take the optimizer states over. A collective over all ranks.
 
         Raises ``ConfigError`` or ``Unsupported`` for a placement that this model or accelerator cannot have,
-        ``RanksDisagree`` if the ranks' plans differ.
+        ``ProfileError`` for a profile that cannot be used, ``RanksDisagree`` if the ranks' plans differ.
         """
-        self.plan = agree(lambda: self._prepare(config, accelerator), lambda plan: plan.fingerprint)
+        workload = Workload.of([master.numel() for master in self.fp32_partitioned_groups_flat])
+        param_bytes = self.fp16_partitioned_groups_flat[0].element_size()
+        intention = intend(config, workload, accelerator, param_bytes)
+        self.plan = intention.plan
+        # A rank without the memory for it must tell the others.
+        agree(lambda: self._prepare(intention.plan, accelerator), lambda _: "prepared")
+        self.report = UpdateReport(config.report, intention.plan, intention.predicted, dist.get_rank() == 0, say)
         say(str(self.plan))
 
-    def _prepare(self, config: Config, accelerator: AcceleratorChoice) -> UpdatePlan:
-        """The plan, with all that it needs reserved: a rank without the memory for it must tell the others."""
-        workload = Workload.of([master.numel() for master in self.fp32_partitioned_groups_flat])
-        plan = accelerator.accept(config.plan(workload))
-        device = accelerator.device
+    def _prepare(self, plan: UpdatePlan, accelerator: AcceleratorChoice) -> None:
+        device = self.ledger = Ledger(accelerator.device)
         self._gradients = Gradients(self)
-        self._states = [self._take_over(sub_group_id, device) for sub_group_id in range(len(self.fp16_groups))]
+        self._states = [
+            self._take_over(sub_group_id, placement, device) for sub_group_id, placement in enumerate(plan.placements)
+        ]
         self._adam = CPUAdam(self.optimizer, len(self._states))
         device_adam = self._adam if accelerator.steps_on_host else None
         self._executor = Executor(plan.schedule, self._states, device, self._adam, device_adam)
@@ -59,21 +69,22 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._steps: list[AdamStep] = []
         self._grad_scale = 1.0
         self._update_s = 0.0
-        self._report = UpdateReport(config.report, plan, dist.get_rank() == 0, say)
-        return plan
 
-    def _take_over(self, sub_group_id: int, device: Device[Any]) -> SubGroupState:
-        """Move the states of one sub-group into memory that the device can copy from without blocking."""
+    def _take_over(self, sub_group_id: int, placement: Placement, device: Device[Any]) -> SubGroupState:
+        """Move the states of one sub-group to the accelerator, or where that can copy from without blocking."""
+        reserve = device.empty if placement is Placement.RESIDENT else device.empty_host
         master = self.fp32_partitioned_groups_flat[sub_group_id]
         param = self.fp16_partitioned_groups_flat[sub_group_id]
         numel = master.numel()
-        home = device.empty_host(numel, torch.float32)
+        home = reserve(numel, torch.float32)
         # The optimizer's state is keyed by this tensor object: its data moves, the object stays.
         master.data = home.copy_(master.data)
-        moments = {key: device.empty_host(numel, torch.float32).zero_() for key in MOMENTS}
+        moments = {key: reserve(numel, torch.float32).zero_() for key in MOMENTS}
         # Stock would create them, unpinned, at the first step.
         self.optimizer.state[master] = {"step": 0, **moments}
-        rounded = master.data if param.dtype == torch.float32 else device.empty_host(numel, param.dtype)
+        rounded = None
+        if placement is Placement.CPU:
+            rounded = master.data if param.dtype == torch.float32 else device.empty_host(numel, param.dtype)
         return SubGroupState(
             master=master.data,
             exp_avg=moments["exp_avg"],
@@ -181,7 +192,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     def _post_step(self, timer_names: Any) -> None:
         super()._post_step(timer_names)
         # After the last collective of the step: rank 0 writes files, and nobody waits for it.
-        self._report.stepped(self._update_s, self._executor.timeline)
+        self.report.stepped(self._update_s, self._executor.timeline)
 
     # Checkpoints
 
@@ -226,6 +237,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             self._executor.forget_failure()
 
     def destroy(self) -> None:
+        self.report.close()
         super().destroy()
         self._executor.close()
         self._adam.close()

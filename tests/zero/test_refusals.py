@@ -33,7 +33,7 @@ EXPECTED: dict[str, tuple[str, str]] = {
     "autotp": ("tensor_parallel.autotp_size: must be 1, found 2", "remove it"),
     "deepspeed 0.18.0": ("must be version 0.19.8", "pip install deepspeed==0.19.8"),
     "another accelerator": ('must be "cuda" or "cpu", found \'xpu\'', '"enabled": false'),
-    "streamed on a GPU": ("placement: streamed sub-groups need a GPU Adam kernel", '"placement": "cpu"'),
+    "streamed on a GPU": ("placement: streamed and resident sub-groups need a GPU Adam kernel", '"placement": "cpu"'),
     "a list of another length": ("has 2 sub-groups, found 1 entries", "Change the list"),
 }
 

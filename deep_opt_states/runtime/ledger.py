@@ -1,0 +1,40 @@
+"""A device that keeps account of what is reserved on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deep_opt_states.device.interface import Device, Stream
+from perf_model.memory import Reservation, Where
+
+
+class Ledger:
+    """Wraps ``device``; ``reserved`` has one entry a tensor, with the bytes of its storage."""
+
+    def __init__(self, device: Device[Any]) -> None:
+        self._device = device
+        self.reserved: list[Reservation] = []
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._account(Where.ACCELERATOR, self._device.empty(numel, dtype))
+
+    def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._account(Where.PINNED, self._device.empty_host(numel, dtype))
+
+    def stream(self) -> Stream[Any]:
+        return self._device.stream()
+
+    def current_stream(self) -> Stream[Any]:
+        return self._device.current_stream()
+
+    def event(self) -> Any:
+        return self._device.event()
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        self._device.copy(destination, source)
+
+    def _account(self, where: Where, tensor: torch.Tensor) -> torch.Tensor:
+        self.reserved.append(Reservation(where=where, each_bytes=tensor.untyped_storage().nbytes()))
+        return tensor

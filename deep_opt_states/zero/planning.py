@@ -1,0 +1,74 @@
+"""From the block to a plan and what it is predicted to take; each function is a collective over all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from deep_opt_states.config import Config
+from deep_opt_states.profiler.cache import quick_profile
+from deep_opt_states.profiler.ranks import training_ranks
+from deep_opt_states.zero.agreement import agree
+from deep_opt_states.zero.devices import AcceleratorChoice
+from deep_opt_states.zero.log import say
+from perf_model.budgets import Budgets
+from perf_model.cost import CostModel
+from perf_model.hardware import HardwareProfile
+from perf_model.placement import Placement
+from perf_model.plan import UpdatePlan
+from perf_model.planner import plan_updates
+from perf_model.simulate import simulate
+from perf_model.timeline import Timeline
+from perf_model.workload import Workload
+
+
+@dataclass(frozen=True)
+class Intention:
+    """``predicted`` is None where nobody asks for it."""
+
+    plan: UpdatePlan
+    predicted: Timeline | None
+
+
+def intend(config: Config, workload: Workload, accelerator: AcceleratorChoice, param_bytes: int) -> Intention:
+    """The plan that the block asks for: by its rule, or rank 0's, for the profile that all ranks were measured for.
+
+    Raises ``ConfigError`` or ``Unsupported`` for a placement that cannot be had, ``ProfileError`` for a profile.
+    """
+    profile = _profile(config, accelerator) if config.predicts else None
+    cost = None if profile is None else CostModel.of(profile, param_bytes)
+    if config.placement == "planned":
+        assert cost is not None
+        plan = _of_rank_0(workload, cost, accelerator, param_bytes)
+    else:
+        plan = agree(lambda: accelerator.accept(config.plan(workload)), lambda plan: plan.fingerprint)
+    return Intention(plan, None if cost is None else simulate(plan.schedule, workload, cost))
+
+
+def _profile(config: Config, accelerator: AcceleratorChoice) -> HardwareProfile:
+    """Rank 0's file, or a quick profile of all ranks."""
+    ranks = training_ranks()
+    if config.profile is None:
+        return quick_profile(None if accelerator.steps_on_host else accelerator.device, ranks, say)
+    path = Path(config.profile)
+    # Other nodes need not have the file.
+    text = agree(lambda: HardwareProfile.read(path).to_json() if ranks.rank == 0 else "", lambda _: "read")
+    return HardwareProfile.from_json(ranks.gather(text)[0])
+
+
+def _of_rank_0(workload: Workload, cost: CostModel, accelerator: AcceleratorChoice, param_bytes: int) -> UpdatePlan:
+    """Every rank's workload is as long: DeepSpeed pads the partitions."""
+    ranks = training_ranks()
+
+    def decide() -> tuple[list[str], int]:
+        if ranks.rank > 0:
+            return [], 0
+        budgets = Budgets(gpu_bytes=accelerator.memory_for_states_bytes)
+        plan = plan_updates(workload, cost, budgets, param_bytes=param_bytes).plan
+        return [placement.value for placement in plan.placements], plan.num_slots
+
+    placements, num_slots = ranks.gather(agree(decide, lambda _: "planned"))[0]
+    return agree(
+        lambda: UpdatePlan(workload=workload, placements=tuple(map(Placement, placements)), num_slots=num_slots),
+        lambda plan: plan.fingerprint,
+    )

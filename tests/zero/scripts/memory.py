@@ -1,0 +1,57 @@
+"""Trains a wide model for some steps and says what memory it took. Arguments: the block as JSON, or "stock"."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+
+import deepspeed
+import psutil
+import torch
+
+from tests.launch import answer
+from tests.zero.process_group import process_group
+
+WIDTH, LAYERS = 2048, 12
+SUB_GROUP_SIZE = 2 * WIDTH * WIDTH
+
+
+def main(block: str) -> None:
+    # A layer's parameters are one sub-group of whole pages; no biases.
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "sub_group_size": SUB_GROUP_SIZE,
+            "stage3_max_live_parameters": 0,
+            "stage3_prefetch_bucket_size": 0,
+        },
+    }
+    if block != "stock":
+        config["deep_optimizer_states"] = json.loads(block)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    for _ in range(3):
+        loss = engine(torch.ones(1, WIDTH, dtype=torch.bfloat16)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+    gc.collect()
+    optimizer = engine.optimizer
+    answer(
+        {
+            "rss_bytes": psutil.Process().memory_info().rss,
+            "numels": [master.numel() for master in optimizer.fp32_partitioned_groups_flat],
+            "reserved": [(its.where.value, its.each_bytes) for its in optimizer.ledger.reserved]
+            if block != "stock"
+            else [],
+        }
+    )
+
+
+if __name__ == "__main__":
+    with process_group():
+        main(sys.argv[1])

@@ -1,0 +1,77 @@
+"""``"placement": "planned"``, the profile that it is planned for, and what is said of the prediction afterwards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perf_model.hardware import HardwareProfile
+from tests.launch import Finished, run_ranks
+from tests.model.profiles import RATES, profile
+
+KINDS = {"cpu": {"CPU_STEP", "PUBLISH"}, "streamed": {"PREFETCH", "GPU_STEP", "FLUSH_STATES"}}
+
+
+def engines(world_size: int, cache: Path, *blocks: dict[str, Any]) -> list[Finished]:
+    arguments = ["-m", "tests.zero.scripts.planning", *map(json.dumps, blocks)]
+    ranks = run_ranks(world_size, arguments, timeout_s=200, XDG_CACHE_HOME=str(cache))
+    for finished in ranks:
+        assert finished.returncode == 0, finished.output[-4000:]
+        assert len(finished.answers()) == len(blocks), finished.output[-4000:]
+    return ranks
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_without_a_profile_a_quick_one_is_measured_cached_and_shared(world_size: int, tmp_path: Path) -> None:
+    first, *others = engines(world_size, tmp_path, {}, {"report": {"every_n_steps": 1}, "placement": "streamed"})
+    (cached,) = (tmp_path / "deep_opt_states").glob("*.json")
+    measured = HardwareProfile.read(cached)
+    assert measured.provenance.ranks == world_size
+    assert first.output.count("measuring a quick one") == 1
+    assert first.output.count(str(cached)) == 1, "the second engine finds the first one's"
+    for rank, finished in enumerate([first, *others]):
+        planned, streamed = finished.answers()
+        # The CPU accelerator has no memory of its own that states could be streamed through.
+        assert planned["placements"] == ["cpu"] * len(planned["placements"])
+        assert planned["rank"] == rank
+        assert set(streamed["placements"]) == {"streamed"}
+        for found, kinds in ((planned, KINDS["cpu"]), (streamed, KINDS["streamed"])):
+            assert set(found["compared"]) == {"update", *kinds}
+            for predicted_s, measured_s, error in found["compared"].values():
+                assert predicted_s > 0
+                assert measured_s > 0
+                assert error == pytest.approx(predicted_s / measured_s - 1)
+        # The same prediction on every rank: it is from rank 0's profile.
+        for what, (predicted_s, *_) in planned["compared"].items():
+            assert predicted_s == first.answers()[0]["compared"][what][0]
+    assert first.output.count("predicted against measured, median of 3 of 5 updates") == 2
+    assert all("predicted against measured" not in finished.output for finished in others)
+
+
+def test_a_profile_that_is_given_is_used_and_rank_0_s_file_counts(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    cpu_only = {name: None if "adam" not in name and "dram" not in name else rate for name, rate in RATES.items()}
+    path.write_text(profile({**cpu_only, "cpu_adam_params_per_s": 1e9, "dram_copy_bytes_per_s": 4e9}).to_json())
+    for finished in engines(2, tmp_path, {"profile": str(path)}):
+        (found,) = finished.answers()
+        # A parameter takes 1 ns for Adam, and as long for the 2 bytes that are read and written to publish it.
+        numel = 4 * (64 * 64 + 64) // 2
+        assert found["compared"]["update"][0] == pytest.approx(2 * numel / 1e9, rel=1e-6)
+    assert not (tmp_path / "deep_opt_states").exists(), "nothing was measured"
+
+
+def test_a_bad_profile_is_refused_on_every_rank(tmp_path: Path) -> None:
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps({**json.loads(profile().to_json()), "version": 0}))
+    missing = tmp_path / "missing.json"
+    ranks = engines(2, tmp_path, {"profile": str(old)}, {"profile": str(missing)}, {"placement": "cpu"})
+    refused_old, refused_missing, trained = ranks[0].answers()
+    assert "ProfileError: version: must be 1, found 0" in refused_old["refused"]
+    assert "ProfileError: A profile must be a readable file" in refused_missing["refused"]
+    assert "deep-opt-states profile --output profile.json" in refused_missing["refused"]
+    assert trained["compared"] == {}, "a rule needs no profile where nothing is reported"
+    for refused in ranks[1].answers()[:2]:
+        assert "rank 0" in refused["refused"]
