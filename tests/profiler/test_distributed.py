@@ -10,7 +10,8 @@ from tests.launch import run_ranks
 
 def test_two_ranks_measure_together_once_and_fail_together(tmp_path: Path) -> None:
     ranks = run_ranks(2, ["-m", "tests.profiler.ranks_program"], timeout_s=120, XDG_CACHE_HOME=str(tmp_path))
-    assert [rank.returncode for rank in ranks] == [0, 0], ranks
+    for rank in ranks:
+        assert rank.returncode == 0, rank.output[-5000:]
     (first,), (second,) = (rank.answers() for rank in ranks)
     measured, cached, failed = first["outcomes"]
     assert second["outcomes"] == first["outcomes"], "the same profile, and the same reason, on all ranks"

@@ -18,6 +18,7 @@ from deep_opt_states.profiler.method import Effort
 from deep_opt_states.profiler.profile import NO_ACCELERATOR, NO_GPU_ADAM, measure, thread_counts
 from deep_opt_states.profiler.provenance import Node, describe, fingerprint, smallest_node
 from deep_opt_states.profiler.ranks import OneRank
+from perf_model.cost import CostModel
 from perf_model.hardware import QUANTITIES, HardwareProfile, ProfileError
 from tests.profiler.threads import on_ranks
 from tests.profiler.virtual import TimedAdam, VirtualDevice
@@ -144,8 +145,10 @@ def test_a_corrupting_device_is_waived_with_the_reason(device: VirtualDevice, mo
         reason = profile.measurements[f"{name}_bytes_per_s"].waived
         assert reason is not None
         assert "the copy is not what was copied" in reason, name
-    assert not profile.has_accelerator
     assert profile.get("cpu_adam_params_per_s") is not None
+    # Nobody is told that there is no accelerator.
+    with pytest.raises(ProfileError, match=r"h2d_bytes_per_s: is needed here, found nothing .*not what was copied"):
+        CostModel.of(profile)
 
 
 def test_memory_that_cannot_be_had_is_waived(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> None:

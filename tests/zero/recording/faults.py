@@ -261,7 +261,9 @@ def name_memories(recorder: Recorder, optimizer: DeepOptimizerStates_Stage3) -> 
             "grad": "gradient",
             "rounded": "rounded copy",
         }.items():
-            name(getattr(state, attribute), f"{words} of sub-group {index}")
+            # A rounded copy is there for CPU updates only.
+            if (tensor := getattr(state, attribute)) is not None:
+                name(tensor, f"{words} of sub-group {index}")
         name(state.param, "16-bit parameters")
     for slot in optimizer._executor._slots.values():
         for attribute in ("master", "exp_avg", "exp_avg_sq", "grad"):
