@@ -14,17 +14,12 @@ from perf_model.job import PARAM_BYTES, Job
 from perf_model.memory import Memory, memory_of, reserved_by_stock
 from perf_model.placement import Placement, place_all, place_by_stride
 from perf_model.plan import UpdatePlan
-from perf_model.planner import MAX_SLOTS, PlannedUpdate, evaluate, plan_updates
+from perf_model.planner import MAX_SLOTS, PlannedUpdate, evaluate
 from perf_model.simulate import simulate
 from perf_model.stock import serial_schedule
+from perf_model.sub_group_size import plan_sub_groups
 from perf_model.windows import Windows
 from perf_model.workload import Workload
-
-SUB_GROUP_SIZES = (20_000_000, 50_000_000, 100_000_000, 200_000_000, 500_000_000, 1_000_000_000)
-"""What ``sub_group_size`` is chosen from; DeepSpeed's default is the last."""
-
-MOST_SUB_GROUPS = 1000
-"""A smaller size than needed for that many is not tried: each costs a copy's latency seven times."""
 
 NO_OFFLOAD_BYTES_PER_PARAM = 14
 """fp32 p, m, v and the 16-bit gradient of a rank's partition, on the GPU."""
@@ -160,20 +155,8 @@ class _Arms:
         self.budgets = Budgets(gpu_bytes=gpu, host_bytes=host, pinned_bytes=limits.pinned)
 
     def plan(self, sub_group_sizes: Iterable[int]) -> tuple[int, PlannedUpdate]:
-        """With the size of sub-groups that exposes least; the larger of two that expose as little."""
-        found: list[tuple[int, PlannedUpdate]] = []
-        unfit: list[DoesNotFit] = []
-        for size in sorted(sub_group_sizes, reverse=True):
-            workload = self._job.workload(size)
-            if found and len(workload.sub_groups) > MOST_SUB_GROUPS:
-                continue
-            try:
-                found.append((size, plan_updates(workload, self.cost, self.budgets, self.windows, PARAM_BYTES)))
-            except DoesNotFit as error:
-                unfit.append(error)
-        if not found:
-            raise min(unfit, key=lambda error: sum(error.missing.values()))
-        return min(found, key=lambda pair: pair[1].exposed_s)
+        workload_of = self._job.workload
+        return plan_sub_groups(workload_of, sub_group_sizes, self.cost, self.budgets, self.windows, PARAM_BYTES)
 
     def iteration(self, update_s: float, exposed_s: float, offloaded: int) -> Iteration:
         """``offloaded``: how many parameters' gradients pass to host memory; backward hides that as far as it lasts."""

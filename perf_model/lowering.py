@@ -1,4 +1,4 @@
-"""Lowering passes: placement -> chains -> slots -> issue order -> waits. Pure functions, one after another."""
+"""Lowering passes: placement and order -> slots -> issue order -> waits. Pure functions, one after another."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from perf_model.schedule import Schedule, bytes_of_slots
 from perf_model.workload import Workload
 
 
-def lower(workload: Workload, placements: Sequence[Placement], num_slots: int) -> Schedule:
-    """The schedule that executes ``placements``."""
-    order = merge_by_progress(workload, placements)
+def lower(workload: Workload, placements: Sequence[Placement], num_slots: int, order: Sequence[int]) -> Schedule:
+    """The schedule that executes ``placements``; the host turns to the sub-groups in ``order``."""
     num_slots, slot_numel = needed_slots(workload, placements, num_slots)
     slots = assign_slots([index for index in order if placements[index] is Placement.STREAMED], num_slots)
     return Schedule(
@@ -32,26 +31,6 @@ def needed_slots(workload: Workload, placements: Sequence[Placement], num_slots:
     return min(num_slots, len(streamed)), max(streamed, default=0)
 
 
-def merge_by_progress(workload: Workload, placements: Sequence[Placement]) -> list[int]:
-    """Sub-group indices in the order in which the host turns to them: to update a streamed one, to publish a CPU one.
-
-    All lanes are to finish together. The host blocks until a CPU sub-group is updated before it publishes it, so
-    before that it issues the share of the streamed ones that should be done by then, counted in parameters.
-    """
-    due: list[tuple[float, bool, int]] = []
-    for placement in Placement:
-        indices = [index for index, its in enumerate(placements) if its is placement]
-        total = sum(workload.sub_groups[index].numel for index in indices)
-        seen = 0
-        for index in indices:
-            numel = workload.sub_groups[index].numel
-            done = seen + numel
-            on_cpu = placement is Placement.CPU
-            due.append(((done if on_cpu else seen + numel / 2) / total, on_cpu, index))
-            seen = done
-    return [index for _, _, index in sorted(due)]
-
-
 def assign_slots(streamed: Sequence[int], num_slots: int) -> dict[int, int]:
     """Slot of each streamed sub-group, round robin in update order."""
     return {index: position % num_slots for position, index in enumerate(streamed)}
@@ -60,20 +39,21 @@ def assign_slots(streamed: Sequence[int], num_slots: int) -> dict[int, int]:
 def issue_order(order: Sequence[int], placements: Sequence[Placement], slots: dict[int, int]) -> list[Action]:
     """Actions, without waits, in the order the host issues them.
 
-    CPU updates and residents' wait for nobody and go first, so that the CPU lane is never idle. A prefetch is issued
-    as soon as the flush that frees its slot has been, so that the h2d lane runs ahead by the number of slots.
+    CPU updates wait for nobody and go first, so that the CPU lane is never idle. A prefetch is issued as soon as the
+    flush that frees its slot has been, so that the h2d lane runs ahead by the number of slots.
     """
     on_cpu = [index for index in order if placements[index] is Placement.CPU]
     streamed = [index for index in order if placements[index] is Placement.STREAMED]
     num_slots = max(slots.values(), default=-1) + 1
     actions = [Action(ActionKind.CPU_STEP, index) for index in on_cpu]
     actions.extend(Action(ActionKind.PREFETCH, index, slots[index]) for index in streamed[:num_slots])
-    actions.extend(Action(ActionKind.GPU_STEP, index) for index in order if placements[index] is Placement.RESIDENT)
     waiting = streamed[num_slots:]
     for index in order:
         if placements[index] is Placement.CPU:
             actions.append(Action(ActionKind.PUBLISH, index))
-        if placements[index] is not Placement.STREAMED:
+            continue
+        if placements[index] is Placement.RESIDENT:
+            actions.append(Action(ActionKind.GPU_STEP, index))
             continue
         actions.append(Action(ActionKind.GPU_STEP, index, slots[index]))
         actions.append(Action(ActionKind.FLUSH_STATES, index, slots[index]))

@@ -6,7 +6,8 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
-from perf_model.lowering import lower, merge_by_progress
+from perf_model.lowering import lower
+from perf_model.order import as_forward_needs
 from perf_model.placement import Placement
 from perf_model.schedule import Schedule
 from perf_model.workload import Workload
@@ -14,11 +15,16 @@ from perf_model.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan:
-    """Raises ``ValueError`` if there is not exactly one placement a sub-group, or no slot."""
+    """``order``: in which the host turns to the sub-groups; None is as forward needs them (``order.py``).
+
+    Raises ``ValueError`` if there is not exactly one placement a sub-group, or no slot, or an order that names not
+    each sub-group once.
+    """
 
     workload: Workload
     placements: tuple[Placement, ...]
     num_slots: int
+    order: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if len(self.placements) != len(self.workload.sub_groups):
@@ -28,10 +34,15 @@ class UpdatePlan:
             )
         if self.num_slots < 1:
             raise ValueError(f"A plan has at least 1 slot, found {self.num_slots}.")
+        if self.order is not None and sorted(self.order) != list(range(len(self.placements))):
+            raise ValueError(
+                f"A plan's order names each of its {len(self.placements)} sub-groups once, found {self.order}."
+            )
 
     @cached_property
     def schedule(self) -> Schedule:
-        return lower(self.workload, self.placements, self.num_slots)
+        order = self.order or as_forward_needs(self.workload, self.placements)
+        return lower(self.workload, self.placements, self.num_slots, order)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -52,8 +63,3 @@ class UpdatePlan:
             f"({share:.0%} of the parameters updated on the GPU), "
             f"{self.schedule.num_slots} slots of {self.schedule.slot_numel:,}, plan {self.fingerprint}"
         )
-
-    @cached_property
-    def order(self) -> tuple[int, ...]:
-        """Sub-groups in the order in which the host turns to them."""
-        return tuple(merge_by_progress(self.workload, self.placements))

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice, product
 
 import numpy as np
 
@@ -19,11 +19,12 @@ from perf_model.bounds import Bound, Room, exposed_bound, work_bound
 from perf_model.budgets import Budgets, DoesNotFit
 from perf_model.cost import CostModel
 from perf_model.floor import Floor, MemoryFloor, placed
-from perf_model.lowering import needed_slots
-from perf_model.memory import Memory, memory_of
-from perf_model.placement import Placement, place_by_fraction, place_by_stride
+from perf_model.memory import Memory, memory_of, resident_bytes_of
+from perf_model.order import rising_and_falling
+from perf_model.placement import Placement, place_all, place_by_stride
 from perf_model.plan import UpdatePlan
 from perf_model.simulate import Simulator
+from perf_model.spread import Spread
 from perf_model.timeline import Timeline
 from perf_model.windows import Windows
 from perf_model.workload import Workload
@@ -118,14 +119,14 @@ class _Search:
         self._best_s = (float("inf"), float("inf"))
 
     def rules(self) -> Iterator[Placements]:
-        everything = _Spread(residents=0, largest=max(self._numels))
-        yield self._place(everything, 0.0)
+        yield place_all(self._workload, Placement.CPU)
         if Placement.RESIDENT in self._cost.placements:
-            yield self._place(_Spread(residents=self._residents_beside(0, 0), largest=0), 0.0)
+            yield self._spread(self._first_residents(0, 0), largest=0).place(0.0)
         if Placement.STREAMED in self._cost.placements:
+            everything = self._spread((), max(self._numels))
             for spread in dict.fromkeys((everything, *self._spreads())):
-                yield self._place(spread, 1.0)
-                yield self._place(spread, self._balanced_fraction(spread))
+                yield spread.place(1.0)
+                yield spread.place(spread.balanced_fraction(self._cost))
             for stride in STRIDES:
                 yield place_by_stride(self._workload, stride)
 
@@ -160,17 +161,17 @@ class _Search:
         step = max(1, count // 64)
         while self._best is not None and Placement.STREAMED in self._cost.placements and step > count // 200:
             before_s = self._best_s
-            spread = _Spread.of(self._best)
-            streamed, possible = self._best.placements.count(Placement.STREAMED), len(self._streamable(spread))
+            spread = Spread.of(self._best)
+            streamed, possible = self._best.placements.count(Placement.STREAMED), len(spread.streamable)
             for other in (streamed + step, streamed - step):
                 if 0 <= other <= possible and self._best_s == before_s:
-                    self.try_all([self._place(spread, other / possible)])
+                    self.try_all([spread.place(other / possible)])
             step = 2 * step if self._best_s < before_s else step // 2
 
     def spare_slots(self) -> None:
         """Fewer slots where more do not help: they are memory."""
         for num_slots in range(1, self.best.num_slots):
-            plan = UpdatePlan(workload=self._workload, placements=self.best.placements, num_slots=num_slots)
+            plan = replace(self.best, num_slots=num_slots)
             at_least_s = self._floor.in_slots_at_least_s(plan.placements, num_slots)
             if at_least_s <= self._best_s[0] and self._seconds(plan) <= self._best_s:
                 self._best = plan
@@ -203,10 +204,17 @@ class _Search:
             return False
         if (key := (self._alike(placements), num_slots)) not in self._tried:
             self._tried.add(key)
-            seconds = self._seconds(plan)
-            if seconds < self._best_s:
-                self._best, self._best_s = plan, seconds
+            for order in self._orders(placements):
+                ordered = replace(plan, order=order)
+                seconds = self._seconds(ordered)
+                if seconds < self._best_s:
+                    self._best, self._best_s = ordered, seconds
         return True
+
+    def _orders(self, placements: Placements) -> Iterator[tuple[int, ...] | None]:
+        yield None
+        if len(set(self._numels)) > 1 or Placement.RESIDENT in placements:
+            yield rising_and_falling(self._workload, placements)
 
     def _missing(self, plan: UpdatePlan) -> dict[str, int]:
         return self._budgets.missing(memory_of(plan, self._param_bytes))
@@ -226,66 +234,56 @@ class _Search:
         pairs = list(zip(self._numels, placements, strict=True))
         return {its: tuple(numel for numel, placed in pairs if placed is its) for its in Placement}
 
-    def _spreads(self) -> Iterator[_Spread]:
-        """With as many residents as fit beside few slots and many, for any sub-group or for no larger than needed."""
+    def _spreads(self) -> Iterator[Spread]:
+        """With as many residents as fit beside few slots and many: the first, or the longest."""
         sizes = sorted(set(self._numels))
         to_stream = work_bound(self._workload.numel, self._cost).mix.streamed * self._workload.numel
         needed = next(size for size in sizes if sum(numel for numel in self._numels if numel <= size) >= to_stream)
         for num_slots in (2, MAX_SLOTS):
-            fits = [size for size in sizes if self._fit([size] * num_slots, num_slots, residents=0)]
+            fits = [size for size in sizes if self._fit([size] * num_slots, num_slots, [])]
+            # Slots for any sub-group, or for no longer than needed.
             for largest in sorted({min(size, fits[-1]) for size in (needed, sizes[-1])}) if fits else ():
-                yield _Spread(residents=self._residents_beside(num_slots, largest), largest=largest)
+                yield self._spread(self._first_residents(num_slots, largest), largest)
+            yield from self._beside_the_longest(num_slots)
 
-    def _residents_beside(self, num_slots: int, largest: int) -> int:
-        return bisect_left(
-            range(1, len(self._numels) + 1),
-            True,
-            key=lambda residents: not self._fit([largest] * num_slots, max(1, num_slots), residents),
+    def _spread(self, residents: Iterable[int], largest: int) -> Spread:
+        return Spread(workload=self._workload, residents=tuple(residents), largest=largest)
+
+    def _first_residents(self, num_slots: int, largest: int) -> range:
+        """Forward needs them first, and they are ready at once."""
+        return range(
+            bisect_left(
+                range(1, len(self._numels) + 1),
+                True,
+                key=lambda count: not self._fit([largest] * num_slots, max(1, num_slots), self._numels[:count]),
+            )
         )
 
-    def _fit(self, streamed: list[int], num_slots: int, residents: int) -> bool:
-        """Whether the accelerator has room for so many residents, and for slots for sub-groups of these lengths."""
+    def _beside_the_longest(self, num_slots: int) -> Iterator[Spread]:
+        """Slots are as long as the longest that is streamed: with those resident, more residents fit beside them."""
+        allowed = self._budgets.gpu_bytes
+        if allowed is None or len(set(self._numels)) == 1:
+            return
+        by_length = sorted(range(len(self._numels)), key=lambda index: -self._numels[index])
+        numels = [self._numels[index] for index in by_length]
+        each_bytes = list(map(resident_bytes_of, numels))
+        residents_bytes = list(accumulate(each_bytes, initial=0))[:-1]
+        at_least = [
+            sum_bytes + num_slots * slot_bytes
+            for sum_bytes, slot_bytes in zip(residents_bytes, each_bytes, strict=True)
+        ]
+        counts = (count for count in reversed(range(len(numels))) if at_least[count] <= allowed)
+        # At least: the allocator may take more for so many, hardly for a few less.
+        for count in islice(counts, 8):
+            if self._fit([numels[count]] * num_slots, num_slots, numels[:count]):
+                yield self._spread(sorted(by_length[:count]), numels[count])
+                return
+
+    def _fit(self, streamed: list[int], num_slots: int, residents: list[int]) -> bool:
+        """Whether the accelerator has room for residents, and for slots for sub-groups, of these lengths."""
         plan = UpdatePlan(
-            workload=Workload.of([*self._numels[:residents], *streamed]),
-            placements=(Placement.RESIDENT,) * residents + (Placement.STREAMED,) * len(streamed),
+            workload=Workload.of([*residents, *streamed]),
+            placements=(Placement.RESIDENT,) * len(residents) + (Placement.STREAMED,) * len(streamed),
             num_slots=num_slots,
         )
         return "gpu_bytes" not in self._missing(plan)
-
-    def _streamable(self, spread: _Spread) -> list[int]:
-        count = len(self._numels)
-        return [index for index in range(spread.residents, count) if self._numels[index] <= spread.largest]
-
-    def _place(self, spread: _Spread, fraction: float) -> Placements:
-        """``fraction``: of the parameters of those that may be streamed."""
-        streamable = self._streamable(spread)
-        placements = [Placement.RESIDENT] * spread.residents
-        placements += [Placement.CPU] * (len(self._numels) - spread.residents)
-        chosen = place_by_fraction(Workload.of([self._numels[index] for index in streamable]), fraction)
-        for index, its in zip(streamable, chosen, strict=True):
-            placements[index] = its
-        return tuple(placements)
-
-    def _balanced_fraction(self, spread: _Spread) -> float:
-        """The fraction with which as many parameters are streamed as the bound has."""
-        total = self._workload.numel
-        resident = Room.same(sum(self._numels[: spread.residents]) / total)
-        streamable = sum(self._numels[index] for index in self._streamable(spread))
-        streamed = work_bound(total, self._cost, resident).mix.streamed * total
-        return min(1.0, streamed / streamable) if streamable else 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Spread:
-    """The first sub-groups are resident: forward needs them first, and they are ready at once. Of the others some,
-    up to the length of the ``largest``, are streamed, evenly spread."""
-
-    residents: int
-    largest: int
-
-    @classmethod
-    def of(cls, plan: UpdatePlan) -> _Spread:
-        """That of a plan; where it streams nothing, any sub-group may be."""
-        _, slot_numel = needed_slots(plan.workload, plan.placements, plan.num_slots)
-        largest = slot_numel or max(sub_group.numel for sub_group in plan.workload.sub_groups)
-        return cls(residents=plan.placements.count(Placement.RESIDENT), largest=largest)

@@ -60,15 +60,21 @@ def _of_rank_0(workload: Workload, cost: CostModel, accelerator: AcceleratorChoi
     """Every rank's workload is as long: DeepSpeed pads the partitions."""
     ranks = training_ranks()
 
-    def decide() -> tuple[list[str], int]:
+    def decide() -> tuple[list[str], int, list[int] | None]:
         if ranks.rank > 0:
-            return [], 0
+            return [], 0, None
         budgets = Budgets(gpu_bytes=accelerator.memory_for_states_bytes)
         plan = plan_updates(workload, cost, budgets, param_bytes=param_bytes).plan
-        return [placement.value for placement in plan.placements], plan.num_slots
+        order = None if plan.order is None else list(plan.order)
+        return [placement.value for placement in plan.placements], plan.num_slots, order
 
-    placements, num_slots = ranks.gather(agree(decide, lambda _: "planned"))[0]
+    placements, num_slots, order = ranks.gather(agree(decide, lambda _: "planned"))[0]
     return agree(
-        lambda: UpdatePlan(workload=workload, placements=tuple(map(Placement, placements)), num_slots=num_slots),
+        lambda: UpdatePlan(
+            workload=workload,
+            placements=tuple(map(Placement, placements)),
+            num_slots=num_slots,
+            order=None if order is None else tuple(order),
+        ),
         lambda plan: plan.fingerprint,
     )

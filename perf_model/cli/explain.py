@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from perf_model.bounds import busy_s_per_param, limits
 from perf_model.cli.inputs import add_arguments, read_inputs
@@ -13,7 +14,6 @@ from perf_model.forecast import Forecast
 from perf_model.job import PARAM_BYTES
 from perf_model.memory import memory_of
 from perf_model.placement import Placement
-from perf_model.plan import UpdatePlan
 from perf_model.planner import evaluate
 from perf_model.units import seconds
 
@@ -85,7 +85,7 @@ def _moved(found: Forecast, index: int, placement: Placement) -> str:
     if placement not in found.cost.placements:
         return "no rate"
     placements = (*plan.placements[:index], placement, *plan.placements[index + 1 :])
-    other = UpdatePlan(workload=plan.workload, placements=placements, num_slots=plan.num_slots)
+    other = replace(plan, placements=placements)
     if found.budgets.missing(memory_of(other, PARAM_BYTES)):
         return "does not fit"
     exposed_s = evaluate(other, found.cost, found.budgets, found.windows, PARAM_BYTES).exposed_s

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perf_model.budgets import DoesNotFit
-from perf_model.forecast import SUB_GROUP_SIZES, Forecast, MemoryLimits, Overlap, forecast, least_world_size_that_fits
+from perf_model.forecast import Forecast, MemoryLimits, Overlap, forecast, least_world_size_that_fits
 from perf_model.hardware import HardwareProfile, ProfileError
 from perf_model.hf_config import read_hf_config
 from perf_model.job import Job
 from perf_model.model import ModelError, ModelShape
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
+from perf_model.sub_group_size import SUB_GROUP_SIZES
 from perf_model.units import GB
 
 OVERLAPS = {

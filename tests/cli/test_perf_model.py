@@ -100,7 +100,8 @@ def test_the_screen_has_what_it_takes_to_decide(capsys: pytest.CaptureFixture[st
 
 
 def test_memory_limits_move_sub_groups_off_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    roomy, tight, none = (planned(capsys, job(gpu_memory_gb=limit)) for limit in (80, 30, 12))
+    limits = (80, 30, 12)
+    roomy, tight, none = (planned(capsys, job(gpu_memory_gb=limit, sub_group_size=10**8)) for limit in limits)
     assert roomy["placement"]["resident"] > tight["placement"]["resident"] > none["placement"]["resident"] == 0
     for found, limit in ((roomy, 80), (tight, 30), (none, 12)):
         assert found["memory"]["gpu_peak_bytes"] <= limit * 1e9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -15,6 +16,7 @@ from perf_model.budgets import Budgets, DoesNotFit
 from perf_model.check import check
 from perf_model.cost import CostModel, Resource
 from perf_model.memory import memory_of, resident_bytes_of
+from perf_model.order import rising_and_falling
 from perf_model.placement import Placement, place_all, place_by_fraction, place_by_stride
 from perf_model.plan import UpdatePlan
 from perf_model.planner import MAX_SLOTS, STRIDES, plan_updates
@@ -43,11 +45,12 @@ def room_for(slots: int, numel: int) -> Budgets:
     return Budgets(gpu_bytes=slots * resident_bytes_of(numel))
 
 
-def exposed_s(
-    workload: Workload, placements: tuple[Placement, ...], num_slots: int, model: CostModel, beside: Windows
-) -> float:
-    plan = UpdatePlan(workload=workload, placements=placements, num_slots=num_slots)
-    return beside.exposed_s(simulate(plan.schedule, workload, model, beside), workload)
+def exposed_s(plan: UpdatePlan, model: CostModel, beside: Windows) -> float:
+    return beside.exposed_s(simulate(plan.schedule, plan.workload, model, beside), plan.workload)
+
+
+def orders(plan: UpdatePlan) -> list[tuple[int, ...] | None]:
+    return [None, rising_and_falling(plan.workload, plan.placements)]
 
 
 def every_plan_that_fits(workload: Workload, budgets: Budgets) -> Iterator[UpdatePlan]:
@@ -55,7 +58,7 @@ def every_plan_that_fits(workload: Workload, budgets: Budgets) -> Iterator[Updat
         for num_slots in range(1, max(1, min(MAX_SLOTS, placements.count(Placement.STREAMED))) + 1):
             plan = UpdatePlan(workload=workload, placements=placements, num_slots=num_slots)
             if not budgets.missing(memory_of(plan)):
-                yield plan
+                yield from (replace(plan, order=order) for order in orders(plan))
 
 
 def least_exposed_s(workload: Workload, budgets: Budgets, model: CostModel, beside: Windows) -> float:
@@ -102,7 +105,7 @@ def test_with_ten_equal_ones_it_is_as_good_as_every_count(slots: int) -> None:
             for num_slots in range(1, MAX_SLOTS + 1):
                 plan = UpdatePlan(workload=workload, placements=placements, num_slots=num_slots)
                 if not budgets.missing(memory_of(plan)):
-                    every.append(exposed_s(workload, placements, num_slots, model, NO_WINDOWS))
+                    every += [exposed_s(replace(plan, order=order), model, NO_WINDOWS) for order in orders(plan)]
     assert plan_updates(workload, model, budgets).exposed_s == pytest.approx(min(every), rel=1e-9)
 
 
@@ -124,11 +127,9 @@ def test_it_is_never_worse_than_a_rule_and_never_better_than_the_bounds(
         for num_slots in range(max(1, min(MAX_SLOTS, placements.count(Placement.STREAMED))), 0, -1):
             plan = UpdatePlan(workload=workload, placements=placements, num_slots=num_slots)
             if not budgets.missing(memory_of(plan)):
-                seconds = exposed_s(workload, placements, num_slots, model, beside)
-                assert planned.exposed_s <= seconds * (1 + 1e-9) + 1e-12
+                assert planned.exposed_s <= exposed_s(plan, model, beside) * (1 + 1e-9) + 1e-12
                 break
-    its = exposed_s(workload, planned.plan.placements, planned.plan.num_slots, model, beside)
-    assert planned.exposed_s == pytest.approx(its, rel=1e-9, abs=1e-12)
+    assert planned.exposed_s == pytest.approx(exposed_s(planned.plan, model, beside), rel=1e-9, abs=1e-12)
     assert planned.ratio_to_bound >= 1 - 1e-6
     assert planned.exposed_s >= planned.exposed_bound.seconds * (1 - 1e-6)
 
@@ -207,8 +208,7 @@ def test_fewer_slots_where_more_do_not_help() -> None:
     workload, model, budgets = Workload.of([10**8] * 30), cost(cpu=1e7), room_for(4, 10**8)
     planned = plan_updates(workload, model, budgets)
     times = {
-        slots: exposed_s(workload, planned.plan.placements, slots, model, NO_WINDOWS)
-        for slots in range(1, MAX_SLOTS + 1)
+        slots: exposed_s(replace(planned.plan, num_slots=slots), model, NO_WINDOWS) for slots in range(1, MAX_SLOTS + 1)
     }
     assert planned.plan.num_slots == min(slots for slots, time_s in times.items() if time_s <= planned.exposed_s)
     assert planned.plan.num_slots < MAX_SLOTS

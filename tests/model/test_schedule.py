@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import assume, given, note
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from perf_model.action import Action, ActionKind
 from perf_model.check import ScheduleError, check
 from perf_model.grid import grid
-from perf_model.lowering import assign_slots, insert_waits, issue_order, merge_by_progress
+from perf_model.lowering import assign_slots, insert_waits, issue_order
+from perf_model.order import as_forward_needs, rising_and_falling
 from perf_model.placement import Placement, place_by_stride
 from perf_model.plan import UpdatePlan
 from perf_model.schedule import Schedule, bytes_of_slots
@@ -18,7 +20,7 @@ from perf_model.workload import Workload
 from tests.model.mutations import with_one_action_dropped, with_one_action_repeated, without_one_wait
 from tests.model.strategies import plans, schedules
 
-CPU, STREAMED = Placement.CPU, Placement.STREAMED
+CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 WORKLOAD = Workload.of([100, 100, 100, 60])
 MIXED = (CPU, STREAMED, STREAMED, CPU)
 
@@ -102,7 +104,33 @@ def test_an_impossible_plan_is_refused(placements: tuple[Placement, ...], num_sl
 
 def test_sub_groups_are_merged_by_progress() -> None:
     # CPU: 100, 60 of 160, done at 0.63 and 1; streamed: 100, 100 of 200, half done at 0.25 and 0.75.
-    assert merge_by_progress(WORKLOAD, MIXED) == [1, 0, 2, 3]
+    assert as_forward_needs(WORKLOAD, MIXED) == (1, 0, 2, 3)
+    # Residents wait for nobody.
+    assert as_forward_needs(WORKLOAD, (CPU, STREAMED, RESIDENT, RESIDENT)) == (2, 3, 1, 0)
+
+
+def test_long_sub_groups_are_not_the_first_and_not_the_last() -> None:
+    workload = Workload.of([500, 10, 20, 30, 40, 600])
+    assert rising_and_falling(workload, (STREAMED,) * 6) == (1, 3, 0, 5, 4, 2)
+    # Of 160 CPU parameters 60 are done at 0.38, all at 1; residents are half done at 0.25 and 0.75 of theirs.
+    assert rising_and_falling(WORKLOAD, (CPU, RESIDENT, RESIDENT, CPU)) == (1, 3, 2, 0)
+
+
+@given(plans(), st.randoms())
+def test_any_order_is_executed(plan: UpdatePlan, random: Random) -> None:
+    order = list(range(len(plan.placements)))
+    random.shuffle(order)
+    for its in (tuple(order), rising_and_falling(plan.workload, plan.placements)):
+        ordered = replace(plan, order=its)
+        check(ordered.schedule, plan.workload)
+        updates = [action.sub_group for action in ordered.schedule.actions if action.kind is ActionKind.GPU_STEP]
+        assert updates == [index for index in its if plan.placements[index] is not CPU]
+
+
+@pytest.mark.parametrize("order", [(), (0, 1, 2), (0, 1, 2, 2), (0, 1, 2, 4)])
+def test_an_order_names_each_sub_group_once(order: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="names each of its 4 sub-groups once, found"):
+        UpdatePlan(workload=WORKLOAD, placements=MIXED, num_slots=1, order=order)
 
 
 def test_slots_go_round() -> None:
