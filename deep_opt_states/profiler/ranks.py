@@ -62,6 +62,11 @@ def launched_ranks(environ: Mapping[str, str]) -> Iterator[Ranks]:
     if int(environ.get("WORLD_SIZE", "1")) == 1:
         yield OneRank()
         return
+    # Before there is a group: these modules, which DeepSpeed's Adam loads, keep the one that they find as default
+    # arguments. Gloo's threads would outlive its destruction; one that is late aborts the process at its end.
+    import deepspeed  # noqa: F401
+    import torch.distributed.nn.functional
+
     torch.distributed.init_process_group("gloo")
     try:
         yield DistributedRanks()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed
@@ -36,3 +37,5 @@ with launched_ranks(os.environ) as ranks:
     outcomes = [outcome(said.append, cpu_adam) for cpu_adam in kernels]
     answer({"outcomes": outcomes, "said": said, "threads": torch.get_num_threads()})
 assert not torch.distributed.is_initialized()
+threads = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+assert not {name for name in threads if "gloo" in name}, "threads of the group outlive it"
