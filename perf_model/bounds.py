@@ -97,7 +97,12 @@ def exposed_bound(numel: int, cost: CostModel, windows: Windows, room: Room = NO
     late_s = limits.seconds.copy()
     late_s[:, KINDS.index(EARLY)] = 0.0
     hidden_s = windows.forward_s + np.repeat([windows.backward_s, 0.0], len(late_s))
-    both = replace(limits, seconds=np.vstack([limits.seconds, late_s]))
+    of_late = {row + len(late_s): resource for row, resource in limits.rows_of_resources.items()}
+    both = replace(
+        limits,
+        rows_of_resources={**limits.rows_of_resources, **of_late},
+        seconds=np.vstack([limits.seconds, late_s]),
+    )
     return least(numel, both, -hidden_s, lines(cost.placements, room))
 
 
@@ -130,8 +135,9 @@ def least(numel: int, limits: Limits, beside_s: Array, lines: Iterable[tuple[Mix
         highest_s = (at_start + ways[:, None] * (at_end - at_start)).max(axis=1)
         found.append((float(highest_s.min()), start.towards(end, float(ways[highest_s.argmin()]))))
     seconds, mix = min(found, key=lambda pair: pair[0])
-    busiest = int(busy_s(mix)[: len(limits.resources)].argmax())
-    return Bound(seconds=max(0.0, seconds), binding=limits.resources[busiest], mix=mix)
+    left_s = busy_s(mix) + beside_s
+    binding = max(limits.rows_of_resources, key=lambda row: left_s[row])
+    return Bound(seconds=max(0.0, seconds), binding=limits.rows_of_resources[binding], mix=mix)
 
 
 def _crossings(at_start: Array, at_end: Array) -> Array:
@@ -151,5 +157,5 @@ def limits(cost: CostModel) -> list[Resource]:
 def busy_s_per_param(cost: CostModel) -> dict[Placement, list[float]]:
     """By placement and resource, the seconds in which it has something to do for one parameter."""
     of_resources = Limits.of(cost)
-    count = len(of_resources.resources)
-    return {its: of_resources.of_placement(its)[:count].tolist() for its in cost.placements}
+    rows = list(of_resources.rows_of_resources)
+    return {its: of_resources.of_placement(its)[rows].tolist() for its in cost.placements}

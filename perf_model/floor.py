@@ -6,6 +6,7 @@ The planner looks closer at a placement only if both leave it a chance.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from perf_model.budgets import Budgets
 from perf_model.cost import CostModel
 from perf_model.dependencies import CHAINS
 from perf_model.limits import Limits
-from perf_model.memory import RESIDENT_BYTES_PER_PARAM, memory_of
+from perf_model.memory import RESIDENT_BYTES_PER_PARAM, Memory, memory_of
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.schedule import STAGED_BYTES_PER_PARAM
@@ -27,10 +28,10 @@ Array = npt.NDArray[np.float64]
 Placed = Mapping[Placement, npt.NDArray[np.bool_]]
 """By placement, which sub-groups (columns) of each candidate (rows) have it."""
 
-_BEFORE_FORWARD: dict[Placement, tuple[ActionKind, ...]] = {
+_BEFORE_FORWARD: dict[Placement, tuple[ActionKind, ActionKind | None]] = {
     Placement.CPU: (ActionKind.CPU_STEP, ActionKind.PUBLISH),
     Placement.STREAMED: (ActionKind.PREFETCH, ActionKind.GPU_STEP),
-    Placement.RESIDENT: (ActionKind.GPU_STEP,),
+    Placement.RESIDENT: (ActionKind.GPU_STEP, None),
 }
 """What forward waits for: an action in series with its like, and one that follows it."""
 
@@ -54,21 +55,22 @@ class Floor:
         }
 
     def at_least_s(self, candidates: Placed) -> Array:
-        """Of each: the work; what is done before the first flush; and that forward waits for a sub-group while the
-        updates before it on its lane take their time."""
+        """Of each: the work; what is done before the first flush; and that of the sub-groups that forward needs by some
+        moment, whatever their order, one is ready last, after the updates of all on its lane."""
         windows = self._windows
         count = len(candidates[Placement.CPU])
         busy_s, seen_s = np.zeros((count, len(self._busy_s[Placement.CPU]))), np.zeros(count)
         for placement, of_limits in self._busy_s.items():
             has = candidates[placement]
             busy_s += np.outer(has @ self._numels, of_limits)
-            first, *second = (self._total_s[kind] for kind in _BEFORE_FORWARD[placement])
+            first, second = (self._total_s[kind] if kind else 0.0 * self._numels for kind in _BEFORE_FORWARD[placement])
             early_s = windows.backward_s if placement is Placement.STREAMED else 0.0
             # What is updated from a prefetch during backward still waits for the step to be decided.
-            ready_s = np.maximum(0.0, np.cumsum(has * first, axis=1) - early_s) + sum(second)
+            last_s = np.minimum.accumulate(np.where(has, second, np.inf), axis=1)
+            ready_s = np.maximum(0.0, np.cumsum(has * first, axis=1) - early_s) + last_s
             seen_s = np.maximum(seen_s, np.where(has, ready_s - self._needed_s, 0.0).max(axis=1))
             if placement is Placement.STREAMED:
-                before_s = np.where(has, np.maximum(0.0, first - early_s) + sum(second), np.inf).min(axis=1)
+                before_s = np.where(has, np.maximum(0.0, first - early_s) + second, np.inf).min(axis=1)
                 flushed_s = np.where(has.any(axis=1), before_s + has @ self._total_s[ActionKind.FLUSH_STATES], 0.0)
                 seen_s = np.maximum(seen_s, flushed_s - windows.forward_s)
         least_s: Array = np.maximum(seen_s, busy_s.max(axis=1) - windows.forward_s - windows.backward_s)
@@ -88,17 +90,18 @@ class MemoryFloor:
 
     def __init__(self, workload: Workload, param_bytes: int) -> None:
         self._numels = np.array([sub_group.numel for sub_group in workload.sub_groups])
-        alone = {
-            (its, numel): memory_of(
-                UpdatePlan(workload=Workload.of([numel]), placements=(its,), num_slots=1), param_bytes
-            )
-            for its in Placement
-            for numel in set(self._numels.tolist())
-        }
-        self._host_bytes, self._pinned_bytes = (
-            {its: np.array([getattr(alone[its, numel], name) for numel in self._numels.tolist()]) for its in Placement}
-            for name in ("host_bytes", "pinned_bytes")
-        )
+        self._param_bytes = param_bytes
+
+    @cached_property
+    def _alone(self) -> dict[Placement, list[Memory]]:
+        """Of each sub-group; only where a budget asks for it, as it takes its time."""
+
+        @cache
+        def memory(numel: int, its: Placement) -> Memory:
+            plan = UpdatePlan(workload=Workload.of([numel]), placements=(its,), num_slots=1)
+            return memory_of(plan, self._param_bytes)
+
+        return {its: [memory(numel, its) for numel in self._numels.tolist()] for its in Placement}
 
     def missing_bytes(self, candidates: Placed, budgets: Budgets) -> npt.NDArray[np.int64]:
         """Of each: at least so many bytes more than the budgets, in all; 0 for what may fit."""
@@ -108,11 +111,11 @@ class MemoryFloor:
             slot = (candidates[Placement.STREAMED] * self._numels).max(axis=1)
             gpu_bytes = resident * RESIDENT_BYTES_PER_PARAM + slot * STAGED_BYTES_PER_PARAM
             missing_bytes += np.maximum(0, gpu_bytes - budgets.gpu_bytes)
-        for each_bytes, budget in (
-            (self._host_bytes, budgets.host_bytes),
-            (self._pinned_bytes, budgets.pinned_bytes),
-        ):
-            if budget is not None:
+        for name in ("host_bytes", "pinned_bytes"):
+            if (budget := getattr(budgets, name)) is not None:
+                each_bytes = {
+                    its: np.array([getattr(memory, name) for memory in self._alone[its]]) for its in candidates
+                }
                 taken_bytes = sum(has @ each_bytes[its] for its, has in candidates.items())
                 missing_bytes += np.maximum(0, taken_bytes - budget)
         return missing_bytes

@@ -8,7 +8,7 @@ cannot be raised any more are the corners of all that is permitted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 
@@ -30,25 +30,28 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Limits:
-    """``seconds``: a row a limit, a column a kind, a parameter. The first rows are those of ``resources``.
+    """``seconds``: a row a limit, a column a kind, a parameter. ``rows_of_resources`` are those of single resources.
 
     ``together``: a row a set of actions that can run beside each other, their parameters a second; 0: does not run.
     """
 
-    resources: tuple[Resource, ...]
+    rows_of_resources: Mapping[int, Resource]
     seconds: Array
     together: Array
 
     @classmethod
     def of(cls, cost: CostModel) -> Limits:
-        resources = tuple(cost.capacities)
         possible = {kind for its in cost.placements for kind in CHAINS[its]}
         of_resources = [
             [_amount(cost, kind, resource) / capacity if kind in possible else 0.0 for kind in KINDS]
             for resource, capacity in cost.capacities.items()
         ]
         together = np.array([_speeds(cost, kinds) for kinds in _sets([kind for kind in KINDS if kind in possible])])
-        return cls(resources=resources, seconds=np.array([*of_resources, *_corners(together)]), together=together)
+        return cls(
+            rows_of_resources=dict(enumerate(cost.capacities)),
+            seconds=np.array([*of_resources, *_corners(together)]),
+            together=together,
+        )
 
     def of_placement(self, placement: Placement) -> Array:
         """Seconds a parameter, by limit."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, islice, product
 
 import numpy as np
@@ -212,8 +213,10 @@ class _Search:
         return True
 
     def _orders(self, placements: Placements) -> Iterator[tuple[int, ...] | None]:
+        """Where forward hides much, its own order is the better one; of many sub-groups the other is not tried then."""
         yield None
-        if len(set(self._numels)) > 1 or Placement.RESIDENT in placements:
+        few = len(self._numels) <= EXHAUSTIVE_UP_TO
+        if (self._windows.forward_s == 0.0 or few) and (len(set(self._numels)) > 1 or Placement.RESIDENT in placements):
             yield rising_and_falling(self._workload, placements)
 
     def _missing(self, plan: UpdatePlan) -> dict[str, int]:
@@ -240,9 +243,9 @@ class _Search:
         to_stream = work_bound(self._workload.numel, self._cost).mix.streamed * self._workload.numel
         needed = next(size for size in sizes if sum(numel for numel in self._numels if numel <= size) >= to_stream)
         for num_slots in (2, MAX_SLOTS):
-            fits = [size for size in sizes if self._fit([size] * num_slots, num_slots, [])]
+            fits = bisect_left(sizes, True, key=partial(self._too_long, num_slots))
             # Slots for any sub-group, or for no longer than needed.
-            for largest in sorted({min(size, fits[-1]) for size in (needed, sizes[-1])}) if fits else ():
+            for largest in sorted({min(size, sizes[fits - 1]) for size in (needed, sizes[-1])}) if fits else ():
                 yield self._spread(self._first_residents(num_slots, largest), largest)
             yield from self._beside_the_longest(num_slots)
 
@@ -278,6 +281,9 @@ class _Search:
             if self._fit([numels[count]] * num_slots, num_slots, numels[:count]):
                 yield self._spread(sorted(by_length[:count]), numels[count])
                 return
+
+    def _too_long(self, num_slots: int, size: int) -> bool:
+        return not self._fit([size] * num_slots, num_slots, [])
 
     def _fit(self, streamed: list[int], num_slots: int, residents: list[int]) -> bool:
         """Whether the accelerator has room for residents, and for slots for sub-groups, of these lengths."""

@@ -24,7 +24,8 @@ def plans(draw: st.DrawFn, max_numel: int = 10**6) -> UpdatePlan:
     workload = Workload.of(draw(numels(max_numel)))
     count = len(workload.sub_groups)
     placements = draw(st.lists(st.sampled_from(Placement), min_size=count, max_size=count))
-    return UpdatePlan(workload=workload, placements=tuple(placements), num_slots=draw(st.integers(1, 6)))
+    order = draw(st.one_of(st.none(), st.permutations(range(count)).map(tuple)))
+    return UpdatePlan(workload=workload, placements=tuple(placements), num_slots=draw(st.integers(1, 6)), order=order)
 
 
 @st.composite

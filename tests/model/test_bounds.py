@@ -120,6 +120,9 @@ def test_backward_hides_prefetches_only() -> None:
     # With any number of prefetches hidden: x on the CPU is published in 2 x s, 1 - x flushed in 12 (1 - x) s.
     assert exposed_bound(NUMEL, on_cpu, Windows(backward_s=100.0)).seconds == pytest.approx(12 / 7)
     # A window that is too short: of 16 s of prefetches 1 s is hidden.
+    of_flushes = exposed_bound(NUMEL, cost(cpu=1e3, h2d=1e9, d2h=4e9), Windows(backward_s=100.0))
+    assert of_flushes.seconds == pytest.approx(3, rel=1e-3)
+    assert of_flushes.binding is Resource.D2H
     slow_cpu = cost(cpu=1e3, h2d=1e9)
     assert exposed_bound(NUMEL, slow_cpu, Windows(backward_s=1.0)).seconds == pytest.approx(15, rel=1e-3)
 
