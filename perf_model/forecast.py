@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from perf_model.action import ActionKind
 from perf_model.budgets import Budgets, DoesNotFit
 from perf_model.cost import CostModel, stock_traffic_of
+from perf_model.dependencies import CHAINS
 from perf_model.hardware import HardwareProfile
 from perf_model.job import PARAM_BYTES, Job
 from perf_model.memory import Memory, memory_of, reserved_by_stock
@@ -17,12 +18,17 @@ from perf_model.plan import UpdatePlan
 from perf_model.planner import MAX_SLOTS, PlannedUpdate, evaluate
 from perf_model.simulate import simulate
 from perf_model.stock import serial_schedule
-from perf_model.sub_group_size import plan_sub_groups
+from perf_model.sub_group_size import SUB_GROUP_SIZES, plan_sub_groups
+from perf_model.units import gigabytes
 from perf_model.windows import Windows
 from perf_model.workload import Workload
 
 NO_OFFLOAD_BYTES_PER_PARAM = 14
 """fp32 p, m, v and the 16-bit gradient of a rank's partition, on the GPU."""
+
+MOST_RANKS = 2**16
+
+NO_ACCELERATOR = "no accelerator beside the CPU"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +87,7 @@ class Overlap:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """``memory``: ``gpu_bytes`` of one GPU, the model and its activations included; the others of one node.
+    """``memory``: ``gpu_bytes`` of one GPU, the others of one node; where the model is, its activations are included.
 
     ``cost``, ``budgets`` and ``windows`` are what the plan was made with.
     """
@@ -113,54 +119,119 @@ def forecast(
         windows=arms.windows,
         sub_group_size=sub_group_size,
         planned=planned,
-        predicted=arms.iteration(planned.update_s, planned.exposed_s, planned.plan.workload.numel),
+        predicted=arms.iteration(planned.update_s, planned.exposed_s, planned.plan),
         baselines=arms.baselines(planned),
-        memory=Memory(
-            gpu_bytes=job.gpu_bytes + planned.memory.gpu_bytes,
-            host_bytes=planned.memory.host_bytes * job.ranks_of_a_node,
-            pinned_bytes=planned.memory.pinned_bytes * job.ranks_of_a_node,
-        ),
+        memory=arms.memory(planned.memory),
     )
 
 
-def least_world_size_that_fits(job: Job, profile: HardwareProfile, limits: MemoryLimits) -> int | None:
-    """The ranks, doubled again and again, with which a plan fits; None up to 65,536."""
-    while (job := replace(job, world_size=2 * job.world_size)).world_size <= 2**16:
-        try:
-            _Arms(job, profile, limits, Overlap()).plan([100_000_000])
-        except DoesNotFit:
-            continue
-        return job.world_size
+def what_would_fit(
+    job: Job, profile: HardwareProfile, limits: MemoryLimits, sub_group_sizes: tuple[int, ...] = SUB_GROUP_SIZES
+) -> str:
+    """The remedy where no plan fits with any of these sizes."""
+    if sub_group_sizes != SUB_GROUP_SIZES:
+        size = _Arms(job, profile, limits).size_that_fits(SUB_GROUP_SIZES)
+        if size is not None:
+            return f'It fits with "sub_group_size": {size}.'
+    ranks = least_world_size_that_fits(job, profile, limits, sub_group_sizes)
+    if ranks is not None:
+        return f"It fits with {ranks} ranks."
+    most = replace(job, world_size=max(_more_ranks(job), default=job.world_size))
+    return _Arms(most, profile, limits).why_never()
+
+
+def least_world_size_that_fits(
+    job: Job, profile: HardwareProfile, limits: MemoryLimits, sub_group_sizes: Iterable[int] = SUB_GROUP_SIZES
+) -> int | None:
+    """The first of twice, four times ... the ranks with which a plan fits."""
+    sizes = tuple(sub_group_sizes)
+    for ranks in _more_ranks(job):
+        if _Arms(replace(job, world_size=ranks), profile, limits).size_that_fits(sizes) is not None:
+            return ranks
     return None
 
 
+def _more_ranks(job: Job) -> Iterator[int]:
+    """Doubled again and again, a full node's ranks among them."""
+    ranks = job.world_size
+    while 2 * ranks <= MOST_RANKS:
+        ranks = 2 * ranks if ranks >= job.ranks_per_node else min(2 * ranks, job.ranks_per_node)
+        yield ranks
+
+
 class _Arms:
-    def __init__(self, job: Job, profile: HardwareProfile, limits: MemoryLimits, overlap: Overlap) -> None:
+    def __init__(
+        self, job: Job, profile: HardwareProfile, limits: MemoryLimits, overlap: Overlap | None = None
+    ) -> None:
         flops = profile.rate("matmul_flops_per_s")
         self._job = job
         self._profile = profile
         self._limits = limits
-        self.cost = CostModel.of(profile, PARAM_BYTES)
+        overlap = overlap or Overlap()
         self._forward_s, self._compute_s = job.forward_s(flops), job.backward_s(flops)
         self.windows = Windows(
             backward_s=self._compute_s if overlap.backward else 0.0,
             forward_s=self._forward_s if overlap.forward else 0.0,
         )
         host = None if limits.host is None else limits.host // job.ranks_of_a_node
+        self._around_model = limits.gpu if profile.has_accelerator else host
+        beside_model = None if self._around_model is None else self._around_model - job.gpu_bytes
+        self.cost = CostModel.of(profile, PARAM_BYTES)
         if profile.has_accelerator:
-            gpu = None if limits.gpu is None else limits.gpu - job.gpu_bytes
+            self.budgets = Budgets(gpu_bytes=beside_model, host_bytes=host, pinned_bytes=limits.pinned)
         else:
             # The model is in host memory, too, and there is nothing to stream through.
-            gpu, host = 0, None if host is None else host - job.gpu_bytes
-        self.budgets = Budgets(gpu_bytes=gpu, host_bytes=host, pinned_bytes=limits.pinned)
+            on_cpu = {kind: self.cost.per_param[kind] for kind in CHAINS[Placement.CPU]}
+            self.cost = replace(self.cost, per_param=on_cpu)
+            self.budgets = Budgets(gpu_bytes=0, host_bytes=beside_model, pinned_bytes=limits.pinned)
 
     def plan(self, sub_group_sizes: Iterable[int]) -> tuple[int, PlannedUpdate]:
         workload_of = self._job.workload
         return plan_sub_groups(workload_of, sub_group_sizes, self.cost, self.budgets, self.windows, PARAM_BYTES)
 
-    def iteration(self, update_s: float, exposed_s: float, offloaded: int) -> Iteration:
-        """``offloaded``: how many parameters' gradients pass to host memory; backward hides that as far as it lasts."""
-        backward_s = max(self._compute_s, self._job.gradients_s(offloaded, self._profile))
+    def size_that_fits(self, sub_group_sizes: Iterable[int]) -> int | None:
+        """The largest of them with which a plan fits."""
+        if self._around_model is not None and self._around_model < self._job.gpu_bytes:
+            return None
+        for size in sorted(sub_group_sizes, reverse=True):
+            try:
+                self.plan([size])
+            except DoesNotFit:
+                continue
+            return size
+        return None
+
+    def why_never(self) -> str:
+        """What to say where no number of ranks makes it fit, this being the largest."""
+        job, around = self._job, self._around_model
+        if around is None or job.gpu_bytes <= around:
+            return f"No number of ranks up to {MOST_RANKS:,} makes it fit."
+        where = "a GPU" if self._profile.has_accelerator else "host memory a rank"
+        told = (
+            f"No number of ranks makes it fit: beside the optimizer, training takes {gigabytes(job.gpu_bytes)} of the "
+            f"{gigabytes(around)} of {where}, {gigabytes(job.activation_bytes)} of them for activations."
+        )
+        if job.gpu_bytes - job.activation_bytes > around:
+            return f"{told} Train where there is more."
+        without = "" if job.recompute else ", or leave out --no-recompute"
+        return f"{told} Lower --micro-batch or --sequence{without}."
+
+    def memory(self, optimizer: Memory) -> Memory:
+        ranks, has_gpu = self._job.ranks_of_a_node, self._profile.has_accelerator
+        model_bytes = self._job.gpu_bytes
+        return Memory(
+            gpu_bytes=model_bytes + optimizer.gpu_bytes if has_gpu else 0,
+            host_bytes=ranks * (optimizer.host_bytes if has_gpu else model_bytes + optimizer.host_bytes),
+            pinned_bytes=ranks * optimizer.pinned_bytes,
+        )
+
+    def iteration(self, update_s: float, exposed_s: float, plan: UpdatePlan | None) -> Iteration:
+        """None: nothing is offloaded. Backward hides the gradients' way to host memory as far as it lasts."""
+        gradients_s = 0.0
+        if plan is not None:
+            resident = plan.numel(Placement.RESIDENT)
+            gradients_s = self._job.gradients_s(plan.workload.numel - resident, self._profile, resident)
+        backward_s = max(self._compute_s, gradients_s)
         iteration_s = self._forward_s + backward_s + exposed_s
         peak = self._profile.gpu_peak_flops
         return Iteration(
@@ -185,7 +256,8 @@ class _Arms:
         }
         if Placement.STREAMED in self.cost.placements:
             return {name: arm() for name, arm in arms.items()}
-        unknown = Unfit(why="the profile has no rate of Adam on the accelerator")
+        has_gpu = self._profile.has_accelerator
+        unknown = Unfit(why="the profile has no rate of Adam on the accelerator" if has_gpu else NO_ACCELERATOR)
         return {name: arm() if name in ("stock", "all_cpu") else unknown for name, arm in arms.items()}
 
     def _of_rule(self, workload: Workload, placements: tuple[Placement, ...]) -> Arm:
@@ -196,7 +268,7 @@ class _Arms:
             missing = self.budgets.missing(memory_of(plan, PARAM_BYTES))
             if not missing:
                 update = evaluate(plan, self.cost, self.budgets, self.windows, PARAM_BYTES)
-                return self.iteration(update.update_s, update.exposed_s, workload.numel)
+                return self.iteration(update.update_s, update.exposed_s, plan)
         return Unfit(why=DoesNotFit(missing).rule)
 
     def _of_deepspeed(self, workload: Workload, residents: int) -> Arm:
@@ -206,20 +278,20 @@ class _Arms:
             return Unfit(why=DoesNotFit(missing).rule)
         cost = CostModel.of(self._profile, PARAM_BYTES, stock_traffic_of(PARAM_BYTES))
         update_s = simulate(serial_schedule(plan.placements), workload, cost).end_s
-        return self.iteration(update_s, update_s, workload.numel)
+        return self.iteration(update_s, update_s, plan)
 
     def _no_offload(self, workload: Workload) -> Arm:
         needed = self._job.gpu_bytes + NO_OFFLOAD_BYTES_PER_PARAM * workload.numel
         if self._limits.gpu is not None and needed > self._limits.gpu:
             return Unfit(why=f"does not fit: {needed / 1e9:.0f} GB of {self._limits.gpu / 1e9:.0f} GB")
         update_s = self.cost.load(ActionKind.GPU_STEP, workload.numel).total_s
-        return self.iteration(update_s, update_s, offloaded=0)
+        return self.iteration(update_s, update_s, plan=None)
 
 
 def _deepspeeds_plan(workload: Workload, residents: int) -> UpdatePlan:
-    """Stock's, or Twin-Flow's: the last sub-groups are its GPU part."""
+    """Stock's, or Twin-Flow's: the first sub-groups are its GPU part (``stage3.py``, ``subgroup_to_device``)."""
     on_cpu = len(workload.sub_groups) - residents
-    placements = (Placement.CPU,) * on_cpu + (Placement.RESIDENT,) * residents
+    placements = (Placement.RESIDENT,) * residents + (Placement.CPU,) * on_cpu
     return UpdatePlan(workload=workload, placements=placements, num_slots=1)
 
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+
+from perf_model.untrusted import is_printable, parse_json, read_text, shown
 
 VERSION = 1
 
@@ -42,12 +46,27 @@ QUANTITIES: dict[str, Quantity] = {
     "dram_update_bytes_per_s": Quantity("host memory, read and written in place", 1e9, 5e12),
     "dram_copy_bytes_per_s": Quantity("host memory, copied: bytes read and written", 1e9, 5e12),
     "rounding_params_per_s": Quantity("fp32 to 16 bit in host memory", 1e7, 1e12),
-    "gpu_adam_params_per_s": Quantity("Adam on the accelerator", 1e8, 1e13),
+    "gpu_adam_params_per_s": Quantity("Adam on the accelerator", 2e9, 1e13),
     "matmul_flops_per_s": Quantity("bf16 matrix product on the accelerator, achieved", 1e9, 1e17),
 }
 
+WHOLE_NUMBERS = {"gpu_memory_bytes": (10**9, 10**13), "host_memory_bytes": (10**9, 10**14)}
+PEAK_FLOPS = (1e12, 1e17)
+PEAK_TOLERANCE = 1.2
+"""Clocks may be above those of the specification."""
+
 REQUIRED = ("cpu_adam_params_per_s", "dram_update_bytes_per_s")
 """Without these nothing can be predicted; without the transfers' rates the accelerator is the CPU itself."""
+
+LEAST_MATMUL_OF_A_GPU, MOST_MATMUL_OF_A_CPU = 1e12, 2e14
+"""In FLOP/s; with a unit that is wrong by 1e3 one would look like the other. A CPU with AMX reaches 1e14."""
+
+NOT_ABOVE = {
+    "cpu_adam_beside_transfers_params_per_s": "cpu_adam_params_per_s",
+    "both_beside_cpu_adam_bytes_per_s": "both_bytes_per_s",
+}
+BESIDE_TOLERANCE = 1.5
+"""What runs beside something else is no faster than alone, but for noise."""
 
 OF_AN_ACCELERATOR = ("h2d_bytes_per_s", "d2h_bytes_per_s", "both_bytes_per_s", "gpu_adam_params_per_s")
 """Any of these says that there is one."""
@@ -102,7 +121,7 @@ class HardwareProfile:
 
     def __post_init__(self) -> None:
         for name in self.measurements:
-            _require(name in QUANTITIES, name, f"must be one of {', '.join(QUANTITIES)}", name, "Measure anew.")
+            _require(name in QUANTITIES, "measurements", f"are of {', '.join(QUANTITIES)}", name, "Measure anew.")
         for name in REQUIRED:
             known = name in self.measurements and self.measurements[name].samples
             _require(bool(known), name, "is needed for every prediction", "nothing", "Measure it: profile.")
@@ -110,6 +129,38 @@ class HardwareProfile:
             _check(name, measurement, QUANTITIES[name])
         for threads, measurement in self.cpu_adam_by_threads.items():
             _check(f"cpu_adam_by_threads.{threads}", measurement, QUANTITIES["cpu_adam_params_per_s"])
+        for key, (low, high) in WHOLE_NUMBERS.items():
+            _check_whole(key, getattr(self, key), low, high)
+        _check_whole("provenance.ranks", self.provenance.ranks, 1, 10**5)
+        _check_whole("provenance.cores", self.provenance.cores, 0, 10**5)
+        self._check_matmul()
+        self._check_together()
+
+    def _check_matmul(self) -> None:
+        peak, achieved = self.gpu_peak_flops, self.get("matmul_flops_per_s")
+        fits = peak is None or (_is_number(peak) and PEAK_FLOPS[0] <= peak <= PEAK_FLOPS[1])
+        rule = "must be a number from {:g} to {:g}".format(*PEAK_FLOPS)
+        _require(fits, "gpu_peak_flops", rule, peak, "Its unit is FLOP/s.")
+        if achieved is None:
+            return
+        low, high = QUANTITIES["matmul_flops_per_s"][1:]
+        if self.gpu_memory_bytes is not None:
+            low = LEAST_MATMUL_OF_A_GPU
+        elif not self.has_accelerator:
+            high = MOST_MATMUL_OF_A_CPU
+        rule = f"must be from {low:g} to {high:g} on {'this CPU' if high == MOST_MATMUL_OF_A_CPU else 'this GPU'}"
+        _require(low <= achieved <= high, "matmul_flops_per_s", rule, achieved, "Its unit is FLOP/s.")
+        most = math.inf if peak is None else PEAK_TOLERANCE * peak
+        rule = f"cannot exceed gpu_peak_flops, {most:.3g} with a tolerance"
+        _require(achieved <= most, "matmul_flops_per_s", rule, achieved, "Correct one of them.")
+
+    def _check_together(self) -> None:
+        for beside, of in NOT_ABOVE.items():
+            slowed, free = self.get(beside), self.get(of)
+            if slowed is not None and free is not None:
+                most = BESIDE_TOLERANCE * free
+                rule = f"cannot exceed {of}, {most:.3g} with a tolerance"
+                _require(slowed <= most, beside, rule, slowed, "Measure anew, with nothing else at work.")
         both, alone = self.get("both_bytes_per_s"), (self.get("h2d_bytes_per_s"), self.get("d2h_bytes_per_s"))
         if both is not None and None not in alone:
             most = 1.2 * sum(rate for rate in alone if rate is not None)
@@ -142,7 +193,7 @@ class HardwareProfile:
     def from_json(cls, text: str) -> HardwareProfile:
         """Raises ``ProfileError`` for whatever is not a profile of this version."""
         try:
-            raw = json.loads(text)
+            raw = parse_json(text)
         except ValueError as error:
             raise ProfileError(f"A profile is JSON, found a text that is not: {error}.\n{_ANEW}") from None
         return _from_mapping(cls, raw)
@@ -150,8 +201,8 @@ class HardwareProfile:
     @classmethod
     def read(cls, path: Path) -> HardwareProfile:
         try:
-            text = path.read_text()
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(path)
+        except (OSError, ValueError) as error:
             raise ProfileError(f"A profile must be a readable file, found {path}: {error}.\n{_ANEW}") from None
         return cls.from_json(text)
 
@@ -161,7 +212,7 @@ _ANEW = "Write one with: deep-opt-states profile --output profile.json"
 
 def _require(holds: bool, key: str, rule: str, found: object, remedy: str) -> None:
     if not holds:
-        raise ProfileError(f"{key}: {rule}, found {found if found == 'nothing' else repr(found)}.\n{remedy}")
+        raise ProfileError(f"{key}: {rule}, found {found if found == 'nothing' else shown(found)}.\n{remedy}")
 
 
 def _check(key: str, measurement: Measurement, quantity: Quantity) -> None:
@@ -174,38 +225,39 @@ def _check(key: str, measurement: Measurement, quantity: Quantity) -> None:
 
 def _from_mapping(cls: type[HardwareProfile], raw: Any) -> HardwareProfile:
     _require(isinstance(raw, dict), "profile", "must be an object", raw, _ANEW)
-    _require(raw.get("version") == VERSION, "version", f"must be {VERSION}", raw.get("version", "nothing"), _ANEW)
-    known = {"version", "name", "provenance", "measurements", "cpu_adam_by_threads", *_OPTIONAL_NUMBERS}
+    is_ours = raw.get("version") == VERSION and type(raw["version"]) is int
+    _require(is_ours, "version", f"must be the integer {VERSION}", raw.get("version", "nothing"), _ANEW)
+    known = {"version", "name", "provenance", "measurements", "cpu_adam_by_threads", *WHOLE_NUMBERS, "gpu_peak_flops"}
     unknown = sorted(set(raw) - known)
     _require(not unknown, "profile", f"has the keys {', '.join(sorted(known))}", unknown, _ANEW)
     name = raw.get("name")
-    _require(isinstance(name, str), "name", "must be a text", name, _ANEW)
+    _require(_is_text(name), "name", "must be a text", name, _ANEW)
     for key in ("provenance", "measurements"):
         _require(isinstance(raw.get(key), dict), key, "must be an object", raw.get(key, "nothing"), _ANEW)
     by_threads = raw.get("cpu_adam_by_threads", {})
     _require(isinstance(by_threads, dict), "cpu_adam_by_threads", "must be an object", by_threads, _ANEW)
-    counts = [threads for threads in by_threads if not (threads.isascii() and threads.isdigit() and int(threads) > 0)]
+    counts = [threads for threads in by_threads if not _THREADS.fullmatch(threads)]
     _require(not counts, "cpu_adam_by_threads", "has thread counts for keys", counts, _ANEW)
-    for key in _OPTIONAL_NUMBERS:
-        value = raw.get(key)
-        _require(value is None or (_is_number(value) and value > 0), key, "must be a positive number", value, _ANEW)
     return cls(
         name=name,
         provenance=_provenance(raw["provenance"]),
         measurements={key: _measurement(key, value) for key, value in raw["measurements"].items()},
-        cpu_adam_by_threads={int(key): _measurement(f"threads {key}", value) for key, value in by_threads.items()},
-        **{key: raw.get(key) for key in _OPTIONAL_NUMBERS},
+        cpu_adam_by_threads={
+            int(key): _measurement(f"cpu_adam_by_threads.{key}", value) for key, value in by_threads.items()
+        },
+        gpu_peak_flops=raw.get("gpu_peak_flops"),
+        **{key: raw.get(key) for key in WHOLE_NUMBERS},
     )
 
 
-_OPTIONAL_NUMBERS = ("gpu_memory_bytes", "host_memory_bytes", "gpu_peak_flops")
+_THREADS = re.compile("[1-9][0-9]{0,4}")
 
 
 def _provenance(raw: dict[str, Any]) -> Provenance:
     types = {name: int if name in ("cores", "ranks") else str for name in Provenance.__dataclass_fields__}
     for key, value in raw.items():
         _require(key in types, "provenance", f"has the keys {', '.join(types)}", key, _ANEW)
-        fits = isinstance(value, types[key]) and not isinstance(value, bool)
+        fits = _is_text(value) if types[key] is str else type(value) is int
         _require(fits, f"provenance.{key}", f"must be {types[key].__name__}", value, _ANEW)
     _require("source" in raw, "provenance.source", "says where the figures are from", "nothing", _ANEW)
     return Provenance(**raw)
@@ -217,9 +269,19 @@ def _measurement(key: str, raw: Any) -> Measurement:
     samples, waived = raw.get("samples", ()), raw.get("waived")
     numbers = isinstance(samples, (list, tuple)) and all(map(_is_number, samples))
     _require(numbers, key, "has numbers for samples", samples, _ANEW)
-    _require(waived is None or isinstance(waived, str), key, "is waived with a reason", waived, _ANEW)
+    _require(waived is None or _is_text(waived), key, "is waived with a reason", waived, _ANEW)
     return Measurement(samples=tuple(map(float, samples)), waived=waived)
 
 
+def _check_whole(key: str, value: Any, low: int, high: int) -> None:
+    fits = value is None or (type(value) is int and low <= value <= high)
+    _require(fits, key, f"must be an integer from {low:g} to {high:g}", value, _ANEW)
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """That a float can hold; JSON also has whole numbers that none can."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and is_printable(value)

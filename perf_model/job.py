@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from perf_model.hardware import HardwareProfile
-from perf_model.model import ModelError, ModelShape
+from perf_model.model import ModelError, ModelShape, require_integer
 from perf_model.workload import Workload
 
 PARAM_BYTES = 2
@@ -18,18 +18,24 @@ MAX_LIVE_PARAMETERS = 1_000_000_000
 REDUCE_BUCKET_SIZE = 500_000_000
 """DeepSpeed's defaults of ``stage3_max_live_parameters`` and ``reduce_bucket_size``."""
 
+MOST_TOKENS = 10**7
+"""Of a rank in a step; with any model, bytes stay below 2^63."""
+
 CUDA_CONTEXT_BYTES = 2**30
 """Of driver, cuBLAS and NCCL; an assumption."""
 
-GRADIENT_DOWN_BYTES, GRADIENT_UP_BYTES = 6, 2
-"""A parameter's gradient on its way to host memory (DESIGN 1): down, up, and down again as fp32."""
+GRADIENT_DOWN_BYTES, GRADIENT_UP_BYTES = 2, 2
+"""What every gradient passes (``stage3.py``, ``partition_grads``): down to the buffer that sums it, and up again."""
+
+OFFLOADED_GRADIENT_DOWN_BYTES = 4
+"""Down once more, as fp32, for a sub-group whose states are in host memory; a resident's is beside its states."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """ZeRO-3 over ``world_size`` ranks; each trains ``micro_batch`` sequences of ``sequence`` tokens a step.
 
-    ``recompute``: activations are recomputed in backward. Raises ``ModelError`` for a number below 1.
+    ``recompute``: activations are recomputed in backward. Raises ``ModelError`` for an impossible number.
     """
 
     shape: ModelShape
@@ -40,10 +46,12 @@ class Job:
     recompute: bool = True
 
     def __post_init__(self) -> None:
-        for key in ("world_size", "ranks_per_node", "micro_batch", "sequence"):
-            value = getattr(self, key)
-            if value < 1:
-                raise ModelError(f"{key}: must be at least 1, found {value}.\nCorrect --{key.replace('_', '-')}.")
+        most = {"world_size": 10**6, "ranks_per_node": 10**4, "micro_batch": 10**6, "sequence": MOST_TOKENS}
+        for key, limit in most.items():
+            require_integer(key, getattr(self, key), 1, limit, f"Correct --{key.replace('_', '-')}.")
+        if self.micro_batch * self.sequence > MOST_TOKENS:
+            rule = f"micro_batch: must be at most {MOST_TOKENS:,} tokens with these sequences, {self.sequence} each"
+            raise ModelError(f"{rule}, found {self.micro_batch}.\nCorrect --micro-batch or --sequence.")
         if self.world_size % self.ranks_of_a_node:
             raise ModelError(
                 f"ranks_per_node: must divide the world size, {self.world_size}, found {self.ranks_per_node}.\n"
@@ -70,12 +78,15 @@ class Job:
         flops = self.shape.iteration_flops(self.micro_batch, self.sequence, self.recompute)
         return flops / flops_per_s - self.forward_s(flops_per_s)
 
-    def gradients_s(self, numel: int, profile: HardwareProfile) -> float:
-        """Seconds in which the gradients of a rank's ``numel`` parameters pass to host memory; backward hides them."""
-        down, up = profile.get("d2h_bytes_per_s"), profile.get("h2d_bytes_per_s")
-        if down is None or up is None:
+    def gradients_s(self, offloaded: int, profile: HardwareProfile, resident: int = 0) -> float:
+        """Seconds in which the gradients of so many of a rank's parameters pass the link; backward hides them."""
+        d2h, h2d, both = map(profile.get, ("d2h_bytes_per_s", "h2d_bytes_per_s", "both_bytes_per_s"))
+        if d2h is None or h2d is None or both is None:
             return 0.0
-        return numel * max(GRADIENT_DOWN_BYTES / down, GRADIENT_UP_BYTES / up)
+        numel = offloaded + resident
+        down_bytes = GRADIENT_DOWN_BYTES * numel + OFFLOADED_GRADIENT_DOWN_BYTES * offloaded
+        up_bytes = GRADIENT_UP_BYTES * numel
+        return max(down_bytes / d2h, up_bytes / h2d, (down_bytes + up_bytes) / both)
 
     def mfu(self, iteration_s: float, peak_flops: float) -> float:
         """Model FLOPs utilisation: forward and backward once, without recomputation, of the GPU's peak."""
@@ -88,9 +99,10 @@ class Job:
         partition_bytes = PARAM_BYTES * -(-numel // self.world_size)
         gathered_bytes = PARAM_BYTES * min(numel, MAX_LIVE_PARAMETERS) if self.world_size > 1 else 0
         bucket_bytes = PARAM_BYTES * min(numel, REDUCE_BUCKET_SIZE)
-        return CUDA_CONTEXT_BYTES + partition_bytes + gathered_bytes + bucket_bytes + self._activation_bytes()
+        return CUDA_CONTEXT_BYTES + partition_bytes + gathered_bytes + bucket_bytes + self.activation_bytes
 
-    def _activation_bytes(self) -> int:
+    @property
+    def activation_bytes(self) -> int:
         """16-bit activations of a transformer (arXiv 2205.05198, section 4.1), attention scores never stored.
 
         34 bytes a token and hidden unit in a layer; with recomputation 2 in every layer and one layer's all. Logits

@@ -8,9 +8,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from perf_model.untrusted import shown
+
 
 class ModelError(ValueError):
     """A model that cannot be planned for: the rule, the value found, the remedy."""
+
+
+MOST = {
+    "layers": 2_000,
+    "hidden": 10**6,
+    "heads": 10**5,
+    "kv_heads": 10**5,
+    "head_dim": 10**6,
+    "intermediate": 10**8,
+    "vocab": 10**8,
+    "learned_positions": 10**8,
+}
+"""More than any model has; a slip of the pen is refused, and not planned for hours."""
+
+MOST_PARAMETERS = 10**14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +54,16 @@ class ModelShape:
     learned_positions: int = 0
 
     def __post_init__(self) -> None:
-        for key in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab"):
-            value = getattr(self, key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ModelError(
-                    f"{key}: must be an integer of at least 1, found {value!r}.\nCorrect the model's shape."
-                )
+        for key, most in MOST.items():
+            least = 0 if key == "learned_positions" else 1
+            require_integer(key, getattr(self, key), least, most, "Correct the model's shape.")
         if self.heads % self.kv_heads:
             raise ModelError(
                 f"kv_heads: must divide heads, found {self.kv_heads} for {self.heads}.\nCorrect the model's shape."
             )
+        if self.numel > MOST_PARAMETERS:
+            rule = f"parameters: must be at most {MOST_PARAMETERS:,} in all, found {self.numel:,}"
+            raise ModelError(f"{rule}.\nCorrect the model's shape.")
 
     def parameters(self) -> list[int]:
         """Numbers of elements of the parameter tensors, in Hugging Face's order for Llama and its like."""
@@ -106,6 +123,21 @@ class ModelShape:
         return tensors
 
 
+def require_integer(key: str, value: object, least: int, most: int, remedy: str) -> int:
+    """Raises ``ModelError``."""
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
+        return value
+    raise ModelError(f"{key}: must be an integer from {least} to {most:,}, found {shown(value)}.\n{remedy}")
+
+
+def head_dim_of(hidden: int, heads: int) -> int:
+    """Of heads that share the width. Raises ``ModelError``."""
+    if hidden % heads:
+        rule = f"hidden: must be a multiple of heads where they share it, found {hidden} for {heads}"
+        raise ModelError(f"{rule}.\nCorrect the model's shape, or give its head_dim if it has one of its own.")
+    return hidden // heads
+
+
 def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, positions: int) -> ModelShape:
     """GPT as in the Megatron-LM paper: feed-forward of four times the width, biases, tied embeddings.
 
@@ -117,7 +149,7 @@ def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, positions: 
         hidden=hidden,
         heads=heads,
         kv_heads=heads,
-        head_dim=hidden // heads,
+        head_dim=head_dim_of(hidden, heads),
         intermediate=4 * hidden,
         vocab=vocab,
         gated=False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from statistics import median
@@ -28,9 +28,18 @@ from deep_opt_states.profiler.host_memory import Copied, Rounded, UpdateInPlace
 from deep_opt_states.profiler.kernels import stock_cpu_adam
 from deep_opt_states.profiler.matrix import MatrixProduct
 from deep_opt_states.profiler.method import Effort, Probe, sample
+from deep_opt_states.profiler.peaks import peak_flops
 from deep_opt_states.profiler.provenance import Node, describe, smallest_node
 from deep_opt_states.profiler.ranks import ProbeError, Ranks, agree
-from perf_model.hardware import QUANTITIES, REQUIRED, HardwareProfile, Measurement, ProfileError
+from perf_model.hardware import (
+    BESIDE_TOLERANCE,
+    NOT_ABOVE,
+    QUANTITIES,
+    REQUIRED,
+    HardwareProfile,
+    Measurement,
+    ProfileError,
+)
 
 NO_ACCELERATOR = "no accelerator: training here runs on the CPU"
 NO_GPU_ADAM = "no kernel: this release has no Adam for the accelerator"
@@ -106,13 +115,26 @@ def measure(
             "provenance": describe(on_accelerator=device is not None, node=node),
             "gpu_memory_bytes": gpu.memory_bytes if gpu else None,
             "host_memory_bytes": machine.memory().usable_bytes,
+            "gpu_peak_flops": peak_flops(gpu.name) if gpu else None,
         }
 
+    measurements |= waived_noise(measurements)
     return HardwareProfile(
         measurements={name: measurements[name] for name in QUANTITIES},
         cpu_adam_by_threads=dict(sorted(by_threads.items())),
         **ranks.gather(agree(ranks, about))[0],
     )
+
+
+def waived_noise(measurements: Mapping[str, Measurement]) -> dict[str, Measurement]:
+    """What came out far above the same alone: not to be believed, and no reason to stop a training run."""
+    return {
+        beside: Measurement(waived=f"not believed: {slowed.median:.3g}, and {free.median:.3g} alone")
+        for beside, of in NOT_ABOVE.items()
+        if (slowed := measurements[beside]).samples
+        and (free := measurements[of]).samples
+        and slowed.median > BESIDE_TOLERANCE * free.median
+    }
 
 
 def thread_counts(cores: int) -> list[int]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from deep_opt_states.config import Config
+from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.profiler.cache import quick_profile
+from deep_opt_states.profiler.provenance import smallest_node
 from deep_opt_states.profiler.ranks import training_ranks
 from deep_opt_states.zero.agreement import agree
 from deep_opt_states.zero.devices import AcceleratorChoice
 from deep_opt_states.zero.log import say
 from perf_model.budgets import Budgets
 from perf_model.cost import CostModel
-from perf_model.hardware import HardwareProfile
+from perf_model.hardware import HardwareProfile, ProfileError
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.planner import plan_updates
@@ -53,7 +56,25 @@ def _profile(config: Config, accelerator: AcceleratorChoice) -> HardwareProfile:
     path = Path(config.profile)
     # Other nodes need not have the file.
     text = agree(lambda: HardwareProfile.read(path).to_json() if ranks.rank == 0 else "", lambda _: "read")
-    return HardwareProfile.from_json(ranks.gather(text)[0])
+    profile = HardwareProfile.from_json(ranks.gather(text)[0])
+    _refuse_other_machine(profile, path, accelerator)
+    profiled, train = profile.provenance.ranks, smallest_node(ranks, os.environ).ranks
+    if profiled != train:
+        say(
+            f"{path}: measured with {profiled} rank{'' if profiled == 1 else 's'} on a node at once, while {train} "
+            f"train; what they share is predicted for {profiled}"
+        )
+    return profile
+
+
+def _refuse_other_machine(profile: HardwareProfile, path: Path, accelerator: AcceleratorChoice) -> None:
+    if profile.has_accelerator != accelerator.steps_on_host:
+        return
+    trains, has = ("the CPU", "with a GPU") if accelerator.steps_on_host else ("a GPU", "without one")
+    raise ProfileError(
+        f"{CONFIG_KEY}.profile: must be of a machine like the one that trains, here on {trains}, found {path} of one "
+        f"{has}.\nWrite one here with: deep-opt-states profile --output profile.json"
+    )
 
 
 def _of_rank_0(workload: Workload, cost: CostModel, accelerator: AcceleratorChoice, param_bytes: int) -> UpdatePlan:

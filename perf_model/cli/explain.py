@@ -6,6 +6,7 @@ import argparse
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from perf_model.bounds import busy_s_per_param, limits
 from perf_model.cli.inputs import add_arguments, read_inputs
@@ -33,9 +34,12 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
     console.print(f"{found.planned.plan}\n", highlight=False, markup=False, soft_wrap=True)
     for title, headers, rows in (_resources(found), _sub_groups(found)):
-        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, title=title, title_justify="left")
+        console.print(title, highlight=False, markup=False)
+        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
         for header in headers:
-            table.add_column(header, justify="left" if header in ("", "sub-groups", "alone") else "right")
+            justify: Literal["left", "right"] = "left" if header in ("", "sub-groups", "alone") else "right"
+            # Whatever is cut off would be missing; lines that list actions are easier to read whole.
+            table.add_column(header, justify=justify, overflow="fold", no_wrap=header == "alone")
         for row in rows:
             table.add_row(*row)
         console.print(table)
@@ -47,18 +51,18 @@ Rows = tuple[str, Sequence[str], list[Sequence[str]]]
 
 
 def _resources(found: Forecast) -> Rows:
-    """Seconds in which each resource has something to do, whatever the order; of two limits of one, the higher."""
+    """Seconds in which each resource has something to do, whatever the order."""
     per_param, plan = busy_s_per_param(found.cost), found.planned.plan
     total = plan.workload.numel
     mixes: list[dict[Placement, int]] = [
         {its: total} for its in (Placement.CPU, Placement.STREAMED) if its in per_param
     ]
     mixes.append({its: plan.numel(its) for its in per_param})
-    busy_s: dict[str, list[float]] = {}
+    rows: list[Sequence[str]] = []
     for limit, resource in enumerate(limits(found.cost)):
-        its_s = [sum(numel * per_param[its][limit] for its, numel in mix.items()) for mix in mixes]
-        busy_s[resource.value] = [max(pair) for pair in zip(its_s, busy_s.get(resource.value, its_s), strict=True)]
-    rows: list[Sequence[str]] = [(name, *map(seconds, its_s)) for name, its_s in busy_s.items() if max(its_s) > 0]
+        busy_s = [sum(numel * per_param[its][limit] for its, numel in mix.items()) for mix in mixes]
+        if max(busy_s) > 0:
+            rows.append((resource.value, *map(seconds, busy_s)))
     title = f"Each resource has this much to do; the update of this plan takes {seconds(found.planned.update_s)}"
     rules = ("all cpu", "all streamed")[: len(mixes) - 1]
     return title, ("", *rules, "this plan"), rows
@@ -83,11 +87,11 @@ def _sub_groups(found: Forecast) -> Rows:
 def _moved(found: Forecast, index: int, placement: Placement) -> str:
     plan = found.planned.plan
     if placement not in found.cost.placements:
-        return "no rate"
+        return "not possible"
     placements = (*plan.placements[:index], placement, *plan.placements[index + 1 :])
     other = replace(plan, placements=placements)
     if found.budgets.missing(memory_of(other, PARAM_BYTES)):
-        return "does not fit"
+        return "no room"
     exposed_s = evaluate(other, found.cost, found.budgets, found.windows, PARAM_BYTES).exposed_s
     change_s = exposed_s - found.planned.exposed_s
     return ("+" if change_s >= 0 else "-") + seconds(abs(change_s))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from perf_model.budgets import DoesNotFit
-from perf_model.forecast import Forecast, MemoryLimits, Overlap, forecast, least_world_size_that_fits
+from perf_model.forecast import Forecast, MemoryLimits, Overlap, forecast, what_would_fit
 from perf_model.hardware import HardwareProfile, ProfileError
 from perf_model.hf_config import read_hf_config
 from perf_model.job import Job
-from perf_model.model import ModelError, ModelShape
-from perf_model.presets.machines import MACHINES
+from perf_model.model import ModelError, ModelShape, require_integer
+from perf_model.presets.machines import MACHINES, Machine
 from perf_model.presets.models import MODELS
 from perf_model.sub_group_size import SUB_GROUP_SIZES
 from perf_model.units import GB
@@ -23,6 +24,9 @@ OVERLAPS = {
     "forward": Overlap(forward=True),
     "both": Overlap(backward=True, forward=True),
 }
+
+MOST_SUB_GROUPS = 10_000
+"""A plan of so many takes seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +43,8 @@ class Inputs:
         try:
             return forecast(self.job, self.profile, self.limits, self.overlap, self.sub_group_sizes)
         except DoesNotFit as error:
-            raise DoesNotFit(error.missing, self._what_would_fit()) from None
-
-    def _what_would_fit(self) -> str:
-        ranks = least_world_size_that_fits(self.job, self.profile, self.limits)
-        more = "No number of ranks makes it fit" if ranks is None else f"It fits with {ranks} ranks"
-        if self.sub_group_sizes == SUB_GROUP_SIZES:
-            return f"{more}; no size of sub-groups changes that."
-        try:
-            found = forecast(self.job, self.profile, self.limits, self.overlap, SUB_GROUP_SIZES)
-        except DoesNotFit:
-            return f"{more}; no size of sub-groups changes that."
-        return f'It fits with "sub_group_size": {found.sub_group_size}.'
+            remedy = what_would_fit(self.job, self.profile, self.limits, self.sub_group_sizes)
+            raise DoesNotFit(error.missing, remedy) from None
 
 
 def add_arguments(parser: argparse.ArgumentParser, job: bool = True) -> None:
@@ -82,12 +76,10 @@ def read_inputs(options: argparse.Namespace, world_size: int, micro_batch: int) 
         sequence=options.sequence,
         recompute=not options.no_recompute,
     )
-    if options.sub_group_size is not None and options.sub_group_size < 1:
-        raise ModelError(
-            f"sub_group_size: must be at least 1, found {options.sub_group_size}.\nCorrect --sub-group-size."
-        )
+    if options.sub_group_size is not None:
+        _check_sub_group_size(options.sub_group_size, job)
     preset = options.profile in MACHINES
-    profile = MACHINES[options.profile].profile(job.ranks_of_a_node) if preset else _profile(Path(options.profile))
+    profile = _preset(MACHINES[options.profile], job) if preset else _profile(Path(options.profile))
     if options.gpu_memory_gb is not None and not profile.has_accelerator:
         rule = f"--gpu-memory-gb: belongs to a profile of a machine with a GPU, found {options.profile} without one."
         raise ModelError(f"{rule}\nLeave it out, or plan for another machine.")
@@ -95,8 +87,8 @@ def read_inputs(options: argparse.Namespace, world_size: int, micro_batch: int) 
         job=job,
         profile=profile,
         limits=MemoryLimits(
-            gpu=options.gpu_memory_gb or profile.gpu_memory_bytes,
-            host=options.host_memory_gb or profile.host_memory_bytes,
+            gpu=profile.gpu_memory_bytes if options.gpu_memory_gb is None else options.gpu_memory_gb,
+            host=profile.host_memory_bytes if options.host_memory_gb is None else options.host_memory_gb,
             pinned=options.pinned_memory_gb,
         ),
         overlap=OVERLAPS[options.overlap],
@@ -109,21 +101,39 @@ def _model(name: str) -> ModelShape:
     return MODELS[name] if name in MODELS else read_hf_config(Path(name))
 
 
+def _check_sub_group_size(size: int, job: Job) -> None:
+    require_integer("sub_group_size", size, 1, 10**15, "Correct --sub-group-size.")
+    count = len(job.workload(size).sub_groups)
+    if count > MOST_SUB_GROUPS:
+        rule = (
+            f"sub_group_size: must make at most {MOST_SUB_GROUPS:,} sub-groups of a rank, found {count:,} with {size}"
+        )
+        raise ModelError(f"{rule}.\nGive a larger --sub-group-size.")
+
+
+def _preset(machine: Machine, job: Job) -> HardwareProfile:
+    if job.ranks_of_a_node > machine.cores:
+        rule = f"ranks_per_node: must be at most {machine.cores}, the cores of {machine.name}"
+        raise ModelError(f"{rule}, found {job.ranks_of_a_node}.\nCorrect --ranks-per-node, the GPUs of one host.")
+    return machine.profile(job.ranks_of_a_node)
+
+
 def _profile(path: Path) -> HardwareProfile:
     try:
         return HardwareProfile.read(path)
     except ProfileError as error:
-        if path.exists():
+        # Unlike Path.exists, False for what is no path at all.
+        if os.path.exists(path):
             raise
         raise ProfileError(f"{error}\nOr plan for a preset: {', '.join(MACHINES)}.") from None
 
 
 def _gb(text: str) -> int:
-    """Bytes. Raises ``ArgumentTypeError`` for what is no positive number."""
+    """Bytes. Raises ``ArgumentTypeError`` for what is no such number."""
     try:
         value = float(text)
     except ValueError:
         value = float("nan")
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"must be a positive number of GB (10^9 bytes), found {text!r}")
-    return int(value * GB)
+    if not 1e-9 <= value <= 1e9:
+        raise argparse.ArgumentTypeError(f"must be a number of GB (10^9 bytes) from 1e-9 to 1e9, found {text!r}")
+    return max(1, int(value * GB))

@@ -1,8 +1,9 @@
-"""The commands and their exit codes: 0, 1 where nothing fits, 2 for input that cannot be used."""
+"""The commands and their exit codes: 0, 1 where nothing fits or nobody reads, 2 for input that cannot be used."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -30,10 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         code: int = options.run(options)
+        # What is still in the buffer would otherwise fail at exit, where nobody catches it.
+        sys.stdout.flush()
     except DoesNotFit as error:
         print(error, file=sys.stderr)
         return 1
     except (ModelError, ProfileError, RunsError) as error:
         print(error, file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # The reader, such as head, has gone; at exit Python flushes once more, to nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return code

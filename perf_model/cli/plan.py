@@ -146,7 +146,7 @@ def _memory(found: Forecast, inputs: Inputs) -> str:
     limits, ranks = inputs.limits, found.job.ranks_of_a_node
     pinned = None if limits.pinned is None else limits.pinned * ranks
     kinds = (
-        ("GPU" if inputs.profile.has_accelerator else "model", found.memory.gpu_bytes, limits.gpu),
+        *([("GPU", found.memory.gpu_bytes, limits.gpu)] if inputs.profile.has_accelerator else []),
         ("host", found.memory.host_bytes, limits.host),
         ("of which pinned", found.memory.pinned_bytes, pinned),
     )

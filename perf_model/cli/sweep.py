@@ -113,7 +113,7 @@ def _print_table(rows: list[Row]) -> None:
 def _cell(value: str | int | float | None) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-    return "" if value is None else str(value)
+    return "-" if value is None else str(value)
 
 
 def _numbers(text: str) -> list[int]:

@@ -16,6 +16,14 @@ _UNMEASURED = "PRESET, not a measurement of your machine"
 GPU_ADAM_BYTES_PER_PARAM = 30
 """Device memory: p, m, v and gradient read (16), p, m, v (12) and the 16-bit parameter (2) written."""
 
+GPU_MEMORY_BYTES = {
+    "A100-80GB": 81_920 * 2**20,
+    "H100-80GB": 81_559 * 2**20,
+    "H200-141GB": 143_771 * 2**20,
+    "GH200-96GB": 97_871 * 2**20,
+}
+"""As the driver reports it (``nvidia-smi``, MiB): less than the name says, or more."""
+
 REACHED = 0.8
 """The share of a specified memory or link bandwidth that copies and Adam are taken to reach."""
 
@@ -31,7 +39,6 @@ class Machine:
 
     name: str
     gpu: str
-    gpu_memory_bytes: int
     gpu_memory_bytes_per_s: float
     peak_flops: float
     matmul_flops: float
@@ -68,7 +75,7 @@ class Machine:
                 source=f"{_UNMEASURED}: {self.source}", gpu=self.gpu, cores=self.cores // ranks, ranks=ranks
             ),
             measurements={name: Measurement(samples=(rate,)) for name, rate in rates.items()},
-            gpu_memory_bytes=self.gpu_memory_bytes,
+            gpu_memory_bytes=GPU_MEMORY_BYTES[self.gpu],
             host_memory_bytes=self.host_memory_bytes,
             gpu_peak_flops=self.peak_flops,
         )
@@ -80,7 +87,6 @@ _PCIE_4, _PCIE_5, _NVLINK_C2C = 31.5e9, 63e9, 450e9
 _H100 = Machine(
     name="h100-pcie5",
     gpu="H100-80GB",
-    gpu_memory_bytes=80 * 2**30,
     gpu_memory_bytes_per_s=3.35e12,
     peak_flops=989e12,
     matmul_flops=310e12,
@@ -101,7 +107,6 @@ MACHINES: dict[str, Machine] = {
         Machine(
             name="a100-pcie4",
             gpu="A100-80GB",
-            gpu_memory_bytes=80 * 2**30,
             gpu_memory_bytes_per_s=1.935e12,
             peak_flops=312e12,
             matmul_flops=160e12,
@@ -120,14 +125,12 @@ MACHINES: dict[str, Machine] = {
             _H100,
             name="h200-pcie5",
             gpu="H200-141GB",
-            gpu_memory_bytes=141 * 10**9,
             gpu_memory_bytes_per_s=4.8e12,
             source=f"{_SPECIFIED}; the rest as in h100-pcie5, assumed to be alike",
         ),
         Machine(
             name="gh200",
             gpu="GH200-96GB",
-            gpu_memory_bytes=96 * 10**9,
             gpu_memory_bytes_per_s=4.0e12,
             peak_flops=989e12,
             matmul_flops=310e12,

@@ -56,11 +56,11 @@ class Column(NamedTuple):
 NAMES = ("machine", "sweep", "model_name")
 
 NUMBERS: dict[str, Column] = {
-    "real_params": Column(1, 1e15, whole=True, needed=True),
+    "real_params": Column(1, 1e13, whole=True, needed=True),
     "tp": Column(1, 1e6, whole=True, needed=True),
     "dp": Column(1, 1e6, whole=True, needed=True),
     "layers": Column(1, 1e6, whole=True),
-    "hidden": Column(1, 1e7, whole=True, needed=True),
+    "hidden": Column(1, 1e5, whole=True, needed=True),
     "heads": Column(1, 1e6, whole=True),
     "global_batch": Column(1, 1e9, whole=True),
     "micro_batch": Column(1, 1e9, whole=True),
@@ -79,6 +79,9 @@ NUMBERS: dict[str, Column] = {
 """What is not needed may be blank or missing, but a field that is there and no number shows a broken row."""
 
 REQUIRED = (*NAMES, *(name for name, column in NUMBERS.items() if column.needed), "update_stride")
+
+MOST_SUB_GROUPS = 10_000
+"""Each is simulated a few hundred times: so many take half a minute."""
 
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
@@ -112,7 +115,21 @@ def parse_runs(text: str, source: str) -> list[Run]:
             raise RunsError(f"{source}: must have one column {name}, found {found}.\n{_EXPORT}")
     if len(lines) == 1:
         raise RunsError(f"{source}: has at least one run, found only column names.\nAdd a line for each run.")
-    return [_run(f"{source}, line {number}", header, row) for number, row in lines[1:]]
+    runs = [_run(f"{source}, line {number}", header, row) for number, row in lines[1:]]
+    _check_sub_groups(source, {run.setting: number for run, (number, _) in zip(runs, lines[1:], strict=True)})
+    return runs
+
+
+def _check_sub_groups(source: str, lines: Mapping[Setting, int]) -> None:
+    count, line = sum(map(_sub_groups, lines)), lines[max(lines, key=_sub_groups)]
+    if count > MOST_SUB_GROUPS:
+        rule = f"has at most {MOST_SUB_GROUPS:,} sub-groups of a rank in all its different runs"
+        remedy = "real_params / (tp * dp * sub_group_size) is a run's; correct them, or validate fewer runs at once."
+        raise RunsError(f"{source}: {rule}, found {count:,}, most of them in line {line}.\n{remedy}")
+
+
+def _sub_groups(setting: Setting) -> int:
+    return -(-setting.real_params // (setting.ranks * setting.sub_group_size))
 
 
 _EXPORT = f"A file of runs is CSV with the columns {', '.join(REQUIRED)}; benchmarks/data/README.md explains them."

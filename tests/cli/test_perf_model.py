@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import csv
+import io
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perf_model.cli.main import main
+from perf_model.hardware import REQUIRED
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from tests.launch import REPOSITORY
@@ -21,6 +26,16 @@ from tests.model.profiles import RATES, profile
 
 KEYS = {"forward_s", "backward_s", "update_s", "exposed_update_s", "iteration_s", "tokens_per_s", "mfu"}
 BASELINES = {"stock", "twin_flow", "all_cpu", "all_streamed", "stride_2", "no_offload"}
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
 
 
 def job(profile: str | Path = "h100-pcie5", model: str | Path = "13B", world_size: int = 4, **more: Any) -> list[str]:
@@ -141,19 +156,7 @@ def test_when_nothing_fits_it_says_what_would(
 def test_a_profile_and_a_config_json_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine, model = tmp_path / "profile.json", tmp_path / "config.json"
     machine.write_text(profile({**RATES, "matmul_flops_per_s": 1e14}).to_json())
-    model.write_text(
-        json.dumps(
-            {
-                "model_type": "llama",
-                "hidden_size": 4096,
-                "intermediate_size": 14336,
-                "num_hidden_layers": 32,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 8,
-                "vocab_size": 128256,
-            }
-        )
-    )
+    model.write_text(json.dumps(LLAMA))
     found = planned(capsys, job(machine, model))
     assert found["deepspeed_config"]["deep_optimizer_states"]["profile"] == str(machine)
     assert found["predicted"]["mfu"] is None, "the profile does not say what the GPU's peak is"
@@ -166,10 +169,19 @@ def test_a_profile_and_a_config_json_from_files(tmp_path: Path, capsys: pytest.C
     [
         ({"profile": "none.json"}, "A profile must be a readable file, found none.json"),
         ({"model": "none.json"}, "A model must be a preset or a readable config.json, found none.json"),
-        ({"world_size": 0}, "world_size: must be at least 1, found 0"),
+        ({"world_size": 0}, "world_size: must be an integer from 1 to 1,000,000, found 0"),
+        ({"world_size": 10**12}, "world_size: must be an integer from 1 to 1,000,000, found 1000000000000"),
+        ({"ranks_per_node": 10**12}, "ranks_per_node: must be an integer from 1 to 10,000"),
+        ({"micro_batch": 10**12}, "micro_batch: must be an integer from 1 to 1,000,000"),
+        ({"sequence": 99999999999999999999}, "sequence: must be an integer from 1 to 10,000,000"),
+        ({"micro_batch": 10**4, "sequence": 10**4}, "micro_batch: must be at most 10,000,000 tokens"),
+        ({"world_size": 2000, "ranks_per_node": 1000}, "ranks_per_node: must be at most 96, the cores of h100-pcie5"),
+        ({"profile": "long" * 1000}, "A profile must be a readable file"),
+        ({"profile": "\0"}, "A profile must be a readable file"),
+        ({"model": "long" * 1000}, "A model must be a preset or a readable config.json"),
         ({"world_size": 6}, "ranks_per_node: must divide the world size, 6, found 4"),
-        ({"sequence": -1}, "sequence: must be at least 1, found -1"),
-        ({"sub_group_size": 0}, "sub_group_size: must be at least 1, found 0"),
+        ({"sequence": -1}, "sequence: must be an integer from 1 to 10,000,000, found -1"),
+        ({"sub_group_size": 0}, "sub_group_size: must be an integer from 1 to 1,000,000,000,000,000, found 0"),
     ],
 )
 def test_bad_input_gets_rule_value_and_remedy(
@@ -181,26 +193,80 @@ def test_bad_input_gets_rule_value_and_remedy(
     assert len(message.splitlines()) >= 2, "the remedy"
 
 
-@pytest.mark.parametrize("limit", ["0", "-1", "nan", "inf", "much"])
-def test_a_limit_is_a_positive_number(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("limit", ["0", "-1", "1e-10", "nan", "inf", "much"])
+def test_a_limit_is_at_least_a_byte(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["plan", *job(gpu_memory_gb=limit)])
-    assert f"must be a positive number of GB (10^9 bytes), found '{limit}'" in capsys.readouterr().err
+    assert f"must be a number of GB (10^9 bytes) from 1e-9 to 1e9, found '{limit}'" in capsys.readouterr().err
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
 
 
-@settings(max_examples=50)
-@given(st.text() | json_values.map(json.dumps), st.sampled_from(["profile", "model"]))
-def test_any_file_is_planned_with_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str, what: str) -> None:
-    path = tmp_path_factory.mktemp("any") / "file.json"
+HOSTILE = st.sampled_from(
+    [None, True, 0, -1, 1.0, 1.5, 1e-300, 8.5e10, float("nan"), float("inf"), "", "9", "\ud800", [], {}, nested(300)]
+) | st.integers(0, 400).map(lambda power: 10**power)
+GOOD = {
+    "profile": json.loads(MACHINES["h100-pcie5"].profile(4).to_json()),
+    "measured": json.loads(profile({**RATES, "matmul_flops_per_s": 1e14}).to_json()),
+    "model": {**LLAMA, "head_dim": 128, "tie_word_embeddings": False, "attention_bias": False},
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(GOOD)), st.data())
+def test_a_valid_file_with_one_thing_wrong_is_planned_with_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, which: str, data: st.DataObject
+) -> None:
+    value = copy.deepcopy(GOOD[which])
+    target = value
+    while True:
+        key = data.draw(st.sampled_from(sorted(target) if isinstance(target, dict) else range(len(target))))
+        if not target[key] or not isinstance(target[key], (dict, list)) or data.draw(st.sampled_from([1, 2, 3])) == 1:
+            break
+        target = target[key]
+    if data.draw(st.sampled_from([1, 2, 3, 4])) == 1:
+        del target[key]
+    else:
+        target[key] = data.draw(HOSTILE)
+    path = tmp_path_factory.getbasetemp() / "hostile.json"
+    path.write_text(json.dumps(value))
+    screen = io.StringIO()
+    with contextlib.redirect_stderr(screen), contextlib.redirect_stdout(io.StringIO()):
+        code = main(["plan", *job(**{"model" if which == "model" else "profile": path}, sub_group_size=10**9)])
+    message = screen.getvalue()
+    assert code in (0, 1, 2)
+    # The rule, the value found, and in a line of its own the remedy.
+    assert code == 0 or (len(message.splitlines()) >= 2 and len(message) < 2000)
+
+
+@pytest.mark.parametrize("text", ["", "[" * 100_000, "null", '"plan"', "\ufeff{}"])
+@pytest.mark.parametrize("what", ["profile", "model"])
+def test_any_other_file_is_refused(tmp_path: Path, text: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "file.json"
     path.write_text(text)
     assert main(["plan", *job(**{what: path})]) == 2
+    assert len(capsys.readouterr().err.splitlines()) >= 2
+
+
+def test_sub_groups_that_would_be_planned_for_hours_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, "num_hidden_layers": 2000}))
+    assert main(["plan", *job(model=path, sub_group_size=1)]) == 2
+    assert "sub_group_size: must make at most 10,000 sub-groups of a rank, found 18,0" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_is_no_error_to_tell() -> None:
+    command = f"{shlex.join([sys.executable, '-m', 'perf_model', 'plan', *job(), '--json'])} | true"
+    shell = ["bash", "-c", f"{command}; echo ${{PIPESTATUS[0]}}"]
+    done = subprocess.run(shell, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("1\n", "")
 
 
 def test_a_sweep_is_a_table_and_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,11 +308,37 @@ def test_explain_says_what_moving_a_sub_group_would_cost(capsys: pytest.CaptureF
         "Each resource has this much to do",
         "host memory",
         "to resident",
-        "does not fit",
+        "no room",
         "+",
         "GPU_STEP",
     ):
         assert expected in shown
+
+
+def test_explain_cuts_nothing_off_where_the_screen_is_narrow(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["explain", *job(gpu_memory_gb=15, sub_group_size=20_000_000)]) == 0
+    shown = capsys.readouterr().out
+    assert "FLUSH_STATES " in shown
+    assert "\u2026" not in shown
+    (_, *lines) = shown.splitlines()
+    assert max(map(len, lines)) <= 80
+
+
+def test_where_the_cpu_trains_there_is_no_gpu_to_speak_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = tmp_path / "profile.json"
+    rates = {name: RATES[name] for name in REQUIRED}
+    machine.write_text(profile({**rates, "matmul_flops_per_s": 1e12}).to_json())
+    assert main(["plan", *job(machine, "7B", host_memory_gb=400)]) == 0
+    shown = capsys.readouterr().out
+    assert "no offload: no accelerator beside the CPU" in shown
+    assert "memory: host " in shown
+    (stock,) = (line for line in shown.splitlines() if line.startswith("stock offload"))
+    assert stock.split()[-1] == "-", "of MFU"
+    assert main(["plan", *job(machine, "7B", host_memory_gb=40)]) == 1
+    assert "gpu memory" not in capsys.readouterr().err
 
 
 def test_it_starts_without_what_it_may_not_need() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perf_model.cost import CostModel, Resource
-from perf_model.hardware import QUANTITIES, HardwareProfile, Measurement, ProfileError
+from perf_model.hardware import QUANTITIES, HardwareProfile, Measurement, ProfileError, Provenance
 from tests.model.profiles import RATES, profile
 
 
@@ -58,28 +58,59 @@ def raw(**changes: Any) -> str:
     return json.dumps({key: it for key, it in value.items() if it != "missing"})
 
 
+def with_rate(name: str, rate: float, **changes: Any) -> str:
+    measurements = json.loads(profile().to_json())["measurements"]
+    return raw(measurements={**measurements, name: {"samples": [rate]}}, **changes)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "A profile is JSON, found a text that is not"),
         ("[1]", "profile: must be an object"),
-        (raw(version=2), "version: must be 1, found 2"),
-        (raw(version="missing"), "version: must be 1, found nothing"),
+        ("[" * 100_000, "A profile is JSON, found a text that is not: it is nested too deeply"),
+        (raw(version=2), "version: must be the integer 1, found 2"),
+        (raw(version=True), "version: must be the integer 1, found True"),
+        (raw(version=1.0), "version: must be the integer 1, found 1.0"),
+        (raw(version="missing"), "version: must be the integer 1, found nothing"),
         (raw(measurements="missing"), "measurements: must be an object, found nothing"),
         (raw(measurements={}), "cpu_adam_params_per_s: is needed for every prediction, found nothing"),
-        (raw(measurements={"speed": {"samples": [1]}}), "speed: must be one of"),
+        (raw(measurements={"speed": {"samples": [1]}}), "measurements: are of .*, found 'speed'"),
+        (with_rate("h2d_bytes_per_s", 10**400), "h2d_bytes_per_s: has numbers for samples"),
         (raw(measurements={"h2d_bytes_per_s": 3}), "h2d_bytes_per_s: must be .*samples"),
         (raw(measurements={"h2d_bytes_per_s": {"samples": ["3"]}}), "h2d_bytes_per_s: has numbers for samples"),
         (raw(measurements={"h2d_bytes_per_s": {"samples": [True]}}), "h2d_bytes_per_s: has numbers for samples"),
         (raw(measurements={"h2d_bytes_per_s": {"waived": 3}}), "h2d_bytes_per_s: is waived with a reason"),
         (raw(name=3), "name: must be a text"),
         (raw(speed=3), "profile: has the keys"),
-        (raw(gpu_memory_bytes=-1), "gpu_memory_bytes: must be a positive number"),
+        (raw(name="\ud800"), "name: must be a text"),
+        *((raw(gpu_memory_bytes=value), "gpu_memory_bytes: must be an integer from 1e") for value in (-1, 80, 8.5e10)),
+        *((raw(host_memory_bytes=value), "host_memory_bytes: must be an integer") for value in (64, 6.4e10, 10**400)),
+        *((raw(gpu_peak_flops=value), "gpu_peak_flops: must be a number from 1e") for value in (989, "1e15", 10**400)),
+        *((raw(provenance={"source": "", "ranks": ranks}), "provenance.ranks: must be") for ranks in (0, 1.0, True)),
         (raw(provenance={"source": 3}), "provenance.source: must be str"),
         (raw(provenance={}), "provenance.source: says where the figures are from"),
         (raw(provenance={"colour": "red"}), "provenance: has the keys"),
         (raw(cpu_adam_by_threads={"two": {"samples": [1e9]}}), "cpu_adam_by_threads: has thread counts for keys"),
+        *(
+            (raw(cpu_adam_by_threads={key: {"samples": [1e9]}}), "cpu_adam_by_threads: has thread counts for keys")
+            for key in ("01", "0", "1" * 5000, "\u0661")
+        ),
         (raw(cpu_adam_by_threads={"2": {"samples": [1]}}), "cpu_adam_by_threads.2: must be from"),
+        (with_rate("matmul_flops_per_s", 6e11), "matmul_flops_per_s: must be from 1e.12 to 1e.17 on this GPU"),
+        (
+            with_rate("matmul_flops_per_s", 1.2e15, gpu_peak_flops=989e12),
+            r"matmul_flops_per_s: cannot exceed gpu_peak_flops, 1.19e\+15 with a tolerance, found 12",
+        ),
+        (with_rate("gpu_adam_params_per_s", 1e8), "gpu_adam_params_per_s: must be from"),
+        (
+            with_rate("cpu_adam_beside_transfers_params_per_s", 5e9),
+            "cpu_adam_beside_transfers_params_per_s: cannot exceed cpu_adam_params_per_s",
+        ),
+        (
+            with_rate("both_beside_cpu_adam_bytes_per_s", 7e10),
+            "both_beside_cpu_adam_bytes_per_s: cannot exceed both_bytes_per_s",
+        ),
     ],
 )
 def test_a_bad_profile_is_refused_with_rule_value_and_remedy(text: str, message: str) -> None:
@@ -88,9 +119,30 @@ def test_a_bad_profile_is_refused_with_rule_value_and_remedy(text: str, message:
     assert len(str(caught.value).splitlines()) >= 2, "the remedy"
 
 
+def test_a_cpu_that_multiplies_like_a_gpu_is_refused() -> None:
+    host = {name: RATES[name] for name in ("cpu_adam_params_per_s", "dram_update_bytes_per_s")}
+    about = {"name": "cpu", "provenance": Provenance(source="made up for a test")}
+
+    def of(flops: float) -> HardwareProfile:
+        rates = {**host, "matmul_flops_per_s": flops}
+        return HardwareProfile(
+            **about, measurements={name: Measurement(samples=(rate,)) for name, rate in rates.items()}
+        )
+
+    assert not of(2e11).has_accelerator
+    with pytest.raises(ProfileError, match=r"matmul_flops_per_s: must be from 1e\+09 to 2e\+14 on this CPU"):
+        of(1e15)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_profile(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(profile().to_json(), encoding="utf-8-sig")
+    assert HardwareProfile.read(path) == profile()
+
+
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for path in (tmp_path / "none", tmp_path, tmp_path / "binary"):
+    for path in (tmp_path / "none", tmp_path, tmp_path / "binary", Path("\0"), Path("long" * 1000)):
         with pytest.raises(ProfileError, match="must be a readable file"):
             HardwareProfile.read(path)
 

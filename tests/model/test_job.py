@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
+from perf_model.budgets import DoesNotFit
+from perf_model.forecast import (
+    NO_ACCELERATOR,
+    Forecast,
+    Iteration,
+    MemoryLimits,
+    Overlap,
+    Unfit,
+    forecast,
+    least_world_size_that_fits,
+    what_would_fit,
+)
+from perf_model.hardware import REQUIRED
 from perf_model.job import Job
 from perf_model.model import ModelError, gpt
+from perf_model.placement import Placement
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from tests.model.profiles import RATES, profile
@@ -54,9 +69,10 @@ def test_gradients_pass_to_host_memory() -> None:
 
 
 @pytest.mark.parametrize("key", ["world_size", "ranks_per_node", "micro_batch", "sequence"])
-def test_impossible_jobs_are_refused(key: str) -> None:
-    with pytest.raises(ModelError, match=f"{key}: must be at least 1, found 0"):
-        replace(JOB, **{key: 0})
+@pytest.mark.parametrize("value", [0, -1, 10**20, 1.0, True])
+def test_impossible_jobs_are_refused(key: str, value: float) -> None:
+    with pytest.raises(ModelError, match=f"{key}: must be an integer from 1 to .*, found {value}\\.\nCorrect --"):
+        replace(JOB, **{key: value})
 
 
 def test_presets_have_the_published_numbers_of_parameters() -> None:
@@ -68,6 +84,13 @@ def test_presets_have_the_published_numbers_of_parameters() -> None:
         assert MODELS[name].numel == numel
 
 
+def test_machines_have_the_memory_that_the_driver_reports() -> None:
+    mib = {"a100-pcie4": 81_920, "h100-pcie5": 81_559, "h200-pcie5": 143_771, "gh200": 97_871}
+    assert {name: MACHINES[name].profile(1).gpu_memory_bytes for name in MACHINES} == {
+        name: its * 2**20 for name, its in mib.items()
+    }
+
+
 @pytest.mark.parametrize("name", MACHINES)
 def test_machines_say_that_they_are_not_measured_and_divide_what_is_shared(name: str) -> None:
     alone, four = (MACHINES[name].profile(ranks) for ranks in (1, 4))
@@ -76,3 +99,103 @@ def test_machines_say_that_they_are_not_measured_and_divide_what_is_shared(name:
         assert four.rate(shared) == pytest.approx(alone.rate(shared) / 4)
     for own in ("h2d_bytes_per_s", "gpu_adam_params_per_s", "matmul_flops_per_s"):
         assert four.rate(own) == alone.rate(own)
+
+
+SMALL = Job(shape=MODELS["7B"], world_size=4, ranks_per_node=4, micro_batch=1, sequence=16)
+"""So short that the gradients' way to host memory takes longer than backward's arithmetic."""
+
+WITH_GPU = profile({**RATES, "matmul_flops_per_s": 1e15})
+CPU_ONLY = profile({**{name: RATES[name] for name in REQUIRED}, "matmul_flops_per_s": 1e12})
+
+
+def of_7b(limits: MemoryLimits, job: Job = SMALL, size: int = 100_000_000) -> Forecast:
+    return forecast(job, WITH_GPU, limits, Overlap(), [size])
+
+
+def test_a_resident_s_gradient_does_not_return_to_host_memory() -> None:
+    """2 bytes down and 2 up, of which both directions together are the limit; 4 more bytes down for the others."""
+    assert JOB.gradients_s(0, profile(), 10**9) == pytest.approx(4e9 / RATES["both_bytes_per_s"])
+    assert JOB.gradients_s(10**9, profile(), 3 * 10**9) == pytest.approx(20e9 / RATES["both_bytes_per_s"])
+    down_only = profile({**RATES, "both_bytes_per_s": 51e9})
+    assert JOB.gradients_s(10**9, down_only, 3 * 10**9) == pytest.approx(12e9 / RATES["d2h_bytes_per_s"])
+
+
+def test_backward_charges_each_placement_s_gradients() -> None:
+    limits = MemoryLimits(gpu=30 * 10**9, host=None)
+    found = of_7b(limits)
+    plan = found.planned.plan
+    resident, numel = plan.numel(Placement.RESIDENT), plan.workload.numel
+    assert 0 < resident < numel
+    h2d, d2h, both = (RATES[f"{name}_bytes_per_s"] for name in ("h2d", "d2h", "both"))
+    down, up = 6 * (numel - resident) + 2 * resident, 2 * numel
+    assert found.predicted.backward_s == pytest.approx(max(down / d2h, up / h2d, (down + up) / both))
+    arms = {name: arm for name, arm in found.baselines.items() if isinstance(arm, Iteration)}
+    assert set(arms) >= {"stock", "twin_flow", "all_cpu", "all_streamed", "stride_2"}
+    for name in ("stock", "all_cpu", "all_streamed", "stride_2"):
+        assert arms[name].backward_s == pytest.approx(6 * numel / d2h), name
+    assert arms["twin_flow"].backward_s < arms["stock"].backward_s
+    roomy = of_7b(MemoryLimits(gpu=None, host=None))
+    assert set(roomy.planned.plan.placements) == {Placement.RESIDENT}
+    assert roomy.predicted.backward_s == pytest.approx(4 * numel / both)
+    kept = roomy.baselines["no_offload"]
+    assert isinstance(kept, Iteration)
+    assert kept.backward_s < 0.01, "nothing passes the link"
+
+
+@pytest.mark.parametrize("size", [1_000_000, 100_000_000, 3_000_000_000])
+def test_the_ranks_that_are_said_to_fit_do(size: int) -> None:
+    limits = MemoryLimits(gpu=15 * 10**9, host=None, pinned=6 * 10**9)
+    job = replace(SMALL, shape=MODELS["20B"])
+    with pytest.raises(DoesNotFit):
+        of_7b(limits, job, size)
+    ranks = least_world_size_that_fits(job, WITH_GPU, limits, [size])
+    assert ranks is not None
+    assert what_would_fit(job, WITH_GPU, limits, (size,)) == f"It fits with {ranks} ranks."
+    of_7b(limits, replace(job, world_size=ranks), size)
+
+
+def test_more_ranks_fill_nodes() -> None:
+    limits = MemoryLimits(gpu=13 * 10**9, host=None, pinned=4 * 10**9)
+    job = replace(SMALL, shape=MODELS["20B"], world_size=4, ranks_per_node=6)
+    ranks = least_world_size_that_fits(job, WITH_GPU, limits)
+    assert ranks is not None
+    assert ranks % 6 == 0
+
+
+def test_smaller_sub_groups_are_named_where_they_fit() -> None:
+    """Page-locked memory is reserved in powers of two: 6 GB of one long sub-group take 8.6."""
+    limits = MemoryLimits(gpu=10 * 10**9, host=None, pinned=22 * 10**9)
+    with pytest.raises(DoesNotFit):
+        of_7b(limits, size=3_000_000_000)
+    told = what_would_fit(SMALL, WITH_GPU, limits, (3_000_000_000,))
+    match = re.fullmatch(r'It fits with "sub_group_size": (\d+)\.', told)
+    assert match, told
+    of_7b(limits, size=int(match[1]))
+
+
+def test_where_no_number_of_ranks_helps_it_says_what_is_in_the_way() -> None:
+    long = replace(SMALL, sequence=10**6)
+    told = what_would_fit(long, WITH_GPU, MemoryLimits(gpu=80 * 10**9, host=None))
+    assert told.startswith("No number of ranks makes it fit: beside the optimizer, training takes")
+    assert "of the 80.0 GB of a GPU" in told
+    assert told.endswith("Lower --micro-batch or --sequence.")
+    kept = what_would_fit(replace(long, recompute=False), WITH_GPU, MemoryLimits(gpu=80 * 10**9, host=None))
+    assert kept.endswith("Lower --micro-batch or --sequence, or leave out --no-recompute.")
+    tiny = what_would_fit(SMALL, WITH_GPU, MemoryLimits(gpu=10**9, host=None))
+    assert tiny.endswith("Train where there is more.")
+    host = what_would_fit(long, CPU_ONLY, MemoryLimits(gpu=None, host=80 * 10**9))
+    assert "of the 20.0 GB of host memory a rank" in host
+
+
+def test_where_the_cpu_trains_nothing_is_said_of_a_gpu() -> None:
+    limits = MemoryLimits(gpu=None, host=400 * 10**9)
+    found = forecast(SMALL, CPU_ONLY, limits, Overlap(), [100_000_000])
+    assert set(found.planned.plan.placements) == {Placement.CPU}
+    for name in ("twin_flow", "all_streamed", "stride_2", "no_offload"):
+        assert found.baselines[name] == Unfit(why=NO_ACCELERATOR)
+    assert isinstance(found.baselines["stock"], Iteration)
+    assert found.memory.gpu_bytes == 0
+    assert found.memory.host_bytes == 4 * (found.planned.memory.host_bytes + SMALL.gpu_bytes)
+    with pytest.raises(DoesNotFit, match=r"exceeds host memory by [\d.]+ GB a rank\.") as caught:
+        forecast(SMALL, CPU_ONLY, MemoryLimits(gpu=None, host=100 * 10**9), Overlap(), [100_000_000])
+    assert set(caught.value.missing) == {"host_bytes"}

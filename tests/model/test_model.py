@@ -24,11 +24,14 @@ SMALL = {
     "vocab_size": 211,
 }
 
+GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 77, "vocab_size": 211}
+HUGE = {"vocab_size": 10**18, "hidden_size": 10**30, "num_hidden_layers": 10**6, "intermediate_size": 10**4000}
+
 
 def config_of(family: str, **changes: Any) -> Any:
     values = {**SMALL, **changes}
     if family == "GPT2":
-        values = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 77, "vocab_size": 211, **changes}
+        values = {**GPT2, **changes}
     if family == "GPTNeoX":
         del values["num_key_value_heads"], values["head_dim"]
     return getattr(transformers, f"{family}Config")(**values)
@@ -49,6 +52,43 @@ def test_every_parameter_of_a_hugging_face_model_is_counted(family: str, tied: b
     assert shape.numel == sum(expected)
     if family in LLAMA_LIKE:
         assert shape.parameters() == expected
+
+
+# As many heads as every family's default of key-value heads divides.
+OPEN = {**SMALL, "hidden_size": 64, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 4}
+
+
+@pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim"])
+@pytest.mark.parametrize("family", LLAMA_LIKE)
+def test_what_a_config_leaves_out_is_what_hugging_face_makes_of_it(family: str, key: str) -> None:
+    values = {name: value for name, value in OPEN.items() if name != key}
+    shape = parse_hf_config(json.dumps({"model_type": family.lower(), **values}), name=family)
+    assert shape.parameters() == parameters_of(getattr(transformers, f"{family}Config")(**values))
+
+
+@pytest.mark.parametrize("family", [*LLAMA_LIKE, "GPT2", "GPTNeoX"])
+def test_null_is_the_default(family: str) -> None:
+    config = config_of(family).to_dict()
+    del config["tie_word_embeddings"]
+    default = parse_hf_config(json.dumps(config), name=family)
+    assert default.tied_embeddings is config_of(family).tie_word_embeddings
+    assert parse_hf_config(json.dumps({**config, "tie_word_embeddings": None}), name=family) == default
+
+
+@pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim"])
+def test_null_follows_from_the_heads(key: str) -> None:
+    """Newer releases of transformers refuse it in other families than Llama, older ones read it so in all."""
+    values = {**OPEN, key: None}
+    shape = parse_hf_config(json.dumps({"model_type": "llama", **values}), name="Llama")
+    assert shape.parameters() == parameters_of(transformers.LlamaConfig(**values))
+    assert parse_hf_config(json.dumps({"model_type": "mistral", **values}), name="Llama") == shape
+
+
+def test_a_byte_order_mark_is_no_part_of_a_config(tmp_path: Path) -> None:
+    text = json.dumps({"model_type": "llama", **SMALL})
+    path = tmp_path / "config.json"
+    path.write_text(text, encoding="utf-8-sig")
+    assert read_hf_config(path) == parse_hf_config(text, tmp_path.name)
 
 
 def test_a_published_model_has_its_published_size(tmp_path: Path) -> None:
@@ -107,7 +147,25 @@ def test_without_recomputation_the_layers_run_three_times_and_not_four() -> None
         ("[]", "A model's config must be an object"),
         ("{}", "model_type: must be one of .*, found None"),
         (json.dumps({"model_type": "mixtral"}), "model_type: must be one of llama, .*, found 'mixtral'"),
-        (json.dumps({"model_type": "llama"}), "hidden_size: must be an integer of at least 1, found None"),
+        ("[" * 100_000, "A model's config is JSON, found a text that is not: it is nested too deeply"),
+        (json.dumps({"model_type": "llama"}), "hidden_size: must be an integer from 1 to 1,000,000, found None"),
+        *(
+            (json.dumps({"model_type": "llama", **SMALL, key: value}), f"{key}: must be an integer from 1 to")
+            for key, value in HUGE.items()
+        ),
+        (
+            json.dumps(
+                {"model_type": "llama", **SMALL, "num_hidden_layers": 2000, "hidden_size": 10**6, "head_dim": 10**5}
+            ),
+            "parameters: must be at most 100,000,000,000,000 in all, found",
+        ),
+        (
+            json.dumps({"model_type": "llama", **SMALL, "hidden_size": 50, "head_dim": None}),
+            "hidden: must be a multiple",
+        ),
+        (json.dumps({"model_type": "gpt2", **GPT2, "n_embd": 50}), "hidden: must be a multiple of heads"),
+        (json.dumps({"model_type": "gpt_neox", **SMALL, "attention_bias": False}), "attention_bias: must be true"),
+        (json.dumps({"model_type": "qwen3", **SMALL, "attention_bias": True}), "attention_bias: must be false"),
         (json.dumps({"model_type": "llama", **SMALL, "vocab_size": "9"}), "vocab_size: must be an integer"),
         (json.dumps({"model_type": "llama", **SMALL, "vocab_size": True}), "vocab_size: must be an integer"),
         (json.dumps({"model_type": "llama", **SMALL, "num_key_value_heads": 4}), "kv_heads: must divide heads"),
@@ -124,6 +182,8 @@ def test_a_bad_config_is_refused_with_rule_value_and_remedy(text: str, message: 
 def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"must be a preset or a readable config\.json"):
         read_hf_config(tmp_path / "none.json")
+    with pytest.raises(ModelError, match=r"must be a preset or a readable config\.json"):
+        read_hf_config(Path("\0"))
 
 
 json_values = st.none() | st.booleans() | st.integers(-5, 5) | st.floats() | st.text(max_size=3) | st.lists(st.none())

@@ -330,7 +330,7 @@ def test_the_command_refuses_bad_files() -> None:
     st.lists(
         st.fixed_dictionaries(
             {
-                "real_params": st.sampled_from(["1", "1e9", "1e15"]),
+                "real_params": st.sampled_from(["1", "1e9", "1e13"]),
                 "dp": st.sampled_from(["1", "1e6"]),
                 "hidden": st.sampled_from(["1", "1e4"]),
                 "cpu_ratio": st.sampled_from(["0", "0.5", "1"]),
@@ -349,5 +349,10 @@ def test_any_file_that_is_read_is_predicted(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, str]], across: bool
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "any.csv"
-    found = validate(read_runs(Path(written(path, *rows))), across)
+    try:
+        runs = read_runs(Path(written(path, *rows)))
+    except RunsError:
+        # Too many sub-groups; any single field is plausible.
+        return
+    found = validate(runs, across)
     assert all(np.isfinite(each.predicted_s) and each.predicted_s > 0 for each in found.predictions)

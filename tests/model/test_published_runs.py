@@ -94,7 +94,7 @@ def test_columns_that_are_needed(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "field", "rule"),
     [
-        ("real_params", "0", "must be a whole number from 1 to 1e+15, found '0'"),
+        ("real_params", "0", "must be a whole number from 1 to 1e+13, found '0'"),
         ("real_params", "11.25B", "whole number"),
         ("real_params", "1.5", "whole number"),
         ("real_params", "1e999", "whole number"),
@@ -138,6 +138,14 @@ def test_fields_that_are_refused(name: str, field: str, rule: str) -> None:
 )
 def test_texts_that_are_refused(text: str, rule: str) -> None:
     assert rule in refused(text)
+
+
+def test_runs_that_would_be_simulated_for_hours_are_refused() -> None:
+    plausible = text_of(*[{**ROW, "update_stride": str(stride)} for stride in range(1, 51)])
+    assert len(parse_runs(plausible, "")) == 50
+    message = refused(text_of(ROW, {**ROW, "real_params": "1e13"}, ROW))
+    assert "has at most 10,000 sub-groups of a rank in all its different runs, found 25,029, most of them in" in message
+    assert "in line 3." in message
 
 
 def test_files_that_are_refused(tmp_path: Path) -> None:

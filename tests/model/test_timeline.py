@@ -3,6 +3,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+from matplotlib.figure import Figure
+
 from perf_model.action import Action, ActionKind, Lane
 from perf_model.draw import draw
 from perf_model.timeline import Span, Timeline
@@ -40,3 +43,37 @@ def test_picture_is_written(tmp_path: Path) -> None:
     draw(TIMELINE, path, "a title")
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 5000
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are written."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    return figures
+
+
+def test_what_ran_before_the_update_was_decided_is_in_the_picture(drawn: list[Figure], tmp_path: Path) -> None:
+    early = Span(Action(ActionKind.PREFETCH, 3, 0), -0.020, -0.015)
+    draw(Timeline((early, *TIMELINE.spans)), tmp_path / "timeline.png", "word " * 100)
+    (axes,) = drawn[0].axes
+    left_ms, right_ms = axes.get_xlim()
+    assert left_ms == -20
+    assert 5 < right_ms < 6
+    update, *title = axes.get_title().splitlines()
+    assert update == "update of 10.0 ms", "what lies between is no part of it"
+    assert len(title) > 1, "wrapped"
+    busy = [label.get_text() for label in axes.get_yticklabels()]
+    assert busy == ["h2d\n80% busy", "compute\n0% busy", "d2h\n0% busy", "cpu\n30% busy"]
+
+
+def test_bars_are_labelled_where_there_is_room(drawn: list[Figure], tmp_path: Path) -> None:
+    widths_s = [0.5, 0.02, *[0.001] * 480]
+    starts_s = [sum(widths_s[:index]) for index in range(len(widths_s))]
+    spans = (
+        Span(Action(ActionKind.PREFETCH, index, 1), start_s, start_s + width_s)
+        for index, (start_s, width_s) in enumerate(zip(starts_s, widths_s, strict=True))
+    )
+    draw(Timeline(tuple(spans)), tmp_path / "timeline.png", "a title")
+    (axes,) = drawn[0].axes
+    assert [label.get_text() for label in axes.texts] == ["0 [1]", "1"]

@@ -15,11 +15,12 @@ from deep_opt_states import machine
 from deep_opt_states.device.host import HostDevice
 from deep_opt_states.profiler import provenance
 from deep_opt_states.profiler.method import Effort
-from deep_opt_states.profiler.profile import NO_ACCELERATOR, NO_GPU_ADAM, measure, thread_counts
+from deep_opt_states.profiler.peaks import peak_flops
+from deep_opt_states.profiler.profile import NO_ACCELERATOR, NO_GPU_ADAM, measure, thread_counts, waived_noise
 from deep_opt_states.profiler.provenance import Node, describe, fingerprint, smallest_node
 from deep_opt_states.profiler.ranks import OneRank
 from perf_model.cost import CostModel
-from perf_model.hardware import QUANTITIES, HardwareProfile, ProfileError
+from perf_model.hardware import QUANTITIES, HardwareProfile, Measurement, ProfileError
 from tests.profiler.threads import on_ranks
 from tests.profiler.virtual import TimedAdam, VirtualDevice
 from tests.runtime.adam import PlainAdam
@@ -120,6 +121,37 @@ def test_without_an_accelerator_the_rest_is_measured() -> None:
     assert (origin.cores, origin.torch, origin.deepspeed) == (torch.get_num_threads(), torch.__version__, "0.19.8")
     assert profile.gpu_memory_bytes is profile.gpu_peak_flops is None
     assert profile.host_memory_bytes == machine.memory().usable_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", 990),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA RTX A6000", 154.8),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("Tesla V100-SXM2-32GB", 125),
+        ("Tesla V100-PCIE-16GB", 112),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("NVIDIA A10G", None),
+        ("A GPU of tomorrow", None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_known_by_its_name(name: str, tera: float | None) -> None:
+    assert peak_flops(name) == (None if tera is None else tera * 1e12)
+
+
+def test_the_gpu_s_peak_is_in_its_profile(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gpu", lambda: machine.Gpu("NVIDIA H100 PCIe", 80 * 2**30))
+    device.issue_s = 2e-7  # so that its matrix products are a GPU's
+    assert virtual_profile(device, 1, monkeypatch).gpu_peak_flops == 756e12
 
 
 def test_progress_counts_every_probe_to_the_end() -> None:
@@ -308,3 +340,15 @@ def test_a_device_that_overlaps_nothing_is_waived_there() -> None:
         reason = profile.measurements[name].waived
         assert reason is not None
         assert "nothing overlapped" in reason
+
+
+def test_what_is_faster_beside_others_than_alone_is_not_believed() -> None:
+    beside, alone = "cpu_adam_beside_transfers_params_per_s", "cpu_adam_params_per_s"
+    both = "both_beside_cpu_adam_bytes_per_s", "both_bytes_per_s"
+    measurements = {name: Measurement(waived="not here") for name in both} | {
+        beside: Measurement(samples=(3e9,)),
+        alone: Measurement(samples=(1e9,)),
+    }
+    assert set(waived_noise(measurements)) == {beside}
+    assert waived_noise(measurements)[beside].waived == "not believed: 3e+09, and 1e+09 alone"
+    assert waived_noise({**measurements, beside: Measurement(samples=(1.2e9,))}) == {}

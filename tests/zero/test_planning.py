@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from perf_model.hardware import HardwareProfile
+from perf_model.hardware import REQUIRED, HardwareProfile
 from tests.launch import Finished, run_ranks
 from tests.model.profiles import RATES, profile
 
@@ -55,12 +55,35 @@ def test_a_profile_that_is_given_is_used_and_rank_0_s_file_counts(tmp_path: Path
     path = tmp_path / "profile.json"
     cpu_only = {name: rate for name, rate in RATES.items() if name.startswith(("cpu_adam_params", "dram"))}
     path.write_text(profile({**cpu_only, "cpu_adam_params_per_s": 1e9, "dram_copy_bytes_per_s": 4e9}).to_json())
-    for finished in engines(2, tmp_path, {"profile": str(path)}):
+    first, second = engines(2, tmp_path, {"profile": str(path)})
+    assert first.output.count("measured with 1 rank on a node at once, while 2 train") == 1
+    assert "while 2 train" not in second.output
+    for finished in (first, second):
         (found,) = finished.answers()
         # A parameter takes 1 ns for Adam, and as long for the 2 bytes that are read and written to publish it.
         numel = 4 * (64 * 64 + 64) // 2
         assert found["compared"]["update"][0] == pytest.approx(2 * numel / 1e9, rel=1e-6)
     assert not (tmp_path / "deep_opt_states").exists(), "nothing was measured"
+
+
+def test_a_profile_of_as_many_ranks_is_taken_without_a_word(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(profile({name: rate for name, rate in RATES.items() if name in REQUIRED}).to_json())
+    (alone,) = engines(1, tmp_path, {"profile": str(path)})
+    assert "on a node at once" not in alone.output
+
+
+def test_a_profile_of_a_machine_with_a_gpu_is_refused_where_the_cpu_trains(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(profile().to_json())
+    for finished in engines(2, tmp_path, {"profile": str(path)}):
+        (found,) = finished.answers()
+        for expected in (
+            "ProfileError: deep_optimizer_states.profile: must be of a machine like the one that trains",
+            f"here on the CPU, found {path} of one with a GPU.",
+            "Write one here with: deep-opt-states profile",
+        ):
+            assert expected in found["refused"]
 
 
 def test_a_bad_profile_is_refused_on_every_rank(tmp_path: Path) -> None:
@@ -69,7 +92,7 @@ def test_a_bad_profile_is_refused_on_every_rank(tmp_path: Path) -> None:
     missing = tmp_path / "missing.json"
     ranks = engines(2, tmp_path, {"profile": str(old)}, {"profile": str(missing)}, {"placement": "cpu"})
     refused_old, refused_missing, trained = ranks[0].answers()
-    assert "ProfileError: version: must be 1, found 0" in refused_old["refused"]
+    assert "ProfileError: version: must be the integer 1, found 0" in refused_old["refused"]
     assert "ProfileError: A profile must be a readable file" in refused_missing["refused"]
     assert "deep-opt-states profile --output profile.json" in refused_missing["refused"]
     assert trained["compared"] == {}, "a rule needs no profile where nothing is reported"
