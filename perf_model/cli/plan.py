@@ -124,6 +124,9 @@ def _print_screen(found: Forecast, inputs: Inputs) -> None:
         f"this plan is at {planned.ratio_to_bound:.2f} of it"
     )
     say(f"memory: {_memory(found, inputs)}\n")
+    if inputs.profile.has_accelerator:
+        # Until the runtime has a GPU kernel with the CPU kernel's bits.
+        say('On CUDA this release updates on the CPU alone: the row to expect today is "all on the CPU".\n')
     say("Paste into your DeepSpeed config:")
     say(json.dumps(deepspeed_config(found, inputs), indent=2))
 

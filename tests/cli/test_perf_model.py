@@ -107,6 +107,7 @@ def test_the_screen_has_what_it_takes_to_decide(capsys: pytest.CaptureFixture[st
         "no offload: does not fit: 51 GB of 40 GB",
         "no update takes less than",
         "of which pinned",
+        "On CUDA this release updates on the CPU alone",
         '"placement": "planned"',
     ):
         assert expected in shown
