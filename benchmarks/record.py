@@ -12,7 +12,8 @@ from pathlib import Path
 
 from deep_opt_states import machine
 
-RESULTS = Path(__file__).parent / "results"
+REPOSITORY = Path(__file__).resolve().parents[1]
+RESULTS = REPOSITORY / "benchmarks" / "results"
 
 
 def record(benchmark: str, packages: tuple[str, ...], row: Mapping[str, object]) -> Path:
@@ -33,12 +34,13 @@ def record(benchmark: str, packages: tuple[str, ...], row: Mapping[str, object])
 
 def _commit() -> str:
     """With a + where the tree is not as committed; results themselves do not count."""
-    repository = RESULTS.parents[1]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=repository, capture_output=True, text=True)
-    changed = subprocess.run(
-        ["git", "status", "--porcelain", "--", ".", f":!{RESULTS.relative_to(repository)}"],
-        cwd=repository,
-        capture_output=True,
-        text=True,
-    )
-    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "") if commit.returncode == 0 else "unknown"
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(REPOSITORY), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+        return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

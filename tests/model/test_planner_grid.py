@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from statistics import median
 
 import pytest
 
-from benchmarks.planner import Judged, excess_over_every_plan, judge
+from benchmarks import record
+from benchmarks.planner import Judged, excess_over_every_plan, judge, main
 from benchmarks.synthetic import CORES, LINKS, RANKS_PER_NODE, SHAPES, machines
 
 
@@ -38,3 +41,15 @@ def test_the_grid_is_as_wide_as_it_says() -> None:
     assert {its.cores for its in drawn} == set(CORES)
     assert {its.ranks for its in drawn} == set(RANKS_PER_NODE)
     assert {its.shape for its in drawn} == set(SHAPES)
+
+
+def test_the_script_records_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    assert main(["--machines", "2", "--timed", "1", "--exhaustive", "0", "--seed", "3"]) == 0
+    (row,) = map(json.loads, (tmp_path / "planner.jsonl").read_text().splitlines())
+    assert {"date", "commit", "cpu", "cores", "versions"} < set(row)
+    assert (row["machines"], row["seed"], row["beat_the_bound"]) == (2, 3, 0)
+    assert 1 <= row["ratio_to_bound_with_fill_and_drain"]["median"] <= row["ratio_to_work_bound"]["max"]
+    assert "The ten plans that are farthest from it" in capsys.readouterr().out
