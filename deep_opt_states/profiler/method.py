@@ -48,10 +48,10 @@ class Effort:
 
 
 QUICK = Effort(
-    warm_ups=2,
-    min_samples=5,
-    max_samples=25,
-    budget_s=0.3,
+    warm_ups=1,
+    min_samples=3,
+    max_samples=15,
+    budget_s=0.15,
     update_numel=12_000_000,
     copy_bytes=32 * 2**20,
     matrix_size=4096,
