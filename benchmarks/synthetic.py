@@ -63,13 +63,14 @@ class Machine:
     def cost(self) -> CostModel:
         dram = DRAM_OF_A_CORE * self.cores / self.ranks
         one_way = min(REACHED * LINKS[self.link], dram)
-        # What an update moves: 42 bytes a parameter on the CPU, 30 on the GPU (p, m, v, gradient and 16 bit).
+        # Bytes that an update moves: on the CPU in one pass and in stock's three, on the GPU p, m, v, g and 16 bit.
         rates = {
             "h2d_bytes_per_s": one_way,
             "d2h_bytes_per_s": one_way,
             "both_bytes_per_s": min(self.joint * REACHED * LINKS[self.link], dram),
             "copy_latency_s": 1e-5,
-            "cpu_adam_params_per_s": min(dram / 42, ADAM_OF_A_CORE * self.cores / self.ranks),
+            "cpu_adam_params_per_s": min(dram / 30, ADAM_OF_A_CORE * self.cores / self.ranks),
+            "stock_cpu_adam_params_per_s": min(dram / 42, ADAM_OF_A_CORE * self.cores / self.ranks),
             "dram_update_bytes_per_s": dram,
             "gpu_adam_params_per_s": REACHED * GPU_MEMORY[self.link] / 30,
         }

@@ -17,6 +17,10 @@ from perf_model.hardware import HardwareProfile
 from perf_model.placement import Placement
 from perf_model.schedule import STAGED_BYTES_PER_PARAM
 
+FP32_BYTES = 4
+PROBED_PARAM_BYTES = 2
+"""Of the model whose update is probed: bf16."""
+
 
 class Resource(Enum):
     H2D = "h2d"
@@ -41,25 +45,29 @@ class Traffic:
 def traffic_of(param_bytes: int) -> dict[ActionKind, Traffic]:
     """What the runtime moves. ``param_bytes``: 2 for 16-bit models; 4 for fp32, whose CPU update has nothing to round.
 
-    CPU_STEP is stock's three passes: the gradient scaled in place (8), Adam (28), rounding (4 read, 2 written).
+    CPU_STEP is one pass: p, m and v read and written (24), the gradient read (4), the 16-bit parameter written.
     """
-    rounding = 4 + param_bytes if param_bytes < 4 else 0
     return {
         ActionKind.PREFETCH: Traffic(h2d=STAGED_BYTES_PER_PARAM, dram=STAGED_BYTES_PER_PARAM),
         ActionKind.GPU_STEP: Traffic(),
         ActionKind.FLUSH_STATES: Traffic(d2h=12, dram=12),
-        ActionKind.CPU_STEP: Traffic(dram=8 + 28 + rounding),
+        ActionKind.CPU_STEP: Traffic(dram=24 + 4 + (param_bytes if param_bytes < FP32_BYTES else 0)),
         ActionKind.PUBLISH: Traffic(h2d=param_bytes, dram=param_bytes),
     }
 
 
 def stock_traffic_of(param_bytes: int) -> dict[ActionKind, Traffic]:
-    """What stock DeepSpeed moves: its parameters are published from pageable memory.
+    """What stock DeepSpeed moves: its CPU update takes three passes, and publishes from pageable memory.
 
-    The driver copies them to memory that it has pinned (read, written) before the device reads that.
+    The gradient is scaled in place (8), Adam reads and writes (28), the parameter is rounded (4 read, 2 written). The
+    driver copies what is published to memory that it has pinned (read, written) before the device reads that.
     """
-    publish = Traffic(h2d=param_bytes, pageable=param_bytes, dram=3 * param_bytes)
-    return {**traffic_of(param_bytes), ActionKind.PUBLISH: publish}
+    rounding = 4 + param_bytes if param_bytes < FP32_BYTES else 0
+    return {
+        **traffic_of(param_bytes),
+        ActionKind.CPU_STEP: Traffic(dram=8 + 28 + rounding),
+        ActionKind.PUBLISH: Traffic(h2d=param_bytes, pageable=param_bytes, dram=3 * param_bytes),
+    }
 
 
 COPIES = {ActionKind.PREFETCH: 4, ActionKind.FLUSH_STATES: 3, ActionKind.PUBLISH: 1}
@@ -125,18 +133,23 @@ class CostModel:
         )
 
     @classmethod
-    def of(
-        cls, profile: HardwareProfile, param_bytes: int = 2, traffic: Mapping[ActionKind, Traffic] | None = None
-    ) -> CostModel:
-        """``traffic`` is by default what the runtime moves.
+    def of_stock(cls, profile: HardwareProfile, param_bytes: int = 2) -> CostModel:
+        """Of stock DeepSpeed's update. Raises ``ProfileError`` as ``of`` does."""
+        return cls._of(profile, stock_traffic_of(param_bytes), profile.rate("stock_cpu_adam_params_per_s"))
+
+    @classmethod
+    def of(cls, profile: HardwareProfile, param_bytes: int = 2) -> CostModel:
+        """Of our update.
 
         Without any rate of transfers the accelerator is the CPU itself. Raises ``ProfileError`` where some of them
         are there and others are not.
         """
+        return cls._of(profile, traffic_of(param_bytes), profile.rate("cpu_adam_params_per_s"))
+
+    @classmethod
+    def _of(cls, profile: HardwareProfile, traffic: Mapping[ActionKind, Traffic], cpu: float) -> CostModel:
         if not profile.has_accelerator:
-            return cls._of_cpu_accelerator(profile, param_bytes)
-        traffic = traffic or traffic_of(param_bytes)
-        cpu = profile.rate("cpu_adam_params_per_s")
+            return cls._of_cpu_accelerator(profile, traffic, cpu)
         h2d, both = profile.rate("h2d_bytes_per_s"), profile.rate("both_bytes_per_s")
         return cls.of_rates(
             cpu_adam_params_per_s=cpu,
@@ -146,23 +159,25 @@ class CostModel:
                 Resource.D2H: profile.rate("d2h_bytes_per_s"),
                 Resource.BOTH: both,
                 Resource.PAGEABLE: profile.get("pageable_h2d_bytes_per_s") or h2d,
-                Resource.DRAM: _dram_capacity(profile, traffic[ActionKind.CPU_STEP].dram, cpu, both),
+                Resource.DRAM: max(_dram_capacity(profile), traffic[ActionKind.CPU_STEP].dram * cpu),
             },
             traffic=traffic,
             copy_latency_s=profile.get("copy_latency_s") or 0.0,
         )
 
     @classmethod
-    def _of_cpu_accelerator(cls, profile: HardwareProfile, param_bytes: int) -> CostModel:
+    def _of_cpu_accelerator(
+        cls, profile: HardwareProfile, traffic: Mapping[ActionKind, Traffic], cpu: float
+    ) -> CostModel:
         """Slots are host memory and every action is the host's: copies and Adam take turns at its cores.
 
         A copied byte is one read and one written; GPU_STEP does in a slot what CPU_STEP does in place.
         """
-        adam_s = 1 / profile.rate("cpu_adam_params_per_s")
+        adam_s = 1 / cpu
         copied_byte_s = 2 / (profile.get("dram_copy_bytes_per_s") or profile.rate("dram_update_bytes_per_s"))
         seconds = {
             kind: adam_s if kind in (ActionKind.CPU_STEP, ActionKind.GPU_STEP) else copied_byte_s * (its.h2d + its.d2h)
-            for kind, its in traffic_of(param_bytes).items()
+            for kind, its in traffic.items()
         }
         per_param = {kind: {Resource.CPU: param_s} for kind, param_s in seconds.items()}
         return cls(capacities={Resource.CPU: 1.0}, per_param=per_param, blocks=True)
@@ -183,15 +198,17 @@ def _amounts(traffic: Traffic) -> dict[Resource, float]:
     }
 
 
-def _dram_capacity(profile: HardwareProfile, cpu_step_bytes: float, cpu: float, both: float) -> float:
+def _dram_capacity(profile: HardwareProfile) -> float:
     """What host memory gave to a CPU update and to transfers both ways while they ran beside each other.
 
     If neither slowed the other, host memory did not bind: then at least that much. What either reaches alone is
     less than the capacity in any case; a CPU update that the caches help may beat the plain probe.
     """
-    alone = max(profile.rate("dram_update_bytes_per_s"), cpu_step_bytes * cpu, both)
+    cpu, both = profile.rate("cpu_adam_params_per_s"), profile.rate("both_bytes_per_s")
+    step_bytes = traffic_of(PROBED_PARAM_BYTES)[ActionKind.CPU_STEP].dram
+    alone = max(profile.rate("dram_update_bytes_per_s"), step_bytes * cpu, both)
     beside_cpu = profile.get("cpu_adam_beside_transfers_params_per_s")
     beside_both = profile.get("both_beside_cpu_adam_bytes_per_s")
     if beside_cpu is None or beside_both is None:
         return alone
-    return max(alone, cpu_step_bytes * min(beside_cpu, cpu) + min(beside_both, both))
+    return max(alone, step_bytes * min(beside_cpu, cpu) + min(beside_both, both))

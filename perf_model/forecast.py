@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from perf_model.action import ActionKind
 from perf_model.budgets import Budgets, DoesNotFit
-from perf_model.cost import CostModel, stock_traffic_of
+from perf_model.cost import CostModel
 from perf_model.dependencies import CHAINS
 from perf_model.hardware import HardwareProfile
 from perf_model.job import PARAM_BYTES, Job
@@ -276,7 +276,7 @@ class _Arms:
         plan = _deepspeeds_plan(workload, residents)
         if missing := self.budgets.missing(Memory.of(reserved_by_stock(plan, PARAM_BYTES))):
             return Unfit(why=DoesNotFit(missing).rule)
-        cost = CostModel.of(self._profile, PARAM_BYTES, stock_traffic_of(PARAM_BYTES))
+        cost = CostModel.of_stock(self._profile, PARAM_BYTES)
         update_s = simulate(serial_schedule(plan.placements), workload, cost).end_s
         return self.iteration(update_s, update_s, plan)
 

@@ -60,7 +60,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "deep_opt_states.activation": {"wrapt"},
     "deep_opt_states.names": set(),
     "deep_opt_states.config": {"pydantic"},
-    "deep_opt_states.device": {"torch", "deepspeed"},
+    "deep_opt_states.device": {"torch", "deepspeed", "numpy"},
     "deep_opt_states.runtime": {"torch"},
     "deep_opt_states.report": set(),
     "deep_opt_states.zero": {"torch", "deepspeed"},

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
 
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
 from deep_opt_states.profiler.method import Rates
 from deep_opt_states.profiler.ranks import ProbeError
 from deep_opt_states.profiler.transfers import Copies, bytes_between, finish, issue_both
@@ -20,31 +19,21 @@ SUB_GROUPS = 8
 """Updated in turn, as in a step: when one comes again, the others have driven it out of the caches."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """One sub-group: fp32 tensors, and bf16 ``rounded``, all of shape [numel]."""
-
-    master: torch.Tensor
-    grad: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    rounded: torch.Tensor
-
-
 class Updates:
-    """Updates of ``states`` by ``kernel``, step after step."""
+    """Updates of ``states`` by ``kernel``, step after step; all of them have the 16-bit ``param``."""
 
-    def __init__(self, states: Sequence[State], kernel: AdamKernel) -> None:
+    def __init__(self, states: Sequence[AdamTensors], kernel: AdamKernel) -> None:
         self.states = states
-        self._kernel = kernel
+        self.kernel = kernel
+        self._step = 0
         for state in states:
+            assert state.param is not None
             # Writing touches every page, so that no update is the first to.
-            for tensor, value in ((state.master, 1.0), (state.grad, 1e-2), (state.exp_avg, 0.0), (state.rounded, 0.0)):
+            for tensor, value in ((state.master, 1.0), (state.grad, 1e-2), (state.exp_avg, 0.0), (state.param, 0.0)):
                 tensor.fill_(value)
             state.exp_avg_sq.fill_(0.0)
-        self._step = 0
 
-    def begin_step(self) -> AdamStep:
+    def begin_step(self) -> None:
         self._step += 1
         step = AdamStep(
             step=self._step,
@@ -54,15 +43,13 @@ class Updates:
             eps=1e-8,
             weight_decay=0.01,
             bias_correction=True,
-            # Not 1, which would spare a pass over the gradient; by turns, since the gradient is left scaled.
+            # By turns, so that stock's, which scales the gradient in place, leaves it in range.
             grad_scale=2.0 if self._step % 2 else 0.5,
         )
-        self._kernel.begin_step([step] * len(self.states))
-        return step
+        self.kernel.begin_step([step] * len(self.states))
 
-    def update(self, sub_group: int, step: AdamStep) -> None:
-        state = self.states[sub_group]
-        self._kernel.update(sub_group, step, state.master, state.grad, state.exp_avg, state.exp_avg_sq)
+    def update(self, sub_group: int) -> None:
+        self.kernel.update(sub_group, self.states[sub_group])
 
     def verify(self) -> None:
         """Constants went in, so every element has moved, and to the same place as the others."""
@@ -71,28 +58,37 @@ class Updates:
             # Vectors and their remainder need not agree in the last bits.
             if not (least <= most < 1.0 and most - least < 1e-4):
                 raise ProbeError(f"sub-group {sub_group} is not updated alike: from {least} to {most} after 1.0")
-            if not torch.equal(state.rounded, state.master.bfloat16()):
+            if state.param is None or not torch.equal(state.param, state.master.bfloat16()):
                 raise ProbeError(f"sub-group {sub_group} is not rounded to 16 bit")
 
 
 class HostUpdates:
-    """All that a CPU_STEP of training does (``Executor``): scale the gradient, Adam, round to bf16."""
+    """All that a CPU_STEP of training does (``Executor``)."""
 
-    def __init__(self, device: Device[Any], numel: int, kernel: AdamKernel) -> None:
-        self._updates = Updates([_host_state(device, numel // SUB_GROUPS) for _ in range(SUB_GROUPS)], kernel)
+    def __init__(
+        self, device: Device[Any], numel: int, kernel: AdamKernel, quantity: str = "cpu_adam_params_per_s"
+    ) -> None:
+        self._quantity = quantity
+        self._updates = Updates([_state(device.empty_host, numel // SUB_GROUPS) for _ in range(SUB_GROUPS)], kernel)
         self.sub_group_numel = numel // SUB_GROUPS
+
+    def by(self, kernel: AdamKernel, quantity: str = "cpu_adam_params_per_s") -> HostUpdates:
+        """Updates of the same memory, which is touched already, by another kernel."""
+        other = copy(self)
+        other._quantity = quantity
+        other._updates = Updates(self._updates.states, kernel)
+        return other
 
     def repeat(self) -> Rates:
         times_s = self.run()
-        return {"cpu_adam_params_per_s": SUB_GROUPS * self.sub_group_numel / (times_s[-1] - times_s[0])}
+        return {self._quantity: SUB_GROUPS * self.sub_group_numel / (times_s[-1] - times_s[0])}
 
     def run(self) -> list[float]:
         """When the first sub-group's update began and when each one's ended, by ``time.perf_counter``."""
-        step = self._updates.begin_step()
+        self._updates.begin_step()
         times_s = [time.perf_counter()]
-        for sub_group, state in enumerate(self._updates.states):
-            self._updates.update(sub_group, step)
-            state.rounded.copy_(state.master)
+        for sub_group in range(SUB_GROUPS):
+            self._updates.update(sub_group)
             times_s.append(time.perf_counter())
         return times_s
 
@@ -110,7 +106,7 @@ class HostUpdatesBesideTransfers:
         self._count = self._enough()
 
     def repeat(self) -> Rates:
-        """The copies are issued ahead: the kernel keeps the GIL, so nobody could issue one during an update."""
+        """The copies are issued ahead: the thread that would issue them updates."""
         origin_s = issue_both(self._device, self._directions, self._count)
         updated_s = [time_s - origin_s for time_s in self._updates.run()]
         copied_s = [copies.times_s() for copies in self._directions]
@@ -143,22 +139,21 @@ class HostUpdatesBesideTransfers:
 
 
 class DeviceUpdates:
-    """All that a GPU_STEP of training does: Adam on the accelerator, and the parameters rounded to bf16."""
+    """All that a GPU_STEP of training does: Adam on the accelerator."""
 
     def __init__(self, device: Device[Any], numel: int, kernel: AdamKernel) -> None:
         self._device = device
         self._stream = device.stream()
-        self._updates = Updates([_device_state(device, numel // SUB_GROUPS) for _ in range(SUB_GROUPS)], kernel)
+        self._updates = Updates([_state(device.empty, numel // SUB_GROUPS) for _ in range(SUB_GROUPS)], kernel)
         finish(device)
 
     def repeat(self) -> Rates:
         begin, end = self._device.event(), self._device.event()
-        step = self._updates.begin_step()
+        self._updates.begin_step()
         self._stream.record(begin)
         with self._stream.issue():
-            for sub_group, state in enumerate(self._updates.states):
-                self._updates.update(sub_group, step)
-                self._device.copy(state.rounded, state.master)
+            for sub_group in range(SUB_GROUPS):
+                self._updates.update(sub_group)
         self._stream.record(end)
         end.synchronize()
         numel = sum(state.master.numel() for state in self._updates.states)
@@ -168,25 +163,7 @@ class DeviceUpdates:
         self._updates.verify()
 
 
-@contextmanager
-def num_threads(threads: int) -> Iterator[None]:
-    """Updates inside run on so many threads; afterwards on as many as before."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _host_state(device: Device[Any], numel: int) -> State:
-    fp32 = [device.empty_host(numel, torch.float32) for _ in range(4)]
-    master, grad, exp_avg, exp_avg_sq = fp32
-    rounded = device.empty_host(numel, torch.bfloat16)
-    return State(master=master, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, rounded=rounded)
-
-
-def _device_state(device: Device[Any], numel: int) -> State:
-    master, grad, exp_avg, exp_avg_sq = (device.empty(numel, torch.float32) for _ in range(4))
-    rounded = device.empty(numel, torch.bfloat16)
-    return State(master=master, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, rounded=rounded)
+def _state(empty: Callable[[int, torch.dtype], torch.Tensor], numel: int) -> AdamTensors:
+    master, grad, exp_avg, exp_avg_sq = (empty(numel, torch.float32) for _ in range(4))
+    param = empty(numel, torch.bfloat16)
+    return AdamTensors(master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad, param=param)

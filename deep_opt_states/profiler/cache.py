@@ -11,7 +11,7 @@ from typing import Any
 
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel
-from deep_opt_states.profiler.kernels import stock_cpu_adam
+from deep_opt_states.profiler.kernels import training_cpu_adam
 from deep_opt_states.profiler.method import QUICK, Effort
 from deep_opt_states.profiler.profile import measure
 from deep_opt_states.profiler.provenance import describe, fingerprint, smallest_node
@@ -24,7 +24,7 @@ def quick_profile(
     ranks: Ranks,
     log: Callable[[str], None],
     *,
-    cpu_adam: Callable[[int], AdamKernel] = stock_cpu_adam,
+    cpu_adam: Callable[[int, int], AdamKernel] = training_cpu_adam,
     device_adam: AdamKernel | None = None,
     effort: Effort = QUICK,
 ) -> HardwareProfile:

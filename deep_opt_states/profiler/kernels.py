@@ -1,4 +1,7 @@
-"""The CPU kernel that training uses, outside of training."""
+"""The CPU kernels of training, ours and stock's, outside of training.
+
+Both raise what DeepSpeed raises where it cannot build its op; the first call on a machine builds it, and ours.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,23 @@ import torch
 from deep_opt_states.device.kernels.adam import AdamKernel
 
 
-def stock_cpu_adam(num_sub_groups: int) -> AdamKernel:
-    """Raises what DeepSpeed raises where it cannot build the op; the first call on a machine builds it."""
+def training_cpu_adam(num_sub_groups: int, num_threads: int) -> AdamKernel:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    from deep_opt_states.device.kernels.cpu_adam import CPUAdam
+    from deep_opt_states.device.kernels.choice import cpu_adam
 
-    return CPUAdam(DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))]), num_sub_groups)
+    optimizer = DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))])
+    return cpu_adam(optimizer, num_sub_groups, num_threads=num_threads).kernel
+
+
+def stock_cpu_adam(num_sub_groups: int) -> AdamKernel:
+    """Stock's three passes, with as many threads as PyTorch has; the gradient, fp32, is scaled in place."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    from deep_opt_states.device.kernels.stock import StockAdam
+
+    class StockPasses(StockAdam):
+        def scaled_gradient(self, grad: torch.Tensor, grad_scale: float) -> torch.Tensor:
+            return grad.mul_(grad_scale)
+
+    return StockPasses(DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))]), num_sub_groups)

@@ -22,10 +22,9 @@ from deep_opt_states.profiler.adam import (
     DeviceUpdates,
     HostUpdates,
     HostUpdatesBesideTransfers,
-    num_threads,
 )
 from deep_opt_states.profiler.host_memory import Copied, Rounded, UpdateInPlace
-from deep_opt_states.profiler.kernels import stock_cpu_adam
+from deep_opt_states.profiler.kernels import stock_cpu_adam, training_cpu_adam
 from deep_opt_states.profiler.matrix import MatrixProduct
 from deep_opt_states.profiler.method import Effort, Probe, sample
 from deep_opt_states.profiler.peaks import peak_flops
@@ -76,20 +75,22 @@ def measure(
     ranks: Ranks,
     effort: Effort,
     *,
-    cpu_adam: Callable[[int], AdamKernel] = stock_cpu_adam,
+    cpu_adam: Callable[[int, int], AdamKernel] = training_cpu_adam,
+    stock_adam: Callable[[int], AdamKernel] = stock_cpu_adam,
     device_adam: AdamKernel | None = None,
     progress: Progress = silent,
 ) -> HardwareProfile:
     """The profile of this machine with all ``ranks`` at work at once; the same on all of them. A collective.
 
-    ``device`` is None where the accelerator is the CPU. ``cpu_adam`` makes the kernel for a number of sub-groups;
-    ``device_adam`` updates ``SUB_GROUPS`` in the device's memory. Raises ``ProfileError``, on every rank, if what no
-    prediction can do without could not be measured; whatever else fails is waived with the reason.
+    ``device`` is None where the accelerator is the CPU. ``cpu_adam`` makes the kernel for a number of sub-groups and
+    one of threads, ``stock_adam`` stock's; ``device_adam`` updates ``SUB_GROUPS`` in the device's memory. Raises
+    ``ProfileError``, on every rank, if what no prediction can do without could not be measured; whatever else fails is
+    waived with the reason.
     """
     node = smallest_node(ranks, os.environ)
-    entries, updates = _entries(device, effort, node, cpu_adam, device_adam)
-    # All ranks in step: the counts are of rank 0, and the probes follow from the arguments.
     training_threads = ranks.gather(torch.get_num_threads())[0]
+    entries, updates = _entries(device, effort, node, training_threads, cpu_adam, stock_adam, device_adam)
+    # All ranks in step: the counts are of rank 0, and the probes follow from the arguments.
     counts = [threads for threads in thread_counts(node.cores_per_rank) if threads != training_threads]
     total = len(entries) + len(counts)
 
@@ -100,9 +101,8 @@ def measure(
     by_threads = {training_threads: measurements["cpu_adam_params_per_s"]}
     for done, threads in enumerate(counts, start=len(entries)):
         progress(done, total, f"CPU Adam, {threads} thread{'' if threads == 1 else 's'}")
-        with num_threads(threads):
-            entry = Entry(title="", quantities=("cpu_adam_params_per_s",), prepare=updates)
-            by_threads[threads] = _measure(entry, effort, ranks)["cpu_adam_params_per_s"]
+        entry = Entry(title="", quantities=("cpu_adam_params_per_s",), prepare=partial(updates, threads))
+        by_threads[threads] = _measure(entry, effort, ranks)["cpu_adam_params_per_s"]
     progress(total, total, "done")
 
     for name in REQUIRED:
@@ -146,10 +146,12 @@ def _entries(
     device: Device[Any] | None,
     effort: Effort,
     node: Node,
-    cpu_adam: Callable[[int], AdamKernel],
+    training_threads: int,
+    cpu_adam: Callable[[int, int], AdamKernel],
+    stock_adam: Callable[[int], AdamKernel],
     device_adam: AdamKernel | None,
-) -> tuple[list[Entry], Callable[[], HostUpdates]]:
-    """All probes; and the CPU updates, which several of them share: their memory is reserved and touched once."""
+) -> tuple[list[Entry], Callable[[int], HostUpdates]]:
+    """All probes; and the CPU updates by a number of threads, which share memory that is reserved and touched once."""
     host: Device[Any] = HostDevice() if device is None else device
     cache_bytes = CACHES * (machine.last_level_cache_bytes() or 0) // node.ranks
     copy_bytes = max(effort.copy_bytes, cache_bytes // 2)  # each way has such a buffer
@@ -158,8 +160,14 @@ def _entries(
     plain_numel = max(effort.copy_bytes, cache_bytes) // 4
 
     @cache
-    def updates() -> HostUpdates:
-        return HostUpdates(host, update_numel, cpu_adam(SUB_GROUPS))
+    def in_training() -> HostUpdates:
+        return HostUpdates(host, update_numel, cpu_adam(SUB_GROUPS, training_threads))
+
+    def updates(threads: int) -> HostUpdates:
+        return in_training().by(cpu_adam(SUB_GROUPS, threads))
+
+    def by_stock() -> HostUpdates:
+        return in_training().by(stock_adam(SUB_GROUPS), "stock_cpu_adam_params_per_s")
 
     def on_device(prepare: Callable[[Device[Any]], Probe]) -> Callable[[], Probe] | str:
         return NO_ACCELERATOR if device is None else partial(prepare, device)
@@ -171,7 +179,7 @@ def _entries(
         return transfers.BothWays(it, *transfers.pinned_both(it, copy_bytes), 4)
 
     def beside(it: Device[Any]) -> Probe:
-        return HostUpdatesBesideTransfers(it, updates(), *transfers.pinned_both(it, copy_bytes))
+        return HostUpdatesBesideTransfers(it, in_training(), *transfers.pinned_both(it, copy_bytes))
 
     def latency(it: Device[Any]) -> Probe:
         return transfers.Latency(it, transfers.pinned_h2d(it, SMALL_COPY_BYTES), 64, "copy_latency_s")
@@ -193,7 +201,8 @@ def _entries(
         entry("Host to accelerator, pageable", one_way(transfers.pageable_h2d, pageable_h2d), pageable_h2d),
         entry("Accelerator to host, pageable", one_way(transfers.pageable_d2h, pageable_d2h), pageable_d2h),
         entry("Latency of a copy", on_device(latency), "copy_latency_s"),
-        entry("CPU Adam", updates, "cpu_adam_params_per_s"),
+        entry("CPU Adam", in_training, "cpu_adam_params_per_s"),
+        entry("CPU Adam of stock DeepSpeed", by_stock, "stock_cpu_adam_params_per_s"),
         entry("CPU Adam beside transfers", on_device(beside), *beside_quantities),
         entry("Host memory, in place", lambda: UpdateInPlace(host, plain_numel), "dram_update_bytes_per_s"),
         entry("Host memory, copied", lambda: Copied(host, plain_numel), "dram_copy_bytes_per_s"),

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from deep_opt_states.device.interface import Device, Event, Stream
-from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
 from deep_opt_states.runtime.slots import Slot
 from deep_opt_states.runtime.state import SubGroupState
 from deep_opt_states.runtime.worker import CpuLane, Worker
@@ -65,7 +65,7 @@ class Executor:
         self._worker = worker or Worker()
         self._stop = threading.Event()
         self.failure: BaseException | None = None
-        self._bodies: dict[ActionKind, Callable[[Action, AdamStep], None]] = {
+        self._bodies: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.PREFETCH: self._prefetch,
             ActionKind.GPU_STEP: self._gpu_step,
             ActionKind.FLUSH_STATES: self._flush_states,
@@ -91,7 +91,7 @@ class Executor:
             for action in self._schedule.actions:
                 if self._stop.is_set():
                     break
-                body = partial(self._bodies[action.kind], action, steps[action.sub_group])
+                body = partial(self._bodies[action.kind], action)
                 if action.lane is Lane.CPU:
                     updated[action.name] = self._worker.submit(partial(self._on_worker, action, body))
                 else:
@@ -207,34 +207,46 @@ class Executor:
         failures = [failure for future in updated.values() if (failure := future.exception()) is not None]
         return failures[0] if failures else error
 
-    def _prefetch(self, action: Action, step: AdamStep) -> None:
+    def _prefetch(self, action: Action) -> None:
         state, slot = self._states[action.sub_group], self._slots[action.name]
         self._device.copy(slot.master, state.master)
         self._device.copy(slot.exp_avg, state.exp_avg)
         self._device.copy(slot.exp_avg_sq, state.exp_avg_sq)
         self._device.copy(slot.grad, state.grad)
 
-    def _gpu_step(self, action: Action, step: AdamStep) -> None:
+    def _gpu_step(self, action: Action) -> None:
         assert self._device_adam is not None
         state = self._states[action.sub_group]
         at = self._slots.get(action.name, state)
-        self._device_adam.update(action.sub_group, step, at.master, at.grad, at.exp_avg, at.exp_avg_sq)
-        self._device.copy(state.param, at.master)
+        self._device_adam.update(
+            action.sub_group,
+            AdamTensors(
+                master=at.master, exp_avg=at.exp_avg, exp_avg_sq=at.exp_avg_sq, grad=at.grad, param=state.param
+            ),
+        )
 
-    def _flush_states(self, action: Action, step: AdamStep) -> None:
+    def _flush_states(self, action: Action) -> None:
         state, slot = self._states[action.sub_group], self._slots[action.name]
         self._device.copy(state.master, slot.master)
         self._device.copy(state.exp_avg, slot.exp_avg)
         self._device.copy(state.exp_avg_sq, slot.exp_avg_sq)
 
-    def _cpu_step(self, action: Action, step: AdamStep) -> None:
+    def _cpu_step(self, action: Action) -> None:
         state = self._states[action.sub_group]
-        self._host_adam.update(action.sub_group, step, state.master, state.grad, state.exp_avg, state.exp_avg_sq)
         assert state.rounded is not None
-        if state.rounded is not state.master:
-            state.rounded.copy_(state.master)
+        self._host_adam.update(
+            action.sub_group,
+            AdamTensors(
+                master=state.master,
+                exp_avg=state.exp_avg,
+                exp_avg_sq=state.exp_avg_sq,
+                grad=state.grad,
+                # An fp32 model's parameters are published from the master weights.
+                param=None if state.rounded is state.master else state.rounded,
+            ),
+        )
 
-    def _publish(self, action: Action, step: AdamStep) -> None:
+    def _publish(self, action: Action) -> None:
         state = self._states[action.sub_group]
         assert state.rounded is not None
         self._device.copy(state.param, state.rounded)

@@ -29,7 +29,7 @@ class Gradients:
         self._stale: dict[int, Parameter] = {}
         """Written for an earlier step, and not since."""
         self._unscaled: dict[int, float] = {}
-        """Updated in a slot: the host's copy still lacks this factor, which stock multiplies in before Adam."""
+        """Our kernels only read gradients: these still lack the factor that stock multiplies in before Adam."""
 
     def wrote(self, params: Iterable[Parameter]) -> None:
         for param in params:
@@ -64,7 +64,7 @@ class Gradients:
         self._written = {}
 
     def left_unscaled(self, sub_group_id: int, grad_scale: float) -> None:
-        """The sub-group was updated in a slot with ``grad_scale``."""
+        """The sub-group was updated with ``grad_scale``."""
         if grad_scale != 1.0:
             self._unscaled.update((param.ds_id, grad_scale) for param in self._optimizer.fp16_groups[sub_group_id])
 

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deep_opt_states.config import Config
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamStep
-from deep_opt_states.device.kernels.cpu_adam import CPUAdam
+from deep_opt_states.device.kernels.choice import cpu_adam
 from deep_opt_states.report.update_report import UpdateReport
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.ledger import Ledger
@@ -62,7 +62,10 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._states = [
             self._take_over(sub_group_id, placement, device) for sub_group_id, placement in enumerate(plan.placements)
         ]
-        self._adam = CPUAdam(self.optimizer, len(self._states))
+        choice = cpu_adam(self.optimizer, len(self._states), num_threads=torch.get_num_threads())
+        if choice.why:
+            say(choice.why)
+        self._adam = choice.kernel
         device_adam = self._adam if accelerator.steps_on_host else None
         self._executor = Executor(plan.schedule, self._states, device, self._adam, device_adam)
         self._failures = FailureAgreement()
@@ -184,8 +187,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._failures.check(failure, self._executor)
         for sub_group_id, step in enumerate(self._steps):
             self.optimizer.state[self.fp32_partitioned_groups_flat[sub_group_id]]["step"] = step.step
-            if self.plan.placements[sub_group_id] is Placement.STREAMED:
-                self._gradients.left_unscaled(sub_group_id, step.grad_scale)
+            self._gradients.left_unscaled(sub_group_id, step.grad_scale)
         # Its param groups are empty here, so this updates nothing; but PyTorch's LR schedulers count the calls.
         self.optimizer.step()
 
@@ -232,7 +234,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
                 loaded[key] = ours
         if self._executor.failure is not None:
             # Some op objects have heard of the step that failed, others have not; its norms were not used up.
-            self._adam.restart(len(self._states))
+            self._adam.restart()
             self.reset_cpu_buffers()
             self._executor.forget_failure()
 

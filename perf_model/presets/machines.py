@@ -5,11 +5,14 @@ Rates are those of one rank with ``ranks`` at work on the node: what the ranks s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from perf_model.action import ActionKind
-from perf_model.cost import traffic_of
+from perf_model.cost import Traffic, stock_traffic_of, traffic_of
 from perf_model.hardware import HardwareProfile, Measurement, Provenance
+
+PARAM_BYTES = 2
 
 _UNMEASURED = "PRESET, not a measurement of your machine"
 
@@ -55,7 +58,6 @@ class Machine:
         """With ``ranks`` at work, one a GPU, on the node."""
         link = REACHED * self.link_bytes_per_s
         host = self.host_bytes_per_s / ranks
-        update_bytes = traffic_of(param_bytes=2)[ActionKind.CPU_STEP].dram
         rates = {
             "h2d_bytes_per_s": link,
             "d2h_bytes_per_s": link,
@@ -63,7 +65,8 @@ class Machine:
             "pageable_h2d_bytes_per_s": self.pageable_bytes_per_s,
             "pageable_d2h_bytes_per_s": self.pageable_bytes_per_s,
             "copy_latency_s": 1e-5,
-            "cpu_adam_params_per_s": min(host / update_bytes, self.core_params_per_s * self.cores / ranks),
+            "cpu_adam_params_per_s": self._cpu_adam_params_per_s(host, traffic_of(PARAM_BYTES), ranks),
+            "stock_cpu_adam_params_per_s": self._cpu_adam_params_per_s(host, stock_traffic_of(PARAM_BYTES), ranks),
             "dram_update_bytes_per_s": host,
             "dram_copy_bytes_per_s": host,
             "gpu_adam_params_per_s": REACHED * self.gpu_memory_bytes_per_s / GPU_ADAM_BYTES_PER_PARAM,
@@ -79,6 +82,10 @@ class Machine:
             host_memory_bytes=self.host_memory_bytes,
             gpu_peak_flops=self.peak_flops,
         )
+
+    def _cpu_adam_params_per_s(self, host: float, traffic: Mapping[ActionKind, Traffic], ranks: int) -> float:
+        """Host memory binds, or the cores do."""
+        return min(host / traffic[ActionKind.CPU_STEP].dram, self.core_params_per_s * self.cores / ranks)
 
 
 _PCIE_4, _PCIE_5, _NVLINK_C2C = 31.5e9, 63e9, 450e9

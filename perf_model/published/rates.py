@@ -15,6 +15,7 @@ STOCK_TRAFFIC = stock_traffic_of(PARAM_BYTES)
 _OURS = traffic_of(PARAM_BYTES)
 ARTIFACT_TRAFFIC = {
     **_OURS,
+    ActionKind.CPU_STEP: STOCK_TRAFFIC[ActionKind.CPU_STEP],
     # The host has scaled the gradient, in place, before it goes up: 4 bytes read and 4 written more than ours.
     ActionKind.PREFETCH: replace(_OURS[ActionKind.PREFETCH], dram=_OURS[ActionKind.PREFETCH].dram + 8),
 }

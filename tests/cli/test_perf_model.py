@@ -290,11 +290,11 @@ def test_a_sweep_is_a_table_and_csv(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_the_timeline_is_a_grid_a_trace_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "new"
-    arguments = job(gpu_memory_gb=20, sub_group_size=200_000_000)
+    arguments = job(model="7B", gpu_memory_gb=16)
     assert main(["simulate", *arguments, "--output", str(folder)]) == 0
     shown = capsys.readouterr().out
     names = {event["name"] for event in json.loads((folder / "timeline.json").read_text())["traceEvents"]}
-    assert {"GPU_STEP 0", "CPU_STEP 1", "PUBLISH 1"} <= names
+    assert {"GPU_STEP", "CPU_STEP", "PUBLISH"} <= {name.split()[0] for name in names}
     (prefetched, *_) = sorted(name for name in names if name.startswith("PREFETCH"))
     assert f"{prefetched} [" in shown
     assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")

@@ -15,6 +15,7 @@ from tests.launch import environment, free_port
 
 HOST = {
     "cpu_adam_params_per_s",
+    "stock_cpu_adam_params_per_s",
     "dram_update_bytes_per_s",
     "dram_copy_bytes_per_s",
     "rounding_params_per_s",

@@ -16,6 +16,7 @@ RATES = {
     "cpu_adam_params_per_s": 1.5e9,
     "cpu_adam_beside_transfers_params_per_s": 1.2e9,
     "both_beside_cpu_adam_bytes_per_s": 38e9,
+    "stock_cpu_adam_params_per_s": 1.0e9,
     "dram_update_bytes_per_s": 80e9,
     "dram_copy_bytes_per_s": 85e9,
     "rounding_params_per_s": 9e9,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perf_model.cost import CostModel, Resource
-from perf_model.hardware import QUANTITIES, HardwareProfile, Measurement, ProfileError, Provenance
+from perf_model.hardware import QUANTITIES, REQUIRED, HardwareProfile, Measurement, ProfileError, Provenance
 from tests.model.profiles import RATES, profile
 
 
@@ -18,7 +18,7 @@ def test_a_profile_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(written.to_json())
     assert HardwareProfile.read(path) == written
-    assert json.loads(path.read_text())["version"] == 1
+    assert json.loads(path.read_text())["version"] == 2
 
 
 def test_medians_spreads_and_what_is_waived() -> None:
@@ -69,10 +69,10 @@ def with_rate(name: str, rate: float, **changes: Any) -> str:
         ("{", "A profile is JSON, found a text that is not"),
         ("[1]", "profile: must be an object"),
         ("[" * 100_000, "A profile is JSON, found a text that is not: it is nested too deeply"),
-        (raw(version=2), "version: must be the integer 1, found 2"),
-        (raw(version=True), "version: must be the integer 1, found True"),
-        (raw(version=1.0), "version: must be the integer 1, found 1.0"),
-        (raw(version="missing"), "version: must be the integer 1, found nothing"),
+        (raw(version=1), "version: must be the integer 2, found 1"),
+        (raw(version=True), "version: must be the integer 2, found True"),
+        (raw(version=2.0), "version: must be the integer 2, found 2.0"),
+        (raw(version="missing"), "version: must be the integer 2, found nothing"),
         (raw(measurements="missing"), "measurements: must be an object, found nothing"),
         (raw(measurements={}), "cpu_adam_params_per_s: is needed for every prediction, found nothing"),
         (raw(measurements={"speed": {"samples": [1]}}), "measurements: are of .*, found 'speed'"),
@@ -120,7 +120,7 @@ def test_a_bad_profile_is_refused_with_rule_value_and_remedy(text: str, message:
 
 
 def test_a_cpu_that_multiplies_like_a_gpu_is_refused() -> None:
-    host = {name: RATES[name] for name in ("cpu_adam_params_per_s", "dram_update_bytes_per_s")}
+    host = {name: RATES[name] for name in REQUIRED}
     about = {"name": "cpu", "provenance": Provenance(source="made up for a test")}
 
     def of(flops: float) -> HardwareProfile:
@@ -173,8 +173,8 @@ def test_malformed_profiles_are_refused_and_never_anything_else(data: st.DataObj
 
 
 def test_host_memory_is_what_it_gave_when_all_were_at_work() -> None:
-    model = CostModel.of(profile())
-    # Adam alone moves 42 B * 1.5 G/s; beside the transfers, 1.2 G/s of it and 38 GB/s fitted.
-    assert model.capacities[Resource.DRAM] == pytest.approx(42 * 1.2e9 + 38e9)
+    model = CostModel.of(profile({**RATES, "cpu_adam_beside_transfers_params_per_s": 1.45e9}))
+    # Adam alone moves 30 B * 1.5 G/s; beside the transfers, 1.45 G/s of it and 38 GB/s fitted.
+    assert model.capacities[Resource.DRAM] == pytest.approx(30 * 1.45e9 + 38e9)
     plain = {**RATES, "cpu_adam_beside_transfers_params_per_s": None, "both_beside_cpu_adam_bytes_per_s": None}
     assert CostModel.of(profile(plain)).capacities[Resource.DRAM] == 80e9

@@ -11,19 +11,19 @@ import torch.distributed
 
 from deep_opt_states.device.kernels.adam import AdamKernel
 from deep_opt_states.profiler.cache import quick_profile
-from deep_opt_states.profiler.kernels import stock_cpu_adam
+from deep_opt_states.profiler.kernels import training_cpu_adam
 from deep_opt_states.profiler.ranks import DistributedRanks, launched_ranks, training_ranks
 from tests.launch import answer
 from tests.profiler.test_profile import SMALL
 
 
-def broken_on_rank_1(num_sub_groups: int) -> AdamKernel:
+def broken_on_rank_1(num_sub_groups: int, num_threads: int) -> AdamKernel:
     if torch.distributed.get_rank() == 1:
         raise RuntimeError("broken on purpose")
-    return stock_cpu_adam(num_sub_groups)
+    return training_cpu_adam(num_sub_groups, num_threads)
 
 
-def outcome(log: Callable[[str], None], cpu_adam: Callable[[int], AdamKernel]) -> str:
+def outcome(log: Callable[[str], None], cpu_adam: Callable[[int, int], AdamKernel]) -> str:
     try:
         return quick_profile(None, training_ranks(), log, cpu_adam=cpu_adam, effort=SMALL).to_json()
     except Exception as error:  # noqa: BLE001 (what is raised is looked at)
@@ -33,7 +33,7 @@ def outcome(log: Callable[[str], None], cpu_adam: Callable[[int], AdamKernel]) -
 with launched_ranks(os.environ) as ranks:
     assert isinstance(ranks, DistributedRanks)
     said: list[str] = []
-    kernels = (stock_cpu_adam, stock_cpu_adam, broken_on_rank_1)
+    kernels = (training_cpu_adam, training_cpu_adam, broken_on_rank_1)
     outcomes = [outcome(said.append, cpu_adam) for cpu_adam in kernels]
     answer({"outcomes": outcomes, "said": said, "threads": torch.get_num_threads()})
 assert not torch.distributed.is_initialized()

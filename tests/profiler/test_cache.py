@@ -12,7 +12,7 @@ import pytest
 from deep_opt_states.profiler import cache
 from deep_opt_states.profiler.cache import cached_path, quick_profile, replace_file
 from deep_opt_states.profiler.ranks import OneRank, ProbeError, Ranks
-from perf_model.hardware import HardwareProfile, Measurement, ProfileError, Provenance
+from perf_model.hardware import REQUIRED, HardwareProfile, Measurement, ProfileError, Provenance
 from tests.profiler.threads import on_ranks
 
 
@@ -32,11 +32,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ranks_that_measured.append(ranks.rank)
         calls[ranks.rank] = calls.get(ranks.rank, 0) + 1
         rate = ranks.gather(1e9 + calls[ranks.rank])[0]
-        names = ("cpu_adam_params_per_s", "dram_update_bytes_per_s")
         return HardwareProfile(
             name="here",
             provenance=Provenance(source="measured", date="2026-01-02"),
-            measurements={name: Measurement(samples=(rate,)) for name in names},
+            measurements={name: Measurement(samples=(rate,)) for name in REQUIRED},
         )
 
     monkeypatch.setattr(cache, "measure", measure)

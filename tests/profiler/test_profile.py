@@ -20,7 +20,7 @@ from deep_opt_states.profiler.profile import NO_ACCELERATOR, NO_GPU_ADAM, measur
 from deep_opt_states.profiler.provenance import Node, describe, fingerprint, smallest_node
 from deep_opt_states.profiler.ranks import OneRank
 from perf_model.cost import CostModel
-from perf_model.hardware import QUANTITIES, HardwareProfile, Measurement, ProfileError
+from perf_model.hardware import QUANTITIES, REQUIRED, HardwareProfile, Measurement, ProfileError
 from tests.profiler.threads import on_ranks
 from tests.profiler.virtual import TimedAdam, VirtualDevice
 from tests.runtime.adam import PlainAdam
@@ -64,8 +64,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualDevice]:
 def virtual_profile(device: VirtualDevice, cores: int, monkeypatch: pytest.MonkeyPatch) -> HardwareProfile:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(machine, "core_quota", lambda folders: None)
-    adam = TimedAdam(device, UPDATE_S - TICK_S)
-    return measure(device, OneRank(), SMALL, cpu_adam=lambda num_sub_groups: adam, device_adam=PlainAdam())
+    ours, stock = TimedAdam(device, UPDATE_S - TICK_S), TimedAdam(device, 1.5 * UPDATE_S - TICK_S)
+    return measure(
+        device, OneRank(), SMALL, cpu_adam=lambda *_: ours, stock_adam=lambda _: stock, device_adam=PlainAdam()
+    )
 
 
 def test_every_quantity_on_a_clock_of_the_tests_own(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,12 +82,13 @@ def test_every_quantity_on_a_clock_of_the_tests_own(device: VirtualDevice, monke
         "pageable_d2h_bytes_per_s": 2**20 / copy_s,
         "copy_latency_s": 1024 / 1e10 + 1e-6,
         "cpu_adam_params_per_s": 10_000 / UPDATE_S,
+        "stock_cpu_adam_params_per_s": 10_000 / (1.5 * UPDATE_S),
         "cpu_adam_beside_transfers_params_per_s": 10_000 / UPDATE_S,
         "both_beside_cpu_adam_bytes_per_s": 2 * 2**20 / copy_s,
         "dram_update_bytes_per_s": 2 * 2**20 / TICK_S,
         "dram_copy_bytes_per_s": 2 * 2**20 / TICK_S,
         "rounding_params_per_s": 2**18 / TICK_S,
-        "gpu_adam_params_per_s": 80_000 / (8 * 40_000 / 1e10 + 1e-6),
+        "gpu_adam_params_per_s": 80_000 / 1e-6,
         "matmul_flops_per_s": 2 * 64**3 / 1e-6,
     }.items():
         assert profile.rate(name) == pytest.approx(expected, rel=1e-3), name
@@ -96,14 +99,15 @@ def test_every_quantity_on_a_clock_of_the_tests_own(device: VirtualDevice, monke
 def test_each_number_of_threads_is_measured_with_so_many(
     device: VirtualDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Parallel(TimedAdam):
-        def update(self, *arguments: object) -> None:
-            self._update_s = UPDATE_S / torch.get_num_threads() - TICK_S
-            super().update(*arguments)
-
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
     monkeypatch.setattr(machine, "core_quota", lambda folders: None)
-    profile = measure(None, OneRank(), SMALL, cpu_adam=lambda num_sub_groups: Parallel(device, 0))
+    profile = measure(
+        None,
+        OneRank(),
+        SMALL,
+        cpu_adam=lambda _, num_threads: TimedAdam(device, UPDATE_S / num_threads - TICK_S),
+        stock_adam=lambda _: TimedAdam(device, UPDATE_S),
+    )
     for threads in (1, 2, 4):
         assert profile.cpu_adam_by_threads[threads].median == pytest.approx(10_000 * threads / UPDATE_S)
     assert profile.rate("cpu_adam_params_per_s") == profile.cpu_adam_by_threads[torch.get_num_threads()].median
@@ -113,8 +117,7 @@ def test_without_an_accelerator_the_rest_is_measured() -> None:
     profile = measure(None, OneRank(), SMALL)
     waived = {name: found.waived for name, found in profile.measurements.items() if found.waived is not None}
     # The matrix product is here the CPU's own.
-    host = {"cpu_adam_params_per_s", "dram_update_bytes_per_s", "dram_copy_bytes_per_s", "rounding_params_per_s"}
-    host |= {"matmul_flops_per_s"}
+    host = {*REQUIRED, "dram_copy_bytes_per_s", "rounding_params_per_s", "matmul_flops_per_s"}
     assert waived == dict.fromkeys((name for name in QUANTITIES if name not in host), NO_ACCELERATOR)
     origin = profile.provenance
     assert (origin.source, origin.host, origin.ranks, origin.gpu) == ("measured", platform.node(), 1, "")
@@ -195,7 +198,8 @@ def test_memory_that_cannot_be_had_is_waived(device: VirtualDevice, monkeypatch:
 
 
 def test_a_release_without_a_gpu_kernel_says_so(device: VirtualDevice) -> None:
-    profile = measure(device, OneRank(), SMALL, cpu_adam=lambda num_sub_groups: TimedAdam(device, UPDATE_S))
+    adam = TimedAdam(device, UPDATE_S)
+    profile = measure(device, OneRank(), SMALL, cpu_adam=lambda *_: adam, stock_adam=lambda _: adam)
     assert profile.measurements["gpu_adam_params_per_s"].waived == NO_GPU_ADAM
     assert profile.get("h2d_bytes_per_s") is not None
 
@@ -208,7 +212,7 @@ def test_a_rate_that_no_machine_reaches_is_waived(device: VirtualDevice, monkeyp
 
 
 def test_without_a_cpu_kernel_there_is_no_profile() -> None:
-    def no_compiler(num_sub_groups: int) -> PlainAdam:
+    def no_compiler(num_sub_groups: int, num_threads: int) -> PlainAdam:
         raise RuntimeError("Error building extension 'cpu_adam'")
 
     threads = torch.get_num_threads()
@@ -335,7 +339,7 @@ def other_memory() -> machine.Memory:
 
 def test_a_device_that_overlaps_nothing_is_waived_there() -> None:
     """With real time, so that only what does not depend on it is looked at."""
-    profile = measure(HostDevice(), OneRank(), SMALL, cpu_adam=lambda num_sub_groups: PlainAdam())
+    profile = measure(HostDevice(), OneRank(), SMALL, cpu_adam=lambda *_: PlainAdam())
     for name in ("cpu_adam_beside_transfers_params_per_s", "both_beside_cpu_adam_bytes_per_s"):
         reason = profile.measurements[name].waived
         assert reason is not None

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from deep_opt_states.device.kernels.adam import AdamStep
+from deep_opt_states.device.kernels.adam import AdamTensors
 from tests.runtime.adam import PlainAdam
 
 
@@ -88,6 +88,6 @@ class TimedAdam(PlainAdam):
         self._device = device
         self._update_s = update_s
 
-    def update(self, sub_group: int, step: AdamStep, *tensors: torch.Tensor) -> None:
-        super().update(sub_group, step, *tensors)
+    def update(self, sub_group: int, tensors: AdamTensors) -> None:
+        super().update(sub_group, tensors)
         self._device.now_s += self._update_s

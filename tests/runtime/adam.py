@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
-
-from deep_opt_states.device.kernels.adam import AdamStep
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
 
 
 class PlainAdam:
@@ -19,23 +17,23 @@ class PlainAdam:
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         self.begun.append(tuple(steps))
 
-    def update(
-        self,
-        sub_group: int,
-        step: AdamStep,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-    ) -> None:
-        grad.mul_(step.grad_scale)
+    def update(self, sub_group: int, tensors: AdamTensors) -> None:
+        step = self.begun[-1][sub_group]
+        master, exp_avg, exp_avg_sq = tensors.master, tensors.exp_avg, tensors.exp_avg_sq
+        grad = tensors.grad.float() * step.grad_scale
         exp_avg.lerp_(grad, 1 - step.beta1)
         exp_avg_sq.mul_(step.beta2).addcmul_(grad, grad, value=1 - step.beta2)
-        # The gradient is scratch from here on: no kernel that is called inside a step may allocate.
-        torch.sqrt(exp_avg_sq, out=grad)
-        grad.div_(math.sqrt(1 - step.beta2**step.step)).add_(step.eps)
+        denominator = exp_avg_sq.sqrt() / math.sqrt(1 - step.beta2**step.step) + step.eps
         master.mul_(1 - step.lr * step.weight_decay)
-        master.addcdiv_(exp_avg, grad, value=-step.lr / (1 - step.beta1**step.step))
+        master.addcdiv_(exp_avg, denominator, value=-step.lr / (1 - step.beta1**step.step))
+        if tensors.param is not None:
+            tensors.param.copy_(master)
+
+    def restart(self) -> None:
+        self.begun.clear()
+
+    def close(self) -> None:
+        pass
 
 
 def adam_step(step: int, grad_scale: float = 0.5) -> AdamStep:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
 from deep_opt_states.runtime.state import SubGroupState
 
 NAMES = ("master", "exp_avg", "exp_avg_sq", "param")
@@ -43,9 +43,17 @@ def fill_gradients(states: Sequence[SubGroupState], step: int) -> None:
 def update_serially(states: Sequence[SubGroupState], adam: AdamKernel, steps: Sequence[AdamStep]) -> None:
     """The reference: one sub-group after another, in host memory, as stock DeepSpeed does."""
     adam.begin_step(steps)
-    for index, (state, step) in enumerate(zip(states, steps, strict=True)):
-        adam.update(index, step, state.master, state.grad, state.exp_avg, state.exp_avg_sq)
-        state.param.copy_(state.master)
+    for index, state in enumerate(states):
+        adam.update(
+            index,
+            AdamTensors(
+                master=state.master,
+                exp_avg=state.exp_avg,
+                exp_avg_sq=state.exp_avg_sq,
+                grad=state.grad,
+                param=state.param,
+            ),
+        )
 
 
 def assert_equal(found: Sequence[SubGroupState], expected: Sequence[SubGroupState]) -> None:

@@ -21,6 +21,7 @@ from perf_model.check import ScheduleError
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.workload import Workload
+from tests.kernels.training import fused
 from tests.model.strategies import plans
 from tests.runtime.adam import PlainAdam, adam_step
 from tests.runtime.states import assert_equal, fill_gradients, make_states, update_serially
@@ -119,7 +120,7 @@ def test_a_step_reserves_nothing_and_allocates_nothing() -> None:
         with on_worker:
             original(self, *args)
 
-    with executor_of(MIXED, states, device) as executor:
+    with executor_of(MIXED, states, device, fused()) as executor:
         slots = [entry for entry in device.reserved if entry.startswith("empty")]
         assert slots == ["empty 33"] * 4 * 2
         assert device.reserved.count("stream") == len(Lane) - 1
@@ -135,8 +136,7 @@ def test_a_step_reserves_nothing_and_allocates_nothing() -> None:
     assert on_worker.found == []
     assert device.reserved == []
     assert on_main.seen > 0
-    assert on_worker.seen > 0
-    assert threads - {threading.get_ident()} == threads
+    assert len(threads - {threading.get_ident()}) == 1
 
 
 def test_the_allocation_watch_sees_an_allocation() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from deep_opt_states.device.fake.memory import Block
 from deep_opt_states.device.fake.queues import Lanes, Operation, Queue, Ready
 from deep_opt_states.device.fake.timing import Late, Timing
-from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
 
 
 class FakeEvent:
@@ -152,5 +153,16 @@ class LateAdam:
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         self._kernel.begin_step(steps)
 
-    def update(self, *arguments: Any) -> None:
-        self._device.launch(self._kernel.update, *arguments)
+    def update(self, sub_group: int, tensors: AdamTensors) -> None:
+        names = [field.name for field in fields(tensors) if getattr(tensors, field.name) is not None]
+
+        def update(*arguments: torch.Tensor) -> None:
+            self._kernel.update(sub_group, replace(tensors, **dict(zip(names, arguments, strict=True))))
+
+        self._device.launch(update, *(getattr(tensors, name) for name in names))
+
+    def restart(self) -> None:
+        self._kernel.restart()
+
+    def close(self) -> None:
+        self._kernel.close()

@@ -4,38 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from typing import Any
 from unittest import mock
 
 import torch
 from deepspeed import comm as dist
 
-from deep_opt_states.device.kernels.adam import AdamStep
-from deep_opt_states.device.kernels.cpu_adam import CPUAdam
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
+from deep_opt_states.device.kernels.fused import FusedAdam
+from deep_opt_states.device.kernels.scalars import BetaPowers, Scalars
 from deep_opt_states.zero.gradients import Gradients
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 
 
-def one_op_for_all(self: CPUAdam, steps: Sequence[AdamStep]) -> None:
-    """One op object, called in the order of the schedule instead of stock's."""
-    self._ids = [self._ids[0]] * len(self._ids)
+def remember(self: FusedAdam, steps: Sequence[AdamStep]) -> None:
+    """The tracker of beta^t hears of each update when it runs, in the order of the schedule instead of stock's."""
+    self._scalars = Announced(self, steps)  # type: ignore[assignment]
 
 
-def powers_by_pow(self: CPUAdam, steps: Sequence[AdamStep]) -> None:
+@dataclass
+class Announced:
+    adam: FusedAdam
+    steps: Sequence[AdamStep]
+
+    def __getitem__(self, sub_group: int) -> Scalars:
+        return self.adam._powers.scalars([self.steps[sub_group]])[0]
+
+
+def powers_by_pow(self: FusedAdam, steps: Sequence[AdamStep]) -> None:
     """beta^t computed afresh at each step, as the formula says."""
-    for op_id, step in zip(self._ids, steps, strict=True):
-        for other in (step.step + 7, step.step):
-            self._op.adam_update(op_id, other, 0.0, step.beta1, step.beta2, 0.0, 0.0, True, *[self._empty] * 4)
+    self._scalars = [BetaPowers((0.0, 0.0), adamw=self._adamw).scalars([step])[0] for step in steps]
 
 
-original_call = CPUAdam._call
-
-
-def in_two_parts(self: CPUAdam, op_id: int, step: AdamStep, *tensors: torch.Tensor) -> None:
+def in_two_parts(self: FusedAdam, sub_group: int, tensors: AdamTensors) -> None:
     """The sub-group updated in two ranges, each with a scalar tail of its own."""
-    middle = tensors[0].numel() // 2 + 1
+    middle = tensors.master.numel() // 2 + 1
     for part in (slice(0, middle), slice(middle, None)):
-        original_call(self, op_id, step, *(tensor[part] for tensor in tensors))
+        views = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
+        views = {name: None if its is None else its[part] for name, its in views.items()}
+        self.update_range(sub_group, AdamTensors(**views), 0, views["master"].numel())
 
 
 def packed_norm(self: Any) -> list[torch.Tensor]:
@@ -55,9 +63,9 @@ def keep_stale(self: Gradients) -> None:
 
 
 NAIVE: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
-    "one op for all sub-groups": ("groups with betas a, b, a", CPUAdam, "begin_step", one_op_for_all),
-    "beta^t by pow": ("beta powers over 60 steps", CPUAdam, "begin_step", powers_by_pow),
-    "updated in two parts": ("every placement", CPUAdam, "_call", in_two_parts),
+    "beta^t in the order of the schedule": ("groups with betas a, b, a", FusedAdam, "begin_step", remember),
+    "beta^t by pow": ("beta powers over 60 steps", FusedAdam, "begin_step", powers_by_pow),
+    "updated in two parts": ("every placement", FusedAdam, "update", in_two_parts),
     "norms packed": ("3 ranks, clipping, two groups", DeepOptimizerStates_Stage3, "_get_norm_groups", packed_norm),
     "stale gradients": ("no gradient in some steps", Gradients, "complete_window", keep_stale),
 }

@@ -208,13 +208,13 @@ FAULTS = (
         name="moments updated while they are prefetched",
         seeded=without_waits_of(ActionKind.GPU_STEP),
         block=STREAMED,
-        expected=(UNORDERED, "slot, exp_avg_sq", "_prefetch", "adam_update"),
+        expected=(UNORDERED, "slot, exp_avg_sq", "_prefetch", "fused Adam"),
     ),
     Fault(
         name="flushed before it is updated",
         seeded=without_waits_of(ActionKind.FLUSH_STATES),
         block=STREAMED,
-        expected=(UNORDERED, "slot, exp_avg_sq", "write on stream 4 by adam_update", "_flush_states"),
+        expected=(UNORDERED, "slot, exp_avg_sq", "write on stream 4 by fused Adam", "_flush_states"),
     ),
     # Memory handed to another stream
     Fault(

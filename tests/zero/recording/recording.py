@@ -1,4 +1,4 @@
-"""Installs it all: DeepSpeed, our hooks, our device, our worker and the CPU Adam op run recorded."""
+"""Installs it all: DeepSpeed, our hooks, our device, our worker and the CPU kernel run recorded."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from unittest import mock
 
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
-from deepspeed.ops.op_builder import CPUAdamBuilder
 
 from deep_opt_states.device import cuda
+from deep_opt_states.device.kernels.adam import AdamTensors
+from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.runtime import executor
 from deep_opt_states.runtime.worker import Task, Worker
 from deep_opt_states.zero import plugin
@@ -41,7 +42,7 @@ def recording() -> Iterator[Recorder]:
             choice = AcceleratorChoice(cuda.CudaDevice(0), steps_on_host=True)
             patches.enter_context(mock.patch.object(plugin, "choose_device", return_value=choice))
             patches.enter_context(mock.patch.object(executor, "Worker", _recording_worker(recorder)))
-            patches.enter_context(mock.patch.object(CPUAdamBuilder, "load", _recording_load(recorder)))
+            patches.enter_context(mock.patch.object(FusedAdam, "update", _recording_update(recorder)))
             patches.enter_context(recorded_collectives(recorder))
             patches.enter_context(places.told_apart())
             patches.enter_context(Accesses(recorder))
@@ -90,19 +91,16 @@ def _noted_future(future: Future[None], recorder: Recorder, done: Clock) -> Futu
     return future
 
 
-def _recording_load(recorder: Recorder) -> Callable[..., Any]:
-    load = CPUAdamBuilder.load
+def _recording_update(recorder: Recorder) -> Callable[..., None]:
+    update = FusedAdam.update
 
-    def recording_load(self: CPUAdamBuilder, *args: Any, **kwargs: Any) -> Any:
-        op = load(self, *args, **kwargs)
+    def recording_update(self: FusedAdam, sub_group: int, tensors: AdamTensors) -> None:
+        # In a slot it stands for the GPU's kernel, and runs on the stream that it was launched on.
+        lane = recorder.stream if recorder.on_accelerator(tensors.master) else recorder.host
+        writes = [tensors.master, tensors.exp_avg, tensors.exp_avg_sq]
+        if tensors.param is not None:
+            writes.append(tensors.param)
+        recorder.touch(lane, [tensors.grad], writes, "fused Adam")
+        update(self, sub_group, tensors)
 
-        def adam_update(*arguments: Any) -> None:
-            *_, master, grad, exp_avg, exp_avg_sq = arguments
-            # In a slot it stands for the GPU's kernel, and runs on the stream that it was launched on.
-            lane = recorder.stream if recorder.on_accelerator(master) else recorder.host
-            recorder.touch(lane, [grad], [master, exp_avg, exp_avg_sq], "adam_update")
-            op.adam_update(*arguments)
-
-        return SimpleNamespace(create_adam=op.create_adam, destroy_adam=op.destroy_adam, adam_update=adam_update)
-
-    return recording_load
+    return recording_update

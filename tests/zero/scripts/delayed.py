@@ -20,7 +20,7 @@ from deepspeed.comm import comm
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from deep_opt_states.device.kernels.cpu_adam import CPUAdam
+from deep_opt_states.device.kernels.fused import FusedAdam
 from tests.launch import answer
 from tests.zero.parity.arm import differences, run_arm
 from tests.zero.parity.case import Case
@@ -77,9 +77,9 @@ def delayed(seed: int) -> Iterator[None]:
         thread = threading.current_thread().name
         return rhythms.setdefault(thread, random.Random(f"{seed} {dist.get_rank()} {thread}"))
 
-    update, forward = CPUAdam.update, nn.Linear.forward
+    update, forward = FusedAdam.update, nn.Linear.forward
 
-    def late_update(self: CPUAdam, *args: Any) -> None:
+    def late_update(self: FusedAdam, *args: Any) -> None:
         time.sleep(rhythm().uniform(0, MAX_DELAY_S))
         update(self, *args)
 
@@ -87,7 +87,7 @@ def delayed(seed: int) -> Iterator[None]:
         time.sleep(rhythm().uniform(0, MAX_DELAY_S))
         return forward(self, x)
 
-    with mock.patch.object(CPUAdam, "update", late_update), mock.patch.object(nn.Linear, "forward", late_forward):
+    with mock.patch.object(FusedAdam, "update", late_update), mock.patch.object(nn.Linear, "forward", late_forward):
         yield
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deep_opt_states.device.kernels.cpu_adam import CPUAdam
+from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.runtime.executor import UpdateFailed
 from perf_model.placement import Placement
 from tests.zero.parity.arm import Record, collect, differences, make_engine, shared_folder, train
@@ -45,14 +45,14 @@ def failed_step(engine: Any, lane: str) -> str:
     placement = {"cpu": Placement.CPU, "compute": Placement.STREAMED}[lane]
     placements = engine.optimizer.plan.placements
     victim = [index for index, its in enumerate(placements) if its is placement][1]
-    update = CPUAdam.update
+    update = FusedAdam.update
 
-    def broken(self: CPUAdam, sub_group: int, *args: Any) -> None:
+    def broken(self: FusedAdam, sub_group: int, *args: Any) -> None:
         if dist.get_rank() == 1 and sub_group == victim:
             raise Broken("out of luck")
         update(self, sub_group, *args)
 
-    with mock.patch.object(CPUAdam, "update", broken):
+    with mock.patch.object(FusedAdam, "update", broken):
         try:
             step(engine)
         except UpdateFailed:

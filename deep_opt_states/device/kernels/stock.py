@@ -1,10 +1,9 @@
-"""DeepSpeed's public CPU Adam op, free to be called in any order.
+"""DeepSpeed's public CPU Adam op: what our kernels must equal, and what stands in for them where they cannot be had.
 
-The op (``deepspeed/ops/csrc/includes/cpu_adam.h``, ``Adam_Optimizer::IncrementStep``) hides state: beta^t is a
-running product while steps follow one another with the same betas, and ``pow`` after any other change. Stock
-has one such object for all sub-groups, so its bits depend on the order of the calls. Here every sub-group has
-an object of its own, and each object hears the whole sequence of steps and betas that stock's would hear; the
-calls for other sub-groups carry empty tensors. What an object then computes does not depend on when it is called.
+The op (``deepspeed/ops/csrc/includes/cpu_adam.h``) hides state in an object, see ``scalars.py``. Stock has one for
+all sub-groups, updated in order. Here every sub-group has an object of its own, and each object hears the whole
+sequence of steps and betas that stock's would hear; the calls for other sub-groups carry empty tensors. What an object
+then computes does not depend on when it is called.
 """
 
 from __future__ import annotations
@@ -17,29 +16,32 @@ from typing import Any
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from deep_opt_states.device.kernels.adam import AdamStep
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
 
 
-class CPUAdam:
-    """One op object a sub-group, made with the hyperparameters that ``optimizer`` made its own with.
+class StockAdam:
+    """Three passes over host memory, holding the GIL in one of them; one op object a sub-group.
 
-    Raises ``RuntimeError`` (from the op) for tensors that are not fp32 of one length.
+    The objects have the hyperparameters that ``optimizer`` made its own with. Raises ``RuntimeError`` (from the op) for
+    tensors that are not of one length.
     """
 
     def __init__(self, optimizer: DeepSpeedCPUAdam, num_sub_groups: int) -> None:
         self._optimizer = optimizer
         self._op = optimizer.ds_opt_adam
         self._empty = torch.empty(0)
+        self._num_sub_groups = num_sub_groups
         self._ids: list[int] = []
+        self._scaled = self._empty
         weakref.finalize(self, _destroy, self._op, self._ids)
-        self.restart(num_sub_groups)
+        self.restart()
 
-    def restart(self, num_sub_groups: int) -> None:
-        """Forget every step heard, as a new process would have: beta^t is ``pow`` at the next step."""
+    def restart(self) -> None:
         self.close()
+        self._steps: Sequence[AdamStep] = ()
         self._runs: list[AdamStep] = []
-        self._run_of = [0] * num_sub_groups
-        self._ids.extend(self._create() for _ in range(num_sub_groups))
+        self._run_of = [0] * self._num_sub_groups
+        self._ids.extend(self._create() for _ in range(self._num_sub_groups))
 
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         """Let every object hear what precedes its own update: the rest of the last step, the start of this one."""
@@ -47,21 +49,20 @@ class CPUAdam:
         for sub_group, op_id in enumerate(self._ids):
             for step in (*self._runs[self._run_of[sub_group] + 1 :], *runs[: run_of[sub_group]]):
                 self._call(op_id, step, self._empty, self._empty, self._empty, self._empty)
-        self._runs, self._run_of = runs, run_of
+        self._steps, self._runs, self._run_of = steps, runs, run_of
 
-    def update(
-        self,
-        sub_group: int,
-        step: AdamStep,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-    ) -> None:
-        # Multiplying by 1 changes no bit and costs a pass over the gradient.
-        if step.grad_scale != 1.0:
-            grad.mul_(step.grad_scale)
-        self._call(self._ids[sub_group], step, master, grad, exp_avg, exp_avg_sq)
+    def update(self, sub_group: int, tensors: AdamTensors) -> None:
+        step = self._steps[sub_group]
+        grad = self.scaled_gradient(tensors.grad, step.grad_scale)
+        self._call(self._ids[sub_group], step, tensors.master, grad, tensors.exp_avg, tensors.exp_avg_sq)
+        if tensors.param is not None:
+            tensors.param.copy_(tensors.master)
+
+    def scaled_gradient(self, grad: torch.Tensor, grad_scale: float) -> torch.Tensor:
+        """In fp32, which the op reads. Its memory is kept, so that no step but the first allocates."""
+        if self._scaled.numel() < grad.numel():
+            self._scaled = torch.empty(grad.numel())
+        return self._scaled.narrow(0, 0, grad.numel()).copy_(grad).mul_(grad_scale)
 
     def close(self) -> None:
         """Free the op objects; DeepSpeed's module keeps them for the life of the process otherwise."""

@@ -1,0 +1,197 @@
+"""How fast is the CPU's update? Our one pass against what stock DeepSpeed's ``step()`` does, side by side in one run.
+
+Stock: the fp32 gradient scaled in place, DeepSpeedCPUAdam, the parameters rounded to bf16. Ours: the bf16 gradient read
+and the rest done in the same pass. Both start from the same state, and the bits of p, m, v and the bf16 parameters are
+compared after every repetition. Beside them, what host memory gives to reading and writing in place. Arms take turns,
+in an order that alternates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+from benchmarks.record import record
+from deep_opt_states import machine
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
+from deep_opt_states.device.kernels.choice import cpu_adam
+from deep_opt_states.device.kernels.fused import FusedAdam
+
+BYTES_PER_PARAM = 28
+"""p, m and v read and written in fp32, the gradient read and the parameter written in bf16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    param: torch.Tensor
+
+    def differs_from(self, other: State) -> list[str]:
+        return [name for name, ours in vars(self).items() if not torch.equal(ours, getattr(other, name))]
+
+
+def fresh_state(numel: int) -> State:
+    generator = torch.Generator().manual_seed(0)
+    return State(
+        master=torch.randn(numel, generator=generator),
+        exp_avg=torch.zeros(numel),
+        exp_avg_sq=torch.zeros(numel),
+        param=torch.zeros(numel, dtype=torch.bfloat16),
+    )
+
+
+class Stock:
+    """``unscale_and_clip_grads``, ``optimizer.step()`` and ``copy_``, as ``stage3.py`` calls them."""
+
+    def __init__(self, state: State, gradient: torch.Tensor) -> None:
+        self.state = state
+        self._gradient = gradient
+        self._master = torch.nn.Parameter(state.master)
+        self._master.grad = torch.empty_like(state.master)
+        self._optimizer = DeepSpeedCPUAdam([self._master], weight_decay=0.01)
+        moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+        self._optimizer.state[self._master] = {"step": 0, **moments}
+
+    def prepare(self) -> None:
+        """In training backward has done this, on the accelerator and over PCIe: it is not counted."""
+        assert self._master.grad is not None
+        self._master.grad.copy_(self._gradient)
+
+    def update(self, step: AdamStep) -> None:
+        assert self._master.grad is not None
+        self._optimizer.param_groups[0]["lr"] = step.lr
+        self._master.grad.mul_(step.grad_scale)
+        self._optimizer.step()
+        self.state.param.copy_(self._master.data)
+
+
+class Ours:
+    def __init__(self, state: State, gradient: torch.Tensor, threads: int) -> None:
+        self.state = state
+        choice = cpu_adam(DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))]), 1, num_threads=threads)
+        if not isinstance(choice.kernel, FusedAdam):
+            raise SystemExit(choice.why)
+        self._kernel = choice.kernel
+        self._tensors = AdamTensors(
+            master=state.master,
+            exp_avg=state.exp_avg,
+            exp_avg_sq=state.exp_avg_sq,
+            grad=gradient,
+            param=state.param,
+        )
+
+    def prepare(self) -> None:
+        pass
+
+    def update(self, step: AdamStep) -> None:
+        self._kernel.begin_step([step])
+        self._kernel.update(0, self._tensors)
+
+
+class InPlace:
+    """fp32 memory as large as p, m and v, multiplied in place."""
+
+    def __init__(self, numel: int) -> None:
+        self.memory = torch.ones(3 * numel)
+
+    def prepare(self) -> None:
+        pass
+
+    def update(self, step: AdamStep) -> None:
+        self.memory.mul_(2.0 if step.step % 2 else 0.5)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """The median, and the 20th and 80th percentile by nearest rank."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return {"median": median(ordered), "p20": ordered[round(0.2 * last)], "p80": ordered[round(0.8 * last)]}
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def seconds_of(work: Callable[[AdamStep], None], step: AdamStep) -> float:
+    start_s = time.perf_counter()
+    work(step)
+    return time.perf_counter() - start_s
+
+
+def compare(numel: int, threads: int, repetitions: int) -> dict[str, object]:
+    """With so many threads for both arms. Raises ``SystemExit`` where their bits differ."""
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch_threads(threads):
+        stock, ours = Stock(fresh_state(numel), gradient), Ours(fresh_state(numel), gradient, threads)
+        in_place = InPlace(numel)
+        arms: dict[str, Stock | Ours | InPlace] = {"stock": stock, "ours": ours, "in_place": in_place}
+        seconds: dict[str, list[float]] = {name: [] for name in arms}
+        for repetition in range(1 + repetitions):
+            step = AdamStep(
+                step=1 + repetition,
+                lr=1e-3 / (1 + repetition),
+                beta1=0.9,
+                beta2=0.999,
+                eps=1e-8,
+                weight_decay=0.01,
+                bias_correction=True,
+                grad_scale=0.37,
+            )
+            for name in list(arms) if repetition % 2 else reversed(arms):
+                arms[name].prepare()
+                elapsed_s = seconds_of(arms[name].update, step)
+                if repetition > 0:  # the first warms up
+                    seconds[name].append(elapsed_s)
+            if differ := ours.state.differs_from(stock.state):
+                raise SystemExit(f"not stock's bits after {1 + repetition} steps: {', '.join(differ)}")
+    speedups = [theirs / its for theirs, its in zip(seconds["stock"], seconds["ours"], strict=True)]
+    in_place_bytes_per_s = [2 * in_place.memory.nbytes / its for its in seconds["in_place"]]
+    ours_bytes_per_s = [BYTES_PER_PARAM * numel / its for its in seconds["ours"]]
+    of_in_place = [ours / its for ours, its in zip(ours_bytes_per_s, in_place_bytes_per_s, strict=True)]
+    return {
+        "numel": numel,
+        "threads": threads,
+        "repetitions": repetitions,
+        "stock_s": spread(seconds["stock"]),
+        "ours_s": spread(seconds["ours"]),
+        "ours_bytes_per_s": spread(ours_bytes_per_s),
+        "in_place_bytes_per_s": spread(in_place_bytes_per_s),
+        "speedup": spread(speedups),
+        "share_of_in_place_bandwidth": spread(of_in_place),
+        "same_bits": True,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_adam", description=__doc__.splitlines()[0])
+    parser.add_argument("--numel", type=int, default=100_000_000, help="parameters (default: 100,000,000)")
+    parser.add_argument("--repetitions", type=int, default=9, help="timed, of each arm (default: 9)")
+    cores = machine.cores().usable
+    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, cores}), help="(default: 1 and all cores)")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    for threads in options.threads:
+        row = compare(options.numel, threads, options.repetitions)
+        print(row)
+        print(record("cpu_adam", ("torch", "deepspeed"), row))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

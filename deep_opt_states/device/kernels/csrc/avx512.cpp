@@ -1,0 +1,45 @@
+#include "update.h"
+#if defined(__x86_64__)
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#include <immintrin.h>
+#include "vector_loop.h"
+
+namespace {
+
+struct Avx512 {
+  using Floats = __m512;
+  using Halves = __m256i;
+  static constexpr std::int64_t width = 16;
+
+  static Floats set(float value) { return _mm512_set1_ps(value); }
+  static Floats load(const float* from) { return _mm512_loadu_ps(from); }
+  static void store(float* to, Floats value) { _mm512_storeu_ps(to, value); }
+  static Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+  static Floats divide(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+  static Floats square_root(Floats a) { return _mm512_sqrt_ps(a); }
+  static Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+
+  static Halves load_halves(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+  static void store_halves(void* to, Halves value) { _mm256_storeu_si256(static_cast<__m256i*>(to), value); }
+  static void stream_halves(void* to, Halves value) { _mm256_stream_si256(static_cast<__m256i*>(to), value); }
+  static Floats from_float16(Halves value) { return _mm512_cvtph_ps(value); }
+  static Halves to_float16(Floats value) { return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT); }
+  static Floats from_bfloat16(Halves value) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(value), 16));
+  }
+  static Halves to_bfloat16(Floats value) {
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(
+        _mm512_mask_mov_epi32(_mm512_srli_epi32(rounded, 16), is_nan, _mm512_set1_epi32(0x7fc0)));
+  }
+};
+
+}  // namespace
+
+void update_avx512(const Update& update, std::int64_t begin, std::int64_t end) {
+  update_vectors<Avx512>(update, begin, end);
+}
+#endif

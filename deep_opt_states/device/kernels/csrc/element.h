@@ -1,0 +1,123 @@
+// One element's update, and the conversions of its 16-bit types. Everything has internal linkage: each translation
+// unit is compiled for another instruction set, and the linker must not let one take another's copy.
+#pragma once
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+#include "update.h"
+
+namespace {
+
+inline std::uint32_t bits_of(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+inline float float_of(std::uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline float from_bfloat16(std::uint16_t half) { return float_of(std::uint32_t(half) << 16); }
+
+// To nearest, ties to even, denormals kept: PyTorch's (c10/util/BFloat16.h), unlike the processor's vcvtneps2bf16.
+inline std::uint16_t to_bfloat16(float value) {
+  const std::uint32_t bits = bits_of(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
+  return std::uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+inline float from_float16(std::uint16_t half) {
+  const std::uint32_t sign = std::uint32_t(half & 0x8000u) << 16;
+  const std::uint32_t rest = half & 0x7fffu;
+  if (rest >= 0x7c00u) return float_of(sign | 0x7f800000u | ((rest & 0x3ffu) << 13));
+  // A denormal of fp16 is a multiple of 2^-24; so is every fp16 number, but this is exact for denormals only.
+  if (rest < 0x400u) return float_of(sign | bits_of(float(rest) * 0x1p-24f));
+  return float_of(sign | ((rest << 13) + 0x38000000u));
+}
+
+// To nearest, ties to even (IEEE 754), as PyTorch and the processor's vcvtps2ph do.
+inline std::uint16_t to_float16(float value) {
+  const std::uint32_t bits = bits_of(value);
+  const std::uint16_t sign = std::uint16_t((bits >> 16) & 0x8000u);
+  const std::uint32_t rest = bits & 0x7fffffffu;
+  if (rest > 0x7f800000u) return std::uint16_t(sign | 0x7e00u | ((rest >> 13) & 0x1ffu));
+  if (rest >= 0x477ff000u) return std::uint16_t(sign | 0x7c00u);  // rounds to 65520 or more: infinity
+  if (rest < 0x38800000u) {
+    // A denormal: adding 0.5 rounds to a multiple of 2^-24, which is what its last bit counts.
+    return std::uint16_t(sign | (bits_of(float_of(rest) + 0.5f) - 0x3f000000u));
+  }
+  return std::uint16_t(sign | ((rest - 0x38000000u + 0xfffu + ((rest >> 13) & 1u)) >> 13));
+}
+
+template <std::int32_t dtype>
+inline float load(const void* from, std::int64_t at) {
+  if constexpr (dtype == kFloat32) return static_cast<const float*>(from)[at];
+  if constexpr (dtype == kBFloat16) return from_bfloat16(static_cast<const std::uint16_t*>(from)[at]);
+  if constexpr (dtype == kFloat16) return from_float16(static_cast<const std::uint16_t*>(from)[at]);
+}
+
+template <std::int32_t dtype>
+inline void store(void* to, std::int64_t at, float value) {
+  if constexpr (dtype == kFloat32) static_cast<float*>(to)[at] = value;
+  if constexpr (dtype == kBFloat16) static_cast<std::uint16_t*>(to)[at] = to_bfloat16(value);
+  if constexpr (dtype == kFloat16) static_cast<std::uint16_t*>(to)[at] = to_float16(value);
+}
+
+// a * b + c
+template <bool fused>
+inline float multiply_add(float a, float b, float c) {
+  if constexpr (fused) return std::fma(a, b, c);
+  const float product = a * b;
+  return product + c;
+}
+
+// deepspeed/ops/csrc/includes/cpu_adam.h, Step_AVX (kGradientFused), and cpu_adam_impl.cpp, Step_1.
+template <std::int32_t tail, std::int32_t grad_dtype, std::int32_t param_dtype>
+inline void update_element(const Update& update, std::int64_t at) {
+  constexpr bool fused = tail != kUnfused;
+  const Scalars& s = update.scalars;
+  float grad = load<grad_dtype>(update.grad, at) * s.grad_scale;
+  float master = update.master[at];
+  float exp_avg = update.exp_avg[at];
+  float exp_avg_sq = update.exp_avg_sq[at];
+  if (s.decay_kind == kL2) grad = multiply_add<fused>(master, s.decay, grad);
+  if constexpr (tail == kMomentFused) {
+    exp_avg = std::fma(exp_avg, s.beta1, grad * s.one_minus_beta1);
+    exp_avg_sq = std::fma(exp_avg_sq, s.beta2, grad * grad * s.one_minus_beta2);
+  } else {
+    exp_avg = multiply_add<fused>(grad, s.one_minus_beta1, exp_avg * s.beta1);
+    exp_avg_sq = multiply_add<fused>(grad * grad, s.one_minus_beta2, exp_avg_sq * s.beta2);
+  }
+  const float denominator = multiply_add<fused>(std::sqrt(exp_avg_sq), s.bias_correction2, s.eps);
+  if (s.decay_kind == kDecoupled) master = multiply_add<fused>(master, s.decay, master);
+  master = multiply_add<fused>(exp_avg / denominator, s.step_size, master);
+  update.master[at] = master;
+  update.exp_avg[at] = exp_avg;
+  update.exp_avg_sq[at] = exp_avg_sq;
+  if constexpr (param_dtype != kNone) store<param_dtype>(update.param, at, master);
+}
+
+// Calls `body` with the dtypes as compile-time constants: body.template operator()<grad_dtype, param_dtype>().
+template <typename Body>
+inline void with_dtypes(const Update& update, const Body& body) {
+  const auto with_param = [&](auto grad_dtype) {
+    constexpr std::int32_t grad = decltype(grad_dtype)::value;
+    switch (update.param_dtype) {
+      case kNone: return body(grad_dtype, std::integral_constant<std::int32_t, kNone>{});
+      case kFloat32: return body(grad_dtype, std::integral_constant<std::int32_t, kFloat32>{});
+      case kBFloat16: return body(grad_dtype, std::integral_constant<std::int32_t, kBFloat16>{});
+      case kFloat16: return body(grad_dtype, std::integral_constant<std::int32_t, kFloat16>{});
+    }
+    static_assert(grad != kNone);
+  };
+  switch (update.grad_dtype) {
+    case kFloat32: return with_param(std::integral_constant<std::int32_t, kFloat32>{});
+    case kBFloat16: return with_param(std::integral_constant<std::int32_t, kBFloat16>{});
+    case kFloat16: return with_param(std::integral_constant<std::int32_t, kFloat16>{});
+  }
+}
+
+}  // namespace

@@ -1,0 +1,67 @@
+// One pass over a range of a sub-group by several threads. Called through ctypes, which releases the GIL.
+#include "update.h"
+
+#include <omp.h>
+#if defined(__linux__)
+#include <sched.h>
+#endif
+#include <algorithm>
+
+namespace {
+
+// A cache line of the 16-bit parameters: no two threads write to one.
+constexpr std::int64_t kGrain = 32;
+
+// OpenMP keeps the threads of a calling thread; each is moved once.
+void stay_on(std::int32_t core) {
+#if defined(__linux__)
+  thread_local std::int32_t at = -1;
+  if (at == core) return;
+  cpu_set_t only;
+  CPU_ZERO(&only);
+  CPU_SET(core, &only);
+  if (sched_setaffinity(0, sizeof only, &only) == 0) at = core;
+#endif
+}
+
+Loop loop_of(std::int32_t instruction_set) {
+#if defined(__x86_64__)
+  if (instruction_set == 2) return update_avx512;
+  if (instruction_set == 1) return update_avx2;
+#endif
+  return update_plain;
+}
+
+}  // namespace
+
+extern "C" {
+
+// 2: AVX-512, 1: AVX2 with FMA and F16C, 0: neither.
+std::int32_t deep_opt_states_instruction_set() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl")) {
+    return 2;
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return 1;
+#endif
+  return 0;
+}
+
+void deep_opt_states_update(const Update* update, std::int32_t instruction_set) {
+  const Loop loop = loop_of(instruction_set);
+  const std::int64_t numel = update->end - update->begin;
+#pragma omp parallel num_threads(update->num_threads)
+  {
+    const std::int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    if (update->cores != nullptr) stay_on(update->cores[thread]);
+    const std::int64_t share = (numel / threads + kGrain) / kGrain * kGrain;
+    const std::int64_t begin = update->begin + std::min(numel, share * thread);
+    const std::int64_t end = update->begin + std::min(numel, share * (thread + 1));
+    const std::int64_t middle = std::clamp(update->cut, begin, end);
+    if (begin < middle) loop(*update, begin, middle);
+    if (middle < end) update_tail(*update, middle, end);
+  }
+}
+
+}  // extern "C"

@@ -1,0 +1,48 @@
+// The update of one sub-group as the Python side describes it (kernels/fused.py keeps a ctypes copy of this struct).
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+// torch's dtypes, as far as gradients and parameters have them.
+enum Dtype : std::int32_t { kNone = 0, kFloat32 = 1, kBFloat16 = 2, kFloat16 = 3 };
+
+// What the compiler of stock's op made of `m = m * beta1; m = g * (1 - beta1) + m` in its scalar tail.
+enum Tail : std::int32_t { kUnfused = 0, kGradientFused = 1, kMomentFused = 2 };
+
+enum Decay : std::int32_t { kNoDecay = 0, kDecoupled = 1, kL2 = 2 };
+
+struct Scalars {
+  float grad_scale;
+  float beta1;
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float bias_correction2;  // 1 / sqrt(1 - beta2^t)
+  float eps;
+  float step_size;  // -lr / (1 - beta1^t)
+  float decay;      // kDecoupled (AdamW): -lr * weight_decay; kL2 (Adam): weight_decay
+  std::int32_t decay_kind;
+};
+
+struct Update {
+  Scalars scalars;
+  float* master;
+  float* exp_avg;
+  float* exp_avg_sq;
+  const void* grad;
+  void* param;              // written, may be null
+  std::int64_t begin, end;  // elements to update
+  std::int64_t cut;         // elements from here on have the tail's arithmetic
+  std::int32_t grad_dtype, param_dtype;
+  std::int32_t tail;
+  std::int32_t num_threads;
+  const std::int32_t* cores;  // one for each thread; null leaves them where they are
+};
+
+// One instruction set's loop over [begin, end), all of it below the cut.
+using Loop = void (*)(const Update& update, std::int64_t begin, std::int64_t end);
+
+void update_avx512(const Update& update, std::int64_t begin, std::int64_t end);
+void update_avx2(const Update& update, std::int64_t begin, std::int64_t end);
+void update_plain(const Update& update, std::int64_t begin, std::int64_t end);
+void update_tail(const Update& update, std::int64_t begin, std::int64_t end);

@@ -1,0 +1,101 @@
+"""Our C++ kernel as a shared library, compiled at first use as DeepSpeed's ops are: by ninja, and kept."""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+
+import torch
+
+NAME = "deep_opt_states_adam"
+SOURCES = ("update.cpp", "plain.cpp", "avx2.cpp", "avx512.cpp")
+
+# No contraction: which products are fused is written out. Neither errno nor traps, which keep loops from vectors.
+FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+
+
+class KernelUnavailable(RuntimeError):
+    """The C++ kernel can be neither loaded nor compiled on this machine."""
+
+
+class InstructionSet(IntEnum):
+    PLAIN = 0
+    AVX2 = 1
+    AVX512 = 2
+
+
+class CScalars(ctypes.Structure):
+    """``Scalars`` of ``csrc/update.h``."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_float)
+            for name in (
+                "grad_scale",
+                "beta1",
+                "one_minus_beta1",
+                "beta2",
+                "one_minus_beta2",
+                "bias_correction2",
+                "eps",
+                "step_size",
+                "decay",
+            )
+        ),
+        ("decay_kind", ctypes.c_int32),
+    )
+
+
+class CUpdate(ctypes.Structure):
+    """``Update`` of ``csrc/update.h``."""
+
+    _fields_ = (
+        ("scalars", CScalars),
+        *((name, ctypes.c_void_p) for name in ("master", "exp_avg", "exp_avg_sq", "grad", "param")),
+        *((name, ctypes.c_int64) for name in ("begin", "end", "cut")),
+        *((name, ctypes.c_int32) for name in ("grad_dtype", "param_dtype", "tail", "num_threads")),
+        ("cores", ctypes.POINTER(ctypes.c_int32)),
+    )
+
+
+class Library:
+    def __init__(self, loaded: ctypes.CDLL) -> None:
+        loaded.deep_opt_states_instruction_set.restype = ctypes.c_int32
+        loaded.deep_opt_states_update.argtypes = (ctypes.POINTER(CUpdate), ctypes.c_int32)
+        loaded.deep_opt_states_update.restype = None
+        self._update = loaded.deep_opt_states_update
+        self.instruction_set = InstructionSet(loaded.deep_opt_states_instruction_set())
+        """The best one of this processor."""
+
+    def update(self, update: CUpdate, instruction_set: InstructionSet) -> None:
+        """Returns when all threads are done. ctypes releases the GIL meanwhile."""
+        self._update(ctypes.byref(update), instruction_set)
+
+
+@cache
+def library() -> Library:
+    """Raises ``KernelUnavailable``. Ranks of a machine may call it at once: PyTorch's loader lets one compile."""
+    from torch.utils import cpp_extension
+
+    folder = Path(__file__).parent / "csrc"
+    try:
+        path = Path(cpp_extension._get_build_directory(NAME, verbose=False)) / f"{NAME}.so"
+        cpp_extension.load(
+            NAME,
+            [str(folder / source) for source in SOURCES],
+            extra_cflags=FLAGS,
+            extra_ldflags=["-fopenmp"],
+            is_python_module=False,
+        )
+        return Library(ctypes.CDLL(str(path)))
+    except (OSError, RuntimeError, ImportError) as error:
+        raise KernelUnavailable(
+            f"The C++ Adam kernel cannot be compiled or loaded ({type(error).__name__}: {error}).\n"
+            "It takes a C++ compiler with OpenMP (apt-get install g++, or set CXX) and ninja (pip install ninja)."
+        ) from error
+
+
+DTYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+"""Numbers of ``csrc/update.h``."""

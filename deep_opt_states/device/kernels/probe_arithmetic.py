@@ -1,0 +1,67 @@
+"""Finds the ``Arithmetic`` of the op that stock DeepSpeed built on this machine."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
+from deep_opt_states.device.kernels.arithmetic import CANDIDATES, Arithmetic
+from deep_opt_states.device.kernels.fused import FusedAdam
+from deep_opt_states.device.kernels.stock import StockAdam
+
+TRIALS = 12
+STEPS = 3
+# Leaves a tail of 15, the longest, with every width but 1: 540 elements of it tell the candidates apart.
+NUMEL = 8 * 16 + 15
+
+
+@cache
+def find_arithmetic() -> Arithmetic | None:
+    """The first candidate with stock's bits, in both modes of Adam; None if there is none. Takes milliseconds.
+
+    Raises ``KernelUnavailable``, and what DeepSpeed raises where it cannot build its op.
+    """
+    optimizers = {adamw: _optimizer(adamw) for adamw in (True, False)}
+    expected = {adamw: _trained(StockAdam(optimizer, TRIALS)) for adamw, optimizer in optimizers.items()}
+    for candidate in CANDIDATES:
+        found = {
+            adamw: _trained(FusedAdam(candidate, optimizer.defaults["betas"], adamw=adamw, num_threads=1))
+            for adamw, optimizer in optimizers.items()
+        }
+        if all(torch.equal(found[adamw], expected[adamw]) for adamw in optimizers):
+            return candidate
+    return None
+
+
+def _optimizer(adamw: bool) -> DeepSpeedCPUAdam:
+    return DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))], adamw_mode=adamw)
+
+
+def _trained(kernel: AdamKernel) -> torch.Tensor:
+    """p, m and v after some steps, from the same random start every time; shape [TRIALS, 3, NUMEL]."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.rand(TRIALS, 3, NUMEL, generator=generator)
+    for step in range(1, STEPS + 1):
+        kernel.begin_step([_step(step)] * TRIALS)
+        for trial, (master, exp_avg, exp_avg_sq) in enumerate(states):
+            grad = torch.randn(NUMEL, generator=generator)
+            tensors = AdamTensors(master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad, param=None)
+            kernel.update(trial, tensors)
+    kernel.close()
+    return states
+
+
+def _step(step: int) -> AdamStep:
+    return AdamStep(
+        step=step,
+        lr=1e-2 / step,
+        beta1=0.9,
+        beta2=0.999,
+        eps=1e-8,
+        weight_decay=0.1,
+        bias_correction=True,
+        grad_scale=0.7,
+    )

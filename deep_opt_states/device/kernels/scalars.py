@@ -1,0 +1,102 @@
+"""The numbers that an Adam kernel multiplies with, to the bit those of DeepSpeedCPUAdam.
+
+Its object (``deepspeed/ops/csrc/includes/cpu_adam.h``, ``IncrementStep``) hides state: beta^t is a running product in
+fp32 while steps follow one another with the same betas, and ``pow`` after any other change. Stock has one such object
+for all sub-groups, so its bits depend on the order of the calls; here one tracker hears the same sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from deep_opt_states.device.kernels.adam import AdamStep
+
+
+class Decay(IntEnum):
+    """``DECOUPLED`` is AdamW's, ``L2`` is Adam's. The values are those of ``csrc/update.h``."""
+
+    NONE = 0
+    DECOUPLED = 1
+    L2 = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scalars:
+    """fp32 each; ``decay`` is -lr * weight_decay (``DECOUPLED``) or weight_decay (``L2``)."""
+
+    grad_scale: np.float32
+    beta1: np.float32
+    one_minus_beta1: np.float32
+    beta2: np.float32
+    one_minus_beta2: np.float32
+    bias_correction2: np.float32
+    """1 / sqrt(1 - beta2^t)"""
+    eps: np.float32
+    step_size: np.float32
+    """-lr / (1 - beta1^t)"""
+    decay: np.float32
+    decay_kind: Decay
+
+
+ONE = np.float32(1)
+
+
+class BetaPowers:
+    """``betas`` are those that the optimizer was made with."""
+
+    def __init__(self, betas: tuple[float, float], *, adamw: bool) -> None:
+        self._betas = np.float32(betas[0]), np.float32(betas[1])
+        self._adamw = adamw
+        self._step = 0
+        self._powers = ONE, ONE
+
+    def scalars(self, steps: Sequence[AdamStep]) -> list[Scalars]:
+        """Of one step's updates, one a sub-group, in DeepSpeed's order."""
+        # What overflows does so in C++, too.
+        with np.errstate(all="ignore"):
+            return [self._scalars(step) for step in steps]
+
+    def _scalars(self, step: AdamStep) -> Scalars:
+        """``update_state`` and the first lines of ``Step_AVX``, operation by operation."""
+        self._increment(step)
+        beta1, beta2 = self._betas
+        lr, weight_decay = np.float32(step.lr), np.float32(step.weight_decay)
+        correction1 = correction2 = ONE
+        if step.bias_correction:
+            correction1 = ONE - self._powers[0]
+            correction2 = ONE / np.sqrt(ONE - self._powers[1])
+        kind = Decay.NONE
+        if weight_decay > 0:
+            kind = Decay.DECOUPLED if self._adamw else Decay.L2
+        return Scalars(
+            grad_scale=np.float32(step.grad_scale),
+            beta1=beta1,
+            one_minus_beta1=ONE - beta1,
+            beta2=beta2,
+            one_minus_beta2=ONE - beta2,
+            bias_correction2=correction2,
+            eps=np.float32(step.eps),
+            step_size=-lr / correction1,
+            decay=-lr * weight_decay if kind is Decay.DECOUPLED else weight_decay,
+            decay_kind=kind,
+        )
+
+    def _increment(self, step: AdamStep) -> None:
+        betas = np.float32(step.beta1), np.float32(step.beta2)
+        if betas == self._betas and step.step == self._step:
+            return
+        if betas == self._betas and step.step == self._step + 1:
+            self._powers = self._powers[0] * betas[0], self._powers[1] * betas[1]
+        else:
+            # std::pow(float, size_t) is that of doubles.
+            self._powers = _power(betas[0], step.step), _power(betas[1], step.step)
+        self._betas, self._step = betas, step.step
+
+
+def _power(beta: np.float32, step: int) -> np.float32:
+    return np.float32(math.pow(float(beta), step))

@@ -1,0 +1,245 @@
+"""The C++ kernel against what stock's ``step()`` does, to the bit."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.cpp_extension import _get_build_directory
+
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
+from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
+from deep_opt_states.device.kernels.fused import FusedAdam
+from deep_opt_states.device.kernels.library import NAME, InstructionSet, Library, library
+from deep_opt_states.device.kernels.probe_arithmetic import find_arithmetic
+from tests.kernels.training import BETAS, STEP, Stock, copied, differences, fused, random_tensors, with_infinities
+
+GRADS = (torch.float32, torch.bfloat16, torch.float16)
+PARAMS = (None, torch.float32, torch.bfloat16, torch.float16)
+SETS = [one for one in InstructionSet if one <= library().instruction_set]
+
+
+def steps_of(count: int, **changes: object) -> list[AdamStep]:
+    """With a learning rate and a gradient scale of their own."""
+    plain = replace(STEP, **changes)
+    return [replace(plain, step=1 + at, lr=plain.lr / (1 + at), grad_scale=0.37 + at) for at in range(count)]
+
+
+def train_both(
+    steps: list[AdamStep],
+    numel: int,
+    grad_dtype: torch.dtype,
+    param_dtype: torch.dtype | None,
+    kernel: FusedAdam,
+    *,
+    adamw: bool = True,
+    seed: int = 0,
+    infinities: bool = False,
+) -> list[str]:
+    """What differs after any of the steps."""
+    ours, gradient = random_tensors(numel, grad_dtype, param_dtype, seed)
+    theirs = copied(ours)
+    stock = Stock(theirs, adamw=adamw)
+    for step in steps:
+        grad = with_infinities(gradient(), step.step) if infinities else gradient()
+        ours.grad.copy_(grad)
+        kernel.begin_step([step])
+        kernel.update(0, ours)
+        stock.update(step, grad)
+        if found := differences(ours, theirs):
+            return [f"step {step.step}", *found]
+    return []
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("grad_dtype", GRADS)
+@pytest.mark.parametrize("param_dtype", PARAMS)
+def test_every_combination_of_dtypes(
+    grad_dtype: torch.dtype, param_dtype: torch.dtype | None, instruction_set: InstructionSet
+) -> None:
+    for adamw in (True, False):
+        kernel = fused(adamw=adamw, num_threads=2, instruction_set=instruction_set)
+        assert train_both(steps_of(8), 10_007, grad_dtype, param_dtype, kernel, adamw=adamw) == []
+
+
+@given(
+    numel=st.integers(1, 700),
+    grad_dtype=st.sampled_from(GRADS),
+    param_dtype=st.sampled_from(PARAMS),
+    adamw=st.booleans(),
+    weight_decay=st.sampled_from([0.0, 0.1]),
+    bias_correction=st.booleans(),
+    eps=st.sampled_from([1e-8, 0.0, 1e-3]),
+    num_threads=st.integers(1, 5),
+    instruction_set=st.sampled_from(SETS),
+    infinities=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_odd_lengths_and_every_option(
+    numel: int,
+    grad_dtype: torch.dtype,
+    param_dtype: torch.dtype | None,
+    adamw: bool,
+    weight_decay: float,
+    bias_correction: bool,
+    eps: float,
+    num_threads: int,
+    instruction_set: InstructionSet,
+    infinities: bool,
+    seed: int,
+) -> None:
+    steps = steps_of(3, weight_decay=weight_decay, bias_correction=bias_correction, eps=eps)
+    kernel = fused(adamw=adamw, num_threads=num_threads, instruction_set=instruction_set)
+    found = train_both(steps, numel, grad_dtype, param_dtype, kernel, adamw=adamw, seed=seed, infinities=infinities)
+    assert found == []
+
+
+def test_many_steps_of_a_large_sub_group() -> None:
+    assert train_both(steps_of(60), 1_000_003, torch.bfloat16, torch.bfloat16, fused(num_threads=2)) == []
+
+
+def test_betas_change_and_a_checkpoint_is_loaded() -> None:
+    """Stock's running product of beta goes on, is taken anew, or is ``pow`` where steps do not follow one another."""
+    plain = steps_of(12)
+    changed = [replace(step, beta1=0.8) if 3 <= step.step < 6 else step for step in plain]
+    jumped = [replace(step, step=step.step + 40 if step.step > 8 else step.step) for step in changed]
+    repeated = [*jumped, jumped[-1], replace(jumped[-1], step=7)]
+    assert train_both(repeated, 1001, torch.bfloat16, torch.bfloat16, fused()) == []
+
+
+@given(st.data())
+def test_ranges_have_the_bits_of_the_whole(data: st.DataObject) -> None:
+    """Also those that cut vectors and the tail: the tail is the sub-group's, not the range's."""
+    numel = data.draw(st.integers(1, 300))
+    cuts = sorted(data.draw(st.lists(st.integers(0, numel), max_size=6)))
+    instruction_set = data.draw(st.sampled_from(SETS))
+    whole, gradient = random_tensors(numel, torch.bfloat16, torch.bfloat16, seed=numel)
+    whole.grad.copy_(gradient())
+    parts = copied(whole)
+    kernel = fused(num_threads=data.draw(st.integers(1, 3)), instruction_set=instruction_set)
+    kernel.begin_step([STEP])
+    kernel.update(0, whole)
+    for begin, end in zip([0, *cuts], [*cuts, numel], strict=True):
+        kernel.update_range(0, parts, begin, end)
+    assert differences(parts, whole) == []
+
+
+def test_nothing_outside_the_range_is_touched() -> None:
+    tensors, gradient = random_tensors(1000, torch.float16, torch.float16, seed=1)
+    tensors.grad.copy_(gradient())
+    before = copied(tensors)
+    kernel = fused(num_threads=2)
+    kernel.begin_step([STEP])
+    kernel.update_range(0, tensors, 313, 700)
+    for name, its in vars(before).items():
+        now = getattr(tensors, name)
+        for part in (slice(0, 313), slice(700, None)):
+            assert torch.equal(now[part].nan_to_num(), its[part].nan_to_num()), name
+    assert torch.equal(tensors.grad.view(torch.int16), before.grad.view(torch.int16)), "the gradient is only read"
+    assert not torch.equal(tensors.master[313:700], before.master[313:700])
+
+
+@pytest.mark.parametrize("param_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_rounding_is_that_of_pytorch_for_every_upper_half(
+    param_dtype: torch.dtype, instruction_set: InstructionSet
+) -> None:
+    """All 65,536 upper halves with lower halves at, above and below a tie; infinities too, and where NaN is."""
+    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) * 2**16
+    lower = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    master = (upper[:, None] + lower[None, :].int()).flatten().view(torch.float32).contiguous()
+    expected = master.to(param_dtype)
+    zeros = torch.zeros_like(master)
+    tensors = AdamTensors(
+        master=master.clone(),
+        exp_avg=zeros.clone(),
+        exp_avg_sq=zeros.clone(),
+        grad=zeros.bfloat16(),
+        param=torch.empty_like(expected),
+    )
+    kernel = fused(num_threads=2, instruction_set=instruction_set)
+    kernel.begin_step([replace(STEP, weight_decay=0.0)])  # nothing moves
+    kernel.update(0, tensors)
+    assert differences(tensors, replace(tensors, master=master, param=expected)) == []
+
+
+def test_a_gradient_of_every_16_bit_pattern() -> None:
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).short()
+    for dtype in (torch.bfloat16, torch.float16):
+        for instruction_set in SETS:
+            grad = bits.view(dtype)
+            zeros = torch.zeros(len(grad))
+            ours = AdamTensors(
+                master=zeros.clone(), exp_avg=zeros.clone(), exp_avg_sq=zeros.clone(), grad=grad.clone(), param=None
+            )
+            theirs = copied(ours)
+            kernel = fused(instruction_set=instruction_set)
+            kernel.begin_step([STEP])
+            kernel.update(0, ours)
+            Stock(theirs, adamw=True).update(STEP, grad)
+            assert differences(ours, theirs) == []
+
+
+def middle_of(loaded: Library) -> bool:
+    """Whether another thread of Python ran in the middle half of one update's time."""
+    tensors, _ = random_tensors(30_000_000, torch.bfloat16, torch.bfloat16, seed=0)
+    kernel = fused()
+    kernel._library = loaded
+    kernel.begin_step([STEP])
+    seen: list[float] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            seen.append(time.perf_counter())
+            time.sleep(1e-4)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    start_s = time.perf_counter()
+    kernel.update(0, tensors)
+    end_s = time.perf_counter()
+    done.set()
+    thread.join()
+    quarter_s = (end_s - start_s) / 4
+    return any(start_s + quarter_s < at_s < end_s - quarter_s for at_s in seen)
+
+
+def test_other_threads_of_python_run_meanwhile() -> None:
+    assert middle_of(library())
+    path = Path(_get_build_directory(NAME, verbose=False)) / f"{NAME}.so"
+    assert not middle_of(Library(ctypes.PyDLL(str(path)))), "with the GIL held, as DeepSpeedCPUAdam holds it"
+
+
+def test_the_arithmetic_found_is_the_only_one_that_fits() -> None:
+    """Of those that compute differently: the search can tell them apart."""
+    found = find_arithmetic()
+    assert found is not None
+    for other in (Arithmetic(1, Tail.UNFUSED), Arithmetic(found.vector_width, Tail.UNFUSED), Arithmetic(1, found.tail)):
+        if other == found:
+            continue
+        kernel = FusedAdam(other, BETAS, adamw=True, num_threads=1)
+        assert train_both(steps_of(3), 10_007, torch.float32, None, kernel) != []
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    tensors, _ = random_tensors(64, torch.bfloat16, torch.bfloat16, seed=0)
+    kernel = fused()
+    kernel.begin_step([STEP])
+    for wrong in (
+        replace(tensors, exp_avg=tensors.exp_avg[:-1]),
+        replace(tensors, master=tensors.master.double()),
+        replace(tensors, grad=tensors.grad.double()),
+        replace(tensors, exp_avg_sq=torch.zeros(128)[::2]),
+    ):
+        with pytest.raises(AssertionError):
+            kernel.update(0, wrong)
+    with pytest.raises(AssertionError):
+        kernel.update_range(0, tensors, 0, 65)

@@ -1,0 +1,126 @@
+"""Steps of Adam on one sub-group, by a kernel of ours or by what stock's ``step()`` does in three passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
+from deep_opt_states.device.kernels.fused import FusedAdam
+from deep_opt_states.device.kernels.library import InstructionSet
+from deep_opt_states.device.kernels.probe_arithmetic import find_arithmetic
+
+BETAS = (0.9, 0.95)
+STEP = AdamStep(
+    step=1, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, bias_correction=True, grad_scale=0.37
+)
+
+
+def fused(
+    *,
+    adamw: bool = True,
+    num_threads: int = 1,
+    cores: Sequence[int] = (),
+    instruction_set: InstructionSet | None = None,
+) -> FusedAdam:
+    arithmetic = find_arithmetic()
+    assert arithmetic is not None
+    return FusedAdam(
+        arithmetic, BETAS, adamw=adamw, num_threads=num_threads, cores=cores, instruction_set=instruction_set
+    )
+
+
+class Stock:
+    """``unscale_and_clip_grads``, DeepSpeedCPUAdam's own ``step()`` and ``copy_``, as ``stage3.py`` calls them."""
+
+    def __init__(self, tensors: AdamTensors, *, adamw: bool) -> None:
+        self._master = torch.nn.Parameter(tensors.master)
+        self._optimizer = DeepSpeedCPUAdam([self._master], betas=BETAS, adamw_mode=adamw)
+        self._optimizer.state[self._master] = {
+            "step": 0,
+            "exp_avg": tensors.exp_avg,
+            "exp_avg_sq": tensors.exp_avg_sq,
+        }
+        self._param = tensors.param
+
+    def update(self, step: AdamStep, grad: torch.Tensor) -> None:
+        group = self._optimizer.param_groups[0]
+        group.update(
+            lr=step.lr,
+            betas=(step.beta1, step.beta2),
+            eps=step.eps,
+            weight_decay=step.weight_decay,
+            bias_correction=step.bias_correction,
+        )
+        self._optimizer.state[self._master]["step"] = step.step - 1
+        self._master.grad = grad.float() if grad.dtype != torch.float32 else grad.clone()
+        self._master.grad.mul_(step.grad_scale)
+        self._optimizer.step()
+        if self._param is not None:
+            self._param.copy_(self._master.data)
+
+
+def random_tensors(
+    numel: int, grad_dtype: torch.dtype, param_dtype: torch.dtype | None, seed: int
+) -> tuple[AdamTensors, Callable[[], torch.Tensor]]:
+    """A sub-group, and what makes its gradient of each step. Numbers of every kind, over the whole range."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def wild(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        plain = torch.randn(numel, generator=generator)
+        exponents = torch.randint(-149, 127, (numel,), generator=generator).double()
+        spread = (plain.double() * 2.0**exponents).float()
+        special = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 3e38, -3e38, 1.0, 65504.0, 65520.0, 6e-8, 3e-8])
+        chosen = special[torch.randint(len(special), (numel,), generator=generator)]
+        kind = torch.randint(8, (numel,), generator=generator)
+        return torch.where(kind == 0, chosen, torch.where(kind < 3, spread, plain)).to(dtype)
+
+    tensors = AdamTensors(
+        master=wild(),
+        exp_avg=wild(),
+        exp_avg_sq=wild().abs(),
+        grad=torch.empty(numel, dtype=grad_dtype),
+        param=None if param_dtype is None else torch.full((numel,), 7.0, dtype=param_dtype),
+    )
+    return tensors, lambda: wild(grad_dtype)
+
+
+def with_infinities(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    kinds = torch.tensor([float("inf"), float("-inf"), float("nan")], dtype=tensor.dtype)
+    chosen = kinds[torch.randint(3, tensor.shape, generator=generator)]
+    return torch.where(torch.rand(tensor.shape, generator=generator) < 0.1, chosen, tensor)
+
+
+def copied(tensors: AdamTensors) -> AdamTensors:
+    return replace(tensors, **{name: None if its is None else its.clone() for name, its in vars(tensors).items()})
+
+
+def differences(found: AdamTensors, expected: AdamTensors) -> list[str]:
+    """Names of tensors that differ in a bit, or in where they are NaN: which NaN, IEEE 754 leaves open."""
+    differ = []
+    for name, theirs in vars(expected).items():
+        if name == "grad" or theirs is None:
+            continue
+        ours = getattr(found, name)
+        number = ~theirs.isnan()
+        bits = {4: torch.int32, 2: torch.int16}[ours.element_size()]
+        if not torch.equal(ours.isnan(), theirs.isnan()) or not torch.equal(
+            ours.view(bits)[number], theirs.view(bits)[number]
+        ):
+            differ.append(name)
+    return differ
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
