@@ -50,6 +50,8 @@ class Config(_Block):
     update_stride: int | None = Field(default=None, ge=2)
     gpu_fraction: float | None = Field(default=None, ge=0.0, le=1.0)
     num_slots: int = Field(default=2, ge=1)
+    cpu_threads: int | None = Field(default=None, ge=1)
+    bind_cores: bool = True
     report: ReportConfig = ReportConfig()
 
     @model_validator(mode="after")
@@ -155,6 +157,13 @@ _RULES = {
     "num_slots": _Rule(
         "must be an integer of at least 1",
         "Streamed sub-groups pass through that many staging slots on the GPU; 2 overlap transfers and update.",
+    ),
+    "cpu_threads": _Rule(
+        "must be an integer of at least 1",
+        "A rank updates with that many on the CPU; leave it out for one a physical core of the rank's share.",
+    ),
+    "bind_cores": _Rule(
+        "must be true or false", "Leave it out to keep the threads of the update and all others on cores of their own."
     ),
     "report": _Rule("must be an object", 'For example "report": {"every_n_steps": 10, "trace": "trace.json"}.'),
     "report.every_n_steps": _Rule("must be an integer of at least 0", "0, the default, reports nothing."),

@@ -59,6 +59,14 @@ def memory() -> Memory:
     return Memory(host.total, host.available, memory_limit_bytes(cgroup_folders("memory")))
 
 
+def kernel_id(boot_id: Path = Path("/proc/sys/kernel/random/boot_id")) -> str:
+    """The same in all containers on one running kernel, which number its CPUs alike; or the host's name."""
+    try:
+        return boot_id.read_text().strip()
+    except OSError:
+        return platform.node()
+
+
 def memlock_limit_bytes() -> int | None:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,98 @@
+"""Cores and what is near them, from files as kernels write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deep_opt_states import machine
+from deep_opt_states.topology import Core, cores_of, format_cpu_list, gpu_node, parse_cpu_list, pci_node
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> tuple[Path, Path]:
+    """Two sockets of two cores with two threads each, numbered as on most servers: all first threads first."""
+    cpus, nodes = tmp_path / "cpu", tmp_path / "node"
+    for cpu in range(8):
+        write(cpus / f"cpu{cpu}/topology/thread_siblings_list", f"{cpu % 4},{cpu % 4 + 4}")
+    write(nodes / "node0/cpulist", "0-1,4-5")
+    write(nodes / "node1/cpulist", "2-3,6-7")
+    # Of memory only, as a GPU's that the CPU can address.
+    write(nodes / "node2/cpulist", "")
+    write(nodes / "online", "0-2")
+    return cpus, nodes
+
+
+def test_siblings_are_one_core(system: tuple[Path, Path]) -> None:
+    assert cores_of(range(8), *system) == (
+        Core(cpus=(0, 4), node=0),
+        Core(cpus=(1, 5), node=0),
+        Core(cpus=(2, 6), node=1),
+        Core(cpus=(3, 7), node=1),
+    )
+
+
+def test_only_what_is_allowed_is_seen(system: tuple[Path, Path]) -> None:
+    assert cores_of({7, 1, 6, 2}, *system) == (
+        Core(cpus=(1,), node=0),
+        Core(cpus=(2, 6), node=1),
+        Core(cpus=(7,), node=1),
+    )
+
+
+def test_where_nothing_is_told_each_cpu_is_a_core(tmp_path: Path) -> None:
+    write(tmp_path / "cpu/cpu3/topology/thread_siblings_list", "what is this")
+    expected = (Core(cpus=(2,), node=None), Core(cpus=(3,), node=None))
+    assert cores_of({2, 3}, tmp_path / "cpu", tmp_path / "node") == expected
+
+
+def test_this_machine_has_as_many_physical_cores_as_psutil_says() -> None:
+    found = machine.cores()
+    assert found.logical is not None
+    cores = cores_of(range(found.logical))
+    if found.physical is not None:
+        assert len(cores) == found.physical
+
+
+@pytest.mark.parametrize(("text", "node"), [("1", 1), ("0", 0), ("-1", None), ("", None), (None, None)])
+def test_the_node_of_a_gpu(text: str | None, node: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if text is not None:
+        write(tmp_path / "0001:3b:00.0/numa_node", text)
+    assert pci_node(1, 0x3B, 0, tmp_path) == node
+    properties = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(machine, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {3: properties}.__getitem__)
+    assert gpu_node(tmp_path) == node
+
+
+def test_without_a_gpu_there_is_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "has_cuda", lambda: False)
+    assert gpu_node() is None
+
+
+def test_a_kernel_is_known_by_its_boot(tmp_path: Path) -> None:
+    write(tmp_path / "boot_id", "bbeee42d-708f-4d03-92c4-525c00724ede")
+    assert machine.kernel_id(tmp_path / "boot_id") == "bbeee42d-708f-4d03-92c4-525c00724ede"
+    assert machine.kernel_id(tmp_path / "nothing") == machine.platform.node()
+
+
+def test_lists_of_cpus() -> None:
+    assert parse_cpu_list("0-2,8,10-11\n") == (0, 1, 2, 8, 10, 11)
+    assert parse_cpu_list("\n") == ()
+    assert format_cpu_list((8, 2, 0, 1)) == "0-2,8"
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_lists_of_cpus_read_back(cpus: set[int]) -> None:
+    assert parse_cpu_list(format_cpu_list(cpus)) == tuple(sorted(cpus))
