@@ -1,0 +1,72 @@
+"""This rank's cores, chosen with those of the other ranks of its node."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+
+from deep_opt_states import machine
+from deep_opt_states.config import Config
+from deep_opt_states.cores import CoreShare, RankPlace, choose_cores, part_of_quota
+from deep_opt_states.device.affinity import allowed_cpus
+from deep_opt_states.profiler.ranks import training_ranks
+from deep_opt_states.topology import Core, cores_of, gpu_node
+from deep_opt_states.zero.agreement import agree
+from deep_opt_states.zero.devices import AcceleratorChoice
+from deep_opt_states.zero.log import say
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """By one rank. A kernel numbers its CPUs for all its containers; a cgroup's ``quota`` is for one of these."""
+
+    kernel: str
+    host: str
+    cores: tuple[Core, ...]
+    quota: float | None
+    gpu_node: int | None
+
+
+def share_cores(config: Config, accelerator: AcceleratorChoice) -> CoreShare:
+    """The cores of this rank's CPU updates; the log says which. Nothing is bound yet. A collective over all ranks.
+
+    Raises ``ConfigError`` for a ``cpu_threads`` that this rank cannot have, ``RanksDisagree`` if another cannot.
+    """
+    ranks = training_ranks()
+
+    def find() -> _Found:
+        return _Found(
+            kernel=machine.kernel_id(),
+            host=platform.node(),
+            cores=cores_of(allowed_cpus()),
+            quota=machine.cores().quota,
+            gpu_node=None if accelerator.steps_on_host else gpu_node(),
+        )
+
+    everybody = ranks.gather(agree(find, lambda _: "found its cores"))
+    node = [rank for rank, found in enumerate(everybody) if found.kernel == everybody[ranks.rank].kernel]
+    places = _places([everybody[rank] for rank in node])
+
+    def choose() -> CoreShare:
+        return choose_cores(
+            places,
+            node.index(ranks.rank),
+            on_accelerator=not accelerator.steps_on_host,
+            bind=config.bind_cores,
+            cpu_threads=config.cpu_threads,
+        )
+
+    share = agree(choose, lambda _: "chose its cores")
+    omp = os.environ.get("OMP_NUM_THREADS")
+    say(f"CPU update on rank 0: {share}" + (f"; OMP_NUM_THREADS={omp} is for PyTorch's operations" if omp else ""))
+    return share
+
+
+def _places(node: list[_Found]) -> list[RankPlace]:
+    places = []
+    for local_rank, found in enumerate(node):
+        container = [other for other, mate in enumerate(node) if mate.host == found.host]
+        quota = part_of_quota(found.quota, container.index(local_rank), len(container))
+        places.append(RankPlace(cores=found.cores, quota=quota, gpu_node=found.gpu_node))
+    return places

@@ -1,0 +1,182 @@
+"""Threads of this process, moved and put back. Some tests ask this machine's kernel, which must have two CPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from deep_opt_states.device import affinity
+from deep_opt_states.device.affinity import AffinityError, LaunchBinding, allowed_cpus
+
+ALLOWED = frozenset(os.sched_getaffinity(0))
+LOW, HIGH = frozenset({min(ALLOWED)}), frozenset({max(ALLOWED)})
+
+two_cpus = pytest.mark.skipif(len(ALLOWED) < 2, reason="needs two CPUs to move threads between")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    yield
+    assert affinity._process.bindings == []
+    assert affinity._process.moved == {}
+    assert os.sched_getaffinity(0) == ALLOWED
+
+
+@contextmanager
+def parked(first: Callable[[], object] = lambda: None) -> Iterator[int]:
+    """A thread that does ``first`` and then waits; its kernel's id."""
+    ready, end = threading.Event(), threading.Event()
+
+    def run() -> None:
+        first()
+        ready.set()
+        end.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    ready.wait()
+    assert thread.native_id is not None
+    try:
+        yield thread.native_id
+    finally:
+        end.set()
+        thread.join()
+
+
+@two_cpus
+def test_threads_that_run_are_moved_and_put_back() -> None:
+    with parked() as thread, parked(lambda: os.sched_setaffinity(0, LOW)) as bound:
+        binding = LaunchBinding(HIGH)
+        assert [os.sched_getaffinity(tid) for tid in (0, thread, bound)] == [HIGH] * 3
+        assert allowed_cpus() == ALLOWED
+        binding.release()
+        assert [os.sched_getaffinity(tid) for tid in (0, thread, bound)] == [ALLOWED, ALLOWED, LOW]
+        binding.release()
+        assert allowed_cpus() == ALLOWED
+
+
+@two_cpus
+def test_what_starts_later_inherits_and_is_put_back_too() -> None:
+    binding = LaunchBinding(HIGH)
+    with parked() as later:
+        assert os.sched_getaffinity(later) == HIGH
+        code = "import os; print(sorted(os.sched_getaffinity(0)))"
+        child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert child.stdout.strip() == str(sorted(HIGH))
+        binding.release()
+        assert os.sched_getaffinity(later) == ALLOWED
+
+
+@two_cpus
+def test_a_thread_that_binds_itself_meanwhile_is_left_alone() -> None:
+    with parked() as early:
+        first = LaunchBinding(HIGH)
+        os.sched_setaffinity(early, LOW)
+        with parked(lambda: os.sched_setaffinity(0, LOW)) as late:
+            second = LaunchBinding(HIGH)
+            assert os.sched_getaffinity(early) == os.sched_getaffinity(late) == LOW
+            second.release()
+            first.release()
+            assert os.sched_getaffinity(early) == os.sched_getaffinity(late) == LOW
+
+
+@two_cpus
+@pytest.mark.parametrize("first_in_first_out", [True, False])
+def test_of_two_bindings_the_last_one_counts(first_in_first_out: bool) -> None:
+    with parked() as thread:
+        first, second = LaunchBinding(HIGH), LaunchBinding(LOW)
+        assert os.sched_getaffinity(thread) == os.sched_getaffinity(0) == LOW
+        assert allowed_cpus() == ALLOWED
+        (first if first_in_first_out else second).release()
+        assert os.sched_getaffinity(thread) == os.sched_getaffinity(0) == (LOW if first_in_first_out else HIGH)
+        (second if first_in_first_out else first).release()
+        assert os.sched_getaffinity(thread) == os.sched_getaffinity(0) == ALLOWED
+
+
+@two_cpus
+def test_pytorch_uses_no_more_threads_than_it_has_cpus() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        first = LaunchBinding(HIGH)
+        assert torch.get_num_threads() == 1
+        second = LaunchBinding(LOW | HIGH)
+        assert torch.get_num_threads() == 2
+        second.release()
+        assert torch.get_num_threads() == 1
+        first.release()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+class Kernel:
+    """Affinities of this process's threads on a machine with 8 CPUs, which nothing is really bound to."""
+
+    def __init__(self) -> None:
+        self.masks: dict[int, frozenset[int]] = {}
+        self.ended: set[int] = set()
+        self.moves = 0
+        self.refused: Container[int] = ()
+
+    def get(self, thread: int) -> frozenset[int]:
+        if thread in self.ended:
+            raise ProcessLookupError
+        return self.masks.get(thread or os.getpid(), frozenset(range(8)))
+
+    def set(self, thread: int, cpus: frozenset[int]) -> None:
+        self.moves += 1
+        if self.moves in self.refused:
+            raise PermissionError(1, "Operation not permitted")
+        self.masks[thread or os.getpid()] = frozenset(cpus)
+
+
+@pytest.fixture
+def kernel() -> Iterator[Kernel]:
+    kernel = Kernel()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", kernel.get)
+        patch.setattr(os, "sched_setaffinity", kernel.set)
+        yield kernel
+
+
+def test_a_thread_that_was_bound_stays_as_near_as_it_may(kernel: Kernel) -> None:
+    with parked() as near, parked() as far:
+        kernel.masks |= {near: frozenset({1, 2, 3}), far: frozenset({0, 1})}
+        binding = LaunchBinding({2, 3, 4})
+        assert kernel.get(os.getpid()) == {2, 3, 4}
+        assert kernel.get(near) == {2, 3}
+        assert kernel.get(far) == {2, 3, 4}
+        binding.release()
+        assert (kernel.get(near), kernel.get(far)) == ({1, 2, 3}, {0, 1})
+        assert kernel.get(os.getpid()) == set(range(8))
+
+
+def test_a_thread_that_ends_meanwhile_is_no_fault(kernel: Kernel) -> None:
+    with parked() as early, parked() as late:
+        kernel.ended.add(early)
+        binding = LaunchBinding({5})
+        assert kernel.get(os.getpid()) == kernel.get(late) == {5}
+        kernel.ended.add(late)
+        binding.release()
+        assert kernel.get(os.getpid()) == set(range(8))
+        assert kernel.masks[late] == {5}
+        assert early not in kernel.masks
+
+
+@pytest.mark.parametrize("refused", [range(1, 1000), {2}], ids=["all", "the second"])
+def test_where_threads_cannot_be_moved_it_says_so_and_moves_none(refused: Container[int], kernel: Kernel) -> None:
+    with parked() as thread:
+        kernel.refused = refused
+        with pytest.raises(
+            AffinityError, match=r"choosing \[6, 7\], found .*not permitted.*\nSet \"bind_cores\": false"
+        ):
+            LaunchBinding({6, 7})
+        assert kernel.get(os.getpid()) == kernel.get(thread) == set(range(8))
