@@ -29,7 +29,9 @@ class Finished:
 
 def answer(value: Any) -> None:
     """Called in a program that ``run_ranks`` started."""
-    print(_ANSWER + json.dumps(value), flush=True)
+    # One write: print() makes two where nothing is buffered, and another rank's may come between.
+    sys.stdout.write(_ANSWER + json.dumps(value) + "\n")
+    sys.stdout.flush()
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -7,19 +7,21 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from deep_opt_states.device.interface import Device
 from deep_opt_states.profiler import profile as profiler
 from deep_opt_states.profiler.cache import replace_file
 from deep_opt_states.profiler.method import FULL, QUICK
 from deep_opt_states.profiler.ranks import ProbeError, launched_ranks
 from perf_model.hardware import HardwareProfile, Measurement, ProfileError
+
+if TYPE_CHECKING:
+    from deep_opt_states.zero.devices import AcceleratorChoice
 
 UNITS = {
     "_bytes_per_s": (1e9, "GB/s"),
@@ -32,6 +34,7 @@ UNITS = {
 
 def run(output: Path, *, quick: bool) -> int:
     """The exit code: 1, and the reason on stderr, if there is no profile. Of several ranks, rank 0 speaks."""
+    from deep_opt_states.zero.cores import default_share
     from deep_opt_states.zero.refusals import Unsupported
 
     first = os.environ.get("RANK", "0") == "0"
@@ -39,10 +42,13 @@ def run(output: Path, *, quick: bool) -> int:
         # What fails before the ranks have met ends this process, and its launcher ends the others.
         if first:
             check_output(output)
-        device = _device(int(os.environ.get("LOCAL_RANK", "0")))
+        accelerator = _accelerator(int(os.environ.get("LOCAL_RANK", "0")))
+        # On the CPU accelerator there is nothing to copy to.
+        device = None if accelerator.steps_on_host else accelerator.device
         with launched_ranks(os.environ) as ranks, _progress_bar(shown=first) as progress:
             num_ranks = ranks.size
-            profile = profiler.measure(device, ranks, QUICK if quick else FULL, progress=progress)
+            threads = default_share(accelerator, ranks).threads
+            profile = profiler.measure(device, ranks, QUICK if quick else FULL, threads=threads, progress=progress)
         if first:
             replace_file(output, profile.to_json())
     except (ProfileError, ProbeError, Unsupported, OSError) as error:
@@ -72,8 +78,8 @@ def check_output(path: Path) -> None:
         raise ProfileError(f"{rule}; found {path}: {error.strerror}.\n{remedy}") from error
 
 
-def _device(local_rank: int) -> Device[Any] | None:
-    """None on the CPU accelerator, where there is nothing to copy to. Raises ``ProfileError`` or ``Unsupported``."""
+def _accelerator(local_rank: int) -> AcceleratorChoice:
+    """Raises ``ProfileError`` or ``Unsupported``."""
     from deepspeed.accelerator import get_accelerator
 
     from deep_opt_states.zero.devices import choose_device
@@ -87,8 +93,7 @@ def _device(local_rank: int) -> Device[Any] | None:
                 f"Start as many ranks on this machine as it has GPUs."
             )
         accelerator.set_device(local_rank)
-    chosen = choose_device()
-    return None if chosen.steps_on_host else chosen.device
+    return choose_device()
 
 
 @contextmanager

@@ -21,21 +21,17 @@ def check_cores(found: Cores) -> Finding:
 
 
 def check_omp(value: str | None, usable: int) -> Finding:
+    """For PyTorch's operations on the CPU and for stock's Adam; our update has its rank's share of the cores."""
     topic = "OMP_NUM_THREADS"
-    remedy = f"Set OMP_NUM_THREADS to the cores a rank has: {usable} here, divided by the ranks on this machine."
+    remedy = f"Unset it, or set it to the cores that a rank has: {usable} here, divided by the ranks on this machine."
     if value is None:
-        found = (
-            "unset; torchrun then makes it 1, which puts CPU Adam on one core, and python uses all cores in each rank"
-        )
-        return Finding(topic, Status.WARN, found, remedy)
-    threads = value.split(",")[0].strip()  # the first of a list is the outermost level, where CPU Adam runs
+        return Finding(topic, Status.OK, "unset, or 1 under torchrun, which is enough: updates have their own threads")
+    threads = value.split(",")[0].strip()  # the first of a list is the outermost level, where operations run
     if not threads.isdigit() or int(threads) == 0:
         return Finding(topic, Status.WARN, f"{value!r}; must be a positive integer", remedy)
     if int(threads) > usable:
         return Finding(topic, Status.WARN, f"{value}; must be at most the {usable} cores usable here", remedy)
-    if int(threads) == 1 < usable:
-        return Finding(topic, Status.WARN, f"1 of {usable} usable cores: CPU Adam runs on one core", remedy)
-    return Finding(topic, Status.OK, f"{value} of {usable} usable cores")
+    return Finding(topic, Status.OK, f"{value} of {usable} usable cores; updates have threads of their own")
 
 
 def check_memory(found: Memory) -> Finding:

@@ -24,6 +24,7 @@ def quick_profile(
     ranks: Ranks,
     log: Callable[[str], None],
     *,
+    threads: int,
     cpu_adam: Callable[[int, int], AdamKernel] = training_cpu_adam,
     device_adam: AdamKernel | None = None,
     effort: Effort = QUICK,
@@ -38,7 +39,7 @@ def quick_profile(
         if ranks.rank > 0:
             return None, None
         works_with = " ".join(map(_name, (type(device), cpu_adam, type(device_adam))))
-        provenance = describe(on_accelerator=device is not None, node=node)
+        provenance = describe(on_accelerator=device is not None, node=node, threads=threads)
         path = cached_path(fingerprint(provenance, node, effort, ranks.size, works_with), os.environ)
         return path, _read(path)
 
@@ -51,7 +52,7 @@ def quick_profile(
         return profile
     if ranks.rank == 0:
         log("No hardware profile for this machine yet: measuring a quick one.")
-    profile = measure(device, ranks, effort, cpu_adam=cpu_adam, device_adam=device_adam)
+    profile = measure(device, ranks, effort, threads=threads, cpu_adam=cpu_adam, device_adam=device_adam)
     if ranks.rank == 0:
         _keep(profile, path, log)
     return profile

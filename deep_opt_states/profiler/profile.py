@@ -10,8 +10,6 @@ from functools import cache, partial
 from statistics import median
 from typing import Any, Protocol
 
-import torch
-
 from deep_opt_states import machine
 from deep_opt_states.device.host import HostDevice
 from deep_opt_states.device.interface import Device
@@ -75,6 +73,7 @@ def measure(
     ranks: Ranks,
     effort: Effort,
     *,
+    threads: int,
     cpu_adam: Callable[[int, int], AdamKernel] = training_cpu_adam,
     stock_adam: Callable[[int], AdamKernel] = stock_cpu_adam,
     device_adam: AdamKernel | None = None,
@@ -82,13 +81,13 @@ def measure(
 ) -> HardwareProfile:
     """The profile of this machine with all ``ranks`` at work at once; the same on all of them. A collective.
 
-    ``device`` is None where the accelerator is the CPU. ``cpu_adam`` makes the kernel for a number of sub-groups and
-    one of threads, ``stock_adam`` stock's; ``device_adam`` updates ``SUB_GROUPS`` in the device's memory. Raises
-    ``ProfileError``, on every rank, if what no prediction can do without could not be measured; whatever else fails is
-    waived with the reason.
+    ``device`` is None where the accelerator is the CPU; ``threads`` update on the CPU. ``cpu_adam`` makes the kernel
+    for a number of sub-groups and one of threads, ``stock_adam`` stock's; ``device_adam`` updates ``SUB_GROUPS`` in
+    the device's memory. Raises ``ProfileError``, on every rank, if what no prediction can do without could not be
+    measured; whatever else fails is waived with the reason.
     """
     node = smallest_node(ranks, os.environ)
-    training_threads = ranks.gather(torch.get_num_threads())[0]
+    training_threads = ranks.gather(threads)[0]
     entries, updates = _entries(device, effort, node, training_threads, cpu_adam, stock_adam, device_adam)
     # All ranks in step: the counts are of rank 0, and the probes follow from the arguments.
     counts = [threads for threads in thread_counts(node.cores_per_rank) if threads != training_threads]
@@ -112,7 +111,7 @@ def measure(
         gpu = machine.gpu() if device is not None else None
         return {
             "name": platform.node(),
-            "provenance": describe(on_accelerator=device is not None, node=node),
+            "provenance": describe(on_accelerator=device is not None, node=node, threads=training_threads),
             "gpu_memory_bytes": gpu.memory_bytes if gpu else None,
             "host_memory_bytes": machine.memory().usable_bytes,
             "gpu_peak_flops": peak_flops(gpu.name) if gpu else None,

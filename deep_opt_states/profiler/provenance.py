@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from deep_opt_states import machine
+from deep_opt_states.device.affinity import allowed_cpus
 from deep_opt_states.profiler.method import METHOD, Effort
 from deep_opt_states.profiler.ranks import Ranks, agree
 from perf_model.hardware import VERSION, Provenance
@@ -40,7 +40,7 @@ def smallest_node(ranks: Ranks, environ: Mapping[str, str]) -> Node:
     """
 
     def here() -> tuple[str, set[int], float | None, str | None]:
-        return platform.node(), os.sched_getaffinity(0), machine.cores().quota, environ.get("LOCAL_WORLD_SIZE")
+        return platform.node(), set(allowed_cpus()), machine.cores().quota, environ.get("LOCAL_WORLD_SIZE")
 
     everybody = ranks.gather(agree(ranks, here))
     nodes = []
@@ -51,15 +51,15 @@ def smallest_node(ranks: Ranks, environ: Mapping[str, str]) -> Node:
     return min(nodes, key=lambda node: (node.cores_per_rank, node.ranks))
 
 
-def describe(*, on_accelerator: bool, node: Node) -> Provenance:
-    """Now, here; ``cores`` are those that the CPU updates of all ranks of a node run on."""
+def describe(*, on_accelerator: bool, node: Node, threads: int) -> Provenance:
+    """Now, here; ``threads`` of each rank update on the CPU, each on a core."""
     gpu = machine.gpu() if on_accelerator else None
     return Provenance(
         source="measured",
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         host=platform.node(),
         cpu=machine.cpu_name(),
-        cores=torch.get_num_threads() * node.ranks,
+        cores=threads * node.ranks,
         ranks=node.ranks,
         gpu=gpu.name if gpu else "",
         driver=machine.driver_version() if gpu else "",

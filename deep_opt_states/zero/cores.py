@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from deep_opt_states import machine
 from deep_opt_states.config import Config
 from deep_opt_states.cores import CoreShare, RankPlace, choose_cores, part_of_quota
 from deep_opt_states.device.affinity import allowed_cpus
-from deep_opt_states.profiler.ranks import training_ranks
+from deep_opt_states.profiler.ranks import Ranks, training_ranks
+from deep_opt_states.profiler.ranks import agree as agree_among
 from deep_opt_states.topology import Core, cores_of, gpu_node
 from deep_opt_states.zero.agreement import agree
 from deep_opt_states.zero.devices import AcceleratorChoice
@@ -33,8 +35,19 @@ def share_cores(config: Config, accelerator: AcceleratorChoice) -> CoreShare:
 
     Raises ``ConfigError`` for a ``cpu_threads`` that this rank cannot have, ``RanksDisagree`` if another cannot.
     """
-    ranks = training_ranks()
+    choose = _chooser(accelerator, training_ranks())
+    share = agree(lambda: choose(config), lambda _: "chose its cores")
+    omp = os.environ.get("OMP_NUM_THREADS")
+    say(f"CPU update on rank 0: {share}" + (f"; OMP_NUM_THREADS={omp} is for PyTorch's operations" if omp else ""))
+    return share
 
+
+def default_share(accelerator: AcceleratorChoice, ranks: Ranks) -> CoreShare:
+    """What training takes if the config says nothing. A collective over ``ranks``, which need not train."""
+    return _chooser(accelerator, ranks)(Config())
+
+
+def _chooser(accelerator: AcceleratorChoice, ranks: Ranks) -> Callable[[Config], CoreShare]:
     def find() -> _Found:
         return _Found(
             kernel=machine.kernel_id(),
@@ -44,11 +57,11 @@ def share_cores(config: Config, accelerator: AcceleratorChoice) -> CoreShare:
             gpu_node=None if accelerator.steps_on_host else gpu_node(),
         )
 
-    everybody = ranks.gather(agree(find, lambda _: "found its cores"))
+    everybody = ranks.gather(agree_among(ranks, find))
     node = [rank for rank, found in enumerate(everybody) if found.kernel == everybody[ranks.rank].kernel]
     places = _places([everybody[rank] for rank in node])
 
-    def choose() -> CoreShare:
+    def choose(config: Config) -> CoreShare:
         return choose_cores(
             places,
             node.index(ranks.rank),
@@ -57,10 +70,7 @@ def share_cores(config: Config, accelerator: AcceleratorChoice) -> CoreShare:
             cpu_threads=config.cpu_threads,
         )
 
-    share = agree(choose, lambda _: "chose its cores")
-    omp = os.environ.get("OMP_NUM_THREADS")
-    say(f"CPU update on rank 0: {share}" + (f"; OMP_NUM_THREADS={omp} is for PyTorch's operations" if omp else ""))
-    return share
+    return choose
 
 
 def _places(node: list[_Found]) -> list[RankPlace]:

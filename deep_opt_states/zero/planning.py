@@ -33,12 +33,16 @@ class Intention:
     predicted: Timeline | None
 
 
-def intend(config: Config, workload: Workload, accelerator: AcceleratorChoice, param_bytes: int) -> Intention:
+def intend(
+    config: Config, workload: Workload, accelerator: AcceleratorChoice, param_bytes: int, threads: int
+) -> Intention:
     """The plan that the block asks for: by its rule, or rank 0's, for the profile that all ranks were measured for.
+
+    ``threads`` update on the CPU.
 
     Raises ``ConfigError`` or ``Unsupported`` for a placement that cannot be had, ``ProfileError`` for a profile.
     """
-    profile = _profile(config, accelerator) if config.predicts else None
+    profile = _profile(config, accelerator, threads) if config.predicts else None
     cost = None if profile is None else CostModel.of(profile, param_bytes)
     if config.placement == "planned":
         assert cost is not None
@@ -48,11 +52,11 @@ def intend(config: Config, workload: Workload, accelerator: AcceleratorChoice, p
     return Intention(plan, None if cost is None else simulate(plan.schedule, workload, cost))
 
 
-def _profile(config: Config, accelerator: AcceleratorChoice) -> HardwareProfile:
+def _profile(config: Config, accelerator: AcceleratorChoice, threads: int) -> HardwareProfile:
     """Rank 0's file, or a quick profile of all ranks."""
     ranks = training_ranks()
     if config.profile is None:
-        return quick_profile(None if accelerator.steps_on_host else accelerator.device, ranks, say)
+        return quick_profile(None if accelerator.steps_on_host else accelerator.device, ranks, say, threads=threads)
     path = Path(config.profile)
     # Other nodes need not have the file.
     text = agree(lambda: HardwareProfile.read(path).to_json() if ranks.rank == 0 else "", lambda _: "read")

@@ -14,6 +14,8 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from deep_opt_states.config import Config
+from deep_opt_states.cores import CoreShare
+from deep_opt_states.device.affinity import LaunchBinding
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.device.kernels.choice import cpu_adam
@@ -22,6 +24,7 @@ from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.ledger import Ledger
 from deep_opt_states.runtime.state import SubGroupState
 from deep_opt_states.zero.agreement import FailureAgreement, agree
+from deep_opt_states.zero.cores import share_cores
 from deep_opt_states.zero.devices import AcceleratorChoice
 from deep_opt_states.zero.gradients import Gradients
 from deep_opt_states.zero.log import say
@@ -47,22 +50,25 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         Raises ``ConfigError`` or ``Unsupported`` for a placement that this model or accelerator cannot have,
         ``ProfileError`` for a profile that cannot be used, ``RanksDisagree`` if the ranks' plans differ.
         """
+        share = share_cores(config, accelerator)
         workload = Workload.of([master.numel() for master in self.fp32_partitioned_groups_flat])
         param_bytes = self.fp16_partitioned_groups_flat[0].element_size()
-        intention = intend(config, workload, accelerator, param_bytes)
+        intention = intend(config, workload, accelerator, param_bytes, share.threads)
         self.plan = intention.plan
         # A rank without the memory for it must tell the others.
-        agree(lambda: self._prepare(intention.plan, accelerator), lambda _: "prepared")
+        agree(lambda: self._prepare(intention.plan, accelerator, share), lambda _: "prepared")
         self.report = UpdateReport(config.report, intention.plan, intention.predicted, dist.get_rank() == 0, say)
         say(str(self.plan))
 
-    def _prepare(self, plan: UpdatePlan, accelerator: AcceleratorChoice) -> None:
+    def _prepare(self, plan: UpdatePlan, accelerator: AcceleratorChoice, share: CoreShare) -> None:
+        # Before memory is touched, which then lies near these cores, and before the worker is started.
+        self._launch_binding = LaunchBinding(share.launch_cores) if share.launch_cores else None
         device = self.ledger = Ledger(accelerator.device)
         self._gradients = Gradients(self)
         self._states = [
             self._take_over(sub_group_id, placement, device) for sub_group_id, placement in enumerate(plan.placements)
         ]
-        choice = cpu_adam(self.optimizer, len(self._states), num_threads=torch.get_num_threads())
+        choice = cpu_adam(self.optimizer, len(self._states), num_threads=share.threads, cores=share.cores)
         if choice.why:
             say(choice.why)
         self._adam = choice.kernel
@@ -243,5 +249,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         super().destroy()
         self._executor.close()
         self._adam.close()
+        if self._launch_binding is not None:
+            self._launch_binding.release()
         # DeepSpeed's hooks on the module keep this object alive; they need not keep its buffers.
         self._states.clear()

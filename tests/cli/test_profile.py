@@ -10,7 +10,7 @@ import pytest
 
 from deep_opt_states.cli import main, profile
 from deep_opt_states.cli.profile import check_output
-from perf_model.hardware import QUANTITIES, HardwareProfile, Measurement, ProfileError, Provenance
+from perf_model.hardware import QUANTITIES, REQUIRED, HardwareProfile, Measurement, ProfileError, Provenance
 from tests.launch import environment, free_port
 
 HOST = {
@@ -106,7 +106,7 @@ def test_only_rank_0_writes_and_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Another rank may be on a node that does not have the folder."""
-    names = ("cpu_adam_params_per_s", "dram_update_bytes_per_s")
+    names = REQUIRED
     profile_of_all = HardwareProfile(
         name="here",
         provenance=Provenance(source="measured"),
@@ -129,6 +129,7 @@ def test_quantities_are_printed_in_units_that_are_read(
             "h2d_bytes_per_s": (24.5e9, 25.5e9, 24.9e9),
             "copy_latency_s": (9.5e-6, 10.5e-6, 9.75e-6),
             "cpu_adam_params_per_s": (1.2345e9,) * 3,
+            "stock_cpu_adam_params_per_s": (0.5e9,),
             "dram_update_bytes_per_s": (205e9,) * 3,
             "matmul_flops_per_s": (612e12,) * 3,
         }

@@ -44,7 +44,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def profile_and_log(ranks: Ranks) -> tuple[float, list[str]]:
     log: list[str] = []
-    return quick_profile(None, ranks, log.append).rate("cpu_adam_params_per_s"), log
+    return quick_profile(None, ranks, log.append, threads=1).rate("cpu_adam_params_per_s"), log
 
 
 def test_the_second_time_nothing_is_measured(folder: Path, measured: list[int]) -> None:

@@ -35,6 +35,9 @@ SMALL = Effort(
     matrix_size=64,
 )
 
+THREADS = 3
+"""Of the update in training."""
+
 TICK_S = 1e-4
 """What the host's virtual clock advances each time that it is read."""
 
@@ -66,7 +69,13 @@ def virtual_profile(device: VirtualDevice, cores: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(machine, "core_quota", lambda folders: None)
     ours, stock = TimedAdam(device, UPDATE_S - TICK_S), TimedAdam(device, 1.5 * UPDATE_S - TICK_S)
     return measure(
-        device, OneRank(), SMALL, cpu_adam=lambda *_: ours, stock_adam=lambda _: stock, device_adam=PlainAdam()
+        device,
+        OneRank(),
+        SMALL,
+        threads=THREADS,
+        cpu_adam=lambda *_: ours,
+        stock_adam=lambda _: stock,
+        device_adam=PlainAdam(),
     )
 
 
@@ -92,7 +101,7 @@ def test_every_quantity_on_a_clock_of_the_tests_own(device: VirtualDevice, monke
         "matmul_flops_per_s": 2 * 64**3 / 1e-6,
     }.items():
         assert profile.rate(name) == pytest.approx(expected, rel=1e-3), name
-    assert set(profile.cpu_adam_by_threads) == {1, 2, 4, 6, torch.get_num_threads()}
+    assert set(profile.cpu_adam_by_threads) == {1, 2, 3, 4, 6}
     assert HardwareProfile.from_json(profile.to_json()) == profile
 
 
@@ -105,23 +114,24 @@ def test_each_number_of_threads_is_measured_with_so_many(
         None,
         OneRank(),
         SMALL,
+        threads=THREADS,
         cpu_adam=lambda _, num_threads: TimedAdam(device, UPDATE_S / num_threads - TICK_S),
         stock_adam=lambda _: TimedAdam(device, UPDATE_S),
     )
     for threads in (1, 2, 4):
         assert profile.cpu_adam_by_threads[threads].median == pytest.approx(10_000 * threads / UPDATE_S)
-    assert profile.rate("cpu_adam_params_per_s") == profile.cpu_adam_by_threads[torch.get_num_threads()].median
+    assert profile.rate("cpu_adam_params_per_s") == profile.cpu_adam_by_threads[THREADS].median
 
 
 def test_without_an_accelerator_the_rest_is_measured() -> None:
-    profile = measure(None, OneRank(), SMALL)
+    profile = measure(None, OneRank(), SMALL, threads=THREADS)
     waived = {name: found.waived for name, found in profile.measurements.items() if found.waived is not None}
     # The matrix product is here the CPU's own.
     host = {*REQUIRED, "dram_copy_bytes_per_s", "rounding_params_per_s", "matmul_flops_per_s"}
     assert waived == dict.fromkeys((name for name in QUANTITIES if name not in host), NO_ACCELERATOR)
     origin = profile.provenance
     assert (origin.source, origin.host, origin.ranks, origin.gpu) == ("measured", platform.node(), 1, "")
-    assert (origin.cores, origin.torch, origin.deepspeed) == (torch.get_num_threads(), torch.__version__, "0.19.8")
+    assert (origin.cores, origin.torch, origin.deepspeed) == (THREADS, torch.__version__, "0.19.8")
     assert profile.gpu_memory_bytes is profile.gpu_peak_flops is None
     assert profile.host_memory_bytes == machine.memory().usable_bytes
 
@@ -159,7 +169,7 @@ def test_the_gpu_s_peak_is_in_its_profile(device: VirtualDevice, monkeypatch: py
 
 def test_progress_counts_every_probe_to_the_end() -> None:
     told: list[tuple[int, int, str]] = []
-    measure(None, OneRank(), SMALL, progress=lambda *step: told.append(step))
+    measure(None, OneRank(), SMALL, threads=THREADS, progress=lambda *step: told.append(step))
     total = told[0][1]
     assert [done for done, *_ in told] == list(range(total + 1))
     assert {of for _, of, _ in told} == {total}
@@ -199,7 +209,7 @@ def test_memory_that_cannot_be_had_is_waived(device: VirtualDevice, monkeypatch:
 
 def test_a_release_without_a_gpu_kernel_says_so(device: VirtualDevice) -> None:
     adam = TimedAdam(device, UPDATE_S)
-    profile = measure(device, OneRank(), SMALL, cpu_adam=lambda *_: adam, stock_adam=lambda _: adam)
+    profile = measure(device, OneRank(), SMALL, threads=THREADS, cpu_adam=lambda *_: adam, stock_adam=lambda _: adam)
     assert profile.measurements["gpu_adam_params_per_s"].waived == NO_GPU_ADAM
     assert profile.get("h2d_bytes_per_s") is not None
 
@@ -215,11 +225,9 @@ def test_without_a_cpu_kernel_there_is_no_profile() -> None:
     def no_compiler(num_sub_groups: int, num_threads: int) -> PlainAdam:
         raise RuntimeError("Error building extension 'cpu_adam'")
 
-    threads = torch.get_num_threads()
     with pytest.raises(ProfileError, match=r"found no measurement \(RuntimeError: Error building extension") as caught:
-        measure(None, OneRank(), SMALL, cpu_adam=no_compiler)
+        measure(None, OneRank(), SMALL, threads=THREADS, cpu_adam=no_compiler)
     assert "deep-opt-states doctor" in str(caught.value)
-    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize(
@@ -281,14 +289,14 @@ NODE = Node(ranks=2, cores=16)
 
 
 def fingerprint_here(**changes: object) -> str:
-    about = describe(on_accelerator=False, node=NODE)
+    about = describe(on_accelerator=False, node=NODE, threads=THREADS)
     facts = {"provenance": about, "node": NODE, "effort": SMALL, "world_size": 2, "works_with": "a", **changes}
     return fingerprint(**facts)
 
 
 def test_a_fingerprint_changes_with_what_changes_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     here = fingerprint_here()
-    about = describe(on_accelerator=False, node=NODE)
+    about = describe(on_accelerator=False, node=NODE, threads=THREADS)
     changed = {
         fingerprint_here(provenance=replace(about, **{name: other}))
         for name, other in {
@@ -320,16 +328,12 @@ def test_a_fingerprint_changes_with_what_changes_measurements(monkeypatch: pytes
 
 
 def test_a_fingerprint_changes_with_the_number_of_threads() -> None:
-    here, threads = fingerprint_here(), torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads + 1)
-        assert fingerprint_here() != here
-    finally:
-        torch.set_num_threads(threads)
+    more = describe(on_accelerator=False, node=NODE, threads=THREADS + 1)
+    assert fingerprint_here(provenance=more) != fingerprint_here()
 
 
 def test_a_fingerprint_is_the_same_on_another_day_and_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    about = describe(on_accelerator=False, node=NODE)
+    about = describe(on_accelerator=False, node=NODE, threads=THREADS)
     assert fingerprint_here(provenance=replace(about, date="tomorrow", host="twin")) == fingerprint_here()
 
 
@@ -339,7 +343,7 @@ def other_memory() -> machine.Memory:
 
 def test_a_device_that_overlaps_nothing_is_waived_there() -> None:
     """With real time, so that only what does not depend on it is looked at."""
-    profile = measure(HostDevice(), OneRank(), SMALL, cpu_adam=lambda *_: PlainAdam())
+    profile = measure(HostDevice(), OneRank(), SMALL, threads=THREADS, cpu_adam=lambda *_: PlainAdam())
     for name in ("cpu_adam_beside_transfers_params_per_s", "both_beside_cpu_adam_bytes_per_s"):
         reason = profile.measurements[name].waived
         assert reason is not None

@@ -53,7 +53,7 @@ def test_without_a_profile_a_quick_one_is_measured_cached_and_shared(world_size:
 
 def test_a_profile_that_is_given_is_used_and_rank_0_s_file_counts(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    cpu_only = {name: rate for name, rate in RATES.items() if name.startswith(("cpu_adam_params", "dram"))}
+    cpu_only = {name: rate for name, rate in RATES.items() if name.startswith(("cpu_adam_params", "stock", "dram"))}
     path.write_text(profile({**cpu_only, "cpu_adam_params_per_s": 1e9, "dram_copy_bytes_per_s": 4e9}).to_json())
     first, second = engines(2, tmp_path, {"profile": str(path)})
     assert first.output.count("measured with 1 rank on a node at once, while 2 train") == 1
@@ -92,7 +92,7 @@ def test_a_bad_profile_is_refused_on_every_rank(tmp_path: Path) -> None:
     missing = tmp_path / "missing.json"
     ranks = engines(2, tmp_path, {"profile": str(old)}, {"profile": str(missing)}, {"placement": "cpu"})
     refused_old, refused_missing, trained = ranks[0].answers()
-    assert "ProfileError: version: must be the integer 1, found 0" in refused_old["refused"]
+    assert "ProfileError: version: must be the integer 2, found 0" in refused_old["refused"]
     assert "ProfileError: A profile must be a readable file" in refused_missing["refused"]
     assert "deep-opt-states profile --output profile.json" in refused_missing["refused"]
     assert trained["compared"] == {}, "a rule needs no profile where nothing is reported"
