@@ -9,6 +9,7 @@ from itertools import product
 from perf_model.budgets import Budgets
 from perf_model.cost import CostModel
 from perf_model.hardware import HardwareProfile, Measurement, Provenance
+from perf_model.job import PARAM_BYTES
 from perf_model.memory import resident_bytes_of
 from perf_model.model import ModelShape, gpt
 from perf_model.planner import MAX_SLOTS
@@ -36,7 +37,7 @@ JOINT = (1.3, 1.6, 1.9)
 CORES = (8, 16, 32, 64, 128)
 RANKS_PER_NODE = (1, 2, 4, 8)
 RESIDENT = (0.0, 0.1, 0.3)
-"""Share of the states that the GPU has room for, beside four slots for the longest parameter."""
+"""Share of the states that the GPU has room for, beside four slots for the longest parameter and all gradients."""
 
 SHAPES: tuple[ModelShape, ...] = (
     gpt("1B", layers=24, hidden=1792, heads=14, vocab=50_304, positions=2048),
@@ -69,7 +70,7 @@ class Machine:
             "d2h_bytes_per_s": one_way,
             "both_bytes_per_s": min(self.joint * REACHED * LINKS[self.link], dram),
             "copy_latency_s": 1e-5,
-            "cpu_adam_params_per_s": min(dram / 30, ADAM_OF_A_CORE * self.cores / self.ranks),
+            "cpu_adam_params_per_s": min(dram / 28, ADAM_OF_A_CORE * self.cores / self.ranks),
             "stock_cpu_adam_params_per_s": min(dram / 42, ADAM_OF_A_CORE * self.cores / self.ranks),
             "dram_update_bytes_per_s": dram,
             "gpu_adam_params_per_s": REACHED * GPU_MEMORY[self.link] / 30,
@@ -88,8 +89,11 @@ class Machine:
     @property
     def budgets(self) -> Budgets:
         longest, *_ = sorted((-(-numel // self.ranks) for numel in self.shape.parameters()), reverse=True)
-        states_bytes = resident_bytes_of(-(-self.shape.numel // self.ranks))
-        return Budgets(gpu_bytes=MAX_SLOTS * resident_bytes_of(longest) + int(self.resident * states_bytes))
+        numel = -(-self.shape.numel // self.ranks)
+        # Room for all gradients, as without offloading; in blocks they take a little more.
+        gradients_bytes = int(1.1 * PARAM_BYTES * numel) + 2**26
+        states_bytes = MAX_SLOTS * resident_bytes_of(longest) + int(self.resident * resident_bytes_of(numel))
+        return Budgets(gpu_bytes=gradients_bytes + states_bytes)
 
     def __str__(self) -> str:
         return (

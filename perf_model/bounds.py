@@ -16,7 +16,7 @@ import numpy as np
 
 from perf_model.cost import CostModel, Resource
 from perf_model.limits import KINDS, Array, Limits
-from perf_model.memory import resident_bytes_of
+from perf_model.memory import cuda_bytes_of, gradients_on_accelerator, resident_bytes_of
 from perf_model.placement import Placement
 from perf_model.windows import EARLY, Windows
 from perf_model.workload import Workload
@@ -53,11 +53,20 @@ class Room:
 
     @classmethod
     def of(cls, workload: Workload, gpu_bytes: int | None) -> Room:
-        """With so many bytes of accelerator memory, None for any number."""
+        """With so many bytes of accelerator memory, None for any number; room for the gradients is kept free."""
         if gpu_bytes is None:
             return cls.same(1.0)
+        numels = (sub_group.numel for sub_group in workload.sub_groups)
+        gpu_bytes -= cuda_bytes_of(gradients_on_accelerator(numels, LEAST_GRADIENT_BYTES)) - MOST_SHARED_BYTES
         slot_bytes = min(resident_bytes_of(sub_group.numel) for sub_group in workload.sub_groups)
         return cls(alone=_share_in(gpu_bytes, workload), beside_a_slot=_share_in(gpu_bytes - slot_bytes, workload))
+
+
+LEAST_GRADIENT_BYTES = 2
+"""Of a parameter."""
+
+MOST_SHARED_BYTES = 22 * 2**20
+"""Of the segments that gradients are in, states can be in the last ones, too."""
 
 
 def _share_in(gpu_bytes: int, workload: Workload) -> float:

@@ -45,13 +45,14 @@ class Traffic:
 def traffic_of(param_bytes: int) -> dict[ActionKind, Traffic]:
     """What the runtime moves. ``param_bytes``: 2 for 16-bit models; 4 for fp32, whose CPU update has nothing to round.
 
-    CPU_STEP is one pass: p, m and v read and written (24), the gradient read (4), the 16-bit parameter written.
+    CPU_STEP is one pass: p, m and v read and written (24), the gradient read in the model's dtype, in which DeepSpeed
+    accumulates it by default, and the 16-bit parameter written.
     """
     return {
         ActionKind.PREFETCH: Traffic(h2d=STAGED_BYTES_PER_PARAM, dram=STAGED_BYTES_PER_PARAM),
         ActionKind.GPU_STEP: Traffic(),
         ActionKind.FLUSH_STATES: Traffic(d2h=12, dram=12),
-        ActionKind.CPU_STEP: Traffic(dram=24 + 4 + (param_bytes if param_bytes < FP32_BYTES else 0)),
+        ActionKind.CPU_STEP: Traffic(dram=24 + param_bytes + (param_bytes if param_bytes < FP32_BYTES else 0)),
         ActionKind.PUBLISH: Traffic(h2d=param_bytes, dram=param_bytes),
     }
 
@@ -70,7 +71,7 @@ def stock_traffic_of(param_bytes: int) -> dict[ActionKind, Traffic]:
     }
 
 
-COPIES = {ActionKind.PREFETCH: 4, ActionKind.FLUSH_STATES: 3, ActionKind.PUBLISH: 1}
+COPIES = {ActionKind.PREFETCH: 3, ActionKind.FLUSH_STATES: 3, ActionKind.PUBLISH: 1}
 """Copies that an action consists of; each starts with the latency of a copy."""
 
 

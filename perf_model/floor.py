@@ -16,7 +16,7 @@ from perf_model.budgets import Budgets
 from perf_model.cost import CostModel
 from perf_model.dependencies import CHAINS
 from perf_model.limits import Limits
-from perf_model.memory import RESIDENT_BYTES_PER_PARAM, Memory, memory_of
+from perf_model.memory import Memory, memory_of
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.schedule import STAGED_BYTES_PER_PARAM
@@ -86,7 +86,8 @@ class Floor:
 
 
 class MemoryFloor:
-    """Host and pinned bytes are sums over the sub-groups; of the accelerator's, what one slot and residents hold."""
+    """Host and pinned bytes are sums over the sub-groups; of the accelerator's, what one slot and residents
+    hold, and the gradients where there is either."""
 
     def __init__(self, workload: Workload, param_bytes: int) -> None:
         self._numels = np.array([sub_group.numel for sub_group in workload.sub_groups])
@@ -109,7 +110,8 @@ class MemoryFloor:
         if budgets.gpu_bytes is not None:
             resident = candidates[Placement.RESIDENT] @ self._numels
             slot = (candidates[Placement.STREAMED] * self._numels).max(axis=1)
-            gpu_bytes = resident * RESIDENT_BYTES_PER_PARAM + slot * STAGED_BYTES_PER_PARAM
+            states_bytes = (resident + slot) * STAGED_BYTES_PER_PARAM
+            gpu_bytes = states_bytes + (states_bytes > 0) * self._numels.sum() * self._param_bytes
             missing_bytes += np.maximum(0, gpu_bytes - budgets.gpu_bytes)
         for name in ("host_bytes", "pinned_bytes"):
             if (budget := getattr(budgets, name)) is not None:

@@ -11,7 +11,7 @@ from perf_model.budgets import Budgets, DoesNotFit
 from perf_model.cost import CostModel
 from perf_model.dependencies import CHAINS
 from perf_model.hardware import HardwareProfile
-from perf_model.job import PARAM_BYTES, Job
+from perf_model.job import PARAM_BYTES, GradientPath, Job
 from perf_model.memory import Memory, memory_of, reserved_by_stock
 from perf_model.placement import Placement, place_all, place_by_stride
 from perf_model.plan import UpdatePlan
@@ -119,7 +119,7 @@ def forecast(
         windows=arms.windows,
         sub_group_size=sub_group_size,
         planned=planned,
-        predicted=arms.iteration(planned.update_s, planned.exposed_s, planned.plan),
+        predicted=arms.iteration(planned.update_s, planned.exposed_s, GradientPath.of(planned.plan)),
         baselines=arms.baselines(planned),
         memory=arms.memory(planned.memory),
     )
@@ -225,13 +225,9 @@ class _Arms:
             pinned_bytes=ranks * optimizer.pinned_bytes,
         )
 
-    def iteration(self, update_s: float, exposed_s: float, plan: UpdatePlan | None) -> Iteration:
-        """None: nothing is offloaded. Backward hides the gradients' way to host memory as far as it lasts."""
-        gradients_s = 0.0
-        if plan is not None:
-            resident = plan.numel(Placement.RESIDENT)
-            gradients_s = self._job.gradients_s(plan.workload.numel - resident, self._profile, resident)
-        backward_s = max(self._compute_s, gradients_s)
+    def iteration(self, update_s: float, exposed_s: float, gradients: GradientPath) -> Iteration:
+        """Backward hides the gradients' way to host memory as far as it lasts."""
+        backward_s = max(self._compute_s, self._job.gradients_s(gradients, self._profile))
         iteration_s = self._forward_s + backward_s + exposed_s
         peak = self._profile.gpu_peak_flops
         return Iteration(
@@ -268,7 +264,7 @@ class _Arms:
             missing = self.budgets.missing(memory_of(plan, PARAM_BYTES))
             if not missing:
                 update = evaluate(plan, self.cost, self.budgets, self.windows, PARAM_BYTES)
-                return self.iteration(update.update_s, update.exposed_s, plan)
+                return self.iteration(update.update_s, update.exposed_s, GradientPath.of(plan))
         return Unfit(why=DoesNotFit(missing).rule)
 
     def _of_deepspeed(self, workload: Workload, residents: int) -> Arm:
@@ -278,14 +274,14 @@ class _Arms:
             return Unfit(why=DoesNotFit(missing).rule)
         cost = CostModel.of_stock(self._profile, PARAM_BYTES)
         update_s = simulate(serial_schedule(plan.placements), workload, cost).end_s
-        return self.iteration(update_s, update_s, plan)
+        return self.iteration(update_s, update_s, GradientPath.of_stock(plan))
 
     def _no_offload(self, workload: Workload) -> Arm:
         needed = self._job.gpu_bytes + NO_OFFLOAD_BYTES_PER_PARAM * workload.numel
         if self._limits.gpu is not None and needed > self._limits.gpu:
             return Unfit(why=f"does not fit: {needed / 1e9:.0f} GB of {self._limits.gpu / 1e9:.0f} GB")
         update_s = self.cost.load(ActionKind.GPU_STEP, workload.numel).total_s
-        return self.iteration(update_s, update_s, plan=None)
+        return self.iteration(update_s, update_s, GradientPath())
 
 
 def _deepspeeds_plan(workload: Workload, residents: int) -> UpdatePlan:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from perf_model.hardware import HardwareProfile
 from perf_model.model import ModelError, ModelShape, require_integer
+from perf_model.placement import Placement
+from perf_model.plan import UpdatePlan
 from perf_model.workload import Workload
 
 PARAM_BYTES = 2
@@ -24,11 +26,25 @@ MOST_TOKENS = 10**7
 CUDA_CONTEXT_BYTES = 2**30
 """Of driver, cuBLAS and NCCL; an assumption."""
 
-GRADIENT_DOWN_BYTES, GRADIENT_UP_BYTES = 2, 2
-"""What every gradient passes (``stage3.py``, ``partition_grads``): down to the buffer that sums it, and up again."""
 
-OFFLOADED_GRADIENT_DOWN_BYTES = 4
-"""Down once more, as fp32, for a sub-group whose states are in host memory; a resident's is beside its states."""
+@dataclass(frozen=True, kw_only=True)
+class GradientPath:
+    """Bytes of gradients that pass a rank's link in a backward."""
+
+    down: int = 0
+    up: int = 0
+
+    @classmethod
+    def of(cls, plan: UpdatePlan) -> GradientPath:
+        """Ours: down to what the CPU updates, once; what is updated on the accelerator keeps its gradients there."""
+        return cls(down=PARAM_BYTES * plan.numel(Placement.CPU))
+
+    @classmethod
+    def of_stock(cls, plan: UpdatePlan) -> GradientPath:
+        """Every one goes down to the buffer that sums it, and up again; and down once more, as fp32, if its states are
+        in host memory (``stage3.py``, ``partition_grads``). Twin-Flow's residents are beside their states."""
+        numel = plan.workload.numel
+        return cls(down=PARAM_BYTES * numel + 4 * (numel - plan.numel(Placement.RESIDENT)), up=PARAM_BYTES * numel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +94,12 @@ class Job:
         flops = self.shape.iteration_flops(self.micro_batch, self.sequence, self.recompute)
         return flops / flops_per_s - self.forward_s(flops_per_s)
 
-    def gradients_s(self, offloaded: int, profile: HardwareProfile, resident: int = 0) -> float:
-        """Seconds in which the gradients of so many of a rank's parameters pass the link; backward hides them."""
+    def gradients_s(self, path: GradientPath, profile: HardwareProfile) -> float:
+        """Seconds in which the gradients pass the link; backward hides them."""
         d2h, h2d, both = map(profile.get, ("d2h_bytes_per_s", "h2d_bytes_per_s", "both_bytes_per_s"))
         if d2h is None or h2d is None or both is None:
             return 0.0
-        numel = offloaded + resident
-        down_bytes = GRADIENT_DOWN_BYTES * numel + OFFLOADED_GRADIENT_DOWN_BYTES * offloaded
-        up_bytes = GRADIENT_UP_BYTES * numel
-        return max(down_bytes / d2h, up_bytes / h2d, (down_bytes + up_bytes) / both)
+        return max(path.down / d2h, path.up / h2d, (path.down + path.up) / both)
 
     def mfu(self, iteration_s: float, peak_flops: float) -> float:
         """Model FLOPs utilisation: forward and backward once, without recomputation, of the GPU's peak."""

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from perf_model.lowering import needed_slots
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.schedule import STAGED_BYTES_PER_PARAM
+from perf_model.slab import FP32_BYTES, Widths
 
 MIB = 2**20
-
-FP32_BYTES = 4
-
-RESIDENT_BYTES_PER_PARAM = 16
-"""fp32 p, m, v and gradient."""
 
 
 class Where(Enum):
@@ -37,46 +32,60 @@ class Reservation:
     count: int = 1
 
 
-def reserved_by_the_runtime(plan: UpdatePlan, param_bytes: int) -> list[Reservation]:
-    """The tensors that the runtime reserves for ``plan``, once. ``param_bytes``: 2 for 16-bit models, 4 for fp32."""
-    num_slots, slot_numel = needed_slots(plan.workload, plan.placements, plan.num_slots)
+def reserved_by_the_runtime(plan: UpdatePlan, param_bytes: int, *, accumulates: bool) -> list[Reservation]:
+    """What the runtime reserves for ``plan``, once. ``param_bytes``: 2 for 16-bit models, 4 for fp32.
+
+    One slab of page-locked memory, and states and gradients on the accelerator. ``accumulates``: over micro-batches.
+    Gradients are taken to be in the model's dtype, in which DeepSpeed accumulates them by default.
+    """
+    widths = Widths(param=param_bytes, grad=param_bytes)
+    slab_bytes = sum(count * widths.slab_bytes(numel, placement) for numel, placement, count in _sizes(plan))
+    numels = {its: [numel for numel, placement in _placed(plan) if placement is its] for its in Placement}
+    streamed, residents = numels[Placement.STREAMED], numels[Placement.RESIDENT]
+    kept = [*streamed, *residents]
+    if accumulates and kept:
+        # Sums stay there, too, for sub-groups that the CPU updates: there is room, see ``memory_of``.
+        kept += numels[Placement.CPU]
+    return [
+        Reservation(where=Where.PINNED, each_bytes=slab_bytes),
+        *states_on_accelerator(streamed, residents, plan.num_slots),
+        *gradients_on_accelerator(kept, param_bytes),
+    ]
+
+
+def states_on_accelerator(streamed: Sequence[int], residents: Sequence[int], num_slots: int) -> list[Reservation]:
+    """p, m and v in slots, and of residents; of sub-groups of these lengths."""
+    num_slots = min(num_slots, len(streamed))
+    lengths = {max(streamed, default=0): num_slots}
+    for numel, count in Counter(residents).items():
+        lengths[numel] = lengths.get(numel, 0) + count
     parts = STAGED_BYTES_PER_PARAM // FP32_BYTES
-    reservations = [Reservation(where=Where.ACCELERATOR, each_bytes=slot_numel * FP32_BYTES, count=num_slots * parts)]
-    for numel, placement, count in _sizes(plan):
-        where = Where.ACCELERATOR if placement is Placement.RESIDENT else Where.PINNED
-        states = Reservation(where=where, each_bytes=numel * FP32_BYTES, count=3 * count)
-        reservations.append(states)
-        if placement is Placement.CPU and param_bytes < FP32_BYTES:
-            rounded = Reservation(where=Where.PINNED, each_bytes=numel * param_bytes, count=count)
-            reservations.append(rounded)
-    return reservations
+    return [
+        Reservation(where=Where.ACCELERATOR, each_bytes=numel * FP32_BYTES, count=parts * count)
+        for numel, count in lengths.items()
+    ]
 
 
-def reserved_by_deepspeed(plan: UpdatePlan, param_bytes: int) -> list[Reservation]:
-    """Gradients (``stage3.py``: ``fp32_partitioned_groups_flat[i].grad``, ``grad_partitions_flat_buffer``).
+def gradients_on_accelerator(numels: Iterable[int], param_bytes: int) -> list[Reservation]:
+    """Of sub-groups of these lengths."""
+    return [
+        Reservation(where=Where.ACCELERATOR, each_bytes=numel * param_bytes, count=count)
+        for numel, count in Counter(numels).items()
+    ]
 
-    Those on the host are pageable, as DeepSpeed has them unless ``offload_optimizer.pin_memory`` is set. A resident's
-    are where its states are.
+
+def reserved_by_stock(plan: UpdatePlan, param_bytes: int) -> list[Reservation]:
+    """What DeepSpeed's own optimizer reserves where ``plan`` streams nothing; residents are Twin-Flow's.
+
+    fp32 states and gradients (``stage3.py``: ``fp32_partitioned_groups_flat``), and those that are summed over
+    micro-batches (``grad_partitions_flat_buffer``). On the host they are pageable, unless
+    ``offload_optimizer.pin_memory`` is set.
     """
     reservations = [Reservation(where=Where.HOST, each_bytes=plan.workload.numel * param_bytes)]
     for numel, placement, count in _sizes(plan):
         where = Where.ACCELERATOR if placement is Placement.RESIDENT else Where.HOST
-        gradients = Reservation(where=where, each_bytes=numel * FP32_BYTES, count=count)
-        reservations.append(gradients)
+        reservations.append(Reservation(where=where, each_bytes=numel * FP32_BYTES, count=4 * count))
     return reservations
-
-
-def reserved_by_stock(plan: UpdatePlan, param_bytes: int) -> list[Reservation]:
-    """All that DeepSpeed's own optimizer reserves where ``plan`` streams nothing; residents are Twin-Flow's."""
-    states = [
-        Reservation(
-            where=Where.ACCELERATOR if placement is Placement.RESIDENT else Where.HOST,
-            each_bytes=numel * FP32_BYTES,
-            count=3 * count,
-        )
-        for numel, placement, count in _sizes(plan)
-    ]
-    return [*states, *reserved_by_deepspeed(plan, param_bytes)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +98,11 @@ class Memory:
 
     @classmethod
     def of(cls, reservations: Iterable[Reservation]) -> Memory:
-        """As PyTorch's allocators serve them."""
+        """As PyTorch's allocator of GPU memory serves them; the slab is locked as it is."""
         by_where: dict[Where, list[Reservation]] = {where: [] for where in Where}
         for reservation in reservations:
             by_where[reservation.where].append(reservation)
-        pinned_bytes = sum(its.count * pinned_bytes_of(its.each_bytes) for its in by_where[Where.PINNED])
+        pinned_bytes = sum(its.count * its.each_bytes for its in by_where[Where.PINNED])
         return cls(
             gpu_bytes=cuda_bytes_of(by_where[Where.ACCELERATOR]),
             host_bytes=pinned_bytes + sum(its.count * its.each_bytes for its in by_where[Where.HOST]),
@@ -102,13 +111,9 @@ class Memory:
 
 
 def memory_of(plan: UpdatePlan, param_bytes: int = 2) -> Memory:
-    """All that the optimizer takes with ``plan``, DeepSpeed's gradient buffers included."""
-    return Memory.of([*reserved_by_the_runtime(plan, param_bytes), *reserved_by_deepspeed(plan, param_bytes)])
-
-
-def pinned_bytes_of(requested_bytes: int) -> int:
-    """``CachingHostAllocator`` rounds up to a power of two (``ATen/core/CachingHostAllocator.h``)."""
-    return 0 if requested_bytes == 0 else 1 << (requested_bytes - 1).bit_length()
+    """All that the optimizer takes with ``plan`` at most: once something is updated on the accelerator, there is room
+    for all gradients, as without offloading."""
+    return Memory.of(reserved_by_the_runtime(plan, param_bytes, accumulates=True))
 
 
 def cuda_bytes_of(reservations: Iterable[Reservation]) -> int:
@@ -136,19 +141,18 @@ def cuda_bytes_of(reservations: Iterable[Reservation]) -> int:
 
 
 def resident_bytes_of(numel: int) -> int:
-    """What a resident of that length takes at least, as does a slot: its p, m, v and gradient as whole blocks."""
+    """What p, m and v of a resident of that length, or of a slot, take at least: whole blocks."""
     block_bytes = _round_up(numel * FP32_BYTES, 512)
-    blocks = RESIDENT_BYTES_PER_PARAM // FP32_BYTES
-    return blocks * (_round_up(block_bytes, 2 * MIB) if block_bytes >= 10 * MIB else block_bytes)
+    return 3 * (_round_up(block_bytes, 2 * MIB) if block_bytes >= 10 * MIB else block_bytes)
 
 
 def _sizes(plan: UpdatePlan) -> Iterator[tuple[int, Placement, int]]:
     """Lengths of sub-groups by placement, and how many there are of each."""
-    placed = list(zip(plan.workload.sub_groups, plan.placements, strict=True))
-    for placement in Placement:
-        counts = Counter(sub_group.numel for sub_group, its in placed if its is placement)
-        for numel, count in counts.items():
-            yield numel, placement, count
+    return ((numel, its, count) for (numel, its), count in Counter(_placed(plan)).items())
+
+
+def _placed(plan: UpdatePlan) -> Iterator[tuple[int, Placement]]:
+    return ((its.numel, placement) for its, placement in zip(plan.workload.sub_groups, plan.placements, strict=True))
 
 
 def _round_up(size_bytes: int, multiple: int) -> int:

@@ -9,7 +9,7 @@ at every placement that the bound does not rule out. Deterministic: the same pla
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, islice, product
@@ -20,9 +20,16 @@ from perf_model.bounds import Bound, Room, exposed_bound, work_bound
 from perf_model.budgets import Budgets, DoesNotFit
 from perf_model.cost import CostModel
 from perf_model.floor import Floor, MemoryFloor, placed
-from perf_model.memory import Memory, memory_of, resident_bytes_of
+from perf_model.memory import (
+    Memory,
+    cuda_bytes_of,
+    gradients_on_accelerator,
+    memory_of,
+    resident_bytes_of,
+    states_on_accelerator,
+)
 from perf_model.order import rising_and_falling
-from perf_model.placement import Placement, place_all, place_by_stride
+from perf_model.placement import Placement, place_all, place_by_fraction, place_by_stride
 from perf_model.plan import UpdatePlan
 from perf_model.simulate import Simulator
 from perf_model.spread import Spread
@@ -114,6 +121,7 @@ class _Search:
         self._simulator = Simulator(cost, windows)
         self._floor = Floor(workload, cost, windows)
         self._memory_floor = MemoryFloor(workload, param_bytes)
+        self._gradients = gradients_on_accelerator(self._numels, param_bytes)
         self._tried: set[tuple[object, int]] = set()
         self._nearest: dict[str, int] = {}
         self._best: UpdatePlan | None = None
@@ -128,6 +136,8 @@ class _Search:
             for spread in dict.fromkeys((everything, *self._spreads())):
                 yield spread.place(1.0)
                 yield spread.place(spread.balanced_fraction(self._cost))
+            room = Room.of(self._workload, self._budgets.gpu_bytes)
+            yield place_by_fraction(self._workload, work_bound(self._workload.numel, self._cost, room).mix.streamed)
             for stride in STRIDES:
                 yield place_by_stride(self._workload, stride)
 
@@ -181,9 +191,13 @@ class _Search:
     @property
     def possible(self) -> Placements:
         """What the accelerator's memory allows at least one sub-group to be."""
-        smallest = Workload.of([min(self._numels)])
-        plans = {its: UpdatePlan(workload=smallest, placements=(its,), num_slots=1) for its in self._cost.placements}
-        return tuple(its for its, plan in plans.items() if "gpu_bytes" not in self._missing(plan))
+        smallest = [min(self._numels)]
+        fits = {
+            Placement.CPU: True,
+            Placement.STREAMED: self._fit(smallest, 1, []),
+            Placement.RESIDENT: self._fit([], 1, smallest),
+        }
+        return tuple(its for its in self._cost.placements if fits[its])
 
     @property
     def hides_all(self) -> bool:
@@ -270,10 +284,11 @@ class _Search:
         by_length = sorted(range(len(self._numels)), key=lambda index: -self._numels[index])
         numels = [self._numels[index] for index in by_length]
         each_bytes = list(map(resident_bytes_of, numels))
-        residents_bytes = list(accumulate(each_bytes, initial=0))[:-1]
+        gradients_bytes = sum(its.count * its.each_bytes for its in self._gradients)
+        residents_bytes = list(accumulate(each_bytes, initial=gradients_bytes))
         at_least = [
             sum_bytes + num_slots * slot_bytes
-            for sum_bytes, slot_bytes in zip(residents_bytes, each_bytes, strict=True)
+            for sum_bytes, slot_bytes in zip(residents_bytes[:-1], each_bytes, strict=True)
         ]
         counts = (count for count in reversed(range(len(numels))) if at_least[count] <= allowed)
         # At least: the allocator may take more for so many, hardly for a few less.
@@ -285,11 +300,10 @@ class _Search:
     def _too_long(self, num_slots: int, size: int) -> bool:
         return not self._fit([size] * num_slots, num_slots, [])
 
-    def _fit(self, streamed: list[int], num_slots: int, residents: list[int]) -> bool:
+    def _fit(self, streamed: Sequence[int], num_slots: int, residents: Sequence[int]) -> bool:
         """Whether the accelerator has room for residents, and for slots for sub-groups, of these lengths."""
-        plan = UpdatePlan(
-            workload=Workload.of([*residents, *streamed]),
-            placements=(Placement.RESIDENT,) * len(residents) + (Placement.STREAMED,) * len(streamed),
-            num_slots=num_slots,
-        )
-        return "gpu_bytes" not in self._missing(plan)
+        allowed = self._budgets.gpu_bytes
+        if allowed is None:
+            return True
+        states = states_on_accelerator(streamed, residents, num_slots)
+        return cuda_bytes_of([*states, *self._gradients]) <= allowed

@@ -12,8 +12,8 @@ from perf_model.action import Action
 
 _HEADER = re.compile(r"schedule slots (?P<slots>\d+) slot_numel (?P<numel>\d+) staging_bytes (?P<bytes>\d+)")
 
-STAGED_BYTES_PER_PARAM = 16
-"""What a slot holds of a parameter: fp32 p, m, v and gradient."""
+STAGED_BYTES_PER_PARAM = 12
+"""What a slot holds of a parameter: fp32 p, m and v. The gradient is on the accelerator already."""
 
 
 def bytes_of_slots(num_slots: int, slot_numel: int) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
+
+from deep_opt_states.device.slab import HostSlab
 
 
 class CudaEvent:
@@ -52,5 +55,15 @@ class CudaDevice:
         # Pageable memory would make every copy wait for the host, and overlap nothing.
         return torch.empty(numel, dtype=dtype, pin_memory=True)
 
+    def host_slab(self, size_bytes: int) -> HostSlab:
+        return HostSlab(size_bytes, self._page_lock)
+
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source, non_blocking=True)
+
+    def _page_lock(self, address: int, size_bytes: int) -> Callable[[], object]:
+        """Raises ``CudaError`` where the driver or the memlock limit does not allow it."""
+        cudart = torch.cuda.cudart()
+        torch.cuda.check_error(cudart.cudaHostRegister(address, size_bytes, 0))
+        # What copies from or to it must have finished by then.
+        return lambda: torch.cuda.check_error(cudart.cudaHostUnregister(address))

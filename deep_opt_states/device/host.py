@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from deep_opt_states.device.slab import HostSlab
+
 
 class HostEvent:
     """The time at which it was recorded; what it marks had finished by then."""
@@ -52,6 +54,10 @@ class HostDevice:
 
     def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)
+
+    def host_slab(self, size_bytes: int) -> HostSlab:
+        # Nothing is transferred here, so there is nothing to lock it for.
+        return HostSlab(size_bytes)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source)

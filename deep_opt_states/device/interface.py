@@ -12,6 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from deep_opt_states.device.slab import HostSlab
+
 
 class Event(Protocol):
     def synchronize(self) -> None:
@@ -53,6 +55,9 @@ class Device(Protocol[EventT]):
 
     def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised host memory, shape [numel], that ``copy`` moves without blocking the host."""
+
+    def host_slab(self, size_bytes: int) -> HostSlab:
+        """Host memory for many tensors, that ``copy`` moves without blocking the host once it is locked."""
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between host and accelerator on the issuing stream; converts where the dtypes differ."""

@@ -112,6 +112,11 @@ class Executor:
                 raise
             raise self.torn() from self.failure
 
+    def touch(self, states: Sequence[SubGroupState]) -> None:
+        """Zeros ``states``, which are updated on the CPU, on the threads that will update them."""
+        for state in states:
+            self._worker.submit(partial(self._host_adam.zero, _on_host(state))).result()
+
     def timeline(self) -> Timeline:
         """When each action of the last ``run`` ran."""
         spans = []
@@ -212,7 +217,6 @@ class Executor:
         self._device.copy(slot.master, state.master)
         self._device.copy(slot.exp_avg, state.exp_avg)
         self._device.copy(slot.exp_avg_sq, state.exp_avg_sq)
-        self._device.copy(slot.grad, state.grad)
 
     def _gpu_step(self, action: Action) -> None:
         assert self._device_adam is not None
@@ -221,7 +225,7 @@ class Executor:
         self._device_adam.update(
             action.sub_group,
             AdamTensors(
-                master=at.master, exp_avg=at.exp_avg, exp_avg_sq=at.exp_avg_sq, grad=at.grad, param=state.param
+                master=at.master, exp_avg=at.exp_avg, exp_avg_sq=at.exp_avg_sq, grad=state.grad, param=state.param
             ),
         )
 
@@ -232,21 +236,21 @@ class Executor:
         self._device.copy(state.exp_avg_sq, slot.exp_avg_sq)
 
     def _cpu_step(self, action: Action) -> None:
-        state = self._states[action.sub_group]
-        assert state.rounded is not None
-        self._host_adam.update(
-            action.sub_group,
-            AdamTensors(
-                master=state.master,
-                exp_avg=state.exp_avg,
-                exp_avg_sq=state.exp_avg_sq,
-                grad=state.grad,
-                # An fp32 model's parameters are published from the master weights.
-                param=None if state.rounded is state.master else state.rounded,
-            ),
-        )
+        self._host_adam.update(action.sub_group, _on_host(self._states[action.sub_group]))
 
     def _publish(self, action: Action) -> None:
         state = self._states[action.sub_group]
         assert state.rounded is not None
         self._device.copy(state.param, state.rounded)
+
+
+def _on_host(state: SubGroupState) -> AdamTensors:
+    assert state.rounded is not None
+    return AdamTensors(
+        master=state.master,
+        exp_avg=state.exp_avg,
+        exp_avg_sq=state.exp_avg_sq,
+        grad=state.grad,
+        # An fp32 model's parameters are published from the master weights.
+        param=None if state.rounded is state.master else state.rounded,
+    )

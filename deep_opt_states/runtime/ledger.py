@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from deep_opt_states.device.interface import Device, Stream
+from deep_opt_states.device.slab import HostSlab
 from perf_model.memory import Reservation, Where
 
 
 class Ledger:
-    """Wraps ``device``; ``reserved`` has one entry a tensor, with the bytes of its storage."""
+    """Wraps ``device``; ``reserved`` has one entry a tensor or slab, with its bytes."""
 
     def __init__(self, device: Device[Any]) -> None:
         self._device = device
@@ -22,6 +23,10 @@ class Ledger:
 
     def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._account(Where.PINNED, self._device.empty_host(numel, dtype))
+
+    def host_slab(self, size_bytes: int) -> HostSlab:
+        self.reserved.append(Reservation(where=Where.PINNED, each_bytes=size_bytes))
+        return self._device.host_slab(size_bytes)
 
     def stream(self) -> Stream[Any]:
         return self._device.stream()

@@ -17,12 +17,11 @@ class Slot:
     master: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
-    grad: torch.Tensor
 
     @classmethod
     def reserve(cls, device: Device[Any], numel: int) -> Slot:
-        return cls(*(device.empty(numel, torch.float32) for _ in range(4)))
+        return cls(*(device.empty(numel, torch.float32) for _ in range(3)))
 
     def narrow(self, numel: int) -> Slot:
-        parts = (self.master, self.exp_avg, self.exp_avg_sq, self.grad)
+        parts = (self.master, self.exp_avg, self.exp_avg_sq)
         return Slot(*(tensor.narrow(0, 0, numel) for tensor in parts))

@@ -11,10 +11,11 @@ import torch
 class SubGroupState:
     """Tensors of shape [numel], this rank's partition of the sub-group.
 
-    ``master``, ``exp_avg``, ``exp_avg_sq`` and ``grad`` are fp32 in host memory. ``param`` is the flat buffer that
-    the model's parameters are views of, in the model's dtype, on the accelerator. ``rounded`` is host memory in
-    the model's dtype, from which a CPU update is published; for an fp32 model it is ``master`` itself, and a sub-group
-    that is not updated on the CPU needs none. A resident's tensors are all on the accelerator.
+    ``master``, ``exp_avg`` and ``exp_avg_sq`` are fp32 in host memory. ``grad``, in the dtype in which it was
+    accumulated, is where the sub-group is updated: on the accelerator if it is streamed, else in host memory. ``param``
+    is the flat buffer that the model's parameters are views of, in the model's dtype, on the accelerator. ``rounded``,
+    in that dtype in host memory, is what a CPU update is published from; for an fp32 model it is ``master`` itself, and
+    a sub-group that is not updated on the CPU needs none. A resident's tensors are all on the accelerator.
     """
 
     master: torch.Tensor

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 SUPPORTED_DEEPSPEED = ("0.19.8",)
 
 
@@ -19,9 +17,10 @@ def param_dict(config: Any) -> dict[str, Any]:
     return config._param_dict
 
 
-def accumulated_grad(optimizer: Any, param: Any) -> torch.Tensor:
-    """The partition, shape [partition_numel], in which stage 3 sums the gradients of ``param`` over micro-batches."""
-    return optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[param.ds_id]
+def forget_gradient_buffers(optimizer: Any) -> None:
+    """Where stage 3 would sum the gradients over micro-batches. Nothing of stock's that we let run looks there."""
+    optimizer.grad_partitions_flat_buffer = None
+    optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = {}
 
 
 def reduced_this_window(optimizer: Any, param: Any) -> bool:

@@ -1,29 +1,82 @@
-"""The gradient of a parameter is the sum of what arrived for it since the last step, and zero if nothing did.
+"""The path of gradients: reduced on the accelerator, kept where their sub-group is updated, moved at most once.
 
-Stock departs from that when a parameter gets no gradient in some backward: at the step it reuses what the fp32
-buffer held, which is the previous step's scaled gradient, and a sum over micro-batches continues the previous
-window's. That is the one place where we do not follow stock to the bit.
+The gradient of a parameter is the sum of what arrived for it since the last step, and zero if nothing did. Stock
+departs from that when a parameter gets no gradient in some backward: at the step it reuses what the fp32 buffer held,
+which is the previous step's scaled gradient, and a sum over micro-batches continues the previous window's. That is the
+one place where we do not follow stock to the bit.
+
+Stock moves a gradient down in the accumulation dtype, up again, and down in fp32. Here it stays in the accumulation
+dtype: one that users read or set is in fp32 from then on, until backward writes it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deep_opt_states.zero.compat import accumulated_grad, reduced_this_window, sees_gradients
+from deep_opt_states.zero.compat import reduced_this_window, sees_gradients
 
 Parameter = Any
 """A ``torch.nn.Parameter`` with ZeRO-3's attributes (``ds_id`` and others)."""
 
+MAX_COPY_BYTES = 64 * 2**20
+"""Gradients that lie next to each other go down in one copy, up to so many bytes, which take memory on the accelerator
+until they are there. At that size a link is as fast as it can be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Home:
+    """Of a sub-group's gradients, shape [numel] in the accumulation dtype.
+
+    ``grad`` is where the update reads them. ``accumulator``, on the accelerator, sums them over micro-batches if
+    ``grad`` is in host memory and there is room; None otherwise.
+    """
+
+    grad: torch.Tensor
+    accumulator: torch.Tensor | None = None
+
+    @property
+    def sums(self) -> torch.Tensor:
+        return self.grad if self.accumulator is None else self.accumulator
+
+
+@dataclass
+class Traffic:
+    """Bytes of gradients that were copied between host memory and the accelerator, by direction, and in how many
+    copies."""
+
+    d2h_bytes: int = 0
+    d2h_copies: int = 0
+    h2d_bytes: int = 0
+    h2d_copies: int = 0
+
+
+@dataclass(frozen=True)
+class _Down:
+    """What waits to be copied to ``homes[sub_group].grad``, from ``offset`` on."""
+
+    sub_group: int
+    offset: int
+    values: torch.Tensor
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.values.numel()
+
 
 class Gradients:
-    """Which ranges of the fp32 gradient buffers (``fp32_partitioned_groups_flat[i].grad``) hold what."""
+    """``homes`` of the sub-groups in DeepSpeed's order, zero at first."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, homes: Sequence[Home]) -> None:
         self._optimizer = optimizer
+        self._homes = homes
+        self.traffic = Traffic()
+        self._in_fp32: dict[int, torch.Tensor] = {}
+        """What users have read or set, by parameter; it counts instead of the home."""
         self._written: dict[int, Parameter] = {}
         """Written since the last step, by backward or by the user."""
         self._stale: dict[int, Parameter] = {}
@@ -31,51 +84,168 @@ class Gradients:
         self._unscaled: dict[int, float] = {}
         """Our kernels only read gradients: these still lack the factor that stock multiplies in before Adam."""
 
-    def wrote(self, params: Iterable[Parameter]) -> None:
-        for param in params:
-            self._written[param.ds_id] = param
-            self._unscaled.pop(param.ds_id, None)
+    # Backward
 
-    def begin_accumulation(self, params: Iterable[Parameter]) -> None:
-        """Stock adds, from the second micro-batch on: let a sum that starts late start from zero."""
-        if self._optimizer.micro_step_id == 0:
-            return
-        for param in params:
-            if sees_gradients(self._optimizer, param) and not reduced_this_window(self._optimizer, param):
-                accumulated_grad(self._optimizer, param).zero_()
+    @torch.no_grad()
+    def reduced(self, params: Sequence[Parameter], partitions: Sequence[torch.Tensor]) -> None:
+        """One bucket of reduced gradients, shape [partition_numel] or less each, on the reduction's stream."""
+        optimizer = self._optimizer
+        boundary = optimizer.is_gradient_accumulation_boundary()
+        down: list[_Down] = []
+        for param, partition in zip(params, partitions, strict=True):
+            if sees_gradients(optimizer, param):
+                first = optimizer.micro_step_id == 0 or not reduced_this_window(optimizer, param)
+                # What stock's boundary of windows that users delimit goes by.
+                optimizer._offload_boundary_param_ids.add(param.ds_id)
+                total = self._add(param, partition, first, boundary, down)
+                if boundary:
+                    self._complete(param, total)
+            # The partition may be the gradient itself: what reads it is issued by now.
+            if param.grad is not None and not get_accelerator().is_synchronized_device():
+                param.grad.record_stream(get_accelerator().current_stream())
+            param.grad = None
+        self._send(down)
+
+    def finish_window(self) -> None:
+        """Of a window that the user has delimited: what was reduced in it, none of it at a boundary."""
+        for param in self._params():
+            if reduced_this_window(self._optimizer, param):
+                self._finish(param)
 
     def complete_window(self) -> None:
         """Before the norm: fill in the parameters that the last backward of the window did not reach."""
-        optimizer = self._optimizer
-        for group in optimizer.fp16_groups:
-            for param in group:
-                if param.ds_id not in self._written and reduced_this_window(optimizer, param):
-                    total = accumulated_grad(optimizer, param)
-                    # As stock does for windows that the user delimits: the norm is taken on the accelerator.
-                    total = total.to(get_accelerator().current_device_name(), non_blocking=True)
-                    optimizer._offload_grad_partition_at_boundary(param, total, {}, {})
+        for param in self._params():
+            if param.ds_id not in self._written and reduced_this_window(self._optimizer, param):
+                self._finish(param)
         for ds_id, param in self._stale.items():
             if ds_id not in self._written:
-                self._partition(param).zero_()
-                # Stock's overflow scan reads the sums, too.
-                accumulated_grad(optimizer, param).zero_()
-                self._unscaled.pop(ds_id, None)
+                self._forget_fp32(param)
+                sub_group, view = self._place(param)
+                view(self._homes[sub_group].grad).zero_()
         self._stale = self._written
         self._written = {}
 
-    def left_unscaled(self, sub_group_id: int, grad_scale: float) -> None:
-        """The sub-group was updated with ``grad_scale``."""
+    # Step
+
+    def scaled_later(self, sub_group: int, grad_scale: float) -> None:
+        """The sub-group was updated with ``grad_scale``, and its gradients were left as they are."""
         if grad_scale != 1.0:
-            self._unscaled.update((param.ds_id, grad_scale) for param in self._optimizer.fp16_groups[sub_group_id])
+            self._unscaled.update((param.ds_id, grad_scale) for param in self._optimizer.fp16_groups[sub_group])
 
-    def settle(self, params: Iterable[Parameter]) -> None:
-        """Before a reader: multiply in what stock's step would have."""
+    def of_sub_group(self, sub_group: int) -> torch.Tensor:
+        """What the update reads: the home, or a copy in fp32 if users have seen some of it."""
+        home = self._homes[sub_group].grad
+        seen = [param for param in self._optimizer.fp16_groups[sub_group] if param.ds_id in self._in_fp32]
+        if not seen:
+            return home
+        grad = home.float()
+        for param in seen:
+            _, view = self._place(param)
+            view(grad).copy_(self._in_fp32[param.ds_id])
+        return grad
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self._homes = ()
+        self._in_fp32.clear()
+
+    # Readers and writers other than backward and the update
+
+    def in_fp32(self, param: Parameter) -> torch.Tensor:
+        """Shape [partition_numel], as stock's buffer would be after all that has happened.
+
+        It stands for the gradient, so that what is written to it counts, until backward writes it anew.
+        """
+        if param.ds_id not in self._in_fp32:
+            sub_group, view = self._place(param)
+            self._in_fp32[param.ds_id] = view(self._homes[sub_group].grad).to(torch.float32, copy=True)
+        grad_scale = self._unscaled.pop(param.ds_id, None)
+        if grad_scale is not None:
+            self._in_fp32[param.ds_id].mul_(grad_scale)
+        return self._in_fp32[param.ds_id]
+
+    def set_by_user(self, params: Iterable[Parameter]) -> None:
         for param in params:
-            grad_scale = self._unscaled.pop(param.ds_id, None)
-            if grad_scale is not None:
-                self._partition(param).mul_(grad_scale)
+            self._written[param.ds_id] = param
 
-    def _partition(self, param: Parameter) -> torch.Tensor:
+    def _add(
+        self, param: Parameter, partition: torch.Tensor, first: bool, boundary: bool, down: list[_Down]
+    ) -> torch.Tensor:
+        """The sum so far, on the accelerator."""
+        sub_group, view = self._place(param)
+        sums = view(self._homes[sub_group].sums).narrow(0, 0, partition.numel())
+        on_accelerator = get_accelerator().on_accelerator
+        if on_accelerator(sums):
+            if first:
+                sums.copy_(partition)
+            else:
+                sums.add_(partition.to(sums.dtype).view(sums.shape))
+            total = sums
+        elif first:
+            total = partition.to(sums.dtype)
+        else:
+            # Adding on the host would be slow.
+            total = self._up(sums).add_(partition.to(sums.dtype).view(sums.shape))
+        if not on_accelerator(self._homes[sub_group].grad) and (boundary or not on_accelerator(sums)):
+            down.append(_Down(sub_group, self._offset(param), total.view(-1)))
+        return total
+
+    def _finish(self, param: Parameter) -> None:
+        """The sum is complete, and was not known to be when it was last added to."""
+        sub_group, view = self._place(param)
+        home = self._homes[sub_group]
+        total = view(home.sums)
+        if not get_accelerator().on_accelerator(total):
+            total = self._up(total)
+        elif home.accumulator is not None:
+            self._send([_Down(sub_group, self._offset(param), total)])
+        self._complete(param, total)
+
+    def _complete(self, param: Parameter, total: torch.Tensor) -> None:
         optimizer = self._optimizer
-        sub_group_id, offset, numel = optimizer.grad_position[optimizer.get_param_id(param)]
-        return optimizer.fp32_partitioned_groups_flat[sub_group_id].grad.narrow(0, offset, numel)
+        optimizer.norm_for_param_grads[optimizer.get_param_id(param)] = optimizer._constant_buffered_norm2(total)
+        self._written[param.ds_id] = param
+        self._forget_fp32(param)
+
+    def _forget_fp32(self, param: Parameter) -> None:
+        self._in_fp32.pop(param.ds_id, None)
+        self._unscaled.pop(param.ds_id, None)
+
+    def _up(self, host: torch.Tensor) -> torch.Tensor:
+        self.traffic.h2d_bytes += host.nbytes
+        self.traffic.h2d_copies += 1
+        return host.to(get_accelerator().current_device_name(), non_blocking=True)
+
+    def _send(self, down: list[_Down]) -> None:
+        for run in _runs(down):
+            values = run[0].values if len(run) == 1 else torch.cat([part.values for part in run])
+            home = self._homes[run[0].sub_group].grad.narrow(0, run[0].offset, values.numel())
+            home.copy_(values, non_blocking=True)
+            self.traffic.d2h_bytes += home.nbytes
+            self.traffic.d2h_copies += 1
+
+    def _params(self) -> Iterator[Parameter]:
+        return (param for group in self._optimizer.fp16_groups for param in group)
+
+    def _offset(self, param: Parameter) -> int:
+        return self._optimizer.grad_position[self._optimizer.get_param_id(param)][1]
+
+    def _place(self, param: Parameter) -> tuple[int, Any]:
+        """The sub-group, and what narrows a tensor of its length to the parameter."""
+        sub_group, offset, numel = self._optimizer.grad_position[self._optimizer.get_param_id(param)]
+        return sub_group, lambda whole: whole.narrow(0, offset, numel)
+
+
+def _runs(down: Iterable[_Down]) -> Iterator[list[_Down]]:
+    """What lies next to each other, in order, up to ``MAX_COPY_BYTES``."""
+    run: list[_Down] = []
+    run_bytes = 0
+    for part in sorted(down, key=lambda part: (part.sub_group, part.offset)):
+        adjacent = run and (run[-1].sub_group, run[-1].end) == (part.sub_group, part.offset)
+        if run and not (adjacent and run_bytes + part.values.nbytes <= MAX_COPY_BYTES):
+            yield run
+            run, run_bytes = [], 0
+        run.append(part)
+        run_bytes += part.values.nbytes
+    if run:
+        yield run

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401 (a subclass of stock's, also later)
 from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero import stage3
 
@@ -35,10 +37,8 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
     choice = agree(lambda: _choose(engine, basic_optimizer), lambda choice: "off" if choice is None else "on")
     if choice is None:
         return wrapped(*args, **kwargs)
-    with _stage3_class(DeepOptimizerStates_Stage3):
-        optimizer = wrapped(*args, **kwargs)
-    optimizer.interleave(*choice)
-    return optimizer
+    with _stage3_class(partial(DeepOptimizerStates_Stage3, *choice)):
+        return wrapped(*args, **kwargs)
 
 
 def _choose(engine: Any, basic_optimizer: Any) -> tuple[Config, AcceleratorChoice] | None:
@@ -80,7 +80,7 @@ def _enabled_config(ds_config: Any) -> Config | None:
 
 
 @contextmanager
-def _stage3_class(replacement: type) -> Iterator[None]:
+def _stage3_class(replacement: Callable[..., Any]) -> Iterator[None]:
     """The engine imports the class late, by name: what the module holds during the call is what it builds."""
     stock = stage3.DeepSpeedZeroOptimizer_Stage3
     stage3.DeepSpeedZeroOptimizer_Stage3 = replacement

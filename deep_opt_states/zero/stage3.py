@@ -11,22 +11,26 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.utils import mask_nan_or_inf_with_val_inplace
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from deep_opt_states.config import Config
 from deep_opt_states.cores import CoreShare
 from deep_opt_states.device.affinity import LaunchBinding
-from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.device.kernels.choice import cpu_adam
 from deep_opt_states.report.update_report import UpdateReport
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.ledger import Ledger
+from deep_opt_states.runtime.memory import StateMemory
 from deep_opt_states.runtime.state import SubGroupState
 from deep_opt_states.zero.agreement import FailureAgreement, agree
+from deep_opt_states.zero.compat import forget_gradient_buffers
 from deep_opt_states.zero.cores import share_cores
 from deep_opt_states.zero.devices import AcceleratorChoice
-from deep_opt_states.zero.gradients import Gradients
+from deep_opt_states.zero.gradients import Gradients, Home
 from deep_opt_states.zero.log import say
 from deep_opt_states.zero.planning import intend
 from perf_model.placement import Placement
@@ -37,102 +41,153 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
-    """Stock's optimizer, once ``interleave`` has been called on it right after construction."""
+    """Stock's optimizer, whose fp32 states are created where the plan has them. Constructing one is a collective.
+
+    Raises ``ConfigError`` or ``Unsupported`` for a placement that this model or accelerator cannot have,
+    ``ProfileError`` for a profile that cannot be used, ``HostMemoryError`` where the host has no room for the states,
+    ``RanksDisagree`` if the ranks' plans differ.
+    """
 
     plan: UpdatePlan
     ledger: Ledger
     """What this plugin has reserved."""
     report: UpdateReport
 
-    def interleave(self, config: Config, accelerator: AcceleratorChoice) -> None:
-        """Plan, reserve, and take the optimizer states over. A collective over all ranks.
-
-        Raises ``ConfigError`` or ``Unsupported`` for a placement that this model or accelerator cannot have,
-        ``ProfileError`` for a profile that cannot be used, ``RanksDisagree`` if the ranks' plans differ.
-        """
-        share = share_cores(config, accelerator)
-        workload = Workload.of([master.numel() for master in self.fp32_partitioned_groups_flat])
-        param_bytes = self.fp16_partitioned_groups_flat[0].element_size()
-        intention = intend(config, workload, accelerator, param_bytes, share.threads)
-        self.plan = intention.plan
-        # A rank without the memory for it must tell the others.
-        agree(lambda: self._prepare(intention.plan, accelerator, share), lambda _: "prepared")
-        self.report = UpdateReport(config.report, intention.plan, intention.predicted, dist.get_rank() == 0, say)
+    def __init__(self, config: Config, accelerator: AcceleratorChoice, *args: Any, **kwargs: Any) -> None:
+        self._config = config
+        self._accelerator = accelerator
+        super().__init__(*args, **kwargs)
         say(str(self.plan))
 
-    def _prepare(self, plan: UpdatePlan, accelerator: AcceleratorChoice, share: CoreShare) -> None:
+    # Construction, in the order in which stock's constructor calls these
+
+    def _configure_offloading(self, *args: Any) -> None:
+        super()._configure_offloading(*args)
+        # The states are page-locked as one slab, and stock's gradient buffers take no memory.
+        self.offload_optimizer_pin_memory = False
+
+    def _create_fp32_partitions(self) -> None:
+        """Stock would convert the parameters to tensors of their own: here they are, at once, where they stay."""
+        share = share_cores(self._config, self._accelerator)
+        workload = Workload.of([param.numel() for param in self.fp16_partitioned_groups_flat])
+        param_bytes = self.fp16_partitioned_groups_flat[0].element_size()
+        intention = intend(self._config, workload, self._accelerator, param_bytes, share.threads)
+        self.plan = intention.plan
+        # A rank without the memory for it must tell the others.
+        agree(lambda: self._prepare(intention.plan, share), lambda _: "prepared")
+        self.report = UpdateReport(self._config.report, intention.plan, intention.predicted, dist.get_rank() == 0, say)
+        # Stock looks there for where a sub-group is; and has its optimizer without parameters between steps.
+        self.subgroup_to_device = dict.fromkeys(range(len(self._states)), "cpu")
+        for param_group in self.optimizer.param_groups:
+            param_group["params"] = []
+
+    def _prepare(self, plan: UpdatePlan, share: CoreShare) -> None:
         # Before memory is touched, which then lies near these cores, and before the worker is started.
         self._launch_binding = LaunchBinding(share.launch_cores) if share.launch_cores else None
-        device = self.ledger = Ledger(accelerator.device)
-        self._gradients = Gradients(self)
-        self._states = [
-            self._take_over(sub_group_id, placement, device) for sub_group_id, placement in enumerate(plan.placements)
-        ]
-        choice = cpu_adam(self.optimizer, len(self._states), num_threads=share.threads, cores=share.cores)
+        choice = cpu_adam(self.optimizer, len(plan.placements), num_threads=share.threads, cores=share.cores)
         if choice.why:
             say(choice.why)
         self._adam = choice.kernel
-        device_adam = self._adam if accelerator.steps_on_host else None
+        device = self.ledger = Ledger(self._accelerator.device)
+        self._memory = StateMemory.reserve(
+            plan, self.fp16_partitioned_groups_flat, self.gradient_accumulation_dtype, device
+        )
+        self._states = self._memory.states
+        self._gradients = Gradients(self, self._homes(plan, device))
+        device_adam = self._adam if self._accelerator.steps_on_host else None
         self._executor = Executor(plan.schedule, self._states, device, self._adam, device_adam)
+        self._executor.touch(
+            [state for state, its in zip(self._states, plan.placements, strict=True) if its is Placement.CPU]
+        )
+        for sub_group_id, state in enumerate(self._states):
+            self._take_over(sub_group_id, state)
+        self._memory.lock()
         self._failures = FailureAgreement()
         self._steps: list[AdamStep] = []
         self._grad_scale = 1.0
         self._update_s = 0.0
 
-    def _take_over(self, sub_group_id: int, placement: Placement, device: Device[Any]) -> SubGroupState:
-        """Move the states of one sub-group to the accelerator, or where that can copy from without blocking."""
-        reserve = device.empty if placement is Placement.RESIDENT else device.empty_host
-        master = self.fp32_partitioned_groups_flat[sub_group_id]
-        param = self.fp16_partitioned_groups_flat[sub_group_id]
-        numel = master.numel()
-        home = reserve(numel, torch.float32)
-        # The optimizer's state is keyed by this tensor object: its data moves, the object stays.
-        master.data = home.copy_(master.data)
-        moments = {key: reserve(numel, torch.float32).zero_() for key in MOMENTS}
+    def _homes(self, plan: UpdatePlan, device: Ledger) -> list[Home]:
+        """The plan has kept room for all gradients on the accelerator if anything is updated there."""
+        sums_stay = self.gradient_accumulation_steps > 1 and set(plan.placements) != {Placement.CPU}
+        homes = []
+        for state, placement in zip(self._states, plan.placements, strict=True):
+            accumulator = None
+            if sums_stay and placement is Placement.CPU:
+                accumulator = device.empty(state.numel, self.gradient_accumulation_dtype)
+            homes.append(Home(grad=state.grad, accumulator=accumulator))
+        return homes
+
+    def _take_over(self, sub_group_id: int, state: SubGroupState) -> None:
+        state.master.copy_(self.fp16_partitioned_groups_flat[sub_group_id])
+        # The optimizer's state is keyed by this tensor object: its data may move, the object stays.
+        master: Any = state.master.data
+        ds_ids = self.fp16_partitioned_groups_flat_id[sub_group_id]
+        master.ds_id = f"{ds_ids[0]}_{ds_ids[-1]}"
+        master.requires_grad = True
+        self.fp32_partitioned_groups_flat.append(master)
         # Stock would create them, unpinned, at the first step.
+        moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
         self.optimizer.state[master] = {"step": 0, **moments}
-        rounded = None
-        if placement is Placement.CPU:
-            rounded = master.data if param.dtype == torch.float32 else device.empty_host(numel, param.dtype)
-        return SubGroupState(
-            master=master.data,
-            exp_avg=moments["exp_avg"],
-            exp_avg_sq=moments["exp_avg_sq"],
-            grad=master.grad,
-            param=param,
-            rounded=rounded,
-        )
+
+    def initialize_optimizer_states(self) -> None:
+        """Stock makes fp32 buffers for gradients here."""
+
+    def _setup_for_real_optimizer(self) -> None:
+        super()._setup_for_real_optimizer()
+        # And here a buffer in which it sums them, which has not been touched yet.
+        forget_gradient_buffers(self)
 
     # Gradients
 
     def partition_grads(self, params_to_release: Any, grad_partitions: Any) -> Any:
-        self._gradients.begin_accumulation(params_to_release)
-        return super().partition_grads(params_to_release, grad_partitions)
+        self._gradients.reduced(params_to_release, grad_partitions)
 
-    def _offload_grad_partition_at_boundary(self, param: Any, *args: Any) -> None:
-        super()._offload_grad_partition_at_boundary(param, *args)
-        self._gradients.wrote([param])
+    def _finalize_offload_gradient_accumulation(self) -> None:
+        self._gradients.finish_window()
 
     def set_fp32_grad_for_param(self, value: Any, param: Any) -> None:
         super().set_fp32_grad_for_param(value, param)
-        self._gradients.wrote([param])
+        self._gradients.set_by_user([param])
 
     def set_local_grad_for_param(self, value: Any, param: Any) -> None:
         super().set_local_grad_for_param(value, param)
-        self._gradients.wrote([param])
+        self._gradients.set_by_user([param])
 
     def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: Any) -> None:
-        self._gradients.settle(param_list)
-        super().update_fp32_grad_for_param_vectorized(update_func, param_list)
-        self._gradients.wrote([param for param in param_list if param.requires_grad])
+        """``update_func(gradient, param)``, fp32 and of the parameter's shape, gives its new gradient."""
+        params = [param for param in param_list if param.requires_grad]
+        # Stock's order, which is that of the collectives: sub-groups as they first appear.
+        by_sub_group: dict[int, list[Any]] = {}
+        for param in params:
+            by_sub_group.setdefault(self.grad_position[self.get_param_id(param)][0], []).append(param)
+        for param in (param for group in by_sub_group.values() for param in group):
+            partition, _ = self._get_fp32_grad_state_partition(param, release_swap_buffers=False)
+            whole = update_func(self._fp32_state_allgather(param, partition), param).flatten()
+            mine = whole.narrow(0, partition.numel() * self._get_param_partition_rank(param), partition.numel())
+            partition.copy_(mine)
+        self._gradients.set_by_user(params)
 
-    def get_fp32_grad_partitions(self) -> Any:
-        self._gradients.settle(param for group in self.fp16_groups for param in group)
-        return super().get_fp32_grad_partitions()
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
+        self._wait_for_reduction()
+        return {
+            sub_group_id: {index: self._gradients.in_fp32(param) for index, param in enumerate(group)}
+            for sub_group_id, group in enumerate(self.fp16_groups)
+        }
 
-    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: Any) -> Any:
-        self._gradients.settle([param])
-        return super()._get_fp32_grad_state_partition(param, release_swap_buffers)
+    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: Any) -> tuple[torch.Tensor, int]:
+        self._wait_for_reduction()
+        return self._gradients.in_fp32(param), self.grad_position[self.get_param_id(param)][0]
+
+    def _wait_for_reduction(self) -> None:
+        if not get_accelerator().resolves_data_dependency():
+            self.reduce_and_partition_stream.synchronize()
+
+    def offload_states(self, include: Any = None, **kwargs: Any) -> None:
+        """Gradients are where they are needed: there is nothing to move for ``lp_grads``."""
+        if include is not None:
+            include = [its for its in include if its is not OffloadStateTypeEnum.lp_grads]
+        super().offload_states(include=include, **kwargs)
 
     # The hooks of step(), in the order in which it calls them
 
@@ -143,6 +198,48 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         super()._pre_step()
         # Only now: the window of a refused step is over, too, and must not be added to the next one.
         self._refuse_torn_states()
+
+    def has_overflow(self, partition_gradients: bool = True) -> bool:
+        """A norm is finite if, and only if, all that it is taken of is and its square can be told from infinity.
+
+        Where it cannot, stock finds no overflow here, and the infinite norm afterwards: it skips the step all the same.
+        """
+        if not partition_gradients:
+            return super().has_overflow(partition_gradients)
+        self._wait_for_reduction()
+        norms = list(self.norm_for_param_grads.values())
+        device = get_accelerator().current_device_name()
+        overflow = torch.zeros(1, dtype=torch.uint8, device=device)
+        if norms:
+            overflow += torch.stack([norm.to(device) for norm in norms]).isfinite().logical_not().any()
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self.dp_process_group)
+        return bool(overflow.item())
+
+    def _get_norm_groups(self) -> list[torch.Tensor]:
+        """Stock's sums and roots, with one look at their results instead of two for each sub-group.
+
+        Each sub-group's sum is all-reduced by itself: packed with others, it could be added up in another order.
+        """
+        if self.model_parallel_group is not None or any(map(self._autoep_expert_parallel_group, self.fp16_groups)):
+            return super()._get_norm_groups()
+        device = get_accelerator().current_device_name()
+        sums, reductions = [], []
+        for sub_group_id, group in enumerate(self.fp16_groups):
+            norms = (self.norm_for_param_grads.get(self.get_param_id(param)) for param in group)
+            total = torch.zeros((), device=device)
+            for norm in norms:
+                if norm is not None:
+                    total = total + norm.to(device) ** 2
+            sums.append(total.float().reshape(1))
+            process_group = self._get_sub_group_process_group(sub_group_id)
+            reductions.append(dist.all_reduce(sums[-1], group=process_group, async_op=True))
+        for reduction in reductions:
+            if reduction is not None:
+                reduction.wait()
+        roots = [its[0] ** (1.0 / 2.0) for its in sums]
+        for root in roots:
+            mask_nan_or_inf_with_val_inplace(root, device=root.device)
+        return list(torch.stack(roots).cpu().unbind())
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
         """The factor, one for all sub-groups, that stock multiplies into the gradient here; our kernels apply it."""
@@ -183,6 +280,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         for sub_group_id, state in enumerate(self._states):
             # DeepSpeed reallocates the flat buffer in reload_states().
             state.param = self.fp16_partitioned_groups_flat[sub_group_id]
+            state.grad = self._gradients.of_sub_group(sub_group_id)
         failure = None
         start_s = time.perf_counter()
         try:
@@ -193,7 +291,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._failures.check(failure, self._executor)
         for sub_group_id, step in enumerate(self._steps):
             self.optimizer.state[self.fp32_partitioned_groups_flat[sub_group_id]]["step"] = step.step
-            self._gradients.left_unscaled(sub_group_id, step.grad_scale)
+            self._gradients.scaled_later(sub_group_id, step.grad_scale)
         # Its param groups are empty here, so this updates nothing; but PyTorch's LR schedulers count the calls.
         self.optimizer.step()
 
@@ -252,4 +350,8 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         if self._launch_binding is not None:
             self._launch_binding.release()
         # DeepSpeed's hooks on the module keep this object alive; they need not keep its buffers.
+        self.optimizer.state.clear()
+        self.fp32_partitioned_groups_flat.clear()
+        self._gradients.close()
         self._states.clear()
+        self._memory.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from perf_model.action import ActionKind
 from perf_model.cost import CostModel, Resource, Traffic, stock_traffic_of, traffic_of
@@ -16,8 +16,8 @@ _OURS = traffic_of(PARAM_BYTES)
 ARTIFACT_TRAFFIC = {
     **_OURS,
     ActionKind.CPU_STEP: STOCK_TRAFFIC[ActionKind.CPU_STEP],
-    # The host has scaled the gradient, in place, before it goes up: 4 bytes read and 4 written more than ours.
-    ActionKind.PREFETCH: replace(_OURS[ActionKind.PREFETCH], dram=_OURS[ActionKind.PREFETCH].dram + 8),
+    # p, m, v and the fp32 gradient, which the host has scaled in place before it goes up: 4 bytes read and 4 written.
+    ActionKind.PREFETCH: Traffic(h2d=16, dram=16 + 8),
 }
 
 

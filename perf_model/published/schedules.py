@@ -13,7 +13,7 @@ from perf_model.lowering import needed_slots
 from perf_model.model import gpt
 from perf_model.placement import Placement
 from perf_model.published.runs import Setting
-from perf_model.schedule import Schedule, bytes_of_slots
+from perf_model.schedule import Schedule
 from perf_model.stock import serial_schedule
 from perf_model.workload import Workload
 
@@ -87,6 +87,7 @@ def artifact_schedule(workload: Workload, placements: tuple[Placement, ...]) -> 
     return Schedule(
         num_slots=num_slots,
         slot_numel=slot_numel,
-        staging_bytes=bytes_of_slots(num_slots, slot_numel),
+        # p, m, v and the gradient, all fp32.
+        staging_bytes=num_slots * slot_numel * 16,
         actions=tuple(actions),
     )

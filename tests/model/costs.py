@@ -11,11 +11,11 @@ PLENTY = 1e15
 
 
 def cost(**changes: float) -> CostModel:
-    """CPU 1 G params/s, PCIe 16 GB/s each way, a GPU and a host memory that do not bind."""
+    """CPU 1 G params/s, PCIe 12 GB/s each way, a GPU and a host memory that do not bind."""
     rates = {
         "cpu": 1e9,
         "gpu": 1e12,
-        "h2d": 16e9,
+        "h2d": 12e9,
         "d2h": 12e9,
         "both": PLENTY,
         "dram": PLENTY,

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf_model.bounds import Room, exposed_bound, work_bound
+from perf_model.bounds import MOST_SHARED_BYTES, Room, exposed_bound, work_bound
 from perf_model.budgets import Budgets
 from perf_model.cost import CostModel, Resource
 from perf_model.fill_and_drain import bound_with_fill_and_drain, fill_and_drain_s
 from perf_model.floor import Floor, MemoryFloor, placed
-from perf_model.memory import memory_of, resident_bytes_of
+from perf_model.memory import cuda_bytes_of, gradients_on_accelerator, memory_of, resident_bytes_of
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.schedule import Schedule
@@ -75,20 +75,20 @@ def test_memory_is_never_less_than_its_floor(plan: UpdatePlan) -> None:
 
 def test_the_bound_names_what_binds() -> None:
     streamed = work_bound(NUMEL, cost(cpu=1e7))
-    assert streamed.binding is Resource.H2D
+    assert streamed.binding in (Resource.H2D, Resource.CPU), "both are busy until the end"
     assert streamed.mix.streamed > 0.98
     on_cpu = work_bound(NUMEL, cost(h2d=1e9, d2h=1e9))
     assert on_cpu.binding in (Resource.CPU, Resource.H2D)
-    # x on the CPU takes x s, 1 - x streamed takes 16 (1 - x) + 2 x s to the accelerator: they meet at x = 16/15 > 1.
+    # x on the CPU takes x s, 1 - x streamed takes 12 (1 - x) + 2 x s to the accelerator: they meet at x = 12/11 > 1.
     assert on_cpu.seconds == pytest.approx(2.0)
     assert work_bound(NUMEL, cost(dram=1e9)).binding is Resource.DRAM
-    # 16 (1 - x) + 2 x = 16 x: everything is busy until the end.
-    assert work_bound(NUMEL, cost()).seconds == pytest.approx(16 / 30)
+    # 12 (1 - x) + 2 x = 12 x: everything is busy until the end.
+    assert work_bound(NUMEL, cost()).seconds == pytest.approx(12 / 22)
 
 
 def test_residents_take_work_off_all_but_the_gpu() -> None:
     half = work_bound(NUMEL, cost(), Room.same(0.5))
-    assert half.seconds == pytest.approx(16 / 30 / 2)
+    assert half.seconds == pytest.approx(12 / 22 / 2)
     assert half.mix.resident == 0.5
     # A GPU ten times as fast as the CPU: each its share.
     shared = work_bound(NUMEL, cost(gpu=1e10), Room.same(1.0))
@@ -101,8 +101,10 @@ def test_room_for_residents_is_counted_in_whole_sub_groups() -> None:
     each = resident_bytes_of(10**7)
     assert Room.of(workload, None) == Room.same(1.0)
     assert Room.of(workload, 0) == Room.same(0.0)
-    assert Room.of(workload, 3 * each) == Room(alone=pytest.approx(0.3), beside_a_slot=pytest.approx(0.2))
-    assert Room.of(workload, 4 * each - 1) == Room(alone=pytest.approx(0.3), beside_a_slot=pytest.approx(0.2))
+    # Room for all gradients is kept free, but for what segments may share.
+    kept = cuda_bytes_of(gradients_on_accelerator([10**7] * 10, 2)) - MOST_SHARED_BYTES
+    for gpu_bytes in (kept + 3 * each, kept + 4 * each - 1):
+        assert Room.of(workload, gpu_bytes) == Room(alone=pytest.approx(0.3), beside_a_slot=pytest.approx(0.2))
 
 
 @given(costs, windows)
@@ -119,12 +121,12 @@ def test_backward_hides_prefetches_only() -> None:
     assert exposed_bound(NUMEL, on_cpu, Windows(forward_s=0.5)).seconds == pytest.approx(1.5)
     # With any number of prefetches hidden: x on the CPU is published in 2 x s, 1 - x flushed in 12 (1 - x) s.
     assert exposed_bound(NUMEL, on_cpu, Windows(backward_s=100.0)).seconds == pytest.approx(12 / 7)
-    # A window that is too short: of 16 s of prefetches 1 s is hidden.
+    # A window that is too short: of 12 s of prefetches 1 s is hidden.
     of_flushes = exposed_bound(NUMEL, cost(cpu=1e3, h2d=1e9, d2h=4e9), Windows(backward_s=100.0))
     assert of_flushes.seconds == pytest.approx(3, rel=1e-3)
     assert of_flushes.binding is Resource.D2H
     slow_cpu = cost(cpu=1e3, h2d=1e9)
-    assert exposed_bound(NUMEL, slow_cpu, Windows(backward_s=1.0)).seconds == pytest.approx(15, rel=1e-3)
+    assert exposed_bound(NUMEL, slow_cpu, Windows(backward_s=1.0)).seconds == pytest.approx(11, rel=1e-3)
 
 
 def test_fill_and_drain_by_hand() -> None:

@@ -13,12 +13,13 @@ from perf_model.memory import (
     Where,
     cuda_bytes_of,
     memory_of,
-    pinned_bytes_of,
     reserved_by_stock,
+    reserved_by_the_runtime,
     resident_bytes_of,
 )
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
+from perf_model.slab import ALIGNMENT_BYTES, STATES, Widths, parts_of
 from perf_model.workload import Workload
 from tests.model.strategies import plans
 
@@ -30,14 +31,6 @@ NUMEL = 2**24
 
 def plan(*placements: Placement, num_slots: int = 1, numel: int = NUMEL) -> UpdatePlan:
     return UpdatePlan(workload=Workload.of([numel] * len(placements)), placements=placements, num_slots=num_slots)
-
-
-@pytest.mark.parametrize(
-    ("requested", "taken"),
-    [(0, 0), (1, 1), (512, 512), (513, 1024), (MIB, MIB), (MIB + 1, 2 * MIB), (3 * MIB, 4 * MIB)],
-)
-def test_pinned_memory_is_taken_in_powers_of_two(requested: int, taken: int) -> None:
-    assert pinned_bytes_of(requested) == taken
 
 
 @pytest.mark.parametrize(
@@ -72,32 +65,32 @@ def test_segments_are_shared_by_what_fits_in() -> None:
 
 
 def test_a_cpu_sub_group() -> None:
-    """p, m, v and the rounded parameters are pinned; the gradient waits in pageable memory, as fp32 and 16-bit."""
-    pinned = (3 * 4 + 2) * NUMEL
-    assert memory_of(plan(CPU)) == Memory(gpu_bytes=0, host_bytes=pinned + (4 + 2) * NUMEL, pinned_bytes=pinned)
+    """p, m, v, the gradient and the rounded parameters: 16 bytes a parameter, all of it pinned."""
+    pinned = (3 * 4 + 2 + 2) * NUMEL
+    assert memory_of(plan(CPU)) == Memory(gpu_bytes=0, host_bytes=pinned, pinned_bytes=pinned)
     # An fp32 model has nothing to round.
-    assert memory_of(plan(CPU), param_bytes=4).pinned_bytes == 3 * 4 * NUMEL
+    assert memory_of(plan(CPU), param_bytes=4).pinned_bytes == (3 * 4 + 4) * NUMEL
 
 
 def test_a_streamed_sub_group() -> None:
-    """p, m, v and the gradient in a slot, for as many sub-groups as there are slots and streamed ones."""
+    """p, m and v in a slot, for as many sub-groups as there are slots and streamed ones; each one's gradient."""
     pinned = 3 * 3 * 4 * NUMEL
     for num_slots, slots in ((1, 1), (2, 2), (4, 3)):
         assert memory_of(plan(STREAMED, STREAMED, STREAMED, num_slots=num_slots)) == Memory(
-            gpu_bytes=slots * 4 * 4 * NUMEL, host_bytes=pinned + 3 * (4 + 2) * NUMEL, pinned_bytes=pinned
+            gpu_bytes=(slots * 3 * 4 + 3 * 2) * NUMEL, host_bytes=pinned, pinned_bytes=pinned
         )
 
 
 def test_a_slot_is_as_long_as_the_longest_streamed_sub_group() -> None:
     workload = Workload.of([4 * NUMEL, NUMEL, 2 * NUMEL])
     mixed = UpdatePlan(workload=workload, placements=(CPU, STREAMED, STREAMED), num_slots=2)
-    assert memory_of(mixed).gpu_bytes == 2 * 4 * 4 * 2 * NUMEL
+    assert memory_of(mixed).gpu_bytes == (2 * 3 * 4 * 2 + 2 * 7) * NUMEL, "and all gradients, of the CPU's, too"
 
 
 def test_a_resident() -> None:
-    """p, m, v and the fp32 gradient on the accelerator; on the host only DeepSpeed's buffer of 16-bit gradients."""
-    assert memory_of(plan(RESIDENT)) == Memory(gpu_bytes=4 * 4 * NUMEL, host_bytes=2 * NUMEL, pinned_bytes=0)
-    assert resident_bytes_of(NUMEL) == 16 * NUMEL
+    """p, m, v and the gradient on the accelerator, nothing on the host."""
+    assert memory_of(plan(RESIDENT)) == Memory(gpu_bytes=(3 * 4 + 2) * NUMEL, host_bytes=0, pinned_bytes=0)
+    assert resident_bytes_of(NUMEL) == 12 * NUMEL, "beside the gradient"
 
 
 def test_stock_pins_nothing() -> None:
@@ -106,17 +99,48 @@ def test_stock_pins_nothing() -> None:
 
 
 @given(plans(10**8))
-def test_rounding_adds_and_never_doubles_more_than_its_segment(its: UpdatePlan) -> None:
+def test_alignment_and_segments_add_little(its: UpdatePlan) -> None:
     memory = memory_of(its)
-    resident, streamed = its.numel(RESIDENT), its.numel(STREAMED)
-    states = 12 * (its.numel(CPU) + streamed) + 2 * its.numel(CPU)
-    assert states <= memory.pinned_bytes < 2 * states + 1
-    assert memory.host_bytes == memory.pinned_bytes + 2 * its.workload.numel + 4 * (its.workload.numel - resident)
-    wanted = 16 * resident + its.schedule.staging_bytes
-    tensors = 4 * (its.placements.count(RESIDENT) + its.schedule.num_slots)
+    on_cpu, resident, streamed = its.numel(CPU), its.numel(RESIDENT), its.numel(STREAMED)
+    wanted = 16 * on_cpu + 12 * streamed
+    assert memory.host_bytes == memory.pinned_bytes
+    assert wanted <= memory.pinned_bytes < wanted + 5 * ALIGNMENT_BYTES * len(its.placements)
+    gradients = 2 * its.workload.numel if resident + streamed > 0 else 0
+    wanted = 12 * resident + gradients + its.schedule.staging_bytes
+    tensors = 3 * (its.placements.count(RESIDENT) + its.schedule.num_slots) + len(its.placements)
     assert wanted <= memory.gpu_bytes <= wanted + 22 * MIB + tensors * 10 * MIB
+
+
+def test_sums_over_micro_batches_stay_on_the_accelerator_if_anything_does() -> None:
+    def gradients(accumulates: bool, *placements: Placement) -> int:
+        reserved = reserved_by_the_runtime(plan(*placements), 2, accumulates=accumulates)
+        return sum(its.count for its in reserved if its.each_bytes == 2 * NUMEL)
+
+    assert gradients(False, CPU, STREAMED, RESIDENT) == 2
+    assert gradients(True, CPU, STREAMED, RESIDENT) == 3
+    assert gradients(True, CPU, CPU) == 0
 
 
 @given(st.integers(1, 10**9), st.integers(1, 20))
 def test_residents_take_at_least_their_blocks(numel: int, count: int) -> None:
     assert memory_of(plan(*[RESIDENT] * count, numel=numel)).gpu_bytes >= count * resident_bytes_of(numel)
+
+
+@given(plans(10**6), st.sampled_from([Widths(param=2, grad=2), Widths(param=2, grad=4), Widths(param=4, grad=4)]))
+def test_the_parts_of_a_slab_lie_one_after_another(its: UpdatePlan, widths: Widths) -> None:
+    end_bytes = 0
+    found: dict[int, list[str]] = {}
+    for part in parts_of(its, widths):
+        assert end_bytes <= part.offset_bytes < end_bytes + ALIGNMENT_BYTES
+        assert part.offset_bytes % ALIGNMENT_BYTES == 0
+        assert part.numel == its.workload.sub_groups[part.sub_group].numel
+        found.setdefault(part.sub_group, []).append(part.name)
+        end_bytes = part.offset_bytes + part.numel * {"grad": widths.grad, "rounded": widths.param}.get(part.name, 4)
+    size_bytes = sum(
+        widths.slab_bytes(sub_group.numel, placement)
+        for sub_group, placement in zip(its.workload.sub_groups, its.placements, strict=True)
+    )
+    assert end_bytes <= size_bytes < end_bytes + ALIGNMENT_BYTES
+    of_cpu = [*STATES, "grad", "rounded"] if widths.param == 2 else [*STATES, "grad"]
+    for index, placement in enumerate(its.placements):
+        assert found.get(index, []) == {CPU: of_cpu, STREAMED: [*STATES], RESIDENT: []}[placement]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from perf_model.budgets import Budgets, DoesNotFit
 from perf_model.check import check
 from perf_model.cost import CostModel, Resource
-from perf_model.memory import memory_of, resident_bytes_of
+from perf_model.memory import Reservation, Where, cuda_bytes_of, memory_of, resident_bytes_of
 from perf_model.order import rising_and_falling
 from perf_model.placement import Placement, place_all, place_by_fraction, place_by_stride
 from perf_model.plan import UpdatePlan
@@ -40,9 +40,10 @@ def gpu_budgets(draw: st.DrawFn) -> Budgets:
     return Budgets(gpu_bytes=draw(st.one_of(st.none(), st.integers(0, 10**10))))
 
 
-def room_for(slots: int, numel: int) -> Budgets:
-    """So many slots for sub-groups of that length, or as many residents."""
-    return Budgets(gpu_bytes=slots * resident_bytes_of(numel))
+def room_for(slots: int, numel: int, sub_groups: int = 0) -> Budgets:
+    """So many slots for sub-groups of that length, or as many residents; and the gradients of so many sub-groups."""
+    gradient_bytes = cuda_bytes_of([Reservation(where=Where.ACCELERATOR, each_bytes=2 * numel)])
+    return Budgets(gpu_bytes=slots * resident_bytes_of(numel) + sub_groups * gradient_bytes)
 
 
 def exposed_s(plan: UpdatePlan, model: CostModel, beside: Windows) -> float:
@@ -168,7 +169,7 @@ def test_the_same_every_time(workload: Workload, model: CostModel, budgets: Budg
 
 
 def test_a_slow_cpu_streams_everything_and_a_slow_bus_nothing() -> None:
-    workload, budgets = Workload.of([10**8] * 20), room_for(3, 10**8)
+    workload, budgets = Workload.of([10**8] * 20), room_for(3, 10**8, 20)
     slow_cpu = plan_updates(workload, cost(cpu=1e7), budgets).plan
     assert slow_cpu.placements.count(Placement.CPU) == 0
     slow_bus = plan_updates(workload, cost(h2d=5e8, d2h=5e8), budgets).plan
@@ -177,7 +178,7 @@ def test_a_slow_cpu_streams_everything_and_a_slow_bus_nothing() -> None:
 
 def test_in_between_it_comes_close_to_the_bound() -> None:
     """A CPU and a bus of equal strength: half of the work each, but for the first and the last sub-group."""
-    planned = plan_updates(Workload.of([10**8] * 200), cost(d2h=16e9), room_for(4, 10**8))
+    planned = plan_updates(Workload.of([10**8] * 200), cost(d2h=16e9), room_for(4, 10**8, 200))
     assert planned.bound.binding in (Resource.CPU, Resource.H2D)
     assert 80 <= planned.plan.placements.count(Placement.STREAMED) <= 110
     assert planned.ratio_to_bound < 1.03
@@ -205,7 +206,7 @@ def test_a_cpu_accelerator_without_its_memory_updates_on_the_cpu() -> None:
 
 
 def test_fewer_slots_where_more_do_not_help() -> None:
-    workload, model, budgets = Workload.of([10**8] * 30), cost(cpu=1e7), room_for(4, 10**8)
+    workload, model, budgets = Workload.of([10**8] * 30), cost(cpu=1e7), room_for(4, 10**8, 30)
     planned = plan_updates(workload, model, budgets)
     times = {
         slots: exposed_s(replace(planned.plan, num_slots=slots), model, NO_WINDOWS) for slots in range(1, MAX_SLOTS + 1)
@@ -225,7 +226,7 @@ def test_a_thousand_sub_groups_are_planned_with_a_bounded_number_of_simulations(
         return original(self, *arguments)
 
     monkeypatch.setattr(Simulator, "run", counted)
-    plan_updates(Workload.of([10**8] * 1000), cost(dram=90e9, both=22e9), room_for(50, 10**8), beside)
+    plan_updates(Workload.of([10**8] * 1000), cost(dram=90e9, both=22e9), room_for(50, 10**8, 1000), beside)
     assert len(calls) <= 40
 
 
@@ -238,9 +239,8 @@ def test_what_is_missing_is_said_in_gigabytes() -> None:
     workload = Workload.of([10**8])
     with pytest.raises(DoesNotFit) as caught:
         plan_updates(workload, cost(), Budgets(gpu_bytes=0, host_bytes=10**9))
-    # p, m, v of 0.4 GB each in blocks of 2^29, their rounded values in one of 2^28; gradients of 4 and of 2 bytes.
-    needed = 3 * 2**29 + 2**28 + 600_000_000
-    assert caught.value.missing == {"host_bytes": needed - 10**9}
+    # 16 bytes a parameter.
+    assert caught.value.missing == {"host_bytes": 600_000_000}
     assert str(caught.value) == (
-        "Nothing fits: the nearest plan exceeds host memory by 1.5 GB a rank.\nUse more ranks, or smaller sub-groups."
+        "Nothing fits: the nearest plan exceeds host memory by 0.6 GB a rank.\nUse more ranks, or smaller sub-groups."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, zero
 
 
 class PlainAdam:
@@ -28,6 +28,9 @@ class PlainAdam:
         master.addcdiv_(exp_avg, denominator, value=-step.lr / (1 - step.beta1**step.step))
         if tensors.param is not None:
             tensors.param.copy_(master)
+
+    def zero(self, tensors: AdamTensors) -> None:
+        zero(tensors)
 
     def restart(self) -> None:
         self.begun.clear()

@@ -150,6 +150,9 @@ class LateAdam:
         self._device = device
         self._kernel = kernel
 
+    def zero(self, tensors: AdamTensors) -> None:
+        self._kernel.zero(tensors)
+
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         self._kernel.begin_step(steps)
 

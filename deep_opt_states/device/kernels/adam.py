@@ -39,6 +39,9 @@ class AdamTensors:
 
 
 class AdamKernel(Protocol):
+    def zero(self, tensors: AdamTensors) -> None:
+        """All of it, on the threads that will update it: near these it comes to lie if nothing has touched it yet."""
+
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         """Announce the updates of one step, one a sub-group in DeepSpeed's order, before the first of them."""
 
@@ -50,3 +53,10 @@ class AdamKernel(Protocol):
 
     def close(self) -> None:
         """Free what is not freed with the object."""
+
+
+def zero(tensors: AdamTensors) -> None:
+    """By PyTorch, wherever they are."""
+    for tensor in vars(tensors).values():
+        if tensor is not None:
+            tensor.zero_()

@@ -55,10 +55,21 @@ class FusedAdam:
 
     def update_range(self, sub_group: int, tensors: AdamTensors, begin: int, end: int) -> None:
         """Elements [begin, end) only. Each element's bits are the same whatever the ranges."""
-        _check(tensors, begin, end)
         scalars = self._scalars[sub_group]
-        update = CUpdate(
-            scalars=CScalars(**{field.name: getattr(scalars, field.name) for field in fields(scalars)}),
+        update = self._describe(tensors, begin, end)
+        update.scalars = CScalars(**{field.name: getattr(scalars, field.name) for field in fields(scalars)})
+        self._library.update(update, self._instruction_set)
+
+    def zero(self, tensors: AdamTensors) -> None:
+        self._library.zero(self._describe(tensors, 0, tensors.master.numel()))
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def _describe(self, tensors: AdamTensors, begin: int, end: int) -> CUpdate:
+        """Without scalars."""
+        _check(tensors, begin, end)
+        return CUpdate(
             **{name: getattr(tensors, name).data_ptr() for name in (*STATES, "grad")},
             param=None if tensors.param is None else tensors.param.data_ptr(),
             begin=begin,
@@ -70,10 +81,6 @@ class FusedAdam:
             num_threads=self.num_threads,
             cores=self._cores,
         )
-        self._library.update(update, self._instruction_set)
-
-    def close(self) -> None:
-        """Nothing to free."""
 
 
 def _check(tensors: AdamTensors, begin: int, end: int) -> None:

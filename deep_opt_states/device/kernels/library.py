@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
 
 import torch
 
-NAME = "deep_opt_states_adam"
+FOLDER = Path(__file__).parent / "csrc"
 SOURCES = ("update.cpp", "plain.cpp", "avx2.cpp", "avx512.cpp")
 
 # No contraction: which products are fused is written out. Neither errno nor traps, which keep loops from vectors.
 FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+
+
+def _digest() -> str:
+    """Of all that the library is made of: releases that share a cache of extensions do not overwrite each other's."""
+    digest = hashlib.sha256(repr(FLAGS).encode())
+    for path in sorted(FOLDER.iterdir()):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+NAME = f"deep_opt_states_adam_{_digest()}"
 
 
 class KernelUnavailable(RuntimeError):
@@ -65,7 +77,9 @@ class Library:
         loaded.deep_opt_states_instruction_set.restype = ctypes.c_int32
         loaded.deep_opt_states_update.argtypes = (ctypes.POINTER(CUpdate), ctypes.c_int32)
         loaded.deep_opt_states_update.restype = None
-        self._update = loaded.deep_opt_states_update
+        loaded.deep_opt_states_zero.argtypes = (ctypes.POINTER(CUpdate),)
+        loaded.deep_opt_states_zero.restype = None
+        self._update, self._zero = loaded.deep_opt_states_update, loaded.deep_opt_states_zero
         self.instruction_set = InstructionSet(loaded.deep_opt_states_instruction_set())
         """The best one of this processor."""
 
@@ -73,18 +87,21 @@ class Library:
         """Returns when all threads are done. ctypes releases the GIL meanwhile."""
         self._update(ctypes.byref(update), instruction_set)
 
+    def zero(self, update: CUpdate) -> None:
+        """Of its tensors, on the threads that would update them."""
+        self._zero(ctypes.byref(update))
+
 
 @cache
 def library() -> Library:
     """Raises ``KernelUnavailable``. Ranks of a machine may call it at once: PyTorch's loader lets one compile."""
     from torch.utils import cpp_extension
 
-    folder = Path(__file__).parent / "csrc"
     try:
         path = Path(cpp_extension._get_build_directory(NAME, verbose=False)) / f"{NAME}.so"
         cpp_extension.load(
             NAME,
-            [str(folder / source) for source in SOURCES],
+            [str(FOLDER / source) for source in SOURCES],
             extra_cflags=FLAGS,
             extra_ldflags=["-fopenmp"],
             is_python_module=False,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, zero
 
 
 class StockAdam:
@@ -42,6 +42,9 @@ class StockAdam:
         self._runs: list[AdamStep] = []
         self._run_of = [0] * self._num_sub_groups
         self._ids.extend(self._create() for _ in range(self._num_sub_groups))
+
+    def zero(self, tensors: AdamTensors) -> None:
+        zero(tensors)
 
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         """Let every object hear what precedes its own update: the rest of the last step, the start of this one."""

@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.runtime import executor
 from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.zero.gradients import Gradients
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from perf_model.action import ActionKind
 from perf_model.plan import UpdatePlan
@@ -81,9 +82,9 @@ def the_same_from_the_fourth_step_on() -> Iterator[None]:
         yield
 
 
-def on_a_stream_of_its_own(name: str) -> Callable[[], AbstractContextManager[object]]:
+def on_a_stream_of_its_own(owner: type, name: str) -> Callable[[], AbstractContextManager[object]]:
     """The method's work is issued on a stream that waits for the caller's, and that nobody waits for."""
-    original = getattr(DeepOptimizerStates_Stage3, name)
+    original = getattr(owner, name)
 
     def elsewhere(self: Any, *args: Any) -> Any:
         accelerator = get_accelerator()
@@ -92,7 +93,7 @@ def on_a_stream_of_its_own(name: str) -> Callable[[], AbstractContextManager[obj
         with accelerator.stream(side):
             return original(self, *args)
 
-    return patched(DeepOptimizerStates_Stage3, name, elsewhere)
+    return patched(owner, name, elsewhere)
 
 
 def without_waits_of(kind: ActionKind) -> Callable[[], AbstractContextManager[object]]:
@@ -165,14 +166,14 @@ FAULTS = (
     # Gradients: staged before the bucket is reduced into again
     Fault(
         name="staged late out of a bucket buffer",
-        seeded=on_a_stream_of_its_own("partition_grads"),
+        seeded=on_a_stream_of_its_own(DeepOptimizerStates_Stage3, "partition_grads"),
         block=CPU,
         zero=CONTIGUOUS_BUCKETS,
-        expected=(UNORDERED, "gradient bucket", "partition_grads", "__add_grad_to_ipg_bucket"),
+        expected=(UNORDERED, "gradient bucket", "_send", "__add_grad_to_ipg_bucket"),
     ),
     Fault(
         name="staged late out of a single-parameter bucket",
-        seeded=on_a_stream_of_its_own("partition_grads"),
+        seeded=on_a_stream_of_its_own(DeepOptimizerStates_Stage3, "partition_grads"),
         block=CPU,
         zero=SINGLE_PARAMETER_BUCKETS,
         # DeepSpeed records the gradient on the stream that it believes to be the reduction's.
@@ -181,9 +182,9 @@ FAULTS = (
     # The worker reads what has been copied
     Fault(
         name="gradients copied on a stream that the worker does not know",
-        seeded=on_a_stream_of_its_own("_offload_grad_partition_at_boundary"),
+        seeded=on_a_stream_of_its_own(Gradients, "_send"),
         block=CPU,
-        expected=(UNORDERED, "gradient of sub-group", "_offload_grad_partition_at_boundary", "_cpu_step"),
+        expected=(UNORDERED, "gradient of sub-group", "_send", "_cpu_step"),
     ),
     Fault(
         name="published before the worker has rounded",
@@ -266,7 +267,7 @@ def name_memories(recorder: Recorder, optimizer: DeepOptimizerStates_Stage3) -> 
                 name(tensor, f"{words} of sub-group {index}")
         name(state.param, "16-bit parameters")
     for slot in optimizer._executor._slots.values():
-        for attribute in ("master", "exp_avg", "exp_avg_sq", "grad"):
+        for attribute in ("master", "exp_avg", "exp_avg_sq"):
             name(getattr(slot, attribute), f"slot, {attribute}")
     for bucket in optimizer.ipg_buckets.values():
         name(bucket.buffer, "gradient bucket")

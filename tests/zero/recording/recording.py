@@ -15,6 +15,7 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from deep_opt_states.device import cuda
 from deep_opt_states.device.kernels.adam import AdamTensors
 from deep_opt_states.device.kernels.fused import FusedAdam
+from deep_opt_states.device.slab import HostSlab
 from deep_opt_states.runtime import executor
 from deep_opt_states.runtime.worker import Task, Worker
 from deep_opt_states.zero import plugin
@@ -40,6 +41,8 @@ def recording() -> Iterator[Recorder]:
         with ExitStack() as patches:
             patches.enter_context(mock.patch.object(cuda, "torch", torch_for_our_device(accelerator, places)))
             choice = AcceleratorChoice(cuda.CudaDevice(0), steps_on_host=True)
+            patches.enter_context(mock.patch.object(cuda.CudaDevice, "_page_lock", return_value=nothing))
+            patches.enter_context(mock.patch.object(HostSlab, "tensor", _pinned_tensor(recorder)))
             patches.enter_context(mock.patch.object(plugin, "choose_device", return_value=choice))
             patches.enter_context(mock.patch.object(executor, "Worker", _recording_worker(recorder)))
             patches.enter_context(mock.patch.object(FusedAdam, "update", _recording_update(recorder)))
@@ -89,6 +92,22 @@ def _noted_future(future: Future[None], recorder: Recorder, done: Clock) -> Futu
 
     future.result = noted_result  # type: ignore[method-assign]
     return future
+
+
+def nothing() -> None:
+    pass
+
+
+def _pinned_tensor(recorder: Recorder) -> Callable[..., torch.Tensor]:
+    tensor = HostSlab.tensor
+
+    def pinned_tensor(self: HostSlab, *args: Any) -> torch.Tensor:
+        found = tensor(self, *args)
+        # Locked before the first copy that relies on it.
+        recorder.memory(found).pinned = True
+        return found
+
+    return pinned_tensor
 
 
 def _recording_update(recorder: Recorder) -> Callable[..., None]:

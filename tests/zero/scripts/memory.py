@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import threading
 
 import deepspeed
 import psutil
@@ -34,22 +35,51 @@ def main(block: str) -> None:
     }
     if block != "stock":
         config["deep_optimizer_states"] = json.loads(block)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    with PeakMemory() as peak:
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     for _ in range(3):
         loss = engine(torch.ones(1, WIDTH, dtype=torch.bfloat16)).float().square().mean()
         engine.backward(loss)
         engine.step()
     gc.collect()
     optimizer = engine.optimizer
-    answer(
-        {
-            "rss_bytes": psutil.Process().memory_info().rss,
-            "numels": [master.numel() for master in optimizer.fp32_partitioned_groups_flat],
-            "reserved": [(its.where.value, its.each_bytes) for its in optimizer.ledger.reserved]
-            if block != "stock"
-            else [],
-        }
-    )
+    found = {
+        "before_rss_bytes": peak.before_bytes,
+        "peak_rss_bytes": peak.bytes,
+        "rss_bytes": rss_bytes(),
+        "numels": [master.numel() for master in optimizer.fp32_partitioned_groups_flat],
+        "reserved": [],
+    }
+    if block != "stock":
+        found["reserved"] = [(its.where.value, its.each_bytes) for its in optimizer.ledger.reserved]
+        engine.destroy()
+        del optimizer
+        gc.collect()
+        found["destroyed_rss_bytes"] = rss_bytes()
+    answer(found)
+
+
+def rss_bytes() -> int:
+    return psutil.Process().memory_info().rss
+
+
+class PeakMemory:
+    """Looks every millisecond."""
+
+    def __enter__(self) -> PeakMemory:
+        self.before_bytes = self.bytes = rss_bytes()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(1e-3):
+            self.bytes = max(self.bytes, rss_bytes())
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
 #include <sched.h>
 #endif
 #include <algorithm>
+#include <cstring>
 
 namespace {
 
@@ -32,6 +33,21 @@ Loop loop_of(std::int32_t instruction_set) {
   return update_plain;
 }
 
+// Calls `work(begin, end)` on each of the threads, with its share of [update.begin, update.end): always the same.
+template <typename Work>
+void on_threads(const Update& update, const Work& work) {
+  const std::int64_t numel = update.end - update.begin;
+#pragma omp parallel num_threads(update.num_threads)
+  {
+    const std::int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    if (update.cores != nullptr) stay_on(update.cores[thread]);
+    const std::int64_t share = (numel / threads + kGrain) / kGrain * kGrain;
+    work(update.begin + std::min(numel, share * thread), update.begin + std::min(numel, share * (thread + 1)));
+  }
+}
+
+std::int64_t size_of(std::int32_t dtype) { return dtype == kNone ? 0 : dtype == kFloat32 ? 4 : 2; }
+
 }  // namespace
 
 extern "C" {
@@ -50,18 +66,25 @@ std::int32_t deep_opt_states_instruction_set() {
 
 void deep_opt_states_update(const Update* update, std::int32_t instruction_set) {
   const Loop loop = loop_of(instruction_set);
-  const std::int64_t numel = update->end - update->begin;
-#pragma omp parallel num_threads(update->num_threads)
-  {
-    const std::int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    if (update->cores != nullptr) stay_on(update->cores[thread]);
-    const std::int64_t share = (numel / threads + kGrain) / kGrain * kGrain;
-    const std::int64_t begin = update->begin + std::min(numel, share * thread);
-    const std::int64_t end = update->begin + std::min(numel, share * (thread + 1));
+  on_threads(*update, [&](std::int64_t begin, std::int64_t end) {
     const std::int64_t middle = std::clamp(update->cut, begin, end);
     if (begin < middle) loop(*update, begin, middle);
     if (middle < end) update_tail(*update, middle, end);
-  }
+  });
+}
+
+// Zeros, each written by the thread that will update it: a page comes to lie near the core that touches it first.
+void deep_opt_states_zero(const Update* update) {
+  on_threads(*update, [&](std::int64_t begin, std::int64_t end) {
+    const auto zero = [&](void* tensor, std::int64_t size) {
+      if (tensor != nullptr) std::memset(static_cast<char*>(tensor) + begin * size, 0, (end - begin) * size);
+    };
+    zero(update->master, 4);
+    zero(update->exp_avg, 4);
+    zero(update->exp_avg_sq, 4);
+    zero(const_cast<void*>(update->grad), size_of(update->grad_dtype));
+    zero(update->param, size_of(update->param_dtype));
+  });
 }
 
 }  // extern "C"

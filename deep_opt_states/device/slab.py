@@ -1,0 +1,51 @@
+"""Host memory in one allocation, registered once, in which every tensor has a storage of its own."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+HUGE_PAGE_BYTES = 2 * 2**20
+
+Register: TypeAlias = Callable[[int, int], Callable[[], object]]
+"""Page-locks an address range, given as its start and its bytes, and returns what undoes that."""
+
+
+class HostSlab:
+    """``size_bytes`` of zeros; pageable, or page-locked by ``register`` when ``lock`` is called.
+
+    The pages are not there before something touches them, and then near the core that did (NUMA).
+    """
+
+    def __init__(self, size_bytes: int, register: Register | None = None) -> None:
+        self.size_bytes = size_bytes
+        self._register = register
+        self._unregister: Callable[[], object] | None = None
+        self._memory: mmap.mmap | None = None
+        if size_bytes > 0:
+            # Private: what is shared is a file in memory, which container limits and huge pages treat otherwise.
+            self._memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if size_bytes >= HUGE_PAGE_BYTES and self._memory is not None:
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+
+    def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Shape [numel]. It keeps the memory, and has a storage of its own: ``torch.save`` writes whole storages, also
+        for a view of one."""
+        assert self._memory is not None
+        return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset_bytes)
+
+    def lock(self) -> None:
+        """To be called once all is touched: registering touches the rest, near the core that registers."""
+        if self._register is not None and self._memory is not None:
+            address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+            self._unregister = self._register(address, self.size_bytes)
+
+    def close(self) -> None:
+        """The system has the pages back once no tensor over them is left."""
+        if self._unregister is not None:
+            self._unregister()
+            self._unregister = None
+        self._memory = None
