@@ -1,6 +1,7 @@
-"""The CPU kernels of training, ours and stock's, outside of training.
+"""The kernels of training, ours and stock's, outside of training.
 
-Both raise what DeepSpeed raises where it cannot build its op; the first call on a machine builds it, and ours.
+Those of the CPU raise what DeepSpeed raises where it cannot build its op. The first call on a machine builds it, and
+ours.
 """
 
 from __future__ import annotations
@@ -17,6 +18,15 @@ def training_cpu_adam(num_sub_groups: int, num_threads: int) -> AdamKernel:
 
     optimizer = DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))])
     return cpu_adam(optimizer, num_sub_groups, num_threads=num_threads).kernel
+
+
+def training_gpu_adam() -> AdamKernel:
+    """Compiled for what the probe updates. Raises ``KernelUnavailable``."""
+    from deep_opt_states.device.kernels.choice import gpu_adam
+
+    kernel = gpu_adam((0.9, 0.999), adamw=True)
+    kernel.compile([torch.float32], [torch.bfloat16])
+    return kernel
 
 
 def stock_cpu_adam(num_sub_groups: int) -> AdamKernel:

@@ -72,7 +72,10 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         if choice.why:
             say(choice.why)
         self._adam = choice.kernel
-        device_adam = self._adam if accelerator.steps_on_host else None
+        grad_dtype, param_dtype = self._states[0].grad.dtype, self._states[0].param.dtype
+        device_adam = accelerator.device_adam(plan, self._adam, self.optimizer, grad_dtype, param_dtype)
+        # One and the same where slots are host memory.
+        self._kernels = {id(kernel): kernel for kernel in (self._adam, device_adam) if kernel is not None}
         self._executor = Executor(plan.schedule, self._states, device, self._adam, device_adam)
         self._failures = FailureAgreement()
         self._steps: list[AdamStep] = []
@@ -240,7 +243,8 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
                 loaded[key] = ours
         if self._executor.failure is not None:
             # Some op objects have heard of the step that failed, others have not; its norms were not used up.
-            self._adam.restart()
+            for kernel in self._kernels.values():
+                kernel.restart()
             self.reset_cpu_buffers()
             self._executor.forget_failure()
 
@@ -248,7 +252,8 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self.report.close()
         super().destroy()
         self._executor.close()
-        self._adam.close()
+        for kernel in self._kernels.values():
+            kernel.close()
         if self._launch_binding is not None:
             self._launch_binding.release()
         # DeepSpeed's hooks on the module keep this object alive; they need not keep its buffers.

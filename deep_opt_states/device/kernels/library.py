@@ -17,7 +17,7 @@ FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno"
 
 
 class KernelUnavailable(RuntimeError):
-    """The C++ kernel can be neither loaded nor compiled on this machine."""
+    """A kernel of ours can be neither loaded nor compiled on this machine."""
 
 
 class InstructionSet(IntEnum):
