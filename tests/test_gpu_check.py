@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import gpu_adam
 from tests.gpu.check import GPU_LIMIT_S, Part, check, parts
 from tests.launch import REPOSITORY
 
@@ -53,6 +54,12 @@ def test_this_machine_has_none(tmp_path: Path) -> None:
     assert "torch.cuda.is_available() is false" in done.stdout
     assert {outcome["status"] for outcome in summary(tmp_path).values()} == {"WAIVED"}
     assert set(summary(tmp_path)) == {part.name for part in parts(tmp_path)}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_the_benchmark_says_so_too() -> None:
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        gpu_adam.main([])
 
 
 def test_a_part_that_hangs_is_ended_with_what_it_started_and_the_others_run(tmp_path: Path) -> None:
