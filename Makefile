@@ -12,10 +12,10 @@ export DS_ACCELERATOR ?= cpu
 # Ninja, which compiles the kernels, is looked for in PATH only.
 WITH_NINJA := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-.PHONY: help demo test stress lint wheel clean
+.PHONY: help demo test stress gpu-check lint wheel clean
 
 help:  ## Say what there is to make
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@echo "Installing PyTorch, DeepSpeed and this package into $(VENV) (once, some minutes)"
@@ -36,6 +36,9 @@ MINUTES ?= 10
 
 stress: $(INSTALLED)  ## Look for races with fresh seeds for MINUTES=10; SEED=... begins with that one
 	@$(WITH_NINJA) $(VENV)/bin/python -m tests.stress --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+gpu-check:  ## On a machine with a GPU, by its PYTHON=python3: tests/gpu, the profile, the benchmarks; under 9 minutes
+	@$(PYTHON) -m tests.gpu.check
 
 lint: $(INSTALLED)  ## Check style and types
 	$(VENV)/bin/ruff check .

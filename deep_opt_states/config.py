@@ -52,6 +52,7 @@ class Config(_Block):
     num_slots: int = Field(default=2, ge=1)
     cpu_threads: int | None = Field(default=None, ge=1)
     bind_cores: bool = True
+    gpu_memory_gb: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
     report: ReportConfig = ReportConfig()
 
     @model_validator(mode="after")
@@ -69,6 +70,9 @@ class Config(_Block):
         if self.placement == "planned" and "num_slots" in self.model_fields_set:
             remedy = 'Remove it, or set another "placement".'
             raise _RuleError("num_slots", 'is chosen by "placement": "planned"', self.num_slots, remedy)
+        if self.placement != "planned" and self.gpu_memory_gb is not None:
+            remedy = 'Remove it: what another "placement" takes follows from it and "num_slots".'
+            raise _RuleError("gpu_memory_gb", 'belongs to "placement": "planned"', self.gpu_memory_gb, remedy)
         return self
 
     @property
@@ -164,6 +168,10 @@ _RULES = {
     ),
     "bind_cores": _Rule(
         "must be true or false", "Leave it out to keep the threads of the update and all others on cores of their own."
+    ),
+    "gpu_memory_gb": _Rule(
+        "must be a number of at least 0",
+        "Gigabytes of each GPU that the optimizer may take; leave it out for a tenth of the GPU's memory.",
     ),
     "report": _Rule("must be an object", 'For example "report": {"every_n_steps": 10, "trace": "trace.json"}.'),
     "report.every_n_steps": _Rule("must be an integer of at least 0", "0, the default, reports nothing."),

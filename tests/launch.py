@@ -40,7 +40,8 @@ def environment(**changes: str) -> dict[str, str]:
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         "PYTHONFAULTHANDLER": "1",
-        "PYTHONPATH": str(REPOSITORY),
+        # With what is there already: where DeepSpeed may be.
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
         # One quick hardware profile serves all tests.
         "XDG_CACHE_HOME": str(REPOSITORY / ".cache"),
     }

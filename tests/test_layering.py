@@ -66,7 +66,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "deep_opt_states.activation": {"wrapt"},
     "deep_opt_states.names": set(),
     "deep_opt_states.config": {"pydantic"},
-    "deep_opt_states.device": {"torch", "deepspeed", "numpy"},
+    "deep_opt_states.device": {"torch", "deepspeed", "numpy", "triton"},
     "deep_opt_states.runtime": {"torch"},
     "deep_opt_states.report": set(),
     "deep_opt_states.zero": {"torch", "deepspeed"},
@@ -127,6 +127,11 @@ def test_only_the_kernels_know_deepspeed_in_device() -> None:
     for module, path in modules():
         if room_of(module) == "deep_opt_states.device" and ".kernels" not in module:
             assert not {name for name in imports(path) if name.startswith("deepspeed")}, module
+
+
+def test_triton_is_loaded_only_with_the_kernel_that_needs_it() -> None:
+    (module,) = (name for name, path in modules() if any(it.split(".")[0] == "triton" for it in imports(path)))
+    assert module == "deep_opt_states.device.kernels.triton_kernel"
 
 
 def test_perf_model_loads_without_torch_matplotlib_or_deepspeed() -> None:

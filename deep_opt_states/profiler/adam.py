@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,11 +73,20 @@ class HostUpdates:
         self._updates = Updates([_state(device.empty_host, numel // SUB_GROUPS) for _ in range(SUB_GROUPS)], kernel)
         self.sub_group_numel = numel // SUB_GROUPS
 
-    def by(self, kernel: AdamKernel, quantity: str = "cpu_adam_params_per_s") -> HostUpdates:
+    def by(self, kernel: AdamKernel) -> HostUpdates:
         """Updates of the same memory, which is touched already, by another kernel."""
+        return self._with(self._updates.states, kernel, self._quantity)
+
+    def by_stock(self, device: Device[Any], kernel: AdamKernel, quantity: str) -> HostUpdates:
+        """The same by stock's kernel, which reads and scales gradients in fp32."""
+        states = self._updates.states
+        in_fp32 = [replace(its, grad=device.empty_host(its.grad.numel(), torch.float32)) for its in states]
+        return self._with(in_fp32, kernel, quantity)
+
+    def _with(self, states: Sequence[AdamTensors], kernel: AdamKernel, quantity: str) -> HostUpdates:
         other = copy(self)
         other._quantity = quantity
-        other._updates = Updates(self._updates.states, kernel)
+        other._updates = Updates(states, kernel)
         return other
 
     def repeat(self) -> Rates:
@@ -164,6 +174,7 @@ class DeviceUpdates:
 
 
 def _state(empty: Callable[[int, torch.dtype], torch.Tensor], numel: int) -> AdamTensors:
-    master, grad, exp_avg, exp_avg_sq = (empty(numel, torch.float32) for _ in range(4))
-    param = empty(numel, torch.bfloat16)
+    """Of a bf16 model, whose gradients DeepSpeed accumulates in bf16 by default."""
+    master, exp_avg, exp_avg_sq = (empty(numel, torch.float32) for _ in range(3))
+    grad, param = (empty(numel, torch.bfloat16) for _ in range(2))
     return AdamTensors(master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad, param=param)

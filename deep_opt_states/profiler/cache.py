@@ -11,7 +11,8 @@ from typing import Any
 
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel
-from deep_opt_states.profiler.kernels import training_cpu_adam
+from deep_opt_states.device.kernels.triton_adam import triton_version
+from deep_opt_states.profiler.kernels import training_cpu_adam, training_gpu_adam
 from deep_opt_states.profiler.method import QUICK, Effort
 from deep_opt_states.profiler.profile import measure
 from deep_opt_states.profiler.provenance import describe, fingerprint, smallest_node
@@ -26,7 +27,7 @@ def quick_profile(
     *,
     threads: int,
     cpu_adam: Callable[[int, int], AdamKernel] = training_cpu_adam,
-    device_adam: AdamKernel | None = None,
+    device_adam: Callable[[], AdamKernel] = training_gpu_adam,
     effort: Effort = QUICK,
 ) -> HardwareProfile:
     """Rank 0's cached profile for such a machine, or one that all ranks measure now; the same on all. A collective.
@@ -38,7 +39,9 @@ def quick_profile(
     def look_up() -> tuple[Path | None, str | None]:
         if ranks.rank > 0:
             return None, None
-        works_with = " ".join(map(_name, (type(device), cpu_adam, type(device_adam))))
+        names = map(_name, (type(device), cpu_adam, device_adam))
+        # What was waived for want of Triton is measured once it is there.
+        works_with = " ".join([*names, triton_version()])
         provenance = describe(on_accelerator=device is not None, node=node, threads=threads)
         path = cached_path(fingerprint(provenance, node, effort, ranks.size, works_with), os.environ)
         return path, _read(path)

@@ -1,6 +1,7 @@
-"""The CPU kernels of training, ours and stock's, outside of training.
+"""The kernels of training, ours and stock's, outside of training.
 
-Both raise what DeepSpeed raises where it cannot build its op; the first call on a machine builds it, and ours.
+Those of the CPU raise what DeepSpeed raises where it cannot build its op. The first call on a machine builds it, and
+ours.
 """
 
 from __future__ import annotations
@@ -19,6 +20,15 @@ def training_cpu_adam(num_sub_groups: int, num_threads: int) -> AdamKernel:
     return cpu_adam(optimizer, num_sub_groups, num_threads=num_threads).kernel
 
 
+def training_gpu_adam() -> AdamKernel:
+    """Compiled for what the probe updates. Raises ``KernelUnavailable``."""
+    from deep_opt_states.device.kernels.choice import gpu_adam
+
+    kernel = gpu_adam((0.9, 0.999), adamw=True)
+    kernel.compile([torch.bfloat16], [torch.bfloat16])
+    return kernel
+
+
 def stock_cpu_adam(num_sub_groups: int) -> AdamKernel:
     """Stock's three passes, with as many threads as PyTorch has; the gradient, fp32, is scaled in place."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -27,6 +37,7 @@ def stock_cpu_adam(num_sub_groups: int) -> AdamKernel:
 
     class StockPasses(StockAdam):
         def scaled_gradient(self, grad: torch.Tensor, grad_scale: float) -> torch.Tensor:
+            assert grad.dtype == torch.float32
             return grad.mul_(grad_scale)
 
     return StockPasses(DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))]), num_sub_groups)

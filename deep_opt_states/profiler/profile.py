@@ -22,7 +22,7 @@ from deep_opt_states.profiler.adam import (
     HostUpdatesBesideTransfers,
 )
 from deep_opt_states.profiler.host_memory import Copied, Rounded, UpdateInPlace
-from deep_opt_states.profiler.kernels import stock_cpu_adam, training_cpu_adam
+from deep_opt_states.profiler.kernels import stock_cpu_adam, training_cpu_adam, training_gpu_adam
 from deep_opt_states.profiler.matrix import MatrixProduct
 from deep_opt_states.profiler.method import Effort, Probe, sample
 from deep_opt_states.profiler.peaks import peak_flops
@@ -39,7 +39,6 @@ from perf_model.hardware import (
 )
 
 NO_ACCELERATOR = "no accelerator: training here runs on the CPU"
-NO_GPU_ADAM = "no kernel: this release has no Adam for the accelerator"
 
 CACHES = 3
 """What is worked on is so many times as large as the last-level caches, by all ranks of a node together."""
@@ -76,14 +75,14 @@ def measure(
     threads: int,
     cpu_adam: Callable[[int, int], AdamKernel] = training_cpu_adam,
     stock_adam: Callable[[int], AdamKernel] = stock_cpu_adam,
-    device_adam: AdamKernel | None = None,
+    device_adam: Callable[[], AdamKernel] = training_gpu_adam,
     progress: Progress = silent,
 ) -> HardwareProfile:
     """The profile of this machine with all ``ranks`` at work at once; the same on all of them. A collective.
 
     ``device`` is None where the accelerator is the CPU; ``threads`` update on the CPU. ``cpu_adam`` makes the kernel
-    for a number of sub-groups and one of threads, ``stock_adam`` stock's; ``device_adam`` updates ``SUB_GROUPS`` in
-    the device's memory. Raises ``ProfileError``, on every rank, if what no prediction can do without could not be
+    for a number of sub-groups and one of threads, ``stock_adam`` stock's; ``device_adam`` makes what updates
+    in the device's memory. Raises ``ProfileError``, on every rank, if what no prediction can do without could not be
     measured; whatever else fails is waived with the reason.
     """
     node = smallest_node(ranks, os.environ)
@@ -148,13 +147,13 @@ def _entries(
     training_threads: int,
     cpu_adam: Callable[[int, int], AdamKernel],
     stock_adam: Callable[[int], AdamKernel],
-    device_adam: AdamKernel | None,
+    device_adam: Callable[[], AdamKernel],
 ) -> tuple[list[Entry], Callable[[int], HostUpdates]]:
     """All probes; and the CPU updates by a number of threads, which share memory that is reserved and touched once."""
     host: Device[Any] = HostDevice() if device is None else device
     cache_bytes = CACHES * (machine.last_level_cache_bytes() or 0) // node.ranks
     copy_bytes = max(effort.copy_bytes, cache_bytes // 2)  # each way has such a buffer
-    update_numel = max(effort.update_numel, cache_bytes // 18)  # fp32 p, g, m, v and bf16
+    update_numel = max(effort.update_numel, cache_bytes // 16)  # fp32 p, m, v and bf16 twice
     matrix_size = effort.matrix_size if device is not None else min(effort.matrix_size, CPU_MATRIX_SIZE)
     plain_numel = max(effort.copy_bytes, cache_bytes) // 4
 
@@ -166,7 +165,7 @@ def _entries(
         return in_training().by(cpu_adam(SUB_GROUPS, threads))
 
     def by_stock() -> HostUpdates:
-        return in_training().by(stock_adam(SUB_GROUPS), "stock_cpu_adam_params_per_s")
+        return in_training().by_stock(host, stock_adam(SUB_GROUPS), "stock_cpu_adam_params_per_s")
 
     def on_device(prepare: Callable[[Device[Any]], Probe]) -> Callable[[], Probe] | str:
         return NO_ACCELERATOR if device is None else partial(prepare, device)
@@ -183,9 +182,8 @@ def _entries(
     def latency(it: Device[Any]) -> Probe:
         return transfers.Latency(it, transfers.pinned_h2d(it, SMALL_COPY_BYTES), 64, "copy_latency_s")
 
-    gpu_adam: Callable[[], Probe] | str = NO_ACCELERATOR if device is None else NO_GPU_ADAM
-    if device_adam is not None:
-        gpu_adam = on_device(partial(DeviceUpdates, numel=update_numel, kernel=device_adam))
+    def on_gpu(it: Device[Any]) -> Probe:
+        return DeviceUpdates(it, update_numel, device_adam())
 
     def entry(title: str, prepare: Callable[[], Probe] | str, *quantities: str) -> Entry:
         return Entry(title=title, quantities=quantities, prepare=prepare)
@@ -206,7 +204,7 @@ def _entries(
         entry("Host memory, in place", lambda: UpdateInPlace(host, plain_numel), "dram_update_bytes_per_s"),
         entry("Host memory, copied", lambda: Copied(host, plain_numel), "dram_copy_bytes_per_s"),
         entry("Rounding to 16 bit", lambda: Rounded(host, plain_numel), "rounding_params_per_s"),
-        entry("GPU Adam", gpu_adam, "gpu_adam_params_per_s"),
+        entry("GPU Adam", on_device(on_gpu), "gpu_adam_params_per_s"),
         entry("Matrix product", lambda: MatrixProduct(host, matrix_size), "matmul_flops_per_s"),
     ], updates
 

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.host import HostDevice
 from deep_opt_states.device.interface import Device
+from deep_opt_states.device.kernels.adam import AdamKernel
+from deep_opt_states.device.kernels.choice import gpu_adam
+from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.names import CONFIG_KEY
+from deep_opt_states.profiler.kernels import training_gpu_adam
 from deep_opt_states.zero.refusals import Unsupported
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
+from perf_model.units import GB
+
+SHARE_OF_GPU_MEMORY = 0.1
+"""What the optimizer takes where the config does not say: how much the activations need is not known at start."""
 
 
 @dataclass(frozen=True)
@@ -23,21 +34,53 @@ class AcceleratorChoice:
     device: Device[Any]
     steps_on_host: bool
 
-    @property
-    def memory_for_states_bytes(self) -> int:
-        """What a plan may take of the accelerator: the CPU has no memory of its own, and CUDA no kernel yet."""
-        return 0
+    def memory_for_states_bytes(self, gpu_memory_gb: float | None) -> int:
+        """What a plan may take of the accelerator: nothing of the CPU, which has no memory of its own."""
+        if self.steps_on_host or self.no_device_adam():
+            return 0
+        if gpu_memory_gb is None:
+            _, total_bytes = torch.cuda.mem_get_info()
+            return int(SHARE_OF_GPU_MEMORY * total_bytes)
+        return int(gpu_memory_gb * GB)
+
+    def no_device_adam(self) -> str:
+        """What keeps sub-groups from being updated on the accelerator, and the remedy; empty where nothing does.
+
+        The first call tries it, which takes seconds where Triton has not compiled the kernel before.
+        """
+        return "" if self.steps_on_host else _no_gpu_adam()
 
     def accept(self, plan: UpdatePlan) -> UpdatePlan:
         """``plan``, if this accelerator can run it; raises ``Unsupported`` otherwise."""
-        on_device = sum(placement is not Placement.CPU for placement in plan.placements)
-        if not self.steps_on_host and on_device:
+        on_device = _on_device(plan)
+        if on_device and (problem := self.no_device_adam()):
             raise Unsupported(
                 f"{CONFIG_KEY}.placement: streamed and resident sub-groups need a GPU Adam kernel that gives the CPU "
-                f"kernel's bits, which this release does not have; found {on_device} of them.\n"
-                f'Use "placement": "cpu" on this accelerator.'
+                f"kernel's bits; found {on_device} of them, and no such kernel.\n{problem}\n"
+                f'Or use "placement": "cpu" on this accelerator.'
             )
         return plan
+
+    def device_adam(
+        self,
+        plan: UpdatePlan,
+        host_adam: AdamKernel,
+        optimizer: DeepSpeedCPUAdam,
+        grad_dtype: torch.dtype,
+        param_dtype: torch.dtype,
+    ) -> AdamKernel | None:
+        """What updates what ``plan`` places on the accelerator; ready, so that no step compiles. None if nothing is.
+
+        ``optimizer`` has the hyperparameters. Raises ``KernelUnavailable``.
+        """
+        if self.steps_on_host:
+            return host_adam
+        if not _on_device(plan):
+            return None
+        kernel = gpu_adam(optimizer.defaults["betas"], adamw=optimizer.adam_w_mode)
+        # Gradients that users have seen are fp32.
+        kernel.compile({grad_dtype, torch.float32}, [param_dtype])
+        return kernel
 
 
 def choose_device() -> AcceleratorChoice:
@@ -51,3 +94,16 @@ def choose_device() -> AcceleratorChoice:
         f'The accelerator must be "cuda" or "cpu", found {accelerator.device_name()!r}.\n'
         f'Set "enabled": false in "{CONFIG_KEY}" to train with stock DeepSpeed on it.'
     )
+
+
+def _on_device(plan: UpdatePlan) -> int:
+    return sum(placement is not Placement.CPU for placement in plan.placements)
+
+
+@cache
+def _no_gpu_adam() -> str:
+    try:
+        training_gpu_adam()
+    except KernelUnavailable as unavailable:
+        return str(unavailable)
+    return ""

@@ -46,7 +46,7 @@ def intend(
     cost = None if profile is None else CostModel.of(profile, param_bytes)
     if config.placement == "planned":
         assert cost is not None
-        plan = _of_rank_0(workload, cost, accelerator, param_bytes)
+        plan = _of_rank_0(config, workload, cost, accelerator, param_bytes)
     else:
         plan = agree(lambda: accelerator.accept(config.plan(workload)), lambda plan: plan.fingerprint)
     return Intention(plan, None if cost is None else simulate(plan.schedule, workload, cost))
@@ -81,14 +81,18 @@ def _refuse_other_machine(profile: HardwareProfile, path: Path, accelerator: Acc
     )
 
 
-def _of_rank_0(workload: Workload, cost: CostModel, accelerator: AcceleratorChoice, param_bytes: int) -> UpdatePlan:
+def _of_rank_0(
+    config: Config, workload: Workload, cost: CostModel, accelerator: AcceleratorChoice, param_bytes: int
+) -> UpdatePlan:
     """Every rank's workload is as long: DeepSpeed pads the partitions."""
     ranks = training_ranks()
 
     def decide() -> tuple[list[str], int, list[int] | None]:
         if ranks.rank > 0:
             return [], 0, None
-        budgets = Budgets(gpu_bytes=accelerator.memory_for_states_bytes)
+        if problem := accelerator.no_device_adam():
+            say(f"planned for the CPU alone: {problem}")
+        budgets = Budgets(gpu_bytes=accelerator.memory_for_states_bytes(config.gpu_memory_gb))
         plan = plan_updates(workload, cost, budgets, param_bytes=param_bytes).plan
         order = None if plan.order is None else list(plan.order)
         return [placement.value for placement in plan.placements], plan.num_slots, order

@@ -94,7 +94,15 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         )
         self._states = self._memory.states
         self._gradients = Gradients(self, self._homes(plan, device))
-        device_adam = self._adam if self._accelerator.steps_on_host else None
+        device_adam = self._accelerator.device_adam(
+            plan,
+            self._adam,
+            self.optimizer,
+            self.gradient_accumulation_dtype,
+            self.fp16_partitioned_groups_flat[0].dtype,
+        )
+        # One and the same where slots are host memory.
+        self._kernels = {id(kernel): kernel for kernel in (self._adam, device_adam) if kernel is not None}
         self._executor = Executor(plan.schedule, self._states, device, self._adam, device_adam)
         self._executor.touch(
             [state for state, its in zip(self._states, plan.placements, strict=True) if its is Placement.CPU]
@@ -338,7 +346,8 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
                 loaded[key] = ours
         if self._executor.failure is not None:
             # Some op objects have heard of the step that failed, others have not; its norms were not used up.
-            self._adam.restart()
+            for kernel in self._kernels.values():
+                kernel.restart()
             self.reset_cpu_buffers()
             self._executor.forget_failure()
 
@@ -346,7 +355,8 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self.report.close()
         super().destroy()
         self._executor.close()
-        self._adam.close()
+        for kernel in self._kernels.values():
+            kernel.close()
         if self._launch_binding is not None:
             self._launch_binding.release()
         # DeepSpeed's hooks on the module keep this object alive; they need not keep its buffers.

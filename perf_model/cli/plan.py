@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from math import ceil
 from typing import Any
 
 from perf_model.cli.inputs import Inputs, add_arguments, read_inputs
 from perf_model.forecast import Arm, Forecast, Unfit
 from perf_model.placement import Placement
-from perf_model.units import billions, gigabytes, percent, seconds
+from perf_model.units import GB, billions, gigabytes, percent, seconds
 
 NAMES = {
     "stock": "stock offload",
@@ -61,6 +62,9 @@ def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
     block: dict[str, Any] = {"placement": "planned"}
     if inputs.profile_path is not None:
         block["profile"] = str(inputs.profile_path.resolve())
+    if inputs.profile.has_accelerator:
+        # What this plan takes, up to the next tenth; less is taken where nothing is said.
+        block["gpu_memory_gb"] = ceil(10 * found.planned.memory.gpu_bytes / GB) / 10
     return {
         "train_micro_batch_size_per_gpu": found.job.micro_batch,
         "bf16": {"enabled": True},
@@ -125,8 +129,7 @@ def _print_screen(found: Forecast, inputs: Inputs) -> None:
     )
     say(f"memory: {_memory(found, inputs)}\n")
     if inputs.profile.has_accelerator:
-        # Until the runtime has a GPU kernel with the CPU kernel's bits.
-        say('On CUDA this release updates on the CPU alone: the row to expect today is "all on the CPU".\n')
+        say("No GPU has been measured against this yet: training says at its end what was predicted and measured.\n")
     say("Paste into your DeepSpeed config:")
     say(json.dumps(deepspeed_config(found, inputs), indent=2))
 

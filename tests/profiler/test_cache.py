@@ -57,6 +57,14 @@ def test_the_second_time_nothing_is_measured(folder: Path, measured: list[int]) 
     assert measured == [0]
 
 
+def test_installing_triton_is_measured_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's Adam was waived without it."""
+    monkeypatch.setattr(cache, "triton_version", lambda: "")
+    profile_and_log(OneRank())
+    monkeypatch.setattr(cache, "triton_version", lambda: "3.6.0")
+    assert profile_and_log(OneRank())[0] == 1e9 + 2
+
+
 def test_another_fingerprint_is_measured_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profile_and_log(OneRank())
     monkeypatch.setattr(cache, "fingerprint", lambda *facts: "another")

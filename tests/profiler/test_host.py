@@ -34,7 +34,9 @@ PROBES: dict[str, Callable[[], Probe]] = {
     "copied": lambda: Copied(HostDevice(), NUMEL),
     "rounded": lambda: Rounded(HostDevice(), NUMEL),
     "training's Adam": lambda: HostUpdates(HostDevice(), NUMEL, training_cpu_adam(SUB_GROUPS, 2)),
-    "stock's Adam": lambda: HostUpdates(HostDevice(), NUMEL, stock_cpu_adam(SUB_GROUPS)),
+    "stock's Adam": lambda: HostUpdates(HostDevice(), NUMEL, PlainAdam()).by_stock(
+        HostDevice(), stock_cpu_adam(SUB_GROUPS), "stock_cpu_adam_params_per_s"
+    ),
     "plain Adam": lambda: HostUpdates(HostDevice(), NUMEL, PlainAdam()),
     "Adam on a device": lambda: DeviceUpdates(HostDevice(), NUMEL, PlainAdam()),
     "matrix product": lambda: MatrixProduct(HostDevice(), 64),

@@ -13,10 +13,11 @@ import torch
 
 from deep_opt_states import machine
 from deep_opt_states.device.host import HostDevice
+from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.profiler import provenance
 from deep_opt_states.profiler.method import Effort
 from deep_opt_states.profiler.peaks import peak_flops
-from deep_opt_states.profiler.profile import NO_ACCELERATOR, NO_GPU_ADAM, measure, thread_counts, waived_noise
+from deep_opt_states.profiler.profile import NO_ACCELERATOR, measure, thread_counts, waived_noise
 from deep_opt_states.profiler.provenance import Node, describe, fingerprint, smallest_node
 from deep_opt_states.profiler.ranks import OneRank
 from perf_model.cost import CostModel
@@ -75,7 +76,7 @@ def virtual_profile(device: VirtualDevice, cores: int, monkeypatch: pytest.Monke
         threads=THREADS,
         cpu_adam=lambda *_: ours,
         stock_adam=lambda _: stock,
-        device_adam=PlainAdam(),
+        device_adam=PlainAdam,
     )
 
 
@@ -207,10 +208,16 @@ def test_memory_that_cannot_be_had_is_waived(device: VirtualDevice, monkeypatch:
     assert profile.measurements["dram_update_bytes_per_s"].waived is None
 
 
-def test_a_release_without_a_gpu_kernel_says_so(device: VirtualDevice) -> None:
+def test_where_there_is_no_gpu_kernel_the_profile_says_why(device: VirtualDevice) -> None:
+    def none() -> PlainAdam:
+        raise KernelUnavailable("no Triton: pip install triton")
+
     adam = TimedAdam(device, UPDATE_S)
-    profile = measure(device, OneRank(), SMALL, threads=THREADS, cpu_adam=lambda *_: adam, stock_adam=lambda _: adam)
-    assert profile.measurements["gpu_adam_params_per_s"].waived == NO_GPU_ADAM
+    profile = measure(
+        device, OneRank(), SMALL, threads=THREADS, cpu_adam=lambda *_: adam, stock_adam=lambda _: adam, device_adam=none
+    )
+    reason = "KernelUnavailable: no Triton: pip install triton"
+    assert profile.measurements["gpu_adam_params_per_s"].waived == reason
     assert profile.get("h2d_bytes_per_s") is not None
 
 

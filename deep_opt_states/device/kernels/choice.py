@@ -1,10 +1,11 @@
-"""Which CPU kernel updates: ours in one pass, or stock's op in three where ours cannot be had. Same bits."""
+"""Which kernels update: ours in one pass, or on the CPU stock's op in three where ours cannot be had. Same bits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from deep_opt_states.device.kernels.adam import AdamKernel
@@ -13,6 +14,7 @@ from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.device.kernels.probe_arithmetic import find_arithmetic
 from deep_opt_states.device.kernels.stock import StockAdam
+from deep_opt_states.device.kernels.triton_adam import TritonAdam
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,7 @@ def cpu_adam(
 ) -> Choice:
     """For the hyperparameters and the mode that ``optimizer`` was made with."""
     try:
-        arithmetic = find_arithmetic()
-        if arithmetic is None:
-            raise KernelUnavailable("DeepSpeedCPUAdam computes here in a way that the C++ kernel does not know.")
+        arithmetic = known_arithmetic()
         kernel = FusedAdam(
             arithmetic,
             optimizer.defaults["betas"],
@@ -43,3 +43,17 @@ def cpu_adam(
         why = f"{unavailable}\nUpdates on the CPU fall back to DeepSpeedCPUAdam, in three passes: same bits, slower."
         return Choice(StockAdam(optimizer, num_sub_groups), None, why)
     return Choice(kernel, arithmetic)
+
+
+def gpu_adam(betas: tuple[float, float], *, adamw: bool) -> TritonAdam:
+    """The same on the current CUDA device. Raises ``KernelUnavailable`` where no kernel would give the CPU's bits."""
+    device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    return TritonAdam(known_arithmetic(), betas, adamw=adamw, device=device)
+
+
+def known_arithmetic() -> Arithmetic:
+    """That of stock's op on this machine. Raises ``KernelUnavailable``."""
+    arithmetic = find_arithmetic()
+    if arithmetic is None:
+        raise KernelUnavailable("DeepSpeedCPUAdam computes here in a way that our kernels do not know.")
+    return arithmetic

@@ -29,7 +29,7 @@ NAME = f"deep_opt_states_adam_{_digest()}"
 
 
 class KernelUnavailable(RuntimeError):
-    """The C++ kernel can be neither loaded nor compiled on this machine."""
+    """A kernel of ours can be neither loaded nor compiled on this machine."""
 
 
 class InstructionSet(IntEnum):

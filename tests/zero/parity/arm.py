@@ -136,8 +136,9 @@ def collect(optimizer: Any, record: Record) -> None:
             # Stock leaves the padding behind the last rank's partition uninitialised.
             real = max(0, min(numel, param.ds_numel - rank * numel))
             for kind, tensor in flat.items():
-                record.tensors[f"{kind} of {param.ds_id - first}"] = tensor[offset : offset + real].clone()
-            record.tensors[f"ds_tensor of {param.ds_id - first}"] = param.ds_tensor.data[:real].clone()
+                # A resident's states are on the accelerator, where the other arm's are not.
+                record.tensors[f"{kind} of {param.ds_id - first}"] = tensor[offset : offset + real].cpu().clone()
+            record.tensors[f"ds_tensor of {param.ds_id - first}"] = param.ds_tensor.data[:real].cpu().clone()
             offset += numel
 
 

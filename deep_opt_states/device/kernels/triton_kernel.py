@@ -1,0 +1,144 @@
+"""The Triton kernel of ``triton_adam.py``; imported late, since Triton need not be there.
+
+Every operation is one correctly rounded IEEE operation, in the order of ``csrc/vector_loop.h`` below the cut and of
+``csrc/element.h`` after it. What is fused is written out; ``OPTIONS`` keep the compiler from fusing more, and from
+flushing denormals.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from deep_opt_states.device.kernels.arithmetic import Tail
+from deep_opt_states.device.kernels.scalars import Decay
+
+OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
+"""For every launch: no contraction of products into sums, no flush to zero in square roots."""
+
+_UNFUSED = tl.constexpr(int(Tail.UNFUSED))
+_GRADIENT_FUSED = tl.constexpr(int(Tail.GRADIENT_FUSED))
+_MOMENT_FUSED = tl.constexpr(int(Tail.MOMENT_FUSED))
+_DECOUPLED = tl.constexpr(int(Decay.DECOUPLED))
+_L2 = tl.constexpr(int(Decay.L2))
+
+
+# Lengths and the kind of decay are no reason to compile again, which would be inside a training step.
+@triton.jit(do_not_specialize=["numel", "cut", "decay_kind"])
+def update(
+    master,
+    exp_avg,
+    exp_avg_sq,
+    grad,
+    param,
+    numel: tl.int64,
+    cut: tl.int64,
+    grad_scale,
+    beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    bias_correction2,
+    eps,
+    step_size,
+    decay,
+    decay_kind,
+    TAIL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program a block of BLOCK elements; ``param`` may be None. The parameters are those of ``csrc/update.h``."""
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    state = (master, exp_avg, exp_avg_sq, grad, param)
+    scalars = (
+        grad_scale,
+        beta1,
+        one_minus_beta1,
+        beta2,
+        one_minus_beta2,
+        bias_correction2,
+        eps,
+        step_size,
+        decay,
+        decay_kind,
+    )
+    # No mask where none is needed: one of a length that nobody knows keeps the compiler from wide loads and stores.
+    if begin + BLOCK <= cut:
+        _update_block(state, scalars, begin, numel, cut, TAIL=_GRADIENT_FUSED, BLOCK=BLOCK, WHOLE=True)
+    else:
+        _update_block(state, scalars, begin, numel, cut, TAIL=TAIL, BLOCK=BLOCK, WHOLE=False)
+
+
+@triton.jit
+def _update_block(state, scalars, begin, numel, cut, TAIL: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """TAIL's arithmetic from the cut on, the vectors' before it."""
+    master, exp_avg, exp_avg_sq, grad, param = state
+    (
+        grad_scale,
+        beta1,
+        one_minus_beta1,
+        beta2,
+        one_minus_beta2,
+        bias_correction2,
+        eps,
+        step_size,
+        decay,
+        decay_kind,
+    ) = scalars
+    at = tl.arange(0, BLOCK)
+    inside = None
+    if not WHOLE:
+        inside = at < numel - begin
+    of_vectors = at < cut - begin
+
+    g = _widened(tl.load(grad + begin + at, mask=inside)) * grad_scale
+    p = tl.load(master + begin + at, mask=inside)
+    m = tl.load(exp_avg + begin + at, mask=inside)
+    v = tl.load(exp_avg_sq + begin + at, mask=inside)
+
+    g = tl.where(decay_kind == _L2, _multiply_add(p, decay, g, of_vectors, TAIL), g)
+    if TAIL == _MOMENT_FUSED:
+        m = tl.where(of_vectors, tl.fma(g, one_minus_beta1, m * beta1), tl.fma(m, beta1, g * one_minus_beta1))
+        v = tl.where(of_vectors, tl.fma(g * g, one_minus_beta2, v * beta2), tl.fma(v, beta2, g * g * one_minus_beta2))
+    else:
+        m = _multiply_add(g, one_minus_beta1, m * beta1, of_vectors, TAIL)
+        v = _multiply_add(g * g, one_minus_beta2, v * beta2, of_vectors, TAIL)
+    denominator = _multiply_add(tl.sqrt_rn(v), bias_correction2, eps, of_vectors, TAIL)
+    p = tl.where(decay_kind == _DECOUPLED, _multiply_add(p, decay, p, of_vectors, TAIL), p)
+    p = _multiply_add(tl.div_rn(m, denominator), step_size, p, of_vectors, TAIL)
+
+    tl.store(master + begin + at, p, mask=inside)
+    tl.store(exp_avg + begin + at, m, mask=inside)
+    tl.store(exp_avg_sq + begin + at, v, mask=inside)
+    if param is not None:
+        tl.store(param + begin + at, _rounded(p, param.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _multiply_add(a, b, c, of_vectors, TAIL: tl.constexpr):
+    """a * b + c, rounded once; after the cut twice where the tail is UNFUSED."""
+    result = tl.fma(a, b, c)
+    if TAIL == _UNFUSED:
+        result = tl.where(of_vectors, result, a * b + c)
+    return result
+
+
+@triton.jit
+def _widened(value):
+    """To fp32, exactly, denormals too; bf16 by ``csrc/element.h``."""
+    if value.dtype == tl.bfloat16:
+        result = (value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        result = value.to(tl.float32)
+    return result
+
+
+@triton.jit
+def _rounded(value, DTYPE: tl.constexpr):
+    """To nearest, ties to even, denormals kept; bf16 by ``csrc/element.h``, to the bit also of its NaN."""
+    if tl.bfloat16 == DTYPE:
+        bits = value.to(tl.uint32, bitcast=True)
+        halves = tl.where(value == value, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
+        result = halves.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        result = value.to(DTYPE, fp_downcast_rounding="rtne")
+    return result

@@ -1,0 +1,83 @@
+"""Trains the real engine on CUDA, one rank: cases compared with stock, and 200 steps again and again.
+
+Started by ``test_engine.py``; answers with what differs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import deep_opt_states  # noqa: F401 (activates where the package is not installed)
+from tests.launch import answer
+from tests.zero.parity.arm import differences, run_arm
+from tests.zero.parity.case import CPU, EVERY_PLACEMENT, STREAMED, STRIDE_2, Case
+from tests.zero.parity.cases import CASES
+from tests.zero.parity.worker import same_as_stock
+from tests.zero.process_group import process_group
+
+OVERLAP = {"overlap_comm": True}
+
+RESIDENTS = {"placement": ["resident"] * 5}
+MIXED = {"placement": ["streamed", "resident", "cpu", "resident", "streamed"], "num_slots": 1}
+
+OF_THE_CPU_SUITE = (
+    "residents, clipping, reload in process",
+    "fp32, Adam, two groups, frozen, accumulation 3",
+    "fp16, overflow, clipping",
+    "parameters offloaded too",
+    "resume",
+)
+
+COMPARED = (
+    Case(name="every placement", blocks=(*EVERY_PLACEMENT, RESIDENTS, MIXED), clip=0.5, zero=OVERLAP),
+    Case(name="planned", blocks=({}, {"gpu_memory_gb": 0.5}), zero=OVERLAP),
+    *(replace(case, zero={**case.zero, **OVERLAP}) for case in CASES if case.name in OF_THE_CPU_SUITE),
+)
+
+# Sub-groups of about a million parameters: what is copied takes longer than what is computed.
+LONG = Case(
+    name="200 steps",
+    blocks=(
+        {"placement": ["streamed", "cpu", "streamed", "resident", "streamed", "cpu"], "num_slots": 1},
+        {**STREAMED, "num_slots": 2},
+        STRIDE_2,
+        CPU,
+    ),
+    steps=200,
+    clip=0.5,
+    widths=(512, 1024, 1024, 1024, 1024, 512),
+    sub_group_size=500_000,
+    zero={**OVERLAP, "reduce_bucket_size": 10**6, "stage3_prefetch_bucket_size": 10**6},
+)
+REPETITIONS = 3
+
+
+def long_runs() -> dict[str, Any]:
+    """The first block's runs against its first; each block's first against stock."""
+    stock = run_arm(LONG, None)
+    found: dict[str, list[str]] = {}
+    for number, block in enumerate(LONG.blocks):
+        first = run_arm(LONG, block)
+        found[f"{block} against stock"] = differences(stock, first)
+        for repetition in range(1, REPETITIONS if number == 0 else 1):
+            found[f"{block}, repetition {repetition}"] = differences(first, run_arm(LONG, block))
+    return {"numbers": stock.numbers, "stock class": stock.optimizer_class, "differences": found}
+
+
+WORK: dict[str, Callable[[], dict[str, Any]]] = {
+    **{case.name: lambda case=case: same_as_stock(case) for case in COMPARED},
+    LONG.name: long_runs,
+}
+
+
+def main(names: list[str]) -> None:
+    for name in names:
+        answer({"name": name, **WORK[name]()})
+
+
+if __name__ == "__main__":
+    with process_group():
+        main(sys.argv[1:])

@@ -1,0 +1,26 @@
+"""What compute-sanitizer watches: the kernel on odd lengths, and the executor on a plan of every placement."""
+
+from __future__ import annotations
+
+import torch
+
+from perf_model.placement import Placement
+from perf_model.plan import UpdatePlan
+from perf_model.workload import Workload
+from tests.gpu.kernels import steps_of, train_both
+from tests.gpu.updates import executed, same, serial
+
+
+def main() -> None:
+    for numel in (1, 17, 4099):
+        assert train_both(steps_of(1), numel, torch.bfloat16, torch.bfloat16) == []
+    plan = UpdatePlan(
+        workload=Workload.of([33, 5000, 4096, 17]), placements=(*Placement, Placement.STREAMED), num_slots=1
+    )
+    found = executed(plan, torch.bfloat16, torch.bfloat16, seed=0, count=2)
+    assert same(found, serial(plan, torch.bfloat16, torch.bfloat16, seed=0, count=2))
+    print("same bits")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""The executor on CUDA streams gives the serial bits: a wait that is missing shows where copies are nearly all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from perf_model.placement import Placement, place_all
+from perf_model.plan import UpdatePlan
+from perf_model.workload import Workload
+from tests.gpu.updates import executed, random_plan, same, serial
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize("seed", range(36))
+def test_every_plan_gives_the_serial_bits(seed: int) -> None:
+    plan = random_plan(seed)
+    dtype = DTYPES[seed % 3]
+    grad_dtype = torch.float32 if seed % 2 else dtype
+    assert same(executed(plan, dtype, grad_dtype, seed), serial(plan, dtype, grad_dtype, seed)), str(plan.schedule)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_equal_sub_groups_streamed_through_few_slots_again_and_again(num_slots: int) -> None:
+    """The same copies each time: whoever comes too early finds the numbers of the sub-group before."""
+    workload = Workload.of([700_001] * 8)
+    plan = UpdatePlan(workload=workload, placements=place_all(workload, Placement.STREAMED), num_slots=num_slots)
+    expected = serial(plan, torch.bfloat16, torch.bfloat16, seed=1, count=10)
+    for _ in range(3):
+        assert same(executed(plan, torch.bfloat16, torch.bfloat16, seed=1, count=10), expected)
+
+
+def test_a_number_that_is_wrong_is_seen() -> None:
+    plan = random_plan(3)
+    expected = serial(plan, torch.bfloat16, torch.bfloat16, seed=3)
+    assert not same(serial(plan, torch.bfloat16, torch.bfloat16, seed=4), expected)
+    assert not same(serial(plan, torch.bfloat16, torch.float32, seed=3), expected)

@@ -1,0 +1,241 @@
+"""The GPU kernel has the CPU kernel's bits, which are stock's (``tests/kernels/test_fused.py``)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deep_opt_states.device.kernels.adam import AdamTensors
+from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
+from deep_opt_states.device.kernels.fused import FusedAdam
+from deep_opt_states.device.kernels.triton_adam import Block, TritonAdam
+from tests.gpu.kernels import (
+    GRADS,
+    PARAMS,
+    device,
+    machine_arithmetic,
+    on_cpu,
+    on_gpu,
+    steps_of,
+    train_both,
+    triton_adam,
+)
+from tests.kernels.training import BETAS, STEP, copied, differences, random_tensors
+
+ARITHMETICS = [Arithmetic(width, tail) for width, tail in product((16, 8, 1), Tail)]
+
+
+@pytest.mark.parametrize("grad_dtype", GRADS)
+@pytest.mark.parametrize("param_dtype", PARAMS)
+def test_every_combination_of_dtypes(grad_dtype: torch.dtype, param_dtype: torch.dtype | None) -> None:
+    for adamw in (True, False):
+        assert train_both(steps_of(8), 10_007, grad_dtype, param_dtype, adamw=adamw) == []
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS, ids=str)
+def test_tails_of_every_length_and_arithmetic(arithmetic: Arithmetic) -> None:
+    """Also those that no compiler here has made of stock's tail; after whole blocks and without any."""
+    for numel in (*range(1, 33), *(4096 + tail for tail in range(16))):
+        for adamw in (True, False):
+            found = train_both(
+                steps_of(2), numel, torch.bfloat16, torch.bfloat16, adamw=adamw, arithmetic=arithmetic, seed=numel
+            )
+            assert found == [], numel
+
+
+@settings(max_examples=100)
+@given(
+    numel=st.integers(1, 5000),
+    grad_dtype=st.sampled_from(GRADS),
+    param_dtype=st.sampled_from(PARAMS),
+    adamw=st.booleans(),
+    weight_decay=st.sampled_from([0.0, 0.1]),
+    bias_correction=st.booleans(),
+    eps=st.sampled_from([1e-8, 0.0, 1e-3]),
+    infinities=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_odd_lengths_and_every_option(
+    numel: int,
+    grad_dtype: torch.dtype,
+    param_dtype: torch.dtype | None,
+    adamw: bool,
+    weight_decay: float,
+    bias_correction: bool,
+    eps: float,
+    infinities: bool,
+    seed: int,
+) -> None:
+    steps = steps_of(3, weight_decay=weight_decay, bias_correction=bias_correction, eps=eps)
+    assert train_both(steps, numel, grad_dtype, param_dtype, adamw=adamw, seed=seed, infinities=infinities) == []
+
+
+def test_many_steps_of_a_large_sub_group() -> None:
+    assert train_both(steps_of(60), 1_000_003, torch.bfloat16, torch.bfloat16) == []
+
+
+def test_betas_change_and_a_checkpoint_is_loaded() -> None:
+    plain = steps_of(12)
+    changed = [replace(step, beta1=0.8) if 3 <= step.step < 6 else step for step in plain]
+    jumped = [replace(step, step=step.step + 40 if step.step > 8 else step.step) for step in changed]
+    assert train_both([*jumped, jumped[-1]], 1001, torch.bfloat16, torch.bfloat16) == []
+
+
+@pytest.mark.parametrize("offsets", [(0, 1), (1, 0), (1, 1), (3, 5)])
+def test_gradients_and_parameters_begin_anywhere(offsets: tuple[int, int]) -> None:
+    """As views of DeepSpeed's flat buffers do."""
+
+    def placed(tensors: AdamTensors) -> AdamTensors:
+        moved = on_gpu(tensors)
+        for name, offset in zip(("grad", "param"), offsets, strict=True):
+            plain = getattr(moved, name)
+            view = torch.zeros(offset + plain.numel(), dtype=plain.dtype, device=plain.device)[offset:]
+            moved = replace(moved, **{name: view.copy_(plain)})
+        return moved
+
+    assert train_both(steps_of(3), 10_007, torch.bfloat16, torch.bfloat16, placed=placed) == []
+
+
+@pytest.mark.parametrize("param_dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_that_of_pytorch_for_every_upper_half(param_dtype: torch.dtype) -> None:
+    """All 65,536 upper halves with lower halves at, above and below a tie; infinities too, and where NaN is."""
+    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) * 2**16
+    lower = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    master = (upper[:, None] + lower[None, :].int()).flatten().view(torch.float32).contiguous()
+    zeros = torch.zeros_like(master)
+    tensors = on_gpu(
+        AdamTensors(
+            master=master,
+            exp_avg=zeros,
+            exp_avg_sq=zeros,
+            grad=zeros.bfloat16(),
+            param=torch.empty(len(master), dtype=param_dtype),
+        )
+    )
+    kernel = triton_adam()
+    kernel.begin_step([replace(STEP, weight_decay=0.0)])  # nothing moves
+    kernel.update(0, tensors)
+    found = on_cpu(tensors)
+    assert differences(found, replace(found, master=master, param=master.to(param_dtype))) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gradient_of_every_16_bit_pattern(dtype: torch.dtype) -> None:
+    grad = torch.arange(-(2**15), 2**15, dtype=torch.int32).short().view(dtype)
+    zeros = torch.zeros(len(grad))
+    theirs = AdamTensors(master=zeros.clone(), exp_avg=zeros.clone(), exp_avg_sq=zeros.clone(), grad=grad, param=None)
+    ours = on_gpu(theirs)
+    for kernel, tensors in (
+        (triton_adam(), ours),
+        (FusedAdam(machine_arithmetic(), BETAS, adamw=True, num_threads=1), theirs),
+    ):
+        kernel.begin_step([STEP])
+        kernel.update(0, tensors)
+    assert differences(on_cpu(ours), theirs) == []
+
+
+def test_a_compiled_kernel_neither_compiles_nor_allocates_nor_waits() -> None:
+    import triton
+
+    compiled: list[object] = []
+    before = triton.knobs.runtime.jit_cache_hook
+    triton.knobs.runtime.jit_cache_hook = lambda *args, **kwargs: compiled.append(kwargs) or False
+    try:
+        kernel = triton_adam(arithmetic=Arithmetic(8, Tail.UNFUSED))
+        kernel.compile([torch.bfloat16], [torch.float16])
+        at_start = len(compiled)
+        for numel in (1, 2, 16, 4096, 100_003):
+            plain, gradient = random_tensors(numel + 1, torch.bfloat16, torch.float16, seed=numel)
+            plain.grad.copy_(gradient())
+            tensors = on_gpu(plain)
+            for begin in (0, 1):
+                part = AdamTensors(
+                    master=tensors.master[:numel],
+                    exp_avg=tensors.exp_avg[:numel],
+                    exp_avg_sq=tensors.exp_avg_sq[:numel],
+                    grad=tensors.grad[begin : numel + begin],
+                    param=tensors.param[begin : numel + begin],
+                )
+                for weight_decay in (0.0, 0.1):
+                    torch.cuda.synchronize()
+                    allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+                    torch.cuda._sleep(50_000_000)
+                    kernel.begin_step([replace(STEP, weight_decay=weight_decay)])
+                    kernel.update(0, part)
+                    assert not torch.cuda.current_stream().query(), "the host waited for the kernel"
+                    assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+        assert len(compiled) == at_start
+        other = TritonAdam(machine_arithmetic(), BETAS, adamw=True, device=device(), block=Block(elements=256, warps=2))
+        other.compile([torch.float16], [None])
+        assert len(compiled) > at_start, "the hook sees a compilation"
+    finally:
+        triton.knobs.runtime.jit_cache_hook = before
+
+
+def test_it_runs_on_the_current_stream() -> None:
+    plain, gradient = random_tensors(100_003, torch.float32, torch.bfloat16, seed=1)
+    plain.grad.copy_(gradient())
+    ours, stream = on_gpu(plain), torch.cuda.Stream()
+    kernel = triton_adam()
+    kernel.compile([torch.float32], [torch.bfloat16])
+    kernel.begin_step([STEP])
+    before = ours.master.clone()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        kernel.update(0, ours)
+    early = ours.master.clone()  # on the default stream, while the other sleeps
+    torch.cuda.current_stream().synchronize()
+    assert not stream.query(), "it slept too little for this test"
+    stream.synchronize()
+    assert torch.equal(early, before)
+    assert not torch.equal(ours.master, before)
+
+
+def test_more_elements_than_an_int32_counts() -> None:
+    numel = 2**31 + 5
+    free_bytes, _ = torch.cuda.mem_get_info()
+    if free_bytes < 18 * numel:
+        pytest.skip(f"takes {18 * numel / 1e9:.0f} GB of GPU memory, {free_bytes / 1e9:.0f} GB are free")
+    part = 4096 + numel % 16  # as many whole vectors, and the same tail
+    small, gradient = random_tensors(part, torch.bfloat16, torch.bfloat16, seed=2)
+    small.grad.copy_(gradient())
+
+    def large(tensor: torch.Tensor) -> torch.Tensor:
+        its = torch.zeros(numel, dtype=tensor.dtype, device="cuda")
+        its[-part:].copy_(tensor)
+        return its
+
+    ours = replace(small, **{name: large(tensor) for name, tensor in vars(small).items()})
+    theirs = copied(small)
+    for kernel, tensors in (
+        (triton_adam(), ours),
+        (FusedAdam(machine_arithmetic(), BETAS, adamw=True, num_threads=1), theirs),
+    ):
+        kernel.begin_step([STEP])
+        kernel.update(0, tensors)
+    found = replace(ours, **{name: tensor[-part:].cpu() for name, tensor in vars(ours).items()})
+    assert differences(found, theirs) == []
+    assert not bool(ours.master[:-part].any()), "zeros stay zeros"
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    plain, _ = random_tensors(64, torch.bfloat16, torch.bfloat16, seed=0)
+    tensors = on_gpu(plain)
+    kernel = triton_adam()
+    kernel.begin_step([STEP])
+    for wrong in (
+        plain,
+        replace(tensors, exp_avg=tensors.exp_avg[:-1]),
+        replace(tensors, master=tensors.master.double()),
+        replace(tensors, grad=tensors.grad.double()),
+        replace(tensors, exp_avg_sq=torch.zeros(128, device="cuda")[::2]),
+        replace(tensors, exp_avg_sq=torch.zeros(65, device="cuda")[1:]),
+    ):
+        with pytest.raises(AssertionError):
+            kernel.update(0, wrong)

@@ -1,0 +1,123 @@
+"""Schedules executed on a CUDA device with shapes that are nearly all copy, and the serial reference."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from deep_opt_states.device.cuda import CudaDevice
+from deep_opt_states.device.kernels.adam import AdamStep
+from deep_opt_states.device.kernels.fused import FusedAdam
+from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.state import SubGroupState
+from perf_model.placement import Placement
+from perf_model.plan import UpdatePlan
+from perf_model.workload import Workload
+from tests.gpu.kernels import machine_arithmetic, steps_of, triton_adam
+from tests.kernels.training import BETAS
+from tests.runtime.states import NAMES, gradients, make_states, update_serially
+
+GATHER_CYCLES = 20_000_000
+"""Of the GPU's clock: some ten milliseconds, longer than the host needs to issue an update."""
+
+
+def random_plan(seed: int) -> UpdatePlan:
+    """Copies of up to some MB, among them tiny ones, that a kernel is done with in no time."""
+    chosen = random.Random(seed)
+    count = chosen.randint(1, 9)
+    order = list(range(count))
+    chosen.shuffle(order)
+    return UpdatePlan(
+        workload=Workload.of([chosen.choice([1, 15, 4097, chosen.randint(1, 900_000)]) for _ in range(count)]),
+        placements=tuple(chosen.choice(list(Placement)) for _ in range(count)),
+        num_slots=chosen.randint(1, 4),
+        order=tuple(order),
+    )
+
+
+def host_adam(num_threads: int = 4) -> FusedAdam:
+    return FusedAdam(machine_arithmetic(), BETAS, adamw=True, num_threads=num_threads)
+
+
+def cuda_states(
+    device: CudaDevice, plan: UpdatePlan, dtype: torch.dtype, grad_dtype: torch.dtype, seed: int
+) -> list[SubGroupState]:
+    """Gradients are where their sub-group is updated."""
+    states = make_states(numels_of(plan), dtype, seed)
+    for state, placement in zip(states, plan.placements, strict=True):
+        reserve = device.empty if placement is Placement.RESIDENT else device.empty_host
+        for name in ("master", "exp_avg", "exp_avg_sq"):
+            setattr(state, name, reserve(state.numel, torch.float32).copy_(getattr(state, name)))
+        on_cpu = placement is Placement.CPU
+        state.grad = (device.empty_host if on_cpu else device.empty)(state.numel, grad_dtype).fill_(torch.nan)
+        state.param = device.empty(state.numel, dtype).copy_(state.param)
+        if on_cpu:
+            state.rounded = state.master if dtype == torch.float32 else device.empty_host(state.numel, dtype)
+    return states
+
+
+def numels_of(plan: UpdatePlan) -> list[int]:
+    return [sub_group.numel for sub_group in plan.workload.sub_groups]
+
+
+def steps_for(plan: UpdatePlan, count: int) -> list[list[AdamStep]]:
+    return [[step] * len(plan.placements) for step in steps_of(count)]
+
+
+def executed(
+    plan: UpdatePlan, dtype: torch.dtype, grad_dtype: torch.dtype, seed: int, count: int = 4
+) -> list[torch.Tensor]:
+    """What each step's forward gathered, and all states at the end, in host memory.
+
+    The gather runs on a stream of its own that waits for nobody, as DeepSpeed's all-gathers do with ``overlap_comm``;
+    backward, which writes the gradients, is late.
+    """
+    device = CudaDevice(torch.cuda.current_device())
+    states = cuda_states(device, plan, dtype, grad_dtype, seed)
+    kernel = triton_adam()
+    kernel.compile({torch.float32, grad_dtype}, [dtype])
+    executor = Executor(plan.schedule, states, device, host_adam(), kernel)
+    gather = torch.cuda.Stream()
+    found: list[torch.Tensor] = []
+    try:
+        for number, steps in enumerate(steps_for(plan, count), start=1):
+            with torch.cuda.stream(gather):
+                gathered = [state.param.clone() for state in states]
+            torch.cuda.current_stream().wait_stream(gather)
+            arrived = [
+                gradient.to(grad_dtype).pin_memory().to("cuda", non_blocking=True)
+                for gradient in gradients(numels_of(plan), number)
+            ]
+            torch.cuda._sleep(GATHER_CYCLES)
+            for state, gradient in zip(states, arrived, strict=True):
+                state.grad.copy_(gradient, non_blocking=True)
+            executor.run(steps)
+            found.extend(gathered)
+        with torch.cuda.stream(gather):
+            found.extend(getattr(state, name).clone() for state in states for name in NAMES)
+        gather.synchronize()
+    finally:
+        executor.close()
+    return [tensor.cpu() for tensor in found]
+
+
+def serial(
+    plan: UpdatePlan, dtype: torch.dtype, grad_dtype: torch.dtype, seed: int, count: int = 4
+) -> list[torch.Tensor]:
+    """The same by one sub-group after another on the CPU."""
+    states = make_states(numels_of(plan), dtype, seed)
+    adam = host_adam()
+    found: list[torch.Tensor] = []
+    for number, steps in enumerate(steps_for(plan, count), start=1):
+        found.extend(state.param.clone() for state in states)
+        for state, gradient in zip(states, gradients(numels_of(plan), number), strict=True):
+            state.grad = gradient.to(grad_dtype)
+        update_serially(states, adam, steps)
+    found.extend(getattr(state, name) for state in states for name in NAMES)
+    return found
+
+
+def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

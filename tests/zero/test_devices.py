@@ -1,0 +1,102 @@
+"""What a plan may place on CUDA, and how much memory it may take there; on a machine without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deep_opt_states.device.host import HostDevice
+from deep_opt_states.device.kernels.adam import AdamKernel
+from deep_opt_states.zero import devices
+from deep_opt_states.zero.devices import AcceleratorChoice
+from deep_opt_states.zero.refusals import Unsupported
+from perf_model.placement import Placement
+from perf_model.plan import UpdatePlan
+from perf_model.workload import Workload
+from tests.runtime.adam import PlainAdam
+
+CUDA = AcceleratorChoice(HostDevice(), steps_on_host=False)
+HOST = AcceleratorChoice(HostDevice(), steps_on_host=True)
+
+
+def plan(*placements: Placement) -> UpdatePlan:
+    return UpdatePlan(workload=Workload.of([8] * len(placements)), placements=placements, num_slots=1)
+
+
+ON_CPU = plan(Placement.CPU, Placement.CPU)
+MIXED = plan(Placement.CPU, Placement.STREAMED, Placement.RESIDENT)
+
+
+@pytest.fixture
+def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_no_gpu_adam", lambda: "No Triton: pip install triton==3.6.0")
+
+
+@pytest.fixture
+def a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_no_gpu_adam", lambda: "")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 80 * 10**9))
+
+
+@pytest.mark.usefixtures("a_kernel")
+def test_with_a_kernel_every_placement_is_accepted() -> None:
+    assert CUDA.accept(MIXED) is MIXED
+    assert CUDA.accept(ON_CPU) is ON_CPU
+
+
+@pytest.mark.usefixtures("no_kernel")
+def test_without_one_the_cpu_alone_is() -> None:
+    assert CUDA.accept(ON_CPU) is ON_CPU
+    assert HOST.accept(MIXED) is MIXED
+    with pytest.raises(Unsupported) as caught:
+        CUDA.accept(MIXED)
+    rule, *remedies = str(caught.value).splitlines()
+    assert "need a GPU Adam kernel" in rule
+    assert "found 2 of them" in rule
+    assert remedies == ["No Triton: pip install triton==3.6.0", 'Or use "placement": "cpu" on this accelerator.']
+
+
+@pytest.mark.usefixtures("a_kernel")
+def test_a_tenth_of_the_gpu_or_what_the_config_says() -> None:
+    assert CUDA.memory_for_states_bytes(None) == 8 * 10**9
+    assert CUDA.memory_for_states_bytes(2.5) == 25 * 10**8
+    assert CUDA.memory_for_states_bytes(0) == 0
+    assert HOST.memory_for_states_bytes(2.5) == 0
+
+
+@pytest.mark.usefixtures("no_kernel")
+def test_without_a_kernel_no_memory_is_planned_with() -> None:
+    assert CUDA.memory_for_states_bytes(None) == CUDA.memory_for_states_bytes(2.5) == 0
+
+
+class Optimizer:
+    """As far as it is read."""
+
+    defaults = {"betas": (0.8, 0.9)}  # noqa: RUF012
+    adam_w_mode = False
+
+
+class Compiling(PlainAdam):
+    """Remembers what it was made and compiled for."""
+
+    def __init__(self, betas: tuple[float, float], *, adamw: bool) -> None:
+        super().__init__()
+        self.made_with = (betas, adamw)
+
+    def compile(self, *dtypes: list[torch.dtype]) -> None:
+        self.compiled_for = dtypes
+
+
+def test_the_kernel_is_made_where_something_is_updated_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpu_adam", Compiling)
+    host_adam: AdamKernel = PlainAdam()
+
+    def kernel(choice: AcceleratorChoice, its: UpdatePlan) -> AdamKernel | None:
+        return choice.device_adam(its, host_adam, Optimizer(), torch.float32, torch.bfloat16)
+
+    assert kernel(HOST, MIXED) is host_adam
+    assert kernel(CUDA, ON_CPU) is None
+    made = kernel(CUDA, MIXED)
+    assert isinstance(made, Compiling)
+    assert made.made_with == ((0.8, 0.9), False)
+    assert made.compiled_for == ([torch.float32], [torch.bfloat16])
