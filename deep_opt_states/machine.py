@@ -148,6 +148,17 @@ def core_quota(folders: Iterable[Path]) -> float | None:
     return min(quotas, default=None)
 
 
+def memory_in_use_bytes(folders: Iterable[Path]) -> int | None:
+    """By the process's cgroup, without the file cache that it can give back at once; None where nothing tells."""
+    for folder in folders:
+        for usage, cache in (("memory.current", "inactive_file"), ("memory.usage_in_bytes", "total_inactive_file")):
+            if (folder / usage).is_file() and (folder / "memory.stat").is_file():
+                pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                reclaimable = {name: int(value) for name, value in pairs}.get(cache, 0)
+                return int((folder / usage).read_text()) - reclaimable
+    return None
+
+
 def memory_limit_bytes(folders: Iterable[Path]) -> int | None:
     files = [folder / name for folder in folders for name in ("memory.max", "memory.limit_in_bytes")]
     limits = [file.read_text().strip() for file in files if file.is_file()]

@@ -38,8 +38,7 @@ def reserved_by_the_runtime(plan: UpdatePlan, param_bytes: int, *, accumulates: 
     One slab of page-locked memory, and states and gradients on the accelerator. ``accumulates``: over micro-batches.
     Gradients are taken to be in the model's dtype, in which DeepSpeed accumulates them by default.
     """
-    widths = Widths(param=param_bytes, grad=param_bytes)
-    slab_bytes = sum(count * widths.slab_bytes(numel, placement) for numel, placement, count in _sizes(plan))
+    slab_bytes = Widths(param=param_bytes, grad=param_bytes).slab_bytes(plan)
     numels = {its: [numel for numel, placement in _placed(plan) if placement is its] for its in Placement}
     streamed, residents = numels[Placement.STREAMED], numels[Placement.RESIDENT]
     kept = [*streamed, *residents]

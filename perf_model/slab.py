@@ -6,6 +6,7 @@ of two (``ATen/core/CachingHostAllocator.h``).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -39,9 +40,14 @@ class Widths:
                 widths["rounded"] = self.param
         return widths
 
-    def slab_bytes(self, numel: int, placement: Placement) -> int:
-        """What a sub-group takes of the slab."""
-        return sum(_aligned(numel * width) for width in self.on_host(placement).values())
+    def slab_bytes(self, plan: UpdatePlan) -> int:
+        """Of one rank."""
+        sizes = Counter(zip((its.numel for its in plan.workload.sub_groups), plan.placements, strict=True))
+        return sum(
+            count * _aligned(numel * width)
+            for (numel, placement), count in sizes.items()
+            for width in self.on_host(placement).values()
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,7 @@ class StateMemory:
     ) -> StateMemory:
         """``params`` are the flat buffers of the sub-groups, in the model's dtype. All states are zero."""
         widths = Widths(param=params[0].element_size(), grad=grad_dtype.itemsize)
-        pairs = zip(plan.workload.sub_groups, plan.placements, strict=True)
-        slab = device.host_slab(sum(widths.slab_bytes(sub_group.numel, placement) for sub_group, placement in pairs))
+        slab = device.host_slab(widths.slab_bytes(plan))
         dtypes = {**dict.fromkeys(STATES, torch.float32), "grad": grad_dtype, "rounded": params[0].dtype}
         on_host: list[dict[str, torch.Tensor]] = [{} for _ in plan.placements]
         for part in parts_of(plan, widths):

@@ -136,11 +136,7 @@ def test_the_parts_of_a_slab_lie_one_after_another(its: UpdatePlan, widths: Widt
         assert part.numel == its.workload.sub_groups[part.sub_group].numel
         found.setdefault(part.sub_group, []).append(part.name)
         end_bytes = part.offset_bytes + part.numel * {"grad": widths.grad, "rounded": widths.param}.get(part.name, 4)
-    size_bytes = sum(
-        widths.slab_bytes(sub_group.numel, placement)
-        for sub_group, placement in zip(its.workload.sub_groups, its.placements, strict=True)
-    )
-    assert end_bytes <= size_bytes < end_bytes + ALIGNMENT_BYTES
+    assert end_bytes <= widths.slab_bytes(its) < end_bytes + ALIGNMENT_BYTES
     of_cpu = [*STATES, "grad", "rounded"] if widths.param == 2 else [*STATES, "grad"]
     for index, placement in enumerate(its.placements):
         assert found.get(index, []) == {CPU: of_cpu, STREAMED: [*STATES], RESIDENT: []}[placement]

@@ -1,0 +1,68 @@
+"""Whether the host has room for the states of all ranks, before any of them allocates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deep_opt_states import machine
+
+
+class HostMemoryError(RuntimeError):
+    """The states of all ranks of a node do not fit its memory, or its container's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRoom:
+    """Bytes that this node has left: ``available_bytes`` of its memory, ``container_bytes`` of what the container may
+    take (None: unlimited); ``memlock_bytes`` is how much a process may lock (None: unlimited)."""
+
+    available_bytes: int
+    container_bytes: int | None
+    memlock_bytes: int | None
+
+    @classmethod
+    def here(cls) -> HostRoom:
+        found = machine.memory()
+        in_use = machine.memory_in_use_bytes(machine.cgroup_folders("memory"))
+        return cls(
+            available_bytes=found.available_bytes,
+            container_bytes=None if found.limit_bytes is None else found.limit_bytes - (in_use or 0),
+            memlock_bytes=machine.memlock_limit_bytes(),
+        )
+
+
+def check_room(slab_bytes: int, numel: int, ranks: int, room: HostRoom) -> None:
+    """``slab_bytes`` for ``numel`` parameters are what each of the node's ``ranks`` is about to take.
+
+    Raises ``HostMemoryError``. The memlock limit is not refused here: see ``memlock_warning``.
+    """
+    needed_bytes = ranks * slab_bytes
+    for what, allowed_bytes, remedy in (
+        ("the memory that is available", room.available_bytes, "Free memory on it"),
+        ("what its container may still take", room.container_bytes, "Raise the container's memory limit"),
+    ):
+        if allowed_bytes is not None and needed_bytes > allowed_bytes:
+            raise HostMemoryError(
+                f"The optimizer states of a node must fit {what}, {_gigabytes(allowed_bytes)}; found "
+                f"{_gigabytes(needed_bytes)} needed: {_gigabytes(slab_bytes)} for {numel:,} parameters (fp32 "
+                f"parameters and moments, gradients, 16-bit parameters) of each of {ranks} "
+                f"rank{'' if ranks == 1 else 's'}.\n"
+                f"{remedy}, or train on more nodes."
+            )
+
+
+def memlock_warning(slab_bytes: int, room: HostRoom) -> str:
+    """What to say where the limit is below what is page-locked; empty where it is not.
+
+    The limit is the kernel's, for mlock; whether registering memory with CUDA counts is up to the driver.
+    """
+    if room.memlock_bytes is None or slab_bytes <= room.memlock_bytes:
+        return ""
+    return (
+        f"{_gigabytes(slab_bytes)} are about to be page-locked, and the memlock limit is "
+        f"{_gigabytes(room.memlock_bytes)}: if that fails, ulimit -l unlimited, or docker run --ulimit memlock=-1."
+    )
+
+
+def _gigabytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.3g} GB"
