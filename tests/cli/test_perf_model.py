@@ -143,7 +143,7 @@ def test_overlap_hides_and_never_adds(capsys: pytest.CaptureFixture[str]) -> Non
     ("limits", "told"),
     [
         ({"gpu_memory_gb": 10}, ["gpu memory by 1.9 GB a rank", "It fits with 8 ranks"]),
-        ({"gpu_memory_gb": 15, "host_memory_gb": 100}, ["host memory by", "It fits with 16 ranks"]),
+        ({"gpu_memory_gb": 15, "host_memory_gb": 100}, ["host memory by", "It fits with 8 ranks"]),
         ({"gpu_memory_gb": 15, "pinned_memory_gb": 2}, ["pinned memory by"]),
     ],
 )
@@ -324,7 +324,7 @@ def test_explain_cuts_nothing_off_where_the_screen_is_narrow(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["explain", *job(gpu_memory_gb=15, sub_group_size=20_000_000)]) == 0
+    assert main(["explain", *job(gpu_memory_gb=25, sub_group_size=20_000_000)]) == 0
     shown = capsys.readouterr().out
     assert "FLUSH_STATES " in shown
     assert "\u2026" not in shown
