@@ -30,7 +30,10 @@ demo: $(INSTALLED)  ## Train with stock DeepSpeed and with the plugin, and compa
 	@$(WITH_NINJA) $(VENV)/bin/python examples/demo.py
 
 test: $(INSTALLED)  ## Run the tests
-	@$(WITH_NINJA) $(VENV)/bin/python -m pytest
+	@# Two at a time: much of it is waiting for processes that start. Kernels are compiled before, not by both.
+	@$(WITH_NINJA) $(VENV)/bin/python -c \
+	    'from deep_opt_states.device.kernels.probe_arithmetic import find_arithmetic; print(find_arithmetic())'
+	@$(WITH_NINJA) $(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal
 
 MINUTES ?= 10
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,14 +7,22 @@ import pytest
 import tests.hypothesis_profiles  # noqa: F401
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _leave_no_shared_memory() -> Iterator[None]:
-    """DeepSpeed leaves 66 MB a rank in shared memory when a process ends, also under launchers of its own."""
+def buffers() -> set[Path]:
+    return set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
 
-    def buffers() -> set[Path]:
-        return set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
 
-    before = buffers()
-    yield
-    for path in buffers() - before:
-        path.unlink()
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.stash[BEFORE] = buffers()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """DeepSpeed leaves 66 MB a rank in shared memory when a process ends, also under launchers of its own.
+
+    Only when all tests are done: those of another worker may still need theirs.
+    """
+    if not hasattr(session.config, "workerinput"):
+        for path in buffers() - session.stash[BEFORE]:
+            path.unlink(missing_ok=True)
+
+
+BEFORE = pytest.StashKey[set[Path]]()
