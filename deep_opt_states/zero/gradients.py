@@ -173,7 +173,8 @@ class Gradients:
     ) -> torch.Tensor:
         """The sum so far, on the accelerator."""
         sub_group, view = self._place(param)
-        sums = view(self._homes[sub_group].sums).narrow(0, 0, partition.numel())
+        home = self._homes[sub_group]
+        sums = view(home.sums).narrow(0, 0, partition.numel())
         on_accelerator = get_accelerator().on_accelerator
         if on_accelerator(sums):
             if first:
@@ -186,7 +187,7 @@ class Gradients:
         else:
             # Adding on the host would be slow.
             total = self._up(sums).add_(partition.to(sums.dtype).view(sums.shape))
-        if not on_accelerator(self._homes[sub_group].grad) and (boundary or not on_accelerator(sums)):
+        if boundary if home.accumulator is not None else not on_accelerator(home.grad):
             down.append(_Down(sub_group, self._offset(param), total.view(-1)))
         return total
 

@@ -122,7 +122,7 @@ def test_a_step_reserves_nothing_and_allocates_nothing() -> None:
 
     with executor_of(MIXED, states, device, fused()) as executor:
         slots = [entry for entry in device.reserved if entry.startswith("empty")]
-        assert slots == ["empty 33"] * 4 * 2
+        assert slots == ["empty 33"] * 3 * 2
         assert device.reserved.count("stream") == len(Lane) - 1
         device.reserved.clear()
         with mock.patch.object(Executor, "_on_worker", watched), on_main:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 import torch
 
@@ -83,7 +85,7 @@ class Compiling(PlainAdam):
         super().__init__()
         self.made_with = (betas, adamw)
 
-    def compile(self, *dtypes: list[torch.dtype]) -> None:
+    def compile(self, *dtypes: Collection[torch.dtype]) -> None:
         self.compiled_for = dtypes
 
 
@@ -92,11 +94,11 @@ def test_the_kernel_is_made_where_something_is_updated_on_the_gpu(monkeypatch: p
     host_adam: AdamKernel = PlainAdam()
 
     def kernel(choice: AcceleratorChoice, its: UpdatePlan) -> AdamKernel | None:
-        return choice.device_adam(its, host_adam, Optimizer(), torch.float32, torch.bfloat16)
+        return choice.device_adam(its, host_adam, Optimizer(), torch.bfloat16, torch.bfloat16)
 
     assert kernel(HOST, MIXED) is host_adam
     assert kernel(CUDA, ON_CPU) is None
     made = kernel(CUDA, MIXED)
     assert isinstance(made, Compiling)
     assert made.made_with == ((0.8, 0.9), False)
-    assert made.compiled_for == ([torch.float32], [torch.bfloat16])
+    assert made.compiled_for == ({torch.bfloat16, torch.float32}, [torch.bfloat16]), "what users have seen is fp32"
