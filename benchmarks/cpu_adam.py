@@ -21,9 +21,14 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from benchmarks.record import record
 from deep_opt_states import machine
+from deep_opt_states.device.host import HostDevice
 from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
 from deep_opt_states.device.kernels.choice import cpu_adam
 from deep_opt_states.device.kernels.fused import FusedAdam
+from deep_opt_states.runtime.memory import StateMemory
+from perf_model.placement import Placement
+from perf_model.plan import UpdatePlan
+from perf_model.workload import Workload
 
 BYTES_PER_PARAM = 28
 """p, m and v read and written in fp32, the gradient read and the parameter written in bf16."""
@@ -41,12 +46,27 @@ class State:
 
 
 def fresh_state(numel: int) -> State:
+    """As stock has it: each tensor by itself, where PyTorch's allocator puts it."""
     generator = torch.Generator().manual_seed(0)
     return State(
         master=torch.randn(numel, generator=generator),
         exp_avg=torch.zeros(numel),
         exp_avg_sq=torch.zeros(numel),
         param=torch.zeros(numel, dtype=torch.bfloat16),
+    )
+
+
+def in_slab(state: State, gradient: torch.Tensor) -> AdamTensors:
+    """As training has it: side by side in one slab."""
+    numel = gradient.numel()
+    plan = UpdatePlan(workload=Workload.of([numel]), placements=(Placement.CPU,), num_slots=1)
+    memory = StateMemory.reserve(plan, [state.param], torch.bfloat16, HostDevice())
+    (ours,) = memory.states
+    assert ours.rounded is not None
+    ours.master.copy_(state.master)
+    ours.grad.copy_(gradient)
+    return AdamTensors(
+        master=ours.master, exp_avg=ours.exp_avg, exp_avg_sq=ours.exp_avg_sq, grad=ours.grad, param=ours.rounded
     )
 
 
@@ -77,17 +97,14 @@ class Stock:
 
 class Ours:
     def __init__(self, state: State, gradient: torch.Tensor, threads: int) -> None:
-        self.state = state
         choice = cpu_adam(DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))]), 1, num_threads=threads)
         if not isinstance(choice.kernel, FusedAdam):
             raise SystemExit(choice.why)
         self._kernel = choice.kernel
-        self._tensors = AdamTensors(
-            master=state.master,
-            exp_avg=state.exp_avg,
-            exp_avg_sq=state.exp_avg_sq,
-            grad=gradient,
-            param=state.param,
+        self._tensors = tensors = in_slab(state, gradient)
+        assert tensors.param is not None
+        self.state = State(
+            master=tensors.master, exp_avg=tensors.exp_avg, exp_avg_sq=tensors.exp_avg_sq, param=tensors.param
         )
 
     def prepare(self) -> None:
