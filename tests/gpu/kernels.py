@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache
 
 import torch
 
 from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
 from deep_opt_states.device.kernels.fused import FusedAdam
-from deep_opt_states.device.kernels.probe_arithmetic import find_arithmetic
 from deep_opt_states.device.kernels.triton_adam import TritonAdam
-from tests.kernels.training import BETAS, STEP, copied, differences, random_tensors, with_infinities
-
-GRADS = (torch.float32, torch.bfloat16, torch.float16)
-PARAMS = (None, torch.float32, torch.bfloat16, torch.float16)
-
-
-@cache
-def machine_arithmetic() -> Arithmetic:
-    found = find_arithmetic()
-    assert found is not None
-    return found
+from tests.kernels.training import (
+    BETAS,
+    copied,
+    differences,
+    each,
+    machine_arithmetic,
+    random_tensors,
+    with_infinities,
+)
 
 
 def device() -> torch.device:
@@ -32,22 +27,15 @@ def device() -> torch.device:
 
 def on_gpu(tensors: AdamTensors) -> AdamTensors:
     """A copy."""
-    moved = {name: None if its is None else its.to(device(), copy=True) for name, its in vars(tensors).items()}
-    return replace(tensors, **moved)
+    return each(tensors, lambda its: its.to(device(), copy=True))
 
 
 def on_cpu(tensors: AdamTensors) -> AdamTensors:
-    return replace(tensors, **{name: None if its is None else its.cpu() for name, its in vars(tensors).items()})
+    return each(tensors, torch.Tensor.cpu)
 
 
 def triton_adam(*, adamw: bool = True, arithmetic: Arithmetic | None = None) -> TritonAdam:
     return TritonAdam(arithmetic or machine_arithmetic(), BETAS, adamw=adamw, device=device())
-
-
-def steps_of(count: int, **changes: object) -> list[AdamStep]:
-    """With a learning rate and a gradient scale of their own."""
-    plain = replace(STEP, **changes)
-    return [replace(plain, step=1 + at, lr=plain.lr / (1 + at), grad_scale=0.37 + at) for at in range(count)]
 
 
 def train_both(

@@ -7,8 +7,9 @@ import torch
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.workload import Workload
-from tests.gpu.kernels import steps_of, train_both
+from tests.gpu.kernels import train_both
 from tests.gpu.updates import executed, same, serial
+from tests.kernels.training import steps_of
 
 
 def main() -> None:

@@ -14,18 +14,18 @@ from deep_opt_states.device.kernels.adam import AdamTensors
 from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.triton_adam import Block, TritonAdam
-from tests.gpu.kernels import (
+from tests.gpu.kernels import device, on_cpu, on_gpu, train_both, triton_adam
+from tests.kernels.training import (
+    BETAS,
     GRADS,
     PARAMS,
-    device,
+    STEP,
+    copied,
+    differences,
     machine_arithmetic,
-    on_cpu,
-    on_gpu,
+    random_tensors,
     steps_of,
-    train_both,
-    triton_adam,
 )
-from tests.kernels.training import BETAS, STEP, copied, differences, random_tensors
 
 ARITHMETICS = [Arithmetic(width, tail) for width, tail in product((16, 8, 1), Tail)]
 

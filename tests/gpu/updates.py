@@ -15,8 +15,8 @@ from deep_opt_states.runtime.state import SubGroupState
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.workload import Workload
-from tests.gpu.kernels import machine_arithmetic, steps_of, triton_adam
-from tests.kernels.training import BETAS
+from tests.gpu.kernels import triton_adam
+from tests.kernels.training import BETAS, machine_arithmetic, steps_of
 from tests.runtime.states import NAMES, gradients, make_states, update_serially
 
 GATHER_CYCLES = 20_000_000

@@ -19,17 +19,21 @@ from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.library import NAME, InstructionSet, Library, library
 from deep_opt_states.device.kernels.probe_arithmetic import find_arithmetic
-from tests.kernels.training import BETAS, STEP, Stock, copied, differences, fused, random_tensors, with_infinities
+from tests.kernels.training import (
+    BETAS,
+    GRADS,
+    PARAMS,
+    STEP,
+    Stock,
+    copied,
+    differences,
+    fused,
+    random_tensors,
+    steps_of,
+    with_infinities,
+)
 
-GRADS = (torch.float32, torch.bfloat16, torch.float16)
-PARAMS = (None, torch.float32, torch.bfloat16, torch.float16)
 SETS = [one for one in InstructionSet if one <= library().instruction_set]
-
-
-def steps_of(count: int, **changes: object) -> list[AdamStep]:
-    """With a learning rate and a gradient scale of their own."""
-    plain = replace(STEP, **changes)
-    return [replace(plain, step=1 + at, lr=plain.lr / (1 + at), grad_scale=0.37 + at) for at in range(count)]
 
 
 def train_both(

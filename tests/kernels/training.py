@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
+from deep_opt_states.device.kernels.arithmetic import Arithmetic
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.library import InstructionSet
 from deep_opt_states.device.kernels.probe_arithmetic import find_arithmetic
@@ -20,6 +20,22 @@ STEP = AdamStep(
 )
 
 
+GRADS = (torch.float32, torch.bfloat16, torch.float16)
+PARAMS = (None, torch.float32, torch.bfloat16, torch.float16)
+
+
+def machine_arithmetic() -> Arithmetic:
+    found = find_arithmetic()
+    assert found is not None
+    return found
+
+
+def steps_of(count: int, **changes: object) -> list[AdamStep]:
+    """With a learning rate and a gradient scale of their own."""
+    plain = replace(STEP, **changes)
+    return [replace(plain, step=1 + at, lr=plain.lr / (1 + at), grad_scale=0.37 + at) for at in range(count)]
+
+
 def fused(
     *,
     adamw: bool = True,
@@ -27,10 +43,8 @@ def fused(
     cores: Sequence[int] = (),
     instruction_set: InstructionSet | None = None,
 ) -> FusedAdam:
-    arithmetic = find_arithmetic()
-    assert arithmetic is not None
     return FusedAdam(
-        arithmetic, BETAS, adamw=adamw, num_threads=num_threads, cores=cores, instruction_set=instruction_set
+        machine_arithmetic(), BETAS, adamw=adamw, num_threads=num_threads, cores=cores, instruction_set=instruction_set
     )
 
 
@@ -96,8 +110,12 @@ def with_infinities(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.where(torch.rand(tensor.shape, generator=generator) < 0.1, chosen, tensor)
 
 
+def each(tensors: AdamTensors, change: Callable[[torch.Tensor], torch.Tensor]) -> AdamTensors:
+    return replace(tensors, **{name: None if its is None else change(its) for name, its in vars(tensors).items()})
+
+
 def copied(tensors: AdamTensors) -> AdamTensors:
-    return replace(tensors, **{name: None if its is None else its.clone() for name, its in vars(tensors).items()})
+    return each(tensors, torch.Tensor.clone)
 
 
 def differences(found: AdamTensors, expected: AdamTensors) -> list[str]:
@@ -114,13 +132,3 @@ def differences(found: AdamTensors, expected: AdamTensors) -> list[str]:
         ):
             differ.append(name)
     return differ
-
-
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

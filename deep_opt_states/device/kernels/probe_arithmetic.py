@@ -24,20 +24,20 @@ def find_arithmetic() -> Arithmetic | None:
 
     Raises ``KernelUnavailable``, and what DeepSpeed raises where it cannot build its op.
     """
-    optimizers = {adamw: _optimizer(adamw) for adamw in (True, False)}
-    expected = {adamw: _trained(StockAdam(optimizer, TRIALS)) for adamw, optimizer in optimizers.items()}
+    # One for both modes: each that is made loads the op, which asks ninja whether it is up to date.
+    optimizer = DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))])
+    expected = {}
+    for adamw in (True, False):
+        optimizer.adam_w_mode = adamw
+        expected[adamw] = _trained(StockAdam(optimizer, TRIALS))
     for candidate in CANDIDATES:
         found = {
             adamw: _trained(FusedAdam(candidate, optimizer.defaults["betas"], adamw=adamw, num_threads=1))
-            for adamw, optimizer in optimizers.items()
+            for adamw in expected
         }
-        if all(torch.equal(found[adamw], expected[adamw]) for adamw in optimizers):
+        if all(torch.equal(found[adamw], expected[adamw]) for adamw in expected):
             return candidate
     return None
-
-
-def _optimizer(adamw: bool) -> DeepSpeedCPUAdam:
-    return DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))], adamw_mode=adamw)
 
 
 def _trained(kernel: AdamKernel) -> torch.Tensor:
