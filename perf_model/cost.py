@@ -181,7 +181,12 @@ class CostModel:
             for kind, its in traffic.items()
         }
         per_param = {kind: {Resource.CPU: param_s} for kind, param_s in seconds.items()}
-        return cls(capacities={Resource.CPU: 1.0}, per_param=per_param, blocks=True)
+        return cls(
+            capacities={Resource.CPU: 1.0},
+            per_param=per_param,
+            copy_latency_s=profile.get("copy_latency_s") or 0.0,
+            blocks=True,
+        )
 
     def load(self, kind: ActionKind, numel: int) -> Load:
         amounts = {resource: each * numel for resource, each in self.per_param[kind].items() if each > 0}

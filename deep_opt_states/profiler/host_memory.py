@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from deep_opt_states.device.interface import Device
+from deep_opt_states.profiler.adam import HostUpdates
 from deep_opt_states.profiler.method import Rates
 from deep_opt_states.profiler.ranks import ProbeError
+
+PARALLEL_NUMEL = 32768
+"""What PyTorch gives a thread at least (``at::internal::GRAIN_SIZE``)."""
 
 
 class UpdateInPlace:
@@ -43,6 +48,33 @@ class Copied:
         start_s = time.perf_counter()
         self._destination.copy_(self._source)
         return {"dram_copy_bytes_per_s": 2 * self._source.nbytes / (time.perf_counter() - start_s)}
+
+    def verify(self) -> None:
+        _require(torch.equal(self._destination, self._source), "copied elements")
+
+
+class CopyLatency:
+    """Seconds that a copy between host buffers takes beside its bytes: of the smallest that all threads share.
+
+    They have to be woken for it. Another thread has updated before, as in training, with threads of its own; OpenMP's
+    wait for work without sleeping only while all of them together have a core each.
+    """
+
+    COPIES = 64
+
+    def __init__(self, device: Device[Any], updates: HostUpdates) -> None:
+        self._device = device
+        self._updating = ThreadPoolExecutor(max_workers=1)
+        self._updating.submit(updates.run).result()
+        numel = PARALLEL_NUMEL * torch.get_num_threads()
+        self._source = device.empty_host(numel, torch.float32).copy_(torch.arange(numel, dtype=torch.float32))
+        self._destination = device.empty_host(numel, torch.float32).fill_(torch.nan)
+
+    def repeat(self) -> Rates:
+        start_s = time.perf_counter()
+        for _ in range(self.COPIES):
+            self._device.copy(self._destination, self._source)
+        return {"copy_latency_s": (time.perf_counter() - start_s) / self.COPIES}
 
     def verify(self) -> None:
         _require(torch.equal(self._destination, self._source), "copied elements")

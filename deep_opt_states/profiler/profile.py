@@ -21,7 +21,7 @@ from deep_opt_states.profiler.adam import (
     HostUpdates,
     HostUpdatesBesideTransfers,
 )
-from deep_opt_states.profiler.host_memory import Copied, Rounded, UpdateInPlace
+from deep_opt_states.profiler.host_memory import Copied, CopyLatency, Rounded, UpdateInPlace
 from deep_opt_states.profiler.kernels import stock_cpu_adam, training_cpu_adam, training_gpu_adam
 from deep_opt_states.profiler.matrix import MatrixProduct
 from deep_opt_states.profiler.method import Effort, Probe, sample
@@ -179,8 +179,10 @@ def _entries(
     def beside(it: Device[Any]) -> Probe:
         return HostUpdatesBesideTransfers(it, in_training(), *transfers.pinned_both(it, copy_bytes))
 
-    def latency(it: Device[Any]) -> Probe:
-        return transfers.Latency(it, transfers.pinned_h2d(it, SMALL_COPY_BYTES), 64, "copy_latency_s")
+    def latency() -> Probe:
+        if device is None:
+            return CopyLatency(host, in_training())
+        return transfers.Latency(device, transfers.pinned_h2d(device, SMALL_COPY_BYTES), 64, "copy_latency_s")
 
     def on_gpu(it: Device[Any]) -> Probe:
         return DeviceUpdates(it, update_numel, device_adam())
@@ -197,7 +199,7 @@ def _entries(
         entry("Both directions at once", on_device(both_ways), "both_bytes_per_s"),
         entry("Host to accelerator, pageable", one_way(transfers.pageable_h2d, pageable_h2d), pageable_h2d),
         entry("Accelerator to host, pageable", one_way(transfers.pageable_d2h, pageable_d2h), pageable_d2h),
-        entry("Latency of a copy", on_device(latency), "copy_latency_s"),
+        entry("Latency of a copy", latency, "copy_latency_s"),
         entry("CPU Adam", in_training, "cpu_adam_params_per_s"),
         entry("CPU Adam of stock DeepSpeed", by_stock, "stock_cpu_adam_params_per_s"),
         entry("CPU Adam beside transfers", on_device(beside), *beside_quantities),

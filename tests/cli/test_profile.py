@@ -14,6 +14,7 @@ from perf_model.hardware import QUANTITIES, REQUIRED, HardwareProfile, Measureme
 from tests.launch import environment, free_port
 
 HOST = {
+    "copy_latency_s",
     "cpu_adam_params_per_s",
     "stock_cpu_adam_params_per_s",
     "dram_update_bytes_per_s",

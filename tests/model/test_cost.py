@@ -69,6 +69,16 @@ def test_without_any_rate_of_an_accelerator_it_is_the_cpu() -> None:
     hosts = {name: rate for name, rate in RATES.items() if name not in OF_AN_ACCELERATOR}
     assert set(CostModel.of(profile(hosts)).capacities) == {Resource.CPU}
     assert CostModel.of(profile(hosts)).blocks
+    assert {kind: CostModel.of(profile(hosts)).load(kind, NUMEL).total_s for kind in ActionKind} == pytest.approx(
+        {
+            # A copied byte is read and written; each copy has the threads to wake.
+            ActionKind.PREFETCH: 12 * NUMEL * 2 / RATES["dram_copy_bytes_per_s"] + 3 * RATES["copy_latency_s"],
+            ActionKind.GPU_STEP: NUMEL / RATES["cpu_adam_params_per_s"],
+            ActionKind.FLUSH_STATES: 12 * NUMEL * 2 / RATES["dram_copy_bytes_per_s"] + 3 * RATES["copy_latency_s"],
+            ActionKind.CPU_STEP: NUMEL / RATES["cpu_adam_params_per_s"],
+            ActionKind.PUBLISH: 2 * NUMEL * 2 / RATES["dram_copy_bytes_per_s"] + RATES["copy_latency_s"],
+        }
+    )
     with pytest.raises(ProfileError, match="h2d_bytes_per_s: is needed here"):
         CostModel.of(profile({**hosts, "gpu_adam_params_per_s": 8e10}))
 

@@ -18,7 +18,7 @@ from deep_opt_states.profiler.adam import (
     HostUpdates,
     HostUpdatesBesideTransfers,
 )
-from deep_opt_states.profiler.host_memory import Copied, Rounded, UpdateInPlace
+from deep_opt_states.profiler.host_memory import Copied, CopyLatency, Rounded, UpdateInPlace
 from deep_opt_states.profiler.kernels import stock_cpu_adam, training_cpu_adam
 from deep_opt_states.profiler.matrix import MatrixProduct
 from deep_opt_states.profiler.method import Probe
@@ -33,6 +33,7 @@ PROBES: dict[str, Callable[[], Probe]] = {
     "update in place": lambda: UpdateInPlace(HostDevice(), NUMEL),
     "copied": lambda: Copied(HostDevice(), NUMEL),
     "rounded": lambda: Rounded(HostDevice(), NUMEL),
+    "latency of a copy": lambda: CopyLatency(HostDevice(), HostUpdates(HostDevice(), NUMEL, PlainAdam())),
     "training's Adam": lambda: HostUpdates(HostDevice(), NUMEL, training_cpu_adam(SUB_GROUPS, 2)),
     "stock's Adam": lambda: HostUpdates(HostDevice(), NUMEL, PlainAdam()).by_stock(
         HostDevice(), stock_cpu_adam(SUB_GROUPS), "stock_cpu_adam_params_per_s"
@@ -85,6 +86,10 @@ def with_one_not_rounded() -> Probe:
 WRONG: dict[str, tuple[Callable[[], Probe], str]] = {
     "product in place": (lambda: spoiled(UpdateInPlace(HostDevice(), NUMEL), "_memory"), "products"),
     "copied": (lambda: spoiled(Copied(HostDevice(), NUMEL), "_destination"), "copied elements"),
+    "one of many copies": (
+        lambda: spoiled(CopyLatency(HostDevice(), HostUpdates(HostDevice(), NUMEL, PlainAdam())), "_destination"),
+        "copied elements",
+    ),
     "rounded": (lambda: spoiled(Rounded(HostDevice(), NUMEL), "_destination"), "rounded elements"),
     "matrix": (lambda: spoiled(MatrixProduct(HostDevice(), 64), "_product"), "matrix product"),
     "no update": (lambda: updated(Idle()), "sub-group 0 is not updated alike"),

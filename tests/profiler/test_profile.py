@@ -128,7 +128,7 @@ def test_without_an_accelerator_the_rest_is_measured() -> None:
     profile = measure(None, OneRank(), SMALL, threads=THREADS)
     waived = {name: found.waived for name, found in profile.measurements.items() if found.waived is not None}
     # The matrix product is here the CPU's own.
-    host = {*REQUIRED, "dram_copy_bytes_per_s", "rounding_params_per_s", "matmul_flops_per_s"}
+    host = {*REQUIRED, "copy_latency_s", "dram_copy_bytes_per_s", "rounding_params_per_s", "matmul_flops_per_s"}
     assert waived == dict.fromkeys((name for name in QUANTITIES if name not in host), NO_ACCELERATOR)
     origin = profile.provenance
     assert (origin.source, origin.host, origin.ranks, origin.gpu) == ("measured", platform.node(), 1, "")
