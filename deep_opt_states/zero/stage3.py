@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -61,7 +62,13 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     def __init__(self, config: Config, accelerator: AcceleratorChoice, *args: Any, **kwargs: Any) -> None:
         self._config = config
         self._accelerator = accelerator
-        super().__init__(*args, **kwargs)
+        self._reserved = ExitStack()
+        """What gives back all that ``_prepare`` has taken of the process, the last taken first."""
+        try:
+            super().__init__(*args, **kwargs)
+        except BaseException:
+            self._reserved.close()
+            raise
         say(str(self.plan))
 
     # Construction, in the order in which stock's constructor calls these
@@ -98,15 +105,18 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
 
     def _prepare(self, plan: UpdatePlan, share: CoreShare) -> None:
         # Before memory is touched, which then lies near these cores, and before the worker is started.
-        self._launch_binding = LaunchBinding(share.launch_cores) if share.launch_cores else None
+        if share.launch_cores:
+            self._reserved.callback(LaunchBinding(share.launch_cores).release)
         choice = cpu_adam(self.optimizer, len(plan.placements), num_threads=share.threads, cores=share.cores)
         if choice.why:
             say(choice.why)
         self._adam = choice.kernel
+        self._reserved.callback(self._adam.close)
         device = self.ledger = Ledger(self._accelerator.device)
         self._memory = StateMemory.reserve(
             plan, self.fp16_partitioned_groups_flat, self.gradient_accumulation_dtype, device
         )
+        self._reserved.callback(self._memory.close)
         self._states = self._memory.states
         self._gradients = Gradients(self, self._homes(plan, device))
         device_adam = self._accelerator.device_adam(
@@ -116,9 +126,13 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             self.gradient_accumulation_dtype,
             self.fp16_partitioned_groups_flat[0].dtype,
         )
+        self._kernels = [self._adam]
         # One and the same where slots are host memory.
-        self._kernels = {id(kernel): kernel for kernel in (self._adam, device_adam) if kernel is not None}
+        if device_adam is not None and device_adam is not self._adam:
+            self._reserved.callback(device_adam.close)
+            self._kernels.append(device_adam)
         self._executor = Executor(plan.schedule, self._states, device, self._adam, device_adam)
+        self._reserved.callback(self._executor.close)
         self._executor.touch(
             [state for state, its in zip(self._states, plan.placements, strict=True) if its is Placement.CPU]
         )
@@ -361,7 +375,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
                 loaded[key] = ours
         if self._executor.failure is not None:
             # Some op objects have heard of the step that failed, others have not; its norms were not used up.
-            for kernel in self._kernels.values():
+            for kernel in self._kernels:
                 kernel.restart()
             self.reset_cpu_buffers()
             self._executor.forget_failure()
@@ -369,14 +383,9 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     def destroy(self) -> None:
         self.report.close()
         super().destroy()
-        self._executor.close()
-        for kernel in self._kernels.values():
-            kernel.close()
-        if self._launch_binding is not None:
-            self._launch_binding.release()
+        self._reserved.close()
         # DeepSpeed's hooks on the module keep this object alive; they need not keep its buffers.
         self.optimizer.state.clear()
         self.fp32_partitioned_groups_flat.clear()
         self._gradients.close()
         self._states.clear()
-        self._memory.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.launch import run_ranks
@@ -12,3 +14,10 @@ def test_a_failing_lane_stops_every_rank(lane: str) -> None:
     for finished in run_ranks(2, ["-m", "tests.zero.scripts.failing", lane], timeout_s=120):
         assert finished.returncode == 0, finished.output[-4000:]
         assert "recovered" in finished.output
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs to move threads between")
+def test_an_engine_that_cannot_be_made_leaves_no_thread_bound() -> None:
+    for finished in run_ranks(2, ["-m", "tests.zero.scripts.unmade"], timeout_s=120):
+        assert finished.returncode == 0, finished.output[-4000:]
+        assert "made" in finished.output
