@@ -25,7 +25,7 @@ class Lane(Enum):
 
 class ActionKind(Enum):
     PREFETCH = "PREFETCH"
-    """fp32 p, m, v (and, while gradients live in host memory, the gradient) into a slot."""
+    """fp32 p, m, v into a slot; the gradient is on the accelerator already."""
     GPU_STEP = "GPU_STEP"
     """Unscale, clip and Adam on the slot, or on a resident's states; writes the 16-bit parameters in place."""
     FLUSH_STATES = "FLUSH_STATES"

@@ -9,11 +9,7 @@ from perf_model.timeline import Timeline
 from perf_model.workload import Workload
 
 EARLY = ActionKind.PREFETCH
-"""The one kind that may start before the gradients' norm is known: the states that it reads, the last step wrote.
-
-While gradients live in host memory it carries this step's, too (16 bytes a parameter instead of 12), which backward is
-still writing: all 16 are counted, and the gradient is taken to be there in time. A runtime that prefetches during
-backward has to wait for it, or to send it later."""
+"""The one kind that may start before the gradients' norm is known: the states that it reads, the last step wrote."""
 
 
 @dataclass(frozen=True, kw_only=True)
