@@ -33,7 +33,7 @@ test: $(INSTALLED)  ## Run the tests
 	@# Two at a time: much of it is waiting for processes that start. Kernels are compiled before, not by both.
 	@$(WITH_NINJA) $(VENV)/bin/python -c \
 	    'from deep_opt_states.device.kernels.probe_arithmetic import find_arithmetic; print(find_arithmetic())'
-	@$(WITH_NINJA) $(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal
+	@$(WITH_NINJA) $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup
 
 MINUTES ?= 10
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -56,19 +57,19 @@ class Copied:
 class CopyLatency:
     """Seconds that a copy between host buffers takes beside its bytes: of the smallest that all threads share.
 
-    They have to be woken for it. Another thread has updated before, as in training, with threads of its own; OpenMP's
-    wait for work without sleeping only while all of them together have a core each.
+    They have to be woken for it. Another thread has updated before, as in training, with threads of its own (it makes
+    the updates, too); OpenMP's wait for work without sleeping only while all of them together have a core each.
     """
 
     COPIES = 64
 
-    def __init__(self, device: Device[Any], updates: HostUpdates) -> None:
+    def __init__(self, device: Device[Any], updates: Callable[[], HostUpdates]) -> None:
         self._device = device
-        self._updating = ThreadPoolExecutor(max_workers=1)
-        self._updating.submit(updates.run).result()
         numel = PARALLEL_NUMEL * torch.get_num_threads()
         self._source = device.empty_host(numel, torch.float32).copy_(torch.arange(numel, dtype=torch.float32))
         self._destination = device.empty_host(numel, torch.float32).fill_(torch.nan)
+        self._updating = ThreadPoolExecutor(max_workers=1)
+        self._updating.submit(lambda: updates().run()).result()
 
     def repeat(self) -> Rates:
         start_s = time.perf_counter()

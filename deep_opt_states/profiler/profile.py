@@ -21,7 +21,7 @@ from deep_opt_states.profiler.adam import (
     HostUpdates,
     HostUpdatesBesideTransfers,
 )
-from deep_opt_states.profiler.host_memory import Copied, CopyLatency, Rounded, UpdateInPlace
+from deep_opt_states.profiler.host_memory import PARALLEL_NUMEL, Copied, CopyLatency, Rounded, UpdateInPlace
 from deep_opt_states.profiler.kernels import stock_cpu_adam, training_cpu_adam, training_gpu_adam
 from deep_opt_states.profiler.matrix import MatrixProduct
 from deep_opt_states.profiler.method import Effort, Probe, sample
@@ -181,7 +181,8 @@ def _entries(
 
     def latency() -> Probe:
         if device is None:
-            return CopyLatency(host, in_training())
+            numel = SUB_GROUPS * PARALLEL_NUMEL * training_threads
+            return CopyLatency(host, lambda: HostUpdates(host, numel, cpu_adam(SUB_GROUPS, training_threads)))
         return transfers.Latency(device, transfers.pinned_h2d(device, SMALL_COPY_BYTES), 64, "copy_latency_s")
 
     def on_gpu(it: Device[Any]) -> Probe:

@@ -12,6 +12,9 @@ from benchmarks import record
 from benchmarks.planner import Judged, excess_over_every_plan, judge, main
 from benchmarks.synthetic import CORES, LINKS, RANKS_PER_NODE, SHAPES, machines
 
+# One worker of pytest-xdist makes the fixture, once.
+pytestmark = pytest.mark.xdist_group("planner grid")
+
 
 @pytest.fixture(scope="module")
 def judged() -> list[Judged]:

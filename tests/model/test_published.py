@@ -49,6 +49,10 @@ def sweep_of(rates: Rates, seed: int | None = None, **setting: float) -> list[Ru
     return [measured(replace(its, update_stride=stride), rates, str(setting), float(noise)) for stride, noise in pairs]
 
 
+# One worker of pytest-xdist makes the fixture, once.
+pytestmark = pytest.mark.xdist_group("published runs")
+
+
 @pytest.fixture(scope="module")
 def published() -> list[Run]:
     return read_runs(PUBLISHED)

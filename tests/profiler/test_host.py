@@ -33,7 +33,7 @@ PROBES: dict[str, Callable[[], Probe]] = {
     "update in place": lambda: UpdateInPlace(HostDevice(), NUMEL),
     "copied": lambda: Copied(HostDevice(), NUMEL),
     "rounded": lambda: Rounded(HostDevice(), NUMEL),
-    "latency of a copy": lambda: CopyLatency(HostDevice(), HostUpdates(HostDevice(), NUMEL, PlainAdam())),
+    "latency of a copy": lambda: CopyLatency(HostDevice(), lambda: HostUpdates(HostDevice(), NUMEL, PlainAdam())),
     "training's Adam": lambda: HostUpdates(HostDevice(), NUMEL, training_cpu_adam(SUB_GROUPS, 2)),
     "stock's Adam": lambda: HostUpdates(HostDevice(), NUMEL, PlainAdam()).by_stock(
         HostDevice(), stock_cpu_adam(SUB_GROUPS), "stock_cpu_adam_params_per_s"
@@ -87,7 +87,9 @@ WRONG: dict[str, tuple[Callable[[], Probe], str]] = {
     "product in place": (lambda: spoiled(UpdateInPlace(HostDevice(), NUMEL), "_memory"), "products"),
     "copied": (lambda: spoiled(Copied(HostDevice(), NUMEL), "_destination"), "copied elements"),
     "one of many copies": (
-        lambda: spoiled(CopyLatency(HostDevice(), HostUpdates(HostDevice(), NUMEL, PlainAdam())), "_destination"),
+        lambda: spoiled(
+            CopyLatency(HostDevice(), lambda: HostUpdates(HostDevice(), NUMEL, PlainAdam())), "_destination"
+        ),
         "copied elements",
     ),
     "rounded": (lambda: spoiled(Rounded(HostDevice(), NUMEL), "_destination"), "rounded elements"),

@@ -55,6 +55,10 @@ def with_block(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_config(tmp_path_factory.mktemp("block") / "config.json", ZERO_3, BLOCK)
 
 
+# One worker of pytest-xdist makes the engines, once.
+of_one_worker = pytest.mark.xdist_group("engines with and without the hook")
+
+
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory, with_block: str) -> tuple[Report, Report]:
     """Engines in a process with the hook, and in one without any trace of us. The first config has no block."""
@@ -87,11 +91,13 @@ def test_spawned_children(with_block: str) -> None:
     assert finished.output.count("trained with DeepOptimizerStates_Stage3\n") == 2
 
 
+@of_one_worker
 def test_without_the_block_the_optimizer_is_stock(reports: tuple[Report, Report]) -> None:
     for report in reports:
         assert report["engines"][0]["optimizer"] == STOCK
 
 
+@of_one_worker
 def test_without_the_block_nothing_of_ours_is_loaded(reports: tuple[Report, Report]) -> None:
     """Not ``deep_opt_states.zero``, not ``perf_model``, nor, on our account, pydantic or anything else but wrapt."""
     hooked, unhooked = (set(report["engines"][0]["modules"]) for report in reports)
@@ -99,6 +105,7 @@ def test_without_the_block_nothing_of_ours_is_loaded(reports: tuple[Report, Repo
     assert unhooked <= hooked
 
 
+@of_one_worker
 def test_deepspeed_is_stock_but_for_two_wrappers(reports: tuple[Report, Report]) -> None:
     """The second is there since stage 0 never configures a ZeRO optimizer: the first would not see it."""
     hooked, unhooked = reports
@@ -112,10 +119,12 @@ def test_deepspeed_is_stock_but_for_two_wrappers(reports: tuple[Report, Report])
     assert {name for name in ours if ours[name] != stock[name]} == {"_configure_zero_optimizer"}
 
 
+@of_one_worker
 def test_a_block_that_is_not_enabled_gives_stock(reports: tuple[Report, Report]) -> None:
     assert reports[0]["engines"][1]["optimizer"] == STOCK
 
 
+@of_one_worker
 @pytest.mark.parametrize("index", [2, 3], ids=["stage 0", "no zero_optimization"])
 def test_stage_0_is_refused(index: int, reports: tuple[Report, Report]) -> None:
     refused = reports[0]["engines"][index]
@@ -124,6 +133,7 @@ def test_stage_0_is_refused(index: int, reports: tuple[Report, Report]) -> None:
     assert 'set "stage": 3' in refused["message"]
 
 
+@of_one_worker
 def test_without_autoload_the_block_alone_does_nothing(reports: tuple[Report, Report]) -> None:
     assert reports[1]["engines"][1]["optimizer"] == STOCK
 

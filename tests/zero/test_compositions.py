@@ -11,6 +11,10 @@ from tests.launch import run_ranks
 WORLD_SIZE = {"transformers": 1, "peft": 1, "torch.compile": 1, "ulysses": 2}
 
 
+# One worker of pytest-xdist makes the fixture, once.
+pytestmark = pytest.mark.xdist_group("compositions")
+
+
 @pytest.fixture(scope="module")
 def answers() -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}

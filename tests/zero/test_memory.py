@@ -31,6 +31,10 @@ def trained(block: str) -> dict[str, Any]:
     return answer
 
 
+# One worker of pytest-xdist makes the fixture, once.
+pytestmark = pytest.mark.xdist_group("memory")
+
+
 @pytest.fixture(scope="module")
 def stock() -> dict[str, Any]:
     return trained("stock")

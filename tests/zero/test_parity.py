@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from tests.launch import run_ranks
-from tests.zero.parity.case import Case
 from tests.zero.parity.cases import CASES, DEPARTURES
 from tests.zero.parity.naive import NAIVE
 
-WORLD_SIZE = {case.name: case.world_size for case in (*CASES, *DEPARTURES)}
+BY_NAME = {case.name: case for case in (*CASES, *DEPARTURES)}
 STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
 
 
@@ -41,13 +40,19 @@ class Results:
         return [result[name] for result in results]
 
 
+def made_once(name: str, world_size: int) -> Any:
+    """One worker of pytest-xdist tests all of a world size, and trains them once."""
+    return pytest.param(name, id=name, marks=pytest.mark.xdist_group(f"parity of {world_size}"))
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return Results(tmp_path_factory.mktemp("parity"))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_same_bits_as_stock(case: Case, results: Results) -> None:
+@pytest.mark.parametrize("name", [made_once(case.name, case.world_size) for case in CASES])
+def test_same_bits_as_stock(name: str, results: Results) -> None:
+    case = BY_NAME[name]
     for rank, result in enumerate(results.of(case.name, case.world_size)):
         assert result["stock class"] == STOCK
         for arm, found in result["differences"].items():
@@ -64,16 +69,16 @@ def test_same_bits_as_stock(case: Case, results: Results) -> None:
             assert numbers["skipped"][-1] >= len(case.poisoned)
 
 
-@pytest.mark.parametrize("case", DEPARTURES, ids=lambda case: case.name)
-def test_a_missing_gradient_is_zero_where_stock_reuses_the_last_one(case: Case, results: Results) -> None:
+@pytest.mark.parametrize("name", [made_once(case.name, case.world_size) for case in DEPARTURES])
+def test_a_missing_gradient_is_zero_where_stock_reuses_the_last_one(name: str, results: Results) -> None:
     """Our one departure. When stock no longer differs, it has been mended upstream, and ours can go."""
-    for rank, result in enumerate(results.of(case.name, case.world_size)):
+    for rank, result in enumerate(results.of(name, BY_NAME[name].world_size)):
         for arm, found in result["differences"].items():
             assert found == [], f"rank {rank}, {arm}"
         assert result["stock differs"], f"rank {rank}"
 
 
-@pytest.mark.parametrize("name", NAIVE)
+@pytest.mark.parametrize("name", [made_once(name, BY_NAME[case].world_size) for name, (case, *_) in NAIVE.items()])
 def test_the_suite_sees_a_naive_rewrite(name: str, results: Results) -> None:
-    ranks = results.of(name, WORLD_SIZE[NAIVE[name][0]])
+    ranks = results.of(name, BY_NAME[NAIVE[name][0]].world_size)
     assert any(result["differences"]["naive"] for result in ranks)

@@ -38,6 +38,10 @@ EXPECTED: dict[str, tuple[str, str]] = {
 }
 
 
+# One worker of pytest-xdist makes the fixture, once.
+pytestmark = pytest.mark.xdist_group("refusals")
+
+
 @pytest.fixture(scope="module")
 def answers() -> dict[str, dict[str, str]]:
     finished = run_ranks(1, ["-m", "tests.zero.scripts.refusals"], timeout_s=120)[0]
