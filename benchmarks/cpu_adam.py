@@ -30,6 +30,8 @@ from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.workload import Workload
 
+BETAS = (0.9, 0.999)
+
 BYTES_PER_PARAM = 28
 """p, m and v read and written in fp32, the gradient read and the parameter written in bf16."""
 
@@ -78,7 +80,7 @@ class Stock:
         self._gradient = gradient
         self._master = torch.nn.Parameter(state.master)
         self._master.grad = torch.empty_like(state.master)
-        self._optimizer = DeepSpeedCPUAdam([self._master], weight_decay=0.01)
+        self._optimizer = DeepSpeedCPUAdam([self._master], betas=BETAS, weight_decay=0.01)
         moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
         self._optimizer.state[self._master] = {"step": 0, **moments}
 
@@ -97,7 +99,7 @@ class Stock:
 
 class Ours:
     def __init__(self, state: State, gradient: torch.Tensor, threads: int) -> None:
-        choice = cpu_adam(DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))]), 1, num_threads=threads)
+        choice = cpu_adam(1, BETAS, adamw=True, num_threads=threads)
         if not isinstance(choice.kernel, FusedAdam):
             raise SystemExit(choice.why)
         self._kernel = choice.kernel
@@ -163,8 +165,8 @@ def compare(numel: int, threads: int, repetitions: int) -> dict[str, object]:
             step = AdamStep(
                 step=1 + repetition,
                 lr=1e-3 / (1 + repetition),
-                beta1=0.9,
-                beta2=0.999,
+                beta1=BETAS[0],
+                beta2=BETAS[1],
                 eps=1e-8,
                 weight_decay=0.01,
                 bias_correction=True,

@@ -83,7 +83,6 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 def compare(numel: int, grad_dtype: torch.dtype, repetitions: int, block: Any) -> dict[str, Any]:
     """Raises ``SystemExit`` where there is no kernel, or its bits are not the CPU kernel's."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     from deep_opt_states.device.kernels.choice import cpu_adam, known_arithmetic
     from deep_opt_states.device.kernels.library import KernelUnavailable
@@ -96,8 +95,7 @@ def compare(numel: int, grad_dtype: torch.dtype, repetitions: int, block: Any) -
         kernel.compile([grad_dtype], [torch.bfloat16])
     except KernelUnavailable as unavailable:
         raise SystemExit(str(unavailable)) from None
-    optimizer = DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))], betas=BETAS)
-    reference = cpu_adam(optimizer, 1, num_threads=machine.cores().usable).kernel
+    reference = cpu_adam(1, BETAS, adamw=True, num_threads=machine.cores().usable).kernel
     for adam, tensors in ((kernel, ours), (reference, theirs)):
         adam.begin_step([step_of(1)])
         adam.update(0, tensors)

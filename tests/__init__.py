@@ -1,0 +1,3 @@
+import tests.processor
+
+tests.processor.asked_once()

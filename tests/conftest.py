@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import tests.hypothesis_profiles  # noqa: F401
+from tests.processor import forget
 
 
 def buffers() -> set[Path]:
@@ -13,6 +14,8 @@ def buffers() -> set[Path]:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     session.stash[BEFORE] = buffers()
+    if not hasattr(session.config, "workerinput"):
+        forget()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

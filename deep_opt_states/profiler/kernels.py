@@ -10,29 +10,26 @@ import torch
 
 from deep_opt_states.device.kernels.adam import AdamKernel
 
+BETAS = (0.9, 0.999)
+
 
 def training_cpu_adam(num_sub_groups: int, num_threads: int) -> AdamKernel:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
     from deep_opt_states.device.kernels.choice import cpu_adam
 
-    optimizer = DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))])
-    return cpu_adam(optimizer, num_sub_groups, num_threads=num_threads).kernel
+    return cpu_adam(num_sub_groups, BETAS, adamw=True, num_threads=num_threads).kernel
 
 
 def training_gpu_adam() -> AdamKernel:
     """Compiled for what the probe updates. Raises ``KernelUnavailable``."""
     from deep_opt_states.device.kernels.choice import gpu_adam
 
-    kernel = gpu_adam((0.9, 0.999), adamw=True)
+    kernel = gpu_adam(BETAS, adamw=True)
     kernel.compile([torch.bfloat16], [torch.bfloat16])
     return kernel
 
 
 def stock_cpu_adam(num_sub_groups: int) -> AdamKernel:
     """Stock's three passes, with as many threads as PyTorch has; the gradient, fp32, is scaled in place."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
     from deep_opt_states.device.kernels.stock import StockAdam
 
     class StockPasses(StockAdam):
@@ -40,4 +37,4 @@ def stock_cpu_adam(num_sub_groups: int) -> AdamKernel:
             assert grad.dtype == torch.float32
             return grad.mul_(grad_scale)
 
-    return StockPasses(DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))]), num_sub_groups)
+    return StockPasses(num_sub_groups, BETAS, adamw=True)

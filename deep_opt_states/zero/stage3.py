@@ -107,7 +107,13 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         # Before memory is touched, which then lies near these cores, and before the worker is started.
         if share.launch_cores:
             self._reserved.callback(LaunchBinding(share.launch_cores).release)
-        choice = cpu_adam(self.optimizer, len(plan.placements), num_threads=share.threads, cores=share.cores)
+        choice = cpu_adam(
+            len(plan.placements),
+            self.optimizer.defaults["betas"],
+            adamw=self.optimizer.adam_w_mode,
+            num_threads=share.threads,
+            cores=share.cores,
+        )
         if choice.why:
             say(choice.why)
         self._adam = choice.kernel

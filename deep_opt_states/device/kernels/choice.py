@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from deep_opt_states.device.kernels.adam import AdamKernel
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
@@ -27,21 +26,15 @@ class Choice:
 
 
 def cpu_adam(
-    optimizer: DeepSpeedCPUAdam, num_sub_groups: int, *, num_threads: int, cores: Sequence[int] = ()
+    num_sub_groups: int, betas: tuple[float, float], *, adamw: bool, num_threads: int, cores: Sequence[int] = ()
 ) -> Choice:
-    """For the hyperparameters and the mode that ``optimizer`` was made with."""
+    """What ``DeepSpeedCPUAdam`` with these ``betas`` and in this mode would compute."""
     try:
         arithmetic = known_arithmetic()
-        kernel = FusedAdam(
-            arithmetic,
-            optimizer.defaults["betas"],
-            adamw=optimizer.adam_w_mode,
-            num_threads=num_threads,
-            cores=cores,
-        )
+        kernel = FusedAdam(arithmetic, betas, adamw=adamw, num_threads=num_threads, cores=cores)
     except KernelUnavailable as unavailable:
         why = f"{unavailable}\nUpdates on the CPU fall back to DeepSpeedCPUAdam, in three passes: same bits, slower."
-        return Choice(StockAdam(optimizer, num_sub_groups), None, why)
+        return Choice(StockAdam(num_sub_groups, betas, adamw=adamw), None, why)
     return Choice(kernel, arithmetic)
 
 

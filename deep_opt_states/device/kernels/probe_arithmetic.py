@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
 from deep_opt_states.device.kernels.arithmetic import CANDIDATES, Arithmetic
@@ -14,27 +13,21 @@ from deep_opt_states.device.kernels.stock import StockAdam
 
 TRIALS = 12
 STEPS = 3
+BETAS = (0.9, 0.999)
 # Leaves a tail of 15, the longest, with every width but 1: 540 elements of it tell the candidates apart.
 NUMEL = 8 * 16 + 15
 
 
 @cache
 def find_arithmetic() -> Arithmetic | None:
-    """The first candidate with stock's bits, in both modes of Adam; None if there is none. Takes milliseconds.
+    """The first candidate with stock's bits, in both modes of Adam; None if there is none.
 
-    Raises ``KernelUnavailable``, and what DeepSpeed raises where it cannot build its op.
+    Takes milliseconds once stock's op and our library are loaded. Raises ``KernelUnavailable``, and what DeepSpeed
+    raises where it cannot build its op.
     """
-    # One for both modes: each that is made loads the op, which asks ninja whether it is up to date.
-    optimizer = DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))])
-    expected = {}
-    for adamw in (True, False):
-        optimizer.adam_w_mode = adamw
-        expected[adamw] = _trained(StockAdam(optimizer, TRIALS))
+    expected = {adamw: _trained(StockAdam(TRIALS, BETAS, adamw=adamw)) for adamw in (True, False)}
     for candidate in CANDIDATES:
-        found = {
-            adamw: _trained(FusedAdam(candidate, optimizer.defaults["betas"], adamw=adamw, num_threads=1))
-            for adamw in expected
-        }
+        found = {adamw: _trained(FusedAdam(candidate, BETAS, adamw=adamw, num_threads=1)) for adamw in expected}
         if all(torch.equal(found[adamw], expected[adamw]) for adamw in expected):
             return candidate
     return None
@@ -58,8 +51,8 @@ def _step(step: int) -> AdamStep:
     return AdamStep(
         step=step,
         lr=1e-2 / step,
-        beta1=0.9,
-        beta2=0.999,
+        beta1=BETAS[0],
+        beta2=BETAS[1],
         eps=1e-8,
         weight_decay=0.1,
         bias_correction=True,

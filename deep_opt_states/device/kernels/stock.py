@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.op_builder import CPUAdamBuilder
 
 from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, zero
 
@@ -22,13 +23,15 @@ from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, zero
 class StockAdam:
     """Three passes over host memory, holding the GIL in one of them; one op object a sub-group.
 
-    The objects have the hyperparameters that ``optimizer`` made its own with. Raises ``RuntimeError`` (from the op) for
-    tensors that are not of one length.
+    ``betas`` are those that stock's object would be made with; what else it is made with, each step says anew. Raises
+    what DeepSpeed raises where it cannot build its op, and ``RuntimeError`` for tensors that are not of one length.
     """
 
-    def __init__(self, optimizer: DeepSpeedCPUAdam, num_sub_groups: int) -> None:
-        self._optimizer = optimizer
-        self._op = optimizer.ds_opt_adam
+    def __init__(self, num_sub_groups: int, betas: tuple[float, float], *, adamw: bool) -> None:
+        # Not by making a DeepSpeedCPUAdam, which asks the processor for its name in a process of its own: seconds.
+        self._op = CPUAdamBuilder().load(verbose=False)
+        self._betas = betas
+        self._adamw = adamw
         self._empty = torch.empty(0)
         self._num_sub_groups = num_sub_groups
         self._ids: list[int] = []
@@ -75,16 +78,8 @@ class StockAdam:
         # DeepSpeed numbers its own objects from this counter; taking from it avoids a collision.
         op_id = DeepSpeedCPUAdam.optimizer_id
         DeepSpeedCPUAdam.optimizer_id += 1
-        defaults = self._optimizer.defaults
-        self._op.create_adam(
-            op_id,
-            defaults["lr"],
-            *defaults["betas"],
-            defaults["eps"],
-            defaults["weight_decay"],
-            self._optimizer.adam_w_mode,
-            False,
-        )
+        lr, eps, weight_decay, should_log = 1e-3, 1e-8, 0.0, False
+        self._op.create_adam(op_id, lr, *self._betas, eps, weight_decay, self._adamw, should_log)
         return op_id
 
     def _call(self, op_id: int, step: AdamStep, *tensors: torch.Tensor) -> None:
