@@ -36,7 +36,8 @@ def reserved_by_the_runtime(plan: UpdatePlan, param_bytes: int, *, accumulates: 
     """What the runtime reserves for ``plan``, once. ``param_bytes``: 2 for 16-bit models, 4 for fp32.
 
     One slab of page-locked memory, and states and gradients on the accelerator. ``accumulates``: over micro-batches.
-    Gradients are taken to be in the model's dtype, in which DeepSpeed accumulates them by default.
+    Gradients are taken to be in the model's dtype, in which DeepSpeed accumulates them by default; where all is updated
+    on the CPU, to be summed there: the runtime sums them on the accelerator if it finds room.
     """
     slab_bytes = Widths(param=param_bytes, grad=param_bytes).slab_bytes(plan)
     numels = {its: [numel for numel, placement in _placed(plan) if placement is its] for its in Placement}
@@ -50,6 +51,15 @@ def reserved_by_the_runtime(plan: UpdatePlan, param_bytes: int, *, accumulates: 
         *states_on_accelerator(streamed, residents, plan.num_slots),
         *gradients_on_accelerator(kept, param_bytes),
     ]
+
+
+def accelerator_bytes_with_all_gradients(plan: UpdatePlan, grad_bytes: int) -> int:
+    """What is taken of the accelerator if all gradients, of ``grad_bytes`` a parameter, stay there, whatever is updated
+    where."""
+    numels = {its: [numel for numel, placement in _placed(plan) if placement is its] for its in Placement}
+    states = states_on_accelerator(numels[Placement.STREAMED], numels[Placement.RESIDENT], plan.num_slots)
+    every = [sub_group.numel for sub_group in plan.workload.sub_groups]
+    return cuda_bytes_of([*states, *gradients_on_accelerator(every, grad_bytes)])
 
 
 def states_on_accelerator(streamed: Sequence[int], residents: Sequence[int], num_slots: int) -> list[Reservation]:

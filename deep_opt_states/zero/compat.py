@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 SUPPORTED_DEEPSPEED = ("0.19.8",)
 
 
@@ -19,7 +21,8 @@ def param_dict(config: Any) -> dict[str, Any]:
 
 def forget_gradient_buffers(optimizer: Any) -> None:
     """Where stage 3 would sum the gradients over micro-batches. Nothing of stock's that we let run looks there."""
-    optimizer.grad_partitions_flat_buffer = None
+    # DeepSpeed asks where it is (``get_state_devices``).
+    optimizer.grad_partitions_flat_buffer = torch.empty(0, dtype=optimizer.gradient_accumulation_dtype, device="cpu")
     optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = {}
 
 

@@ -19,6 +19,7 @@ from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.profiler.kernels import training_gpu_adam
 from deep_opt_states.zero.refusals import Unsupported
+from perf_model.memory import accelerator_bytes_with_all_gradients
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.units import GB
@@ -38,10 +39,16 @@ class AcceleratorChoice:
         """What a plan may take of the accelerator: nothing of the CPU, which has no memory of its own."""
         if self.steps_on_host or self.no_device_adam():
             return 0
-        if gpu_memory_gb is None:
-            _, total_bytes = torch.cuda.mem_get_info()
-            return int(SHARE_OF_GPU_MEMORY * total_bytes)
-        return int(gpu_memory_gb * GB)
+        return _memory_bytes(gpu_memory_gb)
+
+    def has_room_for_sums(self, plan: UpdatePlan, grad_bytes: int, gpu_memory_gb: float | None) -> bool:
+        """Whether all gradients, of ``grad_bytes`` a parameter, can stay here beside the states that ``plan`` has here.
+
+        The CPU has no memory of its own: there they stay where something is updated here, as such a plan has room for.
+        """
+        if self.steps_on_host:
+            return _on_device(plan) > 0
+        return accelerator_bytes_with_all_gradients(plan, grad_bytes) <= _memory_bytes(gpu_memory_gb)
 
     def no_device_adam(self) -> str:
         """What keeps sub-groups from being updated on the accelerator, and the remedy; empty where nothing does.
@@ -94,6 +101,13 @@ def choose_device() -> AcceleratorChoice:
         f'The accelerator must be "cuda" or "cpu", found {accelerator.device_name()!r}.\n'
         f'Set "enabled": false in "{CONFIG_KEY}" to train with stock DeepSpeed on it.'
     )
+
+
+def _memory_bytes(gpu_memory_gb: float | None) -> int:
+    if gpu_memory_gb is None:
+        _, total_bytes = torch.cuda.mem_get_info()
+        return int(SHARE_OF_GPU_MEMORY * total_bytes)
+    return int(gpu_memory_gb * GB)
 
 
 def _on_device(plan: UpdatePlan) -> int:

@@ -6,7 +6,7 @@ which is the previous step's scaled gradient, and a sum over micro-batches conti
 one place where we do not follow stock to the bit.
 
 Stock moves a gradient down in the accumulation dtype, up again, and down in fp32. Here it stays in the accumulation
-dtype: one that users read or set is in fp32 from then on, until backward writes it again.
+dtype: one that users set is in fp32 from then on, until backward writes it again.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Gradients:
         self._homes = homes
         self.traffic = Traffic()
         self._in_fp32: dict[int, torch.Tensor] = {}
-        """What users have read or set, by parameter; it counts instead of the home."""
+        """What users have set, or may set, by parameter; it counts instead of the home."""
         self._written: dict[int, Parameter] = {}
         """Written since the last step, by backward or by the user."""
         self._stale: dict[int, Parameter] = {}
@@ -132,14 +132,17 @@ class Gradients:
         if grad_scale != 1.0:
             self._unscaled.update((param.ds_id, grad_scale) for param in self._optimizer.fp16_groups[sub_group])
 
+    def home_of(self, sub_group: int) -> torch.Tensor:
+        return self._homes[sub_group].grad
+
     def of_sub_group(self, sub_group: int) -> torch.Tensor:
-        """What the update reads: the home, or a copy in fp32 if users have seen some of it."""
-        home = self._homes[sub_group].grad
-        seen = [param for param in self._optimizer.fp16_groups[sub_group] if param.ds_id in self._in_fp32]
-        if not seen:
+        """What the update reads: the home, or a copy in fp32 if users may have set some of it."""
+        home = self.home_of(sub_group)
+        kept = [param for param in self._optimizer.fp16_groups[sub_group] if param.ds_id in self._in_fp32]
+        if not kept:
             return home
         grad = home.float()
-        for param in seen:
+        for param in kept:
             _, view = self._place(param)
             view(grad).copy_(self._in_fp32[param.ds_id])
         return grad
@@ -151,14 +154,18 @@ class Gradients:
 
     # Readers and writers other than backward and the update
 
-    def in_fp32(self, param: Parameter) -> torch.Tensor:
-        """Shape [partition_numel], as stock's buffer would be after all that has happened.
+    def read(self, param: Parameter) -> torch.Tensor:
+        """fp32, shape [partition_numel], as stock's buffer would be after all that has happened; nobody keeps it."""
+        if param.ds_id in self._in_fp32:
+            return self.in_fp32(param)
+        partition = self._copied(param)
+        grad_scale = self._unscaled.get(param.ds_id)
+        return partition if grad_scale is None else partition.mul_(grad_scale)
 
-        It stands for the gradient, so that what is written to it counts, until backward writes it anew.
-        """
+    def in_fp32(self, param: Parameter) -> torch.Tensor:
+        """The same, to be written to: it stands for the gradient until backward writes that anew."""
         if param.ds_id not in self._in_fp32:
-            sub_group, view = self._place(param)
-            self._in_fp32[param.ds_id] = view(self._homes[sub_group].grad).to(torch.float32, copy=True)
+            self._in_fp32[param.ds_id] = self._copied(param)
         grad_scale = self._unscaled.pop(param.ds_id, None)
         if grad_scale is not None:
             self._in_fp32[param.ds_id].mul_(grad_scale)
@@ -230,6 +237,11 @@ class Gradients:
 
     def _offset(self, param: Parameter) -> int:
         return self._optimizer.grad_position[self._optimizer.get_param_id(param)][1]
+
+    def _copied(self, param: Parameter) -> torch.Tensor:
+        sub_group, view = self._place(param)
+        copied: torch.Tensor = view(self.home_of(sub_group)).to(torch.float32, copy=True)
+        return copied
 
     def _place(self, param: Parameter) -> tuple[int, Any]:
         """The sub-group, and what narrows a tensor of its length to the parameter."""

@@ -21,6 +21,7 @@ from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.planner import plan_updates
 from perf_model.simulate import simulate
+from perf_model.slab import Widths
 from perf_model.timeline import Timeline
 from perf_model.workload import Workload
 
@@ -34,19 +35,19 @@ class Intention:
 
 
 def intend(
-    config: Config, workload: Workload, accelerator: AcceleratorChoice, param_bytes: int, threads: int
+    config: Config, workload: Workload, accelerator: AcceleratorChoice, widths: Widths, threads: int
 ) -> Intention:
     """The plan that the block asks for: by its rule, or rank 0's, for the profile that all ranks were measured for.
 
-    ``threads`` update on the CPU.
+    ``threads`` update on the CPU; ``widths`` are of the model and its gradients.
 
     Raises ``ConfigError`` or ``Unsupported`` for a placement that cannot be had, ``ProfileError`` for a profile.
     """
     profile = _profile(config, accelerator, threads) if config.predicts else None
-    cost = None if profile is None else CostModel.of(profile, param_bytes)
+    cost = None if profile is None else CostModel.of(profile, widths.param)
     if config.placement == "planned":
         assert cost is not None
-        plan = _of_rank_0(config, workload, cost, accelerator, param_bytes)
+        plan = _of_rank_0(config, workload, cost, accelerator, widths)
     else:
         plan = agree(lambda: accelerator.accept(config.plan(workload)), lambda plan: plan.fingerprint)
     return Intention(plan, None if cost is None else simulate(plan.schedule, workload, cost))
@@ -82,7 +83,7 @@ def _refuse_other_machine(profile: HardwareProfile, path: Path, accelerator: Acc
 
 
 def _of_rank_0(
-    config: Config, workload: Workload, cost: CostModel, accelerator: AcceleratorChoice, param_bytes: int
+    config: Config, workload: Workload, cost: CostModel, accelerator: AcceleratorChoice, widths: Widths
 ) -> UpdatePlan:
     """Every rank's workload is as long: DeepSpeed pads the partitions."""
     ranks = training_ranks()
@@ -92,8 +93,11 @@ def _of_rank_0(
             return [], 0, None
         if problem := accelerator.no_device_adam():
             say(f"planned for the CPU alone: {problem}")
-        budgets = Budgets(gpu_bytes=accelerator.memory_for_states_bytes(config.gpu_memory_gb))
-        plan = plan_updates(workload, cost, budgets, param_bytes=param_bytes).plan
+        gpu_bytes = accelerator.memory_for_states_bytes(config.gpu_memory_gb)
+        # The memory model has gradients in the model's dtype.
+        wider_bytes = max(0, widths.grad - widths.param) * workload.numel
+        budgets = Budgets(gpu_bytes=max(0, gpu_bytes - wider_bytes))
+        plan = plan_updates(workload, cost, budgets, param_bytes=widths.param).plan
         order = None if plan.order is None else list(plan.order)
         return [placement.value for placement in plan.placements], plan.num_slots, order
 

@@ -54,6 +54,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     ``RanksDisagree`` if the ranks' plans differ.
     """
 
+    device: Any
     plan: UpdatePlan
     ledger: Ledger
     """What this plugin has reserved."""
@@ -82,8 +83,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         """Stock would convert the parameters to tensors of their own: here they are, at once, where they stay."""
         share = share_cores(self._config, self._accelerator)
         workload = Workload.of([param.numel() for param in self.fp16_partitioned_groups_flat])
-        param_bytes = self.fp16_partitioned_groups_flat[0].element_size()
-        intention = intend(self._config, workload, self._accelerator, param_bytes, share.threads)
+        intention = intend(self._config, workload, self._accelerator, self._widths, share.threads)
         self.plan = intention.plan
         node = smallest_node(training_ranks(), os.environ)
         # Each of the ranks, before any of them takes memory that another would find missing.
@@ -95,9 +95,13 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         for param_group in self.optimizer.param_groups:
             param_group["params"] = []
 
-    def _check_room(self, plan: UpdatePlan, ranks: int) -> None:
+    @property
+    def _widths(self) -> Widths:
         param_bytes = self.fp16_partitioned_groups_flat[0].element_size()
-        slab_bytes = Widths(param=param_bytes, grad=self.gradient_accumulation_dtype.itemsize).slab_bytes(plan)
+        return Widths(param=param_bytes, grad=self.gradient_accumulation_dtype.itemsize)
+
+    def _check_room(self, plan: UpdatePlan, ranks: int) -> None:
+        slab_bytes = self._widths.slab_bytes(plan)
         room = HostRoom.here()
         check_room(slab_bytes, plan.workload.numel, ranks, room)
         if not self._accelerator.steps_on_host and (warning := memlock_warning(slab_bytes, room)):
@@ -151,13 +155,16 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._update_s = 0.0
 
     def _homes(self, plan: UpdatePlan, device: Ledger) -> list[Home]:
-        """The plan has kept room for all gradients on the accelerator if anything is updated there."""
-        sums_stay = self.gradient_accumulation_steps > 1 and set(plan.placements) != {Placement.CPU}
+        """Sums over micro-batches stay on the accelerator, also of what the CPU updates, if it has room for them."""
+        sums_stay = self.gradient_accumulation_steps > 1 and self._accelerator.has_room_for_sums(
+            plan, self._widths.grad, self._config.gpu_memory_gb
+        )
         homes = []
         for state, placement in zip(self._states, plan.placements, strict=True):
             accumulator = None
             if sums_stay and placement is Placement.CPU:
-                accumulator = device.empty(state.numel, self.gradient_accumulation_dtype)
+                # What pads a partition is never written, and counts in the norm.
+                accumulator = device.empty(state.numel, self.gradient_accumulation_dtype).zero_()
             homes.append(Home(grad=state.grad, accumulator=accumulator))
         return homes
 
@@ -177,8 +184,12 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         """Stock makes fp32 buffers for gradients here."""
 
     def _setup_for_real_optimizer(self) -> None:
-        super()._setup_for_real_optimizer()
-        # And here a buffer in which it sums them, which has not been touched yet.
+        # And here a buffer in which it sums them, of zeros: on the device that has no memory.
+        device, self.device = self.device, torch.device("meta")
+        try:
+            super()._setup_for_real_optimizer()
+        finally:
+            self.device = device
         forget_gradient_buffers(self)
 
     # Gradients
@@ -218,9 +229,11 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             for sub_group_id, group in enumerate(self.fp16_groups)
         }
 
-    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: Any) -> tuple[torch.Tensor, int]:
+    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
         self._wait_for_reduction()
-        return self._gradients.in_fp32(param), self.grad_position[self.get_param_id(param)][0]
+        # Who releases at once only reads; who does not is about to write.
+        partition = self._gradients.read(param) if release_swap_buffers else self._gradients.in_fp32(param)
+        return partition, self.grad_position[self.get_param_id(param)][0]
 
     def _wait_for_reduction(self) -> None:
         if not get_accelerator().resolves_data_dependency():
@@ -279,10 +292,10 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         for reduction in reductions:
             if reduction is not None:
                 reduction.wait()
-        roots = [its[0] ** (1.0 / 2.0) for its in sums]
-        for root in roots:
-            mask_nan_or_inf_with_val_inplace(root, device=root.device)
-        return list(torch.stack(roots).cpu().unbind())
+        roots = torch.stack([its[0] ** (1.0 / 2.0) for its in sums]).cpu()
+        # On the host: it makes a tensor on the device that it is given, for which the host would wait once more.
+        mask_nan_or_inf_with_val_inplace(roots, device=roots.device)
+        return list(roots.unbind())
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
         """The factor, one for all sub-groups, that stock multiplies into the gradient here; our kernels apply it."""
@@ -331,6 +344,9 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         except BaseException as error:  # noqa: BLE001 (an interrupt, too, is told to the other ranks, then raised)
             failure = error
         self._update_s = time.perf_counter() - start_s
+        for sub_group_id, state in enumerate(self._states):
+            # What users have set was put together in memory that nobody has planned for.
+            state.grad = self._gradients.home_of(sub_group_id)
         self._failures.check(failure, self._executor)
         for sub_group_id, step in enumerate(self._steps):
             self.optimizer.state[self.fp32_partitioned_groups_flat[sub_group_id]]["step"] = step.step
@@ -387,11 +403,13 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             self._executor.forget_failure()
 
     def destroy(self) -> None:
-        self.report.close()
-        super().destroy()
-        self._reserved.close()
-        # DeepSpeed's hooks on the module keep this object alive; they need not keep its buffers.
-        self.optimizer.state.clear()
-        self.fp32_partitioned_groups_flat.clear()
-        self._gradients.close()
-        self._states.clear()
+        try:
+            self.report.close()
+            super().destroy()
+        finally:
+            self._reserved.close()
+            # DeepSpeed's hooks on the module keep this object alive; they need not keep its buffers.
+            self.optimizer.state.clear()
+            self.fp32_partitioned_groups_flat.clear()
+            self._gradients.close()
+            self._states.clear()

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import cpuinfo
 import deepspeed
+import torch
 import torch.distributed as dist
+
+from deep_opt_states.device.host import HostDevice
 
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Ends the process when the block has succeeded."""
-    # DeepSpeedCPUAdam asks at each construction, and the answer takes a second.
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    """Ends the process when the block has succeeded. What our device has not written yet is NaN inside."""
+    for name in ("empty", "empty_host"):
+        setattr(HostDevice, name, _poisoned(getattr(HostDevice, name)))
     deepspeed.init_distributed()
     yield
     dist.destroy_process_group()
     end_process()
+
+
+def _poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Such memory often holds zeros, which would hide that somebody reads it."""
+
+    def filled(*args: Any) -> torch.Tensor:
+        return empty(*args).fill_(torch.nan)
+
+    return filled
 
 
 def end_process() -> None:

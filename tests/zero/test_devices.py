@@ -12,6 +12,7 @@ from deep_opt_states.device.kernels.adam import AdamKernel
 from deep_opt_states.zero import devices
 from deep_opt_states.zero.devices import AcceleratorChoice
 from deep_opt_states.zero.refusals import Unsupported
+from perf_model.memory import accelerator_bytes_with_all_gradients
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.workload import Workload
@@ -22,7 +23,7 @@ HOST = AcceleratorChoice(HostDevice(), steps_on_host=True)
 
 
 def plan(*placements: Placement) -> UpdatePlan:
-    return UpdatePlan(workload=Workload.of([8] * len(placements)), placements=placements, num_slots=1)
+    return UpdatePlan(workload=Workload.of([4_000_000] * len(placements)), placements=placements, num_slots=1)
 
 
 ON_CPU = plan(Placement.CPU, Placement.CPU)
@@ -64,6 +65,18 @@ def test_a_tenth_of_the_gpu_or_what_the_config_says() -> None:
     assert CUDA.memory_for_states_bytes(2.5) == 25 * 10**8
     assert CUDA.memory_for_states_bytes(0) == 0
     assert HOST.memory_for_states_bytes(2.5) == 0
+
+
+def test_sums_stay_on_the_gpu_as_far_as_there_is_room() -> None:
+    """Beside the states that are there."""
+    all_gradients = accelerator_bytes_with_all_gradients(ON_CPU, 4)
+    with_states = accelerator_bytes_with_all_gradients(MIXED, 4)
+    assert 0 < all_gradients < with_states
+    for plan, needed in ((ON_CPU, all_gradients), (MIXED, with_states)):
+        assert CUDA.has_room_for_sums(plan, 4, needed / 1e9)
+        assert not CUDA.has_room_for_sums(plan, 4, (needed - 1) / 1e9)
+    assert HOST.has_room_for_sums(MIXED, 4, 0)
+    assert not HOST.has_room_for_sums(ON_CPU, 4, 10)
 
 
 @pytest.mark.usefixtures("no_kernel")

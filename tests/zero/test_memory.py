@@ -70,7 +70,7 @@ def test_predicted_memory_is_what_is_taken(name: str, stock: dict[str, Any]) -> 
     # All of it is given back when the engine is destroyed, and buffers of DeepSpeed's, too.
     assert ours["rss_bytes"] - ours["destroyed_rss_bytes"] >= total_bytes(predicted) - 12e6
     # Beside the states of one sub-group, in the dtype of the model, nothing comes and goes while they are made.
-    assert ours["peak_rss_bytes"] - ours["before_rss_bytes"] <= 1.1 * (ours["rss_bytes"] - ours["before_rss_bytes"])
+    assert ours["peak_rss_bytes"] - ours["before_rss_bytes"] <= 1.05 * (ours["rss_bytes"] - ours["before_rss_bytes"])
 
 
 def test_all_on_the_cpu_takes_16_bytes_a_parameter_and_stock_18(stock: dict[str, Any]) -> None:

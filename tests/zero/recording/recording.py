@@ -55,10 +55,10 @@ def recording() -> Iterator[Recorder]:
 
 
 def torch_for_our_device(accelerator: RecordingAccelerator, places: Places) -> Any:
-    """``device/cuda.py`` as it is, with another ``torch.cuda``."""
+    """``device/cuda.py`` as it is, with another ``torch.cuda``; memory that is not written yet is NaN."""
 
     def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        tensor = torch.empty(*args, **kwargs)
+        tensor = torch.empty(*args, **kwargs).fill_(torch.nan)
         return places.pin(tensor) if pin_memory else tensor
 
     return SimpleNamespace(cuda=accelerator, device=lambda *_: Place.ACCELERATOR.value, empty=empty)
