@@ -1,4 +1,4 @@
-"""Rank 1 cannot make its engine, after threads were bound and memory was taken; then both ranks can."""
+"""Rank 1 cannot make its engine, after threads were bound and memory was taken; then both can, but not destroy it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from deep_opt_states.config import Config
 from deep_opt_states.cores import CoreShare
@@ -17,7 +18,7 @@ from deep_opt_states.zero import stage3
 from deep_opt_states.zero.agreement import RanksDisagree
 from deep_opt_states.zero.cores import share_cores
 from deep_opt_states.zero.devices import AcceleratorChoice
-from tests.zero.parity.arm import closing_engine, make_engine
+from tests.zero.parity.arm import make_engine
 from tests.zero.parity.case import STRIDE_2, Case
 from tests.zero.process_group import process_group
 
@@ -25,6 +26,10 @@ CASE = Case(name="unmade", blocks=(STRIDE_2,), world_size=2, steps=1)
 
 
 class NoRoom(Exception):
+    pass
+
+
+class Unwell(Exception):
     pass
 
 
@@ -50,9 +55,13 @@ def main() -> None:
         with mock.patch.object(StateMemory, "lock", no_room), pytest.raises(failure, match="for the states"):
             make_engine(CASE, STRIDE_2)
         assert affinities() == free, affinities()
-        with closing_engine(CASE, STRIDE_2):
-            assert affinities() != free
+        engine = make_engine(CASE, STRIDE_2)
+    assert affinities() != free
+    optimizer = engine.optimizer
+    with mock.patch.object(DeepSpeedZeroOptimizer_Stage3, "destroy", side_effect=Unwell), pytest.raises(Unwell):
+        optimizer.destroy()
     assert affinities() == free, affinities()
+    assert not optimizer.optimizer.state
     print("made", flush=True)
 
 
