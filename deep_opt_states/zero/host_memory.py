@@ -22,11 +22,9 @@ class HostRoom:
 
     @classmethod
     def here(cls) -> HostRoom:
-        found = machine.memory()
-        in_use = machine.memory_in_use_bytes(machine.cgroup_folders("memory"))
         return cls(
-            available_bytes=found.available_bytes,
-            container_bytes=None if found.limit_bytes is None else found.limit_bytes - (in_use or 0),
+            available_bytes=machine.memory().available_bytes,
+            container_bytes=machine.memory_left_bytes(machine.cgroup_folders("memory")),
             memlock_bytes=machine.memlock_limit_bytes(),
         )
 

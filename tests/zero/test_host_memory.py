@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from deep_opt_states import machine
@@ -49,11 +47,6 @@ def test_this_machine_has_room_for_a_byte_and_not_for_all_the_world() -> None:
         check_room(10**18, 10**17, 1, HostRoom.here())
 
 
-@pytest.mark.parametrize(
-    ("usage", "cache"), [("memory.current", "inactive_file"), ("memory.usage_in_bytes", "total_inactive_file")]
-)
-def test_file_cache_that_can_be_given_back_is_not_in_use(tmp_path: Path, usage: str, cache: str) -> None:
-    (tmp_path / usage).write_text("1000\n")
-    (tmp_path / "memory.stat").write_text(f"anon 5\n{cache} 300\n")
-    assert machine.memory_in_use_bytes([tmp_path / "nothing", tmp_path]) == 700
-    assert machine.memory_in_use_bytes([tmp_path / "nothing"]) is None
+def test_the_containers_room_is_what_its_limits_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "memory_left_bytes", lambda folders: 5)
+    assert HostRoom.here().container_bytes == 5
