@@ -6,11 +6,8 @@ import platform
 from dataclasses import dataclass
 
 from deep_opt_states import machine
+from deep_opt_states.device.slab import HostMemoryError
 from deep_opt_states.profiler.ranks import Ranks
-
-
-class HostMemoryError(RuntimeError):
-    """The states of all ranks of a node do not fit its memory, or its container's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,9 @@ import threading
 import pytest
 
 from deep_opt_states import machine
+from deep_opt_states.device.slab import HostMemoryError
 from deep_opt_states.profiler.ranks import Ranks
-from deep_opt_states.zero.host_memory import HostMemoryError, HostRoom, SharingRanks, check_room, memlock_warning
+from deep_opt_states.zero.host_memory import HostRoom, SharingRanks, check_room, memlock_warning
 from tests.launch import run_ranks
 from tests.profiler.threads import on_ranks
 

@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from deep_opt_states import machine
-from deep_opt_states.zero.host_memory import HostMemoryError, HostRoom
+from deep_opt_states.device.slab import HostMemoryError
+from deep_opt_states.zero.host_memory import HostRoom
 from perf_model.memory import Where
 from tests.zero.parity.arm import closing_engine, make_engine
 from tests.zero.parity.case import CPU, Case
