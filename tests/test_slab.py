@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,6 +16,19 @@ from deep_opt_states.device.slab import HUGE_PAGE_BYTES, HostMemoryError, HostSl
 
 def fail_with(code: int) -> OSError:
     return OSError(code, os.strerror(code))
+
+
+def test_huge_pages_are_asked_for_where_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Asked(mmap.mmap):
+        def madvise(self, *args: int) -> None:
+            asked.append((len(self), args))
+
+    monkeypatch.setattr(mmap, "mmap", Asked)
+    for size_bytes in (HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES):
+        HostSlab(size_bytes)
+    assert asked == [(size_bytes, (mmap.MADV_HUGEPAGE,)) for size_bytes in (HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES)]
 
 
 def test_a_kernel_without_huge_pages_gives_memory_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,3 +58,19 @@ def test_another_failure_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(mmap, "mmap", mapped)
     with pytest.raises(PermissionError, match=re.escape(os.strerror(errno.EPERM))):
         HostSlab(HUGE_PAGE_BYTES)
+
+
+def test_the_whole_slab_is_locked_when_it_is_asked_for_and_until_it_is_closed() -> None:
+    calls: list[object] = []
+
+    def register(address: int, size_bytes: int) -> Callable[[], object]:
+        calls.append((address, size_bytes))
+        return lambda: calls.append("undone")
+
+    slab = HostSlab(1000, register)
+    assert calls == []
+    slab.lock()
+    assert calls == [(slab.tensor(0, 1000, torch.uint8).data_ptr(), 1000)]
+    slab.close()
+    slab.close()
+    assert calls[1:] == ["undone"]

@@ -73,10 +73,15 @@ def test_each_rank_counts_those_of_its_own_node_and_container(monkeypatch: pytes
     ]
 
 
-def test_an_engine_asks_for_room_for_the_ranks_of_its_node() -> None:
+def test_an_engine_asks_for_room_and_locks_what_it_takes() -> None:
     for finished in run_ranks(2, ["-m", "tests.zero.scripts.room"], timeout_s=120):
         assert finished.returncode == 0, finished.output[-4000:]
-        assert "a node's ranks share its room" in finished.output
+        for said in (
+            "a rank without room stopped all",
+            "a node's ranks share its room",
+            "the states were locked in place",
+        ):
+            assert said in finished.output
 
 
 def test_a_low_memlock_limit_is_told_and_not_refused() -> None:
