@@ -148,19 +148,29 @@ def core_quota(folders: Iterable[Path]) -> float | None:
     return min(quotas, default=None)
 
 
-def memory_in_use_bytes(folders: Iterable[Path]) -> int | None:
-    """By the process's cgroup, without the file cache that it can give back at once; None where nothing tells."""
-    for folder in folders:
-        for usage, cache in (("memory.current", "inactive_file"), ("memory.usage_in_bytes", "total_inactive_file")):
-            if (folder / usage).is_file() and (folder / "memory.stat").is_file():
-                pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                reclaimable = {name: int(value) for name, value in pairs}.get(cache, 0)
-                return int((folder / usage).read_text()) - reclaimable
-    return None
-
-
 def memory_limit_bytes(folders: Iterable[Path]) -> int | None:
-    files = [folder / name for folder in folders for name in ("memory.max", "memory.limit_in_bytes")]
-    limits = [file.read_text().strip() for file in files if file.is_file()]
-    # Version 1 says "unlimited" with the largest multiple of the page size.
-    return min((int(limit) for limit in limits if limit != "max" and int(limit) < 2**62), default=None)
+    return min((limit_bytes for _, limit_bytes in _memory_limits(folders)), default=None)
+
+
+def memory_left_bytes(folders: Iterable[Path]) -> int | None:
+    """By the limit that leaves least, None without limits: what else a job runs counts for the job's, not for ours."""
+    return min((limit_bytes - _in_use_bytes(folder) for folder, limit_bytes in _memory_limits(folders)), default=None)
+
+
+def _memory_limits(folders: Iterable[Path]) -> Iterator[tuple[Path, int]]:
+    for folder in folders:
+        for file in (folder / "memory.max", folder / "memory.limit_in_bytes"):
+            limit = file.read_text().strip() if file.is_file() else "max"
+            # Version 1 says "unlimited" with the largest multiple of the page size.
+            if limit != "max" and int(limit) < 2**62:
+                yield folder, int(limit)
+
+
+def _in_use_bytes(folder: Path) -> int:
+    """Without the file cache that it can give back at once; 0 where the folder does not tell."""
+    for usage, cache in (("memory.current", "inactive_file"), ("memory.usage_in_bytes", "total_inactive_file")):
+        if (folder / usage).is_file() and (folder / "memory.stat").is_file():
+            pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            reclaimable = {name: int(value) for name, value in pairs}.get(cache, 0)
+            return int((folder / usage).read_text()) - reclaimable
+    return 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,9 +51,17 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Of this worker's of pytest-xdist alone, and none that Linux gives to whoever asks for any: nobody takes it before
+    the rank that listens there, some seconds from now."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    share = range(10_000 + worker, 32_768, workers)
+    # At random: another run of the tests has the same workers.
+    for port in random.SystemRandom().sample(share, len(share)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError(f"all of the {len(share)} ports of worker {worker} are taken")
 
 
 def run_ranks(world_size: int, arguments: list[str], timeout_s: float, **changes: str) -> list[Finished]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeAlias
 
 import torch
@@ -14,8 +16,14 @@ Register: TypeAlias = Callable[[int, int], Callable[[], object]]
 """Page-locks an address range, given as its start and its bytes, and returns what undoes that."""
 
 
+class HostMemoryError(RuntimeError):
+    """The host has no room for the states, or may not give it."""
+
+
 class HostSlab:
     """``size_bytes`` of zeros; pageable, or page-locked by ``register`` when ``lock`` is called.
+
+    Raises ``HostMemoryError`` where the system refuses them.
 
     The pages are not there before something touches them, and then near the core that did (NUMA).
     """
@@ -26,10 +34,7 @@ class HostSlab:
         self._unregister: Callable[[], object] | None = None
         self._memory: mmap.mmap | None = None
         if size_bytes > 0:
-            # Private: what is shared is a file in memory, which container limits and huge pages treat otherwise.
-            self._memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if size_bytes >= HUGE_PAGE_BYTES and self._memory is not None:
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
+            self._memory = _mapped(size_bytes)
 
     def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Shape [numel]. It keeps the memory, and has a storage of its own: ``torch.save`` writes whole storages, also
@@ -49,3 +54,22 @@ class HostSlab:
             self._unregister()
             self._unregister = None
         self._memory = None
+
+
+def _mapped(size_bytes: int) -> mmap.mmap:
+    try:
+        # Private: what is shared is a file in memory, which container limits and huge pages treat otherwise.
+        memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise HostMemoryError(
+            f"A rank's host memory must be within what the system lets a process map; found {size_bytes / 1e9:.3g} GB "
+            f"refused: {error.strerror}.\n"
+            "Raise ulimit -v, or vm.overcommit_ratio where vm.overcommit_memory is 2, or train on more ranks."
+        ) from error
+    if size_bytes >= HUGE_PAGE_BYTES:
+        # They only make it faster; a kernel built without them refuses to be asked.
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 
 from deep_opt_states import machine
-
-
-class HostMemoryError(RuntimeError):
-    """The states of all ranks of a node do not fit its memory, or its container's."""
+from deep_opt_states.device.slab import HostMemoryError
+from deep_opt_states.profiler.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,31 +21,44 @@ class HostRoom:
 
     @classmethod
     def here(cls) -> HostRoom:
-        found = machine.memory()
-        in_use = machine.memory_in_use_bytes(machine.cgroup_folders("memory"))
         return cls(
-            available_bytes=found.available_bytes,
-            container_bytes=None if found.limit_bytes is None else found.limit_bytes - (in_use or 0),
+            available_bytes=machine.memory().available_bytes,
+            container_bytes=machine.memory_left_bytes(machine.cgroup_folders("memory")),
             memlock_bytes=machine.memlock_limit_bytes(),
         )
 
 
-def check_room(slab_bytes: int, numel: int, ranks: int, room: HostRoom) -> None:
-    """``slab_bytes`` for ``numel`` parameters are what each of the node's ``ranks`` is about to take.
+@dataclass(frozen=True, kw_only=True)
+class SharingRanks:
+    """How many ranks, this one included, take of the same memory: its node's, its container's."""
+
+    on_node: int
+    in_container: int
+
+    @classmethod
+    def of(cls, ranks: Ranks) -> SharingRanks:
+        """A node is one kernel, under which each container has a host name of its own. A collective over ``ranks``."""
+        everybody = ranks.gather((machine.kernel_id(), platform.node()))
+        here = everybody[ranks.rank]
+        return cls(on_node=sum(kernel == here[0] for kernel, _ in everybody), in_container=everybody.count(here))
+
+
+def check_room(slab_bytes: int, numel: int, ranks: SharingRanks, room: HostRoom) -> None:
+    """``slab_bytes`` for ``numel`` parameters are what each of the ``ranks`` is about to take.
 
     Raises ``HostMemoryError``. The memlock limit is not refused here: see ``memlock_warning``.
     """
-    needed_bytes = ranks * slab_bytes
-    for what, allowed_bytes, remedy in (
-        ("the memory that is available", room.available_bytes, "Free memory on it"),
-        ("what its container may still take", room.container_bytes, "Raise the container's memory limit"),
+    for place, sharing, what, allowed_bytes, remedy in (
+        ("node", ranks.on_node, "the memory that is available", room.available_bytes, "Free memory on it"),
+        ("container", ranks.in_container, "what it may still take", room.container_bytes, "Raise its memory limit"),
     ):
+        needed_bytes = sharing * slab_bytes
         if allowed_bytes is not None and needed_bytes > allowed_bytes:
             raise HostMemoryError(
-                f"The optimizer states of a node must fit {what}, {_gigabytes(allowed_bytes)}; found "
+                f"The optimizer states of a {place} must fit {what}, {_gigabytes(allowed_bytes)}; found "
                 f"{_gigabytes(needed_bytes)} needed: {_gigabytes(slab_bytes)} for {numel:,} parameters (fp32 "
-                f"parameters and moments, gradients, 16-bit parameters) of each of {ranks} "
-                f"rank{'' if ranks == 1 else 's'}.\n"
+                f"parameters and moments, gradients, 16-bit parameters) of each of {sharing} "
+                f"rank{'' if sharing == 1 else 's'}.\n"
                 f"{remedy}, or train on more nodes."
             )
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -23,7 +22,6 @@ from deep_opt_states.cores import CoreShare
 from deep_opt_states.device.affinity import LaunchBinding
 from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.device.kernels.choice import cpu_adam
-from deep_opt_states.profiler.provenance import smallest_node
 from deep_opt_states.profiler.ranks import training_ranks
 from deep_opt_states.report.update_report import UpdateReport
 from deep_opt_states.runtime.executor import Executor
@@ -35,7 +33,7 @@ from deep_opt_states.zero.compat import forget_gradient_buffers
 from deep_opt_states.zero.cores import share_cores
 from deep_opt_states.zero.devices import AcceleratorChoice
 from deep_opt_states.zero.gradients import Gradients, Home
-from deep_opt_states.zero.host_memory import HostRoom, check_room, memlock_warning
+from deep_opt_states.zero.host_memory import HostRoom, SharingRanks, check_room, memlock_warning
 from deep_opt_states.zero.log import say
 from deep_opt_states.zero.planning import intend
 from perf_model.placement import Placement
@@ -85,9 +83,9 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         workload = Workload.of([param.numel() for param in self.fp16_partitioned_groups_flat])
         intention = intend(self._config, workload, self._accelerator, self._widths, share.threads)
         self.plan = intention.plan
-        node = smallest_node(training_ranks(), os.environ)
+        ranks = SharingRanks.of(training_ranks())
         # Each of the ranks, before any of them takes memory that another would find missing.
-        agree(lambda: self._check_room(intention.plan, node.ranks), lambda _: "has room")
+        agree(lambda: self._check_room(intention.plan, ranks), lambda _: "has room")
         agree(lambda: self._prepare(intention.plan, share), lambda _: "prepared")
         self.report = UpdateReport(self._config.report, intention.plan, intention.predicted, dist.get_rank() == 0, say)
         # Stock looks there for where a sub-group is; and has its optimizer without parameters between steps.
@@ -100,7 +98,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         param_bytes = self.fp16_partitioned_groups_flat[0].element_size()
         return Widths(param=param_bytes, grad=self.gradient_accumulation_dtype.itemsize)
 
-    def _check_room(self, plan: UpdatePlan, ranks: int) -> None:
+    def _check_room(self, plan: UpdatePlan, ranks: SharingRanks) -> None:
         slab_bytes = self._widths.slab_bytes(plan)
         room = HostRoom.here()
         check_room(slab_bytes, plan.workload.numel, ranks, room)

@@ -48,3 +48,42 @@ def test_the_drivers_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(("limit", "usable"), [(None, 100), (60, 60), (2**60, 100)])
 def test_usable_memory_is_what_the_cgroup_leaves(limit: int | None, usable: int) -> None:
     assert machine.Memory(total_bytes=100, available_bytes=50, limit_bytes=limit).usable_bytes == usable
+
+
+VERSIONS = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", 2**63 - 4096),
+    2: ("memory.max", "memory.current", "inactive_file", "max"),
+}
+
+
+def write_cgroup(folder: Path, version: int, limit: int | None, usage: int, cache: int = 0) -> Path:
+    limit_file, usage_file, cache_name, unlimited = VERSIONS[version]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / limit_file).write_text(f"{unlimited if limit is None else limit}\n")
+    (folder / usage_file).write_text(f"{usage}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{cache_name} {cache}\n")
+    return folder
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_memory_limit_is_compared_with_what_is_used_of_it(tmp_path: Path, version: int) -> None:
+    top = write_cgroup(tmp_path, version, None, 900)
+    job = write_cgroup(tmp_path / "job", version, 100, 95)
+    step = write_cgroup(tmp_path / "job/step", version, None, 1)
+    assert machine.memory_left_bytes([step, job, top]) == 5, "the job's other tasks have taken the rest"
+    write_cgroup(step, version, 40, 38)
+    assert machine.memory_left_bytes([step, job, top]) == 2, "the step may take no more, although the job may"
+    assert machine.memory_limit_bytes([step, job, top]) == 40
+    assert machine.memory_left_bytes([top]) is None
+
+
+def test_limits_of_both_cgroup_versions_hold(tmp_path: Path) -> None:
+    folders = [write_cgroup(tmp_path / "1", 1, 60, 10), write_cgroup(tmp_path / "2", 2, 100, 70)]
+    assert machine.memory_left_bytes(folders) == machine.memory_left_bytes(folders[::-1]) == 30
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_file_cache_that_can_be_given_back_is_not_in_use(tmp_path: Path, version: int) -> None:
+    assert machine.memory_left_bytes([write_cgroup(tmp_path, version, 1000, 900, cache=300)]) == 400
+    (tmp_path / "memory.stat").unlink()
+    assert machine.memory_left_bytes([tmp_path, tmp_path / "nothing"]) == 1000

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import platform
+import threading
 
 import pytest
 
 from deep_opt_states import machine
-from deep_opt_states.zero.host_memory import HostMemoryError, HostRoom, check_room, memlock_warning
+from deep_opt_states.device.slab import HostMemoryError
+from deep_opt_states.profiler.ranks import Ranks
+from deep_opt_states.zero.host_memory import HostRoom, SharingRanks, check_room, memlock_warning
+from tests.launch import run_ranks
+from tests.profiler.threads import on_ranks
 
 GB = 10**9
+TWO = SharingRanks(on_node=2, in_container=2)
+TWO_CONTAINERS = SharingRanks(on_node=2, in_container=1)
 
 
 def room(available: int = 100, container: int | None = None, memlock: int | None = None) -> HostRoom:
@@ -19,21 +26,62 @@ def room(available: int = 100, container: int | None = None, memlock: int | None
 
 
 def test_what_fits_is_accepted() -> None:
-    check_room(40 * GB, 25 * 10**8, 2, room(80))
-    check_room(40 * GB, 25 * 10**8, 2, room(80, container=80))
+    check_room(40 * GB, 2_500_000_000, TWO, room(80))
+    check_room(40 * GB, 2_500_000_000, TWO, room(80, container=80))
 
 
 def test_what_does_not_fit_is_refused_with_what_is_needed_by_what_and_what_is_allowed() -> None:
     with pytest.raises(HostMemoryError) as caught:
-        check_room(40 * GB, 2_500_000_000, 2, room(79))
+        check_room(40 * GB, 2_500_000_000, TWO, room(79))
     assert str(caught.value) == (
         "The optimizer states of a node must fit the memory that is available, 79 GB; found 80 GB needed: 40 GB for "
         "2,500,000,000 parameters (fp32 parameters and moments, gradients, 16-bit parameters) of each of 2 ranks.\n"
         "Free memory on it, or train on more nodes."
     )
-    with pytest.raises(HostMemoryError, match=r"container may still take, 39 GB; found 40 GB .* 1 rank\.") as caught:
-        check_room(40 * GB, 2_500_000_000, 1, room(container=39))
-    assert "Raise the container's memory limit" in str(caught.value)
+    with pytest.raises(HostMemoryError) as caught:
+        check_room(40 * GB, 2_500_000_000, TWO_CONTAINERS, room(container=39))
+    assert str(caught.value) == (
+        "The optimizer states of a container must fit what it may still take, 39 GB; found 40 GB needed: 40 GB for "
+        "2,500,000,000 parameters (fp32 parameters and moments, gradients, 16-bit parameters) of each of 1 rank.\n"
+        "Raise its memory limit, or train on more nodes."
+    )
+
+
+def test_the_ranks_of_all_containers_share_the_nodes_memory() -> None:
+    check_room(40 * GB, 2_500_000_000, TWO_CONTAINERS, room(80, container=40))
+    with pytest.raises(HostMemoryError, match=r"of a node .* 79 GB; found 80 GB .* 2 ranks"):
+        check_room(40 * GB, 2_500_000_000, TWO_CONTAINERS, room(79, container=40))
+
+
+def test_each_rank_counts_those_of_its_own_node_and_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host names need not tell nodes apart: on the second of these, "b" is another container than on the first."""
+    places = [("first", "a"), ("second", "b"), ("first", "a"), ("first", "b"), ("second", "b")]
+    monkeypatch.setattr(machine, "kernel_id", lambda: places[here.rank][0])
+    monkeypatch.setattr(platform, "node", lambda: places[here.rank][1])
+    here = threading.local()
+
+    def count(ranks: Ranks) -> SharingRanks:
+        here.rank = ranks.rank
+        return SharingRanks.of(ranks)
+
+    assert on_ranks(5, count) == [
+        SharingRanks(on_node=3, in_container=2),
+        SharingRanks(on_node=2, in_container=2),
+        SharingRanks(on_node=3, in_container=2),
+        SharingRanks(on_node=3, in_container=1),
+        SharingRanks(on_node=2, in_container=2),
+    ]
+
+
+def test_an_engine_asks_for_room_and_locks_what_it_takes() -> None:
+    for finished in run_ranks(2, ["-m", "tests.zero.scripts.room"], timeout_s=120):
+        assert finished.returncode == 0, finished.output[-4000:]
+        for said in (
+            "a rank without room stopped all",
+            "a node's ranks share its room",
+            "the states were locked in place",
+        ):
+            assert said in finished.output
 
 
 def test_a_low_memlock_limit_is_told_and_not_refused() -> None:
@@ -44,16 +92,11 @@ def test_a_low_memlock_limit_is_told_and_not_refused() -> None:
 
 
 def test_this_machine_has_room_for_a_byte_and_not_for_all_the_world() -> None:
-    check_room(1, 1, 1, HostRoom.here())
+    check_room(1, 1, TWO, HostRoom.here())
     with pytest.raises(HostMemoryError):
-        check_room(10**18, 10**17, 1, HostRoom.here())
+        check_room(10**18, 10**17, TWO, HostRoom.here())
 
 
-@pytest.mark.parametrize(
-    ("usage", "cache"), [("memory.current", "inactive_file"), ("memory.usage_in_bytes", "total_inactive_file")]
-)
-def test_file_cache_that_can_be_given_back_is_not_in_use(tmp_path: Path, usage: str, cache: str) -> None:
-    (tmp_path / usage).write_text("1000\n")
-    (tmp_path / "memory.stat").write_text(f"anon 5\n{cache} 300\n")
-    assert machine.memory_in_use_bytes([tmp_path / "nothing", tmp_path]) == 700
-    assert machine.memory_in_use_bytes([tmp_path / "nothing"]) is None
+def test_the_containers_room_is_what_its_limits_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "memory_left_bytes", lambda folders: 5)
+    assert HostRoom.here().container_bytes == 5
