@@ -28,6 +28,7 @@ from tests.kernels.training import (
     copied,
     differences,
     fused,
+    machine_arithmetic,
     random_tensors,
     steps_of,
     with_infinities,
@@ -232,6 +233,11 @@ def test_the_arithmetic_found_is_the_only_one_that_fits() -> None:
             continue
         kernel = FusedAdam(other, BETAS, adamw=True, num_threads=1)
         assert train_both(steps_of(3), 10_007, torch.float32, None, kernel) != []
+
+
+@pytest.mark.usefixtures("other_defaults")
+def test_the_arithmetic_is_found_whatever_the_script_has_made_the_default() -> None:
+    assert find_arithmetic.__wrapped__() == machine_arithmetic()
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:

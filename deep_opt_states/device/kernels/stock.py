@@ -33,7 +33,7 @@ class StockAdam:
         self._op = CPUAdamBuilder().load(verbose=False)
         self._betas = betas
         self._adamw = adamw
-        self._empty = torch.empty(0)
+        self._empty = _fp32(0)
         self._num_sub_groups = num_sub_groups
         self._ids: list[int] = []
         self._scaled = _Scaled()
@@ -101,12 +101,16 @@ class _Scaled(threading.local):
     one kernel, on two threads at once."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0)
+        self._memory = _fp32(0)
 
     def memory(self, numel: int) -> torch.Tensor:
         if self._memory.numel() < numel:
-            self._memory = torch.empty(numel)
+            self._memory = _fp32(numel)
         return self._memory.narrow(0, 0, numel)
+
+
+def _fp32(numel: int) -> torch.Tensor:
+    return torch.empty(numel, dtype=torch.float32, device="cpu")
 
 
 def _destroy(op: Any, ids: list[int]) -> None:
