@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deep_opt_states.device.host import HostDevice
+from deep_opt_states.device.kernels.adam import AdamTensors
 from deep_opt_states.device.kernels.stock import StockAdam
 from deep_opt_states.runtime.executor import Executor, UpdateFailed
 from perf_model.action import ActionKind, Lane
@@ -92,6 +93,43 @@ def test_stocks_op_updates_on_two_threads_at_once() -> None:
             assert_equal(states, reference)
     together.close()
     alone.close()
+
+
+class Watched(PlainAdam):
+    """Remembers which thread zeroed, and which updated what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zeroed_by: list[int] = []
+        self.updated_by: dict[int, int] = {}
+
+    def zero(self, tensors: AdamTensors) -> None:
+        self.zeroed_by.append(threading.get_ident())
+        super().zero(tensors)
+
+    def update(self, sub_group: int, tensors: AdamTensors) -> None:
+        self.updated_by[sub_group] = threading.get_ident()
+        super().update(sub_group, tensors)
+
+
+def test_states_are_touched_by_the_thread_that_will_update_them() -> None:
+    adam = Watched()
+    states, untouched = make_states(NUMELS, torch.bfloat16), make_states(NUMELS, torch.bfloat16)
+    for those in (states, untouched):
+        fill_gradients(those, 1)
+        for state in those:
+            state.rounded.fill_(1)
+    with executor_of(MIXED, states, adam=adam) as executor:
+        executor.touch([states[0], states[3]])
+        for at, (state, its) in enumerate(zip(states, untouched, strict=True)):
+            for name in ("master", "exp_avg", "exp_avg_sq", "grad", "rounded"):
+                before = getattr(its, name)
+                expected = torch.zeros_like(before) if at in (0, 3) else before
+                assert torch.equal(getattr(state, name), expected), (name, at)
+            assert torch.equal(state.param, its.param), "it is the model's"
+        executor.run([adam_step(1)] * 5)
+    assert adam.zeroed_by == [adam.updated_by[0], adam.updated_by[3]]
+    assert threading.get_ident() not in adam.zeroed_by
 
 
 class CountingDevice(HostDevice):
