@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import tests.hypothesis_profiles  # noqa: F401
 from tests.processor import forget
@@ -26,6 +28,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput"):
         for path in buffers() - session.stash[BEFORE]:
             path.unlink(missing_ok=True)
+
+
+@pytest.fixture(params=[torch.float64, torch.bfloat16], ids=str)
+def other_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Scripts set PyTorch's for themselves. Memory on the device "meta" holds nothing: what came to lie there shows,
+    where it meets stock's op by a crash."""
+    torch.set_default_dtype(request.param)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 BEFORE = pytest.StashKey[set[Path]]()

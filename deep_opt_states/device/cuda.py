@@ -53,7 +53,7 @@ class CudaDevice:
 
     def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         # Pageable memory would make every copy wait for the host, and overlap nothing.
-        return torch.empty(numel, dtype=dtype, pin_memory=True)
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
     def host_slab(self, size_bytes: int) -> HostSlab:
         return HostSlab(size_bytes, self._page_lock)

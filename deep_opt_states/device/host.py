@@ -50,10 +50,10 @@ class HostDevice:
         return HostEvent()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
     def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
     def host_slab(self, size_bytes: int) -> HostSlab:
         # Nothing is transferred here, so there is nothing to lock it for.

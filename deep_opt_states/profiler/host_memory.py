@@ -42,7 +42,7 @@ class Copied:
     """fp32 [numel] copied: each byte is read here and written there."""
 
     def __init__(self, device: Device[Any], numel: int) -> None:
-        self._source = device.empty_host(numel, torch.float32).copy_(torch.arange(numel, dtype=torch.float32))
+        self._source = _ascending(device, numel)
         self._destination = device.empty_host(numel, torch.float32).fill_(torch.nan)
 
     def repeat(self) -> Rates:
@@ -66,7 +66,7 @@ class CopyLatency:
     def __init__(self, device: Device[Any], updates: Callable[[], HostUpdates]) -> None:
         self._device = device
         numel = PARALLEL_NUMEL * torch.get_num_threads()
-        self._source = device.empty_host(numel, torch.float32).copy_(torch.arange(numel, dtype=torch.float32))
+        self._source = _ascending(device, numel)
         self._destination = device.empty_host(numel, torch.float32).fill_(torch.nan)
         self._updating = ThreadPoolExecutor(max_workers=1)
         self._updating.submit(lambda: updates().run()).result()
@@ -85,7 +85,7 @@ class Rounded:
     """fp32 [numel] rounded to bf16, which ends every CPU update."""
 
     def __init__(self, device: Device[Any], numel: int) -> None:
-        self._source = device.empty_host(numel, torch.float32).copy_(torch.arange(numel, dtype=torch.float32))
+        self._source = _ascending(device, numel)
         self._destination = device.empty_host(numel, torch.bfloat16).fill_(torch.nan)
 
     def repeat(self) -> Rates:
@@ -97,6 +97,10 @@ class Rounded:
         # bf16 has 8 bits of precision: to nearest, it is off by at most half of the last.
         error = self._destination.float().sub_(self._source).abs_()
         _require(bool((error <= self._source * 2**-8).all()), "rounded elements")
+
+
+def _ascending(device: Device[Any], numel: int) -> torch.Tensor:
+    return device.empty_host(numel, torch.float32).copy_(torch.arange(numel, dtype=torch.float32, device="cpu"))
 
 
 def _require(holds: bool, what: str) -> None:

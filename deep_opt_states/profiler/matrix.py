@@ -25,7 +25,7 @@ class MatrixProduct:
             device.empty(size * size, torch.bfloat16).view(size, size) for _ in range(3)
         )
         for matrix in (self._left, self._right):
-            device.copy(matrix, torch.rand(size, size, generator=generator))
+            device.copy(matrix, torch.rand(size, size, generator=generator, dtype=torch.float32, device="cpu"))
         finish(device)
 
     def repeat(self) -> Rates:

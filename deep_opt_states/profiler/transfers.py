@@ -21,7 +21,7 @@ class Copies:
         self._device = device
         self._destination = destination
         self._source = source
-        self._pattern = torch.arange(source.numel(), dtype=torch.float32)
+        self._pattern = torch.arange(source.numel(), dtype=torch.float32, device="cpu")
         device.copy(source, self._pattern)
         destination.fill_(torch.nan)
         finish(device)
@@ -132,11 +132,15 @@ def pinned_both(device: Device[Any], nbytes: int) -> tuple[Copies, Copies]:
 
 
 def pageable_h2d(device: Device[Any], nbytes: int) -> Copies:
-    return Copies(device, device.empty(nbytes // 4, torch.float32), torch.empty(nbytes // 4))
+    return Copies(device, device.empty(nbytes // 4, torch.float32), _pageable(nbytes))
 
 
 def pageable_d2h(device: Device[Any], nbytes: int) -> Copies:
-    return Copies(device, torch.empty(nbytes // 4), device.empty(nbytes // 4, torch.float32))
+    return Copies(device, _pageable(nbytes), device.empty(nbytes // 4, torch.float32))
+
+
+def _pageable(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes // 4, dtype=torch.float32, device="cpu")
 
 
 def start(device: Device[Any], copies: Copies) -> tuple[Event, float]:

@@ -1,6 +1,6 @@
 """Trains the real engine on CUDA, one rank: cases compared with stock, and 200 steps again and again.
 
-Started by ``test_engine.py``; answers with what differs.
+Started by ``test_engine.py``; answers with what differs, with what gradients moved, and with what is page-locked.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import Any
 
 import deep_opt_states  # noqa: F401 (activates where the package is not installed)
 from tests.launch import answer
-from tests.zero.parity.arm import differences, run_arm
+from tests.zero.parity.arm import closing_engine, differences, run_arm
 from tests.zero.parity.case import CPU, EVERY_PLACEMENT, STREAMED, STRIDE_2, Case
 from tests.zero.parity.cases import CASES
 from tests.zero.parity.worker import same_as_stock
 from tests.zero.process_group import process_group
+from tests.zero.scripts.gradient_traffic import traffic
+from tests.zero.test_gradient_traffic import CASES as TRAFFIC_CASES
 
 OVERLAP = {"overlap_comm": True}
 
@@ -67,9 +69,28 @@ def long_runs() -> dict[str, Any]:
     return {"numbers": stock.numbers, "stock class": stock.optimizer_class, "differences": found}
 
 
+def page_locked() -> dict[str, Any]:
+    """Whether the states in host memory are, while an engine lives and after its ``destroy``; of one engine after
+    another."""
+    case = Case(name="page-locked", blocks=(STRIDE_2,))
+    engines = []
+    for _ in range(2):
+        with closing_engine(case, STRIDE_2) as engine:
+            states = [its for state in engine.optimizer._states for its in vars(state).values() if its is not None]
+            on_host = [its for its in states if its.is_cpu]
+            alive = [its.is_pinned() for its in on_host]
+        # The tensors, which are still here, keep the memory.
+        engines.append({"alive": alive, "destroyed": [its.is_pinned() for its in on_host]})
+    return {"engines": engines}
+
+
+TRAFFIC, PAGE_LOCKED = "gradient traffic", "page-locked"
+
 WORK: dict[str, Callable[[], dict[str, Any]]] = {
     **{case.name: lambda case=case: same_as_stock(case) for case in COMPARED},
     LONG.name: long_runs,
+    TRAFFIC: lambda: {"cases": [traffic(*case) for case in TRAFFIC_CASES]},
+    PAGE_LOCKED: page_locked,
 }
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.library import NAME, InstructionSet, Library, library
 from deep_opt_states.device.kernels.probe_arithmetic import find_arithmetic
+from deep_opt_states.runtime.worker import Worker
 from tests.kernels.training import (
     BETAS,
     GRADS,
@@ -28,6 +31,7 @@ from tests.kernels.training import (
     copied,
     differences,
     fused,
+    machine_arithmetic,
     random_tensors,
     steps_of,
     with_infinities,
@@ -232,6 +236,45 @@ def test_the_arithmetic_found_is_the_only_one_that_fits() -> None:
             continue
         kernel = FusedAdam(other, BETAS, adamw=True, num_threads=1)
         assert train_both(steps_of(3), 10_007, torch.float32, None, kernel) != []
+
+
+def test_zeros_reach_every_element() -> None:
+    tensors, gradient = random_tensors(10_007, torch.bfloat16, torch.bfloat16, seed=0)
+    tensors.grad.copy_(gradient())
+    fused(num_threads=2).zero(tensors)
+    assert [name for name, its in vars(tensors).items() if its.any()] == []
+
+
+def affinities() -> dict[int, set[int]]:
+    """Of the threads of this process."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            found[int(task.name)] = os.sched_getaffinity(int(task.name))
+    return found
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="takes two CPUs to tell apart")
+def test_each_thread_stays_on_the_core_that_it_is_given() -> None:
+    """The first is the caller's, as the worker is in training, the others are OpenMP's; no other thread is moved."""
+    first, second, *_ = sorted(os.sched_getaffinity(0), reverse=True)
+    kernel = fused(num_threads=2, cores=(first, second))
+    tensors, _ = random_tensors(10_000, torch.bfloat16, torch.bfloat16, seed=0)
+    kernel.begin_step([STEP])
+    worker = Worker()
+    callers: list[int] = []
+    worker.submit(lambda: callers.append(threading.get_native_id())).result()
+    before = affinities()
+    worker.submit(lambda: kernel.update(0, tensors)).result()
+    moved = {thread: cores for thread, cores in affinities().items() if cores != before.get(thread)}
+    worker.close()
+    assert moved.pop(callers[0]) == {first}
+    assert list(moved.values()) == [{second}]
+
+
+@pytest.mark.usefixtures("other_defaults")
+def test_the_arithmetic_is_found_whatever_the_script_has_made_the_default() -> None:
+    assert find_arithmetic.__wrapped__() == machine_arithmetic()
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:

@@ -54,6 +54,14 @@ def test_results_are_verified(make: Callable[[], Probe], repetitions: int) -> No
     probe.verify()
 
 
+@pytest.mark.usefixtures("other_defaults")
+@pytest.mark.parametrize("make", PROBES.values(), ids=PROBES)
+def test_the_script_that_trains_has_defaults_of_its_own(make: Callable[[], Probe]) -> None:
+    probe = make()
+    probe.repeat()
+    probe.verify()
+
+
 def spoiled(probe: Probe, attribute: str) -> Probe:
     probe.repeat()
     getattr(probe, attribute)[0] += 1

@@ -45,6 +45,14 @@ def test_bytes_arrive(make: Callable[[Device[Any]], Probe]) -> None:
     probe.verify()
 
 
+@pytest.mark.usefixtures("other_defaults")
+@pytest.mark.parametrize("make", PROBES.values(), ids=PROBES)
+def test_the_script_that_trains_has_defaults_of_its_own(make: Callable[[Device[Any]], Probe]) -> None:
+    probe = make(HostDevice())
+    probe.repeat()
+    probe.verify()
+
+
 @pytest.mark.parametrize("timing", [Late(), Late([1, 0]), *map(Seeded, range(10))], ids=repr)
 @pytest.mark.parametrize("make", PROBES.values(), ids=PROBES)
 def test_bytes_have_arrived_when_the_clock_is_read(make: Callable[[Device[Any]], Probe], timing: Late | Seeded) -> None:

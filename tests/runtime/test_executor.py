@@ -15,13 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deep_opt_states.device.host import HostDevice
+from deep_opt_states.device.kernels.adam import AdamTensors
+from deep_opt_states.device.kernels.stock import StockAdam
 from deep_opt_states.runtime.executor import Executor, UpdateFailed
 from perf_model.action import ActionKind, Lane
 from perf_model.check import ScheduleError
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.workload import Workload
-from tests.kernels.training import fused
+from tests.kernels.training import BETAS, fused
 from tests.model.strategies import plans
 from tests.runtime.adam import PlainAdam, adam_step
 from tests.runtime.states import assert_equal, fill_gradients, make_states, update_serially
@@ -62,6 +64,72 @@ def test_the_kernel_hears_of_each_step_once() -> None:
         fill_gradients(states, 1)
         executor.run([adam_step(1)] * 5)
     assert adam.begun == [(adam_step(1),) * 5]
+
+
+class Meeting(StockAdam):
+    """Both threads have scaled their gradients before either goes on to update."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.both = threading.Barrier(2, timeout=60)
+
+    def scaled_gradient(self, *args: Any) -> torch.Tensor:
+        scaled = super().scaled_gradient(*args)
+        self.both.wait()
+        return scaled
+
+
+def test_stocks_op_updates_on_two_threads_at_once() -> None:
+    """As it does with the fallback and a mixed placement on the CPU accelerator."""
+    plan = UpdatePlan(workload=Workload.of([128, 128]), placements=(CPU, STREAMED), num_slots=1)
+    states, reference = (make_states([128, 128], torch.bfloat16) for _ in range(2))
+    together, alone = Meeting(2, BETAS, adamw=True), StockAdam(2, BETAS, adamw=True)
+    with executor_of(plan, states, adam=together) as executor:
+        for step in range(1, 4):
+            for those in (states, reference):
+                fill_gradients(those, step)
+            executor.run([adam_step(step)] * 2)
+            update_serially(reference, alone, [adam_step(step)] * 2)
+            assert_equal(states, reference)
+    together.close()
+    alone.close()
+
+
+class Watched(PlainAdam):
+    """Remembers which thread zeroed, and which updated what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zeroed_by: list[int] = []
+        self.updated_by: dict[int, int] = {}
+
+    def zero(self, tensors: AdamTensors) -> None:
+        self.zeroed_by.append(threading.get_ident())
+        super().zero(tensors)
+
+    def update(self, sub_group: int, tensors: AdamTensors) -> None:
+        self.updated_by[sub_group] = threading.get_ident()
+        super().update(sub_group, tensors)
+
+
+def test_states_are_touched_by_the_thread_that_will_update_them() -> None:
+    adam = Watched()
+    states, untouched = make_states(NUMELS, torch.bfloat16), make_states(NUMELS, torch.bfloat16)
+    for those in (states, untouched):
+        fill_gradients(those, 1)
+        for state in those:
+            state.rounded.fill_(1)
+    with executor_of(MIXED, states, adam=adam) as executor:
+        executor.touch([states[0], states[3]])
+        for at, (state, its) in enumerate(zip(states, untouched, strict=True)):
+            for name in ("master", "exp_avg", "exp_avg_sq", "grad", "rounded"):
+                before = getattr(its, name)
+                expected = torch.zeros_like(before) if at in (0, 3) else before
+                assert torch.equal(getattr(state, name), expected), (name, at)
+            assert torch.equal(state.param, its.param), "it is the model's"
+        executor.run([adam_step(1)] * 5)
+    assert adam.zeroed_by == [adam.updated_by[0], adam.updated_by[3]]
+    assert threading.get_ident() not in adam.zeroed_by
 
 
 class CountingDevice(HostDevice):

@@ -9,6 +9,11 @@ def test_training_survives() -> None:
     first, second = run_ranks(2, ["-m", "tests.zero.scripts.surviving"], timeout_s=120)
     for finished in (first, second):
         assert finished.returncode == 0, finished.output[-4000:]
-        for said in ("trained without reports", "scheduled without complaint", "gave the slots back"):
+        for said in (
+            "trained with another default dtype",
+            "trained without reports",
+            "scheduled without complaint",
+            "gave the slots back",
+        ):
             assert said in finished.output
     assert first.output.count("report.trace: cannot be written to /proc/nowhere/trace.json") == 1

@@ -23,7 +23,10 @@ class Tail(IntEnum):
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """``vector_width`` elements to a vector: 16 with AVX-512, 8 with AVX2, 4 with NEON, 1 where all is the tail's."""
+    """``vector_width`` elements to a vector: 16 with AVX-512, 8 with AVX2, 4 with NEON, 1 where all is the tail's.
+
+    With SVE that is ``MOMENT_FUSED`` (``includes/sve.h``). Neither NEON nor SVE has been tried.
+    """
 
     vector_width: int
     tail: Tail

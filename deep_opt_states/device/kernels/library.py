@@ -7,6 +7,7 @@ import hashlib
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
+from subprocess import SubprocessError
 
 import torch
 
@@ -92,13 +93,22 @@ class Library:
         self._zero(ctypes.byref(update))
 
 
-@cache
 def library() -> Library:
     """Raises ``KernelUnavailable``. Ranks of a machine may call it at once: PyTorch's loader lets one compile."""
+    found = _loaded()
+    if isinstance(found, KernelUnavailable):
+        raise found.with_traceback(None)
+    return found
+
+
+@cache
+def _loaded() -> Library | KernelUnavailable:
+    """Tried once a process: after a failure PyTorch's loader would not compile again, and only miss the file."""
     from torch.utils import cpp_extension
 
+    folder = ""
     try:
-        path = Path(cpp_extension._get_build_directory(NAME, verbose=False)) / f"{NAME}.so"
+        folder = cpp_extension._get_build_directory(NAME, verbose=False)
         cpp_extension.load(
             NAME,
             [str(FOLDER / source) for source in SOURCES],
@@ -106,12 +116,23 @@ def library() -> Library:
             extra_ldflags=["-fopenmp"],
             is_python_module=False,
         )
-        return Library(ctypes.CDLL(str(path)))
-    except (OSError, RuntimeError, ImportError) as error:
-        raise KernelUnavailable(
-            f"The C++ Adam kernel cannot be compiled or loaded ({type(error).__name__}: {error}).\n"
+        return Library(ctypes.CDLL(str(Path(folder) / f"{NAME}.so")))
+    except (OSError, RuntimeError, ImportError, SubprocessError) as error:
+        unavailable = KernelUnavailable(
+            f"The C++ Adam kernel cannot be compiled or loaded ({type(error).__name__}: {_essence(error, folder)}).\n"
             "It takes a C++ compiler with OpenMP (apt-get install g++, or set CXX) and ninja (pip install ninja)."
-        ) from error
+        )
+        unavailable.__cause__ = error
+        return unavailable
+
+
+def _essence(error: Exception, folder: str) -> str:
+    """One line; of what ninja says, commands and all, the first that a compiler or the shell complains in."""
+    first, *others = str(error).splitlines() or [""]
+    if not others:
+        return first
+    complaint = next((line for line in others if "error: " in line or line.endswith(": not found")), first)
+    return f"{complaint}; all of it: ninja -v -C {folder}"
 
 
 DTYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -16,6 +17,8 @@ STEPS = 3
 BETAS = (0.9, 0.999)
 # Leaves a tail of 15, the longest, with every width but 1: 540 elements of it tell the candidates apart.
 NUMEL = 8 * 16 + 15
+# Whatever the script that trains has made the default.
+FP32: Any = {"dtype": torch.float32, "device": "cpu"}
 
 
 @cache
@@ -36,11 +39,11 @@ def find_arithmetic() -> Arithmetic | None:
 def _trained(kernel: AdamKernel) -> torch.Tensor:
     """p, m and v after some steps, from the same random start every time; shape [TRIALS, 3, NUMEL]."""
     generator = torch.Generator().manual_seed(0)
-    states = torch.rand(TRIALS, 3, NUMEL, generator=generator)
+    states = torch.rand(TRIALS, 3, NUMEL, generator=generator, **FP32)
     for step in range(1, STEPS + 1):
         kernel.begin_step([_step(step)] * TRIALS)
         for trial, (master, exp_avg, exp_avg_sq) in enumerate(states):
-            grad = torch.randn(NUMEL, generator=generator)
+            grad = torch.randn(NUMEL, generator=generator, **FP32)
             tensors = AdamTensors(master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad, param=None)
             kernel.update(trial, tensors)
     kernel.close()

@@ -8,6 +8,7 @@ then computes does not depend on when it is called.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from itertools import groupby
@@ -32,15 +33,15 @@ class StockAdam:
         self._op = CPUAdamBuilder().load(verbose=False)
         self._betas = betas
         self._adamw = adamw
-        self._empty = torch.empty(0)
+        self._empty = _fp32(0)
         self._num_sub_groups = num_sub_groups
         self._ids: list[int] = []
-        self._scaled = self._empty
+        self._scaled = _Scaled()
         weakref.finalize(self, _destroy, self._op, self._ids)
         self.restart()
 
     def restart(self) -> None:
-        self.close()
+        _destroy(self._op, self._ids)
         self._steps: Sequence[AdamStep] = ()
         self._runs: list[AdamStep] = []
         self._run_of = [0] * self._num_sub_groups
@@ -66,13 +67,12 @@ class StockAdam:
 
     def scaled_gradient(self, grad: torch.Tensor, grad_scale: float) -> torch.Tensor:
         """In fp32, which the op reads. Its memory is kept, so that no step but the first allocates."""
-        if self._scaled.numel() < grad.numel():
-            self._scaled = torch.empty(grad.numel())
-        return self._scaled.narrow(0, 0, grad.numel()).copy_(grad).mul_(grad_scale)
+        return self._scaled.memory(grad.numel()).copy_(grad).mul_(grad_scale)
 
     def close(self) -> None:
-        """Free the op objects; DeepSpeed's module keeps them for the life of the process otherwise."""
+        """Free the op objects, which DeepSpeed's module keeps for the life of the process otherwise, and the memory."""
         _destroy(self._op, self._ids)
+        self._scaled = _Scaled()
 
     def _create(self) -> int:
         # DeepSpeed numbers its own objects from this counter; taking from it avoids a collision.
@@ -94,6 +94,23 @@ class StockAdam:
             step.bias_correction,
             *tensors,
         )
+
+
+class _Scaled(threading.local):
+    """Memory for a scaled gradient, of each thread's own: on the CPU accelerator slots and host memory are updated by
+    one kernel, on two threads at once."""
+
+    def __init__(self) -> None:
+        self._memory = _fp32(0)
+
+    def memory(self, numel: int) -> torch.Tensor:
+        if self._memory.numel() < numel:
+            self._memory = _fp32(numel)
+        return self._memory.narrow(0, 0, numel)
+
+
+def _fp32(numel: int) -> torch.Tensor:
+    return torch.empty(numel, dtype=torch.float32, device="cpu")
 
 
 def _destroy(op: Any, ids: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Says what gradients moved between host memory and the accelerator, on the recording accelerator.
+"""Says what gradients moved between host memory and the accelerator; started as a program, on the recording one.
 
 Argument: the cases as JSON, each a block and a number of micro-batches.
 """
@@ -26,7 +26,7 @@ def traffic(block: dict[str, Any], accumulation: int) -> dict[str, Any]:
         sub_group_size=4000,
         zero={"reduce_bucket_size": 100_000},
     )
-    with recording(), shared_folder() as folder, closing_engine(case, block) as engine:
+    with shared_folder() as folder, closing_engine(case, block) as engine:
         train(engine, case, folder)
         optimizer = engine.optimizer
         return {
@@ -41,4 +41,5 @@ def traffic(block: dict[str, Any], accumulation: int) -> dict[str, Any]:
 if __name__ == "__main__":
     with process_group():
         for block, accumulation in json.loads(sys.argv[1]):
-            answer(traffic(block, accumulation))
+            with recording():
+                answer(traffic(block, accumulation))

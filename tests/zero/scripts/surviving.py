@@ -1,4 +1,5 @@
-"""What must not end or disturb training: a report that cannot be written, a client's scheduler, ``destroy``."""
+"""What must not end or disturb training: a script's default dtype, a report that cannot be written, a client's
+scheduler, ``destroy``."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from tests.zero.parity.arm import make_engine
+from deep_opt_states.device.kernels.probe_arithmetic import find_arithmetic
+from tests.zero.parity.arm import differences, make_engine, run_arm
 from tests.zero.parity.case import STREAMED, STRIDE_2, Case
 from tests.zero.parity.model import Net, batch
 from tests.zero.process_group import process_group
@@ -27,6 +29,19 @@ def train(engine: Any, case: Case, steps: int) -> None:
         engine.step()
         # Ranks that went on alone would not meet here.
         dist.barrier()
+
+
+def a_default_dtype_of_the_script() -> None:
+    case = Case(name="default dtype", blocks=(STRIDE_2,), world_size=2, steps=3, clip=0.5)
+    for dtype in (torch.bfloat16, torch.float64):
+        find_arithmetic.cache_clear()  # each stands for the first engine of a process
+        torch.set_default_dtype(dtype)
+        try:
+            found = differences(run_arm(case, None), run_arm(case, STRIDE_2))
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert found == [], (dtype, found)
+    print("trained with another default dtype")
 
 
 def a_report_that_cannot_be_written() -> None:
@@ -71,6 +86,7 @@ def destroy_gives_the_slots_back() -> None:
 
 if __name__ == "__main__":
     with process_group():
+        a_default_dtype_of_the_script()
         a_report_that_cannot_be_written()
         a_client_scheduler_sees_the_steps()
         destroy_gives_the_slots_back()
