@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 
 from deep_opt_states.profiler.ranks import Ranks, agree
 
-METHOD = 5
+METHOD = 6
 """Raised when a probe comes to measure something else: profiles that were cached before are of no use then."""
 
 Rates: TypeAlias = Mapping[str, float]

@@ -182,7 +182,8 @@ def _entries(
     def latency() -> Probe:
         if device is None:
             numel = SUB_GROUPS * PARALLEL_NUMEL * training_threads
-            return CopyLatency(host, lambda: HostUpdates(host, numel, cpu_adam(SUB_GROUPS, training_threads)))
+            updates_elsewhere = partial(HostUpdates, host, numel, cpu_adam(SUB_GROUPS, training_threads))
+            return CopyLatency(host, plain_numel, updates_elsewhere)
         return transfers.Latency(device, transfers.pinned_h2d(device, SMALL_COPY_BYTES), 64, "copy_latency_s")
 
     def on_gpu(it: Device[Any]) -> Probe:

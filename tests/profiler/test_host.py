@@ -33,7 +33,9 @@ PROBES: dict[str, Callable[[], Probe]] = {
     "update in place": lambda: UpdateInPlace(HostDevice(), NUMEL),
     "copied": lambda: Copied(HostDevice(), NUMEL),
     "rounded": lambda: Rounded(HostDevice(), NUMEL),
-    "latency of a copy": lambda: CopyLatency(HostDevice(), lambda: HostUpdates(HostDevice(), NUMEL, PlainAdam())),
+    "latency of a copy": lambda: CopyLatency(
+        HostDevice(), NUMEL, lambda: HostUpdates(HostDevice(), NUMEL, PlainAdam())
+    ),
     "training's Adam": lambda: HostUpdates(HostDevice(), NUMEL, training_cpu_adam(SUB_GROUPS, 2)),
     "stock's Adam": lambda: HostUpdates(HostDevice(), NUMEL, PlainAdam()).by_stock(
         HostDevice(), stock_cpu_adam(SUB_GROUPS), "stock_cpu_adam_params_per_s"
@@ -96,7 +98,7 @@ WRONG: dict[str, tuple[Callable[[], Probe], str]] = {
     "copied": (lambda: spoiled(Copied(HostDevice(), NUMEL), "_destination"), "copied elements"),
     "one of many copies": (
         lambda: spoiled(
-            CopyLatency(HostDevice(), lambda: HostUpdates(HostDevice(), NUMEL, PlainAdam())), "_destination"
+            CopyLatency(HostDevice(), NUMEL, lambda: HostUpdates(HostDevice(), NUMEL, PlainAdam())), "_destination"
         ),
         "copied elements",
     ),
