@@ -74,3 +74,18 @@ def test_the_whole_slab_is_locked_when_it_is_asked_for_and_until_it_is_closed() 
     slab.close()
     slab.close()
     assert calls[1:] == ["undone"]
+
+
+def test_a_lock_that_the_driver_refuses_is_told_with_the_remedy() -> None:
+    def refuse(address: int, size_bytes: int) -> Callable[[], object]:
+        raise RuntimeError("CUDA error: out of memory")
+
+    slab = HostSlab(2 * 10**6, refuse)
+    with pytest.raises(HostMemoryError) as caught:
+        slab.lock()
+    assert str(caught.value) == (
+        "A rank's host memory must be page-locked, so that transfers overlap; found 0.002 GB refused: "
+        "CUDA error: out of memory.\n"
+        "Raise the memlock limit (ulimit -l unlimited; of a container --ulimit memlock=-1), or train on more ranks."
+    )
+    slab.close()

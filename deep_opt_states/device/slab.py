@@ -43,10 +43,22 @@ class HostSlab:
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset_bytes)
 
     def lock(self) -> None:
-        """To be called once all is touched: registering touches the rest, near the core that registers."""
-        if self._register is not None and self._memory is not None:
-            address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        """To be called once all is touched: registering touches the rest, near the core that registers.
+
+        Raises ``HostMemoryError`` where the driver refuses.
+        """
+        if self._register is None or self._memory is None:
+            return
+        address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        try:
             self._unregister = self._register(address, self.size_bytes)
+        except RuntimeError as error:
+            raise HostMemoryError(
+                f"A rank's host memory must be page-locked, so that transfers overlap; found "
+                f"{self.size_bytes / 1e9:.3g} GB refused: {error}.\n"
+                f"Raise the memlock limit (ulimit -l unlimited; of a container --ulimit memlock=-1), or train on more "
+                f"ranks."
+            ) from error
 
     def close(self) -> None:
         """The system has the pages back once no tensor over them is left."""
