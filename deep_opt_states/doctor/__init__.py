@@ -69,6 +69,7 @@ def _kernels(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield kernels.check_compiler(" ".join(command), compiler, op)
     yield kernels.check_ninja(ninja, op)
     yield kernels.check_cpu_adam(op, can_build=compiler is not None and ninja is not None)
+    yield _attempt("triton", lambda: kernels.check_triton(software.installed_version("triton") or "", has_cuda()))
 
 
 def _attempt(topic: str, check: Callable[[], Finding]) -> Finding:

@@ -1,4 +1,4 @@
-"""DeepSpeed's CPU Adam op, which stock offloading needs as much as we do, and what it takes to compile it."""
+"""DeepSpeed's CPU Adam op, which stock offloading needs as much as we do, what it takes to compile it, and Triton."""
 
 from __future__ import annotations
 
@@ -106,3 +106,13 @@ def check_cpu_adam(op: Op, can_build: bool) -> Finding:
         return Finding(topic, Status.WARN, found, remedy)
     found = f"not built in {op.folder}, and cannot be without a compiler and ninja"
     return Finding(topic, Status.FAIL, found, "Install what is missing above.")
+
+
+def check_triton(version: str, has_cuda: bool) -> Finding:
+    """``version`` is empty where it is not installed. Whether it compiles our kernel, the first engine finds out."""
+    if not has_cuda:
+        return Finding("triton", Status.OK, f"{version or 'not installed'}; only GPUs update by it")
+    if not version:
+        found = "not installed; without it nothing is updated on the GPU, and other placements than cpu are refused"
+        return Finding("triton", Status.WARN, found, "pip install triton")
+    return Finding("triton", Status.OK, version)

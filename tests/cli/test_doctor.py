@@ -53,6 +53,7 @@ WARNS: dict[str, Callable[[], Finding]] = {
     "no compiler yet": lambda: kernels.check_compiler("c++", None, Op(folder=FOLDER, built=True)),
     "no ninja yet": lambda: kernels.check_ninja(None, Op(prebuilt=True)),
     "locked": lambda: kernels.check_cpu_adam(Op(folder=FOLDER, built=True, locked=True), can_build=True),
+    "no triton": lambda: kernels.check_triton("", has_cuda=True),
     "not built yet": lambda: kernels.check_cpu_adam(Op(folder=FOLDER), can_build=True),
 }
 
@@ -72,6 +73,8 @@ OKS: dict[str, tuple[Callable[[], Finding], str]] = {
     "memory": (lambda: machine.check_memory(Memory(64 * 10**9, 10**9, 32 * 10**9)), "container limit 32.0 GB"),
     "all memory": (lambda: machine.check_memory(Memory(64 * 10**9, 10**9, 2**60)), "no container limit"),
     "memlock": (lambda: machine.check_memlock(None, has_cuda=True), "unlimited"),
+    "triton": (lambda: kernels.check_triton("3.6.0", has_cuda=True), "3.6.0"),
+    "no GPU for triton": (lambda: kernels.check_triton("", has_cuda=False), "not installed; only GPUs update by it"),
     "prebuilt": (lambda: kernels.check_cpu_adam(Op(prebuilt=True), can_build=False), "prebuilt"),
     "built": (lambda: kernels.check_cpu_adam(Op(folder=FOLDER, built=True), can_build=False), f"built in {FOLDER}"),
 }
