@@ -149,6 +149,8 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._memory.lock()
         self._failures = FailureAgreement()
         self._steps: list[AdamStep] = []
+        self._roots: torch.Tensor | None = None
+        """Norms of the sub-groups, if they came with the answer whether there is an overflow."""
         self._grad_scale = 1.0
         self._update_s = 0.0
 
@@ -249,6 +251,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         # Before super() forgets which parameters were reduced in this window.
         self._gradients.complete_window()
         self._steps.clear()
+        self._roots = None
         super()._pre_step()
         # Only now: the window of a refused step is over, too, and must not be added to the next one.
         self._refuse_torn_states()
@@ -266,18 +269,34 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         overflow = torch.zeros(1, dtype=torch.uint8, device=device)
         if norms:
             overflow += torch.stack([norm.to(device) for norm in norms]).isfinite().logical_not().any()
-        dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self.dp_process_group)
-        return bool(overflow.item())
+        reductions = [dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self.dp_process_group, async_op=True)]
+        roots = self._norms_of_sub_groups(reductions) if self._norms_are_of_data_parallel_ranks() else []
+        # The host waits once for both; the norms are asked for next.
+        found = torch.cat([overflow.float(), *roots]).cpu()
+        self._roots = found[1:] if roots else None
+        return bool(found[0])
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
-        """Stock's sums and roots, with one look at their results instead of two for each sub-group.
+        """Stock's sums and roots, with one look at their results instead of two for each sub-group."""
+        if not self._norms_are_of_data_parallel_ranks():
+            return super()._get_norm_groups()
+        roots, self._roots = self._roots, None
+        if roots is None:
+            roots = torch.cat(self._norms_of_sub_groups([])).cpu()
+        # On the host: it makes a tensor on the device that it is given, for which the host would wait once more.
+        mask_nan_or_inf_with_val_inplace(roots, device=roots.device)
+        return list(roots.unbind())
+
+    def _norms_are_of_data_parallel_ranks(self) -> bool:
+        return self.model_parallel_group is None and not any(map(self._autoep_expert_parallel_group, self.fp16_groups))
+
+    def _norms_of_sub_groups(self, reductions: list[Any]) -> list[torch.Tensor]:
+        """Shape [1] each, on the accelerator, when they and the ``reductions`` under way are done.
 
         Each sub-group's sum is all-reduced by itself: packed with others, it could be added up in another order.
         """
-        if self.model_parallel_group is not None or any(map(self._autoep_expert_parallel_group, self.fp16_groups)):
-            return super()._get_norm_groups()
         device = get_accelerator().current_device_name()
-        sums, reductions = [], []
+        sums = []
         for sub_group_id, group in enumerate(self.fp16_groups):
             norms = (self.norm_for_param_grads.get(self.get_param_id(param)) for param in group)
             total = torch.zeros((), device=device)
@@ -290,10 +309,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         for reduction in reductions:
             if reduction is not None:
                 reduction.wait()
-        roots = torch.stack([its[0] ** (1.0 / 2.0) for its in sums]).cpu()
-        # On the host: it makes a tensor on the device that it is given, for which the host would wait once more.
-        mask_nan_or_inf_with_val_inplace(roots, device=roots.device)
-        return list(roots.unbind())
+        return [its ** (1.0 / 2.0) for its in sums]
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
         """The factor, one for all sub-groups, that stock multiplies into the gradient here; our kernels apply it."""
