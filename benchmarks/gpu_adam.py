@@ -83,7 +83,6 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 def compare(numel: int, grad_dtype: torch.dtype, repetitions: int, block: Any) -> dict[str, Any]:
     """Raises ``SystemExit`` where there is no kernel, or its bits are not the CPU kernel's."""
-
     from deep_opt_states.device.kernels.choice import cpu_adam, known_arithmetic
     from deep_opt_states.device.kernels.library import KernelUnavailable
     from deep_opt_states.device.kernels.triton_adam import TritonAdam

@@ -40,7 +40,7 @@ def reserved_by_the_runtime(plan: UpdatePlan, param_bytes: int, *, accumulates: 
     on the CPU, to be summed there: the runtime sums them on the accelerator if it finds room.
     """
     slab_bytes = Widths(param=param_bytes, grad=param_bytes).slab_bytes(plan)
-    numels = {its: [numel for numel, placement in _placed(plan) if placement is its] for its in Placement}
+    numels = _numels_by_placement(plan)
     streamed, residents = numels[Placement.STREAMED], numels[Placement.RESIDENT]
     kept = [*streamed, *residents]
     if accumulates and kept:
@@ -56,7 +56,7 @@ def reserved_by_the_runtime(plan: UpdatePlan, param_bytes: int, *, accumulates: 
 def accelerator_bytes_with_all_gradients(plan: UpdatePlan, grad_bytes: int) -> int:
     """What is taken of the accelerator if all gradients, of ``grad_bytes`` a parameter, stay there, whatever is updated
     where."""
-    numels = {its: [numel for numel, placement in _placed(plan) if placement is its] for its in Placement}
+    numels = _numels_by_placement(plan)
     states = states_on_accelerator(numels[Placement.STREAMED], numels[Placement.RESIDENT], plan.num_slots)
     every = [sub_group.numel for sub_group in plan.workload.sub_groups]
     return cuda_bytes_of([*states, *gradients_on_accelerator(every, grad_bytes)])
@@ -158,6 +158,10 @@ def resident_bytes_of(numel: int) -> int:
 def _sizes(plan: UpdatePlan) -> Iterator[tuple[int, Placement, int]]:
     """Lengths of sub-groups by placement, and how many there are of each."""
     return ((numel, its, count) for (numel, its), count in Counter(_placed(plan)).items())
+
+
+def _numels_by_placement(plan: UpdatePlan) -> dict[Placement, list[int]]:
+    return {its: [numel for numel, placement in _placed(plan) if placement is its] for its in Placement}
 
 
 def _placed(plan: UpdatePlan) -> Iterator[tuple[int, Placement]]:

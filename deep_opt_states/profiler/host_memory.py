@@ -54,7 +54,7 @@ class Copied:
         _require(torch.equal(self._destination, self._source), "copied elements")
 
 
-class CopyLatency:
+class CopyLatency(Copied):
     """Seconds that a copy between host buffers takes beside its bytes: of the smallest that all threads share.
 
     They have to be woken for it. Another thread has updated before, as in training, with threads of its own (it makes
@@ -64,10 +64,9 @@ class CopyLatency:
     COPIES = 64
 
     def __init__(self, device: Device[Any], numel: int, updates: Callable[[], HostUpdates]) -> None:
+        super().__init__(device, numel)
         self._device = device
         self._small_numel = min(numel, PARALLEL_NUMEL * torch.get_num_threads())
-        self._source = _ascending(device, numel)
-        self._destination = device.empty_host(numel, torch.float32).fill_(torch.nan)
         self._updating = ThreadPoolExecutor(max_workers=1)
         self._updating.submit(lambda: updates().run()).result()
 
@@ -80,9 +79,6 @@ class CopyLatency:
         for _ in range(self.COPIES):
             self._device.copy(*small)
         return {"copy_latency_s": (time.perf_counter() - start_s) / self.COPIES}
-
-    def verify(self) -> None:
-        _require(torch.equal(self._destination, self._source), "copied elements")
 
 
 class Rounded:

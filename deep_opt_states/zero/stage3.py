@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.utils import mask_nan_or_inf_with_val_inplace
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
@@ -35,6 +34,7 @@ from deep_opt_states.zero.devices import AcceleratorChoice
 from deep_opt_states.zero.gradients import Gradients, Home
 from deep_opt_states.zero.host_memory import HostRoom, SharingRanks, check_room, memlock_warning
 from deep_opt_states.zero.log import say
+from deep_opt_states.zero.norms import Norms
 from deep_opt_states.zero.planning import intend
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
@@ -149,8 +149,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._memory.lock()
         self._failures = FailureAgreement()
         self._steps: list[AdamStep] = []
-        self._roots: torch.Tensor | None = None
-        """Norms of the sub-groups, if they came with the answer whether there is an overflow."""
+        self._norms = Norms(self)
         self._grad_scale = 1.0
         self._update_s = 0.0
 
@@ -251,7 +250,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         # Before super() forgets which parameters were reduced in this window.
         self._gradients.complete_window()
         self._steps.clear()
-        self._roots = None
+        self._norms.forget()
         super()._pre_step()
         # Only now: the window of a refused step is over, too, and must not be added to the next one.
         self._refuse_torn_states()
@@ -264,52 +263,11 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         if not partition_gradients:
             return super().has_overflow(partition_gradients)
         self._wait_for_reduction()
-        norms = list(self.norm_for_param_grads.values())
-        device = get_accelerator().current_device_name()
-        overflow = torch.zeros(1, dtype=torch.uint8, device=device)
-        if norms:
-            overflow += torch.stack([norm.to(device) for norm in norms]).isfinite().logical_not().any()
-        reductions = [dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self.dp_process_group, async_op=True)]
-        roots = self._norms_of_sub_groups(reductions) if self._norms_are_of_data_parallel_ranks() else []
-        # The host waits once for both; the norms are asked for next.
-        found = torch.cat([overflow.float(), *roots]).cpu()
-        self._roots = found[1:] if roots else None
-        return bool(found[0])
+        return self._norms.overflow()
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
         """Stock's sums and roots, with one look at their results instead of two for each sub-group."""
-        if not self._norms_are_of_data_parallel_ranks():
-            return super()._get_norm_groups()
-        roots, self._roots = self._roots, None
-        if roots is None:
-            roots = torch.cat(self._norms_of_sub_groups([])).cpu()
-        # On the host: it makes a tensor on the device that it is given, for which the host would wait once more.
-        mask_nan_or_inf_with_val_inplace(roots, device=roots.device)
-        return list(roots.unbind())
-
-    def _norms_are_of_data_parallel_ranks(self) -> bool:
-        return self.model_parallel_group is None and not any(map(self._autoep_expert_parallel_group, self.fp16_groups))
-
-    def _norms_of_sub_groups(self, reductions: list[Any]) -> list[torch.Tensor]:
-        """Shape [1] each, on the accelerator, when they and the ``reductions`` under way are done.
-
-        Each sub-group's sum is all-reduced by itself: packed with others, it could be added up in another order.
-        """
-        device = get_accelerator().current_device_name()
-        sums = []
-        for sub_group_id, group in enumerate(self.fp16_groups):
-            norms = (self.norm_for_param_grads.get(self.get_param_id(param)) for param in group)
-            total = torch.zeros((), device=device)
-            for norm in norms:
-                if norm is not None:
-                    total = total + norm.to(device) ** 2
-            sums.append(total.float().reshape(1))
-            process_group = self._get_sub_group_process_group(sub_group_id)
-            reductions.append(dist.all_reduce(sums[-1], group=process_group, async_op=True))
-        for reduction in reductions:
-            if reduction is not None:
-                reduction.wait()
-        return [its ** (1.0 / 2.0) for its in sums]
+        return self._norms.of_sub_groups() if self._norms.are_of_data_parallel_ranks else super()._get_norm_groups()
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
         """The factor, one for all sub-groups, that stock multiplies into the gradient here; our kernels apply it."""
