@@ -3,28 +3,43 @@
 Lanes h2d, compute and d2h are a stream each, so that transfers in both directions and the update overlap; the
 cpu lane is a worker thread. An action that waits for a stream's action is held back on its stream by an event;
 one that waits for the cpu lane is not issued before the worker is done, since no stream can wait for a thread.
+
+All is issued by the caller's thread, in the schedule's order, from ``begin`` to ``finish``. In between the caller goes
+on: ``publish`` is for what it reads next, and ``advance`` keeps the streams busy.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import accumulate
 from typing import Any
+
+import torch
 
 from deep_opt_states.device.interface import Device, Event, Stream
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
+from deep_opt_states.runtime.first_parts import FirstParts
 from deep_opt_states.runtime.slots import Slot
+from deep_opt_states.runtime.split import Split
 from deep_opt_states.runtime.state import SubGroupState
 from deep_opt_states.runtime.worker import CpuLane, Worker
 from perf_model.action import Action, ActionKind, Lane
 from perf_model.check import check
+from perf_model.dependencies import CHAINS
 from perf_model.schedule import Schedule
 from perf_model.timeline import Span, Timeline
 from perf_model.workload import Workload
+
+PUBLISHING = (ActionKind.GPU_STEP, ActionKind.PUBLISH)
+"""Each sub-group has one of them, which writes its 16-bit parameters."""
+
+_PLACEMENTS = {chain[0]: placement for placement, chain in CHAINS.items()}
+"""By the first action of a sub-group."""
 
 
 class UpdateFailed(RuntimeError):
@@ -32,10 +47,14 @@ class UpdateFailed(RuntimeError):
 
 
 class Executor:
-    """Reserves slots, streams, events and the worker once; ``run`` reserves nothing.
+    """Reserves slots, streams, events and the worker once; an update reserves nothing.
 
-    ``host_adam`` updates in host memory, ``device_adam`` in slots; ``worker`` is the cpu lane. Raises
-    ``ScheduleError`` for a schedule that is not safe to execute.
+    ``host_adam`` updates in host memory, ``device_adam`` in slots; ``worker`` is the cpu lane. ``splits`` say what of
+    each sub-group ``begin`` updates at once; without them nothing. Raises ``ScheduleError`` for a schedule that is not
+    safe to execute.
+
+    A failure of any lane ends the update and is kept in ``failure``: the states are torn between two steps, and nothing
+    is updated before ``forget_failure``. Only ``run`` raises it; a caller that must not stop alone asks.
     """
 
     def __init__(
@@ -46,6 +65,7 @@ class Executor:
         host_adam: AdamKernel,
         device_adam: AdamKernel | None,
         worker: CpuLane | None = None,
+        splits: Sequence[Split] | None = None,
     ) -> None:
         check(schedule, Workload.of([state.numel for state in states]))
         self._schedule = schedule
@@ -53,17 +73,36 @@ class Executor:
         self._device = device
         self._host_adam = host_adam
         self._device_adam = device_adam
+        self._splits = splits or [Split.of(state.numel) for state in states]
         self._slots = self._reserve_slots()
         self._streams: dict[Lane, Stream[Any]] = {lane: device.stream() for lane in Lane if lane is not Lane.CPU}
         on_streams = [action for action in schedule.actions if action.lane is not Lane.CPU]
         self._started: dict[str, Event] = {action.name: device.event() for action in on_streams}
         self._finished: dict[str, Event] = {action.name: device.event() for action in on_streams}
         self._drained: dict[Lane, Event] = {lane: device.event() for lane in self._streams}
+        self._publishing = {
+            action.sub_group: position for position, action in enumerate(schedule.actions) if action.kind in PUBLISHING
+        }
         self._origin = device.event()
         self._origin_s = 0.0
         self._cpu_spans: dict[str, tuple[float, float]] = {}
         self._worker = worker or Worker()
+        begins_with = {action.sub_group: action.kind for action in reversed(schedule.actions)}
+        first = [
+            (_PLACEMENTS[begins_with[index]], index, part)
+            for index, split in enumerate(self._splits)
+            for part in split.first
+        ]
+        self._first_parts = FirstParts(first, states, device, self._streams, self._worker)
         self._stop = threading.Event()
+        self._updated: dict[str, Future[None]] = {}
+        self._issued = self._asked_for = 0
+        waiting = [any(name not in self._finished for name in action.waits) for action in schedule.actions]
+        self._waiting_before = list(accumulate(waiting, initial=0))
+        """By position: how many actions before it wait for the worker."""
+        self._prefetched: set[str] = set()
+        self.pending = False
+        """Whether an update has begun and ``finish`` was not called, also if it has failed."""
         self.failure: BaseException | None = None
         self._bodies: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.PREFETCH: self._prefetch,
@@ -74,51 +113,99 @@ class Executor:
         }
 
     def run(self, steps: Sequence[AdamStep]) -> None:
-        """One update phase; ``steps`` has one entry a sub-group. Returns when every action has finished.
-
-        Raises ``UpdateFailed`` from the first exception of any lane, and again at every later call until
-        ``forget_failure``: the states are torn between two steps.
-        """
+        """One update phase; returns when every action has finished. Raises ``UpdateFailed`` from what has failed."""
+        if self.failure is None:
+            self.begin(steps)
+            self.finish()
         if self.failure is not None:
             raise self.torn()
+
+    def prefetch(self) -> None:
+        """What the slots hold first of an update that has not begun. The states must not be written to before it has,
+        or ``discard`` be called."""
+        assert not self.pending
+        if self.failure is not None:
+            return
+        with self._torn_by_failure():
+            for action in self._schedule.actions:
+                # Those that wait take over a slot.
+                if action.kind is ActionKind.PREFETCH and not action.waits and action.name not in self._prefetched:
+                    self._on_stream(action)
+                    self._prefetched.add(action.name)
+
+    def discard(self) -> None:
+        """Somebody is about to write to the states in host memory: what was prefetched will be prefetched again."""
+        # A copy that is still under way is harmless: the next one into its slot is on the same stream.
+        self._prefetched.clear()
+
+    def begin(self, steps: Sequence[AdamStep]) -> None:
+        """Of an update with one entry of ``steps`` a sub-group: the first parts, and what needs no waiting.
+
+        From now on gradients and states must not be written to, nor parameters be read, before ``finish``; but the
+        first parts' may be read at once, and a sub-group's after ``publish``, each on the stream that is current there.
+        """
+        assert not self.pending
+        assert self.failure is None
         self._stop.clear()
-        updated: dict[str, Future[None]] = {}
-        try:
+        self._updated = {}
+        self._issued = self._asked_for = 0
+        self.pending = True
+        with self._torn_by_failure():
             for kernel in {id(kernel): kernel for kernel in (self._host_adam, self._device_adam)}.values():
                 if kernel is not None:
                     kernel.begin_step(steps)
-            self._begin()
-            for action in self._schedule.actions:
-                if self._stop.is_set():
-                    break
-                body = partial(self._bodies[action.kind], action)
-                if action.lane is Lane.CPU:
-                    updated[action.name] = self._worker.submit(partial(self._on_worker, action, body))
-                else:
-                    self._on_stream(action, body, updated)
-            for future in updated.values():
-                future.result()
-            self._drain_streams()
-        except BaseException as error:
-            self._stop.set()
-            # At once: what follows waits, and may be interrupted.
-            self.fail(error)
-            self.fail(self._first_error(updated, error))
-            # What was issued before the failure still writes: to states that a checkpoint will be loaded into, from
-            # slots that will be given back. A device that fails here, too, has its own failure told already.
-            with suppress(Exception):
+            self._wait_for_caller()
+            self._first_parts.update(self._host_adam, self._device_adam)
+            self._issue(len(self._schedule.actions), blocks=False)
+
+    def advance(self) -> None:
+        """Issue what no longer has to wait for the worker."""
+        if self.pending and self.failure is None:
+            with self._torn_by_failure():
+                self._issue(len(self._schedule.actions), blocks=False)
+
+    def publish(self, sub_group: int) -> None:
+        """The current stream waits for the sub-group's parameters; the host for the worker, if it updates them."""
+        if not self.pending:
+            return
+        self._first_parts.wait()
+        if not self._splits[sub_group].rest:
+            return
+        end = self._publishing[sub_group] + 1
+        self._asked_for = max(self._asked_for, end)
+        if self.failure is None:
+            with self._torn_by_failure():
+                self._issue(end, blocks=True)
+                self._device.current_stream().wait(self._finished[self._schedule.actions[end - 1].name])
+
+    def may_block(self, sub_group: int) -> bool:
+        """Whether the host could have to wait in ``publish``.
+
+        A function of the schedule and of what ``publish`` was called for, on every rank the same: how far this rank's
+        worker is, or whether it has failed, plays no part.
+        """
+        if not self.pending or not self._splits[sub_group].rest:
+            return False
+        return self._waiting_before[self._publishing[sub_group] + 1] > self._waiting_before[self._asked_for]
+
+    def finish(self) -> None:
+        """Returns when every action has finished."""
+        if self.pending and self.failure is None:
+            with self._torn_by_failure():
+                self._issue(len(self._schedule.actions), blocks=True)
+                for future in self._updated.values():
+                    future.result()
                 self._drain_streams()
-            if not isinstance(error, Exception):
-                raise
-            raise self.torn() from self.failure
+                self._prefetched.clear()
+        self.pending = False
 
     def touch(self, states: Sequence[SubGroupState]) -> None:
         """Zeros ``states``, which are updated on the CPU, on the threads that will update them."""
         for state in states:
-            self._worker.submit(partial(self._host_adam.zero, _on_host(state))).result()
+            self._worker.submit(partial(self._host_adam.zero, state.on_host)).result()
 
     def timeline(self) -> Timeline:
-        """When each action of the last ``run`` ran."""
+        """When each action of the last update ran, which has finished."""
         spans = []
         for action in self._schedule.actions:
             if action.lane is Lane.CPU:
@@ -146,6 +233,7 @@ class Executor:
     def forget_failure(self) -> None:
         """For the caller that has restored every state, from a checkpoint."""
         self.failure = None
+        self.pending = False
 
     def close(self) -> None:
         """End the worker and give the slots back; the executor is of no use after that."""
@@ -162,7 +250,7 @@ class Executor:
             if action.slot is not None
         }
 
-    def _begin(self) -> None:
+    def _wait_for_caller(self) -> None:
         """The host waits for the caller's stream, so that nothing it issues later can start before that is done.
 
         Backward's kernels may still read the 16-bit parameters, and write gradients to host memory that the worker
@@ -172,28 +260,44 @@ class Executor:
         self._origin.synchronize()
         self._origin_s = time.perf_counter()
 
-    def _on_stream(self, action: Action, body: Callable[[], None], updated: dict[str, Future[None]]) -> None:
+    def _issue(self, until: int, *, blocks: bool) -> None:
+        """The actions before position ``until``; where one waits for the worker, ``blocks`` or goes no further."""
+        while self._issued < until and not self._stop.is_set():
+            action = self._schedule.actions[self._issued]
+            for name in action.waits:
+                future = self._updated.get(name)
+                if future is None:
+                    continue
+                if not blocks and not future.done():
+                    return
+                future.result()
+            if self._stop.is_set():
+                return  # what was waited for did not run
+            if action.lane is Lane.CPU:
+                self._updated[action.name] = self._worker.submit(partial(self._on_worker, action))
+            elif action.name not in self._prefetched:
+                self._on_stream(action)
+            self._issued += 1
+
+    def _on_stream(self, action: Action) -> None:
         stream = self._streams[action.lane]
         for name in action.waits:
-            if name in updated:
-                updated[name].result()
-            else:
+            # The host has waited for those of the worker.
+            if name in self._finished:
                 stream.wait(self._finished[name])
-        if self._stop.is_set():
-            return  # what was waited for did not run
         stream.record(self._started[action.name])
         with stream.issue():
-            body()
+            self._bodies[action.kind](action)
         stream.record(self._finished[action.name])
 
-    def _on_worker(self, action: Action, body: Callable[[], None]) -> None:
+    def _on_worker(self, action: Action) -> None:
         if self._stop.is_set():
             return
         try:
             for name in action.waits:
                 self._finished[name].synchronize()
             start_s = time.perf_counter()
-            body()
+            self._bodies[action.kind](action)
             self._cpu_spans[action.name] = (start_s - self._origin_s, time.perf_counter() - self._origin_s)
         except BaseException:
             # The host must not issue, and the worker not start, another action.
@@ -207,50 +311,58 @@ class Executor:
         for event in self._drained.values():
             event.synchronize()
 
-    def _first_error(self, updated: dict[str, Future[None]], error: BaseException) -> BaseException:
+    @contextmanager
+    def _torn_by_failure(self) -> Iterator[None]:
+        """Keeps what is raised inside; raises only what is no ``Exception``, such as an interrupt."""
+        try:
+            yield
+        except BaseException as error:
+            self._stop.set()
+            # At once: what follows waits, and may be interrupted.
+            self.fail(error)
+            self.fail(self._first_error(error))
+            # What was issued before the failure still writes: to states that a checkpoint will be loaded into, from
+            # slots that will be given back. A device that fails here, too, has its own failure told already.
+            with suppress(Exception):
+                self._drain_streams()
+            self._prefetched.clear()
+            if not isinstance(error, Exception):
+                raise
+
+    def _first_error(self, error: BaseException) -> BaseException:
         """The worker's exception, if it had one: what the host saw may only follow from it. Waits for the worker."""
-        failures = [failure for future in updated.values() if (failure := future.exception()) is not None]
+        failures = [failure for future in self._updated.values() if (failure := future.exception()) is not None]
         return failures[0] if failures else error
 
     def _prefetch(self, action: Action) -> None:
-        state, slot = self._states[action.sub_group], self._slots[action.name]
-        self._device.copy(slot.master, state.master)
-        self._device.copy(slot.exp_avg, state.exp_avg)
-        self._device.copy(slot.exp_avg_sq, state.exp_avg_sq)
+        self._copy(action.sub_group, to=self._slots[action.name], of=self._states[action.sub_group])
+
+    def _flush_states(self, action: Action) -> None:
+        self._copy(action.sub_group, to=self._states[action.sub_group], of=self._slots[action.name])
+
+    def _copy(self, sub_group: int, *, to: SubGroupState | Slot, of: SubGroupState | Slot) -> None:
+        for name in ("master", "exp_avg", "exp_avg_sq"):
+            self._copy_rest(sub_group, getattr(to, name), getattr(of, name))
 
     def _gpu_step(self, action: Action) -> None:
         assert self._device_adam is not None
         state = self._states[action.sub_group]
-        at = self._slots.get(action.name, state)
-        self._device_adam.update(
-            action.sub_group,
-            AdamTensors(
-                master=at.master, exp_avg=at.exp_avg, exp_avg_sq=at.exp_avg_sq, grad=state.grad, param=state.param
-            ),
-        )
-
-    def _flush_states(self, action: Action) -> None:
-        state, slot = self._states[action.sub_group], self._slots[action.name]
-        self._device.copy(state.master, slot.master)
-        self._device.copy(state.exp_avg, slot.exp_avg)
-        self._device.copy(state.exp_avg_sq, slot.exp_avg_sq)
+        self._update_rest(self._device_adam, action.sub_group, state.at(self._slots.get(action.name, state)))
 
     def _cpu_step(self, action: Action) -> None:
-        self._host_adam.update(action.sub_group, _on_host(self._states[action.sub_group]))
+        self._update_rest(self._host_adam, action.sub_group, self._states[action.sub_group].on_host)
 
     def _publish(self, action: Action) -> None:
         state = self._states[action.sub_group]
         assert state.rounded is not None
-        self._device.copy(state.param, state.rounded)
+        self._copy_rest(action.sub_group, state.param, state.rounded)
 
+    # Of the first parts nothing is written here: somebody may read them, or have written to them.
 
-def _on_host(state: SubGroupState) -> AdamTensors:
-    assert state.rounded is not None
-    return AdamTensors(
-        master=state.master,
-        exp_avg=state.exp_avg,
-        exp_avg_sq=state.exp_avg_sq,
-        grad=state.grad,
-        # An fp32 model's parameters are published from the master weights.
-        param=None if state.rounded is state.master else state.rounded,
-    )
+    def _update_rest(self, adam: AdamKernel, sub_group: int, tensors: AdamTensors) -> None:
+        for part in self._splits[sub_group].rest:
+            adam.update(sub_group, tensors.part(part), part)
+
+    def _copy_rest(self, sub_group: int, to: torch.Tensor, of: torch.Tensor) -> None:
+        for part in self._splits[sub_group].rest:
+            self._device.copy(part.view(to), part.view(of))

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from deep_opt_states.device.kernels.adam import AdamTensors
+from deep_opt_states.runtime.slots import Slot
+
 
 @dataclass
 class SubGroupState:
@@ -28,3 +31,26 @@ class SubGroupState:
     @property
     def numel(self) -> int:
         return self.master.numel()
+
+    @property
+    def on_host(self) -> AdamTensors:
+        """Of what is updated on the CPU."""
+        assert self.rounded is not None
+        return AdamTensors(
+            master=self.master,
+            exp_avg=self.exp_avg,
+            exp_avg_sq=self.exp_avg_sq,
+            grad=self.grad,
+            # An fp32 model's parameters are published from the master weights.
+            param=None if self.rounded is self.master else self.rounded,
+        )
+
+    def at(self, states: SubGroupState | Slot) -> AdamTensors:
+        """With ``master``, ``exp_avg`` and ``exp_avg_sq`` of ``states``, on the accelerator."""
+        return AdamTensors(
+            master=states.master,
+            exp_avg=states.exp_avg,
+            exp_avg_sq=states.exp_avg_sq,
+            grad=self.grad,
+            param=self.param,
+        )

@@ -14,7 +14,6 @@ from tests.kernels.training import (
     BETAS,
     copied,
     differences,
-    each,
     machine_arithmetic,
     random_tensors,
     with_infinities,
@@ -27,11 +26,11 @@ def device() -> torch.device:
 
 def on_gpu(tensors: AdamTensors) -> AdamTensors:
     """A copy."""
-    return each(tensors, lambda its: its.to(device(), copy=True))
+    return tensors.each(lambda its: its.to(device(), copy=True))
 
 
 def on_cpu(tensors: AdamTensors) -> AdamTensors:
-    return each(tensors, torch.Tensor.cpu)
+    return tensors.each(torch.Tensor.cpu)
 
 
 def triton_adam(*, adamw: bool = True, arithmetic: Arithmetic | None = None) -> TritonAdam:

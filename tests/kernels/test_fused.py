@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.cpp_extension import _get_build_directory
 
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, Part
 from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.library import NAME, InstructionSet, Library, library
@@ -136,7 +136,8 @@ def test_ranges_have_the_bits_of_the_whole(data: st.DataObject) -> None:
     kernel.begin_step([STEP])
     kernel.update(0, whole)
     for begin, end in zip([0, *cuts], [*cuts, numel], strict=True):
-        kernel.update_range(0, parts, begin, end)
+        part = Part(begin=begin, end=end, of=numel)
+        kernel.update(0, parts.part(part), part)
     assert differences(parts, whole) == []
 
 
@@ -146,7 +147,8 @@ def test_nothing_outside_the_range_is_touched() -> None:
     before = copied(tensors)
     kernel = fused(num_threads=2)
     kernel.begin_step([STEP])
-    kernel.update_range(0, tensors, 313, 700)
+    part = Part(begin=313, end=700, of=1000)
+    kernel.update(0, tensors.part(part), part)
     for name, its in vars(before).items():
         now = getattr(tensors, name)
         for part in (slice(0, 313), slice(700, None)):
@@ -290,4 +292,4 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         with pytest.raises(AssertionError):
             kernel.update(0, wrong)
     with pytest.raises(AssertionError):
-        kernel.update_range(0, tensors, 0, 65)
+        kernel.update(0, tensors, Part(begin=0, end=63, of=64))

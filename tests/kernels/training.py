@@ -110,12 +110,8 @@ def with_infinities(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.where(torch.rand(tensor.shape, generator=generator) < 0.1, chosen, tensor)
 
 
-def each(tensors: AdamTensors, change: Callable[[torch.Tensor], torch.Tensor]) -> AdamTensors:
-    return replace(tensors, **{name: None if its is None else change(its) for name, its in vars(tensors).items()})
-
-
 def copied(tensors: AdamTensors) -> AdamTensors:
-    return each(tensors, torch.Tensor.clone)
+    return tensors.each(torch.Tensor.clone)
 
 
 def differences(found: AdamTensors, expected: AdamTensors) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deep_opt_states.device.host import HostDevice
-from deep_opt_states.device.kernels.adam import AdamKernel, AdamTensors
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamTensors, Part
 from deep_opt_states.profiler.adam import (
     SUB_GROUPS,
     DeviceUpdates,
@@ -76,8 +76,8 @@ class Idle(PlainAdam):
 
 
 class OneElementLess(PlainAdam):
-    def update(self, sub_group: int, tensors: AdamTensors) -> None:
-        super().update(sub_group, replace(tensors, **{name: its[:-1] for name, its in vars(tensors).items()}))
+    def update(self, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
+        super().update(sub_group, replace(tensors, **{name: its[:-1] for name, its in vars(tensors).items()}), part)
 
 
 def updated(kernel: AdamKernel) -> Probe:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from deep_opt_states.device.kernels.adam import AdamTensors
+from deep_opt_states.device.kernels.adam import AdamTensors, Part
 from tests.runtime.adam import PlainAdam
 
 
@@ -88,6 +88,6 @@ class TimedAdam(PlainAdam):
         self._device = device
         self._update_s = update_s
 
-    def update(self, sub_group: int, tensors: AdamTensors) -> None:
-        super().update(sub_group, tensors)
+    def update(self, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
+        super().update(sub_group, tensors, part)
         self._device.now_s += self._update_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, zero
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, Part, zero
 
 
 class PlainAdam:
@@ -17,7 +17,7 @@ class PlainAdam:
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         self.begun.append(tuple(steps))
 
-    def update(self, sub_group: int, tensors: AdamTensors) -> None:
+    def update(self, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
         step = self.begun[-1][sub_group]
         master, exp_avg, exp_avg_sq = tensors.master, tensors.exp_avg, tensors.exp_avg_sq
         grad = tensors.grad.float() * step.grad_scale

@@ -107,9 +107,9 @@ class Watched(PlainAdam):
         self.zeroed_by.append(threading.get_ident())
         super().zero(tensors)
 
-    def update(self, sub_group: int, tensors: AdamTensors) -> None:
+    def update(self, sub_group: int, *args: Any) -> None:
         self.updated_by[sub_group] = threading.get_ident()
-        super().update(sub_group, tensors)
+        super().update(sub_group, *args)
 
 
 def test_states_are_touched_by_the_thread_that_will_update_them() -> None:

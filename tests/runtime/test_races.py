@@ -98,7 +98,7 @@ def test_every_missing_wait_of_any_schedule_shows(drawn: tuple[Schedule, Workloa
         assert shows(mutant, workload)
 
 
-@pytest.mark.parametrize("method", ["_begin", "_drain_streams"])
+@pytest.mark.parametrize("method", ["_wait_for_caller", "_drain_streams"])
 def test_an_update_that_does_not_wait_for_backward_or_for_its_own_end_shows(method: str) -> None:
     for plan in small_plans():
         with mock.patch.object(Executor, method):

@@ -17,7 +17,7 @@ import torch
 from deep_opt_states.device.fake.memory import Block
 from deep_opt_states.device.fake.queues import Lanes, Operation, Queue, Ready
 from deep_opt_states.device.fake.timing import Late, Timing
-from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors, Part
 
 
 class FakeEvent:
@@ -156,11 +156,11 @@ class LateAdam:
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         self._kernel.begin_step(steps)
 
-    def update(self, sub_group: int, tensors: AdamTensors) -> None:
+    def update(self, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
         names = [field.name for field in fields(tensors) if getattr(tensors, field.name) is not None]
 
         def update(*arguments: torch.Tensor) -> None:
-            self._kernel.update(sub_group, replace(tensors, **dict(zip(names, arguments, strict=True))))
+            self._kernel.update(sub_group, replace(tensors, **dict(zip(names, arguments, strict=True))), part)
 
         self._device.launch(update, *(getattr(tensors, name) for name in names))
 

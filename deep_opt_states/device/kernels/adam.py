@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,8 +24,32 @@ class AdamStep:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """Elements ``begin`` to ``end``, that one not included, of a sub-group of ``of`` elements."""
+
+    begin: int
+    end: int
+    of: int
+
+    @classmethod
+    def whole(cls, numel: int) -> Part:
+        return cls(begin=0, end=numel, of=numel)
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.begin <= self.end <= self.of, self
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.begin
+
+    def view(self, whole: torch.Tensor) -> torch.Tensor:
+        """Shape [of] to shape [numel]."""
+        return whole.narrow(0, self.begin, self.numel)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdamTensors:
-    """One sub-group's, shape [numel] each, all in the memory that the kernel works on.
+    """One sub-group's, or of a part of one, shape [numel] each, all in the memory that the kernel works on.
 
     ``master``, ``exp_avg`` and ``exp_avg_sq`` are fp32 and updated in place. ``grad`` is bf16, fp16 or fp32 and only
     read. ``param`` takes the updated parameters, rounded to its dtype; None where nobody needs them.
@@ -37,6 +61,14 @@ class AdamTensors:
     grad: torch.Tensor
     param: torch.Tensor | None
 
+    def part(self, part: Part) -> AdamTensors:
+        """Views."""
+        return self.each(part.view)
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> AdamTensors:
+        changed: dict[str, Any] = {name: None if its is None else change(its) for name, its in vars(self).items()}
+        return AdamTensors(**changed)
+
 
 class AdamKernel(Protocol):
     def zero(self, tensors: AdamTensors) -> None:
@@ -45,8 +77,11 @@ class AdamKernel(Protocol):
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         """Announce the updates of one step, one a sub-group in DeepSpeed's order, before the first of them."""
 
-    def update(self, sub_group: int, tensors: AdamTensors) -> None:
-        """As announced by ``begin_step``, in any order of the sub-groups."""
+    def update(self, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
+        """As announced by ``begin_step``, in any order of the sub-groups and of their parts.
+
+        ``tensors`` are the part's, or without one the whole sub-group's. An element's bits do not depend on the parts.
+        """
 
     def restart(self) -> None:
         """Forget every step heard, as a new process would have: beta^t is ``pow`` at the next step."""

@@ -8,7 +8,7 @@ from dataclasses import fields
 
 import torch
 
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, Part
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
 from deep_opt_states.device.kernels.library import DTYPES, CScalars, CUpdate, InstructionSet, library
 from deep_opt_states.device.kernels.scalars import BetaPowers, Scalars
@@ -50,31 +50,27 @@ class FusedAdam:
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         self._scalars = self._powers.scalars(steps)
 
-    def update(self, sub_group: int, tensors: AdamTensors) -> None:
-        self.update_range(sub_group, tensors, 0, tensors.master.numel())
-
-    def update_range(self, sub_group: int, tensors: AdamTensors, begin: int, end: int) -> None:
-        """Elements [begin, end) only. Each element's bits are the same whatever the ranges."""
+    def update(self, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
         scalars = self._scalars[sub_group]
-        update = self._describe(tensors, begin, end)
+        update = self._describe(tensors, part or Part.whole(tensors.master.numel()))
         update.scalars = CScalars(**{field.name: getattr(scalars, field.name) for field in fields(scalars)})
         self._library.update(update, self._instruction_set)
 
     def zero(self, tensors: AdamTensors) -> None:
-        self._library.zero(self._describe(tensors, 0, tensors.master.numel()))
+        self._library.zero(self._describe(tensors, Part.whole(tensors.master.numel())))
 
     def close(self) -> None:
         """Nothing to free."""
 
-    def _describe(self, tensors: AdamTensors, begin: int, end: int) -> CUpdate:
+    def _describe(self, tensors: AdamTensors, part: Part) -> CUpdate:
         """Without scalars."""
-        _check(tensors, begin, end)
+        _check(tensors, part.numel)
         return CUpdate(
             **{name: getattr(tensors, name).data_ptr() for name in (*STATES, "grad")},
             param=None if tensors.param is None else tensors.param.data_ptr(),
-            begin=begin,
-            end=end,
-            cut=self._arithmetic.cut(tensors.master.numel()),
+            numel=part.numel,
+            # Where the part ends before it, every element is below the cut; where it begins after it, none.
+            cut=self._arithmetic.cut(part.of) - part.begin,
             grad_dtype=DTYPES[tensors.grad.dtype],
             param_dtype=DTYPES[None if tensors.param is None else tensors.param.dtype],
             tail=self._arithmetic.tail,
@@ -83,10 +79,8 @@ class FusedAdam:
         )
 
 
-def _check(tensors: AdamTensors, begin: int, end: int) -> None:
+def _check(tensors: AdamTensors, numel: int) -> None:
     """C++ would read and write whatever is there."""
-    numel = tensors.master.numel()
-    assert 0 <= begin <= end <= numel, (begin, end, numel)
     for name in (*STATES, "grad", "param"):
         tensor = getattr(tensors, name)
         if tensor is None:

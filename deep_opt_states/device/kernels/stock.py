@@ -18,7 +18,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder import CPUAdamBuilder
 
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, zero
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, Part, zero
 
 
 class StockAdam:
@@ -58,7 +58,9 @@ class StockAdam:
                 self._call(op_id, step, self._empty, self._empty, self._empty, self._empty)
         self._steps, self._runs, self._run_of = steps, runs, run_of
 
-    def update(self, sub_group: int, tensors: AdamTensors) -> None:
+    def update(self, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
+        """Never a part: the op would give it a scalar tail of its own, where the sub-group has none."""
+        assert part is None or part.numel == part.of, part
         step = self._steps[sub_group]
         grad = self.scaled_gradient(tensors.grad, step.grad_scale)
         self._call(self._ids[sub_group], step, tensors.master, grad, tensors.exp_avg, tensors.exp_avg_sq)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from importlib import metadata
 from itertools import product
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, zero
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, Part, zero
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
 from deep_opt_states.device.kernels.library import DTYPES, KernelUnavailable
 from deep_opt_states.device.kernels.scalars import BetaPowers, Decay, Scalars
@@ -20,6 +21,9 @@ STATES = ("master", "exp_avg", "exp_avg_sq")
 
 ALIGNMENT_BYTES = 16
 """Triton compiles a kernel for pointers that are multiples of it, and another for those that are not."""
+
+ALIGNED_ELEMENTS = ALIGNMENT_BYTES // 4
+"""So many fp32 elements apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +40,8 @@ class Block:
 class TritonAdam:
     """Updates on the CUDA stream that is current where ``update`` is called; neither allocates nor synchronises.
 
-    ``master``, ``exp_avg`` and ``exp_avg_sq`` begin at multiples of 16 bytes. What ``compile`` was called for is not
-    compiled in a step. Raises ``KernelUnavailable`` where Triton cannot be imported.
+    ``master``, ``exp_avg`` and ``exp_avg_sq`` of a sub-group begin at multiples of 16 bytes. What ``compile`` was
+    called for is not compiled in a step. Raises ``KernelUnavailable`` where Triton cannot be imported.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class TritonAdam:
         nothing = Scalars(**numbers, decay_kind=Decay.NONE)
         try:
             for grad_dtype, param_dtype, *offsets in product(grad_dtypes, param_dtypes, (0, 1), (0, 1)):
-                self._launch(nothing, self._example(grad_dtype, param_dtype, *offsets), numel=0)
+                self._launch(nothing, self._example(grad_dtype, param_dtype, *offsets), numel=0, cut=0)
         except Exception as error:
             raise KernelUnavailable(
                 f"Triton cannot compile the GPU Adam kernel ({type(error).__name__}: {error}); it takes a CUDA GPU of "
@@ -82,14 +86,21 @@ class TritonAdam:
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         self._scalars = self._powers.scalars(steps)
 
-    def update(self, sub_group: int, tensors: AdamTensors) -> None:
-        _check(tensors, self._device)
-        self._launch(self._scalars[sub_group], tensors, tensors.master.numel())
+    def update(self, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
+        part = part or Part.whole(tensors.master.numel())
+        # From the last multiple of 16 bytes on, which is in the same memory: the part's own begin would be compiled for
+        # anew, and without wide loads.
+        skip = part.begin % ALIGNED_ELEMENTS
+        widened = tensors.each(partial(_from_before, skip=skip))
+        numel = skip + part.numel
+        _check(widened, self._device, numel)
+        cut = self._arithmetic.cut(part.of) - part.begin + skip
+        self._launch(self._scalars[sub_group], widened, numel=numel, cut=min(cut, numel), skip=skip)
 
     def close(self) -> None:
         """Nothing to free."""
 
-    def _launch(self, scalars: Scalars, tensors: AdamTensors, numel: int) -> None:
+    def _launch(self, scalars: Scalars, tensors: AdamTensors, *, numel: int, cut: int, skip: int = 0) -> None:
         programs = max(1, -(-numel // self._block.elements))
         # Triton passes a float as fp32, which each of these is, and an integer as it is declared.
         numbers = {name: float(value) for name, value in vars(scalars).items() if name != "decay_kind"}
@@ -100,7 +111,8 @@ class TritonAdam:
             tensors.grad,
             tensors.param,
             numel,
-            self._arithmetic.cut(numel),
+            cut,
+            skip,
             **numbers,
             decay_kind=int(scalars.decay_kind),
             TAIL=int(self._arithmetic.tail),
@@ -150,9 +162,13 @@ def _requirement() -> str:
     return next((line for line in requirements if line.startswith("triton=")), "triton")
 
 
-def _check(tensors: AdamTensors, device: torch.device) -> None:
+def _from_before(tensor: torch.Tensor, skip: int) -> torch.Tensor:
+    """The tensor with the ``skip`` elements that lie before it."""
+    return tensor.as_strided((skip + tensor.numel(),), (1,), tensor.storage_offset() - skip)
+
+
+def _check(tensors: AdamTensors, device: torch.device, numel: int) -> None:
     """Triton would read and write whatever is there, or compile for what ``compile`` has not."""
-    numel = tensors.master.numel()
     for name, tensor in vars(tensors).items():
         if tensor is None:
             continue

@@ -24,7 +24,7 @@ _L2 = tl.constexpr(int(Decay.L2))
 
 
 # Lengths and the kind of decay are no reason to compile again, which would be inside a training step.
-@triton.jit(do_not_specialize=["numel", "cut", "decay_kind"])
+@triton.jit(do_not_specialize=["numel", "cut", "skip", "decay_kind"])
 def update(
     master,
     exp_avg,
@@ -33,6 +33,7 @@ def update(
     param,
     numel: tl.int64,
     cut: tl.int64,
+    skip: tl.int64,
     grad_scale,
     beta1,
     one_minus_beta1,
@@ -46,7 +47,10 @@ def update(
     TAIL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program a block of BLOCK elements; ``param`` may be None. The parameters are those of ``csrc/update.h``."""
+    """A program a block of BLOCK elements; ``param`` may be None. The parameters are those of ``csrc/update.h``.
+
+    The first ``skip`` of the ``numel`` elements stay as they are; ``cut`` is at most ``numel``, and may be negative.
+    """
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     state = (master, exp_avg, exp_avg_sq, grad, param)
     scalars = (
@@ -62,14 +66,16 @@ def update(
         decay_kind,
     )
     # No mask where none is needed: one of a length that nobody knows keeps the compiler from wide loads and stores.
-    if begin + BLOCK <= cut:
-        _update_block(state, scalars, begin, numel, cut, TAIL=_GRADIENT_FUSED, BLOCK=BLOCK, WHOLE=True)
+    if (begin >= skip) & (begin + BLOCK <= cut):
+        _update_block(state, scalars, begin, numel, cut, skip, TAIL=_GRADIENT_FUSED, BLOCK=BLOCK, WHOLE=True)
     else:
-        _update_block(state, scalars, begin, numel, cut, TAIL=TAIL, BLOCK=BLOCK, WHOLE=False)
+        _update_block(state, scalars, begin, numel, cut, skip, TAIL=TAIL, BLOCK=BLOCK, WHOLE=False)
 
 
 @triton.jit
-def _update_block(state, scalars, begin, numel, cut, TAIL: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+def _update_block(
+    state, scalars, begin, numel, cut, skip, TAIL: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr
+):
     """TAIL's arithmetic from the cut on, the vectors' before it."""
     master, exp_avg, exp_avg_sq, grad, param = state
     (
@@ -87,7 +93,7 @@ def _update_block(state, scalars, begin, numel, cut, TAIL: tl.constexpr, BLOCK: 
     at = tl.arange(0, BLOCK)
     inside = None
     if not WHOLE:
-        inside = at < numel - begin
+        inside = (at >= skip - begin) & (at < numel - begin)
     of_vectors = at < cut - begin
 
     g = _widened(tl.load(grad + begin + at, mask=inside)) * grad_scale

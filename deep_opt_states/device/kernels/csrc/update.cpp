@@ -1,4 +1,4 @@
-// One pass over a range of a sub-group by several threads. Called through ctypes, which releases the GIL.
+// One pass over a sub-group, or a part of one, by several threads. Called through ctypes, which releases the GIL.
 #include "update.h"
 
 #include <omp.h>
@@ -33,16 +33,16 @@ Loop loop_of(std::int32_t instruction_set) {
   return update_plain;
 }
 
-// Calls `work(begin, end)` on each of the threads, with its share of [update.begin, update.end): always the same.
+// Calls `work(begin, end)` on each of the threads, with its share of the elements: always the same.
 template <typename Work>
 void on_threads(const Update& update, const Work& work) {
-  const std::int64_t numel = update.end - update.begin;
+  const std::int64_t numel = update.numel;
 #pragma omp parallel num_threads(update.num_threads)
   {
     const std::int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
     if (update.cores != nullptr) stay_on(update.cores[thread]);
     const std::int64_t share = (numel / threads + kGrain) / kGrain * kGrain;
-    work(update.begin + std::min(numel, share * thread), update.begin + std::min(numel, share * (thread + 1)));
+    work(std::min(numel, share * thread), std::min(numel, share * (thread + 1)));
   }
 }
 

@@ -1,4 +1,5 @@
-// The update of one sub-group as the Python side describes it (kernels/fused.py keeps a ctypes copy of this struct).
+// The update of a sub-group, or of a part of one, as the Python side describes it (kernels/library.py has a ctypes
+// copy of this struct).
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -30,16 +31,16 @@ struct Update {
   float* exp_avg;
   float* exp_avg_sq;
   const void* grad;
-  void* param;              // written, may be null
-  std::int64_t begin, end;  // elements to update
-  std::int64_t cut;         // elements from here on have the tail's arithmetic
+  void* param;  // written, may be null
+  std::int64_t numel;
+  std::int64_t cut;  // elements from here on have the tail's arithmetic; may lie outside [0, numel]
   std::int32_t grad_dtype, param_dtype;
   std::int32_t tail;
   std::int32_t num_threads;
   const std::int32_t* cores;  // one for each thread; null leaves them where they are
 };
 
-// One instruction set's loop over [begin, end), all of it below the cut.
+// One instruction set's loop over elements [begin, end), all of them below the cut.
 using Loop = void (*)(const Update& update, std::int64_t begin, std::int64_t end);
 
 void update_avx512(const Update& update, std::int64_t begin, std::int64_t end);

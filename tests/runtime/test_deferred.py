@@ -1,0 +1,161 @@
+"""Updates that go on in the next forward: serial bits under hostile timing, and each wait left out shows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, note
+from hypothesis import strategies as st
+
+from deep_opt_states.device.fake.device import FakeDevice, FakeStream
+from deep_opt_states.device.fake.timing import Late, Seeded, Timing
+from deep_opt_states.device.host import HostDevice
+from deep_opt_states.device.kernels.adam import Part
+from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.split import Split
+from perf_model.placement import Placement
+from perf_model.plan import UpdatePlan
+from perf_model.workload import Workload
+from tests.model.strategies import plans
+from tests.runtime.adam import PlainAdam, adam_step
+from tests.runtime.deferred import Habits, deferred, same, serial
+from tests.runtime.states import fill_gradients, make_states
+
+CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
+LANES = 6
+"""The stream of the gathers, ours, the CPU lane and the caller's."""
+
+timings = st.one_of(st.builds(Late, st.permutations(range(LANES))), st.builds(Seeded, st.integers(0, 2**32)))
+
+
+@st.composite
+def cut_up(draw: st.DrawFn, numel: int) -> list[tuple[int, int]]:
+    """Ranges that do not overlap, some next to each other, sometimes all of it."""
+    borders = sorted(draw(st.lists(st.integers(0, numel), max_size=6)))
+    ranges = list(pairwise(borders))
+    return [its for its in ranges if draw(st.booleans())] if draw(st.booleans()) else ranges or [(0, numel)]
+
+
+@st.composite
+def habits_of(draw: st.DrawFn, plan: UpdatePlan) -> Habits:
+    return Habits(
+        seed=draw(st.integers(0, 2**32)),
+        prefetches=draw(st.booleans()),
+        writes=draw(st.booleans()),
+        splits=[draw(cut_up(sub_group.numel)) for sub_group in plan.workload.sub_groups],
+    )
+
+
+@given(st.data(), plans(max_numel=300), timings, st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+def test_a_deferred_update_gives_the_serial_bits_whatever_the_timing(
+    data: st.DataObject, plan: UpdatePlan, timing: Timing, dtype: torch.dtype
+) -> None:
+    habits = data.draw(habits_of(plan))
+    note(f"{plan.schedule}\n{habits}")
+    assert same(deferred(plan, timing, habits, dtype=dtype), serial(plan, habits, dtype=dtype))
+
+
+PLAN = UpdatePlan(
+    workload=Workload.of([9, 7, 8, 6, 5]), placements=(CPU, STREAMED, RESIDENT, STREAMED, CPU), num_slots=1
+)
+FIRST = [[(0, 2), (5, 6)], [(3, 7)], [(2, 4)], [], [(0, 1)]]
+TIMINGS = [Late([last, *(lane for lane in range(LANES) if lane != last)]) for last in range(LANES)] + [
+    Seeded(seed) for seed in range(60)
+]
+
+
+def shows(splits: list[list[tuple[int, int]]] = FIRST) -> bool:
+    """Whether some timing gives a wrong number."""
+    for number, timing in enumerate(TIMINGS):
+        habits = Habits(seed=number, splits=splits)
+        if not same(deferred(PLAN, timing, habits), serial(PLAN, habits)):
+            return True
+    return False
+
+
+def test_the_plan_of_the_mutations_is_right() -> None:
+    assert not shows()
+
+
+@pytest.mark.parametrize("method", ["_wait_for_caller", "_drain_streams", "publish"])
+def test_each_wait_of_the_executor_left_out_shows(method: str) -> None:
+    with mock.patch.object(Executor, method):
+        assert shows()
+
+
+def test_the_caller_not_waiting_for_what_is_published_shows() -> None:
+    """Neither for a sub-group that it gathers, nor for the first parts."""
+    waits = FakeStream.wait
+
+    def wait(self: FakeStream, event: Any) -> None:
+        if self.queue not in self._device.lanes._streams[1:4]:
+            return
+        waits(self, event)
+
+    with mock.patch.object(FakeStream, "wait", wait):
+        assert shows()
+
+
+def test_a_write_to_the_states_after_a_prefetch_needs_a_discard() -> None:
+    """And with it, the update starts from what was written."""
+    found = []
+    for discards in (True, False):
+        device = FakeDevice()
+        states = make_states([4], torch.bfloat16)
+        states[0].master = device.empty_host(4, torch.float32).copy_(states[0].master)
+        for name in ("exp_avg", "exp_avg_sq", "grad"):
+            setattr(states[0], name, device.empty_host(4, torch.float32).zero_())
+        plan = UpdatePlan(workload=Workload.of([4]), placements=(STREAMED,), num_slots=1)
+        executor = Executor(plan.schedule, states, HostDevice(), PlainAdam(), PlainAdam())
+        executor.prefetch()
+        states[0].master.fill_(7.0)
+        if discards:
+            executor.discard()
+        executor.run([adam_step(1)])
+        executor.close()
+        found.append(bool((states[0].master > 6).all()))
+    assert found == [True, False]
+
+
+def test_what_may_block_is_a_function_of_schedule_and_calls() -> None:
+    """Forward may gather ahead what is streamed or resident, up to the next that the CPU has to update."""
+    placements = (RESIDENT, STREAMED, CPU, STREAMED, CPU)
+    plan = UpdatePlan(workload=Workload.of([4] * 5), placements=placements, num_slots=2, order=(0, 1, 2, 3, 4))
+    states = make_states([4] * 5, torch.bfloat16)
+    splits = [*[Split.of(4)] * 4, Split.of(4, [(0, 4)])]
+    executor = Executor(plan.schedule, states, HostDevice(), PlainAdam(), PlainAdam(), splits=splits)
+    fill_gradients(states, 1)
+
+    def blocking() -> list[bool]:
+        return [executor.may_block(index) for index in range(5)]
+
+    assert blocking() == [False] * 5
+    executor.begin([adam_step(1)] * 5)
+    assert blocking() == [False, False, True, True, False]
+    executor.publish(1)
+    executor.advance()
+    assert blocking() == [False, False, True, True, False]
+    executor.publish(2)
+    assert blocking() == [False] * 5
+    executor.finish()
+    executor.begin([adam_step(2)] * 5)
+    executor.fail(ZeroDivisionError())
+    assert blocking() == [False, False, True, True, False], "another rank, which has not failed, would gather others"
+    executor.publish(3)
+    assert blocking() == [False] * 5
+    executor.finish()
+    executor.close()
+
+
+def test_a_split_is_all_of_the_sub_group() -> None:
+    split = Split.of(10, [(6, 8), (2, 4), (4, 5), (9, 9)])
+    parts = [Part(begin=begin, end=end, of=10) for begin, end in ((2, 5), (6, 8))]
+    assert split.first == tuple(parts)
+    assert split.rest == tuple(Part(begin=begin, end=end, of=10) for begin, end in ((0, 2), (5, 6), (8, 10)))
+    assert Split.of(10).rest == (Part.whole(10),)
+    assert Split.of(10, [(0, 10)]).rest == ()
+    assert Split.of(0) == Split((), ())
