@@ -266,7 +266,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         """
         if not partition_gradients:
             return super().has_overflow(partition_gradients)
-        self._wait_for_reduction()
+        # Backward has waited for the reduction by its end.
         return self._norms.overflow()
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
