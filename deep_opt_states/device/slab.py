@@ -15,6 +15,10 @@ HUGE_PAGE_BYTES = 2 * 2**20
 Register: TypeAlias = Callable[[int, int], Callable[[], object]]
 """Page-locks an address range, given as its start and its bytes, and returns what undoes that."""
 
+LOCK_REMEDY = (
+    "Raise the memlock limit (ulimit -l unlimited; of a container --ulimit memlock=-1), or train on more ranks."
+)
+
 
 class HostMemoryError(RuntimeError):
     """The host has no room for the states, or may not give it."""
@@ -55,9 +59,7 @@ class HostSlab:
         except RuntimeError as error:
             raise HostMemoryError(
                 f"A rank's host memory must be page-locked, so that transfers overlap; found "
-                f"{self.size_bytes / 1e9:.3g} GB refused: {error}.\n"
-                f"Raise the memlock limit (ulimit -l unlimited; of a container --ulimit memlock=-1), or train on more "
-                f"ranks."
+                f"{self.size_bytes / 1e9:.3g} GB refused: {error}.\n{LOCK_REMEDY}"
             ) from error
 
     def close(self) -> None:

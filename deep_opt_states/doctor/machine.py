@@ -46,7 +46,7 @@ def check_memlock(limit_bytes: int | None, has_cuda: bool) -> Finding:
     if limit_bytes is None:
         return Finding(topic, Status.OK, "unlimited")
     if has_cuda:
-        found = f"{_size(limit_bytes)}; should be unlimited where optimizer states are pinned"
+        found = f"{_size(limit_bytes)}; whether the driver holds pinned optimizer states to it, training tries at start"
         remedy = "ulimit -l unlimited, or docker run --ulimit memlock=-1, if pinning memory or starting NCCL fails."
         return Finding(topic, Status.WARN, found, remedy)
     return Finding(topic, Status.OK, f"{_size(limit_bytes)}; nothing is pinned without a GPU")

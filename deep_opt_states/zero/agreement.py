@@ -70,7 +70,8 @@ class FailureAgreement:
         """Raises ``failure``, or ``UpdateFailed`` naming the ranks that failed; ``executor`` is torn then, too."""
         if self._world_size > 1:
             self._failed.zero_()
-            self._failed[self._rank] = failure is not None
+            # Assigning would copy from the host, which waits for that.
+            self._failed[self._rank].fill_(failure is not None)
             dist.all_reduce(self._failed)
         if failure is not None:
             raise failure

@@ -16,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from deep_opt_states import machine
 from deep_opt_states.config import Config
 from deep_opt_states.cores import CoreShare
 from deep_opt_states.device.affinity import LaunchBinding
@@ -32,7 +33,7 @@ from deep_opt_states.zero.compat import forget_gradient_buffers
 from deep_opt_states.zero.cores import share_cores
 from deep_opt_states.zero.devices import AcceleratorChoice
 from deep_opt_states.zero.gradients import Gradients, Home
-from deep_opt_states.zero.host_memory import HostRoom, SharingRanks, check_room, memlock_warning
+from deep_opt_states.zero.host_memory import HostRoom, SharingRanks, check_locking, check_room
 from deep_opt_states.zero.log import say
 from deep_opt_states.zero.norms import Norms
 from deep_opt_states.zero.planning import intend
@@ -86,6 +87,8 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         ranks = SharingRanks.of(training_ranks())
         # Each of the ranks, before any of them takes memory that another would find missing.
         agree(lambda: self._check_room(intention.plan, ranks), lambda _: "has room")
+        # Once all have looked: what one locks to try it is missing from what another finds available.
+        agree(lambda: self._check_locking(intention.plan), lambda _: "may lock its states")
         agree(lambda: self._prepare(intention.plan, share), lambda _: "prepared")
         self.report = UpdateReport(self._config.report, intention.plan, intention.predicted, dist.get_rank() == 0, say)
         # Stock looks there for where a sub-group is; and has its optimizer without parameters between steps.
@@ -99,11 +102,12 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         return Widths(param=param_bytes, grad=self.gradient_accumulation_dtype.itemsize)
 
     def _check_room(self, plan: UpdatePlan, ranks: SharingRanks) -> None:
-        slab_bytes = self._widths.slab_bytes(plan)
-        room = HostRoom.here()
-        check_room(slab_bytes, plan.workload.numel, ranks, room)
-        if not self._accelerator.steps_on_host and (warning := memlock_warning(slab_bytes, room)):
-            say(warning)
+        check_room(self._widths.slab_bytes(plan), plan.workload.numel, ranks, HostRoom.here())
+
+    def _check_locking(self, plan: UpdatePlan) -> None:
+        # Not on the ledger: it is given back.
+        device, limit_bytes = self._accelerator.device, machine.memlock_limit_bytes()
+        check_locking(self._widths.slab_bytes(plan), plan.workload.numel, device, limit_bytes)
 
     def _prepare(self, plan: UpdatePlan, share: CoreShare) -> None:
         # Before memory is touched, which then lies near these cores, and before the worker is started.
@@ -262,7 +266,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         """
         if not partition_gradients:
             return super().has_overflow(partition_gradients)
-        self._wait_for_reduction()
+        # Backward has waited for the reduction by its end.
         return self._norms.overflow()
 
     def _get_norm_groups(self) -> list[torch.Tensor]:

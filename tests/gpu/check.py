@@ -73,7 +73,7 @@ def parts(out: Path) -> list[Part]:
     return [
         Part(name="build", command=(sys.executable, "-c", build), limit_s=75),
         Part(name="kernel", command=_pytest("gpu/test_kernel", "kernels/test_triton"), limit_s=85),
-        Part(name="executor", command=_pytest("gpu/test_executor"), limit_s=45),
+        Part(name="executor", command=_pytest("gpu/test_executor", "gpu/test_locking"), limit_s=45),
         Part(
             name="gpu_adam",
             command=(*benchmark, "benchmarks.gpu_adam", "--repetitions", "15"),

@@ -116,6 +116,54 @@ def test_threads_are_ordered_by_what_they_are_told(accelerator: RecordingAcceler
     assert rules(recorder) == [UNORDERED]
 
 
+# Waits of the host
+
+WAITS: dict[str, Callable[[torch.Tensor, RecordingAccelerator], object]] = {
+    "item": lambda tensor, _: tensor[0].item(),
+    "bool": lambda tensor, _: bool(tensor[0]),
+    "float": lambda tensor, _: float(tensor[0]),
+    "tolist": lambda tensor, _: tensor.tolist(),
+    "nonzero": lambda tensor, _: tensor.nonzero(),
+    "equal": lambda tensor, _: torch.equal(tensor, tensor + 0),
+    "cpu": lambda tensor, _: tensor.cpu(),
+    "another dtype": lambda tensor, _: tensor.to("cpu", torch.bfloat16),
+    "copy to the host": lambda tensor, _: torch.zeros(4).copy_(tensor),
+    "copy of the host's": lambda tensor, _: tensor.copy_(torch.zeros(4)),
+    "assignment": lambda tensor, _: tensor.__setitem__(0, 1.0),
+    "stream": lambda _, accelerator: accelerator.current_stream().synchronize(),
+    "event": lambda _, accelerator: accelerator.current_stream().record_event().synchronize(),
+    "accelerator": lambda _, accelerator: accelerator.synchronize(),
+}
+
+
+@pytest.mark.parametrize("how", WAITS)
+def test_a_wait_of_the_host_is_noted_once_and_orders(
+    how: str, accelerator: RecordingAccelerator, recorder: Recorder
+) -> None:
+    tensor = torch.ones(4, device=ACCELERATOR)
+    assert recorder.waits == []
+    WAITS[how](tensor, accelerator)
+    assert len(recorder.waits) == 1
+    assert "<lambda>" in recorder.waits[0]
+    # On a stream that knows what the host knows, and no more.
+    with accelerator.stream(accelerator.Stream()):
+        tensor.fill_(2)
+    assert rules(recorder) == []
+
+
+def test_the_host_waits_for_nothing_else(accelerator: RecordingAccelerator, recorder: Recorder) -> None:
+    tensor = torch.ones(4, device=ACCELERATOR)
+    second = accelerator.Stream()
+    second.wait_stream(accelerator.current_stream())
+    second.wait_event(accelerator.current_stream().record_event())
+    tensor.to("cpu", non_blocking=True)
+    tensor[0].fill_(True)
+    tensor.copy_(tensor + 1)
+    on_host = torch.ones(4)
+    assert (on_host.sum().item(), bool(on_host[0]), on_host.tolist()) == (4, True, [1, 1, 1, 1])
+    assert recorder.waits == []
+
+
 # Copies
 
 

@@ -33,7 +33,7 @@ class RecordedEvent:
         self._recorder.learns(self._recorder.stream if stream is None else stream.name, self._clock)
 
     def synchronize(self) -> None:
-        self._recorder.learns(self._recorder.host, self._clock)
+        self._recorder.host_waits(self._clock)
 
     def query(self) -> bool:
         """Never yet: whoever only asks must live with that answer."""
@@ -62,7 +62,7 @@ class RecordedStream:
         self._recorder.learns(self.name, self._recorder.now(stream.name))
 
     def synchronize(self) -> None:
-        self._recorder.learns(self._recorder.host, self._recorder.now(self.name))
+        self._recorder.host_waits(self._recorder.now(self.name))
 
 
 class RecordingAccelerator(CPU_Accelerator):
@@ -92,7 +92,7 @@ class RecordingAccelerator(CPU_Accelerator):
         return self._recorder.on_accelerator(tensor)
 
     def synchronize(self, device_index: Any = None) -> None:
-        self._recorder.learns(self._recorder.host, self._recorder.all_streams())
+        self._recorder.host_waits(self._recorder.all_streams())
 
     # Streams and events
 

@@ -85,7 +85,7 @@ class Accesses(TorchDispatchMode):
         recorder.touch(recorder.host, here, [], name)
         recorder.touch(recorder.stream, [it for it in reads if recorder.on_accelerator(it)], writes, name)
         if name in SYNCHRONIZING:
-            recorder.learns(recorder.host, recorder.now(recorder.stream))
+            recorder.host_waits(recorder.now(recorder.stream))
 
     def _copy(self, destination: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
         recorder = self._recorder
@@ -102,13 +102,14 @@ class Accesses(TorchDispatchMode):
             recorder.touch(stream, [], [destination], "copy from a staging buffer")
         elif converts_here:
             recorder.touch(stream, [source], [], "copy to a staging buffer")
-            recorder.learns(host, recorder.now(stream))
+            recorder.host_waits(recorder.now(stream))
             recorder.touch(host, [], [destination], "conversion")
+            return
         else:
             recorder.touch(stream, [source], [destination], "copy")
         # With pageable memory CUDA might wait all the same; nobody may rely on it.
         if not non_blocking:
-            recorder.learns(host, recorder.now(stream))
+            recorder.host_waits(recorder.now(stream))
 
 
 def _reads_and_writes(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -17,6 +17,7 @@ from tests.zero.recording.memory import Place
 from tests.zero.recording.recorder import Recorder
 
 _to = torch.Tensor.to
+_tolist = torch.Tensor.tolist
 _tensor = torch.tensor
 
 
@@ -31,6 +32,7 @@ class Places:
             "device": property(lambda tensor: memory(tensor).place.value),
             "to": self.to,
             "cpu": lambda tensor: self.to(tensor, Place.HOST.value),
+            "tolist": lambda tensor: _tolist(self.to(tensor, Place.HOST.value)),
             "is_pinned": lambda tensor, *_: memory(tensor).pinned,
             "pin_memory": lambda tensor, *_: self.pin(tensor),
             "record_stream": lambda tensor, stream: memory(tensor).recorded.add(stream.name),

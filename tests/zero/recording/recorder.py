@@ -52,6 +52,8 @@ class Recorder:
     findings: list[Finding] = field(default_factory=list)
     seen: dict[str, int] = field(default_factory=dict)
     """Accesses by lane: what did not run was not checked."""
+    waits: list[str] = field(default_factory=list)
+    """By whom a host thread was made to wait for the accelerator, in order."""
 
     def __post_init__(self) -> None:
         self.memories = Memories()
@@ -79,6 +81,12 @@ class Recorder:
     def learns(self, lane: str, clock: Clock) -> None:
         with self._lock:
             self.clock(lane).join(clock)
+
+    def host_waits(self, clock: Clock) -> None:
+        """The calling thread, for what the accelerator does until ``clock``."""
+        with self._lock:
+            self.learns(self.host, clock)
+            self.waits.append(_who())
 
     def all_streams(self) -> Clock:
         clock = Clock()

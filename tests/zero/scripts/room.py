@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from unittest import mock
 
 import pytest
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from deep_opt_states import machine
 from deep_opt_states.device.host import HostDevice
-from deep_opt_states.device.slab import HostMemoryError, HostSlab
+from deep_opt_states.device.slab import HostMemoryError, HostSlab, Register
 from deep_opt_states.zero.agreement import RanksDisagree
 from deep_opt_states.zero.host_memory import HostRoom
 from perf_model.memory import Where
@@ -23,10 +23,13 @@ from tests.zero.process_group import process_group
 
 CASE = Case(name="room", blocks=(CPU,), world_size=2, steps=1)
 
+LIMIT_BYTES = 4096
+"""Less than the states of a rank take."""
+
 
 @contextmanager
 def room_for(available_bytes: int) -> Iterator[None]:
-    room = HostRoom(available_bytes=available_bytes, container_bytes=None, memlock_bytes=None)
+    room = HostRoom(available_bytes=available_bytes, container_bytes=None)
     with mock.patch.object(HostRoom, "here", return_value=room):
         yield
 
@@ -51,6 +54,38 @@ def a_nodes_ranks_share_its_room() -> None:
     print("a node's ranks share its room", flush=True)
 
 
+def a_rank_that_may_not_lock_stops_all() -> None:
+    asked: list[int] = []
+
+    def refuse(address: int, size_bytes: int) -> Callable[[], object]:
+        asked.append(size_bytes)
+        raise RuntimeError("CUDA error: out of memory")
+
+    limited = dist.get_rank() == 0
+    failure = HostMemoryError if limited else RanksDisagree
+    limit = memlock_limit(LIMIT_BYTES if limited else None)
+    with limit, locking_by(refuse), pytest.raises(failure, match="be within the memlock limit"):
+        make_engine(CASE, CPU)
+    assert asked == ([LIMIT_BYTES + mmap.PAGESIZE] if limited else []), "before any states were allocated"
+    print("a rank that may not lock stopped all", flush=True)
+
+
+def a_driver_that_does_not_hold_to_the_limit_stops_nobody() -> None:
+    asked: list[int] = []
+    locked: list[int] = []
+
+    def register(address: int, size_bytes: int) -> Callable[[], object]:
+        asked.append(size_bytes)
+        locked.append(size_bytes)
+        return lambda: locked.remove(size_bytes)
+
+    with memlock_limit(LIMIT_BYTES), locking_by(register), closing_engine(CASE, CPU) as engine:
+        (slab_bytes,) = (its.each_bytes for its in engine.optimizer.ledger.reserved if its.where is Where.PINNED)
+        assert asked == [LIMIT_BYTES + mmap.PAGESIZE, slab_bytes]
+        assert locked == [slab_bytes], "what was tried is given back"
+    print("a driver that does not hold to the limit stopped nobody", flush=True)
+
+
 def the_states_are_locked_in_place() -> None:
     """A page that is not there when it is locked would be put near the core that locks it."""
     calls: list[object] = []
@@ -59,13 +94,18 @@ def the_states_are_locked_in_place() -> None:
         calls.append(("locked with all pages in place", pages_in_place(address, size_bytes)))
         return lambda: calls.append("unlocked")
 
-    with (
-        mock.patch.object(HostDevice, "host_slab", lambda device, size_bytes: HostSlab(size_bytes, register)),
-        closing_engine(CASE, CPU),
-    ):
+    with locking_by(register), closing_engine(CASE, CPU):
         assert calls == [("locked with all pages in place", True)], calls
     assert calls[1:] == ["unlocked"], calls
     print("the states were locked in place", flush=True)
+
+
+def memlock_limit(limit_bytes: int | None) -> AbstractContextManager[object]:
+    return mock.patch.object(machine, "memlock_limit_bytes", return_value=limit_bytes)
+
+
+def locking_by(register: Register) -> AbstractContextManager[object]:
+    return mock.patch.object(HostDevice, "host_slab", lambda device, size_bytes: HostSlab(size_bytes, register))
 
 
 def pages_in_place(address: int, size_bytes: int) -> bool:
@@ -78,4 +118,6 @@ if __name__ == "__main__":
     with process_group():
         a_rank_without_room_stops_all()
         a_nodes_ranks_share_its_room()
+        a_rank_that_may_not_lock_stops_all()
+        a_driver_that_does_not_hold_to_the_limit_stops_nobody()
         the_states_are_locked_in_place()
