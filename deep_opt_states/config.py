@@ -53,6 +53,8 @@ class Config(_Block):
     cpu_threads: int | None = Field(default=None, ge=1)
     bind_cores: bool = True
     gpu_memory_gb: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    overlap_backward: bool = True
+    overlap_forward: bool = True
     report: ReportConfig = ReportConfig()
 
     @model_validator(mode="after")
@@ -172,6 +174,13 @@ _RULES = {
     "gpu_memory_gb": _Rule(
         "must be a number of at least 0",
         "Gigabytes of each GPU that the optimizer may take; leave it out for a tenth of the GPU's memory.",
+    ),
+    "overlap_backward": _Rule(
+        "must be true or false", "Leave it out to prefetch streamed sub-groups' states while backward runs."
+    ),
+    "overlap_forward": _Rule(
+        "must be true or false",
+        "Leave it out to let the update go on in the next forward, up to where that needs its parameters.",
     ),
     "report": _Rule("must be an object", 'For example "report": {"every_n_steps": 10, "trace": "trace.json"}.'),
     "report.every_n_steps": _Rule("must be an integer of at least 0", "0, the default, reports nothing."),

@@ -45,7 +45,7 @@ class UpdateReport:
         # A script that ends without destroying its engine has trained all the same.
         atexit.register(self.close)
 
-    def stepped(self, update_s: float, timeline: Callable[[], Timeline]) -> None:
+    def updated(self, update_s: float, timeline: Callable[[], Timeline]) -> None:
         """After each update; ``timeline`` is asked for only when it is used.
 
         A report that cannot be written is said, once, and ends the reports; it must not end the training.

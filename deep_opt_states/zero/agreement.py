@@ -54,10 +54,10 @@ def _refuse_difference(descriptions: list[str]) -> None:
 
 
 class FailureAgreement:
-    """At the end of each update, whether it failed on any rank.
+    """After each update, whether it failed on any rank.
 
-    One all-reduce of an int32 a rank; without it the other ranks would wait in the next collective for a rank
-    that never comes.
+    One all-reduce of an int32 a rank; without it the other ranks would wait in the next collective for a rank that
+    never comes.
     """
 
     def __init__(self) -> None:
@@ -66,16 +66,14 @@ class FailureAgreement:
         device = get_accelerator().current_device_name()
         self._failed = torch.zeros(self._world_size, dtype=torch.int32, device=device)
 
-    def check(self, failure: BaseException | None, executor: Executor) -> None:
-        """Raises ``failure``, or ``UpdateFailed`` naming the ranks that failed; ``executor`` is torn then, too."""
-        if self._world_size > 1:
-            self._failed.zero_()
-            # Assigning would copy from the host, which waits for that.
-            self._failed[self._rank].fill_(failure is not None)
-            dist.all_reduce(self._failed)
-        if failure is not None:
-            raise failure
-        if self._world_size > 1 and bool(self._failed.any()):
+    def share(self, executor: Executor) -> None:
+        """If it failed anywhere, ``executor`` has failed here, too, with the ranks named if it was not here."""
+        if self._world_size == 1:
+            return
+        self._failed.zero_()
+        # Assigning would copy from the host, which waits for that.
+        self._failed[self._rank].fill_(executor.failure is not None)
+        dist.all_reduce(self._failed)
+        if executor.failure is None and bool(self._failed.any()):
             ranks = ", ".join(str(rank) for rank in self._failed.nonzero().flatten().tolist())
             executor.fail(UpdateFailed(f"the update failed on rank {ranks}, whose own message has the cause"))
-            raise executor.torn()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 SUPPORTED_DEEPSPEED = ("0.19.8",)
+
+Parameter: TypeAlias = Any
+"""A ``torch.nn.Parameter`` with ZeRO-3's attributes (``ds_id`` and others)."""
 
 
 def is_supported(deepspeed_version: str) -> bool:

@@ -18,10 +18,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deep_opt_states.zero.compat import reduced_this_window, sees_gradients
-
-Parameter = Any
-"""A ``torch.nn.Parameter`` with ZeRO-3's attributes (``ds_id`` and others)."""
+from deep_opt_states.zero.compat import Parameter, reduced_this_window, sees_gradients
 
 MAX_COPY_BYTES = 64 * 2**20
 """Gradients that lie next to each other go down in one copy, up to so many bytes, which take memory on the accelerator

@@ -1,13 +1,15 @@
 """ZeRO-3 with its update phase replaced by a schedule: a thin subclass that overrides hooks of ``step()``.
 
 ``step()`` itself, the gradient reduction, the norm, overflow handling and checkpoints are stock's. What
-``step()`` would do sub-group by sub-group is collected here, and executed as one schedule at its last sub-group.
+``step()`` would do sub-group by sub-group is collected here, and begun as one schedule at its last sub-group.
+Parameters that DeepSpeed keeps gathered are updated when ``step()`` returns; the rest may be updated while the next
+forward runs, and whoever reads or writes parameters, states or gradients meets no update under way.
 """
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -27,16 +29,20 @@ from deep_opt_states.report.update_report import UpdateReport
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.ledger import Ledger
 from deep_opt_states.runtime.memory import StateMemory
+from deep_opt_states.runtime.split import Split
 from deep_opt_states.runtime.state import SubGroupState
-from deep_opt_states.zero.agreement import FailureAgreement, agree
+from deep_opt_states.zero.agreement import agree
 from deep_opt_states.zero.compat import forget_gradient_buffers
 from deep_opt_states.zero.cores import share_cores
 from deep_opt_states.zero.devices import AcceleratorChoice
+from deep_opt_states.zero.gathers import Gathers
 from deep_opt_states.zero.gradients import Gradients, Home
+from deep_opt_states.zero.guarded import Guarded
 from deep_opt_states.zero.host_memory import HostRoom, SharingRanks, check_locking, check_room
 from deep_opt_states.zero.log import say
 from deep_opt_states.zero.norms import Norms
 from deep_opt_states.zero.planning import intend
+from deep_opt_states.zero.update import Update
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.slab import Widths
@@ -58,6 +64,26 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     ledger: Ledger
     """What this plugin has reserved."""
     report: UpdateReport
+
+    _update: Update
+
+    # What may be under way ends before anybody else sees what it works on. There is none while stock constructs.
+
+    def _finish(self) -> None:
+        if "_update" in vars(self):
+            self._update.finish()
+
+    def _drain(self) -> None:
+        if "_update" in vars(self):
+            self._update.drain()
+
+    def _get_state(self) -> Any:
+        self._drain()
+        return super()._get_state()
+
+    fp16_partitioned_groups_flat = Guarded(_finish)
+    fp32_partitioned_groups_flat = Guarded(_drain)
+    state = property(_get_state, DeepSpeedZeroOptimizer_Stage3._set_state)
 
     def __init__(self, config: Config, accelerator: AcceleratorChoice, *args: Any, **kwargs: Any) -> None:
         self._config = config
@@ -91,6 +117,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         agree(lambda: self._check_locking(intention.plan), lambda _: "may lock its states")
         agree(lambda: self._prepare(intention.plan, share), lambda _: "prepared")
         self.report = UpdateReport(self._config.report, intention.plan, intention.predicted, dist.get_rank() == 0, say)
+        self._update = Update(self._executor, defers=self._defers, finished=self.report.updated)
         # Stock looks there for where a sub-group is; and has its optimizer without parameters between steps.
         self.subgroup_to_device = dict.fromkeys(range(len(self._states)), "cpu")
         for param_group in self.optimizer.param_groups:
@@ -130,6 +157,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         )
         self._reserved.callback(self._memory.close)
         self._states = self._memory.states
+        self._masters: list[torch.Tensor] = []
         self._gradients = Gradients(self, self._homes(plan, device))
         device_adam = self._accelerator.device_adam(
             plan,
@@ -143,7 +171,10 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         if device_adam is not None and device_adam is not self._adam:
             self._reserved.callback(device_adam.close)
             self._kernels.append(device_adam)
-        self._executor = Executor(plan.schedule, self._states, device, self._adam, device_adam)
+        # The fallback would update parts with other bits.
+        self._defers = self._config.overlap_forward and choice.arithmetic is not None
+        splits = [Split.of(state.numel, first) for state, first in zip(self._states, self._first_parts(), strict=True)]
+        self._executor = Executor(plan.schedule, self._states, device, self._adam, device_adam, splits=splits)
         self._reserved.callback(self._executor.close)
         self._executor.touch(
             [state for state, its in zip(self._states, plan.placements, strict=True) if its is Placement.CPU]
@@ -151,11 +182,20 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         for sub_group_id, state in enumerate(self._states):
             self._take_over(sub_group_id, state)
         self._memory.lock()
-        self._failures = FailureAgreement()
         self._steps: list[AdamStep] = []
         self._norms = Norms(self)
         self._grad_scale = 1.0
-        self._update_s = 0.0
+
+    def _first_parts(self) -> list[list[tuple[int, int]]]:
+        """By sub-group, the ranges of the parameters that stock gathers at the end of ``step()``."""
+        kept = {param.ds_id for param in self.persistent_parameters} if self._defers else set()
+        by_sub_group = []
+        for group in self.fp16_groups:
+            begins = [0, *accumulate(param.partition_numel() for param in group)]
+            by_sub_group.append(
+                [its for its, param in zip(pairwise(begins), group, strict=True) if param.ds_id in kept]
+            )
+        return by_sub_group
 
     def _homes(self, plan: UpdatePlan, device: Ledger) -> list[Home]:
         """Sums over micro-batches stay on the accelerator, also of what the CPU updates, if it has room for them."""
@@ -179,6 +219,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         master.ds_id = f"{ds_ids[0]}_{ds_ids[-1]}"
         master.requires_grad = True
         self.fp32_partitioned_groups_flat.append(master)
+        self._masters.append(master)
         # Stock would create them, unpinned, at the first step.
         moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
         self.optimizer.state[master] = {"step": 0, **moments}
@@ -194,11 +235,30 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         finally:
             self.device = device
         forget_gradient_buffers(self)
+        if self._defers:
+            kept = {param.ds_id for param in self.persistent_parameters}
+            deferred = {
+                param.ds_id: sub_group_id
+                for sub_group_id, group in enumerate(self.fp16_groups)
+                for param in group
+                if param.ds_id not in kept
+            }
+            gathers = Gathers(self.module, self._get_param_coordinator(), self._update, deferred)
+            self._reserved.callback(gathers.release)
 
-    # Gradients
+    # Backward
+
+    def backward_prologue(self) -> None:
+        """Gradients take the place of those that the update reads."""
+        self._update.finish()
+        super().backward_prologue()
 
     def partition_grads(self, params_to_release: Any, grad_partitions: Any) -> Any:
+        # Backward may have been entered by another door.
+        self._update.finish()
         self._gradients.reduced(params_to_release, grad_partitions)
+        if self._config.overlap_backward and self.is_gradient_accumulation_boundary():
+            self._update.prefetch()
 
     def _finalize_offload_gradient_accumulation(self) -> None:
         self._gradients.finish_window()
@@ -242,22 +302,17 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         if not get_accelerator().resolves_data_dependency():
             self.reduce_and_partition_stream.synchronize()
 
-    def offload_states(self, include: Any = None, **kwargs: Any) -> None:
-        """Gradients are where they are needed: there is nothing to move for ``lp_grads``."""
-        if include is not None:
-            include = [its for its in include if its is not OffloadStateTypeEnum.lp_grads]
-        super().offload_states(include=include, **kwargs)
-
     # The hooks of step(), in the order in which it calls them
 
     def _pre_step(self) -> None:
+        self._update.settle()
         # Before super() forgets which parameters were reduced in this window.
         self._gradients.complete_window()
         self._steps.clear()
         self._norms.forget()
         super()._pre_step()
         # Only now: the window of a refused step is over, too, and must not be added to the next one.
-        self._refuse_torn_states()
+        self._update.refuse_torn()
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """A norm is finite if, and only if, all that it is taken of is and its square can be told from infinity.
@@ -285,7 +340,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
 
     def _optimizer_step(self, sub_group_id: int) -> None:
         group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
-        state = self.optimizer.state[self.fp32_partitioned_groups_flat[sub_group_id]]
+        state = self.optimizer.state[self._masters[sub_group_id]]
         beta1, beta2 = group["betas"]
         self._steps.append(
             AdamStep(
@@ -306,49 +361,45 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     def _release_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
         super()._release_sub_group(sub_group_id, timer_names)
         if sub_group_id == len(self.fp16_groups) - 1:
-            self._update()
+            self._decided()
 
-    def _update(self) -> None:
+    def _decided(self) -> None:
         for sub_group_id, state in enumerate(self._states):
             # DeepSpeed reallocates the flat buffer in reload_states().
             state.param = self.fp16_partitioned_groups_flat[sub_group_id]
             state.grad = self._gradients.of_sub_group(sub_group_id)
-        failure = None
-        start_s = time.perf_counter()
-        try:
-            self._executor.run(self._steps)
-        except BaseException as error:  # noqa: BLE001 (an interrupt, too, is told to the other ranks, then raised)
-            failure = error
-        self._update_s = time.perf_counter() - start_s
-        for sub_group_id, state in enumerate(self._states):
-            # What users have set was put together in memory that nobody has planned for.
-            state.grad = self._gradients.home_of(sub_group_id)
-        self._failures.check(failure, self._executor)
-        for sub_group_id, step in enumerate(self._steps):
-            self.optimizer.state[self.fp32_partitioned_groups_flat[sub_group_id]]["step"] = step.step
+        # The scheduler and the user may change the numbers of the next step while these are used.
+        steps = tuple(self._steps)
+        self._update.run(steps)
+        for sub_group_id, step in enumerate(steps):
+            self.optimizer.state[self._masters[sub_group_id]]["step"] = step.step
             self._gradients.scaled_later(sub_group_id, step.grad_scale)
         # Its param groups are empty here, so this updates nothing; but PyTorch's LR schedulers count the calls.
         self.optimizer.step()
 
-    def _post_step(self, timer_names: Any) -> None:
-        super()._post_step(timer_names)
-        # After the last collective of the step: rank 0 writes files, and nobody waits for it.
-        self.report.stepped(self._update_s, self._executor.timeline)
+    def offload_states(self, include: Any = None, **kwargs: Any) -> None:
+        """Gradients are where they are needed: there is nothing to move for ``lp_grads``."""
+        if include is not None:
+            include = [its for its in include if its is not OffloadStateTypeEnum.lp_grads]
+        self._drain()
+        super().offload_states(include=include, **kwargs)
 
     # Checkpoints
 
+    def checkpoint_event_prologue(self) -> None:
+        """Every rank is here, before a load and before a save."""
+        self._update.settle()
+        super().checkpoint_event_prologue()
+
     def _rigid_state_dict(self) -> Any:
-        self._refuse_torn_states()
+        self._update.drain()
+        self._update.refuse_torn()
         return super()._rigid_state_dict()
 
     def checkpoint_event_epilogue(self) -> None:
         """Runs before 16-bit weights are written, and after a load, which has restored the states by then."""
-        self._refuse_torn_states()
+        self._update.refuse_torn()
         super().checkpoint_event_epilogue()
-
-    def _refuse_torn_states(self) -> None:
-        if self._executor.failure is not None:
-            raise self._executor.torn()
 
     def _rigid_load_state_dict(self, state_dict: Any, load_optimizer_states: bool = True) -> None:
         super()._rigid_load_state_dict(state_dict, load_optimizer_states=load_optimizer_states)
@@ -371,15 +422,16 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
                 else:
                     ours.zero_()
                 loaded[key] = ours
-        if self._executor.failure is not None:
+        if self._update.failed:
             # Some op objects have heard of the step that failed, others have not; its norms were not used up.
             for kernel in self._kernels:
                 kernel.restart()
             self.reset_cpu_buffers()
-            self._executor.forget_failure()
+            self._update.forget_failure()
 
     def destroy(self) -> None:
         try:
+            self._update.finish()
             self.report.close()
             super().destroy()
         finally:
@@ -387,5 +439,6 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             # DeepSpeed's hooks on the module keep this object alive; they need not keep its buffers.
             self.optimizer.state.clear()
             self.fp32_partitioned_groups_flat.clear()
+            self._masters.clear()
             self._gradients.close()
             self._states.clear()

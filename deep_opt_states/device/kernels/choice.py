@@ -18,7 +18,8 @@ from deep_opt_states.device.kernels.triton_adam import TritonAdam
 
 @dataclass(frozen=True)
 class Choice:
-    """``arithmetic`` is None where the fallback updates; ``why`` says then what keeps the fused kernel away."""
+    """``arithmetic`` is None where the fallback updates, which cannot update a part of a sub-group; ``why`` says then
+    what keeps the fused kernel away."""
 
     kernel: AdamKernel
     arithmetic: Arithmetic | None

@@ -1,0 +1,112 @@
+"""An update from the moment it is decided to its end, maybe in the next forward; all ranks agree how it ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from deep_opt_states.device.kernels.adam import AdamStep
+from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.zero.agreement import FailureAgreement
+from perf_model.timeline import Timeline
+
+Finished = Callable[[float, Callable[[], Timeline]], None]
+
+
+class Update:
+    """``defers``: ``run`` returns when the first parts are updated, and the rest goes on until ``finish``.
+
+    ``finished`` hears of each update that did not fail: for how many seconds it kept the host, and when what ran.
+
+    A rank whose part fails goes on with its collectives, which the others wait in; ``settle`` tells all ranks.
+    """
+
+    def __init__(self, executor: Executor, *, defers: bool, finished: Finished) -> None:
+        self._executor = executor
+        self._defers = defers
+        self._finished = finished
+        self._failures = FailureAgreement()
+        self.settled = True
+        """Whether all ranks know how the last update ended; the same on every rank."""
+        self._exposed_s = 0.0
+
+    def run(self, steps: Sequence[AdamStep]) -> None:
+        """Gradients, states and parameters belong to the update from now on. Raises ``UpdateFailed`` at the end."""
+        self.settled = False
+        self._exposed_s = 0.0
+        try:
+            with self._exposed():
+                self._executor.begin(steps)
+            if not self._defers:
+                self.finish()
+        except BaseException:
+            # An interrupt, too, is told to the other ranks, and then raised.
+            self.settle()
+            raise
+        if not self._defers:
+            self.settle()
+            self.refuse_torn()
+
+    def prefetch(self) -> None:
+        """Of the next update, what has a slot."""
+        self._executor.prefetch()
+
+    def publish(self, sub_groups: Iterable[int]) -> None:
+        """The current stream is about to read their parameters."""
+        with self._exposed():
+            for sub_group in sub_groups:
+                self._executor.publish(sub_group)
+
+    def advance(self) -> None:
+        self._executor.advance()
+
+    def may_block(self, sub_group: int) -> bool:
+        """The same on every rank: whether gathering the sub-group's parameters now could make a host wait."""
+        return self._executor.may_block(sub_group)
+
+    @property
+    def pending(self) -> bool:
+        """The same on every rank."""
+        return self._executor.pending
+
+    def finish(self) -> None:
+        """Returns when all is done: what belonged to the update is the caller's again."""
+        if self._executor.pending:
+            with self._exposed():
+                self._executor.finish()
+            if self._executor.failure is None:
+                self._finished(self._exposed_s, self._executor.timeline)
+
+    def drain(self) -> None:
+        """For a caller that may write to the states: all is done, and what was prefetched of them is forgotten."""
+        self.finish()
+        self._executor.discard()
+
+    def settle(self) -> None:
+        """Finishes. A collective, if an update has run since the last: every rank knows if it has failed on any."""
+        self.finish()
+        if not self.settled:
+            self.settled = True
+            self._failures.share(self._executor)
+
+    def refuse_torn(self) -> None:
+        """Raises ``UpdateFailed`` if the states are torn, as far as this rank knows."""
+        if self._executor.failure is not None:
+            raise self._executor.torn()
+
+    @property
+    def failed(self) -> bool:
+        return self._executor.failure is not None
+
+    def forget_failure(self) -> None:
+        """All states were restored from a checkpoint."""
+        self._executor.forget_failure()
+
+    @contextmanager
+    def _exposed(self) -> Iterator[None]:
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._exposed_s += time.perf_counter() - start_s
