@@ -9,12 +9,14 @@ lines, where two limits cross or at an end.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
+from perf_model.action import ActionKind
 from perf_model.cost import CostModel, Resource
+from perf_model.dependencies import CHAINS
 from perf_model.limits import KINDS, Array, Limits
 from perf_model.memory import cuda_bytes_of, gradients_on_accelerator, resident_bytes_of
 from perf_model.placement import Placement
@@ -42,10 +44,14 @@ class Mix:
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """The share of the parameters that can be resident at most: where nothing is streamed, and beside one slot."""
+    """The share of the parameters that can be resident at most: where nothing is streamed, and beside one slot.
+
+    ``prefetched``: the share whose states can be on the accelerator when the step is decided.
+    """
 
     alone: float = 0.0
     beside_a_slot: float = 0.0
+    prefetched: float = 1.0
 
     @classmethod
     def same(cls, share: float) -> Room:
@@ -59,7 +65,8 @@ class Room:
         numels = (sub_group.numel for sub_group in workload.sub_groups)
         gpu_bytes -= cuda_bytes_of(gradients_on_accelerator(numels, LEAST_GRADIENT_BYTES)) - MOST_SHARED_BYTES
         slot_bytes = min(resident_bytes_of(sub_group.numel) for sub_group in workload.sub_groups)
-        return cls(alone=_share_in(gpu_bytes, workload), beside_a_slot=_share_in(gpu_bytes - slot_bytes, workload))
+        alone = _share_in(gpu_bytes, workload)
+        return cls(alone=alone, beside_a_slot=_share_in(gpu_bytes - slot_bytes, workload), prefetched=alone)
 
 
 LEAST_GRADIENT_BYTES = 2
@@ -100,19 +107,39 @@ def work_bound(numel: int, cost: CostModel, room: Room = NO_ROOM) -> Bound:
 def exposed_bound(numel: int, cost: CostModel, windows: Windows, room: Room = NO_ROOM) -> Bound:
     """Of what is left to be seen when each limit has used its windows; 0 seconds if nothing is.
 
-    Of what a limit has to do, backward can hide no more than it lasts, and nothing but prefetches.
+    Of what a limit has to do, backward can hide no more than it lasts, nothing but prefetches, and of these no more
+    than the accelerator has room for beside the residents: three rows for each limit.
     """
     limits = Limits.of(cost)
-    late_s = limits.seconds.copy()
-    late_s[:, KINDS.index(EARLY)] = 0.0
-    hidden_s = windows.forward_s + np.repeat([windows.backward_s, 0.0], len(late_s))
-    of_late = {row + len(late_s): resource for row, resource in limits.rows_of_resources.items()}
-    both = replace(
-        limits,
-        rows_of_resources={**limits.rows_of_resources, **of_late},
-        seconds=np.vstack([limits.seconds, late_s]),
-    )
-    return least(numel, both, -hidden_s, lines(cost.placements, room))
+    early_s = limits.seconds[:, KINDS.index(EARLY)]
+    per_param = {}
+    for its in Placement:
+        all_s = limits.of_placement(its)
+        resident, streamed = its is Placement.RESIDENT, its is Placement.STREAMED
+        per_param[its] = np.concatenate([all_s, all_s - early_s * streamed, all_s + early_s * resident])
+    nothing_s = np.zeros(len(early_s))
+    in_backward_s = np.concatenate([nothing_s + windows.backward_s, nothing_s, room.prefetched * numel * early_s])
+    rows = {
+        row + block * len(early_s): resource for block in range(3) for row, resource in limits.rows_of_resources.items()
+    }
+    return least(numel, per_param, rows, -windows.forward_s - in_backward_s, lines(cost.placements, room))
+
+
+def first_needed_bound(workload: Workload, cost: CostModel, windows: Windows, room: Room = NO_ROOM) -> Bound:
+    """Of what is seen, too: forward needs the first sub-group before it can hide anything."""
+    numel = workload.sub_groups[0].numel
+    possible = {Placement.CPU: True, Placement.STREAMED: room.prefetched > 0, Placement.RESIDENT: room.alone > 0}
+    found = []
+    for its in filter(possible.get, cost.placements):
+        # It does not wait for the flush.
+        kinds = [kind for kind in CHAINS[its] if kind is not ActionKind.FLUSH_STATES]
+        seconds = {kind: cost.load(kind, numel).total_s for kind in kinds}
+        if EARLY in seconds:
+            seconds[EARLY] = max(0.0, seconds[EARLY] - windows.backward_s)
+        binding = cost.busiest(max(kinds, key=lambda kind: seconds[kind]))
+        mix = Mix(streamed=float(its is Placement.STREAMED), resident=float(its is Placement.RESIDENT))
+        found.append(Bound(seconds=sum(seconds.values()), binding=binding, mix=mix))
+    return min(found, key=lambda bound: bound.seconds)
 
 
 def lines(occurring: Collection[Placement], room: Room) -> list[tuple[Mix, Mix]]:
@@ -129,9 +156,17 @@ def lines(occurring: Collection[Placement], room: Room) -> list[tuple[Mix, Mix]]
     return found
 
 
-def least(numel: int, limits: Limits, beside_s: Array, lines: Iterable[tuple[Mix, Mix]]) -> Bound:
-    """The mix on the lines whose highest limit is the least; each has ``beside_s`` to be added, below 0 if hidden."""
-    per_param = {its: limits.of_placement(its) for its in Placement}
+def least(
+    numel: int,
+    per_param: Mapping[Placement, Array],
+    rows_of_resources: Mapping[int, Resource],
+    beside_s: Array,
+    lines: Iterable[tuple[Mix, Mix]],
+) -> Bound:
+    """The mix on the lines whose highest limit is the least; each has ``beside_s`` to be added, below 0 if hidden.
+
+    ``per_param``: seconds by placement, a row a limit.
+    """
 
     def busy_s(mix: Mix) -> Array:
         seconds: Array = numel * np.sum([mix.of(its) * per_param[its] for its in Placement], axis=0)
@@ -145,8 +180,8 @@ def least(numel: int, limits: Limits, beside_s: Array, lines: Iterable[tuple[Mix
         found.append((float(highest_s.min()), start.towards(end, float(ways[highest_s.argmin()]))))
     seconds, mix = min(found, key=lambda pair: pair[0])
     left_s = busy_s(mix) + beside_s
-    binding = max(limits.rows_of_resources, key=lambda row: left_s[row])
-    return Bound(seconds=max(0.0, seconds), binding=limits.rows_of_resources[binding], mix=mix)
+    binding = max(rows_of_resources, key=lambda row: left_s[row])
+    return Bound(seconds=max(0.0, seconds), binding=rows_of_resources[binding], mix=mix)
 
 
 def _crossings(at_start: Array, at_end: Array) -> Array:

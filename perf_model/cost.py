@@ -193,6 +193,11 @@ class CostModel:
         busiest_s = max((amount / self.capacities[resource] for resource, amount in amounts.items()), default=0.0)
         return Load(busiest_s, amounts, self.copy_latency_s * COPIES.get(kind, 0))
 
+    def busiest(self, kind: ActionKind) -> Resource:
+        """What binds it alone."""
+        each = self.per_param[kind]
+        return max(each, key=lambda resource: each[resource] / self.capacities[resource])
+
 
 def _amounts(traffic: Traffic) -> dict[Resource, float]:
     return {

@@ -31,6 +31,7 @@ def bound_with_fill_and_drain(workload: Workload, cost: CostModel, room: Room = 
     """The least over the mixes, and over which placements occur at all, of the highest limit and its idle seconds."""
     smallest = min(sub_group.numel for sub_group in workload.sub_groups)
     limits = Limits.of(cost)
+    per_param = {its: limits.of_placement(its) for its in Placement}
     subsets = chain.from_iterable(combinations(cost.placements, count) for count in (1, 2, 3))
     found = []
     for occurring in subsets:
@@ -38,7 +39,7 @@ def bound_with_fill_and_drain(workload: Workload, cost: CostModel, room: Room = 
             continue
         if mixes := lines(occurring, room):
             idle_s = _idle_s(occurring, smallest, cost, limits)
-            found.append(least(workload.numel, limits, idle_s, mixes))
+            found.append(least(workload.numel, per_param, limits.rows_of_resources, idle_s, mixes))
     return min(found, key=lambda bound: bound.seconds)
 
 

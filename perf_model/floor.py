@@ -15,12 +15,12 @@ from perf_model.action import ActionKind
 from perf_model.budgets import Budgets
 from perf_model.cost import CostModel
 from perf_model.dependencies import CHAINS
-from perf_model.limits import Limits
+from perf_model.limits import KINDS, Limits
 from perf_model.memory import Memory, memory_of
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.schedule import STAGED_BYTES_PER_PARAM
-from perf_model.windows import Windows
+from perf_model.windows import EARLY, Windows
 from perf_model.workload import Workload
 
 Array = npt.NDArray[np.float64]
@@ -48,15 +48,17 @@ class Floor:
         self._windows = windows
         limits = Limits.of(cost)
         self._busy_s = {its: limits.of_placement(its) for its in cost.placements}
+        self._early_s = limits.seconds[:, KINDS.index(EARLY)]
         self._needed_s = windows.forward_s * (np.cumsum(self._numels) - self._numels) / self._numels.sum()
         loads = {kind: cost.load(kind, 1) for its in cost.placements for kind in CHAINS[its]}
         self._total_s: dict[ActionKind, Array] = {
             kind: load.latency_s + load.alone_s * self._numels for kind, load in loads.items()
         }
 
-    def at_least_s(self, candidates: Placed) -> Array:
-        """Of each: the work; what is done before the first flush; and that of the sub-groups that forward needs by some
-        moment, whatever their order, one is ready last, after the updates of all on its lane."""
+    def at_least_s(self, candidates: Placed, most_slots: int) -> Array:
+        """Of each: the work, of which backward hides what it fills the slots with; what is done before the first flush;
+        and that of the sub-groups that forward needs by some moment, whatever their order, one is ready last, after the
+        updates of all on its lane."""
         windows = self._windows
         count = len(candidates[Placement.CPU])
         busy_s, seen_s = np.zeros((count, len(self._busy_s[Placement.CPU]))), np.zeros(count)
@@ -73,16 +75,21 @@ class Floor:
                 before_s = np.where(has, np.maximum(0.0, first - early_s) + second, np.inf).min(axis=1)
                 flushed_s = np.where(has.any(axis=1), before_s + has @ self._total_s[ActionKind.FLUSH_STATES], 0.0)
                 seen_s = np.maximum(seen_s, flushed_s - windows.forward_s)
-        least_s: Array = np.maximum(seen_s, busy_s.max(axis=1) - windows.forward_s - windows.backward_s)
+        streamed = candidates[Placement.STREAMED] * self._numels
+        in_slots = np.minimum(streamed.sum(axis=1), most_slots * streamed.max(axis=1))
+        hidden_s = np.minimum(windows.backward_s, np.outer(in_slots, self._early_s))
+        least_s: Array = np.maximum(seen_s, (busy_s - hidden_s).max(axis=1) - windows.forward_s)
         return least_s
 
     def in_slots_at_least_s(self, placements: tuple[Placement, ...], num_slots: int) -> float:
-        """Of a candidate with so many slots: each is in use by one sub-group from its prefetch to its flush."""
+        """Of a candidate with so many slots: each is in use by one sub-group from its prefetch to its flush, of which
+        backward hides the first prefetch."""
         streamed = np.array([its is Placement.STREAMED for its in placements])
         if not streamed.any():
             return 0.0
         chain_s = sum(float(self._total_s[kind][streamed].sum()) for kind in CHAINS[Placement.STREAMED])
-        return chain_s / num_slots - self._windows.forward_s - self._windows.backward_s
+        first_s = float(np.sort(self._total_s[EARLY][streamed])[-num_slots:].sum())
+        return (chain_s - min(self._windows.backward_s, first_s)) / num_slots - self._windows.forward_s
 
 
 class MemoryFloor:

@@ -46,6 +46,10 @@ class Iteration:
     def iteration_s(self) -> float:
         return self.forward_s + self.backward_s + self.exposed_update_s
 
+    @property
+    def hidden_update_s(self) -> float:
+        return max(0.0, self.update_s - self.exposed_update_s)
+
     def to_json_dict(self) -> dict[str, float | None]:
         return {
             "forward_s": self.forward_s,
@@ -79,15 +83,19 @@ class MemoryLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """What of the update may run beside backward and beside the next forward."""
+    """What of the update may run beside backward and beside the next forward: by default what the runtime does."""
 
-    backward: bool = False
-    forward: bool = False
+    backward: bool = True
+    forward: bool = True
+
+
+NO_OVERLAP = Overlap(backward=False, forward=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
     """``memory``: ``gpu_bytes`` of one GPU, the others of one node; where the model is, its activations are included.
+    It is the peak of every phase: what the optimizer takes, it takes in forward and backward, too.
 
     ``cost``, ``budgets`` and ``windows`` are what the plan was made with.
     """
@@ -160,14 +168,14 @@ def _more_ranks(job: Job) -> Iterator[int]:
 
 
 class _Arms:
-    def __init__(
-        self, job: Job, profile: HardwareProfile, limits: MemoryLimits, overlap: Overlap | None = None
-    ) -> None:
+    def __init__(self, job: Job, profile: HardwareProfile, limits: MemoryLimits, overlap: Overlap = NO_OVERLAP) -> None:
+        """What fits does not depend on ``overlap``: slots, residents and gradients are there in every phase."""
         flops = profile.rate("matmul_flops_per_s")
         self._job = job
         self._profile = profile
         self._limits = limits
-        overlap = overlap or Overlap()
+        # Where the CPU trains, it is the one that updates, too.
+        overlap = overlap if profile.has_accelerator else NO_OVERLAP
         self._forward_s, self._compute_s = job.forward_s(flops), job.backward_s(flops)
         self.windows = Windows(
             backward_s=self._compute_s if overlap.backward else 0.0,

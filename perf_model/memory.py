@@ -33,11 +33,12 @@ class Reservation:
 
 
 def reserved_by_the_runtime(plan: UpdatePlan, param_bytes: int, *, accumulates: bool) -> list[Reservation]:
-    """What the runtime reserves for ``plan``, once. ``param_bytes``: 2 for 16-bit models, 4 for fp32.
+    """What the runtime reserves for ``plan``, once: it counts in the peaks of backward and forward as in the update's.
 
-    One slab of page-locked memory, and states and gradients on the accelerator. ``accumulates``: over micro-batches.
-    Gradients are taken to be in the model's dtype, in which DeepSpeed accumulates them by default; where all is updated
-    on the CPU, to be summed there: the runtime sums them on the accelerator if it finds room.
+    One slab of page-locked memory, and states and gradients on the accelerator. ``param_bytes``: 2 for 16-bit models, 4
+    for fp32. ``accumulates``: over micro-batches. Gradients are taken to be in the model's dtype, in which DeepSpeed
+    accumulates them by default; where all is updated on the CPU, to be summed there: the runtime sums them on the
+    accelerator if it finds room.
     """
     slab_bytes = Widths(param=param_bytes, grad=param_bytes).slab_bytes(plan)
     numels = _numels_by_placement(plan)

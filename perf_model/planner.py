@@ -16,7 +16,7 @@ from itertools import accumulate, islice, product
 
 import numpy as np
 
-from perf_model.bounds import Bound, Room, exposed_bound, work_bound
+from perf_model.bounds import Bound, Room, exposed_bound, first_needed_bound, work_bound
 from perf_model.budgets import Budgets, DoesNotFit
 from perf_model.cost import CostModel
 from perf_model.floor import Floor, MemoryFloor, placed
@@ -52,7 +52,7 @@ Placements = tuple[Placement, ...]
 class PlannedUpdate:
     """``timeline`` is the simulated update, of which ``exposed_s`` seconds are seen; no plan can beat the bounds.
 
-    ``bound`` is of the work, exposed and hidden together; ``exposed_bound`` of what is seen of it.
+    ``bound`` is of the work, exposed and hidden together; ``exposed_bound`` of what the windows cannot hide of it.
     """
 
     plan: UpdatePlan
@@ -69,7 +69,11 @@ class PlannedUpdate:
 
     @property
     def ratio_to_bound(self) -> float:
-        return self.update_s / self.bound.seconds if self.bound.seconds > 0 else 1.0
+        return self.update_s / self.bound.seconds
+
+    @property
+    def ratio_to_exposed_bound(self) -> float:
+        return self.exposed_s / self.exposed_bound.seconds
 
 
 def plan_updates(
@@ -88,7 +92,7 @@ def plan_updates(
     search = _Search(workload, cost, budgets or Budgets(), windows or Windows(), param_bytes)
     search.try_all(search.rules())
     search.climb()
-    if len(workload.sub_groups) <= EXHAUSTIVE_UP_TO and search.possible and not search.hides_all:
+    if len(workload.sub_groups) <= EXHAUSTIVE_UP_TO and search.possible:
         search.try_all(product(search.possible, repeat=len(workload.sub_groups)), fewer_slots_too=True)
     search.spare_slots()
     return evaluate(search.best, cost, budgets or Budgets(), windows or Windows(), param_bytes)
@@ -97,14 +101,18 @@ def plan_updates(
 def evaluate(plan: UpdatePlan, cost: CostModel, budgets: Budgets, windows: Windows, param_bytes: int) -> PlannedUpdate:
     """What is predicted of a plan, whoever made it."""
     timeline = Simulator(cost, windows).run(plan.schedule, plan.workload)
-    room = Room.of(plan.workload, budgets.gpu_bytes)
+    workload, room = plan.workload, Room.of(plan.workload, budgets.gpu_bytes)
+    exposed_bounds = (
+        exposed_bound(workload.numel, cost, windows, room),
+        first_needed_bound(workload, cost, windows, room),
+    )
     return PlannedUpdate(
         plan=plan,
         timeline=timeline,
-        exposed_s=windows.exposed_s(timeline, plan.workload),
+        exposed_s=windows.exposed_s(timeline, workload),
         memory=memory_of(plan, param_bytes),
-        bound=work_bound(plan.workload.numel, cost, room),
-        exposed_bound=exposed_bound(plan.workload.numel, cost, windows, room),
+        bound=work_bound(workload.numel, cost, room),
+        exposed_bound=max(exposed_bounds, key=lambda bound: bound.seconds),
     )
 
 
@@ -149,7 +157,7 @@ class _Search:
         unlike = list({self._alike(placements): placements for placements in candidates}.values())
         as_placed = placed(unlike)
         missing_bytes = self._memory_floor.missing_bytes(as_placed, self._budgets)
-        least_s = np.where(missing_bytes == 0, self._floor.at_least_s(as_placed), np.inf)
+        least_s = np.where(missing_bytes == 0, self._floor.at_least_s(as_placed, MAX_SLOTS), np.inf)
         for index in np.argsort(least_s, kind="stable").tolist():
             if least_s[index] >= self._best_s[0]:
                 break
@@ -198,10 +206,6 @@ class _Search:
             Placement.RESIDENT: self._fit([], 1, smallest),
         }
         return tuple(its for its in self._cost.placements if fits[its])
-
-    @property
-    def hides_all(self) -> bool:
-        return self._best_s[0] == 0.0
 
     @property
     def best(self) -> UpdatePlan:

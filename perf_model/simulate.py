@@ -3,12 +3,13 @@
 As the executor does: the host issues actions in order, and before one that waits for the cpu lane it stands still until
 that is done; a lane runs its actions one at a time in issue order; an action starts when its waits are over. Speeds are
 recomputed whenever an action starts or ends. With a window in backward, prefetches start before second 0, at which the
-step is decided and everything else may start.
+step is decided and everything else may start: in the tail of backward, no earlier than it takes to fill the slots.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from itertools import takewhile
 
 from perf_model.action import ActionKind, Lane
 from perf_model.cost import CostModel, Load
@@ -60,7 +61,7 @@ class _Simulation:
         self._actions = schedule.actions
         self._simulator = simulator
         self._numels = {sub_group.index: sub_group.numel for sub_group in workload.sub_groups}
-        self._now_s = 0.0 - simulator.windows.backward_s
+        self._now_s = 0.0 - min(simulator.windows.backward_s, self._early_s())
         self._issued = 0
         self._started_s = [_NEVER_S] * len(self._actions)
         self._ended_s = [_NEVER_S] * len(self._actions)
@@ -84,6 +85,12 @@ class _Simulation:
             self._advance()
         assert not any(self._waiting.values()), "a checked schedule does not deadlock"
         return Timeline(tuple(map(Span, self._actions, self._started_s, self._ended_s)))
+
+    def _early_s(self) -> float:
+        """Seconds of the prefetches that wait for no flush: they run one after another, and nothing beside them."""
+        on_lane = (action for action in self._actions if action.lane is EARLY.lane)
+        early = takewhile(lambda action: action.kind is EARLY and not action.waits, on_lane)
+        return sum(self._simulator.load(EARLY, self._numels[action.sub_group]).total_s for action in early)
 
     def _issue(self) -> None:
         while self._issued < len(self._actions):

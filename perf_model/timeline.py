@@ -1,9 +1,11 @@
-"""A ``Timeline``: when each action of a schedule ran, predicted or measured."""
+"""A ``Timeline``: when each action of a schedule ran, predicted or measured; and what the model did meanwhile."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from perf_model.action import Action, Lane
@@ -14,6 +16,28 @@ class Span:
     """Seconds since the update was decided; before that for what was prefetched during backward."""
 
     action: Action
+    start_s: float
+    end_s: float
+
+
+MODEL = "model"
+"""Whose phases are shown above the lanes."""
+
+
+class Phase(Enum):
+    """What the model does beside the update."""
+
+    BACKWARD = "backward"
+    FORWARD = "forward"
+    EXPOSED = "exposed update"
+    """It stands still, and waits for the update."""
+
+
+@dataclass(frozen=True)
+class PhaseSpan:
+    """Seconds since the update was decided, as a ``Span`` has them."""
+
+    phase: Phase
     start_s: float
     end_s: float
 
@@ -45,27 +69,34 @@ class Timeline:
         """Seconds in which ``lane`` ran an action. Actions of one lane never overlap."""
         return sum(span.end_s - span.start_s for span in self.spans if span.action.lane is lane)
 
-    def chrome_trace(self) -> dict[str, object]:
-        """The Trace Event Format that Perfetto and chrome://tracing open; one thread a lane."""
-        lanes = list(Lane)
+    def chrome_trace(self, phases: Sequence[PhaseSpan] = ()) -> dict[str, object]:
+        """The Trace Event Format that Perfetto and chrome://tracing open; a thread for the model, and one a lane."""
+        threads = [*([MODEL] if phases else []), *(lane.value for lane in Lane)]
         events: list[dict[str, object]] = [
-            {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": lane.value}}
-            for tid, lane in enumerate(lanes)
+            {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": thread}}
+            for tid, thread in enumerate(threads)
         ]
-        for span in self.spans:
+
+        def add(thread: str, name: str, span: Span | PhaseSpan, **args: object) -> None:
             events.append(
                 {
                     "ph": "X",
                     "pid": 0,
-                    "tid": lanes.index(span.action.lane),
-                    "name": span.action.name,
+                    "tid": threads.index(thread),
+                    "name": name,
                     "ts": span.start_s * 1e6,
                     "dur": (span.end_s - span.start_s) * 1e6,
-                    "args": {"slot": span.action.slot, "after": list(span.action.waits)},
+                    "args": args,
                 }
             )
+
+        for its in phases:
+            add(MODEL, its.phase.value, its)
+        for span in self.spans:
+            action = span.action
+            add(action.lane.value, action.name, span, slot=action.slot, after=list(action.waits))
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
-    def write_chrome_trace(self, path: Path) -> None:
+    def write_chrome_trace(self, path: Path, phases: Sequence[PhaseSpan] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.chrome_trace()))
+        path.write_text(json.dumps(self.chrome_trace(phases)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from perf_model.action import ActionKind
-from perf_model.timeline import Timeline
+from perf_model.timeline import Phase, PhaseSpan, Timeline
 from perf_model.workload import Workload
 
 EARLY = ActionKind.PREFETCH
@@ -17,7 +17,8 @@ class Windows:
     """``backward_s``: the tail of backward in which states may be prefetched. ``forward_s``: the next forward.
 
     A forward window is used in the order of the sub-groups, which is forward's: what is updated late hides the longer
-    the later forward needs it. Both are 0 where the update has to be over when ``step()`` returns.
+    the later forward needs it. Both are 0 where the update has to be over when ``step()`` returns. Neither backward nor
+    forward is taken to be slowed by what runs beside it.
     """
 
     backward_s: float = 0.0
@@ -27,18 +28,46 @@ class Windows:
         """Seconds of the update, 0 being the moment the step is decided, by which the iteration grows.
 
         Forward stands still until the parameters it needs next are there, and is later by as much from then on; all
-        work is done before the next backward, whose gradients take the place of these.
+        work is done before the next backward, whose gradients take the place of these. ``phases`` has it moment by
+        moment.
         """
         if self.forward_s == 0.0:
             return timeline.end_s
         exposed_s = max(0.0, timeline.end_s - self.forward_s)
-        ready_s = {
-            span.action.sub_group: span.end_s
-            for span in timeline.spans
-            if span.action.kind in (ActionKind.GPU_STEP, ActionKind.PUBLISH)
-        }
+        ready_s = _ready_s(timeline)
         before, numel = 0, workload.numel
         for sub_group in workload.sub_groups:
             exposed_s = max(exposed_s, ready_s[sub_group.index] - self.forward_s * before / numel)
             before += sub_group.numel
         return exposed_s
+
+    def phases(self, timeline: Timeline, workload: Workload) -> tuple[PhaseSpan, ...]:
+        """What the model does beside the update: backward, forward, and where it waits for it."""
+        ready_s, numel = _ready_s(timeline), workload.numel
+        ends_s, now_s = [(Phase.BACKWARD, 0.0)], 0.0
+        for sub_group in workload.sub_groups:
+            start_s = max(now_s, ready_s[sub_group.index])
+            now_s = start_s + self.forward_s * sub_group.numel / numel
+            ends_s += [(Phase.EXPOSED, start_s), (Phase.FORWARD, now_s)]
+        ends_s.append((Phase.EXPOSED, timeline.end_s))
+        spans: list[PhaseSpan] = []
+        before_s = -self.backward_s
+        for phase, end_s in ends_s:
+            if end_s > before_s:
+                alike = spans and spans[-1].phase is phase
+                start_s = spans.pop().start_s if alike else before_s
+                spans.append(PhaseSpan(phase, start_s, end_s))
+                before_s = end_s
+        return tuple(spans)
+
+
+def _ready_s(timeline: Timeline) -> dict[int, float]:
+    """By sub-group, when forward can have its parameters.
+
+    The host issues in the schedule's order and blocks in between, so that is after whatever is issued before.
+    """
+    return {
+        span.action.sub_group: span.end_s
+        for span in timeline.spans
+        if span.action.kind in (ActionKind.GPU_STEP, ActionKind.PUBLISH)
+    }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perf_model.budgets import DoesNotFit
-from perf_model.forecast import Forecast, MemoryLimits, Overlap, forecast, what_would_fit
+from perf_model.forecast import NO_OVERLAP, Forecast, MemoryLimits, Overlap, forecast, what_would_fit
 from perf_model.hardware import HardwareProfile, ProfileError
 from perf_model.hf_config import read_hf_config
 from perf_model.job import Job
@@ -19,10 +19,10 @@ from perf_model.sub_group_size import SUB_GROUP_SIZES
 from perf_model.units import GB
 
 OVERLAPS = {
-    "none": Overlap(),
-    "backward": Overlap(backward=True),
-    "forward": Overlap(forward=True),
-    "both": Overlap(backward=True, forward=True),
+    "none": NO_OVERLAP,
+    "backward": Overlap(forward=False),
+    "forward": Overlap(backward=False),
+    "both": Overlap(),
 }
 
 MOST_SUB_GROUPS = 10_000
@@ -62,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser, job: bool = True) -> None:
     parser.add_argument("--host-memory-gb", type=_gb, help="of one node; by default what the profile says")
     parser.add_argument("--pinned-memory-gb", type=_gb, help="that one rank may page-lock; by default unlimited")
     parser.add_argument("--sub-group-size", type=int, help="by default the best of several is planned")
-    about = "what the update may run beside; 'none', the default, is what this release's runtime does"
-    parser.add_argument("--overlap", choices=OVERLAPS, default="none", help=about)
+    about = "what the update runs beside; by default both, as in training that is not told otherwise"
+    parser.add_argument("--overlap", choices=OVERLAPS, default="both", help=about)
 
 
 def read_inputs(options: argparse.Namespace, world_size: int, micro_batch: int) -> Inputs:

@@ -11,6 +11,7 @@ from perf_model.cli.inputs import Inputs, add_arguments, read_inputs
 from perf_model.forecast import Arm, Forecast, Unfit
 from perf_model.placement import Placement
 from perf_model.units import GB, billions, gigabytes, percent, seconds
+from perf_model.windows import Windows
 
 NAMES = {
     "stock": "stock offload",
@@ -45,8 +46,9 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
     return {
         "predicted": found.predicted.to_json_dict(),
         "baselines": {name: _arm(arm, found) for name, arm in found.baselines.items()},
-        "lower_bound_s": found.planned.bound.seconds,
-        "ratio_to_bound": found.planned.ratio_to_bound,
+        "lower_bound_s": found.planned.exposed_bound.seconds,
+        "ratio_to_bound": found.planned.ratio_to_exposed_bound,
+        "work_lower_bound_s": found.planned.bound.seconds,
         "memory": {
             "gpu_peak_bytes": found.memory.gpu_bytes,
             "host_bytes": found.memory.host_bytes,
@@ -65,6 +67,10 @@ def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
     if inputs.profile.has_accelerator:
         # What this plan takes, up to the next tenth; less is taken where nothing is said.
         block["gpu_memory_gb"] = ceil(10 * found.planned.memory.gpu_bytes / GB) / 10
+    if not inputs.overlap.backward:
+        block["overlap_backward"] = False
+    if not inputs.overlap.forward:
+        block["overlap_forward"] = False
     return {
         "train_micro_batch_size_per_gpu": found.job.micro_batch,
         "bf16": {"enabled": True},
@@ -94,7 +100,7 @@ def _print_screen(found: Forecast, inputs: Inputs) -> None:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    job, planned, plan = found.job, found.planned, found.planned.plan
+    job, plan = found.job, found.planned.plan
     count = len(plan.placements)
     say(
         f"{job.shape.name} ({billions(job.shape.numel)} parameters) on {job.world_size} x {_machine(inputs)}, "
@@ -115,7 +121,7 @@ def _print_screen(found: Forecast, inputs: Inputs) -> None:
         table.add_row(
             Text(title),
             *map(seconds, (arm.forward_s, arm.backward_s, arm.exposed_update_s)),
-            seconds(max(0.0, arm.update_s - arm.exposed_update_s)),
+            seconds(arm.hidden_update_s),
             seconds(arm.iteration_s),
             f"{arm.tokens_per_s:,.0f}",
             "-" if arm.mfu is None else percent(arm.mfu),
@@ -123,15 +129,34 @@ def _print_screen(found: Forecast, inputs: Inputs) -> None:
     console.print(table)
     for line in unfit:
         say(line)
-    say(
-        f"\nno update takes less than {seconds(planned.bound.seconds)} here ({planned.bound.binding.value} binds); "
-        f"this plan is at {planned.ratio_to_bound:.2f} of it"
-    )
+    say(f"\n{_bounds(found)}")
     say(f"memory: {_memory(found, inputs)}\n")
     if inputs.profile.has_accelerator:
         say("No GPU has been measured against this yet: training says at its end what was predicted and measured.\n")
     say("Paste into your DeepSpeed config:")
     say(json.dumps(deepspeed_config(found, inputs), indent=2))
+
+
+def _bounds(found: Forecast) -> str:
+    """What no schedule can beat: of what is exposed, with the windows there are, and of the whole work."""
+    planned = found.planned
+    lines = [(_windows(found.windows), planned.exposed_bound, planned.ratio_to_exposed_bound)]
+    if found.windows != Windows():
+        lines.append(("exposed and hidden together", planned.bound, planned.ratio_to_bound))
+    return "\n".join(
+        f"lower bound of the update, {of_what}: {seconds(bound.seconds)} ({bound.binding.value} binds); "
+        f"this plan is at {ratio:.2f} of it"
+        for of_what, bound, ratio in lines
+    )
+
+
+def _windows(windows: Windows) -> str:
+    """What is bounded: the part that these windows cannot hide."""
+    hiding = [
+        *([f"{seconds(windows.backward_s)} of backward"] if windows.backward_s > 0 else []),
+        *([f"{seconds(windows.forward_s)} of the next forward"] if windows.forward_s > 0 else []),
+    ]
+    return f"exposed in spite of {' and '.join(hiding)} to hide it" if hiding else "all of it exposed"
 
 
 def _machine(inputs: Inputs) -> str:

@@ -23,17 +23,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(options: argparse.Namespace) -> int:
     found = read_inputs(options, options.world_size, options.micro_batch).forecast()
     plan, timeline = found.planned.plan, found.planned.timeline
+    phases = found.windows.phases(timeline, plan.workload)
     trace, picture = options.output / "timeline.json", options.output / "timeline.png"
     try:
-        timeline.write_chrome_trace(trace)
+        timeline.write_chrome_trace(trace, phases)
     except OSError as error:
         rule = f"--output: must be a folder that can be written, found {options.output}: {error.strerror}."
         raise ModelError(f"{rule}\nName another.") from None
     from perf_model.draw import draw
 
-    draw(timeline, picture, str(plan))
+    draw(timeline, picture, str(plan), phases)
+    its = found.predicted
+    update_s, exposed_s, hidden_s = map(seconds, (its.update_s, its.exposed_update_s, its.hidden_update_s))
     print(f"{plan}\n{grid(plan.schedule)}\n")
+    print(f"update {update_s}: {exposed_s} exposed, {hidden_s} hidden")
     for lane in Lane:
-        print(f"{lane.value:8} busy {seconds(timeline.busy_s(lane))} of {seconds(found.planned.update_s)}")
+        print(f"{lane.value:8} busy {seconds(timeline.busy_s(lane))} of {update_s}")
     print(f"\n{trace} (open it at https://ui.perfetto.dev)\n{picture}")
     return 0

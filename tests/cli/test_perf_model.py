@@ -7,6 +7,7 @@ import copy
 import csv
 import io
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -66,6 +67,7 @@ def test_every_preset_is_planned_for(machine: str, model: str, capsys: pytest.Ca
         "baselines",
         "lower_bound_s",
         "ratio_to_bound",
+        "work_lower_bound_s",
         "memory",
         "placement",
         "deepspeed_config",
@@ -75,8 +77,9 @@ def test_every_preset_is_planned_for(machine: str, model: str, capsys: pytest.Ca
     assert set(found["baselines"]) == BASELINES
     assert set(found["placement"]) == {"cpu", "streamed", "resident"}
     assert set(found["memory"]) == {"gpu_peak_bytes", "host_bytes", "pinned_bytes"}
-    assert found["lower_bound_s"] <= predicted["update_s"] * (1 + 1e-9)
-    assert found["ratio_to_bound"] == pytest.approx(predicted["update_s"] / found["lower_bound_s"])
+    assert 0 < found["lower_bound_s"] <= predicted["exposed_update_s"] * (1 + 1e-9)
+    assert found["ratio_to_bound"] == pytest.approx(predicted["exposed_update_s"] / found["lower_bound_s"])
+    assert found["work_lower_bound_s"] <= predicted["update_s"] * (1 + 1e-9)
     for arm in (predicted, *found["baselines"].values()):
         assert set(arm) >= KEYS
         if arm["iteration_s"] is None:
@@ -109,7 +112,9 @@ def test_the_screen_has_what_it_takes_to_decide(capsys: pytest.CaptureFixture[st
         "all on the CPU",
         "all streamed",
         "no offload: does not fit: 51 GB of 40 GB",
-        "no update takes less than",
+        "exposed + hidden",
+        "lower bound of the update, exposed in spite of 476 ms of backward and 160 ms of the next forward to hide it",
+        "lower bound of the update, exposed and hidden together",
         "of which pinned",
         "No GPU has been measured against this yet",
         '"placement": "planned"',
@@ -137,6 +142,40 @@ def test_overlap_hides_and_never_adds(capsys: pytest.CaptureFixture[str]) -> Non
         exposed_s[overlap] = found["predicted"]["exposed_update_s"]
         assert exposed_s[overlap] <= found["predicted"]["update_s"] * (1 + 1e-9)
     assert exposed_s["both"] < min(exposed_s["forward"], exposed_s["backward"]) < exposed_s["none"]
+    assert planned(capsys, job(gpu_memory_gb=20))["predicted"]["exposed_update_s"] == exposed_s["both"], "the default"
+
+
+@pytest.mark.parametrize(
+    ("overlap", "keys"),
+    [
+        ("both", {}),
+        ("backward", {"overlap_forward": False}),
+        ("forward", {"overlap_backward": False}),
+        ("none", {"overlap_backward": False, "overlap_forward": False}),
+    ],
+)
+def test_the_block_to_paste_switches_off_what_was_not_predicted(
+    overlap: str, keys: dict[str, bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    block = planned(capsys, job(overlap=overlap))["deepspeed_config"]["deep_optimizer_states"]
+    assert {key: value for key, value in block.items() if key.startswith("overlap")} == keys
+
+
+@pytest.mark.parametrize(
+    ("overlap", "told"),
+    [
+        ("none", "update, all of it exposed: "),
+        ("backward", "update, exposed in spite of 476 ms of backward to hide it: "),
+        ("forward", "update, exposed in spite of 160 ms of the next forward to hide it: "),
+    ],
+)
+def test_the_lower_bound_says_what_may_hide_the_update(
+    overlap: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *job(gpu_memory_gb=20, overlap=overlap)]) == 0
+    shown = capsys.readouterr().out
+    assert f"lower bound of the {told}" in shown
+    assert ("exposed and hidden together" in shown) == (overlap != "none")
 
 
 @pytest.mark.parametrize(
@@ -298,6 +337,9 @@ def test_the_timeline_is_a_grid_a_trace_and_a_picture(tmp_path: Path, capsys: py
     assert main(["simulate", *arguments, "--output", str(folder)]) == 0
     shown = capsys.readouterr().out
     names = {event["name"] for event in json.loads((folder / "timeline.json").read_text())["traceEvents"]}
+    assert {"backward", "forward", "exposed update"} <= names
+    (update,) = (line for line in shown.splitlines() if line.startswith("update "))
+    assert re.fullmatch(r"update \S+ m?s: \S+ m?s exposed, \S+ m?s hidden", update)
     assert {"GPU_STEP", "CPU_STEP", "PUBLISH"} <= {name.split()[0] for name in names}
     (prefetched, *_) = sorted(name for name in names if name.startswith("PREFETCH"))
     assert f"{prefetched} [" in shown
@@ -340,6 +382,7 @@ def test_where_the_cpu_trains_there_is_no_gpu_to_speak_of(tmp_path: Path, capsys
     shown = capsys.readouterr().out
     assert "no offload: no accelerator beside the CPU" in shown
     assert "memory: host " in shown
+    assert "lower bound of the update, all of it exposed: " in shown, "the CPU cannot train and update at once"
     (stock,) = (line for line in shown.splitlines() if line.startswith("stock offload"))
     assert stock.split()[-1] == "-", "of MFU"
     assert main(["plan", *job(machine, "7B", host_memory_gb=40)]) == 1

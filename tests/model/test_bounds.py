@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf_model.bounds import MOST_SHARED_BYTES, Room, exposed_bound, work_bound
+from perf_model.bounds import MOST_SHARED_BYTES, Room, exposed_bound, first_needed_bound, work_bound
 from perf_model.budgets import Budgets
 from perf_model.cost import CostModel, Resource
 from perf_model.fill_and_drain import bound_with_fill_and_drain, fill_and_drain_s
@@ -43,6 +43,8 @@ def test_no_schedule_beats_the_bounds(drawn: tuple[Schedule, Workload], model: C
     assert timeline.active_s >= bound.seconds * NOT_ABOVE
     exposed_s = exposed_bound(workload.numel, model, beside, room).seconds
     assert beside.exposed_s(timeline, workload) >= exposed_s * NOT_ABOVE
+    first_s = first_needed_bound(workload, model, beside, room).seconds
+    assert beside.exposed_s(timeline, workload) >= first_s * NOT_ABOVE
     assert 0 <= bound.mix.streamed <= 1
     assert 0 <= bound.mix.resident <= room.alone
 
@@ -55,9 +57,10 @@ def test_no_plan_beats_what_its_memory_leaves_it(plan: UpdatePlan, model: CostMo
     timeline = simulate(plan.schedule, workload, model, beside)
     exposed_s = beside.exposed_s(timeline, workload)
     assert exposed_s >= exposed_bound(workload.numel, model, beside, room).seconds * NOT_ABOVE
+    assert exposed_s >= first_needed_bound(workload, model, beside, room).seconds * NOT_ABOVE
     candidate = placed([plan.placements])
     floor = Floor(workload, model, beside)
-    assert exposed_s >= floor.at_least_s(candidate)[0] * NOT_ABOVE
+    assert exposed_s >= floor.at_least_s(candidate, plan.num_slots)[0] * NOT_ABOVE
     assert exposed_s >= floor.in_slots_at_least_s(plan.placements, plan.num_slots) * NOT_ABOVE
     alone_s = simulate(plan.schedule, workload, model).end_s
     assert alone_s >= bound_with_fill_and_drain(workload, model, room).seconds * NOT_ABOVE
@@ -100,11 +103,12 @@ def test_room_for_residents_is_counted_in_whole_sub_groups() -> None:
     workload = Workload.of([10**7] * 10)
     each = resident_bytes_of(10**7)
     assert Room.of(workload, None) == Room.same(1.0)
-    assert Room.of(workload, 0) == Room.same(0.0)
+    assert Room.of(workload, 0) == Room(prefetched=0.0)
     # Room for all gradients is kept free, but for what segments may share.
     kept = cuda_bytes_of(gradients_on_accelerator([10**7] * 10, 2)) - MOST_SHARED_BYTES
     for gpu_bytes in (kept + 3 * each, kept + 4 * each - 1):
-        assert Room.of(workload, gpu_bytes) == Room(alone=pytest.approx(0.3), beside_a_slot=pytest.approx(0.2))
+        three, two = pytest.approx(0.3), pytest.approx(0.2)
+        assert Room.of(workload, gpu_bytes) == Room(alone=three, beside_a_slot=two, prefetched=three)
 
 
 @given(costs, windows)
@@ -125,8 +129,35 @@ def test_backward_hides_prefetches_only() -> None:
     of_flushes = exposed_bound(NUMEL, cost(cpu=1e3, h2d=1e9, d2h=4e9), Windows(backward_s=100.0))
     assert of_flushes.seconds == pytest.approx(3, rel=1e-3)
     assert of_flushes.binding is Resource.D2H
+    # No more than there is room for: of 12 s of prefetches a quarter.
     slow_cpu = cost(cpu=1e3, h2d=1e9)
+    quarter = exposed_bound(NUMEL, slow_cpu, Windows(backward_s=100.0), Room(prefetched=0.25))
+    assert quarter.seconds == pytest.approx(9, rel=1e-3)
+    # Residents take of that room.
+    taken = exposed_bound(
+        NUMEL, slow_cpu, Windows(backward_s=100.0), Room(alone=0.25, beside_a_slot=0.25, prefetched=0.25)
+    )
+    assert taken.seconds == pytest.approx(9, rel=1e-3), "a quarter resident, and 9 s of prefetches"
     assert exposed_bound(NUMEL, slow_cpu, Windows(backward_s=1.0)).seconds == pytest.approx(11, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "room", "seconds", "binding"),
+    [
+        # 1 s on the CPU and 1/6 s to publish, or 1 ms on the GPU once it is there.
+        ({}, Room(prefetched=0.0), 1 + 1 / 6, Resource.CPU),
+        ({}, Room.same(1.0), 1e-3, Resource.GPU),
+        ({}, Room(), 0.25 + 1e-3, Resource.H2D),
+        ({"cpu": 1e11, "h2d": 1e9}, Room(), 0.01 + 2, Resource.H2D),
+    ],
+)
+def test_forward_waits_for_the_first_sub_group(
+    changes: dict[str, float], room: Room, seconds: float, binding: Resource
+) -> None:
+    workload = Workload.of([10**9, 10**6])
+    found = first_needed_bound(workload, cost(**changes), Windows(backward_s=0.75, forward_s=100.0), room)
+    assert found.seconds == pytest.approx(seconds)
+    assert found.binding is binding
 
 
 def test_fill_and_drain_by_hand() -> None:

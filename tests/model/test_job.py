@@ -10,6 +10,7 @@ import pytest
 from perf_model.budgets import DoesNotFit
 from perf_model.forecast import (
     NO_ACCELERATOR,
+    NO_OVERLAP,
     Forecast,
     Iteration,
     MemoryLimits,
@@ -21,10 +22,12 @@ from perf_model.forecast import (
 )
 from perf_model.hardware import REQUIRED
 from perf_model.job import GradientPath, Job
+from perf_model.memory import MIB
 from perf_model.model import ModelError, gpt
 from perf_model.placement import Placement
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
+from perf_model.windows import Windows
 from tests.model.profiles import RATES, profile
 
 GPT_175B = gpt("GPT-3", layers=96, hidden=12288, heads=96, vocab=51200, positions=2048)
@@ -179,6 +182,30 @@ def test_where_no_number_of_ranks_helps_it_says_what_is_in_the_way() -> None:
     assert tiny.endswith("Train where there is more.")
     host = what_would_fit(long, CPU_ONLY, MemoryLimits(gpu=None, host=80 * 10**9))
     assert "of the 20.0 GB of host memory a rank" in host
+
+
+@pytest.mark.parametrize("overlap", [NO_OVERLAP, Overlap()])
+def test_the_model_s_peak_has_all_of_the_optimizer_beside_it(overlap: Overlap) -> None:
+    """Slots are filled in backward and flushed in forward, residents and gradients stay: all phases have them."""
+    job, limits = replace(SMALL, sequence=2048), MemoryLimits(gpu=22 * 10**9, host=None)
+    found = forecast(job, WITH_GPU, limits, overlap, [100_000_000])
+    plan = found.planned.plan
+    streamed, resident = plan.numel(Placement.STREAMED), plan.numel(Placement.RESIDENT)
+    assert min(streamed, resident) > 0
+    slots_bytes = plan.schedule.num_slots * plan.schedule.slot_numel * 12
+    least_bytes = job.gpu_bytes + slots_bytes + 12 * resident + 2 * plan.workload.numel
+    rounding_bytes = 22 * MIB + 10 * MIB * len(plan.placements)
+    assert least_bytes <= found.memory.gpu_bytes <= min(22 * 10**9, least_bytes + rounding_bytes)
+    assert job.gpu_bytes > job.activation_bytes > 0, "of forward and backward"
+
+
+def test_windows_are_backward_and_forward_where_a_gpu_trains() -> None:
+    both = of_7b(MemoryLimits(gpu=24 * 10**9, host=None), replace(SMALL, sequence=2048))
+    assert both.windows.forward_s == both.predicted.forward_s
+    assert 0 < both.windows.backward_s <= both.predicted.backward_s, "without what waits for gradients"
+    on_cpu = forecast(SMALL, CPU_ONLY, MemoryLimits(gpu=None, host=400 * 10**9), Overlap(), [100_000_000])
+    assert on_cpu.windows == Windows(), "it cannot train and update at once"
+    assert on_cpu.predicted.hidden_update_s == 0
 
 
 def test_where_the_cpu_trains_nothing_is_said_of_a_gpu() -> None:

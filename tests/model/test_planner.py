@@ -27,6 +27,7 @@ from perf_model.workload import Workload
 from tests.model.costs import cost, costs, windows
 
 NO_WINDOWS = Windows()
+BESIDE = Windows(backward_s=1.0, forward_s=1.0)
 NO_RESIDENTS = Budgets(gpu_bytes=0)
 
 workloads = st.one_of(
@@ -198,6 +199,16 @@ def test_memory_that_is_left_is_used_for_residents() -> None:
     placements = plan_updates(workload, model, room_for(6, 10**8), beside).plan.placements
     residents = placements.count(Placement.RESIDENT)
     assert placements[:residents] == (Placement.RESIDENT,) * residents
+
+
+def test_an_order_that_is_bad_for_forward_is_not_chosen() -> None:
+    """The longest first is what forward needs first; in the middle it would overlap better, with nothing to hide it."""
+    workload = Workload.of([10**8, 6 * 10**7, 3 * 10**7, 10**7, 10**7])
+    model = cost(cpu=1e6)
+    alone, hidden = (plan_updates(workload, model, room_for(2, 10**8), its) for its in (NO_WINDOWS, BESIDE))
+    assert alone.plan.order == rising_and_falling(workload, alone.plan.placements)
+    assert hidden.plan.order is None
+    assert hidden.exposed_s < exposed_s(replace(hidden.plan, order=orders(hidden.plan)[1]), model, BESIDE)
 
 
 def test_a_cpu_accelerator_without_its_memory_updates_on_the_cpu() -> None:

@@ -14,11 +14,12 @@ from perf_model.plan import UpdatePlan
 from perf_model.schedule import Schedule
 from perf_model.sharing import shares
 from perf_model.simulate import simulate
+from perf_model.timeline import Phase
 from perf_model.windows import EARLY, Windows
 from perf_model.workload import Workload
 from tests.model.costs import cost, costs, windows
 from tests.model.profiles import profile
-from tests.model.strategies import schedules
+from tests.model.strategies import plans, schedules
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 
@@ -88,9 +89,17 @@ def test_a_prefetch_may_start_in_backward_and_nothing_else() -> None:
     spans = simulate(update_plan.schedule, update_plan.workload, cost(), Windows(backward_s=0.75)).spans
     assert [span.start_s for span in spans] == pytest.approx([-0.75, 0.25, 0.251])
     assert spans[-1].end_s == pytest.approx(1.251)
-    # A window longer than the prefetch: the step waits for its decision.
+    # A window longer than the prefetch: it runs in the tail of backward.
     spans = simulate(update_plan.schedule, update_plan.workload, cost(), Windows(backward_s=2.0)).spans
-    assert [span.start_s for span in spans] == pytest.approx([-2.0, 0.0, 1e-3])
+    assert [span.start_s for span in spans] == pytest.approx([-1.0, 0.0, 1e-3])
+
+
+def test_backward_fills_the_slots_and_no_more() -> None:
+    update_plan = plan((CPU, *(STREAMED,) * 4), 3)
+    timeline = simulate(update_plan.schedule, update_plan.workload, cost(), Windows(backward_s=100.0))
+    starts_s = [span.start_s for span in timeline.spans if span.action.kind is EARLY]
+    assert starts_s[:3] == pytest.approx([-3.0, -2.0, -1.0])
+    assert starts_s[3] == pytest.approx(1.001), "after the first is flushed"
 
 
 def test_forward_hides_what_it_does_not_need_yet() -> None:
@@ -101,6 +110,42 @@ def test_forward_hides_what_it_does_not_need_yet() -> None:
     for forward_s, exposed_s in ((0.0, 13 / 6), (0.5, 13 / 6 - 0.25), (2.0, 7 / 6), (10.0, 7 / 6)):
         seen_s = Windows(forward_s=forward_s).exposed_s(timeline, update_plan.workload)
         assert seen_s == pytest.approx(exposed_s), forward_s
+
+
+def test_the_model_stands_still_where_it_waits() -> None:
+    # Published after 7/6 and 13/6 s; each half of forward takes a quarter of a second.
+    update_plan = plan((CPU,) * 2, 1)
+    timeline = simulate(update_plan.schedule, update_plan.workload, cost())
+    beside = Windows(backward_s=2.0, forward_s=0.5)
+    phases = beside.phases(timeline, update_plan.workload)
+    assert [its.phase for its in phases] == [
+        Phase.BACKWARD, Phase.EXPOSED, Phase.FORWARD, Phase.EXPOSED, Phase.FORWARD
+    ]  # fmt: skip
+    assert [its.end_s for its in phases] == pytest.approx([0, 7 / 6, 7 / 6 + 0.25, 13 / 6, 13 / 6 + 0.25])
+    # The flush, too, is over before the next backward.
+    streamed = plan((STREAMED,), 1)
+    timeline = simulate(streamed.schedule, streamed.workload, cost())
+    phases = Windows(forward_s=0.25).phases(timeline, streamed.workload)
+    assert [its.phase for its in phases] == [Phase.EXPOSED, Phase.FORWARD, Phase.EXPOSED]
+    assert [its.end_s for its in phases] == pytest.approx([1.001, 1.251, 2.001])
+
+
+@given(plans(10**9), costs, windows)
+def test_phases_follow_one_another_and_are_as_long_as_they_are(
+    update_plan: UpdatePlan, model: CostModel, beside: Windows
+) -> None:
+    timeline = simulate(update_plan.schedule, update_plan.workload, model, beside)
+    phases = beside.phases(timeline, update_plan.workload)
+    for before, after in pairwise(phases):
+        assert before.end_s == after.start_s
+        assert before.phase is not after.phase
+
+    def lasts_s(phase: Phase) -> float:
+        return sum(its.end_s - its.start_s for its in phases if its.phase is phase)
+
+    assert lasts_s(Phase.BACKWARD) == beside.backward_s
+    assert lasts_s(Phase.FORWARD) == pytest.approx(beside.forward_s, abs=1e-9)
+    assert lasts_s(Phase.EXPOSED) == pytest.approx(beside.exposed_s(timeline, update_plan.workload), abs=1e-9)
 
 
 def test_on_a_cpu_accelerator_the_host_does_everything() -> None:

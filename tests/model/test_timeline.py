@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from perf_model.action import Action, ActionKind, Lane
 from perf_model.draw import draw
-from perf_model.timeline import Span, Timeline
+from perf_model.timeline import Phase, PhaseSpan, Span, Timeline
 
 TIMELINE = Timeline(
     (
@@ -38,6 +38,27 @@ def test_chrome_trace_has_a_thread_a_lane_and_microseconds(tmp_path: Path) -> No
     assert spans["PUBLISH 0"]["args"] == {"slot": None, "after": ["CPU_STEP 0"]}
 
 
+PHASES = (
+    PhaseSpan(Phase.BACKWARD, -0.1, 0.0),
+    PhaseSpan(Phase.EXPOSED, 0.0, 0.002),
+    PhaseSpan(Phase.FORWARD, 0.002, 0.2),
+)
+
+
+def test_the_trace_has_the_model_above_the_lanes() -> None:
+    events = json.loads(json.dumps(TIMELINE.chrome_trace(PHASES)))["traceEvents"]
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert [threads[tid] for tid in sorted(threads)] == ["model", *(lane.value for lane in Lane)]
+    spans = [event for event in events if event["ph"] == "X"]
+    model = [(event["name"], event["ts"], event["dur"]) for event in spans if threads[event["tid"]] == "model"]
+    assert model == [
+        ("backward", -100000.0, 100000.0),
+        ("exposed update", 0.0, 2000.0),
+        ("forward", 2000.0, 198000.0),
+    ]
+    assert [threads[event["tid"]] for event in spans[len(model) :]] == ["h2d", "cpu", "h2d"]
+
+
 def test_picture_is_written(tmp_path: Path) -> None:
     path = tmp_path / "timeline.png"
     draw(TIMELINE, path, "a title")
@@ -65,6 +86,25 @@ def test_what_ran_before_the_update_was_decided_is_in_the_picture(drawn: list[Fi
     assert len(title) > 1, "wrapped"
     busy = [label.get_text() for label in axes.get_yticklabels()]
     assert busy == ["h2d\n80% busy", "compute\n0% busy", "d2h\n0% busy", "cpu\n30% busy"]
+
+
+def test_the_picture_has_the_model_above_the_lanes(drawn: list[Figure], tmp_path: Path) -> None:
+    """Of backward and forward no more than is needed to see what they hide."""
+    early = Span(Action(ActionKind.PREFETCH, 3, 0), -0.005, 0.0)
+    draw(Timeline((early, *TIMELINE.spans)), tmp_path / "timeline.png", "a title", PHASES)
+    (axes,) = drawn[0].axes
+    left_ms, right_ms = axes.get_xlim()
+    assert -6 < left_ms < -5
+    assert 5 < right_ms < 6
+    assert axes.get_title().splitlines()[0] == "update of 10.0 ms: 2.0 ms exposed, 8.0 ms hidden"
+    rows = [label.get_text().splitlines()[0] for label in axes.get_yticklabels()]
+    assert rows == ["model", "h2d", "compute", "d2h", "cpu"]
+    bars = {(round(bar.get_y() + 0.3), round(bar.get_x()), round(bar.get_width())) for bar in axes.patches}
+    assert {(1, -5, 5), (4, 1, 3)} < bars, "actions are on their lanes"
+    shown = [label.get_text() for label in axes.texts]
+    assert "forward 198 ms" in shown, "of the whole, though less is shown"
+    (legend,) = drawn[0].legends
+    assert [text.get_text() for text in legend.texts][:3] == ["backward", "forward", "exposed update"]
 
 
 def test_bars_are_labelled_where_there_is_room(drawn: list[Figure], tmp_path: Path) -> None:
