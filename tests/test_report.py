@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import pytest
 
 from deep_opt_states.config import ReportConfig
-from deep_opt_states.report.comparison import Compared, compare, seconds_by_kind
+from deep_opt_states.report.comparison import Compared, Measured, compare
 from deep_opt_states.report.update_report import WARM_UPDATES, UpdateReport
 from perf_model.placement import place_by_stride
 from perf_model.plan import UpdatePlan
 from perf_model.timeline import Span, Timeline
+from perf_model.windows import Windows
 from perf_model.workload import Workload
 
 WORKLOAD = Workload.of([10] * 4)
@@ -27,8 +28,11 @@ def timeline(seconds: float) -> Timeline:
 
 
 def test_kinds_are_summed_and_medians_compared() -> None:
-    measured = [seconds_by_kind(timeline(seconds)) for seconds in (2.0, 3.0, 50.0)]
-    rows = {row.what: row for row in compare(timeline(1.5), measured, [20.0, 10.0, 40.0])}
+    measured = [
+        Measured.of(timeline(seconds), exposed_s, Windows())
+        for seconds, exposed_s in ((2.0, 20.0), (3.0, 10.0), (50.0, 40.0))
+    ]
+    rows = {row.what: row for row in compare(lambda _: timeline(1.5), WORKLOAD, measured)}
     assert set(rows) == {"update", "PREFETCH", "GPU_STEP", "FLUSH_STATES", "CPU_STEP", "PUBLISH"}
     assert rows["update"] == Compared("update", 10 * 1.5, 20.0)
     assert rows["update"].error == pytest.approx(-0.25)
@@ -36,11 +40,33 @@ def test_kinds_are_summed_and_medians_compared() -> None:
     assert str(rows["PUBLISH"]) == "PUBLISH       predicted   3.00 s, measured   6.00 s, error -50%"
 
 
+def test_what_is_seen_of_an_update_is_predicted_for_the_windows_that_were_measured() -> None:
+    windows = [
+        Windows(backward_s=backward_s, forward_s=forward_s) for backward_s, forward_s in ((1, 9), (2, 6), (3, 8))
+    ]
+    asked: list[Windows] = []
+
+    def predict(beside: Windows) -> Timeline:
+        asked.append(beside)
+        return timeline(1.0)
+
+    measured = [Measured.of(timeline(2.0), exposed_s, its) for exposed_s, its in zip((5, 3, 4), windows, strict=True)]
+    rows = {row.what: row for row in compare(predict, WORKLOAD, measured)}
+    assert asked == [Windows(backward_s=2, forward_s=8)]
+    assert rows["update"] == Compared("update", 10.0, 20.0)
+    # The last sub-group is needed when three quarters of forward are done, and is published at the very end.
+    ready_s = max(span.end_s for span in timeline(1.0).spans if span.action.name in ("PUBLISH 2", "GPU_STEP 3"))
+    assert rows["of it exposed"].measured_s == 4
+    assert rows["of it exposed"].predicted_s >= ready_s - 6
+    assert rows["of it exposed"] == Compared("of it exposed", asked[0].exposed_s(timeline(1.0), WORKLOAD), 4)
+
+
 def reported(predicted: Timeline | None, updates: Sequence[float], every_n_steps: int = 0) -> list[str]:
     said: list[str] = []
-    report = UpdateReport(ReportConfig(every_n_steps=every_n_steps), PLAN, predicted, True, said.append)
+    predict = None if predicted is None else lambda _: predicted
+    report = UpdateReport(ReportConfig(every_n_steps=every_n_steps), PLAN, predict, True, said.append)
     for update_s in updates:
-        report.stepped(update_s, lambda: timeline(2.0))
+        report.updated(update_s, Windows(), lambda: timeline(2.0))
     report.close()
     report.close()
     return said
@@ -62,4 +88,4 @@ def test_without_a_prediction_or_an_update_nothing_is_said() -> None:
 def test_a_line_every_n_steps() -> None:
     said = reported(None, [1.0, 2.0, 3.0, 4.0, 5.0], every_n_steps=2)
     assert [line.split(":")[0] for line in said] == ["update 2", "update 4"]
-    assert "median 3500.0 ms over the last 2" in said[1]
+    assert "median 3500.0 ms exposed over the last 2; last one 16000.0 ms hidden" in said[1]

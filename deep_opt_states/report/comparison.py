@@ -1,22 +1,25 @@
-"""Predicted against measured: seconds of the update, and of its actions by kind."""
+"""Predicted against measured: seconds of the update, what is seen of them, and of its actions by kind."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from perf_model.action import ActionKind
 from perf_model.timeline import Timeline
 from perf_model.units import seconds
+from perf_model.windows import Windows
+from perf_model.workload import Workload
 
 UPDATE = "update"
+EXPOSED = "of it exposed"
 
 
 @dataclass(frozen=True)
 class Compared:
-    """``what`` is a kind of action, all of whose actions count, or the whole update."""
+    """``what`` is a kind of action, all of whose actions count, or the whole update, or what is seen of it."""
 
     what: str
     predicted_s: float
@@ -41,14 +44,38 @@ def seconds_by_kind(timeline: Timeline) -> dict[ActionKind, float]:
     return busy_s
 
 
-def compare(
-    predicted: Timeline, measured: Sequence[Mapping[ActionKind, float]], update_s: Sequence[float]
-) -> list[Compared]:
-    """Medians of what was measured: ``measured`` by kind, and ``update_s``, one entry an update each."""
+@dataclass(frozen=True)
+class Measured:
+    """One update: seconds by kind of action, from the decision to its end, and that the model waited for it while it
+    went on for ``windows`` beside."""
+
+    by_kind: Mapping[ActionKind, float]
+    update_s: float
+    exposed_s: float
+    windows: Windows
+
+    @classmethod
+    def of(cls, timeline: Timeline, exposed_s: float, windows: Windows) -> Measured:
+        # All that is seen of an update that nothing goes on beside is what it takes.
+        update_s = timeline.end_s if windows.forward_s > 0 else exposed_s
+        return cls(seconds_by_kind(timeline), update_s, exposed_s, windows)
+
+
+def compare(predict: Callable[[Windows], Timeline], workload: Workload, measured: Sequence[Measured]) -> list[Compared]:
+    """Medians of what was measured, and what is predicted beside their windows."""
+    windows = Windows(
+        backward_s=median(its.windows.backward_s for its in measured),
+        forward_s=median(its.windows.forward_s for its in measured),
+    )
+    predicted = predict(windows)
+    rows = [Compared(UPDATE, predicted.end_s, median(its.update_s for its in measured))]
+    if windows.forward_s > 0:
+        exposed_s = windows.exposed_s(predicted, workload)
+        rows.append(Compared(EXPOSED, exposed_s, median(its.exposed_s for its in measured)))
     by_kind = seconds_by_kind(predicted)
-    rows = [
-        Compared(kind.value, by_kind[kind], median(its[kind] for its in measured))
+    rows.extend(
+        Compared(kind.value, by_kind[kind], median(its.by_kind[kind] for its in measured))
         for kind in ActionKind
         if kind in by_kind
-    ]
-    return [Compared(UPDATE, predicted.end_s, median(update_s)), *rows]
+    )
+    return rows

@@ -79,7 +79,7 @@ class Gathers:
         self._update.advance()
         params = self._coordinator.params_of(module)
         # On the stream that computes: it reads them as well. And before the next modules' are looked at.
-        self._update.publish(self._sub_groups_of(param for param in params if self._coordinator.is_partitioned(param)))
+        self._update.wait_for(self._sub_groups_of(param for param in params if self._coordinator.is_partitioned(param)))
         with self._coordinator.prefetching_until(self._is_not_sure_to_be_there, params):
             return fetch(module, forward)
 

@@ -1,9 +1,11 @@
-"""From the block to a plan and what it is predicted to take; each function is a collective over all ranks."""
+"""From the block to a plan and to what it is predicted to take; each function is a collective over all ranks."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from deep_opt_states.config import Config
@@ -23,15 +25,16 @@ from perf_model.planner import plan_updates
 from perf_model.simulate import simulate
 from perf_model.slab import Widths
 from perf_model.timeline import Timeline
+from perf_model.windows import Windows
 from perf_model.workload import Workload
 
 
 @dataclass(frozen=True)
 class Intention:
-    """``predicted`` is None where nobody asks for it."""
+    """``predict``, given what goes on beside the update, is None where nobody asks for it."""
 
     plan: UpdatePlan
-    predicted: Timeline | None
+    predict: Callable[[Windows], Timeline] | None
 
 
 def intend(
@@ -50,7 +53,7 @@ def intend(
         plan = _of_rank_0(config, workload, cost, accelerator, widths)
     else:
         plan = agree(lambda: accelerator.accept(config.plan(workload)), lambda plan: plan.fingerprint)
-    return Intention(plan, None if cost is None else simulate(plan.schedule, workload, cost))
+    return Intention(plan, None if cost is None else partial(simulate, plan.schedule, workload, cost))
 
 
 def _profile(config: Config, accelerator: AcceleratorChoice, threads: int) -> HardwareProfile:

@@ -27,6 +27,7 @@ from deep_opt_states.device.kernels.choice import cpu_adam
 from deep_opt_states.profiler.ranks import training_ranks
 from deep_opt_states.report.update_report import UpdateReport
 from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.exposure import Exposure
 from deep_opt_states.runtime.ledger import Ledger
 from deep_opt_states.runtime.memory import StateMemory
 from deep_opt_states.runtime.split import Split
@@ -116,8 +117,8 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         # Once all have looked: what one locks to try it is missing from what another finds available.
         agree(lambda: self._check_locking(intention.plan), lambda _: "may lock its states")
         agree(lambda: self._prepare(intention.plan, share), lambda _: "prepared")
-        self.report = UpdateReport(self._config.report, intention.plan, intention.predicted, dist.get_rank() == 0, say)
-        self._update = Update(self._executor, defers=self._defers, finished=self.report.updated)
+        self.report = UpdateReport(self._config.report, intention.plan, intention.predict, dist.get_rank() == 0, say)
+        self._update = Update(self._executor, self._exposure, defers=self._defers, finished=self.report.updated)
         # Stock looks there for where a sub-group is; and has its optimizer without parameters between steps.
         self.subgroup_to_device = dict.fromkeys(range(len(self._states)), "cpu")
         for param_group in self.optimizer.param_groups:
@@ -179,6 +180,8 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._executor.touch(
             [state for state, its in zip(self._states, plan.placements, strict=True) if its is Placement.CPU]
         )
+        # One at the step, one a sub-group in forward, and one before backward.
+        self._exposure = Exposure(device, max_waits=len(self._states) + 2)
         for sub_group_id, state in enumerate(self._states):
             self._take_over(sub_group_id, state)
         self._memory.lock()
@@ -431,7 +434,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
 
     def destroy(self) -> None:
         try:
-            self._update.finish()
+            self._update.close()
             self.report.close()
             super().destroy()
         finally:

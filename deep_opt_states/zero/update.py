@@ -2,61 +2,76 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 
 from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.exposure import Exposure
 from deep_opt_states.zero.agreement import FailureAgreement
 from perf_model.timeline import Timeline
+from perf_model.windows import Windows
 
-Finished = Callable[[float, Callable[[], Timeline]], None]
+Finished = Callable[[float, Windows, Callable[[], Timeline]], None]
 
 
 class Update:
     """``defers``: ``run`` returns when the first parts are updated, and the rest goes on until ``finish``.
 
-    ``finished`` hears of each update that did not fail: for how many seconds it kept the host, and when what ran.
+    ``finished`` hears of each update that did not fail, at the next or at ``close``: for how many seconds the model
+    waited for it, how long it went on beside it, and when what ran.
 
     A rank whose part fails goes on with its collectives, which the others wait in; ``settle`` tells all ranks.
     """
 
-    def __init__(self, executor: Executor, *, defers: bool, finished: Finished) -> None:
+    def __init__(self, executor: Executor, exposure: Exposure, *, defers: bool, finished: Finished) -> None:
         self._executor = executor
+        self._exposure = exposure
         self._defers = defers
         self._finished = finished
         self._failures = FailureAgreement()
+        self._waited_for: set[int] = set()
+        self._untold = False
         self.settled = True
         """Whether all ranks know how the last update ended; the same on every rank."""
-        self._exposed_s = 0.0
 
     def run(self, steps: Sequence[AdamStep]) -> None:
         """Gradients, states and parameters belong to the update from now on. Raises ``UpdateFailed`` at the end."""
+        self._tell()
+        self._exposure.begins()
+        self._waited_for.clear()
         self.settled = False
-        self._exposed_s = 0.0
         try:
-            with self._exposed():
+            with self._exposure.wait():
                 self._executor.begin(steps)
-            if not self._defers:
-                self.finish()
+                if not self._defers:
+                    self._executor.finish()
         except BaseException:
             # An interrupt, too, is told to the other ranks, and then raised.
             self.settle()
             raise
+        self._untold = self._executor.failure is None
         if not self._defers:
             self.settle()
             self.refuse_torn()
+            self._tell()
 
     def prefetch(self) -> None:
         """Of the next update, what has a slot."""
+        self._exposure.prefetches()
         self._executor.prefetch()
 
+    def wait_for(self, sub_groups: Iterable[int]) -> None:
+        """The current stream, which computes, needs their parameters next."""
+        for sub_group in sub_groups:
+            if sub_group not in self._waited_for:
+                self._waited_for.add(sub_group)
+                with self._exposure.wait():
+                    self._executor.publish(sub_group)
+
     def publish(self, sub_groups: Iterable[int]) -> None:
-        """The current stream is about to read their parameters."""
-        with self._exposed():
-            for sub_group in sub_groups:
-                self._executor.publish(sub_group)
+        """The current stream, beside the one that computes, is about to read their parameters."""
+        for sub_group in sub_groups:
+            self._executor.publish(sub_group)
 
     def advance(self) -> None:
         self._executor.advance()
@@ -73,10 +88,9 @@ class Update:
     def finish(self) -> None:
         """Returns when all is done: what belonged to the update is the caller's again."""
         if self._executor.pending:
-            with self._exposed():
+            with self._exposure.wait():
                 self._executor.finish()
-            if self._executor.failure is None:
-                self._finished(self._exposed_s, self._executor.timeline)
+            self._untold = self._executor.failure is None
 
     def drain(self) -> None:
         """For a caller that may write to the states: all is done, and what was prefetched of them is forgotten."""
@@ -103,10 +117,12 @@ class Update:
         """All states were restored from a checkpoint."""
         self._executor.forget_failure()
 
-    @contextmanager
-    def _exposed(self) -> Iterator[None]:
-        start_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._exposed_s += time.perf_counter() - start_s
+    def close(self) -> None:
+        self.finish()
+        self._tell()
+
+    def _tell(self) -> None:
+        # Not before the device has done what it was asked to time, for which the host would wait.
+        if self._untold:
+            self._untold = False
+            self._finished(*self._exposure.exposed(), self._executor.timeline)
