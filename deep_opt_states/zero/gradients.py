@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from deep_opt_states.device.interface import Device
 from deep_opt_states.zero.compat import Parameter, reduced_this_window, sees_gradients
 
 MAX_COPY_BYTES = 64 * 2**20
@@ -66,11 +67,17 @@ class _Down:
 
 
 class Gradients:
-    """``homes`` of the sub-groups in DeepSpeed's order, zero at first."""
+    """``homes`` of the sub-groups in DeepSpeed's order, zero at first.
 
-    def __init__(self, optimizer: Any, homes: Sequence[Home]) -> None:
+    What goes down to host memory does so on a stream of its own, so that it holds up no reduction.
+    """
+
+    def __init__(self, optimizer: Any, homes: Sequence[Home], device: Device[Any]) -> None:
         self._optimizer = optimizer
         self._homes = homes
+        self._device = device
+        self._d2h = device.stream()
+        self._staged, self._gone_down = device.event(), device.event()
         self.traffic = Traffic()
         self._in_fp32: dict[int, torch.Tensor] = {}
         """What users have set, or may set, by parameter; it counts instead of the home."""
@@ -102,6 +109,17 @@ class Gradients:
                 param.grad.record_stream(get_accelerator().current_stream())
             param.grad = None
         self._send(down)
+
+    def arrive(self) -> None:
+        """What is issued on the current stream from now on finds the gradients in host memory, and a host that waits
+        for it does."""
+        self._d2h.record(self._gone_down)
+        self._device.current_stream().wait(self._gone_down)
+
+    def wait(self) -> None:
+        """The host finds them there."""
+        self._d2h.record(self._gone_down)
+        self._gone_down.synchronize()
 
     def finish_window(self) -> None:
         """Of a window that the user has delimited: what was reduced in it, none of it at a boundary."""
@@ -217,15 +235,23 @@ class Gradients:
         self._unscaled.pop(param.ds_id, None)
 
     def _up(self, host: torch.Tensor) -> torch.Tensor:
+        self.arrive()
         self.traffic.h2d_bytes += host.nbytes
         self.traffic.h2d_copies += 1
         return host.to(get_accelerator().current_device_name(), non_blocking=True)
 
     def _send(self, down: list[_Down]) -> None:
         for run in _runs(down):
-            values = run[0].values if len(run) == 1 else torch.cat([part.values for part in run])
-            home = self._homes[run[0].sub_group].grad.narrow(0, run[0].offset, values.numel())
-            home.copy_(values, non_blocking=True)
+            # Copied also where it is one: it may lie in a bucket that is reduced into next.
+            staged = torch.cat([part.values for part in run])
+            self._device.current_stream().record(self._staged)
+            self._d2h.wait(self._staged)
+            home = self._homes[run[0].sub_group].grad.narrow(0, run[0].offset, staged.numel())
+            with self._d2h.issue():
+                home.copy_(staged, non_blocking=True)
+                if not get_accelerator().is_synchronized_device():
+                    # Or its memory would be staged into again before it has been read.
+                    staged.record_stream(get_accelerator().current_stream())
             self.traffic.d2h_bytes += home.nbytes
             self.traffic.d2h_copies += 1
 

@@ -159,7 +159,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._reserved.callback(self._memory.close)
         self._states = self._memory.states
         self._masters: list[torch.Tensor] = []
-        self._gradients = Gradients(self, self._homes(plan, device))
+        self._gradients = Gradients(self, self._homes(plan, device), device)
         device_adam = self._accelerator.device_adam(
             plan,
             self._adam,
@@ -304,6 +304,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     def _wait_for_reduction(self) -> None:
         if not get_accelerator().resolves_data_dependency():
             self.reduce_and_partition_stream.synchronize()
+            self._gradients.wait()
 
     # The hooks of step(), in the order in which it calls them
 
@@ -311,6 +312,8 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._update.settle()
         # Before super() forgets which parameters were reduced in this window.
         self._gradients.complete_window()
+        # For the norm, if it is taken of them, and for the update, which waits for this stream.
+        self._gradients.arrive()
         self._steps.clear()
         self._norms.forget()
         super()._pre_step()
