@@ -53,6 +53,7 @@ class Config(_Block):
     cpu_threads: int | None = Field(default=None, ge=1)
     bind_cores: bool = True
     gpu_memory_gb: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    gpu_memory_margin_gb: float = Field(default=2.0, ge=0.0, allow_inf_nan=False)
     overlap_backward: bool = True
     overlap_forward: bool = True
     report: ReportConfig = ReportConfig()
@@ -174,6 +175,10 @@ _RULES = {
     "gpu_memory_gb": _Rule(
         "must be a number of at least 0",
         "Gigabytes of each GPU that the optimizer may take; leave it out for a tenth of the GPU's memory.",
+    ),
+    "gpu_memory_margin_gb": _Rule(
+        "must be a number of at least 0",
+        "Gigabytes of each GPU that stay free when slots are added to prefetch into while backward runs.",
     ),
     "overlap_backward": _Rule(
         "must be true or false", "Leave it out to prefetch streamed sub-groups' states while backward runs."

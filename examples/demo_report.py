@@ -40,21 +40,24 @@ class Run:
     """``timed`` are the steps whose seconds count; ``numel`` the model's parameters.
 
     ``predicted_and_measured``: the plugin's own comparison, one row for the update and one for each kind of action.
+    ``overlapped_``: of a third arm, whose update goes on in the next forward.
     """
 
     stock: Record
     plugin: Record
     timed: slice
     comparisons: Sequence[Comparison]
+    overlapped_comparisons: Sequence[Comparison]
     numel: int
     plan: UpdatePlan
     accelerator: str
     files: Sequence[Path]
     predicted_and_measured: Sequence[object]
+    overlapped_predicted_and_measured: Sequence[object]
 
     @property
     def bit_identical(self) -> bool:
-        return all(comparison.differing == 0 for comparison in self.comparisons)
+        return all(its.differing == 0 for its in (*self.comparisons, *self.overlapped_comparisons))
 
 
 def compare(
@@ -106,7 +109,15 @@ def print_report(run: Run, console: Console) -> None:
     say("The performance model, from a profile of this machine, over the same steps as seen by the plugin:")
     for row in run.predicted_and_measured:
         say(f"  {row}")
-    say("Timeline of the last update:\n" + "\n".join(f"  {path}" for path in run.files), soft_wrap=True)
+    differing = sum(comparison.differing for comparison in run.overlapped_comparisons)
+    say(
+        "With the update going on in the next forward (the default), trained alone: "
+        f"{'every bit as with stock' if differing == 0 else f'{differing:,} numbers differ from stock'}. "
+        "Of the update, what forward did not hide:"
+    )
+    for row in run.overlapped_predicted_and_measured:
+        say(f"  {row}")
+    say("Timelines of the last updates:\n" + "\n".join(f"  {path}" for path in run.files), soft_wrap=True)
 
 
 def _table(run: Run) -> Table:

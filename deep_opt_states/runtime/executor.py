@@ -49,9 +49,9 @@ class UpdateFailed(RuntimeError):
 class Executor:
     """Reserves slots, streams, events and the worker once; an update reserves nothing.
 
-    ``host_adam`` updates in host memory, ``device_adam`` in slots; ``worker`` is the cpu lane. ``splits`` say what of
-    each sub-group ``begin`` updates at once; without them nothing. Raises ``ScheduleError`` for a schedule that is not
-    safe to execute.
+    ``schedule`` is executed until ``use`` gives another; ``host_adam`` updates in host memory, ``device_adam`` in
+    slots; ``worker`` is the cpu lane. ``splits`` say what of each sub-group ``begin`` updates at once, which is nothing
+    without them. Raises ``ScheduleError`` for a schedule that is not safe to execute.
 
     A failure of any lane ends the update and is kept in ``failure``: the states are torn between two steps, and nothing
     is updated before ``forget_failure``. Only ``run`` raises it; a caller that must not stop alone asks.
@@ -67,22 +67,21 @@ class Executor:
         worker: CpuLane | None = None,
         splits: Sequence[Split] | None = None,
     ) -> None:
-        check(schedule, Workload.of([state.numel for state in states]))
-        self._schedule = schedule
         self._states = states
         self._device = device
         self._host_adam = host_adam
         self._device_adam = device_adam
         self._splits = splits or [Split.of(state.numel) for state in states]
-        self._slots = self._reserve_slots()
+        self._slot_memory: list[Slot] = []
+        self._prefetched: set[str] = set()
+        self.pending = False
+        """Whether an update has begun and ``finish`` was not called, also if it has failed."""
+        self.use(schedule)
         self._streams: dict[Lane, Stream[Any]] = {lane: device.stream() for lane in Lane if lane is not Lane.CPU}
         on_streams = [action for action in schedule.actions if action.lane is not Lane.CPU]
         self._started: dict[str, Event] = {action.name: device.event() for action in on_streams}
         self._finished: dict[str, Event] = {action.name: device.event() for action in on_streams}
         self._drained: dict[Lane, Event] = {lane: device.event() for lane in self._streams}
-        self._publishing = {
-            action.sub_group: position for position, action in enumerate(schedule.actions) if action.kind in PUBLISHING
-        }
         self._origin = device.event()
         self._origin_s = 0.0
         self._cpu_spans: dict[str, tuple[float, float]] = {}
@@ -97,12 +96,6 @@ class Executor:
         self._stop = threading.Event()
         self._updated: dict[str, Future[None]] = {}
         self._issued = self._asked_for = 0
-        waiting = [any(name not in self._finished for name in action.waits) for action in schedule.actions]
-        self._waiting_before = list(accumulate(waiting, initial=0))
-        """By position: how many actions before it wait for the worker."""
-        self._prefetched: set[str] = set()
-        self.pending = False
-        """Whether an update has begun and ``finish`` was not called, also if it has failed."""
         self.failure: BaseException | None = None
         self._bodies: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.PREFETCH: self._prefetch,
@@ -111,6 +104,33 @@ class Executor:
             ActionKind.CPU_STEP: self._cpu_step,
             ActionKind.PUBLISH: self._publish,
         }
+
+    def use(self, schedule: Schedule) -> None:
+        """From the next update on, with more or fewer slots, which are reserved or given back here.
+
+        ``schedule`` is of the same placements in the same order. Raises ``ScheduleError``, or what the device raises
+        that has no room; nothing has changed then.
+        """
+        assert not self.pending
+        check(schedule, Workload.of([state.numel for state in self._states]))
+        more = range(len(self._slot_memory), schedule.num_slots)
+        slots = [*self._slot_memory, *(Slot.reserve(self._device, schedule.slot_numel) for _ in more)]
+        self.discard()
+        self._schedule = schedule
+        self._slot_memory = slots[: schedule.num_slots]
+        self._slots = {
+            action.name: slots[action.slot].narrow(self._states[action.sub_group].numel)
+            for action in schedule.actions
+            if action.slot is not None
+        }
+        """By action name: the part of its slot that the action works on."""
+        self._publishing = {
+            action.sub_group: position for position, action in enumerate(schedule.actions) if action.kind in PUBLISHING
+        }
+        on_cpu = {action.name for action in schedule.actions if action.lane is Lane.CPU}
+        waiting = [not on_cpu.isdisjoint(action.waits) for action in schedule.actions]
+        self._waiting_before = list(accumulate(waiting, initial=0))
+        """By position: how many actions before it wait for the worker."""
 
     def run(self, steps: Sequence[AdamStep]) -> None:
         """One update phase; returns when every action has finished. Raises ``UpdateFailed`` from what has failed."""
@@ -181,8 +201,8 @@ class Executor:
     def may_block(self, sub_group: int) -> bool:
         """Whether the host could have to wait in ``publish``.
 
-        A function of the schedule and of what ``publish`` was called for, on every rank the same: how far this rank's
-        worker is, or whether it has failed, plays no part.
+        A function of placements, order and what ``publish`` was called for, on every rank the same: how far this rank's
+        worker is, whether it has failed, and how many slots this rank has, play no part.
         """
         if not self.pending or not self._splits[sub_group].rest:
             return False
@@ -239,16 +259,8 @@ class Executor:
         """End the worker and give the slots back; the executor is of no use after that."""
         self._worker.close()
         self._slots.clear()
+        self._slot_memory.clear()
         self._states = ()
-
-    def _reserve_slots(self) -> dict[str, Slot]:
-        """By action name: the part of its slot that the action works on."""
-        slots = [Slot.reserve(self._device, self._schedule.slot_numel) for _ in range(self._schedule.num_slots)]
-        return {
-            action.name: slots[action.slot].narrow(self._states[action.sub_group].numel)
-            for action in self._schedule.actions
-            if action.slot is not None
-        }
 
     def _wait_for_caller(self) -> None:
         """The host waits for the caller's stream, so that nothing it issues later can start before that is done.

@@ -12,7 +12,7 @@ from perf_model.memory import Reservation, Where
 
 
 class Ledger:
-    """Wraps ``device``; ``reserved`` has one entry a tensor or slab, with its bytes."""
+    """Wraps ``device``; ``reserved`` has one entry a tensor or slab, with its bytes, also of what was given back."""
 
     def __init__(self, device: Device[Any]) -> None:
         self._device = device

@@ -10,6 +10,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+from deep_opt_states.config import Config
 from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.host import HostDevice
 from deep_opt_states.device.interface import Device
@@ -18,10 +19,12 @@ from deep_opt_states.device.kernels.choice import gpu_adam
 from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.profiler.kernels import training_gpu_adam
+from deep_opt_states.runtime.headroom import Headroom
 from deep_opt_states.zero.refusals import Unsupported
 from perf_model.memory import accelerator_bytes_with_all_gradients
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
+from perf_model.schedule import bytes_of_slots
 from perf_model.units import GB
 
 SHARE_OF_GPU_MEMORY = 0.1
@@ -49,6 +52,20 @@ class AcceleratorChoice:
         if self.steps_on_host:
             return _on_device(plan) > 0
         return accelerator_bytes_with_all_gradients(plan, grad_bytes) <= _memory_bytes(gpu_memory_gb)
+
+    def headroom(self, plan: UpdatePlan, config: Config) -> Headroom | None:
+        """For slots beyond those of ``plan``, to prefetch into during backward. None where there is nothing to add: on
+        the CPU, where the config limits what is taken, and where every streamed sub-group has a slot."""
+        schedule, streamed = plan.schedule, plan.placements.count(Placement.STREAMED)
+        if self.steps_on_host or not config.overlap_backward or config.gpu_memory_gb is not None:
+            return None
+        if streamed == schedule.num_slots:
+            return None
+        return Headroom(
+            slot_bytes=bytes_of_slots(1, schedule.slot_numel),
+            margin_bytes=int(config.gpu_memory_margin_gb * GB),
+            most=streamed - schedule.num_slots,
+        )
 
     def no_device_adam(self) -> str:
         """What keeps sub-groups from being updated on the accelerator, and the remedy; empty where nothing does.
@@ -101,6 +118,12 @@ def choose_device() -> AcceleratorChoice:
         f'The accelerator must be "cuda" or "cpu", found {accelerator.device_name()!r}.\n'
         f'Set "enabled": false in "{CONFIG_KEY}" to train with stock DeepSpeed on it.'
     )
+
+
+def free_and_retries() -> tuple[int, int]:
+    """Bytes of the GPU that nobody has, and how often PyTorch had to give its cache back to satisfy an allocation."""
+    free_bytes, _ = torch.cuda.mem_get_info()
+    return free_bytes, torch.cuda.memory_stats().get("num_alloc_retries", 0)
 
 
 def _memory_bytes(gpu_memory_gb: float | None) -> int:

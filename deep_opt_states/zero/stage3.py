@@ -9,6 +9,7 @@ forward runs, and whoever reads or writes parameters, states or gradients meets 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -35,7 +36,7 @@ from deep_opt_states.runtime.state import SubGroupState
 from deep_opt_states.zero.agreement import agree
 from deep_opt_states.zero.compat import forget_gradient_buffers
 from deep_opt_states.zero.cores import share_cores
-from deep_opt_states.zero.devices import AcceleratorChoice
+from deep_opt_states.zero.devices import AcceleratorChoice, free_and_retries
 from deep_opt_states.zero.gathers import Gathers
 from deep_opt_states.zero.gradients import Gradients, Home
 from deep_opt_states.zero.guarded import Guarded
@@ -180,6 +181,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._executor.touch(
             [state for state, its in zip(self._states, plan.placements, strict=True) if its is Placement.CPU]
         )
+        self._headroom = self._accelerator.headroom(plan, self._config)
         # One at the step, one a sub-group in forward, and one before backward.
         self._exposure = Exposure(device, max_waits=len(self._states) + 2)
         for sub_group_id, state in enumerate(self._states):
@@ -187,6 +189,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._memory.lock()
         self._steps: list[AdamStep] = []
         self._norms = Norms(self)
+        self._stepped = False
         self._grad_scale = 1.0
 
     def _first_parts(self) -> list[list[tuple[int, int]]]:
@@ -254,7 +257,29 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     def backward_prologue(self) -> None:
         """Gradients take the place of those that the update reads."""
         self._update.finish()
+        if self._stepped:
+            self._stepped = False
+            self._adapt_slots()
         super().backward_prologue()
+
+    def _adapt_slots(self) -> None:
+        """Between an update and the next, which is prefetched into what there is room for."""
+        headroom = self._headroom
+        if headroom is None or self._update.failed:
+            return
+        held = headroom.slots
+        headroom.observe(*free_and_retries())
+        if headroom.slots == held:
+            return
+        slots = self.plan.schedule.num_slots + headroom.slots
+        try:
+            self._executor.use(replace(self.plan, num_slots=slots).schedule)
+        except torch.OutOfMemoryError:
+            headroom.refused()
+            self._executor.use(self.plan.schedule)
+            say("GPU memory is short: no slots beyond the plan's")
+        else:
+            say(f"{slots} slots from now on, {headroom.slots} beyond the plan's, by the GPU memory that is left free")
 
     def partition_grads(self, params_to_release: Any, grad_partitions: Any) -> Any:
         # Backward may have been entered by another door.
@@ -376,6 +401,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             state.grad = self._gradients.of_sub_group(sub_group_id)
         # The scheduler and the user may change the numbers of the next step while these are used.
         steps = tuple(self._steps)
+        self._stepped = True
         self._update.run(steps)
         for sub_group_id, step in enumerate(steps):
             self.optimizer.state[self._masters[sub_group_id]]["step"] = step.step

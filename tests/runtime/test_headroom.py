@@ -1,0 +1,116 @@
+"""Slots beyond the plan's: as many as there is room for, fewer when memory tightens, and the same bits meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deep_opt_states.device.fake.device import FakeDevice
+from deep_opt_states.device.fake.timing import Late
+from deep_opt_states.runtime.headroom import OBSERVED_STEPS, Headroom
+from perf_model.check import ScheduleError
+from perf_model.placement import Placement
+from perf_model.plan import UpdatePlan
+from perf_model.workload import Workload
+from tests.runtime.adam import PlainAdam, adam_step
+from tests.runtime.hostile import hostile_executor, pinned_states
+from tests.runtime.states import assert_equal, fill_gradients, make_states, update_serially
+
+CPU, STREAMED = Placement.CPU, Placement.STREAMED
+NUMELS = [9, 7, 8, 6, 5]
+PLAN = UpdatePlan(workload=Workload.of(NUMELS), placements=(STREAMED, CPU, STREAMED, STREAMED, STREAMED), num_slots=1)
+
+
+def headroom(most: int = 10) -> Headroom:
+    return Headroom(slot_bytes=100, margin_bytes=50, most=most)
+
+
+def observed(free: list[int], most: int = 10, retries: dict[int, int] | None = None) -> list[int]:
+    """Slots after each step, of what training leaves free beside ours."""
+    room, slots, had = headroom(most), [], 0
+    for step, free_bytes in enumerate(free):
+        had = (retries or {}).get(step, had)
+        room.observe(free_bytes - room.slots * 100, had)
+        slots.append(room.slots)
+    return slots
+
+
+def test_nothing_is_added_in_the_first_steps_and_then_what_leaves_the_margin() -> None:
+    assert observed([1000, 480, 1000, 1000, 1000]) == [0, 0, 0, 4, 4]
+    assert OBSERVED_STEPS == 3
+    assert observed([1000] * 4, most=3)[-1] == 3
+    assert observed([149] * 4)[-1] == 0
+    assert observed([150] * 4)[-1] == 1
+    assert observed([10] * 4)[-1] == 0
+
+
+def test_what_a_longer_sequence_needs_is_given_back_and_not_taken_again() -> None:
+    assert observed([480] * 4 + [260, 480, 480]) == [0, 0, 0, 4, 2, 2, 2]
+
+
+def test_an_allocation_that_had_to_be_retried_halves_what_is_held() -> None:
+    assert observed([480] * 8, retries={1: 3, 5: 4, 7: 5}) == [0, 0, 0, 4, 4, 2, 2, 1]
+
+
+def test_what_was_refused_is_not_asked_for_again() -> None:
+    room = headroom()
+    for _ in range(5):
+        room.observe(480, 0)
+    room.refused()
+    room.observe(10_000, 0)
+    assert room.slots == 0
+
+
+@given(st.lists(st.integers(0, 2000), min_size=4, max_size=20), st.integers(0, 8))
+def test_the_margin_stays_free_of_what_was_free_in_any_step(free: list[int], most: int) -> None:
+    slots = observed(free, most)
+    for step, held in enumerate(slots):
+        assert 0 <= held <= most
+        assert held == 0 or min(free[: step + 1]) - held * 100 >= 50
+
+
+def test_slots_come_and_go_between_updates_and_bits_stay() -> None:
+    device = FakeDevice(Late())
+    states = pinned_states(device, NUMELS, torch.bfloat16)
+    reference = make_states(NUMELS, torch.bfloat16)
+    without = device.allocated_bytes
+    executor = hostile_executor(PLAN.schedule, states, device)
+    for step, num_slots in enumerate((1, 3, 4, 2, 1), start=1):
+        schedule = replace(PLAN, num_slots=num_slots).schedule
+        executor.use(schedule)
+        assert device.allocated_bytes - without == schedule.staging_bytes
+        for those in (states, reference):
+            fill_gradients(those, step)
+        executor.prefetch()
+        executor.run([adam_step(step)] * len(NUMELS))
+        update_serially(reference, PlainAdam(), [adam_step(step)] * len(NUMELS))
+        assert_equal(states, reference)
+
+
+def test_a_device_without_room_leaves_things_as_they_were() -> None:
+    class Full(FakeDevice):
+        full = False
+
+        def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+            if self.full:
+                raise torch.OutOfMemoryError
+            return super().empty(numel, dtype)
+
+    device = Full()
+    states = pinned_states(device, NUMELS, torch.bfloat16)
+    reference = make_states(NUMELS, torch.bfloat16)
+    executor = hostile_executor(PLAN.schedule, states, device)
+    device.full = True
+    with pytest.raises(torch.OutOfMemoryError):
+        executor.use(replace(PLAN, num_slots=2).schedule)
+    with pytest.raises(ScheduleError):
+        executor.use(replace(PLAN.schedule, actions=PLAN.schedule.actions[1:]))
+    for those in (states, reference):
+        fill_gradients(those, 1)
+    executor.run([adam_step(1)] * len(NUMELS))
+    update_serially(reference, PlainAdam(), [adam_step(1)] * len(NUMELS))
+    assert_equal(states, reference)
