@@ -46,6 +46,14 @@ class UpdateFailed(RuntimeError):
     """An update stopped half way: some sub-groups are updated, others are not."""
 
 
+class Marks:
+    """Events around each action of one update that runs on a stream."""
+
+    def __init__(self, device: Device[Any], names: Sequence[str]) -> None:
+        self.started: dict[str, Event] = {name: device.event() for name in names}
+        self.finished: dict[str, Event] = {name: device.event() for name in names}
+
+
 class Executor:
     """Reserves slots, streams, events and the worker once; an update reserves nothing.
 
@@ -78,9 +86,8 @@ class Executor:
         """Whether an update has begun and ``finish`` was not called, also if it has failed."""
         self.use(schedule)
         self._streams: dict[Lane, Stream[Any]] = {lane: device.stream() for lane in Lane if lane is not Lane.CPU}
-        on_streams = [action for action in schedule.actions if action.lane is not Lane.CPU]
-        self._started: dict[str, Event] = {action.name: device.event() for action in on_streams}
-        self._finished: dict[str, Event] = {action.name: device.event() for action in on_streams}
+        on_streams = [action.name for action in schedule.actions if action.lane is not Lane.CPU]
+        self._marks, self._next_marks = Marks(device, on_streams), Marks(device, on_streams)
         self._drained: dict[Lane, Event] = {lane: device.event() for lane in self._streams}
         self._origin = device.event()
         self._origin_s = 0.0
@@ -150,7 +157,7 @@ class Executor:
             for action in self._schedule.actions:
                 # Those that wait take over a slot.
                 if action.kind is ActionKind.PREFETCH and not action.waits and action.name not in self._prefetched:
-                    self._on_stream(action)
+                    self._on_stream(action, self._next_marks)
                     self._prefetched.add(action.name)
 
     def discard(self) -> None:
@@ -169,6 +176,7 @@ class Executor:
         self._stop.clear()
         self._updated = {}
         self._issued = self._asked_for = 0
+        self._marks, self._next_marks = self._next_marks, self._marks
         self.pending = True
         with self._torn_by_failure():
             for kernel in {id(kernel): kernel for kernel in (self._host_adam, self._device_adam)}.values():
@@ -196,7 +204,7 @@ class Executor:
         if self.failure is None:
             with self._torn_by_failure():
                 self._issue(end, blocks=True)
-                self._device.current_stream().wait(self._finished[self._schedule.actions[end - 1].name])
+                self._device.current_stream().wait(self._marks.finished[self._schedule.actions[end - 1].name])
 
     def may_block(self, sub_group: int) -> bool:
         """Whether the host could have to wait in ``publish``.
@@ -225,14 +233,14 @@ class Executor:
             self._worker.submit(partial(self._host_adam.zero, state.on_host)).result()
 
     def timeline(self) -> Timeline:
-        """When each action of the last update ran, which has finished."""
+        """When each action of the last update ran, which has finished; also when the next is being prefetched."""
         spans = []
         for action in self._schedule.actions:
             if action.lane is Lane.CPU:
                 start_s, end_s = self._cpu_spans[action.name]
             else:
-                start_s = self._started[action.name].seconds_after(self._origin)
-                end_s = self._finished[action.name].seconds_after(self._origin)
+                start_s = self._marks.started[action.name].seconds_after(self._origin)
+                end_s = self._marks.finished[action.name].seconds_after(self._origin)
             spans.append(Span(action, start_s, end_s))
         return Timeline(tuple(spans))
 
@@ -288,26 +296,26 @@ class Executor:
             if action.lane is Lane.CPU:
                 self._updated[action.name] = self._worker.submit(partial(self._on_worker, action))
             elif action.name not in self._prefetched:
-                self._on_stream(action)
+                self._on_stream(action, self._marks)
             self._issued += 1
 
-    def _on_stream(self, action: Action) -> None:
+    def _on_stream(self, action: Action, marks: Marks) -> None:
         stream = self._streams[action.lane]
         for name in action.waits:
             # The host has waited for those of the worker.
-            if name in self._finished:
-                stream.wait(self._finished[name])
-        stream.record(self._started[action.name])
+            if name in marks.finished:
+                stream.wait(marks.finished[name])
+        stream.record(marks.started[action.name])
         with stream.issue():
             self._bodies[action.kind](action)
-        stream.record(self._finished[action.name])
+        stream.record(marks.finished[action.name])
 
     def _on_worker(self, action: Action) -> None:
         if self._stop.is_set():
             return
         try:
             for name in action.waits:
-                self._finished[name].synchronize()
+                self._marks.finished[name].synchronize()
             start_s = time.perf_counter()
             self._bodies[action.kind](action)
             self._cpu_spans[action.name] = (start_s - self._origin_s, time.perf_counter() - self._origin_s)

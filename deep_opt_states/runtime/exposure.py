@@ -20,21 +20,21 @@ class Exposure:
     def __init__(self, device: Device[Any], max_waits: int) -> None:
         self._device = device
         self._waits = [(device.event(), device.event()) for _ in range(max_waits)]
-        self._prefetching = device.event()
         self._count = 0
-        self._prefetches = False
-        self._prefetched = False
+        self._prefetch, self._next_prefetch = device.event(), device.event()
+        self._prefetched = self._next_prefetched = False
 
     def prefetches(self) -> None:
-        """The next update begins to be prefetched."""
-        if not self._prefetches:
-            self._prefetches = True
-            self._device.current_stream().record(self._prefetching)
+        """The next update begins to be prefetched; the last may not have been asked for yet."""
+        if not self._next_prefetched:
+            self._next_prefetched = True
+            self._device.current_stream().record(self._next_prefetch)
 
     def begins(self) -> None:
         """An update; what is known of the last is lost."""
         self._count = 0
-        self._prefetched, self._prefetches = self._prefetches, False
+        self._prefetch, self._next_prefetch = self._next_prefetch, self._prefetch
+        self._prefetched, self._next_prefetched = self._next_prefetched, False
 
     @contextmanager
     def wait(self) -> Iterator[None]:
@@ -54,6 +54,6 @@ class Exposure:
         last.synchronize()
         exposed_s = sum(end.seconds_after(start) for start, end in waits)
         return exposed_s, Windows(
-            backward_s=first.seconds_after(self._prefetching) if self._prefetched else 0.0,
+            backward_s=first.seconds_after(self._prefetch) if self._prefetched else 0.0,
             forward_s=max(0.0, last.seconds_after(first) - exposed_s),
         )
