@@ -42,6 +42,10 @@ class PhaseSpan:
     end_s: float
 
 
+def seconds_of(phase: Phase, phases: Sequence[PhaseSpan]) -> float:
+    return sum(span.end_s - span.start_s for span in phases if span.phase is phase)
+
+
 @dataclass(frozen=True)
 class Timeline:
     spans: tuple[Span, ...]

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from deep_opt_states.config import ReportConfig
-from deep_opt_states.report.comparison import Compared, Measured, compare
+from deep_opt_states.report.comparison import Compared, Measured, Predicted, compare
 from deep_opt_states.report.update_report import WARM_UPDATES, UpdateReport
 from perf_model.placement import place_by_stride
 from perf_model.plan import UpdatePlan
-from perf_model.timeline import Span, Timeline
+from perf_model.timeline import Phase, PhaseSpan, Span, Timeline
 from perf_model.windows import Windows
 from perf_model.workload import Workload
 
@@ -29,10 +29,10 @@ def timeline(seconds: float) -> Timeline:
 
 def test_kinds_are_summed_and_medians_compared() -> None:
     measured = [
-        Measured.of(timeline(seconds), exposed_s, Windows())
+        Measured.of(timeline(seconds), [PhaseSpan(Phase.EXPOSED, 0.0, exposed_s)])
         for seconds, exposed_s in ((2.0, 20.0), (3.0, 10.0), (50.0, 40.0))
     ]
-    rows = {row.what: row for row in compare(lambda _: timeline(1.5), WORKLOAD, measured)}
+    rows = {row.what: row for row in compare(lambda _: Predicted(timeline(1.5), 7.0), measured)}
     assert set(rows) == {"update", "PREFETCH", "GPU_STEP", "FLUSH_STATES", "CPU_STEP", "PUBLISH"}
     assert rows["update"] == Compared("update", 10 * 1.5, 20.0)
     assert rows["update"].error == pytest.approx(-0.25)
@@ -41,32 +41,33 @@ def test_kinds_are_summed_and_medians_compared() -> None:
 
 
 def test_what_is_seen_of_an_update_is_predicted_for_the_windows_that_were_measured() -> None:
-    windows = [
-        Windows(backward_s=backward_s, forward_s=forward_s) for backward_s, forward_s in ((1, 9), (2, 6), (3, 8))
-    ]
     asked: list[Windows] = []
 
-    def predict(beside: Windows) -> Timeline:
+    def predict(beside: Windows) -> Predicted:
         asked.append(beside)
-        return timeline(1.0)
+        return Predicted(timeline(1.0), 7.0)
 
-    measured = [Measured.of(timeline(2.0), exposed_s, its) for exposed_s, its in zip((5, 3, 4), windows, strict=True)]
-    rows = {row.what: row for row in compare(predict, WORKLOAD, measured)}
+    def phases(backward_s: float, exposed_s: float, forward_s: float) -> list[PhaseSpan]:
+        return [
+            PhaseSpan(Phase.BACKWARD, -backward_s, 0.0),
+            PhaseSpan(Phase.EXPOSED, 0.0, 1.0),
+            PhaseSpan(Phase.FORWARD, 1.0, 1.0 + forward_s),
+            PhaseSpan(Phase.EXPOSED, 1.0 + forward_s, exposed_s + forward_s),
+        ]
+
+    measured = [Measured.of(timeline(2.0), phases(*its)) for its in ((1, 5, 9), (2, 3, 6), (3, 4, 8))]
+    rows = {row.what: row for row in compare(predict, measured)}
     assert asked == [Windows(backward_s=2, forward_s=8)]
     assert rows["update"] == Compared("update", 10.0, 20.0)
-    # The last sub-group is needed when three quarters of forward are done, and is published at the very end.
-    ready_s = max(span.end_s for span in timeline(1.0).spans if span.action.name in ("PUBLISH 2", "GPU_STEP 3"))
-    assert rows["of it exposed"].measured_s == 4
-    assert rows["of it exposed"].predicted_s >= ready_s - 6
-    assert rows["of it exposed"] == Compared("of it exposed", asked[0].exposed_s(timeline(1.0), WORKLOAD), 4)
+    assert rows["of it exposed"] == Compared("of it exposed", 7.0, 4)
 
 
 def reported(predicted: Timeline | None, updates: Sequence[float], every_n_steps: int = 0) -> list[str]:
     said: list[str] = []
-    predict = None if predicted is None else lambda _: predicted
+    predict = None if predicted is None else lambda _: Predicted(predicted, 0.0)
     report = UpdateReport(ReportConfig(every_n_steps=every_n_steps), PLAN, predict, True, said.append)
     for update_s in updates:
-        report.updated(update_s, Windows(), lambda: timeline(2.0))
+        report.updated([PhaseSpan(Phase.EXPOSED, 0.0, update_s)], lambda: timeline(2.0))
     report.close()
     report.close()
     return said

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from perf_model.action import ActionKind
-from perf_model.timeline import Timeline
+from perf_model.timeline import Phase, PhaseSpan, Timeline, seconds_of
 from perf_model.units import seconds
 from perf_model.windows import Windows
-from perf_model.workload import Workload
 
 UPDATE = "update"
 EXPOSED = "of it exposed"
@@ -45,9 +44,17 @@ def seconds_by_kind(timeline: Timeline) -> dict[ActionKind, float]:
 
 
 @dataclass(frozen=True)
+class Predicted:
+    """``exposed_s`` of it are seen."""
+
+    timeline: Timeline
+    exposed_s: float
+
+
+@dataclass(frozen=True)
 class Measured:
-    """One update: seconds by kind of action, from the decision to its end, and that the model waited for it while it
-    went on for ``windows`` beside."""
+    """One update: seconds by kind of action, from the decision to its end, that the model waited for it, and that it
+    went on beside it."""
 
     by_kind: Mapping[ActionKind, float]
     update_s: float
@@ -55,24 +62,25 @@ class Measured:
     windows: Windows
 
     @classmethod
-    def of(cls, timeline: Timeline, exposed_s: float, windows: Windows) -> Measured:
+    def of(cls, timeline: Timeline, phases: Sequence[PhaseSpan]) -> Measured:
+        exposed_s = seconds_of(Phase.EXPOSED, phases)
+        windows = Windows(backward_s=seconds_of(Phase.BACKWARD, phases), forward_s=seconds_of(Phase.FORWARD, phases))
         # All that is seen of an update that nothing goes on beside is what it takes.
         update_s = timeline.end_s if windows.forward_s > 0 else exposed_s
         return cls(seconds_by_kind(timeline), update_s, exposed_s, windows)
 
 
-def compare(predict: Callable[[Windows], Timeline], workload: Workload, measured: Sequence[Measured]) -> list[Compared]:
+def compare(predict: Callable[[Windows], Predicted], measured: Sequence[Measured]) -> list[Compared]:
     """Medians of what was measured, and what is predicted beside their windows."""
     windows = Windows(
         backward_s=median(its.windows.backward_s for its in measured),
         forward_s=median(its.windows.forward_s for its in measured),
     )
     predicted = predict(windows)
-    rows = [Compared(UPDATE, predicted.end_s, median(its.update_s for its in measured))]
+    rows = [Compared(UPDATE, predicted.timeline.end_s, median(its.update_s for its in measured))]
     if windows.forward_s > 0:
-        exposed_s = windows.exposed_s(predicted, workload)
-        rows.append(Compared(EXPOSED, exposed_s, median(its.exposed_s for its in measured)))
-    by_kind = seconds_by_kind(predicted)
+        rows.append(Compared(EXPOSED, predicted.exposed_s, median(its.exposed_s for its in measured)))
+    by_kind = seconds_by_kind(predicted.timeline)
     rows.extend(
         Compared(kind.value, by_kind[kind], median(its.by_kind[kind] for its in measured))
         for kind in ActionKind

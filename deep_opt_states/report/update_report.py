@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import atexit
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from deep_opt_states.config import ReportConfig
-from deep_opt_states.report.comparison import Compared, Measured, compare
+from deep_opt_states.report.comparison import Compared, Measured, Predicted, compare
 from perf_model.action import Lane
 from perf_model.draw import draw
 from perf_model.plan import UpdatePlan
-from perf_model.timeline import Timeline
+from perf_model.timeline import Phase, PhaseSpan, Timeline, seconds_of
 from perf_model.windows import Windows
 
 WARM_UPDATES = 2
@@ -29,7 +29,7 @@ class UpdateReport:
         self,
         config: ReportConfig,
         plan: UpdatePlan,
-        predict: Callable[[Windows], Timeline] | None,
+        predict: Callable[[Windows], Predicted] | None,
         writes: bool,
         log: Callable[[str], None],
     ) -> None:
@@ -45,19 +45,19 @@ class UpdateReport:
         # A script that ends without destroying its engine has trained all the same.
         atexit.register(self.close)
 
-    def updated(self, exposed_s: float, windows: Windows, timeline: Callable[[], Timeline]) -> None:
-        """Of each update, what was seen of it beside those windows; ``timeline`` is asked for only when it is used.
+    def updated(self, phases: Sequence[PhaseSpan], timeline: Callable[[], Timeline]) -> None:
+        """After each update, what the model did around it; ``timeline`` is asked for only when it is used.
 
         A report that cannot be written is said, once, and ends the reports; it must not end the training.
         """
         self._steps += 1
-        self._exposed_s.append(exposed_s)
+        self._exposed_s.append(seconds_of(Phase.EXPOSED, phases))
         if self._predict is not None and self._steps > WARM_UPDATES:
-            self._compared.append(Measured.of(timeline(), exposed_s, windows))
+            self._compared.append(Measured.of(timeline(), phases))
         if self._config.every_n_steps == 0 or self._broken or self._steps % self._config.every_n_steps:
             return
         try:
-            self._write(timeline(), windows)
+            self._write(timeline(), phases)
         except Exception as error:  # noqa: BLE001
             self._broken = True
             self._log(
@@ -69,7 +69,7 @@ class UpdateReport:
         """Predicted against measured, of the updates so far; empty if nothing was predicted or measured."""
         if self._predict is None or not self._compared:
             return []
-        return compare(self._predict, self._plan.workload, self._compared)
+        return compare(self._predict, self._compared)
 
     def close(self) -> None:
         """Training is over: say how good the prediction was, once."""
@@ -79,7 +79,7 @@ class UpdateReport:
             lines = "\n".join(f"  {row}" for row in rows)
             self._log(f"predicted against measured, median of {len(self._compared)} of {self._steps} updates:\n{lines}")
 
-    def _write(self, last: Timeline, windows: Windows) -> None:
+    def _write(self, last: Timeline, phases: Sequence[PhaseSpan]) -> None:
         busy = ", ".join(f"{lane.value} {last.busy_s(lane) * 1e3:.1f}" for lane in Lane)
         hidden_s = max(0.0, last.active_s - self._exposed_s[-1])
         self._log(
@@ -88,6 +88,5 @@ class UpdateReport:
         )
         path = self._config.trace_path
         if path is not None and self._writes:
-            phases = windows.phases(last, self._plan.workload) if windows.forward_s > 0 else ()
             last.write_chrome_trace(path, phases)
             draw(last, path.with_suffix(".png"), str(self._plan), phases)

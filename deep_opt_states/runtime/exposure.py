@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from deep_opt_states.device.interface import Device
-from perf_model.windows import Windows
+from perf_model.timeline import Phase, PhaseSpan
 
 
 class Exposure:
@@ -45,15 +45,20 @@ class Exposure:
         yield
         stream.record(end)
 
-    def exposed(self) -> tuple[float, Windows]:
-        """Of an update that is finished: seconds that the model waited for it; and for which it went on, from the first
-        prefetch to the first wait, and from there to the last.
-        """
+    def phases(self) -> tuple[PhaseSpan, ...]:
+        """What the model did around the update, which is finished: backward since the first prefetch, waits, and
+        forward in between. Second 0 is the first wait's start. The host waits for the last."""
         waits = self._waits[: self._count]
-        first, last = waits[0][0], waits[-1][1]
+        origin, last = waits[0][0], waits[-1][1]
         last.synchronize()
-        exposed_s = sum(end.seconds_after(start) for start, end in waits)
-        return exposed_s, Windows(
-            backward_s=first.seconds_after(self._prefetch) if self._prefetched else 0.0,
-            forward_s=max(0.0, last.seconds_after(first) - exposed_s),
-        )
+        spans: list[PhaseSpan] = []
+        if self._prefetched:
+            spans.append(PhaseSpan(Phase.BACKWARD, self._prefetch.seconds_after(origin), 0.0))
+        now_s = 0.0
+        for start, end in waits:
+            start_s, end_s = start.seconds_after(origin), end.seconds_after(origin)
+            if start_s > now_s:
+                spans.append(PhaseSpan(Phase.FORWARD, now_s, start_s))
+            spans.append(PhaseSpan(Phase.EXPOSED, start_s, end_s))
+            now_s = end_s
+        return tuple(spans)

@@ -13,6 +13,7 @@ from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.profiler.cache import quick_profile
 from deep_opt_states.profiler.provenance import smallest_node
 from deep_opt_states.profiler.ranks import training_ranks
+from deep_opt_states.report.comparison import Predicted
 from deep_opt_states.zero.agreement import agree
 from deep_opt_states.zero.devices import AcceleratorChoice
 from deep_opt_states.zero.log import say
@@ -22,9 +23,8 @@ from perf_model.hardware import HardwareProfile, ProfileError
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.planner import plan_updates
-from perf_model.simulate import simulate
+from perf_model.simulate import NO_WINDOWS, simulate
 from perf_model.slab import Widths
-from perf_model.timeline import Timeline
 from perf_model.windows import Windows
 from perf_model.workload import Workload
 
@@ -34,7 +34,7 @@ class Intention:
     """``predict``, given what goes on beside the update, is None where nobody asks for it."""
 
     plan: UpdatePlan
-    predict: Callable[[Windows], Timeline] | None
+    predict: Callable[[Windows], Predicted] | None
 
 
 def intend(
@@ -53,7 +53,16 @@ def intend(
         plan = _of_rank_0(config, workload, cost, accelerator, widths)
     else:
         plan = agree(lambda: accelerator.accept(config.plan(workload)), lambda plan: plan.fingerprint)
-    return Intention(plan, None if cost is None else partial(simulate, plan.schedule, workload, cost))
+    if profile is None or cost is None:
+        return Intention(plan, None)
+    return Intention(plan, partial(_predict, plan, cost, profile.has_accelerator))
+
+
+def _predict(plan: UpdatePlan, cost: CostModel, has_accelerator: bool, windows: Windows) -> Predicted:
+    # Where the CPU trains, the same cores do both: nothing is taken to be hidden.
+    beside = windows if has_accelerator else NO_WINDOWS
+    timeline = simulate(plan.schedule, plan.workload, cost, beside)
+    return Predicted(timeline, beside.exposed_s(timeline, plan.workload))
 
 
 def _profile(config: Config, accelerator: AcceleratorChoice, threads: int) -> HardwareProfile:

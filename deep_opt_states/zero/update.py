@@ -8,17 +8,16 @@ from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.exposure import Exposure
 from deep_opt_states.zero.agreement import FailureAgreement
-from perf_model.timeline import Timeline
-from perf_model.windows import Windows
+from perf_model.timeline import PhaseSpan, Timeline
 
-Finished = Callable[[float, Windows, Callable[[], Timeline]], None]
+Finished = Callable[[tuple[PhaseSpan, ...], Callable[[], Timeline]], None]
 
 
 class Update:
     """``defers``: ``run`` returns when the first parts are updated, and the rest goes on until ``finish``.
 
-    ``finished`` hears of each update that did not fail, at the next or at ``close``: for how many seconds the model
-    waited for it, how long it went on beside it, and when what ran.
+    ``finished`` hears of each update that did not fail, at the next or at ``close``: when the model waited for it and
+    when it went on, and when what ran.
 
     A rank whose part fails goes on with its collectives, which the others wait in; ``settle`` tells all ranks.
     """
@@ -125,4 +124,4 @@ class Update:
         # Not before the device has done what it was asked to time, for which the host would wait.
         if self._untold:
             self._untold = False
-            self._finished(*self._exposure.exposed(), self._executor.timeline)
+            self._finished(self._exposure.phases(), self._executor.timeline)

@@ -39,7 +39,7 @@ def test_without_a_profile_a_quick_one_is_measured_cached_and_shared(world_size:
         assert planned["rank"] == rank
         assert set(streamed["placements"]) == {"streamed"}
         for found, kinds in ((planned, KINDS["cpu"]), (streamed, KINDS["streamed"])):
-            assert set(found["compared"]) == {"update", *kinds}
+            assert set(found["compared"]) == {"update", "of it exposed", *kinds}
             for predicted_s, measured_s, error in found["compared"].values():
                 assert predicted_s > 0
                 assert measured_s > 0
