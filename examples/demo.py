@@ -25,10 +25,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import CPUAdamBuilder
 from deepspeed.utils import set_log_level_from_string
 from demo_report import Record, Run, compare, print_report
+from one_rank import be_the_only_rank_unless_launched
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
-from train import be_the_only_rank_unless_launched
 
 EXAMPLES = Path(__file__).resolve().parent
 OUTPUT = EXAMPLES.parent / "demo-output"

@@ -110,7 +110,8 @@ def _of_rank_0(
         wider_bytes = max(0, widths.grad - widths.param) * workload.numel
         budgets = Budgets(gpu_bytes=max(0, gpu_bytes - wider_bytes))
         plan = plan_updates(workload, cost, budgets, param_bytes=widths.param).plan
-        order = None if plan.order is None else list(plan.order)
+        # Forward waits for all that is issued before what it needs: an order of its own would make it wait for more.
+        order = None if plan.order is None or config.overlap_forward else list(plan.order)
         return [placement.value for placement in plan.placements], plan.num_slots, order
 
     placements, num_slots, order = ranks.gather(agree(decide, lambda _: "planned"))[0]

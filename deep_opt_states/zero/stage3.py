@@ -119,7 +119,12 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         agree(lambda: self._check_locking(intention.plan), lambda _: "may lock its states")
         agree(lambda: self._prepare(intention.plan, share), lambda _: "prepared")
         self.report = UpdateReport(self._config.report, intention.plan, intention.predict, dist.get_rank() == 0, say)
-        self._update = Update(self._executor, self._exposure, defers=self._defers, finished=self.report.updated)
+        self._update = Update(
+            self._executor,
+            self._exposure,
+            defers=self._defers,
+            finished=lambda phases, timeline: self.report.updated(phases, timeline),
+        )
         # Stock looks there for where a sub-group is; and has its optimizer without parameters between steps.
         self.subgroup_to_device = dict.fromkeys(range(len(self._states)), "cpu")
         for param_group in self.optimizer.param_groups:

@@ -71,28 +71,34 @@ def parts(out: Path) -> list[Part]:
     build = "from deep_opt_states.device.kernels.choice import known_arithmetic; print(known_arithmetic())"
     benchmark = (sys.executable, "-m")
     return [
-        Part(name="build", command=(sys.executable, "-c", build), limit_s=75),
-        Part(name="kernel", command=_pytest("gpu/test_kernel", "kernels/test_triton"), limit_s=85),
+        Part(name="build", command=(sys.executable, "-c", build), limit_s=60),
+        Part(name="kernel", command=_pytest("gpu/test_kernel", "kernels/test_triton"), limit_s=75),
         Part(name="executor", command=_pytest("gpu/test_executor", "gpu/test_locking"), limit_s=45),
         Part(
             name="gpu_adam",
             command=(*benchmark, "benchmarks.gpu_adam", "--repetitions", "15"),
-            limit_s=40,
+            limit_s=35,
             rows=RESULTS / "gpu_adam.jsonl",
         ),
-        Part(name="engine", command=_pytest("gpu/test_engine"), limit_s=140),
+        Part(name="engine", command=_pytest("gpu/test_engine"), limit_s=125),
         Part(
             name="profile",
             command=(*benchmark, "deep_opt_states.cli", "profile", "--quick", "--output", str(out / "profile.json")),
-            limit_s=40,
+            limit_s=35,
         ),
         Part(
             name="cpu_adam",
             command=(*benchmark, "benchmarks.cpu_adam", "--numel", "20000000", "--repetitions", "3"),
-            limit_s=30,
+            limit_s=25,
             rows=RESULTS / "cpu_adam.jsonl",
         ),
-        Part(name="sanitizer", command=_pytest("gpu/test_sanitizer"), limit_s=55),
+        Part(
+            name="exposed",
+            command=(*benchmark, "benchmarks.exposed_update", "--gpu-fraction", "0.7"),
+            limit_s=65,
+            rows=RESULTS / "exposed_update.jsonl",
+        ),
+        Part(name="sanitizer", command=_pytest("gpu/test_sanitizer"), limit_s=45),
     ]
 
 

@@ -25,6 +25,8 @@ OVERLAP = {"overlap_comm": True}
 RESIDENTS = {"placement": ["resident"] * 5}
 MIXED = {"placement": ["streamed", "resident", "cpu", "resident", "streamed"], "num_slots": 1}
 
+NEITHER = {"overlap_backward": False, "overlap_forward": False}
+
 OF_THE_CPU_SUITE = (
     "residents, clipping, reload in process",
     "fp32, Adam, two groups, frozen, accumulation 3",
@@ -34,7 +36,12 @@ OF_THE_CPU_SUITE = (
 )
 
 COMPARED = (
-    Case(name="every placement", blocks=(*EVERY_PLACEMENT, RESIDENTS, MIXED), clip=0.5, zero=OVERLAP),
+    Case(
+        name="every placement",
+        blocks=(*EVERY_PLACEMENT, RESIDENTS, MIXED, {**MIXED, **NEITHER}, {**STRIDE_2, **NEITHER}),
+        clip=0.5,
+        zero=OVERLAP,
+    ),
     Case(name="planned", blocks=({}, {"gpu_memory_gb": 0.5}), zero=OVERLAP),
     *(replace(case, zero={**case.zero, **OVERLAP}) for case in CASES if case.name in OF_THE_CPU_SUITE),
 )

@@ -8,7 +8,7 @@ import torch
 from perf_model.placement import Placement, place_all
 from perf_model.plan import UpdatePlan
 from perf_model.workload import Workload
-from tests.gpu.updates import executed, random_plan, same, serial
+from tests.gpu.updates import deferred, executed, random_plan, same, serial, serial_of_deferred
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -19,6 +19,15 @@ def test_every_plan_gives_the_serial_bits(seed: int) -> None:
     dtype = DTYPES[seed % 3]
     grad_dtype = torch.float32 if seed % 2 else dtype
     assert same(executed(plan, dtype, grad_dtype, seed), serial(plan, dtype, grad_dtype, seed)), str(plan.schedule)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_every_plan_gives_the_serial_bits_while_forward_gathers(seed: int) -> None:
+    plan = random_plan(seed)
+    dtype = DTYPES[seed % 3]
+    grad_dtype = torch.float32 if seed % 2 else dtype
+    expected = serial_of_deferred(plan, dtype, grad_dtype, seed)
+    assert same(deferred(plan, dtype, grad_dtype, seed), expected), str(plan.schedule)
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3])

@@ -11,6 +11,7 @@ from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.split import Split
 from deep_opt_states.runtime.state import SubGroupState
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
@@ -101,6 +102,82 @@ def executed(
     finally:
         executor.close()
     return [tensor.cpu() for tensor in found]
+
+
+def deferred(
+    plan: UpdatePlan, dtype: torch.dtype, grad_dtype: torch.dtype, seed: int, count: int = 4
+) -> list[torch.Tensor]:
+    """What each step's first parts had at once, what the next forward gathered, and all states at the end.
+
+    The update goes on while sub-group by sub-group is gathered; half of the steps are prefetched.
+    """
+    device = CudaDevice(torch.cuda.current_device())
+    states = cuda_states(device, plan, dtype, grad_dtype, seed)
+    splits = first_parts(plan, seed)
+    kernel = triton_adam()
+    kernel.compile({torch.float32, grad_dtype}, [dtype])
+    executor = Executor(plan.schedule, states, device, host_adam(), kernel, splits=splits)
+    gather = torch.cuda.Stream()
+    found: list[torch.Tensor] = []
+    try:
+        for number, steps in enumerate(steps_for(plan, count), start=1):
+            if number % 2:
+                executor.prefetch()
+            arrived = [
+                gradient.to(grad_dtype).pin_memory().to("cuda", non_blocking=True)
+                for gradient in gradients(numels_of(plan), number)
+            ]
+            torch.cuda._sleep(GATHER_CYCLES)
+            for state, gradient in zip(states, arrived, strict=True):
+                state.grad.copy_(gradient, non_blocking=True)
+            executor.begin(steps)
+            found.extend(
+                part.view(state.param).clone()
+                for state, split in zip(states, splits, strict=True)
+                for part in split.first
+            )
+            with torch.cuda.stream(gather):
+                for index, state in enumerate(states):
+                    executor.publish(index)
+                    found.append(state.param.clone())
+            torch.cuda.current_stream().wait_stream(gather)
+            executor.finish()
+            assert executor.failure is None, executor.failure
+        found.extend(getattr(state, name).clone() for state in states for name in NAMES)
+        torch.cuda.synchronize()
+    finally:
+        executor.close()
+    return [tensor.cpu() for tensor in found]
+
+
+def first_parts(plan: UpdatePlan, seed: int) -> list[Split]:
+    """Up to two ranges of each sub-group, at odd places."""
+    chosen = random.Random(f"first parts {seed}")
+    splits = []
+    for numel in numels_of(plan):
+        borders = sorted(chosen.randint(0, numel) for _ in range(4))
+        splits.append(
+            Split.of(numel, [its for its in zip(borders[::2], borders[1::2], strict=True) if its[0] < its[1]])
+        )
+    return splits
+
+
+def serial_of_deferred(
+    plan: UpdatePlan, dtype: torch.dtype, grad_dtype: torch.dtype, seed: int, count: int = 4
+) -> list[torch.Tensor]:
+    """The same by one sub-group after another on the CPU."""
+    states = make_states(numels_of(plan), dtype, seed)
+    splits, adam = first_parts(plan, seed), host_adam()
+    found: list[torch.Tensor] = []
+    for number, steps in enumerate(steps_for(plan, count), start=1):
+        for state, gradient in zip(states, gradients(numels_of(plan), number), strict=True):
+            state.grad = gradient.to(grad_dtype)
+        update_serially(states, adam, steps)
+        for state, split in zip(states, splits, strict=True):
+            found.extend(part.view(state.param).clone() for part in split.first)
+        found.extend(state.param.clone() for state in states)
+    found.extend(getattr(state, name) for state in states for name in NAMES)
+    return found
 
 
 def serial(
