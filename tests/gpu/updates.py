@@ -156,9 +156,7 @@ def first_parts(plan: UpdatePlan, seed: int) -> list[Split]:
     splits = []
     for numel in numels_of(plan):
         borders = sorted(chosen.randint(0, numel) for _ in range(4))
-        splits.append(
-            Split.of(numel, [its for its in zip(borders[::2], borders[1::2], strict=True) if its[0] < its[1]])
-        )
+        splits.append(Split.of(numel, zip(borders[::2], borders[1::2], strict=True)))
     return splits
 
 
