@@ -17,7 +17,10 @@ class Guarded:
 
     def __get__(self, optimizer: Any, owner: type) -> Any:
         self._wait(optimizer)
-        return vars(optimizer)[self._name]
+        try:
+            return vars(optimizer)[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None
 
     def __set__(self, optimizer: Any, value: Any) -> None:
         vars(optimizer)[self._name] = value

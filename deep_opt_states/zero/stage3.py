@@ -264,6 +264,9 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._update.finish()
         if self._stepped:
             self._stepped = False
+            for sub_group_id, state in enumerate(self._states):
+                # What users had set was put together in memory that nobody has planned for.
+                state.grad = self._gradients.home_of(sub_group_id)
             self._adapt_slots()
         super().backward_prologue()
 
