@@ -67,6 +67,17 @@ def steps_for(plan: UpdatePlan, count: int) -> list[list[AdamStep]]:
     return [[step] * len(plan.placements) for step in steps_of(count)]
 
 
+def late_backward(states: Sequence[SubGroupState], step: int) -> None:
+    """Issued, and not done before long: writes the gradients of the step."""
+    arrived = [
+        gradient.to(state.grad.dtype).pin_memory().to("cuda", non_blocking=True)
+        for state, gradient in zip(states, gradients([state.numel for state in states], step), strict=True)
+    ]
+    torch.cuda._sleep(GATHER_CYCLES)
+    for state, gradient in zip(states, arrived, strict=True):
+        state.grad.copy_(gradient, non_blocking=True)
+
+
 def executed(
     plan: UpdatePlan, dtype: torch.dtype, grad_dtype: torch.dtype, seed: int, count: int = 4
 ) -> list[torch.Tensor]:
@@ -87,13 +98,7 @@ def executed(
             with torch.cuda.stream(gather):
                 gathered = [state.param.clone() for state in states]
             torch.cuda.current_stream().wait_stream(gather)
-            arrived = [
-                gradient.to(grad_dtype).pin_memory().to("cuda", non_blocking=True)
-                for gradient in gradients(numels_of(plan), number)
-            ]
-            torch.cuda._sleep(GATHER_CYCLES)
-            for state, gradient in zip(states, arrived, strict=True):
-                state.grad.copy_(gradient, non_blocking=True)
+            late_backward(states, number)
             executor.run(steps)
             found.extend(gathered)
         with torch.cuda.stream(gather):
@@ -123,13 +128,7 @@ def deferred(
         for number, steps in enumerate(steps_for(plan, count), start=1):
             if number % 2:
                 executor.prefetch()
-            arrived = [
-                gradient.to(grad_dtype).pin_memory().to("cuda", non_blocking=True)
-                for gradient in gradients(numels_of(plan), number)
-            ]
-            torch.cuda._sleep(GATHER_CYCLES)
-            for state, gradient in zip(states, arrived, strict=True):
-                state.grad.copy_(gradient, non_blocking=True)
+            late_backward(states, number)
             executor.begin(steps)
             found.extend(
                 part.view(state.param).clone()
