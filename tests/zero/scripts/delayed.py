@@ -72,8 +72,8 @@ def logged(log: list[str]) -> Iterator[None]:
 
 
 @contextmanager
-def delayed(seed: int) -> Iterator[None]:
-    """Sleeps before updates and before layers, each thread of each rank in a rhythm of its own."""
+def delayed(seed: int, update_s: float = MAX_DELAY_S, layer_s: float = MAX_DELAY_S) -> Iterator[None]:
+    """Sleeps up to that long before updates and before layers, each thread of each rank in a rhythm of its own."""
     rhythms: dict[str, random.Random] = {}
 
     def rhythm() -> random.Random:
@@ -83,11 +83,11 @@ def delayed(seed: int) -> Iterator[None]:
     update, forward = FusedAdam.update, nn.Linear.forward
 
     def late_update(self: FusedAdam, *args: Any) -> None:
-        time.sleep(rhythm().uniform(0, MAX_DELAY_S))
+        time.sleep(rhythm().uniform(0, update_s))
         update(self, *args)
 
     def late_forward(self: nn.Linear, x: Any) -> Any:
-        time.sleep(rhythm().uniform(0, MAX_DELAY_S))
+        time.sleep(rhythm().uniform(0, layer_s))
         return forward(self, x)
 
     with mock.patch.object(FusedAdam, "update", late_update), mock.patch.object(nn.Linear, "forward", late_forward):
