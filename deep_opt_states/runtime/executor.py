@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import accumulate
@@ -216,6 +216,13 @@ class Executor:
             spans.append(Span(action, start_s, end_s))
         return Timeline(tuple(spans))
 
+    def failed_within(self, timeout_s: float) -> bool:
+        """Also where nobody will call ``finish``: waits so long for what the worker has begun."""
+        wait(self._updated.values(), timeout_s)
+        if self.failure is None and (failures := self._failures_of_worker()):
+            self.fail(failures[0])
+        return self.failure is not None
+
     def torn(self) -> UpdateFailed:
         """What every later use of the states is answered with, after a failure; carries its cause's traceback."""
         error = UpdateFailed(
@@ -234,6 +241,7 @@ class Executor:
         """For the caller that has restored every state, from a checkpoint."""
         self.failure = None
         self.pending = False
+        self._updated = {}
 
     def close(self) -> None:
         """End the worker and give the slots back; the executor is of no use after that."""
@@ -331,8 +339,14 @@ class Executor:
 
     def _first_error(self, error: BaseException) -> BaseException:
         """The worker's exception, if it had one: what the host saw may only follow from it. Waits for the worker."""
-        failures = [failure for future in self._updated.values() if (failure := future.exception()) is not None]
+        wait(self._updated.values())
+        failures = self._failures_of_worker()
         return failures[0] if failures else error
+
+    def _failures_of_worker(self) -> list[BaseException]:
+        """So far, in the schedule's order."""
+        done = [future for future in self._updated.values() if future.done()]
+        return [failure for future in done if (failure := future.exception()) is not None]
 
     def _prefetch(self, action: Action) -> None:
         self._copy(action.sub_group, to=self._slots[action.name], of=self._states[action.sub_group])

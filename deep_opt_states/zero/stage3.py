@@ -432,6 +432,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     def destroy(self) -> None:
         try:
             self._update.finish()
+            self._update.say_unraised()
             self.report.close()
             super().destroy()
         finally:

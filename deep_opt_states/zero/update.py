@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.zero.agreement import FailureAgreement
+from deep_opt_states.zero.log import say_error
 from perf_model.timeline import Timeline
 
 Finished = Callable[[float, Callable[[], Timeline]], None]
+
+_EXIT_TIMEOUT_S = 5.0
 
 
 class Update:
@@ -19,7 +24,8 @@ class Update:
 
     ``finished`` hears of each update that did not fail: for how many seconds it kept the host, and when what ran.
 
-    A rank whose part fails goes on with its collectives, which the others wait in; ``settle`` tells all ranks.
+    A rank whose part fails goes on with its collectives, which the others wait in; ``settle`` tells all ranks. A
+    failure after which nothing is called that could raise it is logged when the process ends.
     """
 
     def __init__(self, executor: Executor, *, defers: bool, finished: Finished) -> None:
@@ -30,6 +36,9 @@ class Update:
         self.settled = True
         """Whether all ranks know how the last update ended; the same on every rank."""
         self._exposed_s = 0.0
+        self._raised: BaseException | None = None
+        """The failure that the caller knows."""
+        _ALIVE.add(self)
 
     def run(self, steps: Sequence[AdamStep]) -> None:
         """Gradients, states and parameters belong to the update from now on. Raises ``UpdateFailed`` at the end."""
@@ -43,6 +52,7 @@ class Update:
         except BaseException:
             # An interrupt, too, is told to the other ranks, and then raised.
             self.settle()
+            self._raised = self._executor.failure
             raise
         if not self._defers:
             self.settle()
@@ -93,7 +103,14 @@ class Update:
     def refuse_torn(self) -> None:
         """Raises ``UpdateFailed`` if the states are torn, as far as this rank knows."""
         if self._executor.failure is not None:
+            self._raised = self._executor.failure
             raise self._executor.torn()
+
+    def say_unraised(self) -> None:
+        """For the end, when nothing will raise it; this rank's failure, if it shows within seconds."""
+        if self._executor.failed_within(_EXIT_TIMEOUT_S) and self._raised is not self._executor.failure:
+            self._raised = self._executor.failure
+            say_error(self._executor.torn())
 
     @property
     def failed(self) -> bool:
@@ -110,3 +127,12 @@ class Update:
             yield
         finally:
             self._exposed_s += time.perf_counter() - start_s
+
+
+_ALIVE: weakref.WeakSet[Update] = weakref.WeakSet()
+
+
+@atexit.register
+def _say_what_was_not_raised() -> None:
+    for update in _ALIVE:
+        update.say_unraised()

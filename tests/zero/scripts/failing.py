@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.runtime.executor import UpdateFailed
+from deep_opt_states.zero import update
 from perf_model.placement import Placement
 from tests.zero.parity.arm import Block, Record, collect, differences, make_engine, shared_folder, train
 from tests.zero.parity.case import AT_ONCE, STRIDE_2, Case
@@ -77,13 +78,13 @@ def broken(engine: Any, lane: str) -> Iterator[None]:
     placement = {"cpu": Placement.CPU, "compute": Placement.STREAMED}[lane]
     placements = engine.optimizer.plan.placements
     victim = [index for index, its in enumerate(placements) if its is placement][1]
-    update = FusedAdam.update
+    original = FusedAdam.update
     rest = engine.optimizer._executor._splits[victim].rest[0]
 
     def breaks(self: FusedAdam, sub_group: int, tensors: Any, part: Any) -> None:
         if dist.get_rank() == 1 and sub_group == victim and part == rest:
             raise Broken("out of luck")
-        update(self, sub_group, tensors, part)
+        original(self, sub_group, tensors, part)
 
     with mock.patch.object(FusedAdam, "update", breaks):
         yield
@@ -179,7 +180,12 @@ def fails_in_forward(lane: str) -> None:
                 told(lambda stop=stop: stop(engine, folder))
             assert engine.optimizer._update.failed, name
             engine.load_checkpoint(str(folder))
+        assert not engine.optimizer._executor.failed_within(0), "a failure is remembered that was mended"
         step(engine)
+        with broken(engine, lane), mock.patch.object(update, "say_error") as said:
+            step(engine)
+            engine.destroy()
+        assert said.called == (dist.get_rank() == 1), "nobody was told of the last update"
 
 
 def main(lanes: list[str]) -> None:

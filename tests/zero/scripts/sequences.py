@@ -32,6 +32,7 @@ from deepspeed.utils import (
 )
 from torch import nn
 from torch.nn.functional import gelu
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from deep_opt_states.runtime.executor import Executor
@@ -182,8 +183,10 @@ class Trained:
 
     def save(self, lot: random.Random) -> Seen:
         self.saved = True
-        self.engine.save_checkpoint(str(self.folder))
-        return []
+        self.engine.save_checkpoint(str(self.folder), tag="tag")
+        (states,) = self.folder.glob(f"tag/*zero_pp_rank_{dist.get_rank()}_*optim_states.pt")
+        leaves = tree_leaves(torch.load(states, weights_only=False))
+        return [("saved", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def load(self, lot: random.Random) -> Seen:
         if self.saved:
