@@ -77,6 +77,13 @@ def delays(seed: int) -> str | None:
     return _problem(ranks, bad, 1)
 
 
+def sequences(seed: int) -> str | None:
+    """Whatever is called between updates, against stock."""
+    ranks = run_ranks(1 + seed % 2, ["-m", "tests.zero.scripts.sequences", str(seed)], timeout_s=TIMEOUT_S)
+    bad = [str(answer) for answer in ranks[0].answers() if answer["differences"]]
+    return _problem(ranks, bad, 1)
+
+
 def _problem(ranks: list[Finished], bad: list[str], expected: int) -> str | None:
     """What is bad, and the output of ranks that crashed or said too little."""
     told_by_first = len(ranks[0].answers())
@@ -86,7 +93,7 @@ def _problem(ranks: list[Finished], bad: list[str], expected: int) -> str | None
     return "\n".join(bad) or None
 
 
-SEARCHES = (schedules, engine, delays)
+SEARCHES = (schedules, engine, delays, sequences)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import accumulate
@@ -194,10 +194,7 @@ class Executor:
 
     def publish(self, sub_group: int) -> None:
         """The current stream waits for the sub-group's parameters; the host for the worker, if it updates them."""
-        if not self.pending:
-            return
-        self._first_parts.wait()
-        if not self._splits[sub_group].rest:
+        if not self.pending or not self._splits[sub_group].rest:
             return
         end = self._publishing[sub_group] + 1
         self._asked_for = max(self._asked_for, end)
@@ -205,6 +202,11 @@ class Executor:
             with self._torn_by_failure():
                 self._issue(end, blocks=True)
                 self._device.current_stream().wait(self._marks.finished[self._schedule.actions[end - 1].name])
+
+    def publish_first_parts(self) -> None:
+        """The current stream waits for them."""
+        if self.pending:
+            self._first_parts.wait()
 
     def may_block(self, sub_group: int) -> bool:
         """Whether the host could have to wait in ``publish``.
@@ -244,6 +246,14 @@ class Executor:
             spans.append(Span(action, start_s, end_s))
         return Timeline(tuple(spans))
 
+    def failed_within(self, timeout_s: float) -> bool:
+        """Also where nobody will call ``finish``: waits so long for what the worker has begun."""
+        done, _ = wait(self._updated.values(), timeout_s)
+        failures = [failure for future in done if (failure := future.exception()) is not None]
+        if self.failure is None and failures:
+            self.fail(failures[0])
+        return self.failure is not None
+
     def torn(self) -> UpdateFailed:
         """What every later use of the states is answered with, after a failure; carries its cause's traceback."""
         error = UpdateFailed(
@@ -262,6 +272,7 @@ class Executor:
         """For the caller that has restored every state, from a checkpoint."""
         self.failure = None
         self.pending = False
+        self._updated = {}
 
     def close(self) -> None:
         """End the worker and give the slots back; the executor is of no use after that."""

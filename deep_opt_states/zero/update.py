@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.exposure import Exposure
 from deep_opt_states.zero.agreement import FailureAgreement
+from deep_opt_states.zero.log import say_error
 from perf_model.timeline import PhaseSpan, Timeline
 
 Finished = Callable[[tuple[PhaseSpan, ...], Callable[[], Timeline]], None]
+
+_EXIT_TIMEOUT_S = 5.0
 
 
 class Update:
@@ -19,7 +24,8 @@ class Update:
     ``finished`` hears of each update that did not fail, at the next or at ``close``: when the model waited for it and
     when it went on, and when what ran.
 
-    A rank whose part fails goes on with its collectives, which the others wait in; ``settle`` tells all ranks.
+    A rank whose part fails goes on with its collectives, which the others wait in; ``settle`` tells all ranks. A
+    failure after which nothing is called that could raise it is logged when the process ends.
     """
 
     def __init__(self, executor: Executor, exposure: Exposure, *, defers: bool, finished: Finished) -> None:
@@ -32,6 +38,9 @@ class Update:
         self._untold = False
         self.settled = True
         """Whether all ranks know how the last update ended; the same on every rank."""
+        self._raised: BaseException | None = None
+        """The failure that the caller knows."""
+        _ALIVE.add(self)
 
     def run(self, steps: Sequence[AdamStep]) -> None:
         """Gradients, states and parameters belong to the update from now on. Raises ``UpdateFailed`` at the end."""
@@ -47,6 +56,7 @@ class Update:
         except BaseException:
             # An interrupt, too, is told to the other ranks, and then raised.
             self.settle()
+            self._raised = self._executor.failure
             raise
         self._untold = self._executor.failure is None
         if not self._defers:
@@ -60,7 +70,8 @@ class Update:
         self._executor.prefetch()
 
     def wait_for(self, sub_groups: Iterable[int]) -> None:
-        """The current stream, which computes, needs their parameters next."""
+        """The current stream, which computes, needs their parameters next, or some of the first parts."""
+        self._executor.publish_first_parts()
         for sub_group in sub_groups:
             if sub_group not in self._waited_for:
                 self._waited_for.add(sub_group)
@@ -68,7 +79,8 @@ class Update:
                     self._executor.publish(sub_group)
 
     def publish(self, sub_groups: Iterable[int]) -> None:
-        """The current stream, beside the one that computes, is about to read their parameters."""
+        """The current stream, beside the one that computes, is about to read their parameters, or the first parts'."""
+        self._executor.publish_first_parts()
         for sub_group in sub_groups:
             self._executor.publish(sub_group)
 
@@ -106,7 +118,14 @@ class Update:
     def refuse_torn(self) -> None:
         """Raises ``UpdateFailed`` if the states are torn, as far as this rank knows."""
         if self._executor.failure is not None:
+            self._raised = self._executor.failure
             raise self._executor.torn()
+
+    def say_unraised(self) -> None:
+        """For the end, when nothing will raise it; this rank's failure, if it shows within seconds."""
+        if self._executor.failed_within(_EXIT_TIMEOUT_S) and self._raised is not self._executor.failure:
+            self._raised = self._executor.failure
+            say_error(self._executor.torn())
 
     @property
     def failed(self) -> bool:
@@ -118,6 +137,7 @@ class Update:
 
     def close(self) -> None:
         self.finish()
+        self.say_unraised()
         self._tell()
 
     def _tell(self) -> None:
@@ -125,3 +145,12 @@ class Update:
         if self._untold:
             self._untold = False
             self._finished(self._exposure.phases(), self._executor.timeline)
+
+
+_ALIVE: weakref.WeakSet[Update] = weakref.WeakSet()
+
+
+@atexit.register
+def _say_what_was_not_raised() -> None:
+    for update in _ALIVE:
+        update.say_unraised()

@@ -136,6 +136,7 @@ def deferred(
                 for part in split.first
             )
             with torch.cuda.stream(gather):
+                executor.publish_first_parts()
                 for index, state in enumerate(states):
                     executor.publish(index)
                     found.append(state.param.clone())

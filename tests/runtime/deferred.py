@@ -104,6 +104,7 @@ def forward(
         if chance.random() < 0.5:
             executor.advance()
         with gathers.issue():
+            executor.publish_first_parts()
             executor.publish(index)
             gathered = on_device_copy(device, states[index].param)
         gathers.record(done)

@@ -81,7 +81,7 @@ def test_the_plan_of_the_mutations_is_right() -> None:
     assert not shows()
 
 
-@pytest.mark.parametrize("method", ["_wait_for_caller", "_drain_streams", "publish"])
+@pytest.mark.parametrize("method", ["_wait_for_caller", "_drain_streams", "publish", "publish_first_parts"])
 def test_each_wait_of_the_executor_left_out_shows(method: str) -> None:
     with mock.patch.object(Executor, method):
         assert shows()

@@ -58,6 +58,12 @@ def test_same_bits_as_stock(name: str, results: Results) -> None:
         for arm, found in result["differences"].items():
             assert result["classes"][arm] == (STOCK if arm.endswith("to stock") else OURS)
             assert found == [], f"rank {rank}, {arm}"
+            forwards, sub_groups = result["deferred"][arm]
+            if arm.endswith("to stock") or "'overlap_forward': False" in arm:
+                assert forwards == 0, arm
+            else:
+                assert forwards >= (case.steps - len(case.poisoned)) // 2, f"{arm}: no update went on in a forward"
+                assert sub_groups >= min(2, len(result["numbers"]["step"])), f"{arm}: none was waited for there"
         numbers = result["numbers"]
         assert (len(numbers["step"]) >= 4) == (case.name != "one sub-group"), "a case is about several sub-groups"
         if case.schedule and case.steps > 5:

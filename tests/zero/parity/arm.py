@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -30,6 +31,10 @@ class Record:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     numbers: dict[str, list[float]] = field(default_factory=dict)
     optimizer_class: str = ""
+    deferred: int = 0
+    """How many forwards began while an update was under way."""
+    published: set[int] = field(default_factory=set)
+    """Sub-groups whose parameters a forward then waited for."""
 
 
 def make_engine(case: Case, block: Block) -> Any:
@@ -95,7 +100,8 @@ def train(engine: Any, case: Case, folder: Path) -> Record:
             sometimes: float | None = 1.0
             if micro_batch in case.skips_sometimes:
                 sometimes = 0.0 if case.zero_instead_of_skip else None
-            loss = engine(x.to(engine.device), target.to(engine.device), sometimes, case.poisoned.get(step, 1.0))
+            with noted(engine.optimizer, record):
+                loss = engine(x.to(engine.device), target.to(engine.device), sometimes, case.poisoned.get(step, 1.0))
             engine.backward(loss)
             if not case.caller_accumulates or position == case.accumulation - 1:
                 engine.step()
@@ -113,6 +119,26 @@ def train(engine: Any, case: Case, folder: Path) -> Record:
     record.numbers["norm"] = [float(norm) for norm in norms]
     collect(engine.optimizer, record)
     return record
+
+
+@contextmanager
+def noted(optimizer: Any, record: Record) -> Iterator[None]:
+    """Of the forward inside: whether an update goes on in it, and what it publishes."""
+    update = getattr(optimizer, "_update", None)
+    if update is None or not update.pending:
+        yield
+        return
+    record.deferred += 1
+    executor = update._executor
+    publish = executor.publish
+
+    def noted_publish(sub_group: int) -> None:
+        if executor.pending:
+            record.published.add(sub_group)
+        publish(sub_group)
+
+    with mock.patch.object(executor, "publish", noted_publish):
+        yield
 
 
 def collect(optimizer: Any, record: Record) -> None:

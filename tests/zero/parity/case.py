@@ -14,6 +14,11 @@ STRIDE_3 = {"placement": "stride", "update_stride": 3, "num_slots": 3}
 STRIDE_BEYOND = {"placement": "stride", "update_stride": 1000}
 FRACTION = {"placement": "fraction", "gpu_fraction": 0.4}
 
+AT_ONCE = {"overlap_forward": False}
+NOT_AHEAD = {"overlap_backward": False}
+SERIAL = {**AT_ONCE, **NOT_AHEAD}
+"""Overlap is what blocks get that say nothing of it."""
+
 EVERY_PLACEMENT = (CPU, STREAMED, STREAMED_ONE_SLOT, STREAMED_MANY_SLOTS, STRIDE_2, STRIDE_3, STRIDE_BEYOND, FRACTION)
 
 

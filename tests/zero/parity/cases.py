@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.zero.parity.case import (
+    AT_ONCE,
     CPU,
     EVERY_PLACEMENT,
     FRACTION,
+    NOT_AHEAD,
+    SERIAL,
     STREAMED,
     STREAMED_ONE_SLOT,
     STRIDE_2,
@@ -22,7 +25,11 @@ OTHER_BETAS = ParamGroup(lr=2e-3, betas=(0.8, 0.95), weight_decay=0.0)
 INF, NAN = float("inf"), float("nan")
 
 CASES = (
-    Case(name="every placement", blocks=EVERY_PLACEMENT, clip=0.5),
+    Case(
+        name="every placement",
+        blocks=(*EVERY_PLACEMENT, *({**STRIDE_3, **switches} for switches in (SERIAL, AT_ONCE, NOT_AHEAD))),
+        clip=0.5,
+    ),
     Case(
         name="explicit list",
         blocks=({"placement": ["streamed", "cpu", "cpu", "streamed", "streamed"], "num_slots": 1},),
@@ -32,7 +39,7 @@ CASES = (
         name="residents, clipping, reload in process",
         blocks=(
             {"placement": ["streamed", "resident", "cpu", "resident", "streamed"], "num_slots": 1},
-            {"placement": ["resident"] * 5},
+            {"placement": ["resident"] * 5, **NOT_AHEAD},
         ),
         steps=20,
         reload=(5, 9),
@@ -49,7 +56,7 @@ CASES = (
     Case(name="one sub-group", blocks=(CPU, STREAMED, STRIDE_2), sub_group_size=10**9),
     Case(
         name="fp32, Adam, two groups, frozen, accumulation 3",
-        blocks=(STRIDE_2, STREAMED),
+        blocks=(STRIDE_2, STREAMED, {**STRIDE_2, **SERIAL}),
         dtype="fp32",
         adamw=False,
         groups=(A, B),
@@ -59,7 +66,7 @@ CASES = (
     ),
     Case(
         name="fp16, overflow, clipping",
-        blocks=(FRACTION, STREAMED_ONE_SLOT, CPU),
+        blocks=(FRACTION, STREAMED_ONE_SLOT, CPU, {**STREAMED_ONE_SLOT, **AT_ONCE}),
         dtype="fp16",
         clip=0.5,
         steps=12,
@@ -69,7 +76,7 @@ CASES = (
     Case(name="groups with two betas", blocks=(STRIDE_2, STREAMED), groups=(A, OTHER_BETAS), steps=55, clip=0.5),
     Case(
         name="groups with betas a, b, a",
-        blocks=(STRIDE_2, CPU),
+        blocks=(STRIDE_2, {**CPU, **AT_ONCE}),
         groups=(A, OTHER_BETAS, A),
         steps=55,
     ),
@@ -94,12 +101,12 @@ CASES = (
     ),
     Case(
         name="accumulation that the caller manages",
-        blocks=(STRIDE_2, STREAMED),
+        blocks=(STRIDE_2, STREAMED, {**STREAMED, **AT_ONCE}),
         accumulation=3,
         clip=0.5,
         caller_accumulates=True,
     ),
-    Case(name="reload in process", blocks=(STRIDE_2, STREAMED, CPU), steps=55, reload=(20, 30), clip=0.5),
+    Case(name="reload in process", blocks=(STRIDE_2, STREAMED, {**CPU, **SERIAL}), steps=55, reload=(20, 30), clip=0.5),
     Case(
         name="reload in process, without the moments",
         blocks=(STRIDE_2, STREAMED),
@@ -114,7 +121,9 @@ CASES = (
         reload=(11, 12),
         groups=(A, OTHER_BETAS),
     ),
-    Case(name="inf and nan norm, clipping", blocks=(STRIDE_2, CPU), poisoned={3: INF, 5: NAN}, clip=0.5),
+    Case(
+        name="inf and nan norm, clipping", blocks=({**STRIDE_2, **NOT_AHEAD}, CPU), poisoned={3: INF, 5: NAN}, clip=0.5
+    ),
     Case(name="inf and nan norm, no clipping, fp32", blocks=(STREAMED,), dtype="fp32", poisoned={3: INF, 5: NAN}),
     Case(name="a parameter without any gradient", blocks=(STRIDE_2, CPU), unused=True, accumulation=3, clip=0.5),
     Case(name="zero.Init", blocks=(STRIDE_2,), zero_init=True, groups=(A, B), clip=0.5),
@@ -127,7 +136,7 @@ CASES = (
     ),
     Case(
         name="2 ranks, clipping, accumulation 3, two groups",
-        blocks=(STRIDE_2, FRACTION, CPU),
+        blocks=(STRIDE_2, {**FRACTION, **SERIAL}, CPU),
         world_size=2,
         clip=0.5,
         accumulation=3,
@@ -144,7 +153,7 @@ CASES = (
     ),
     Case(
         name="2 ranks, accumulation that the caller manages",
-        blocks=(STRIDE_2, CPU),
+        blocks=(STRIDE_2, {**CPU, **NOT_AHEAD}),
         world_size=2,
         accumulation=2,
         clip=0.5,
@@ -160,11 +169,17 @@ CASES = (
         extra={"data_types": {"grad_accum_dtype": "fp32"}},
     ),
     Case(name="2 ranks, fp16, overflow", blocks=(STRIDE_2,), world_size=2, dtype="fp16", poisoned={2: 1e6}, steps=10),
-    Case(name="2 ranks, ZeRO++ hpZ", blocks=(STRIDE_2,), world_size=2, clip=0.5, zero={"zero_hpz_partition_size": 2}),
+    Case(
+        name="2 ranks, ZeRO++ hpZ",
+        blocks=(STRIDE_2, {**STRIDE_2, **AT_ONCE}),
+        world_size=2,
+        clip=0.5,
+        zero={"zero_hpz_partition_size": 2},
+    ),
     Case(name="2 ranks, reload, no gradient ever", blocks=(FRACTION,), world_size=2, reload=(3, 5), unused=True),
     Case(
         name="3 ranks, clipping, two groups",
-        blocks=(STRIDE_2, STREAMED),
+        blocks=(STRIDE_2, {**STREAMED, **NOT_AHEAD}),
         world_size=3,
         steps=30,
         sub_group_size=400,
@@ -173,13 +188,18 @@ CASES = (
     ),
     Case(
         name="3 ranks, fp16, accumulation 3",
-        blocks=(FRACTION,),
+        blocks=(FRACTION, {**FRACTION, **SERIAL}),
         world_size=3,
         dtype="fp16",
         accumulation=3,
         poisoned={1: INF},
     ),
-    Case(name="4 ranks, clipping, every placement", blocks=EVERY_PLACEMENT, world_size=4, clip=0.5),
+    Case(
+        name="4 ranks, clipping, every placement",
+        blocks=(*EVERY_PLACEMENT[1:], {**CPU, **AT_ONCE}, {**STRIDE_2, **SERIAL}),
+        world_size=4,
+        clip=0.5,
+    ),
     Case(
         name="4 ranks, fp32, accumulation 3, zero.Init",
         blocks=(STRIDE_3,),
@@ -189,7 +209,9 @@ CASES = (
         zero_init=True,
         clip=0.25,
     ),
-    Case(name="resume", blocks=(STRIDE_2, CPU), resume=True, steps=25, clip=0.5, groups=(A, OTHER_BETAS)),
+    Case(
+        name="resume", blocks=({**STRIDE_2, **NOT_AHEAD}, CPU), resume=True, steps=25, clip=0.5, groups=(A, OTHER_BETAS)
+    ),
     Case(name="2 ranks, resume, fp16", blocks=(FRACTION,), world_size=2, dtype="fp16", resume=True, poisoned={1: 1e6}),
 )
 """Compared with stock, to the bit."""

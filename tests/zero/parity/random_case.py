@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tests.zero.parity.case import Case, ParamGroup
+from tests.zero.parity.case import SERIAL, Case, ParamGroup
 
 
 def random_case(seed: int, world_size: int) -> Case:
@@ -17,7 +17,7 @@ def random_case(seed: int, world_size: int) -> Case:
     accumulation = lot.choice((1, 1, 2, 3))
     return Case(
         name=f"random {seed}",
-        blocks=(_random_block(lot),),
+        blocks=(random_block(lot),),
         world_size=world_size,
         dtype=dtype,
         steps=lot.randint(3, 6),
@@ -53,6 +53,7 @@ SIMPLER: dict[str, Callable[[Case], Case]] = {
     "defaults_of_zero": lambda case: replace(case, zero={}, zero_init=False, offload_param=False),
     "every_parameter_trains": lambda case: replace(case, frozen=False, unused=False),
     "bf16": lambda case: replace(case, dtype="bf16"),
+    "no_overlap": lambda case: replace(case, blocks=tuple({**block, **SERIAL} for block in case.blocks)),
     "one_slot": lambda case: replace(case, blocks=tuple({**block, "num_slots": 1} for block in case.blocks)),
 }
 """What may not be needed for a failure, to be tried one after the other."""
@@ -65,7 +66,7 @@ def simplified(seed: int, world_size: int, names: Sequence[str]) -> Case:
     return case
 
 
-def _random_block(lot: random.Random) -> dict[str, Any]:
+def random_block(lot: random.Random) -> dict[str, Any]:
     placement: dict[str, Any] = lot.choice(
         (
             {"placement": "cpu"},
@@ -74,4 +75,5 @@ def _random_block(lot: random.Random) -> dict[str, Any]:
             {"placement": "fraction", "gpu_fraction": round(lot.random(), 2)},
         )
     )
-    return {**placement, "num_slots": lot.randint(1, 4)}
+    switches = {"overlap_forward": lot.random() < 0.7, "overlap_backward": lot.random() < 0.7}
+    return {**placement, "num_slots": lot.randint(1, 4), **switches}

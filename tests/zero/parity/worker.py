@@ -55,6 +55,7 @@ def result(stock: Record, arms: dict[str, Record]) -> Result:
         "numbers": stock.numbers,
         "stock class": stock.optimizer_class,
         "classes": {name: arm.optimizer_class for name, arm in arms.items()},
+        "deferred": {name: [arm.deferred, len(arm.published)] for name, arm in arms.items()},
         "differences": {name: differences(stock, arm) for name, arm in arms.items()},
     }
 

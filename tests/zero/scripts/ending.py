@@ -1,0 +1,140 @@
+"""Scripts that end while an update goes on, each in processes of its own; answers how they ended.
+
+The argument is a folder for what they print.
+
+The processes are forked before anything is started, since importing DeepSpeed is the slow part; they end as a user's
+do, by the interpreter's shutdown.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from deep_opt_states.device.kernels.fused import FusedAdam
+from tests.launch import answer, free_port, remove_shared_memory
+from tests.zero.parity.arm import make_engine
+from tests.zero.parity.case import CPU, Case
+from tests.zero.parity.model import batch
+
+WAYS = {"ends": (2,), "raises": (1, 2), "fails": (1,)}
+"""The ways to end, and with how many ranks each is tried."""
+
+TIMEOUT_S = 40
+UPDATE_S = 0.05
+
+
+@dataclass
+class Child:
+    way: str
+    world_size: int
+    rank: int
+    output: Path
+    pid: int = 0
+
+
+def run(child: Child) -> None:
+    """What the user's script does. Every sub-group takes its time, so that the update goes on when it ends."""
+    deepspeed.init_distributed()
+    case = Case(name="ending", blocks=(), world_size=child.world_size)
+    engine = make_engine(case, CPU)
+    update = FusedAdam.update
+    rest = engine.optimizer._executor._splits[1].rest[0]
+
+    def late(self: FusedAdam, sub_group: int, tensors: Any, part: Any) -> None:
+        time.sleep(UPDATE_S)
+        if child.way == "fails" and sub_group == 1 and part == rest:
+            raise ValueError("out of luck")
+        update(self, sub_group, tensors, part)
+
+    mock.patch.object(FusedAdam, "update", late).start()
+    x, target = batch(case, dist.get_rank(), 1, torch.bfloat16)
+    engine.backward(engine(x, target, None, 1.0))
+    engine.step()
+    assert engine.optimizer._update.pending
+    print(f"stepped at {time.time()}", flush=True)
+    if child.way == "raises":
+        raise RuntimeError("the user's own")
+
+
+def fork(children: list[Child], port: int) -> Child | None:
+    """In the parent None; in each child, which child it is."""
+    # What a collection of garbage looks at is copied, and that is all that has been imported.
+    gc.freeze()
+    for child in children:
+        child.pid = os.fork()
+        if child.pid == 0:
+            output = os.open(child.output, os.O_WRONLY | os.O_CREAT)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.environ.update(
+                RANK=str(child.rank),
+                LOCAL_RANK=str(child.rank),
+                WORLD_SIZE=str(child.world_size),
+                LOCAL_SIZE=str(child.world_size),
+                MASTER_PORT=str(port),
+            )
+            return child
+    return None
+
+
+def wait(children: list[Child]) -> None:
+    """Answers for each as it ends; those that outlive the timeout say where they are."""
+    end_s = time.monotonic() + TIMEOUT_S
+    running = {child.pid: child for child in children}
+    while running:
+        for pid, child in list(running.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended:
+                if time.monotonic() > end_s:
+                    os.kill(pid, signal.SIGABRT)
+                continue
+            del running[pid]
+            output = child.output.read_text()
+            stepped = re.search(r"stepped at ([\d.]+)", output)
+            answer(
+                {
+                    "way": child.way,
+                    "world size": child.world_size,
+                    "code": os.waitstatus_to_exitcode(status),
+                    "seconds": time.time() - float(stepped[1]) if stepped else None,
+                    "output": output,
+                }
+            )
+        time.sleep(0.02)
+
+
+def main(folder: Path) -> Child | None:
+    """All at the same time."""
+    children: list[Child] = []
+    ports = []
+    for way, world_sizes in WAYS.items():
+        for size in world_sizes:
+            ports.append(free_port())
+            ranks = [Child(way, size, rank, folder / f"{way} {size} {rank}") for rank in range(size)]
+            child = fork(ranks, ports[-1])
+            if child is not None:
+                return child
+            children += ranks
+    wait(children)
+    for port in ports:
+        remove_shared_memory(port)
+    return None
+
+
+if __name__ == "__main__":
+    child = main(Path(sys.argv[1]))
+    if child is not None:
+        run(child)
