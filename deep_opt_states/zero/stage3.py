@@ -417,6 +417,24 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         # Its param groups are empty here, so this updates nothing; but PyTorch's LR schedulers count the calls.
         self.optimizer.step()
 
+    def get_full_hp_param(self, *args: Any, **kwargs: Any) -> Any:
+        self._settle()
+        return super().get_full_hp_param(*args, **kwargs)
+
+    def set_full_hp_param(self, *args: Any, **kwargs: Any) -> None:
+        self._settle()
+        super().set_full_hp_param(*args, **kwargs)
+
+    def _settle(self) -> None:
+        """Every rank is here: none is to find the states torn alone, and leave the others waiting."""
+        self._update.settle()
+        self._update.refuse_torn()
+
+    def _get_fp32_opt_state_partition(self, *args: Any, **kwargs: Any) -> Any:
+        self._update.drain()
+        self._update.refuse_torn()
+        return super()._get_fp32_opt_state_partition(*args, **kwargs)
+
     def offload_states(self, include: Any = None, **kwargs: Any) -> None:
         """Gradients are where they are needed: there is nothing to move for ``lp_grads``."""
         if include is not None:

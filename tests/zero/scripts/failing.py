@@ -18,6 +18,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
 
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.runtime.executor import UpdateFailed
@@ -157,6 +158,7 @@ def fails_in_forward(lane: str) -> None:
         "save_16bit_model": lambda engine, folder: engine.save_16bit_model(str(folder / "torn16")),
         "eval": lambda engine, _: evaluate(engine),
         "gather": lambda engine, _: gather(engine),
+        "safe_get_full": lambda engine, _: safe_get_full_fp32_param(next(engine.module.parameters())),
     }
     with trained(STRIDE_2) as (engine, folder):
         # Rank 1's collectives are those of a forward without a failure, until all ranks stop.
