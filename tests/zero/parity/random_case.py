@@ -51,6 +51,10 @@ SIMPLER: dict[str, Callable[[Case], Case]] = {
     "one_group": lambda case: replace(case, groups=case.groups[:1]),
     "two_layers": lambda case: replace(case, widths=case.widths[:3]),
     "defaults_of_zero": lambda case: replace(case, zero={}, zero_init=False, offload_param=False),
+    "no_overlap": lambda case: replace(
+        case,
+        blocks=tuple({**block, "overlap_forward": False, "overlap_backward": False} for block in case.blocks),
+    ),
     "every_parameter_trains": lambda case: replace(case, frozen=False, unused=False),
     "bf16": lambda case: replace(case, dtype="bf16"),
     "one_slot": lambda case: replace(case, blocks=tuple({**block, "num_slots": 1} for block in case.blocks)),
@@ -74,4 +78,5 @@ def _random_block(lot: random.Random) -> dict[str, Any]:
             {"placement": "fraction", "gpu_fraction": round(lot.random(), 2)},
         )
     )
-    return {**placement, "num_slots": lot.randint(1, 4)}
+    overlap = {f"overlap_{window}": lot.random() < 0.7 for window in ("forward", "backward")}
+    return {**placement, **overlap, "num_slots": lot.randint(1, 4)}
