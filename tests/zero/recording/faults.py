@@ -137,6 +137,10 @@ def without_waits_of(kind: ActionKind) -> Callable[[], AbstractContextManager[ob
     return seeded
 
 
+forward_knows_nothing = together(patched(Executor, "publish", nothing), patched(Executor, "advance", nothing))
+"""Of the update."""
+
+
 def backward_does_not_wait() -> AbstractContextManager[object]:
     """For the end of the update, by either of its doors; nor does it mind that it is under way."""
     stack = ExitStack()
@@ -390,13 +394,13 @@ FAULTS = (
     # Forward has gathered by then, and waited for the updates: what reads the gradients is ordered even without that.
     Fault(
         name="gradients copied while the worker reads the last ones",
-        seeded=together(patched(Executor, "publish", nothing), backward_does_not_wait),
+        seeded=together(forward_knows_nothing, backward_does_not_wait),
         block=CPU,
         expected=(UNORDERED, "gradient of sub-group", "_send", "_cpu_step"),
     ),
     Fault(
         name="gradients summed while the accelerator reads the last ones",
-        seeded=together(patched(Executor, "publish", nothing), backward_does_not_wait),
+        seeded=together(forward_knows_nothing, backward_does_not_wait),
         block=STREAMED,
         expected=(UNORDERED, "gradient of sub-group", "_add", "_gpu_step"),
     ),
