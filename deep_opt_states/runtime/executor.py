@@ -134,6 +134,11 @@ class Executor:
         self._publishing = {
             action.sub_group: position for position, action in enumerate(schedule.actions) if action.kind in PUBLISHING
         }
+        self._on_streams_from = next(
+            (position for position, action in enumerate(schedule.actions) if action.lane is not Lane.CPU),
+            len(schedule.actions),
+        )
+        """How many actions of the worker come first."""
         on_cpu = {action.name for action in schedule.actions if action.lane is Lane.CPU}
         waiting = [not on_cpu.isdisjoint(action.waits) for action in schedule.actions]
         self._waiting_before = list(accumulate(waiting, initial=0))
@@ -166,7 +171,10 @@ class Executor:
         self._prefetched.clear()
 
     def begin(self, steps: Sequence[AdamStep]) -> None:
-        """Of an update with one entry of ``steps`` a sub-group: the first parts, and what needs no waiting.
+        """Of an update with one entry of ``steps`` a sub-group: the first parts, and what the worker does first.
+
+        Nothing else is issued before the caller calls ``advance``, ``publish`` or ``finish``: it may have to wait for the
+        whole device before it goes on.
 
         From now on gradients and states must not be written to, nor parameters be read, before ``finish``; but the
         first parts' may be read at once, and a sub-group's after ``publish``, each on the stream that is current there.
@@ -184,7 +192,7 @@ class Executor:
                     kernel.begin_step(steps)
             self._wait_for_caller()
             self._first_parts.update(self._host_adam, self._device_adam)
-            self._issue(len(self._schedule.actions), blocks=False)
+            self._issue(self._on_streams_from, blocks=False)
 
     def advance(self) -> None:
         """Issue what no longer has to wait for the worker."""

@@ -435,6 +435,11 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._update.refuse_torn()
         return super()._get_fp32_opt_state_partition(*args, **kwargs)
 
+    def _post_step(self, timer_names: Any) -> None:
+        super()._post_step(timer_names)
+        # Only now: with several ranks, stock waits for the whole device when it has gathered the persistent parameters.
+        self._update.advance()
+
     def offload_states(self, include: Any = None, **kwargs: Any) -> None:
         """Gradients are where they are needed: there is nothing to move for ``lp_grads``."""
         if include is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import deep_opt_states  # noqa: F401 (activates where the package is not installed)
 from tests.launch import answer
 from tests.zero.parity.arm import closing_engine, differences, run_arm
-from tests.zero.parity.case import CPU, EVERY_PLACEMENT, STREAMED, STRIDE_2, Case
+from tests.zero.parity.case import CPU, EVERY_PLACEMENT, SERIAL, STREAMED, STRIDE_2, Case
 from tests.zero.parity.cases import CASES
 from tests.zero.parity.worker import same_as_stock
 from tests.zero.process_group import process_group
@@ -24,8 +24,6 @@ OVERLAP = {"overlap_comm": True}
 
 RESIDENTS = {"placement": ["resident"] * 5}
 MIXED = {"placement": ["streamed", "resident", "cpu", "resident", "streamed"], "num_slots": 1}
-
-NEITHER = {"overlap_backward": False, "overlap_forward": False}
 
 OF_THE_CPU_SUITE = (
     "residents, clipping, reload in process",
@@ -38,7 +36,7 @@ OF_THE_CPU_SUITE = (
 COMPARED = (
     Case(
         name="every placement",
-        blocks=(*EVERY_PLACEMENT, RESIDENTS, MIXED, {**MIXED, **NEITHER}, {**STRIDE_2, **NEITHER}),
+        blocks=(*EVERY_PLACEMENT, RESIDENTS, MIXED, {**MIXED, **SERIAL}, {**STRIDE_2, **SERIAL}),
         clip=0.5,
         zero=OVERLAP,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -11,19 +12,22 @@ import torch
 from hypothesis import given, note
 from hypothesis import strategies as st
 
-from deep_opt_states.device.fake.device import FakeDevice, FakeStream
+from deep_opt_states.device.fake.device import FakeDevice, FakeStream, LateAdam
 from deep_opt_states.device.fake.timing import Late, Seeded, Timing
 from deep_opt_states.device.host import HostDevice
 from deep_opt_states.device.kernels.adam import Part
 from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.fake_worker import FakeWorker
 from deep_opt_states.runtime.split import Split
+from deep_opt_states.runtime.state import SubGroupState
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.workload import Workload
 from tests.model.strategies import plans
 from tests.runtime.adam import PlainAdam, adam_step
 from tests.runtime.deferred import Habits, deferred, same, serial
-from tests.runtime.states import fill_gradients, make_states
+from tests.runtime.hostile import pinned_states
+from tests.runtime.states import assert_equal, fill_gradients, make_states, update_serially
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 LANES = 6
@@ -119,6 +123,46 @@ def test_a_write_to_the_states_after_a_prefetch_needs_a_discard() -> None:
         executor.close()
         found.append(bool((states[0].master > 6).all()))
     assert found == [True, False]
+
+
+class FailsOnce(PlainAdam):
+    def update(self, *args: Any) -> None:
+        if len(self.begun) == 1:
+            raise ZeroDivisionError
+        super().update(*args)
+
+
+def load(states: Sequence[SubGroupState]) -> None:
+    """As from a checkpoint: the host writes at once."""
+    for state, loaded in zip(
+        states, make_states([state.numel for state in states], torch.bfloat16, seed=7), strict=True
+    ):
+        for name in ("master", "exp_avg", "exp_avg_sq"):
+            getattr(state, name).copy_(getattr(loaded, name))
+
+
+def test_what_is_loaded_after_a_failure_is_what_the_next_update_starts_from() -> None:
+    """Not what the failed one still flushes, nor what was prefetched for it."""
+    plan = UpdatePlan(workload=Workload.of([4] * 3), placements=(STREAMED, CPU, STREAMED), num_slots=1, order=(0, 1, 2))
+    for timing in TIMINGS:
+        device = FakeDevice(timing)
+        device.stream()  # the timings order LANES of them
+        states = pinned_states(device, [4] * 3, torch.bfloat16)
+        late = LateAdam(device, PlainAdam())
+        executor = Executor(plan.schedule, states, device, FailsOnce(), late, worker=FakeWorker(device))
+        fill_gradients(states, 1)
+        executor.prefetch()
+        executor.begin([adam_step(1)] * 3)
+        executor.finish()
+        assert isinstance(executor.failure, ZeroDivisionError)
+        load(states)
+        executor.forget_failure()
+        executor.run([adam_step(2)] * 3)
+        expected = make_states([4] * 3, torch.bfloat16)
+        fill_gradients(expected, 1)
+        load(expected)
+        update_serially(expected, PlainAdam(), [adam_step(2)] * 3)
+        assert_equal(states, expected)
 
 
 def test_what_may_block_is_a_function_of_schedule_and_calls() -> None:

@@ -1,40 +1,87 @@
-"""How often a step makes the host wait for the accelerator: once for all that the norms tell, whatever their number."""
+"""How often a step makes the host wait for the accelerator: once for all that the norms tell, whatever their number.
+
+Where the update goes on in the next forward, nothing there waits but for the CPU's updates, and backward for the rest.
+"""
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 import pytest
 
 from tests.launch import run_ranks
-from tests.zero.scripts.host_waits import OVERFLOWS_IN
+from tests.zero.scripts.host_waits import OVERFLOWS_IN, STEPS
 
-NORMS = "of_sub_groups < _get_norm_groups < step"
-NORMS_AND_OVERFLOW = "overflow < has_overflow < _check_overflow"
+NORMS = "of_sub_groups < _get_norm_groups"
+NORMS_AND_OVERFLOW = "overflow < has_overflow"
 """fp16's. The norms came with it."""
 
-BACKWARD_IS_DONE = "synchronize < _begin < run"
+BACKWARD_IS_DONE = "synchronize < _wait_for_caller"
 """The executor's: what the update reads and writes is free."""
 
-UPDATE_IS_DONE = ["synchronize < _drain_streams < run"] * 3
-"""One for each of its streams, which the next forward's does not wait for."""
+FIRST_PARTS_ARE_UPDATED = "update < begin"
+"""By our worker."""
 
-NOBODY_FAILED = {1: [], 2: ["check < _update < _release_sub_group"]}
-PERSISTENT_PARAMETERS = {
-    1: "wait < wrapped_fn < _allgather_params_coalesced",
-    2: "_allgather_params_coalesced < _all_gather < wrapped_fn",
-}
-"""Gathered by stock, at the end of its step, which waits for that."""
+CPU_HAS_UPDATED, PARAMETERS_ARE_UPDATED = "_issue < finish", "_issue < publish"
+"""By our worker, too: one sub-group each, at the end of the update or where forward needs it."""
+
+UPDATE_IS_DONE = ["synchronize < _drain_streams"] * 3
+"""One for each of its streams, which neither the next forward's nor backward's wait for."""
+
+NOBODY_FAILED = {1: [], 2: ["share < settle"]}
+PERSISTENT_PARAMETERS = {1: "wait < wrapped_fn", 2: "_allgather_params_coalesced < _all_gather"}
+"""Gathered by stock, at the end of its step, which waits for that: with several ranks for the whole device."""
+
+OURS_OUTSIDE_OF_STEPS = {PARAMETERS_ARE_UPDATED, CPU_HAS_UPDATED, *UPDATE_IS_DONE}
+STEPS_THAT_UPDATE = [step for step in range(STEPS) if step != OVERFLOWS_IN]
+
+
+@cache
+def answers(world_size: int) -> list[dict[str, Any]]:
+    finished, *_ = run_ranks(world_size, ["-m", "tests.zero.scripts.host_waits"], timeout_s=200)
+    assert finished.returncode == 0, finished.output[-5000:]
+    return finished.answers()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_host_waits_once_for_the_norms(world_size: int) -> None:
-    finished, *_ = run_ranks(world_size, ["-m", "tests.zero.scripts.host_waits"], timeout_s=120)
-    assert finished.returncode == 0, finished.output[-5000:]
-    answers = finished.answers()
-    assert len(answers) == 6
-    for found in answers:
-        norms = NORMS_AND_OVERFLOW if found["dtype"] == "fp16" else NORMS
-        update = [BACKWARD_IS_DONE, *UPDATE_IS_DONE, *NOBODY_FAILED[world_size], PERSISTENT_PARAMETERS[world_size]]
-        expected = [[norms, *update] for _ in range(4)]
-        expected[OVERFLOWS_IN] = [norms]
-        assert found["steps"] == expected, f"{found['dtype']}, {found['block']}"
-        assert found["sub-groups"] >= 4, "a wait for each of them would show"
+def test_whom_the_host_waits_for(world_size: int) -> None:
+    pairs = answers(world_size)
+    assert len(pairs) == 9
+    for at_once, deferred in pairs:
+        of_norms = NORMS_AND_OVERFLOW if at_once["dtype"] == "fp16" else NORMS
+        on_cpu = at_once["on the CPU"]
+        assert at_once["sub-groups"] >= 4, "a wait for each of them would show"
+        all_updated = [CPU_HAS_UPDATED] * on_cpu + UPDATE_IS_DONE + NOBODY_FAILED[world_size]
+        updated_in_step = {
+            "at once": [BACKWARD_IS_DONE, *all_updated, PERSISTENT_PARAMETERS[world_size]],
+            "deferred": [BACKWARD_IS_DONE, FIRST_PARTS_ARE_UPDATED, PERSISTENT_PARAMETERS[world_size]],
+        }
+        for how, found in (("at once", at_once), ("deferred", deferred)):
+            what = f"{how}, {found['dtype']}, {found['block']}"
+            for step, waits in enumerate(found["step"]):
+                # How the last update ended is asked before the next.
+                asked = NOBODY_FAILED[world_size] if how == "deferred" and step - 1 in STEPS_THAT_UPDATE else []
+                updated = updated_in_step[how] if step in STEPS_THAT_UPDATE else []
+                assert waits == [*asked, of_norms, *updated], f"{what}, step {step}"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_deferred_update_makes_forward_wait_for_the_cpu_alone_and_ends_before_backward(world_size: int) -> None:
+    in_forward = []
+    for at_once, deferred in answers(world_size):
+        stocks = {wait for phase in ("forward", "backward") for waits in at_once[phase] for wait in waits}
+        assert not stocks & OURS_OUTSIDE_OF_STEPS
+        for step in range(STEPS):
+            what = f"{deferred['dtype']}, {deferred['block']}, step {step}"
+            forward, backward = (
+                [wait for wait in deferred[phase][step] if wait not in stocks] for phase in ("forward", "backward")
+            )
+            if step - 1 not in STEPS_THAT_UPDATE:
+                assert forward == backward == [], what
+                continue
+            assert set(forward) <= {PARAMETERS_ARE_UPDATED}, what
+            left = deferred["on the CPU"] - len(forward)
+            assert backward == [CPU_HAS_UPDATED] * left + UPDATE_IS_DONE, what
+            in_forward.append(len(forward))
+    assert max(in_forward) >= 3, "nothing was deferred"

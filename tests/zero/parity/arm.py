@@ -100,8 +100,10 @@ def train(engine: Any, case: Case, folder: Path) -> Record:
             sometimes: float | None = 1.0
             if micro_batch in case.skips_sometimes:
                 sometimes = 0.0 if case.zero_instead_of_skip else None
+            # A copy that waited would hide what overlaps, too.
+            x, target = (its.to(engine.device, non_blocking=True) for its in (x, target))
             with noted(engine.optimizer, record):
-                loss = engine(x.to(engine.device), target.to(engine.device), sometimes, case.poisoned.get(step, 1.0))
+                loss = engine(x, target, sometimes, case.poisoned.get(step, 1.0))
             engine.backward(loss)
             if not case.caller_accumulates or position == case.accumulation - 1:
                 engine.step()

@@ -75,5 +75,5 @@ def random_block(lot: random.Random) -> dict[str, Any]:
             {"placement": "fraction", "gpu_fraction": round(lot.random(), 2)},
         )
     )
-    switches = {"overlap_forward": lot.random() < 0.7, "overlap_backward": lot.random() < 0.7}
-    return {**placement, "num_slots": lot.randint(1, 4), **switches}
+    switches = {f"overlap_{window}": lot.random() < 0.7 for window in ("forward", "backward")}
+    return {**placement, **switches, "num_slots": lot.randint(1, 4)}

@@ -53,7 +53,7 @@ class Recorder:
     seen: dict[str, int] = field(default_factory=dict)
     """Accesses by lane: what did not run was not checked."""
     waits: list[str] = field(default_factory=list)
-    """By whom a host thread was made to wait for the accelerator, in order."""
+    """By whom the main thread was made to wait, for the accelerator or for our worker, in order."""
 
     def __post_init__(self) -> None:
         self.memories = Memories()
@@ -86,7 +86,8 @@ class Recorder:
         """The calling thread, for what the accelerator does until ``clock``."""
         with self._lock:
             self.learns(self.host, clock)
-            self.waits.append(_who())
+            if threading.current_thread() is threading.main_thread():
+                self.waits.append(who())
 
     def all_streams(self) -> Clock:
         clock = Clock()
@@ -114,7 +115,7 @@ class Recorder:
             self.collect()
             owner = self.stream if place is Place.ACCELERATOR else self.host
             memory = Memory(
-                name=f"a tensor of {_who()}",
+                name=f"a tensor of {who()}",
                 place=place,
                 pinned=False,
                 owner=owner,
@@ -134,7 +135,7 @@ class Recorder:
             clock.join(self.clock(self.host))
             stamp = clock.tick(lane)
             self.seen[lane] = self.seen.get(lane, 0) + 1
-            by = f"{by} in {_who()}"
+            by = f"{by} in {who()}"
             for tensors, writing in ((reads, False), (writes, True)):
                 for tensor in tensors:
                     begin, end = extent(tensor)
@@ -164,11 +165,11 @@ class Recorder:
             self.findings.append(finding)
 
 
-def _who() -> str:
+def who() -> str:
     """The nearest callers that are not PyTorch's or ours."""
     names: list[str] = []
     frame = sys._getframe(1)
-    while frame is not None and len(names) < 3:
+    while frame is not None and len(names) < 5:
         path = frame.f_code.co_filename
         if not path.startswith((_HERE, _TORCH, "<")) and "contextlib" not in path:
             names.append(f"{Path(path).name}:{frame.f_lineno} {frame.f_code.co_name}")

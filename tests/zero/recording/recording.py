@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,7 +14,7 @@ import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 
 from deep_opt_states.device import cuda
-from deep_opt_states.device.kernels.adam import AdamTensors
+from deep_opt_states.device.kernels.adam import AdamTensors, Part
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.slab import HostSlab
 from deep_opt_states.runtime import executor
@@ -26,12 +27,16 @@ from tests.zero.recording.collectives import recorded_collectives
 from tests.zero.recording.memory import Place
 from tests.zero.recording.operations import Accesses
 from tests.zero.recording.places import Places
-from tests.zero.recording.recorder import Recorder
+from tests.zero.recording.recorder import Recorder, who
 
 
 @contextmanager
-def recording() -> Iterator[Recorder]:
-    """Engines made and run inside are recorded; the process group must exist."""
+def recording(done: Iterable[bool] = (False, False, True)) -> Iterator[Recorder]:
+    """Engines made and run inside are recorded; the process group must exist.
+
+    ``done`` is what is answered, one after the other and again, to who asks whether the worker has done a task: what
+    is issued when does not hang on how fast it was.
+    """
     recorder = Recorder()
     places = Places(recorder)
     accelerator = RecordingAccelerator(recorder, places)
@@ -44,7 +49,7 @@ def recording() -> Iterator[Recorder]:
             patches.enter_context(mock.patch.object(cuda.CudaDevice, "_page_lock", return_value=nothing))
             patches.enter_context(mock.patch.object(HostSlab, "tensor", _pinned_tensor(recorder)))
             patches.enter_context(mock.patch.object(plugin, "choose_device", return_value=choice))
-            patches.enter_context(mock.patch.object(executor, "Worker", _recording_worker(recorder)))
+            patches.enter_context(mock.patch.object(executor, "Worker", _recording_worker(recorder, cycle(done))))
             patches.enter_context(mock.patch.object(FusedAdam, "update", _recording_update(recorder)))
             patches.enter_context(recorded_collectives(recorder))
             patches.enter_context(places.told_apart())
@@ -64,7 +69,7 @@ def torch_for_our_device(accelerator: RecordingAccelerator, places: Places) -> A
     return SimpleNamespace(cuda=accelerator, device=lambda *_: Place.ACCELERATOR.value, empty=empty)
 
 
-def _recording_worker(recorder: Recorder) -> type[Worker]:
+def _recording_worker(recorder: Recorder, answers: Iterator[bool]) -> type[Worker]:
     class RecordingWorker(Worker):
         """Real, with notes of what a task knows when it starts, and who waits for it knows then."""
 
@@ -78,19 +83,32 @@ def _recording_worker(recorder: Recorder) -> type[Worker]:
                     task()
                 done.join(recorder.now(recorder.host))
 
-            return _noted_future(super().submit(noted), recorder, done)
+            return _noted_future(super().submit(noted), recorder, done, answers)
 
     return RecordingWorker
 
 
-def _noted_future(future: Future[None], recorder: Recorder, done: Clock) -> Future[None]:
+def _noted_future(future: Future[None], recorder: Recorder, done: Clock, answers: Iterator[bool]) -> Future[None]:
     result = future.result
+    known = False
 
     def noted_result(timeout: float | None = None) -> None:
+        nonlocal known
+        if not known:
+            recorder.waits.append(who())
+        known = True
         result(timeout)
         recorder.learns(recorder.host, done)
 
+    def answered() -> bool:
+        nonlocal known
+        known = known or next(answers)
+        if known:
+            future.exception()
+        return known
+
     future.result = noted_result  # type: ignore[method-assign]
+    future.done = answered  # type: ignore[method-assign]
     return future
 
 
@@ -113,13 +131,13 @@ def _pinned_tensor(recorder: Recorder) -> Callable[..., torch.Tensor]:
 def _recording_update(recorder: Recorder) -> Callable[..., None]:
     update = FusedAdam.update
 
-    def recording_update(self: FusedAdam, sub_group: int, tensors: AdamTensors) -> None:
+    def recording_update(self: FusedAdam, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
         # In a slot it stands for the GPU's kernel, and runs on the stream that it was launched on.
         lane = recorder.stream if recorder.on_accelerator(tensors.master) else recorder.host
         writes = [tensors.master, tensors.exp_avg, tensors.exp_avg_sq]
         if tensors.param is not None:
             writes.append(tensors.param)
         recorder.touch(lane, [tensors.grad], writes, "fused Adam")
-        update(self, sub_group, tensors)
+        update(self, sub_group, tensors, part)
 
     return recording_update

@@ -1,57 +1,74 @@
-"""Trains on the recording accelerator, and says by whom the host is made to wait for it in each ``engine.step()``.
+"""Trains on the recording accelerator, and says by whom the host is made to wait, for it or for our worker.
 
-Rank 0 prints an answer for each dtype and placement.
+In each forward, backward and ``engine.step()``. Rank 0 prints an answer for each dtype and placement: a pair, with the
+update done when the step returns, and deferred.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import product
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 
+from perf_model.placement import Placement
 from tests.launch import answer
 from tests.zero.parity.arm import Block, closing_engine, shared_folder, train
-from tests.zero.parity.case import CPU, STRIDE_2, Case
+from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case
 from tests.zero.process_group import process_group
 from tests.zero.recording.recording import recording
 from tests.zero.scripts.recorded import NO_THROUGHPUT_TIMER
 
-OVERFLOWS_IN = 2
+STEPS, OVERFLOWS_IN = 4, 2
 
 
 def host_waits(dtype: str, block: Block) -> dict[str, Any]:
-    """The callers' names, the nearest first; gradients overflow in one of the steps."""
+    """The names of the two nearest callers; gradients overflow in one of the steps."""
     case = Case(
         name="host waits",
         blocks=(block,),
         world_size=dist.get_world_size(),
         dtype=dtype,
-        steps=4,
+        steps=STEPS,
         clip=0.3,
         poisoned={OVERFLOWS_IN: math.inf},
         extra=NO_THROUGHPUT_TIMER,
     )
-    steps: list[list[str]] = []
-    with recording() as recorder, shared_folder() as folder, closing_engine(case, block) as engine:
-        step = engine.step
+    waits: dict[str, list[list[str]]] = {"forward": [], "backward": [], "step": []}
+    with (
+        recording(done=(False,)) as recorder,
+        shared_folder() as folder,
+        closing_engine(case, block) as engine,
+        ExitStack() as notes,
+    ):
 
-        def noted_step() -> None:
-            recorder.waits.clear()
-            step()
-            steps.append([re.sub(r"\S+:\d+ ", "", by) for by in recorder.waits])
+        def noted(phase: str) -> Callable[..., Any]:
+            original = getattr(engine, phase)
 
-        with mock.patch.object(engine, "step", noted_step):
-            train(engine, case, folder)
-        return {"dtype": dtype, "block": block, "sub-groups": len(engine.optimizer.fp16_groups), "steps": steps}
+            def run(*args: Any) -> Any:
+                recorder.waits.clear()
+                result = original(*args)
+                waits[phase].append([" < ".join(re.findall(r":\d+ (\S+)", by)[:2]) for by in recorder.waits])
+                return result
+
+            return run
+
+        for phase in waits:
+            notes.enter_context(mock.patch.object(engine, phase, noted(phase)))
+        train(engine, case, folder)
+        placements = engine.optimizer.plan.placements
+        on_cpu = placements.count(Placement.CPU)
+        return {"dtype": dtype, "block": block, "sub-groups": len(placements), "on the CPU": on_cpu, **waits}
 
 
 if __name__ == "__main__":
     with process_group():
-        for dtype, block in product(("bf16", "fp16", "fp32"), (CPU, STRIDE_2)):
-            found = host_waits(dtype, block)
+        for dtype, block in product(("bf16", "fp16", "fp32"), (CPU, STRIDE_2, STREAMED)):
+            found = [host_waits(dtype, {**block, "overlap_forward": defers}) for defers in (False, True)]
             if dist.get_rank() == 0:
                 answer(found)

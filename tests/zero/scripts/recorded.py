@@ -7,9 +7,10 @@ Rank 0 prints an answer for each, of all ranks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from itertools import cycle
 from typing import Any
 
 import torch.distributed as dist
@@ -17,11 +18,11 @@ from deepspeed.accelerator import get_accelerator
 
 from tests.launch import answer
 from tests.zero.parity.arm import Block, Record, closing_engine, differences, run_arm, shared_folder, train
-from tests.zero.parity.case import Case
+from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case
 from tests.zero.parity.cases import CASES, DEPARTURES
 from tests.zero.parity.random_case import simplified
 from tests.zero.process_group import process_group
-from tests.zero.recording.faults import FAULTS, Fault, name_memories
+from tests.zero.recording.faults import FAULTS, LOOKS, Fault, after_each_step, name_memories
 from tests.zero.recording.recorder import COMMUNICATION, FREED, Finding, Recorder
 from tests.zero.recording.recording import recording
 
@@ -29,6 +30,19 @@ MAX_STEPS = 14
 
 NO_THROUGHPUT_TIMER = {"timers": {"throughput": {"enabled": False}}}
 """The timer synchronises the device twice a step, from the third one on, and would hide what is looked for."""
+
+
+WITHOUT_OVERLAP = (
+    {"overlap_forward": False, "overlap_backward": False},
+    {},
+    {"overlap_backward": False},
+    {},
+    {"overlap_forward": False},
+    {},
+)
+"""In every other case; with it is the default, and in all."""
+
+Seeded = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass
@@ -73,11 +87,11 @@ def is_stocks_own(finding: Finding) -> bool:
     return finding.rule == FREED and gathering
 
 
-def run_case(case: Case, blocks: tuple[Block, ...], reference: Block) -> None:
+def run_case(case: Case, blocks: tuple[Block, ...], reference: Block, look: Seeded = nullcontext) -> None:
     """``reference`` is the block of the arm, run as usual, that has the bits to be met."""
     expected = run_arm(case, reference)
     for block in blocks:
-        done = record(case, block)
+        done = record(case, block, look())
         findings = done.recorder.findings
         excused = list(filter(is_stocks_own, findings))
         if block is not None and any(of_all_ranks(bool(excused))):
@@ -113,7 +127,12 @@ def main(what: list[str]) -> None:
             # Where ours departs from stock, the reference is ours, run as usual.
             departs = case.name in {departure.name for departure in DEPARTURES}
             block = case.blocks[number % len(case.blocks)]
-            run_case(case, (block,), reference=block if departs else None)
+            without = WITHOUT_OVERLAP[number % len(WITHOUT_OVERLAP)]
+            blocks = (block, {**block, **without}) if without else (block,)
+            run_case(case, blocks, reference=block if departs else None)
+        for look, placement in zip(LOOKS, cycle((CPU, STREAMED, STRIDE_2)), strict=False):
+            looked_at = replace(case, name=f"{look.__name__} after each step", blocks=(), steps=4)
+            run_case(looked_at, (placement,), reference=placement, look=after_each_step(look))
         run_case(next(short_cases()), (None,), reference=None)
         findings = record(case, None).recorder.findings
         say({"stock on the last case": sum(map(is_stocks_own, findings))})
