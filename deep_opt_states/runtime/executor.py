@@ -173,8 +173,8 @@ class Executor:
     def begin(self, steps: Sequence[AdamStep]) -> None:
         """Of an update with one entry of ``steps`` a sub-group: the first parts, and what the worker does first.
 
-        Nothing else is issued before the caller calls ``advance``, ``publish`` or ``finish``: it may have to wait for the
-        whole device before it goes on.
+        Nothing else is issued before ``advance``, ``publish`` or ``finish``: the caller may have to wait for the whole
+        device before it goes on.
 
         From now on gradients and states must not be written to, nor parameters be read, before ``finish``; but the
         first parts' may be read at once, and a sub-group's after ``publish``, each on the stream that is current there.
