@@ -1,4 +1,4 @@
-"""Executes a schedule: a loop over a dispatch table, no decisions.
+"""Executes a schedule: a loop over its actions, no decisions.
 
 Lanes h2d, compute and d2h are a stream each, so that transfers in both directions and the update overlap; the
 cpu lane is a worker thread. An action that waits for a stream's action is held back on its stream by an event;
@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
-import torch
-
 from deep_opt_states.device.interface import Device, Event, Stream
-from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep
+from deep_opt_states.runtime.actions import Actions
 from deep_opt_states.runtime.first_parts import FirstParts
-from deep_opt_states.runtime.slots import Slot
 from deep_opt_states.runtime.split import Split
 from deep_opt_states.runtime.state import SubGroupState
 from deep_opt_states.runtime.worker import CpuLane, Worker
@@ -80,7 +78,7 @@ class Executor:
         self._host_adam = host_adam
         self._device_adam = device_adam
         self._splits = splits or [Split.of(state.numel) for state in states]
-        self._slot_memory: list[Slot] = []
+        self._actions = Actions(states, self._splits, device, host_adam, device_adam)
         self._prefetched: set[str] = set()
         self.pending = False
         """Whether an update has begun and ``finish`` was not called, also if it has failed."""
@@ -104,13 +102,6 @@ class Executor:
         self._updated: dict[str, Future[None]] = {}
         self._issued = self._asked_for = 0
         self.failure: BaseException | None = None
-        self._bodies: dict[ActionKind, Callable[[Action], None]] = {
-            ActionKind.PREFETCH: self._prefetch,
-            ActionKind.GPU_STEP: self._gpu_step,
-            ActionKind.FLUSH_STATES: self._flush_states,
-            ActionKind.CPU_STEP: self._cpu_step,
-            ActionKind.PUBLISH: self._publish,
-        }
 
     def use(self, schedule: Schedule) -> None:
         """From the next update on, with more or fewer slots, which are reserved or given back here.
@@ -120,17 +111,9 @@ class Executor:
         """
         assert not self.pending
         check(schedule, Workload.of([state.numel for state in self._states]))
-        more = range(len(self._slot_memory), schedule.num_slots)
-        slots = [*self._slot_memory, *(Slot.reserve(self._device, schedule.slot_numel) for _ in more)]
+        self._actions.use_slots_of(schedule)
         self.discard()
         self._schedule = schedule
-        self._slot_memory = slots[: schedule.num_slots]
-        self._slots = {
-            action.name: slots[action.slot].narrow(self._states[action.sub_group].numel)
-            for action in schedule.actions
-            if action.slot is not None
-        }
-        """By action name: the part of its slot that the action works on."""
         self._publishing = {
             action.sub_group: position for position, action in enumerate(schedule.actions) if action.kind in PUBLISHING
         }
@@ -285,8 +268,7 @@ class Executor:
     def close(self) -> None:
         """End the worker and give the slots back; the executor is of no use after that."""
         self._worker.close()
-        self._slots.clear()
-        self._slot_memory.clear()
+        self._actions.close()
         self._states = ()
 
     def _wait_for_caller(self) -> None:
@@ -326,7 +308,7 @@ class Executor:
                 stream.wait(marks.finished[name])
         stream.record(marks.started[action.name])
         with stream.issue():
-            self._bodies[action.kind](action)
+            self._actions.run(action)
         stream.record(marks.finished[action.name])
 
     def _on_worker(self, action: Action) -> None:
@@ -336,7 +318,7 @@ class Executor:
             for name in action.waits:
                 self._marks.finished[name].synchronize()
             start_s = time.perf_counter()
-            self._bodies[action.kind](action)
+            self._actions.run(action)
             self._cpu_spans[action.name] = (start_s - self._origin_s, time.perf_counter() - self._origin_s)
         except BaseException:
             # The host must not issue, and the worker not start, another action.
@@ -372,36 +354,3 @@ class Executor:
         """The worker's exception, if it had one: what the host saw may only follow from it. Waits for the worker."""
         failures = [failure for future in self._updated.values() if (failure := future.exception()) is not None]
         return failures[0] if failures else error
-
-    def _prefetch(self, action: Action) -> None:
-        self._copy(action.sub_group, to=self._slots[action.name], of=self._states[action.sub_group])
-
-    def _flush_states(self, action: Action) -> None:
-        self._copy(action.sub_group, to=self._states[action.sub_group], of=self._slots[action.name])
-
-    def _copy(self, sub_group: int, *, to: SubGroupState | Slot, of: SubGroupState | Slot) -> None:
-        for name in ("master", "exp_avg", "exp_avg_sq"):
-            self._copy_rest(sub_group, getattr(to, name), getattr(of, name))
-
-    def _gpu_step(self, action: Action) -> None:
-        assert self._device_adam is not None
-        state = self._states[action.sub_group]
-        self._update_rest(self._device_adam, action.sub_group, state.at(self._slots.get(action.name, state)))
-
-    def _cpu_step(self, action: Action) -> None:
-        self._update_rest(self._host_adam, action.sub_group, self._states[action.sub_group].on_host)
-
-    def _publish(self, action: Action) -> None:
-        state = self._states[action.sub_group]
-        assert state.rounded is not None
-        self._copy_rest(action.sub_group, state.param, state.rounded)
-
-    # Of the first parts nothing is written here: somebody may read them, or have written to them.
-
-    def _update_rest(self, adam: AdamKernel, sub_group: int, tensors: AdamTensors) -> None:
-        for part in self._splits[sub_group].rest:
-            adam.update(sub_group, tensors.part(part), part)
-
-    def _copy_rest(self, sub_group: int, to: torch.Tensor, of: torch.Tensor) -> None:
-        for part in self._splits[sub_group].rest:
-            self._device.copy(part.view(to), part.view(of))

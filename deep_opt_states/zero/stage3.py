@@ -9,8 +9,6 @@ forward runs, and whoever reads or writes parameters, states or gradients meets 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -36,13 +34,15 @@ from deep_opt_states.runtime.state import SubGroupState
 from deep_opt_states.zero.agreement import agree
 from deep_opt_states.zero.compat import forget_gradient_buffers
 from deep_opt_states.zero.cores import share_cores
-from deep_opt_states.zero.devices import AcceleratorChoice, free_and_retries
+from deep_opt_states.zero.devices import AcceleratorChoice
+from deep_opt_states.zero.extra_slots import ExtraSlots
 from deep_opt_states.zero.gathers import Gathers
 from deep_opt_states.zero.gradients import Gradients, Home
 from deep_opt_states.zero.guarded import Guarded
 from deep_opt_states.zero.host_memory import HostRoom, SharingRanks, check_locking, check_room
 from deep_opt_states.zero.log import say
 from deep_opt_states.zero.norms import Norms
+from deep_opt_states.zero.persistent import ranges_by_sub_group, sub_groups_of_others
 from deep_opt_states.zero.planning import intend
 from deep_opt_states.zero.update import Update
 from perf_model.placement import Placement
@@ -180,13 +180,14 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             self._kernels.append(device_adam)
         # The fallback would update parts with other bits.
         self._defers = self._config.overlap_forward and choice.arithmetic is not None
-        splits = [Split.of(state.numel, first) for state, first in zip(self._states, self._first_parts(), strict=True)]
+        first = ranges_by_sub_group(self) if self._defers else [[] for _ in self._states]
+        splits = [Split.of(state.numel, ranges) for state, ranges in zip(self._states, first, strict=True)]
         self._executor = Executor(plan.schedule, self._states, device, self._adam, device_adam, splits=splits)
         self._reserved.callback(self._executor.close)
         self._executor.touch(
             [state for state, its in zip(self._states, plan.placements, strict=True) if its is Placement.CPU]
         )
-        self._headroom = self._accelerator.headroom(plan, self._config)
+        self._extra_slots = ExtraSlots(plan, self._executor, self._accelerator.headroom(plan, self._config))
         # One at the step, one a sub-group in forward, and one before backward.
         self._exposure = Exposure(device, max_waits=len(self._states) + 2)
         for sub_group_id, state in enumerate(self._states):
@@ -196,17 +197,6 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._norms = Norms(self)
         self._stepped = False
         self._grad_scale = 1.0
-
-    def _first_parts(self) -> list[list[tuple[int, int]]]:
-        """By sub-group, the ranges of the parameters that stock gathers at the end of ``step()``."""
-        kept = {param.ds_id for param in self.persistent_parameters} if self._defers else set()
-        by_sub_group = []
-        for group in self.fp16_groups:
-            begins = [0, *accumulate(param.partition_numel() for param in group)]
-            by_sub_group.append(
-                [its for its, param in zip(pairwise(begins), group, strict=True) if param.ds_id in kept]
-            )
-        return by_sub_group
 
     def _homes(self, plan: UpdatePlan, device: Ledger) -> list[Home]:
         """Sums over micro-batches stay on the accelerator, also of what the CPU updates, if it has room for them."""
@@ -247,14 +237,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             self.device = device
         forget_gradient_buffers(self)
         if self._defers:
-            kept = {param.ds_id for param in self.persistent_parameters}
-            deferred = {
-                param.ds_id: sub_group_id
-                for sub_group_id, group in enumerate(self.fp16_groups)
-                for param in group
-                if param.ds_id not in kept
-            }
-            gathers = Gathers(self.module, self._get_param_coordinator(), self._update, deferred)
+            gathers = Gathers(self.module, self._get_param_coordinator(), self._update, sub_groups_of_others(self))
             self._reserved.callback(gathers.release)
 
     # Backward
@@ -267,27 +250,8 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             for sub_group_id, state in enumerate(self._states):
                 # What users had set was put together in memory that nobody has planned for.
                 state.grad = self._gradients.home_of(sub_group_id)
-            self._adapt_slots()
+            self._extra_slots.adapt()
         super().backward_prologue()
-
-    def _adapt_slots(self) -> None:
-        """Between an update and the next, which is prefetched into what there is room for."""
-        headroom = self._headroom
-        if headroom is None or self._update.failed:
-            return
-        held = headroom.slots
-        headroom.observe(*free_and_retries())
-        if headroom.slots == held:
-            return
-        slots = self.plan.schedule.num_slots + headroom.slots
-        try:
-            self._executor.use(replace(self.plan, num_slots=slots).schedule)
-        except torch.OutOfMemoryError:
-            headroom.refused()
-            self._executor.use(self.plan.schedule)
-            say("GPU memory is short: no slots beyond the plan's")
-        else:
-            say(f"{slots} slots from now on, {headroom.slots} beyond the plan's, by the GPU memory that is left free")
 
     def partition_grads(self, params_to_release: Any, grad_partitions: Any) -> Any:
         # Backward may have been entered by another door.

@@ -75,7 +75,7 @@ def destroy_gives_the_slots_back() -> None:
     case = Case(name="destroy", blocks=(STREAMED,), world_size=2)
     engine = make_engine(case, STREAMED)
     train(engine, case, steps=1)
-    slots = [weakref.ref(slot.master) for slot in engine.optimizer._executor._slots.values()]
+    slots = [weakref.ref(slot.master) for slot in engine.optimizer._executor._actions._slots]
     assert slots
     engine.destroy()
     engine.destroy()
