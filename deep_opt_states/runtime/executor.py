@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -53,7 +54,7 @@ class Marks:
 
 
 class Executor:
-    """Reserves slots, streams, events and the worker once; an update reserves nothing.
+    """Reserves streams, events and the worker once, slots here and in ``use``; an update reserves nothing.
 
     ``schedule`` is executed until ``use`` gives another; ``host_adam`` updates in host memory, ``device_adam`` in
     slots; ``worker`` is the cpu lane. ``splits`` say what of each sub-group ``begin`` updates at once, which is nothing
@@ -78,15 +79,20 @@ class Executor:
         self._host_adam = host_adam
         self._device_adam = device_adam
         self._splits = splits or [Split.of(state.numel) for state in states]
+        self._streams: dict[Lane, Stream[Any]] = {}
+        self._drained: dict[Lane, Event] = {}
+        self._schedule = replace(schedule, num_slots=0)
         self._actions = Actions(states, self._splits, device, host_adam, device_adam)
         self._prefetched: set[str] = set()
         self.pending = False
         """Whether an update has begun and ``finish`` was not called, also if it has failed."""
         self.use(schedule)
-        self._streams: dict[Lane, Stream[Any]] = {lane: device.stream() for lane in Lane if lane is not Lane.CPU}
+        self._streams = {lane: device.stream() for lane in Lane if lane is not Lane.CPU}
+        self._reserved = device.event()
+        self._lanes_wait_for_caller()
         on_streams = [action.name for action in schedule.actions if action.lane is not Lane.CPU]
         self._marks, self._next_marks = Marks(device, on_streams), Marks(device, on_streams)
-        self._drained: dict[Lane, Event] = {lane: device.event() for lane in self._streams}
+        self._drained = {lane: device.event() for lane in self._streams}
         self._origin = device.event()
         self._origin_s = 0.0
         self._cpu_spans: dict[str, tuple[float, float]] = {}
@@ -111,7 +117,12 @@ class Executor:
         """
         assert not self.pending
         check(schedule, Workload.of([state.numel for state in self._states]))
+        if schedule.num_slots < self._schedule.num_slots:
+            # What a lane still copies into a slot must not end up in its next owner's memory.
+            self._drain_streams()
         self._actions.use_slots_of(schedule)
+        if self._streams:
+            self._lanes_wait_for_caller()
         self.discard()
         self._schedule = schedule
         self._publishing = {
@@ -188,7 +199,6 @@ class Executor:
         if not self.pending or not self._splits[sub_group].rest:
             return
         end = self._publishing[sub_group] + 1
-        self._asked_for = max(self._asked_for, end)
         if self.failure is None:
             with self._torn_by_failure():
                 self._issue(end, blocks=True)
@@ -200,14 +210,18 @@ class Executor:
             self._first_parts.wait()
 
     def may_block(self, sub_group: int) -> bool:
-        """Whether the host could have to wait in ``publish``.
+        """Whether the host could have to wait in ``publish`` of an update that is under way.
 
-        A function of placements, order and what ``publish`` was called for, on every rank the same: how far this rank's
-        worker is, whether it has failed, and how many slots this rank has, play no part.
+        A function of placements, order and what was asked for, on every rank the same: how far this rank's worker is,
+        whether somebody here has waited for the end, or has seen a failure, and how many slots there are, play no part.
         """
-        if not self.pending or not self._splits[sub_group].rest:
+        if not self._splits[sub_group].rest:
             return False
         return self._waiting_before[self._publishing[sub_group] + 1] > self._waiting_before[self._asked_for]
+
+    def ask_for(self, sub_group: int) -> None:
+        """Its parameters are about to be published, on every rank."""
+        self._asked_for = max(self._asked_for, self._publishing[sub_group] + 1)
 
     def finish(self) -> None:
         """Returns when every action has finished."""
@@ -270,6 +284,12 @@ class Executor:
         self._worker.close()
         self._actions.close()
         self._states = ()
+
+    def _lanes_wait_for_caller(self) -> None:
+        """To whose stream new slots belong: its kernels may still use what the memory was before."""
+        self._device.current_stream().record(self._reserved)
+        for stream in self._streams.values():
+            stream.wait(self._reserved)
 
     def _wait_for_caller(self) -> None:
         """The host waits for the caller's stream, so that nothing it issues later can start before that is done.

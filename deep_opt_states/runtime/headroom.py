@@ -9,9 +9,9 @@ OBSERVED_STEPS = 3
 class Headroom:
     """``most`` slots of ``slot_bytes`` each can be used; ``margin_bytes`` stay free.
 
-    Memory counts as free that nobody has, PyTorch's cache included: a slot that takes it makes no allocation fail that
-    did not before. So what is free is what was free at the peak of any phase, backward and forward alike; and what
-    training needs in a later step, for a longer sequence, it takes from the margin first, and then from our slots.
+    Free is what neither anybody nor PyTorch's cache had when they had most, in backward or in forward: a slot that
+    takes it makes no allocation fail that did not before. What training needs in a later step, for a longer sequence,
+    it takes from the margin first, and then from our slots. They go to PyTorch's cache, and are not taken again.
     """
 
     def __init__(self, *, slot_bytes: int, margin_bytes: int, most: int) -> None:
@@ -21,14 +21,17 @@ class Headroom:
         self._least_free_bytes: int | None = None
         self._steps = 0
         self._alloc_retries = 0
+        self._most_held = 0
         self.slots = 0
         """To be held beyond the plan's from the next step on."""
 
     def observe(self, free_bytes: int, alloc_retries: int) -> None:
-        """Once a step: what is free now, beside the slots held, and how often PyTorch has ever had to give its cache
-        back to satisfy an allocation."""
+        """Once a step: what was free at the peak, beside the slots held then, and how often PyTorch has ever had to
+        give its cache back to satisfy an allocation."""
         self._steps += 1
-        without_ours = free_bytes + self.slots * self._slot_bytes
+        self._most_held = max(self._most_held, self.slots)
+        # What was given back has stayed in the cache, and so in the peak.
+        without_ours = free_bytes + self._most_held * self._slot_bytes
         least = without_ours if self._least_free_bytes is None else min(self._least_free_bytes, without_ours)
         self._least_free_bytes = least
         if self._steps <= OBSERVED_STEPS:

@@ -121,9 +121,12 @@ def choose_device() -> AcceleratorChoice:
 
 
 def free_and_retries() -> tuple[int, int]:
-    """Bytes of the GPU that nobody has, and how often PyTorch had to give its cache back to satisfy an allocation."""
+    """Bytes of the GPU that nobody had when PyTorch had most, and how often it had to give its cache back to satisfy an
+    allocation. Scripts may empty the cache: what is free at a moment says nothing of the peak."""
     free_bytes, _ = torch.cuda.mem_get_info()
-    return free_bytes, torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    stats = torch.cuda.memory_stats()
+    below_peak = stats.get("reserved_bytes.all.peak", 0) - stats.get("reserved_bytes.all.current", 0)
+    return free_bytes - below_peak, stats.get("num_alloc_retries", 0)
 
 
 def _memory_bytes(gpu_memory_gb: float | None) -> int:

@@ -64,7 +64,7 @@ class Gathers:
 
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
         # What is evaluated or generated is used, whether or not there is another step.
-        if not module.training:
+        if not torch.is_grad_enabled():
             self._settle()
 
     def _settle(self) -> None:
@@ -74,7 +74,7 @@ class Gathers:
             self._update.refuse_torn()
 
     def _fetch(self, fetch: Callable[..., Any], module: torch.nn.Module, forward: bool) -> Any:
-        if not self._update.pending:
+        if not self._update.goes_on:
             return fetch(module, forward)
         self._update.advance()
         params = self._coordinator.params_of(module)

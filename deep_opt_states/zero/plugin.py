@@ -20,6 +20,7 @@ from deep_opt_states.zero.devices import AcceleratorChoice, choose_device
 from deep_opt_states.zero.log import say
 from deep_opt_states.zero.refusals import refuse_config, refuse_engine
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
+from deep_opt_states.zero.timers import let_updates_go_on
 
 _said_off = False
 
@@ -37,6 +38,9 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
     choice = agree(lambda: _choose(engine, basic_optimizer), lambda choice: "off" if choice is None else "on")
     if choice is None:
         return wrapped(*args, **kwargs)
+    config, accelerator = choice
+    if config.overlap_forward and not accelerator.steps_on_host:
+        let_updates_go_on(engine._config)
     with _stage3_class(partial(DeepOptimizerStates_Stage3, *choice)):
         return wrapped(*args, **kwargs)
 

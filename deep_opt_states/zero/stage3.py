@@ -244,7 +244,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
 
     def backward_prologue(self) -> None:
         """Gradients take the place of those that the update reads."""
-        self._update.finish()
+        self._update.end()
         if self._stepped:
             self._stepped = False
             for sub_group_id, state in enumerate(self._states):
@@ -255,7 +255,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
 
     def partition_grads(self, params_to_release: Any, grad_partitions: Any) -> Any:
         # Backward may have been entered by another door.
-        self._update.finish()
+        self._update.end()
         self._gradients.reduced(params_to_release, grad_partitions)
         if self._config.overlap_backward and self.is_gradient_accumulation_boundary():
             self._update.prefetch()

@@ -38,6 +38,8 @@ class Update:
         self._untold = False
         self.settled = True
         """Whether all ranks know how the last update ended; the same on every rank."""
+        self.goes_on = False
+        """Whether one may be under way on some rank: the same on all, also where this one has waited for its end."""
         self._raised: BaseException | None = None
         """The failure that the caller knows."""
         _ALIVE.add(self)
@@ -47,6 +49,7 @@ class Update:
         self._tell()
         self._exposure.begins()
         self._waited_for.clear()
+        self.goes_on = self._defers
         self.settled = False
         try:
             with self._exposure.wait():
@@ -54,15 +57,15 @@ class Update:
                 if not self._defers:
                     self._executor.finish()
         except BaseException:
-            # An interrupt, too, is told to the other ranks, and then raised.
-            self.settle()
+            if not self._defers:
+                # An interrupt, too, is told to the other ranks, which are here, and then raised.
+                self.settle()
             self._raised = self._executor.failure
             raise
         self._untold = self._executor.failure is None
         if not self._defers:
             self.settle()
             self.refuse_torn()
-            self._tell()
 
     def prefetch(self) -> None:
         """Of the next update, what has a slot."""
@@ -73,6 +76,7 @@ class Update:
         """The current stream, which computes, needs their parameters next, or some of the first parts."""
         self._executor.publish_first_parts()
         for sub_group in sub_groups:
+            self._executor.ask_for(sub_group)
             if sub_group not in self._waited_for:
                 self._waited_for.add(sub_group)
                 with self._exposure.wait():
@@ -82,6 +86,7 @@ class Update:
         """The current stream, beside the one that computes, is about to read their parameters, or the first parts'."""
         self._executor.publish_first_parts()
         for sub_group in sub_groups:
+            self._executor.ask_for(sub_group)
             self._executor.publish(sub_group)
 
     def advance(self) -> None:
@@ -89,12 +94,12 @@ class Update:
 
     def may_block(self, sub_group: int) -> bool:
         """The same on every rank: whether gathering the sub-group's parameters now could make a host wait."""
-        return self._executor.may_block(sub_group)
+        return self.goes_on and self._executor.may_block(sub_group)
 
-    @property
-    def pending(self) -> bool:
-        """The same on every rank."""
-        return self._executor.pending
+    def end(self) -> None:
+        """Every rank is here: forward is over, and with it what may go on beside it."""
+        self.goes_on = False
+        self.finish()
 
     def finish(self) -> None:
         """Returns when all is done: what belonged to the update is the caller's again."""
@@ -110,7 +115,7 @@ class Update:
 
     def settle(self) -> None:
         """Finishes. A collective, if an update has run since the last: every rank knows if it has failed on any."""
-        self.finish()
+        self.end()
         if not self.settled:
             self.settled = True
             self._failures.share(self._executor)

@@ -177,19 +177,25 @@ def test_what_may_block_is_a_function_of_schedule_and_calls() -> None:
     def blocking() -> list[bool]:
         return [executor.may_block(index) for index in range(5)]
 
-    assert blocking() == [False] * 5
+    def publish(sub_group: int) -> None:
+        executor.ask_for(sub_group)
+        executor.publish(sub_group)
+
     executor.begin([adam_step(1)] * 5)
     assert blocking() == [False, False, True, True, False]
-    executor.publish(1)
+    publish(1)
     executor.advance()
     assert blocking() == [False, False, True, True, False]
-    executor.publish(2)
+    publish(2)
     assert blocking() == [False] * 5
     executor.finish()
     executor.begin([adam_step(2)] * 5)
+    executor.finish()
+    assert blocking() == [False, False, True, True, False], "another rank, which has not waited, would gather others"
+    executor.begin([adam_step(3)] * 5)
     executor.fail(ZeroDivisionError())
     assert blocking() == [False, False, True, True, False], "another rank, which has not failed, would gather others"
-    executor.publish(3)
+    publish(3)
     assert blocking() == [False] * 5
     executor.finish()
     executor.close()

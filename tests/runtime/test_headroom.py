@@ -30,11 +30,14 @@ def headroom(most: int = 10) -> Headroom:
 
 
 def observed(free: list[int], most: int = 10, retries: dict[int, int] | None = None) -> list[int]:
-    """Slots after each step, of what training leaves free beside ours."""
-    room, slots, had = headroom(most), [], 0
+    """Slots after each step, of what training leaves free beside ours; those given back stay with PyTorch."""
+    room, slots, had, most_held, least = headroom(most), [], 0, 0, 10**9
     for step, free_bytes in enumerate(free):
         had = (retries or {}).get(step, had)
-        room.observe(free_bytes - room.slots * 100, had)
+        most_held = max(most_held, room.slots)
+        # The peak of PyTorch's memory never falls.
+        least = min(least, free_bytes)
+        room.observe(least - most_held * 100, had)
         slots.append(room.slots)
     return slots
 

@@ -44,7 +44,13 @@ def answers(world_size: int) -> list[dict[str, Any]]:
     return finished.answers()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+WORLD_SIZES = [
+    pytest.param(world_size, marks=pytest.mark.xdist_group(f"host waits of {world_size}")) for world_size in (1, 2)
+]
+"""One worker of pytest-xdist runs both tests of a world size, which train once."""
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_whom_the_host_waits_for(world_size: int) -> None:
     pairs = answers(world_size)
     assert len(pairs) == 9
@@ -66,7 +72,7 @@ def test_whom_the_host_waits_for(world_size: int) -> None:
                 assert waits == [*asked, of_norms, *updated], f"{what}, step {step}"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_deferred_update_makes_forward_wait_for_the_cpu_alone_and_ends_before_backward(world_size: int) -> None:
     in_forward = []
     for at_once, deferred in answers(world_size):

@@ -127,7 +127,7 @@ def train(engine: Any, case: Case, folder: Path) -> Record:
 def noted(optimizer: Any, record: Record) -> Iterator[None]:
     """Of the forward inside: whether an update goes on in it, and what it publishes."""
     update = getattr(optimizer, "_update", None)
-    if update is None or not update.pending:
+    if update is None or not update._executor.pending:
         yield
         return
     record.deferred += 1

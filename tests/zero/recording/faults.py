@@ -154,7 +154,7 @@ def _without_finish(door: str) -> AbstractContextManager[object]:
     original = getattr(DeepOptimizerStates_Stage3, door)
 
     def entered(self: Any, *args: Any) -> Any:
-        with mock.patch.object(Update, "finish", nothing):
+        with mock.patch.object(Update, "end", nothing):
             return original(self, *args)
 
     return mock.patch.object(DeepOptimizerStates_Stage3, door, entered)
@@ -535,7 +535,7 @@ def name_memories(recorder: Recorder, optimizer: DeepOptimizerStates_Stage3) -> 
             if (tensor := getattr(state, attribute)) is not None:
                 name(tensor, f"{words} of sub-group {index}")
         name(state.param, "16-bit parameters")
-    for slot in optimizer._executor._slots.values():
+    for slot in optimizer._executor._actions._slot_of.values():
         for attribute in ("master", "exp_avg", "exp_avg_sq"):
             name(getattr(slot, attribute), f"slot, {attribute}")
     first_parts = optimizer._executor._first_parts

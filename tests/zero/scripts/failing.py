@@ -60,11 +60,8 @@ def step(engine: Any) -> None:
 
 
 def evaluate(engine: Any) -> None:
-    engine.eval()
-    try:
+    with torch.no_grad():
         forward(engine)
-    finally:
-        engine.train()
 
 
 def gather(engine: Any) -> None:

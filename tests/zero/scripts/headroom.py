@@ -29,6 +29,7 @@ def main(block: dict[str, Any], refuses: bool) -> None:
     room = Headroom(slot_bytes=100, margin_bytes=50, most=3)
     free = iter(FREE)
     slots: list[int] = []
+    held: list[int] = []
     begin, reserve = Executor.begin, Slot.reserve
 
     def noted_begin(self: Executor, *args: Any) -> None:
@@ -36,7 +37,8 @@ def main(block: dict[str, Any], refuses: bool) -> None:
         begin(self, *args)
 
     def left() -> tuple[int, int]:
-        return next(free) - 100 * room.slots, 0
+        held.append(room.slots)
+        return next(free) - 100 * max(held), 0
 
     def refused(*args: Any) -> Slot:
         if slots:

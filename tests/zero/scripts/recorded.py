@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 
 from tests.launch import answer
 from tests.zero.parity.arm import Block, Record, closing_engine, differences, run_arm, shared_folder, train
-from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case
+from tests.zero.parity.case import AT_ONCE, CPU, NOT_AHEAD, SERIAL, STREAMED, STRIDE_2, Case
 from tests.zero.parity.cases import CASES, DEPARTURES
 from tests.zero.parity.random_case import simplified
 from tests.zero.process_group import process_group
@@ -33,14 +33,14 @@ NO_THROUGHPUT_TIMER = {"timers": {"throughput": {"enabled": False}}}
 
 
 WITHOUT_OVERLAP = (
-    {"overlap_forward": False, "overlap_backward": False},
+    SERIAL,
     {},
-    {"overlap_backward": False},
+    NOT_AHEAD,
     {},
-    {"overlap_forward": False},
+    AT_ONCE,
     {},
 )
-"""In every other case; with it is the default, and in all."""
+"""In every other case; with it is the default."""
 
 Seeded = Callable[[], AbstractContextManager[object]]
 
@@ -127,9 +127,8 @@ def main(what: list[str]) -> None:
             # Where ours departs from stock, the reference is ours, run as usual.
             departs = case.name in {departure.name for departure in DEPARTURES}
             block = case.blocks[number % len(case.blocks)]
-            without = WITHOUT_OVERLAP[number % len(WITHOUT_OVERLAP)]
-            blocks = (block, {**block, **without}) if without else (block,)
-            run_case(case, blocks, reference=block if departs else None)
+            block = {**block, **WITHOUT_OVERLAP[number % len(WITHOUT_OVERLAP)]}
+            run_case(case, (block,), reference=block if departs else None)
         for look, placement in zip(LOOKS, cycle((CPU, STREAMED, STRIDE_2)), strict=False):
             looked_at = replace(case, name=f"{look.__name__} after each step", blocks=(), steps=4)
             run_case(looked_at, (placement,), reference=placement, look=after_each_step(look))

@@ -61,7 +61,7 @@ def data_is_updated_and_stays_as_written(block: Block, threshold: int) -> None:
     for number in range(4):
         losses = [step(engine, number) for engine in engines]
         assert torch.equal(*losses), (block, threshold, number)
-        assert engines[1].optimizer._update.pending
+        assert engines[1].optimizer._update._executor.pending
         read = [[param.data.clone() for param in engine.module.parameters()] for engine in engines]
         assert sum(data.numel() > 0 for data in read[0]) == kept
         for index, (expected, found) in enumerate(zip(*read, strict=True)):

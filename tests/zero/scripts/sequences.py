@@ -129,7 +129,7 @@ class Trained:
     @property
     def pending(self) -> bool:
         update = getattr(self.engine.optimizer, "_update", None)
-        return update is not None and update.pending
+        return update is not None and update._executor.pending
 
     def param(self, lot: random.Random) -> Any:
         return lot.choice(list(self.engine.module.parameters()))
@@ -208,7 +208,11 @@ class Trained:
         return [("fp32", safe_get_full_fp32_param(param)), ("grad", safe_get_full_grad(param)), *states]
 
     def get_local(self, lot: random.Random) -> Seen:
+        """Of all ranks, or of one, and the others go on."""
         param = self.param(lot)
+        alone = lot.randrange(2 * dist.get_world_size())
+        if alone < dist.get_world_size() and alone != dist.get_rank():
+            return []
         state = safe_get_local_optimizer_state(param, "exp_avg")
         return [("fp32", safe_get_local_fp32_param(param)), ("exp_avg", state)]
 

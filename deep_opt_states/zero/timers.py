@@ -1,0 +1,28 @@
+"""DeepSpeed's timers, some of which wait for the whole device, and so for an update that could go on in forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deep_opt_states.zero.compat import param_dict
+from deep_opt_states.zero.log import say
+
+
+def let_updates_go_on(ds_config: Any) -> None:
+    """The throughput timer synchronises the device twice a step unless the user says not to: here, if the user does."""
+    timer = ds_config.timers_config
+    if timer.enabled and timer.synchronized:
+        if "synchronized" in param_dict(ds_config).get("timers", {}).get("throughput", {}):
+            _say_what_ends_it('"timers": {"throughput": {"synchronized": true}}')
+        else:
+            timer.synchronized = False
+            say(
+                "DeepSpeed's throughput timer goes by the host's clock, so that updates go on beside the next forward; "
+                'to have it wait for the device, set "timers": {"throughput": {"synchronized": true}}'
+            )
+    if ds_config.wall_clock_breakdown:
+        _say_what_ends_it('"wall_clock_breakdown": true')
+
+
+def _say_what_ends_it(setting: str) -> None:
+    say(f"{setting} waits for the whole device in each step: updates on the GPU do not go on beside the next forward")
