@@ -12,9 +12,13 @@ from perf_model.placement import Placement
 from perf_model.workload import Workload
 
 
-def as_forward_needs(workload: Workload, placements: Sequence[Placement]) -> tuple[int, ...]:
-    """Those of each placement by index; residents first, as they are ready at once."""
-    by_placement = {its: _placed(placements, its) for its in Placement}
+def as_forward_needs(
+    workload: Workload, placements: Sequence[Placement], first_use: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Those of each placement in the order of ``first_use``, which names every sub-group, or by index where it is not
+    known; residents first, as they are ready at once."""
+    in_order = range(len(placements)) if first_use is None else first_use
+    by_placement = {its: [index for index in in_order if placements[index] is its] for its in Placement}
     residents = by_placement.pop(Placement.RESIDENT)
     return (*residents, *_merge_by_progress(workload, by_placement))
 

@@ -29,6 +29,17 @@ class Coordinator:
         self._coordinator.fetch_sub_module = lambda module, forward: around(fetch, module, forward)
         return lambda: delattr(self._coordinator, "fetch_sub_module")
 
+    def first_uses(self) -> list[int] | None:
+        """``ds_id`` of every parameter that is gathered, in the order of its first use; None before DeepSpeed knows.
+
+        The same on every rank: DeepSpeed compares the ranks' traces.
+        """
+        if not self._coordinator.is_complete_trace():
+            return None
+        return list(
+            dict.fromkeys(its.param.ds_id for its in self._coordinator._PartitionedParameterCoordinator__param_order)
+        )
+
     @staticmethod
     def params_of(module: torch.nn.Module) -> list[Parameter]:
         """Those that a fetch of ``module`` makes available."""

@@ -14,10 +14,10 @@ from perf_model.plan import UpdatePlan
 
 
 class ExtraSlots:
-    """``headroom``: None where none can be added."""
+    """Beyond those of ``plan``; ``headroom``: None where none can be added."""
 
     def __init__(self, plan: UpdatePlan, executor: Executor, headroom: Headroom | None) -> None:
-        self._plan = plan
+        self.plan = plan
         self._executor = executor
         self._headroom = headroom
 
@@ -30,12 +30,12 @@ class ExtraSlots:
         headroom.observe(*free_and_retries())
         if headroom.slots == held:
             return
-        slots = self._plan.schedule.num_slots + headroom.slots
+        slots = self.plan.schedule.num_slots + headroom.slots
         try:
-            self._executor.use(replace(self._plan, num_slots=slots).schedule)
+            self._executor.use(replace(self.plan, num_slots=slots).schedule)
         except torch.OutOfMemoryError:
             headroom.refused()
-            self._executor.use(self._plan.schedule)
+            self._executor.use(self.plan.schedule)
             say("GPU memory is short: no slots beyond the plan's")
         else:
             say(f"{slots} slots from now on, {headroom.slots} beyond the plan's, by the GPU memory that is left free")

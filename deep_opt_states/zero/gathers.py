@@ -33,6 +33,13 @@ class Gathers:
         for param in module.parameters():
             self._watch(param)
 
+    def first_uses(self) -> list[int] | None:
+        """The sub-groups in the order in which forward needs them, on every rank the same; None before it is known."""
+        ds_ids = self._coordinator.first_uses()
+        if ds_ids is None:
+            return None
+        return list(dict.fromkeys(self._sub_groups[ds_id] for ds_id in ds_ids if ds_id in self._sub_groups))
+
     def release(self) -> None:
         while self._release:
             self._release.pop()()

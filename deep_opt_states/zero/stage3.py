@@ -9,6 +9,7 @@ forward runs, and whoever reads or writes parameters, states or gradients meets 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from deep_opt_states.zero.norms import Norms
 from deep_opt_states.zero.persistent import ranges_by_sub_group, sub_groups_of_others
 from deep_opt_states.zero.planning import intend
 from deep_opt_states.zero.update import Update
+from perf_model.order import as_forward_needs
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.slab import Widths
@@ -195,7 +197,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._memory.lock()
         self._steps: list[AdamStep] = []
         self._norms = Norms(self)
-        self._stepped = False
+        self._stepped = self._ordered = False
         self._grad_scale = 1.0
 
     def _homes(self, plan: UpdatePlan, device: Ledger) -> list[Home]:
@@ -237,8 +239,10 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             self.device = device
         forget_gradient_buffers(self)
         if self._defers:
-            gathers = Gathers(self.module, self._get_param_coordinator(), self._update, sub_groups_of_others(self))
-            self._reserved.callback(gathers.release)
+            self._gathers = Gathers(
+                self.module, self._get_param_coordinator(), self._update, sub_groups_of_others(self)
+            )
+            self._reserved.callback(self._gathers.release)
 
     # Backward
 
@@ -250,8 +254,24 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             for sub_group_id, state in enumerate(self._states):
                 # What users had set was put together in memory that nobody has planned for.
                 state.grad = self._gradients.home_of(sub_group_id)
+            if self._defers and not self._ordered:
+                self._order_as_used()
             self._extra_slots.adapt()
         super().backward_prologue()
+
+    def _order_as_used(self) -> None:
+        """Sub-groups are numbered by param group and registration; forward may need them in another order."""
+        first_uses = self._gathers.first_uses()
+        if first_uses is None:
+            return
+        self._ordered = True
+        plan = self.plan
+        all_of_them = list(dict.fromkeys([*first_uses, *range(len(plan.placements))]))
+        order = as_forward_needs(plan.workload, plan.placements, all_of_them)
+        self.plan = self._extra_slots.plan = replace(plan, order=order)
+        if self.plan.schedule != plan.schedule:
+            self._executor.use(self.plan.schedule)
+            say(f"updates in the order in which forward uses the parameters from now on: {self.plan}")
 
     def partition_grads(self, params_to_release: Any, grad_partitions: Any) -> Any:
         # Backward may have been entered by another door.
