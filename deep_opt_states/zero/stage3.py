@@ -23,7 +23,7 @@ from deep_opt_states.config import Config
 from deep_opt_states.cores import CoreShare
 from deep_opt_states.device.affinity import LaunchBinding
 from deep_opt_states.device.kernels.adam import AdamStep
-from deep_opt_states.device.kernels.choice import cpu_adam
+from deep_opt_states.device.kernels.choice import Choice, cpu_adam
 from deep_opt_states.profiler.ranks import training_ranks
 from deep_opt_states.report.update_report import UpdateReport
 from deep_opt_states.runtime.executor import Executor
@@ -119,6 +119,11 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         agree(lambda: self._check_room(intention.plan, ranks), lambda _: "has room")
         # Once all have looked: what one locks to try it is missing from what another finds available.
         agree(lambda: self._check_locking(intention.plan), lambda _: "may lock its states")
+        choice = agree(lambda: self._choose_adam(intention.plan, share), lambda _: "has an Adam")
+        # The fallback would update parts with other bits. A rank that has to take it keeps the others from going on,
+        # too: what goes on decides which collectives forward calls.
+        fused = training_ranks().gather(choice.arithmetic is not None)
+        self._defers = self._config.overlap_forward and all(fused)
         agree(lambda: self._prepare(intention.plan, share), lambda _: "prepared")
         self.report = UpdateReport(self._config.report, intention.plan, intention.predict, dist.get_rank() == 0, say)
         self._update = Update(
@@ -145,10 +150,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         device, limit_bytes = self._accelerator.device, machine.memlock_limit_bytes()
         check_locking(self._widths.slab_bytes(plan), plan.workload.numel, device, limit_bytes)
 
-    def _prepare(self, plan: UpdatePlan, share: CoreShare) -> None:
-        # Before memory is touched, which then lies near these cores, and before the worker is started.
-        if share.launch_cores:
-            self._reserved.callback(LaunchBinding(share.launch_cores).release)
+    def _choose_adam(self, plan: UpdatePlan, share: CoreShare) -> Choice:
         choice = cpu_adam(
             len(plan.placements),
             self.optimizer.defaults["betas"],
@@ -160,6 +162,12 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             say(choice.why)
         self._adam = choice.kernel
         self._reserved.callback(self._adam.close)
+        return choice
+
+    def _prepare(self, plan: UpdatePlan, share: CoreShare) -> None:
+        # Before memory is touched, which then lies near these cores, and before the worker is started.
+        if share.launch_cores:
+            self._reserved.callback(LaunchBinding(share.launch_cores).release)
         device = self.ledger = Ledger(self._accelerator.device)
         self._memory = StateMemory.reserve(
             plan, self.fp16_partitioned_groups_flat, self.gradient_accumulation_dtype, device
@@ -180,8 +188,6 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         if device_adam is not None and device_adam is not self._adam:
             self._reserved.callback(device_adam.close)
             self._kernels.append(device_adam)
-        # The fallback would update parts with other bits.
-        self._defers = self._config.overlap_forward and choice.arithmetic is not None
         first = ranges_by_sub_group(self) if self._defers else [[] for _ in self._states]
         splits = [Split.of(state.numel, ranges) for state, ranges in zip(self._states, first, strict=True)]
         self._executor = Executor(plan.schedule, self._states, device, self._adam, device_adam, splits=splits)

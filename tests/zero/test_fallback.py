@@ -14,6 +14,7 @@ def test_stocks_op_updates_and_the_log_says_why() -> None:
     for its in found:
         assert its["class"] == "DeepOptimizerStates_Stage3"
         assert its["differences"] == [], its["block"]
+        assert its["deferred"] == 0, "it cannot update a part of a sub-group"
 
     lines = finished.output.splitlines()
     starts = [at for at, line in enumerate(lines) if "The C++ Adam kernel cannot be compiled" in line]
@@ -24,3 +25,13 @@ def test_stocks_op_updates_and_the_log_says_why() -> None:
         assert len(reason) < 500, "of ninja's output, what says what is wrong"
         assert remedy.startswith("It takes a C++ compiler")
         assert fallback.startswith("Updates on the CPU fall back to DeepSpeedCPUAdam")
+
+
+def test_a_rank_that_falls_back_keeps_the_others_from_going_on_in_forward() -> None:
+    """Or their collectives would differ."""
+    ranks = run_ranks(2, ["-m", "tests.zero.scripts.fallback"], timeout_s=120)
+    for finished in ranks:
+        assert finished.returncode == 0, finished.output[-4000:]
+        assert [its["differences"] for its in finished.answers()] == [[]] * len(CASE.blocks)
+        assert [its["deferred"] for its in finished.answers()] == [0] * len(CASE.blocks)
+    assert "fall back" not in ranks[0].output
