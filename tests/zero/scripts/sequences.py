@@ -367,7 +367,7 @@ NAIVE = {
     "forward does not wait": (2, Executor, "publish"),
     "other gathers do not wait": (74, Gathers, "_settle"),
     "readers of states do not wait": (9, Update, "drain"),
-    "what was prefetched is not forgotten": (0, Executor, "discard"),
+    "what was prefetched is not forgotten": (13, Executor, "discard"),
 }
 """Waits left out, by name: the sequence, of one rank, that must notice, and the method that does nothing."""
 
