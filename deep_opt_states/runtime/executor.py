@@ -188,6 +188,13 @@ class Executor:
             self._first_parts.update(self._host_adam, self._device_adam)
             self._issue(self._on_streams_from, blocks=False)
 
+    def may_advance(self) -> bool:
+        """Whether ``advance`` would issue anything."""
+        if not self.pending or self.failure is not None or self._issued == len(self._schedule.actions):
+            return False
+        following = self._schedule.actions[self._issued]
+        return all(self._updated[name].done() for name in following.waits if name in self._updated)
+
     def advance(self) -> None:
         """Issue what no longer has to wait for the worker."""
         if self.pending and self.failure is None:

@@ -196,8 +196,8 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             [state for state, its in zip(self._states, plan.placements, strict=True) if its is Placement.CPU]
         )
         self._extra_slots = ExtraSlots(plan, self._executor, self._accelerator.headroom(plan, self._config))
-        # One at the step, one a sub-group in forward, and one before backward.
-        self._exposure = Exposure(device, max_waits=len(self._states) + 2)
+        # One at the step, one a sub-group in forward, one before backward; and what is issued in between.
+        self._exposure = Exposure(device, max_waits=len(self._states) + 2 + len(plan.schedule.actions))
         for sub_group_id, state in enumerate(self._states):
             self._take_over(sub_group_id, state)
         self._memory.lock()

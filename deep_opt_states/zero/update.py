@@ -90,7 +90,10 @@ class Update:
             self._executor.publish(sub_group)
 
     def advance(self) -> None:
-        self._executor.advance()
+        if self._executor.may_advance():
+            # Where the accelerator is the CPU, what is issued is done here, and the model waits for it.
+            with self._exposure.wait():
+                self._executor.advance()
 
     def may_block(self, sub_group: int) -> bool:
         """The same on every rank: whether gathering the sub-group's parameters now could make a host wait."""
