@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from perf_model.action import Action, ActionKind, Lane
-from perf_model.timeline import MODEL, Phase, PhaseSpan, Timeline
+from perf_model.timeline import MODEL, Phase, PhaseSpan, Timeline, seconds_of
 from perf_model.units import seconds
 
 _COLOURS: dict[Phase | ActionKind, str] = {
@@ -100,9 +100,8 @@ def _heading(timeline: Timeline, phases: Sequence[PhaseSpan]) -> str:
     update = f"update of {timeline.active_s * 1e3:.1f} ms"
     if not phases:
         return update
-    exposed_s = sum(its.end_s - its.start_s for its in phases if its.phase is Phase.EXPOSED)
-    hidden_s = max(0.0, timeline.active_s - exposed_s)
-    return f"{update}: {exposed_s * 1e3:.1f} ms exposed, {hidden_s * 1e3:.1f} ms hidden"
+    exposed_s = seconds_of(Phase.EXPOSED, phases)
+    return f"{update}: {exposed_s * 1e3:.1f} ms exposed, {timeline.hidden_s(exposed_s) * 1e3:.1f} ms hidden"
 
 
 def _row_label(row: Lane | str, timeline: Timeline) -> str:

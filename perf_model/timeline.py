@@ -69,6 +69,10 @@ class Timeline:
             until_s = max(until_s, span.end_s)
         return active_s
 
+    def hidden_s(self, exposed_s: float) -> float:
+        """What nobody saw of it, where so many seconds were seen."""
+        return max(0.0, self.active_s - exposed_s)
+
     def busy_s(self, lane: Lane) -> float:
         """Seconds in which ``lane`` ran an action. Actions of one lane never overlap."""
         return sum(span.end_s - span.start_s for span in self.spans if span.action.lane is lane)

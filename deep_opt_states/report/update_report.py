@@ -81,7 +81,7 @@ class UpdateReport:
 
     def _write(self, last: Timeline, phases: Sequence[PhaseSpan]) -> None:
         busy = ", ".join(f"{lane.value} {last.busy_s(lane) * 1e3:.1f}" for lane in Lane)
-        hidden_s = max(0.0, last.active_s - self._exposed_s[-1])
+        hidden_s = last.hidden_s(self._exposed_s[-1])
         self._log(
             f"update {self._steps}: median {median(self._exposed_s) * 1e3:.1f} ms exposed over the last "
             f"{len(self._exposed_s)}; last one {hidden_s * 1e3:.1f} ms hidden, busy by lane (ms): {busy}"

@@ -46,10 +46,14 @@ class Actions:
             ActionKind.PUBLISH: self._publish,
         }
 
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
+
     def use_slots_of(self, schedule: Schedule) -> None:
         """Reserves those that are missing, gives back those that are left over. Raises what the device raises that has
         no room; nothing has changed then."""
-        missing = range(len(self._slots), schedule.num_slots)
+        missing = range(self.num_slots, schedule.num_slots)
         slots = [*self._slots, *(Slot.reserve(self._device, schedule.slot_numel) for _ in missing)]
         self._slots = slots[: schedule.num_slots]
         self._slot_of = {

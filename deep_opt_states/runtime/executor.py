@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -80,8 +79,6 @@ class Executor:
         self._device_adam = device_adam
         self._splits = splits or [Split.of(state.numel) for state in states]
         self._streams: dict[Lane, Stream[Any]] = {}
-        self._drained: dict[Lane, Event] = {}
-        self._schedule = replace(schedule, num_slots=0)
         self._actions = Actions(states, self._splits, device, host_adam, device_adam)
         self._prefetched: set[str] = set()
         self.pending = False
@@ -92,7 +89,7 @@ class Executor:
         self._lanes_wait_for_caller()
         on_streams = [action.name for action in schedule.actions if action.lane is not Lane.CPU]
         self._marks, self._next_marks = Marks(device, on_streams), Marks(device, on_streams)
-        self._drained = {lane: device.event() for lane in self._streams}
+        self._drained: dict[Lane, Event] = {lane: device.event() for lane in self._streams}
         self._origin = device.event()
         self._origin_s = 0.0
         self._cpu_spans: dict[str, tuple[float, float]] = {}
@@ -112,12 +109,12 @@ class Executor:
     def use(self, schedule: Schedule) -> None:
         """From the next update on, with more or fewer slots, which are reserved or given back here.
 
-        ``schedule`` is of the same placements in the same order. Raises ``ScheduleError``, or what the device raises
-        that has no room; nothing has changed then.
+        ``schedule`` is of the same placements, in an order that is the same on every rank. Raises ``ScheduleError``, or
+        what the device raises that has no room; nothing has changed then.
         """
         assert not self.pending
         check(schedule, Workload.of([state.numel for state in self._states]))
-        if schedule.num_slots < self._schedule.num_slots:
+        if schedule.num_slots < self._actions.num_slots:
             # What a lane still copies into a slot must not end up in its next owner's memory.
             self._drain_streams()
         self._actions.use_slots_of(schedule)
@@ -203,13 +200,12 @@ class Executor:
 
     def publish(self, sub_group: int) -> None:
         """The current stream waits for the sub-group's parameters; the host for the worker, if it updates them."""
-        if not self.pending or not self._splits[sub_group].rest:
+        if not self.pending or self.failure is not None or not self._splits[sub_group].rest:
             return
-        end = self._publishing[sub_group] + 1
-        if self.failure is None:
-            with self._torn_by_failure():
-                self._issue(end, blocks=True)
-                self._device.current_stream().wait(self._marks.finished[self._schedule.actions[end - 1].name])
+        position = self._publishing[sub_group]
+        with self._torn_by_failure():
+            self._issue(position + 1, blocks=True)
+            self._device.current_stream().wait(self._marks.finished[self._schedule.actions[position].name])
 
     def publish_first_parts(self) -> None:
         """The current stream waits for them."""
