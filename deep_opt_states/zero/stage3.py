@@ -9,7 +9,6 @@ forward runs, and whoever reads or writes parameters, states or gradients meets 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,11 +31,11 @@ from deep_opt_states.runtime.ledger import Ledger
 from deep_opt_states.runtime.memory import StateMemory
 from deep_opt_states.runtime.split import Split
 from deep_opt_states.runtime.state import SubGroupState
+from deep_opt_states.zero.adaptive_schedule import AdaptiveSchedule
 from deep_opt_states.zero.agreement import agree
 from deep_opt_states.zero.compat import forget_gradient_buffers
 from deep_opt_states.zero.cores import share_cores
 from deep_opt_states.zero.devices import AcceleratorChoice
-from deep_opt_states.zero.extra_slots import ExtraSlots
 from deep_opt_states.zero.gathers import Gathers
 from deep_opt_states.zero.gradients import Gradients, Home
 from deep_opt_states.zero.guarded import Guarded
@@ -46,7 +45,6 @@ from deep_opt_states.zero.norms import Norms
 from deep_opt_states.zero.persistent import ranges_by_sub_group, sub_groups_of_others
 from deep_opt_states.zero.planning import intend
 from deep_opt_states.zero.update import Update
-from perf_model.order import as_forward_needs
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.slab import Widths
@@ -195,7 +193,6 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._executor.touch(
             [state for state, its in zip(self._states, plan.placements, strict=True) if its is Placement.CPU]
         )
-        self._extra_slots = ExtraSlots(plan, self._executor, self._accelerator.headroom(plan, self._config))
         # One at the step, one a sub-group in forward, one before backward; and what is issued in between.
         self._exposure = Exposure(device, max_waits=len(self._states) + 2 + len(plan.schedule.actions))
         for sub_group_id, state in enumerate(self._states):
@@ -203,7 +200,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._memory.lock()
         self._steps: list[AdamStep] = []
         self._norms = Norms(self)
-        self._stepped = self._ordered = False
+        self._stepped = False
         self._grad_scale = 1.0
 
     def _homes(self, plan: UpdatePlan, device: Ledger) -> list[Home]:
@@ -244,11 +241,13 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         finally:
             self.device = device
         forget_gradient_buffers(self)
+        first_uses = None
         if self._defers:
-            self._gathers = Gathers(
-                self.module, self._get_param_coordinator(), self._update, sub_groups_of_others(self)
-            )
-            self._reserved.callback(self._gathers.release)
+            gathers = Gathers(self.module, self._get_param_coordinator(), self._update, sub_groups_of_others(self))
+            self._reserved.callback(gathers.release)
+            first_uses = gathers.first_uses
+        headroom = self._accelerator.headroom(self.plan, self._config)
+        self._schedule = AdaptiveSchedule(self.plan, self._executor, headroom, first_uses)
 
     # Backward
 
@@ -260,24 +259,9 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             for sub_group_id, state in enumerate(self._states):
                 # What users had set was put together in memory that nobody has planned for.
                 state.grad = self._gradients.home_of(sub_group_id)
-            if self._defers and not self._ordered:
-                self._order_as_used()
-            self._extra_slots.adapt()
+            self._schedule.adapt()
+            self.plan = self._schedule.plan
         super().backward_prologue()
-
-    def _order_as_used(self) -> None:
-        """Sub-groups are numbered by param group and registration; forward may need them in another order."""
-        first_uses = self._gathers.first_uses()
-        if first_uses is None:
-            return
-        self._ordered = True
-        plan = self.plan
-        all_of_them = list(dict.fromkeys([*first_uses, *range(len(plan.placements))]))
-        order = as_forward_needs(plan.workload, plan.placements, all_of_them)
-        self.plan = self._extra_slots.plan = replace(plan, order=order)
-        if self.plan.schedule != plan.schedule:
-            self._executor.use(self.plan.schedule)
-            say(f"updates in the order in which forward uses the parameters from now on: {self.plan}")
 
     def partition_grads(self, params_to_release: Any, grad_partitions: Any) -> Any:
         # Backward may have been entered by another door.

@@ -13,7 +13,7 @@ import torch
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.headroom import Headroom
 from deep_opt_states.runtime.slots import Slot
-from deep_opt_states.zero import extra_slots
+from deep_opt_states.zero import adaptive_schedule
 from deep_opt_states.zero.devices import AcceleratorChoice
 from tests.launch import answer
 from tests.zero.parity.arm import differences, run_arm
@@ -48,7 +48,7 @@ def main(block: dict[str, Any], refuses: bool) -> None:
     expected = run_arm(case, None)
     with (
         mock.patch.object(AcceleratorChoice, "headroom", return_value=room),
-        mock.patch.object(extra_slots, "free_and_retries", left),
+        mock.patch.object(adaptive_schedule, "free_and_retries", left),
         mock.patch.object(Executor, "begin", noted_begin),
         mock.patch.object(Slot, "reserve", refused if refuses else reserve),
     ):
