@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
@@ -36,9 +37,6 @@ SMALL = Effort(
     matrix_size=64,
 )
 
-# On a machine that others load, threads that wait for each other stop for milliseconds: enough work to be plausible.
-BY_THE_CLOCK = replace(SMALL, update_numel=8_000_000)
-
 THREADS = 3
 """Of the update in training."""
 
@@ -53,6 +51,13 @@ UPDATE_S = 5e-4
 def _no_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor working sets that have to be larger."""
     monkeypatch.setattr(machine, "last_level_cache_bytes", lambda: None)
+
+
+@pytest.fixture
+def by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others load the machine, threads that wait for each other stop for milliseconds: any speed will do."""
+    for name, quantity in QUANTITIES.items():
+        monkeypatch.setitem(QUANTITIES, name, quantity._replace(low=0, high=math.inf))
 
 
 @pytest.fixture
@@ -127,8 +132,9 @@ def test_each_number_of_threads_is_measured_with_so_many(
     assert profile.rate("cpu_adam_params_per_s") == profile.cpu_adam_by_threads[THREADS].median
 
 
+@pytest.mark.usefixtures("by_the_clock")
 def test_without_an_accelerator_the_rest_is_measured() -> None:
-    profile = measure(None, OneRank(), BY_THE_CLOCK, threads=THREADS)
+    profile = measure(None, OneRank(), SMALL, threads=THREADS)
     waived = {name: found.waived for name, found in profile.measurements.items() if found.waived is not None}
     # The matrix product is here the CPU's own.
     host = {*REQUIRED, "copy_latency_s", "dram_copy_bytes_per_s", "rounding_params_per_s", "matmul_flops_per_s"}
@@ -171,9 +177,10 @@ def test_the_gpu_s_peak_is_in_its_profile(device: VirtualDevice, monkeypatch: py
     assert virtual_profile(device, 1, monkeypatch).gpu_peak_flops == 756e12
 
 
+@pytest.mark.usefixtures("by_the_clock")
 def test_progress_counts_every_probe_to_the_end() -> None:
     told: list[tuple[int, int, str]] = []
-    measure(None, OneRank(), BY_THE_CLOCK, threads=THREADS, progress=lambda *step: told.append(step))
+    measure(None, OneRank(), SMALL, threads=THREADS, progress=lambda *step: told.append(step))
     total = told[0][1]
     assert [done for done, *_ in told] == list(range(total + 1))
     assert {of for _, of, _ in told} == {total}
@@ -351,6 +358,7 @@ def other_memory() -> machine.Memory:
     return machine.Memory(total_bytes=77, available_bytes=7, limit_bytes=None)
 
 
+@pytest.mark.usefixtures("by_the_clock")
 def test_a_device_that_overlaps_nothing_is_waived_there() -> None:
     """With real time, so that only what does not depend on it is looked at."""
     profile = measure(HostDevice(), OneRank(), SMALL, threads=THREADS, cpu_adam=lambda *_: PlainAdam())
