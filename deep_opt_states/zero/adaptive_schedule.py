@@ -71,7 +71,9 @@ class AdaptiveSchedule:
             say(f"{slots} slots from now on, {headroom.slots} beyond the plan's, by the GPU memory that is left free")
 
     def _use(self) -> int:
-        """The slots that the next update goes through."""
-        slots = self.plan.schedule.num_slots + (0 if self._headroom is None else self._headroom.slots)
-        self._executor.use(replace(self.plan, num_slots=slots).schedule)
-        return slots
+        """The slots that the next update goes through; none where nothing is streamed, and then none is added."""
+        schedule = self.plan.schedule
+        if self._headroom is not None and self._headroom.slots:
+            schedule = replace(self.plan, num_slots=schedule.num_slots + self._headroom.slots).schedule
+        self._executor.use(schedule)
+        return schedule.num_slots
