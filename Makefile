@@ -12,7 +12,7 @@ export DS_ACCELERATOR ?= cpu
 # Ninja, which compiles the kernels, is looked for in PATH only.
 WITH_NINJA := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-.PHONY: help demo test stress gpu-check lint wheel clean
+.PHONY: help demo test test-all stress gpu-check lint wheel clean
 
 help:  ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -29,11 +29,14 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## Train with stock DeepSpeed and with the plugin, and compare every bit
 	@$(WITH_NINJA) $(VENV)/bin/python examples/demo.py
 
-test: $(INSTALLED)  ## Run the tests
+test: tier = -m "not thorough"
+test: test-all  ## Run the tests, without those marked thorough
+
+test-all: $(INSTALLED)  ## Run all tests
 	@# Two at a time: much of it is waiting for processes that start. Kernels are compiled before, not by both.
 	@$(WITH_NINJA) $(VENV)/bin/python -c \
 	    'from deep_opt_states.device.kernels.probe_arithmetic import find_arithmetic; print(find_arithmetic())'
-	@$(WITH_NINJA) $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup
+	@$(WITH_NINJA) $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup $(tier)
 
 MINUTES ?= 10
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.launch import run_ranks
+from tests.tiers import thorough
 from tests.zero.scripts.host_waits import OVERFLOWS_IN, STEPS
 
 NORMS = "of_sub_groups < _get_norm_groups"
@@ -48,7 +49,8 @@ def answers(world_size: int) -> list[dict[str, Any]]:
 
 
 WORLD_SIZES = [
-    pytest.param(world_size, marks=pytest.mark.xdist_group(f"host waits of {world_size}")) for world_size in (1, 2)
+    thorough(1, pytest.mark.xdist_group("host waits of 1")),
+    pytest.param(2, marks=pytest.mark.xdist_group("host waits of 2")),
 ]
 """One worker of pytest-xdist runs both tests of a world size, which train once."""
 

@@ -14,6 +14,7 @@ from perf_model.memory import Reservation, reserved_by_stock, reserved_by_the_ru
 from perf_model.plan import UpdatePlan
 from perf_model.workload import Workload
 from tests.launch import run_ranks
+from tests.tiers import thorough
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "all on the CPU": {"placement": "cpu"},
@@ -50,7 +51,7 @@ def total_bytes(reservations: Iterable[Reservation]) -> int:
     return sum(its.count * its.each_bytes for its in reservations)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", ["all on the CPU", thorough("all streamed, 3 slots"), "all three"])
 def test_predicted_memory_is_what_is_taken(name: str, stock: dict[str, Any]) -> None:
     ours = trained(json.dumps(BLOCKS[name]))
     plan = planned(BLOCKS[name], ours["numels"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.launch import run_ranks
+from tests.tiers import thorough
 from tests.zero.parity.cases import CASES, DEPARTURES
 from tests.zero.parity.naive import NAIVE
 
@@ -42,7 +43,8 @@ class Results:
 
 def made_once(name: str, world_size: int) -> Any:
     """One worker of pytest-xdist tests all of a world size, and trains them once."""
-    return pytest.param(name, id=name, marks=pytest.mark.xdist_group(f"parity of {world_size}"))
+    group = pytest.mark.xdist_group(f"parity of {world_size}")
+    return thorough(name, group) if world_size == 3 else pytest.param(name, id=name, marks=group)
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,13 @@ import pytest
 from perf_model.hf_config import parse_hf_config
 from perf_model.workload import Workload
 from tests.launch import run_ranks
+from tests.tiers import thorough
 from tests.zero.scripts.sub_groups import CONFIG
 
 SIZES = (1, 500, 3000, 20_000, 10**9)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, thorough(3)])
 def test_a_model_is_cut_as_deepspeed_cuts_it(world_size: int) -> None:
     finished, *_ = run_ranks(world_size, ["-m", "tests.zero.scripts.sub_groups", *map(str, SIZES)], timeout_s=200)
     assert finished.returncode == 0, finished.output[-4000:]
