@@ -1,0 +1,55 @@
+"""A training loop with Hugging Face's Accelerate, that goes on from the last checkpoint if there is one.
+
+accelerate launch --use_deepspeed --deepspeed_config_file examples/ds_config.json --num_processes 2 \
+    examples/accelerated.py --output accelerate-output
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DummyOptim, DummyScheduler, InitProcessGroupKwargs
+from byte_llama import ByteWindows, byte_llama
+from torch.utils.data import DataLoader
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train a small Llama on the source code of Python's standard library.")
+    parser.add_argument("--output", type=Path, required=True, help="the folder of the checkpoints")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--save_every", type=int, default=10)
+    args = parser.parse_args()
+
+    # Without a GPU, Accelerate must be told how processes talk: it takes each for the only one, and all read the same.
+    gloo = [] if torch.cuda.is_available() else [InitProcessGroupKwargs(backend="gloo")]
+    accelerator = Accelerator(kwargs_handlers=gloo)
+    model = byte_llama()
+    # The DeepSpeed config has the optimizer and the scheduler.
+    optimizer = DummyOptim(model.parameters())
+    scheduler = DummyScheduler(optimizer)
+    loader = DataLoader(ByteWindows(10_000), batch_size=8)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+
+    saved = sorted(int(folder.name) for folder in args.output.glob("[0-9]*"))
+    done = saved[-1] if saved else 0
+    if done:
+        accelerator.load_state(str(args.output / str(done)))
+    for step, batch in enumerate(accelerator.skip_first_batches(loader, done), start=done + 1):
+        if step > args.steps:
+            break
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        accelerator.print(f"step {step:3}  loss {loss.item():.6f}", flush=True)
+        if step % args.save_every == 0:
+            accelerator.save_state(str(args.output / str(step)))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
