@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -75,21 +76,34 @@ def run_ranks(world_size: int, arguments: list[str], timeout_s: float, **changes
         "LOCAL_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        **changes,
     }
-    processes = []
-    for rank in range(world_size):
-        env = environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank), **changes)
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, *arguments],
-                env=env,
-                cwd=REPOSITORY,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(world_size)]
+    commands = [[sys.executable, *arguments]] * world_size
+    return run_together(commands, port, timeout_s, [environment(**its) for its in ranks])
+
+
+def run_together(
+    commands: list[list[str]], port: int, timeout_s: float, environments: list[dict[str, str]]
+) -> list[Finished]:
+    """At the same time, from this repository; those that they start meet at ``port``.
+
+    A process that outlives the timeout, counted from the start of all, is killed; its return code is negative then.
+    """
+    processes = [
+        subprocess.Popen(
+            command,
+            env=env,
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
-    killer = threading.Timer(timeout_s, lambda: [process.kill() for process in processes])
+        for command, env in zip(commands, environments, strict=True)
+    ]
+    # With what they have started: a launcher that is killed leaves its ranks behind.
+    killer = threading.Timer(timeout_s, lambda: [kill_session(process) for process in processes])
     killer.start()
     try:
         outputs = [process.communicate()[0] for process in processes]
@@ -97,6 +111,11 @@ def run_ranks(world_size: int, arguments: list[str], timeout_s: float, **changes
         killer.cancel()
         remove_shared_memory(port)
     return [Finished(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def kill_session(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def remove_shared_memory(port: int) -> None:

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.launch import REPOSITORY, run_ranks
 
 
+@pytest.mark.thorough
 def test_the_plain_script_trains_with_its_config() -> None:
     """On two ranks; the script never mentions the plugin, its JSON enables it."""
     assert "deep_opt" not in (REPOSITORY / "examples" / "train.py").read_text()

@@ -1,0 +1,31 @@
+"""What DeepSpeed has saved in a folder, whoever asked it to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Every tensor, and every number of the optimizer, by the file and the keys that lead to it; tensors as bytes."""
+    return {
+        f"{file.relative_to(folder)}{keys}": leaf
+        for file in sorted(folder.rglob("*_states.pt"))
+        for keys, leaf in _leaves(torch.load(file, weights_only=False), "")
+    }
+
+
+def _leaves(value: Any, keys: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, torch.Tensor):
+        yield keys, value.contiguous().view(torch.uint8).numpy().tobytes() if value.dim() else value.item()
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{keys}/{key}")
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, f"{keys}/{index}")
+    elif isinstance(value, int | float) and "optimizer_state_dict" in keys:
+        yield keys, value

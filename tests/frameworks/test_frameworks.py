@@ -1,0 +1,130 @@
+"""The examples, by their frameworks' launchers: the DeepSpeed JSON alone makes the plugin update, with stock's bits."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.frameworks.checkpoints import contents
+from tests.frameworks.in_turn import SAVE_EVERY, STEPS
+from tests.frameworks.launchers import (
+    Commands,
+    accelerate,
+    accelerate_ranks,
+    deepspeed_nodes,
+    deepspeed_ranks,
+    launch,
+    lightning_ranks,
+    no_launcher,
+    torchrun_nodes,
+)
+from tests.launch import REPOSITORY, Finished
+
+SMALL = ["--layers", "2", "--width", "192"]
+PLUGIN = "DeepOptimizerStates_Stage3"
+
+
+@pytest.mark.parametrize(
+    ("commands", "example", "arguments", "processes"),
+    [
+        pytest.param(deepspeed_nodes, "train.py", SMALL, 2, id="deepspeed on two nodes"),
+        pytest.param(no_launcher, "hf_trainer.py", [], 1, id="Trainer"),
+        pytest.param(accelerate, "accelerated.py", [], 1, id="accelerate launch"),
+        pytest.param(no_launcher, "with_lightning.py", [], 1, id="Lightning"),
+    ],
+)
+def test_the_plugin_updates_and_resumes_with_the_bits_of_stock(
+    commands: Commands, example: str, arguments: list[str], processes: int, tmp_path: Path
+) -> None:
+    """Saved after half of the steps and after all of them; the update goes on when ``step()`` has returned."""
+    script = ["tests/frameworks/in_turn.py", f"examples/{example}", str(tmp_path), *arguments]
+    config = write_config(tmp_path, auto=example == "hf_trainer.py")
+    finished = launch(commands, script, config, timeout_s=300)
+    answers = [answer for its in finished for answer in its.answers()]
+    output = "\n".join(its.output for its in finished)
+    stock = {"run": "stock", "optimizer": "DeepSpeedZeroOptimizer_Stage3", "steps": STEPS, "deferred": 0}
+    plugin = {"run": "plugin", "optimizer": PLUGIN, "steps": STEPS, "deferred": STEPS}
+    half = {"run": "resumed", "optimizer": PLUGIN, "steps": SAVE_EVERY, "deferred": SAVE_EVERY}
+    assert answers == [[stock, plugin, half, half]] * processes, output[-5000:]
+    assert_equal_checkpoints(tmp_path / "plugin", tmp_path / "stock")
+    assert_equal_checkpoints(tmp_path / "resumed", tmp_path / "stock")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("commands", "example", "arguments"),
+    [
+        pytest.param(deepspeed_ranks, "train.py", SMALL, id="deepspeed"),
+        pytest.param(torchrun_nodes, "train.py", SMALL, id="torchrun on two nodes"),
+        pytest.param(deepspeed_ranks, "hf_trainer.py", [], id="Trainer"),
+        pytest.param(accelerate_ranks, "accelerated.py", [], id="accelerate launch"),
+        pytest.param(lightning_ranks, "with_lightning.py", [], id="Lightning"),
+    ],
+)
+def test_the_readmes_commands_with_the_block_and_without(
+    commands: Commands, example: str, arguments: list[str], tmp_path: Path
+) -> None:
+    """On two ranks, and with nothing of the tests in between; resumed by a process that did not save."""
+
+    def run(name: str, steps: int, block: bool = True) -> str:
+        folder = tmp_path / name
+        script = [f"examples/{example}", *arguments, "--output", str(folder), "--steps", str(steps)]
+        config = write_config(tmp_path, block=block)
+        finished = launch(commands, [*script, "--save_every", str(SAVE_EVERY)], config, timeout_s=300)
+        return said(finished)
+
+    plan = r"\[deep_opt_states\] \d+ sub-groups, .* [1-9]\d* streamed"
+    assert "[deep_opt_states]" not in run("stock", STEPS, block=False)
+    assert re.search(plan, run("resumed", SAVE_EVERY))
+    saved = {file: file.stat().st_mtime_ns for file in tmp_path.glob("resumed/**/*_states.pt")}
+    assert re.search(plan, run("resumed", STEPS))
+    # Had it begun anew, it would have saved these again.
+    assert {file: file.stat().st_mtime_ns for file in saved} == saved
+    assert_equal_checkpoints(tmp_path / "resumed", tmp_path / "stock")
+
+
+def said(finished: list[Finished]) -> str:
+    """Not by return codes: PyTorch and Gloo abort now and then at the interpreter's end."""
+    output = "\n".join(its.output for its in finished)
+    assert "Traceback" not in output, output[-5000:]
+    return output
+
+
+def assert_equal_checkpoints(found: Path, expected: Path) -> None:
+    ours, stocks = contents(found), contents(expected)
+    assert len({re.search(r"\d+", key)[0] for key in stocks}) == STEPS // SAVE_EVERY
+    assert any("exp_avg_sq" in key for key in stocks)
+    assert ours.keys() == stocks.keys()
+    assert [key for key in stocks if ours[key] != stocks[key]] == []
+
+
+@pytest.mark.parametrize("example", ["train.py", "hf_trainer.py", "accelerated.py", "with_lightning.py"])
+def test_no_example_mentions_the_plugin(example: str) -> None:
+    assert "deep_opt" not in (REPOSITORY / "examples" / example).read_text()
+
+
+def write_config(folder: Path, auto: bool = False, block: bool = True) -> str:
+    """The examples' own, with parameters that are not all kept gathered, in more sub-groups.
+
+    ``auto``: the values that the Trainer can fill in are left to it.
+    """
+    config = json.loads((REPOSITORY / "examples" / "ds_config.json").read_text())
+    zero = config["zero_optimization"]
+    zero.update(sub_group_size=300_000, stage3_param_persistence_threshold=10_000)
+    if auto:
+        config.update(
+            train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto", gradient_clipping="auto"
+        )
+        config["bf16"]["enabled"] = "auto"
+        config["optimizer"]["params"] = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+        config["scheduler"]["params"].update(warmup_max_lr="auto", warmup_num_steps="auto")
+        buckets = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+        zero.update(dict.fromkeys(buckets, "auto"))
+    if not block:
+        del config["deep_optimizer_states"]
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(config))
+    return str(path)
