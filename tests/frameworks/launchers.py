@@ -48,7 +48,13 @@ def accelerate_ranks(script: list[str], config: str, port: int) -> list[list[str
     return [_accelerate(2, script, config, port)]
 
 
-def no_launcher(script: list[str], config: str, port: int) -> list[list[str]]:
+def only_rank(script: list[str], config: str, port: int) -> list[list[str]]:
+    """Without a launcher, but with what one sets: the example would find a port of its own."""
+    rank = ["env", "RANK=0", "LOCAL_RANK=0", "WORLD_SIZE=1", "LOCAL_SIZE=1"]
+    return [[*rank, sys.executable, *script, "--deepspeed_config", config]]
+
+
+def lightning(script: list[str], config: str, port: int) -> list[list[str]]:
     return [[sys.executable, *script, "--deepspeed_config", config]]
 
 

@@ -17,8 +17,9 @@ from tests.frameworks.launchers import (
     deepspeed_nodes,
     deepspeed_ranks,
     launch,
+    lightning,
     lightning_ranks,
-    no_launcher,
+    only_rank,
     torchrun_nodes,
 )
 from tests.launch import REPOSITORY, Finished
@@ -31,9 +32,9 @@ PLUGIN = "DeepOptimizerStates_Stage3"
     ("commands", "example", "arguments", "processes"),
     [
         pytest.param(deepspeed_nodes, "train.py", SMALL, 2, id="deepspeed on two nodes"),
-        pytest.param(no_launcher, "hf_trainer.py", [], 1, id="Trainer"),
+        pytest.param(only_rank, "hf_trainer.py", [], 1, id="Trainer"),
         pytest.param(accelerate, "accelerated.py", [], 1, id="accelerate launch"),
-        pytest.param(no_launcher, "with_lightning.py", [], 1, id="Lightning"),
+        pytest.param(lightning, "with_lightning.py", [], 1, id="Lightning"),
     ],
 )
 def test_the_plugin_updates_and_resumes_with_the_bits_of_stock(
@@ -114,6 +115,8 @@ def write_config(folder: Path, auto: bool = False, block: bool = True) -> str:
     config = json.loads((REPOSITORY / "examples" / "ds_config.json").read_text())
     zero = config["zero_optimization"]
     zero.update(sub_group_size=300_000, stage3_param_persistence_threshold=10_000)
+    # From the first step on: what is resumed must not be what the model began with.
+    config["scheduler"]["params"]["warmup_min_lr"] = 1e-4
     if auto:
         config.update(
             train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto", gradient_clipping="auto"
