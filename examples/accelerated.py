@@ -1,7 +1,7 @@
 """A training loop with Hugging Face's Accelerate, that goes on from the last checkpoint if there is one.
 
 accelerate launch --use_deepspeed --deepspeed_config_file examples/ds_config.json --num_processes 2 \
-    examples/accelerated.py --output accelerate-output
+    examples/accelerated.py --output out/accelerate
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DummyOptim, DummyScheduler, InitProcessGroupKwargs
 from byte_llama import ByteWindows, byte_llama
+from deepspeed.accelerator import get_accelerator
 from torch.utils.data import DataLoader
 
 
@@ -23,8 +23,8 @@ def main() -> None:
     parser.add_argument("--save_every", type=int, default=10)
     args = parser.parse_args()
 
-    # Without a GPU, Accelerate must be told how processes talk: it takes each for the only one, and all read the same.
-    gloo = [] if torch.cuda.is_available() else [InitProcessGroupKwargs(backend="gloo")]
+    # On the CPU, Accelerate must be told how processes talk: it takes each for the only one, and all read the same.
+    gloo = [InitProcessGroupKwargs(backend="gloo")] if get_accelerator().device_name() == "cpu" else []
     accelerator = Accelerator(kwargs_handlers=gloo)
     model = byte_llama()
     # The DeepSpeed config has the optimizer and the scheduler.

@@ -1,6 +1,6 @@
 """Trains a small Llama with Hugging Face's ``Trainer``, and goes on from the last checkpoint if there is one.
 
-deepspeed --num_accelerators 2 examples/hf_trainer.py --deepspeed_config examples/ds_config.json --output hf-output
+deepspeed --num_accelerators 2 examples/hf_trainer.py --deepspeed_config examples/ds_config.json --output out/trainer
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
 from byte_llama import ByteWindows, byte_llama
+from deepspeed.accelerator import get_accelerator
 from one_rank import be_the_only_rank_unless_launched
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -40,7 +40,7 @@ def main() -> None:
         max_steps=args.steps,
         save_steps=args.save_every,
         logging_steps=1,
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=get_accelerator().device_name() == "cpu",
         report_to="none",
     )
     trainer = Trainer(model=byte_llama(), args=training, train_dataset=ByteWindows(10_000))

@@ -1,6 +1,6 @@
 """Trains a small Llama with Lightning's DeepSpeed strategy, and goes on from the last checkpoint if there is one.
 
-python examples/with_lightning.py --deepspeed_config examples/ds_config.json --output lightning-output --devices 2
+python examples/with_lightning.py --deepspeed_config examples/ds_config.json --output out/lightning --devices 2
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 import lightning
 import torch
 from byte_llama import ByteWindows, byte_llama
+from deepspeed.accelerator import get_accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor
@@ -77,10 +78,11 @@ def main() -> None:
         save_last="link",
         enable_version_counter=False,
     )
+    on_cpu = get_accelerator().device_name() == "cpu"
     trainer = lightning.Trainer(
-        accelerator="auto",
+        accelerator="cpu" if on_cpu else "auto",
         devices=args.devices,
-        strategy=(DeepSpeedStrategy if torch.cuda.is_available() else DeepSpeedOnCPU)(config=args.deepspeed_config),
+        strategy=(DeepSpeedOnCPU if on_cpu else DeepSpeedStrategy)(config=args.deepspeed_config),
         precision="bf16-true",
         max_steps=args.steps,
         callbacks=[checkpoints],

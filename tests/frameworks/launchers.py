@@ -15,8 +15,8 @@ Commands = Callable[[list[str], str, int], list[list[str]]]
 def launch(commands: Commands, script: list[str], config: str, timeout_s: float) -> list[Finished]:
     port = free_port()
     nodes = commands(script, config, port)
-    # A rank that was started without a launcher finds its port here.
-    env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    # A rank that was started without a launcher finds its port here; and frameworks take a GPU wherever they see one.
+    env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
     return run_together(nodes, port, timeout_s, [env] * len(nodes))
 
 
