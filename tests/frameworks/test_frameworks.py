@@ -43,7 +43,7 @@ def test_the_plugin_updates_and_resumes_with_the_bits_of_stock(
     """Saved after half of the steps and after all of them; the update goes on when ``step()`` has returned."""
     script = ["tests/frameworks/in_turn.py", f"examples/{example}", str(tmp_path), *arguments]
     config = write_config(tmp_path, auto=example == "hf_trainer.py")
-    finished = launch(commands, script, config, timeout_s=300)
+    finished = launch(commands, script, config, timeout_s=560)
     answers = [answer for its in finished for answer in its.answers()]
     output = "\n".join(its.output for its in finished)
     stock = {"run": "stock", "optimizer": "DeepSpeedZeroOptimizer_Stage3", "steps": STEPS, "deferred": 0}
@@ -74,7 +74,7 @@ def test_the_readmes_commands_with_the_block_and_without(
         folder = tmp_path / name
         script = [f"examples/{example}", *arguments, "--output", str(folder), "--steps", str(steps)]
         config = write_config(tmp_path, block=block)
-        finished = launch(commands, [*script, "--save_every", str(SAVE_EVERY)], config, timeout_s=300)
+        finished = launch(commands, [*script, "--save_every", str(SAVE_EVERY)], config, timeout_s=560)
         return said(finished)
 
     plan = r"\[deep_opt_states\] \d+ sub-groups, .* [1-9]\d* streamed"
