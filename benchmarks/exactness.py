@@ -1,0 +1,46 @@
+"""Are the losses and the weights stock's, over hundreds of steps on real text? And how fast was that?
+
+All arms that claim Adam's bits, and those that do not, for whom the largest difference of a loss says how far they go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from benchmarks import arms
+from benchmarks.rows import Row
+from benchmarks.sizes import exact
+from benchmarks.turns import take_turn
+
+STEPS = 200
+
+
+def measure(*, quick: bool) -> Iterator[Row]:
+    setting = exact(quick=quick)
+    steps = 10 if quick else STEPS
+    about = {**asdict(setting), "parameters": setting.parameters, "steps": steps}
+    stock = take_turn(arms.STOCK, setting, iterations=steps, warm_up=1)
+    compared = (
+        arms.STOCK,
+        arms.OURS_AS_IT_IS,
+        arms.ALL_CPU,
+        arms.ALL_STREAMED,
+        arms.STRIDE_2,
+        arms.twin_flow(0.5),
+        arms.SUPER,
+        arms.ZENFLOW,
+    )
+    for arm in compared:
+        if (reason := arm.waived()) is not None:
+            yield Row(arm=arm.name, quantity="stock's losses", waived=reason, setting=about)
+            continue
+        turn = take_turn(arm, setting, iterations=steps, warm_up=1)
+        largest = max(abs(its - theirs) for its, theirs in zip(turn.losses, stock.losses, strict=True))
+        yield Row(arm=arm.name, quantity="stock's losses", said=turn.losses == stock.losses, claimed=arm.exact, setting=about)
+        yield Row(arm=arm.name, quantity="largest difference of a loss", unit="nats", samples=[largest], setting=about)
+        yield Row(arm=arm.name, quantity="hash of the weights", said=turn.digest, setting=about)
+        yield Row(arm=arm.name, quantity="stock's weights", said=turn.digest == stock.digest, claimed=arm.exact, setting=about)
+        yield Row(arm=arm.name, quantity="claims stock's bits", said=arm.exact, setting=about)
+        yield Row(arm=arm.name, quantity="last loss", unit="nats", samples=[turn.losses[-1]], setting=about)
+        yield Row(arm=arm.name, quantity="iteration", unit="s", samples=turn.iteration_s, setting=about)
