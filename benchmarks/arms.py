@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
@@ -52,14 +52,16 @@ class Arm:
         return configured
 
 
-def ours(name: str, around: Callable[[], AbstractContextManager[object]] = nullcontext, **block: Any) -> Arm:
-    return Arm(name=name, optimizer_class=OURS, block=block, around=around)
+def ours(name: str, **block: Any) -> Arm:
+    return Arm(name=name, optimizer_class=OURS, block=block)
 
 
 AT_ONCE = {"overlap_backward": False, "overlap_forward": False}
 
 STOCK = Arm(name="stock")
-STOCK_BOUND = Arm(name="stock, cores bound", around=bound_to_physical_cores)
+STOCK_BOUND = Arm(name="stock, cores bound", exact=False, around=bound_to_physical_cores)
+"""With another number of threads PyTorch adds in another order."""
+
 STOCK_PAGEABLE = Arm(name="stock, pageable gradients", offload={"pin_memory": False})
 NO_OFFLOAD = Arm(name="no offload", offloads=False, exact=False)
 """Its Adam is PyTorch's on the accelerator, which rounds otherwise."""
@@ -88,15 +90,15 @@ ALL_STREAMED = ours("ours, all streamed", placement="streamed", **AT_ONCE)
 PLANNED = ours("ours, planned", **AT_ONCE)
 OURS_AS_IT_IS = ours("ours")
 
-WITHOUT_FUSED_KERNEL = ours("ours, stock's kernel", around=stocks_cpu_kernel, placement="cpu", **AT_ONCE)
+WITHOUT_FUSED_KERNEL = replace(ALL_CPU, name="ours, stock's kernel", around=stocks_cpu_kernel)
 BACKWARD = ours("ours, planned, backward overlap", overlap_backward=True, overlap_forward=False)
 
 ABLATION = (STOCK_PAGEABLE, STOCK, WITHOUT_FUSED_KERNEL, ALL_CPU, PLANNED, BACKWARD, OURS_AS_IT_IS)
-"""Each has one thing more than the one before: asynchronous gradients, our schedule, the fused kernel, streaming, overlap
-with backward, and with forward."""
+"""Each has one thing more than the one before: asynchronous gradients, our schedule, the fused kernel, streaming, and
+overlap with backward and with forward."""
 
 
 def twin_flow(share_on_accelerator: float) -> Arm:
-    """``share_on_accelerator`` of the parameters are updated there, by PyTorch's Adam, which rounds otherwise than stock
-    offload's."""
+    """``share_on_accelerator`` of the parameters are updated there, by PyTorch's Adam, which rounds otherwise than that
+    of stock offload."""
     return Arm(name="Twin-Flow", offload={"ratio": round(1 - share_on_accelerator, 4)}, exact=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 
 from benchmarks import arms
 from benchmarks.rows import Row
@@ -32,15 +33,20 @@ def measure(*, quick: bool) -> Iterator[Row]:
         arms.ZENFLOW,
     )
     for arm in compared:
+        row = partial(Row, arm=arm.name, setting=about)
         if (reason := arm.waived()) is not None:
-            yield Row(arm=arm.name, quantity="stock's losses", waived=reason, setting=about)
+            yield row(quantity="stock's losses", waived=reason)
             continue
         turn = take_turn(arm, setting, iterations=steps, warm_up=1)
         largest = max(abs(its - theirs) for its, theirs in zip(turn.losses, stock.losses, strict=True))
-        yield Row(arm=arm.name, quantity="stock's losses", said=turn.losses == stock.losses, claimed=arm.exact, setting=about)
-        yield Row(arm=arm.name, quantity="largest difference of a loss", unit="nats", samples=[largest], setting=about)
-        yield Row(arm=arm.name, quantity="hash of the weights", said=turn.digest, setting=about)
-        yield Row(arm=arm.name, quantity="stock's weights", said=turn.digest == stock.digest, claimed=arm.exact, setting=about)
-        yield Row(arm=arm.name, quantity="claims stock's bits", said=arm.exact, setting=about)
-        yield Row(arm=arm.name, quantity="last loss", unit="nats", samples=[turn.losses[-1]], setting=about)
-        yield Row(arm=arm.name, quantity="iteration", unit="s", samples=turn.iteration_s, setting=about)
+        yield Row(
+            arm=arm.name, quantity="stock's losses", said=turn.losses == stock.losses, claimed=arm.exact, setting=about
+        )
+        yield row(quantity="largest difference of a loss", unit="nats", samples=[largest])
+        yield row(quantity="hash of the weights", said=turn.digest)
+        yield Row(
+            arm=arm.name, quantity="stock's weights", said=turn.digest == stock.digest, claimed=arm.exact, setting=about
+        )
+        yield row(quantity="claims stock's bits", said=arm.exact)
+        yield row(quantity="last loss", unit="nats", samples=[turn.losses[-1]])
+        yield row(quantity="iteration", unit="s", samples=turn.iteration_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 
 from benchmarks.arms import AT_ONCE, ours
 from benchmarks.machine_profile import measured_profile
@@ -35,8 +36,8 @@ def measure(*, quick: bool) -> Iterator[Row]:
             for arm in arms:
                 turn = take_turn(arm, setting, iterations)
                 (update,) = (its for its in turn.compared if its.what == UPDATE)
-                said = {"arm": arm.name, "setting": about}
-                yield Row(quantity="update predicted", unit="s", samples=[update.predicted_s], **said)
-                yield Row(quantity="update measured", unit="s", samples=[update.measured_s], **said)
+                row = partial(Row, arm=arm.name, setting=about)
+                yield row(quantity="update predicted", unit="s", samples=[update.predicted_s])
+                yield row(quantity="update measured", unit="s", samples=[update.measured_s])
                 error = update.predicted_s / update.measured_s - 1
-                yield Row(quantity="error of the prediction", unit="share", samples=[error], **said)
+                yield row(quantity="error of the prediction", unit="share", samples=[error])

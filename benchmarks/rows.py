@@ -24,7 +24,7 @@ PACKAGES = ("torch", "deepspeed", "triton", "numpy")
 class Row:
     """``samples`` of a ``quantity`` in ``unit``, of an ``arm`` under a ``setting``.
 
-    ``said`` instead of samples: what is no number, and ``waived`` why there is nothing. What is ``claimed`` must be true.
+    ``said`` instead of samples: what is no number, and ``waived`` why there is nothing. What is ``claimed`` must hold.
     """
 
     arm: str
@@ -53,9 +53,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 class Results:
-    """Of one run of a benchmark, appended to ``results/<benchmark>.jsonl`` as they come."""
+    """Of one run of a benchmark, appended to ``<benchmark>.jsonl`` in ``folder`` as they come."""
 
-    def __init__(self, benchmark: str, *, quick: bool, folder: Path = RESULTS) -> None:
+    def __init__(self, benchmark: str, folder: Path, *, quick: bool) -> None:
         gpu = machine.gpu()
         self.path = folder / f"{benchmark}.jsonl"
         self.rows: list[dict[str, Any]] = []
@@ -84,10 +84,18 @@ def told(row: Mapping[str, Any]) -> tuple[str, str, str]:
         return "WAIVED", "", row["waived"]
     if "said" in row:
         value = row["said"]
-        return {True: "yes", False: "no"}.get(value, value) if isinstance(value, bool) else value, "", ""
+        return ("yes" if value else "no") if isinstance(value, bool) else value, "", ""
     scale, unit = _unit(row["unit"], row["median"])
     spread = f"{row['p20'] / scale:.4g} to {row['p80'] / scale:.4g}" if row["samples"] > 1 else ""
     return f"{row['median'] / scale:.4g}", spread, unit
+
+
+def said(key: str, value: object) -> str:
+    """A setting, for people."""
+    words = key.replace("_", " ")
+    if isinstance(value, bool):
+        return words if value else f"not {words}"
+    return f"{words} {value:,}" if isinstance(value, int) else f"{words} {value}"
 
 
 def _unit(unit: str, value: float) -> tuple[float, str]:

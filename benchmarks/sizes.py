@@ -32,6 +32,10 @@ EXACT = Setting(layers=6, width=256, context=128, micro_batch=4, sub_group_size=
 """4.9 M parameters, for hundreds of steps."""
 
 
+OVERLAPPING_ON_GPU = Setting(layers=16, width=1024, context=1024, micro_batch=8, sub_group_size=25_000_000)
+"""203 M parameters: five arms within two minutes."""
+
+
 def usual(*, quick: bool) -> Setting:
     if quick:
         return QUICK
@@ -42,6 +46,12 @@ def larger() -> tuple[Setting, ...]:
     """As far as stock offload fits this machine's memory, beside what it needs to start."""
     sizes = LARGER_ON_GPU if get_accelerator().device_name() == "cuda" else LARGER_ON_CPU
     return tuple(its for its in sizes if HOST_BYTES_TO_START * its.parameters < machine.memory().usable_bytes)
+
+
+def overlapping(*, quick: bool) -> Setting:
+    if not quick and get_accelerator().device_name() == "cuda":
+        return OVERLAPPING_ON_GPU
+    return usual(quick=quick)
 
 
 def exact(*, quick: bool) -> Setting:

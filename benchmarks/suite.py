@@ -6,6 +6,7 @@ BENCHMARKS = {
     "copy": "How fast are copies between host and accelerator, by direction and size?",
     "adam": "How fast is one Adam update, on the CPU and on the GPU?",
     "update_phase": "How long does the update take, beside stock and its neighbours?",
+    "overlap": "How much of the update is seen, with overlap off, in backward, in forward, and both?",
     "training_step": "What does an iteration take, and what does each part gain?",
     "exactness": "Are losses and weights stock's, over hundreds of steps?",
     "model_error": "How far off are predictions, by placement?",

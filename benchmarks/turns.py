@@ -11,6 +11,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -167,10 +168,11 @@ def _describe(turn: Turn, engine: Any) -> None:
     assert found == turn.arm.optimizer_class, f"{turn.arm.name}: the optimizer is {found}"
     turn.parameters = sum(param.ds_numel for param in engine.module.parameters())
     offload = engine.zero_offload_optimizer()
-    turn.settings = (
-        f"{found} over {type(optimizer.optimizer).__name__}, overlap_comm {engine.zero_overlap_comm()}, "
-        f"offload {None if offload is None else offload.model_dump(exclude_none=True, mode='json')}"
-    )
+    turn.settings = f"{found} over {type(optimizer.optimizer).__name__}, overlap_comm {engine.zero_overlap_comm()}"
+    if offload is not None:
+        turn.settings += (
+            f", pin_memory {offload.pin_memory}, ratio {offload.ratio}, super_offload {offload.super_offload}"
+        )
     if found == OURS:
         turn.plan = str(optimizer.plan)
 
@@ -212,7 +214,7 @@ def _train(turn: Turn, engine: Any, setting: Setting, iterations: int, warm_up: 
     turn.gpu_peak_bytes = accelerator.max_memory_allocated() or 0
     turn.losses = [float(loss) for loss in losses]
     for number, marks in enumerate(moments[warm_up:], start=warm_up):
-        phases = [clock.seconds(start, end) for start, end in zip(marks, marks[1:], strict=False)]
+        phases = [clock.seconds(start, end) for start, end in pairwise(marks)]
         turn.forward_s.append(sum(phases[1:-1:3]))
         turn.backward_s.append(sum(phases[2:-1:3]))
         turn.step_s.append(phases[-1])

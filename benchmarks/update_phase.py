@@ -23,7 +23,7 @@ SLOT_BYTES = 2 * 12
 
 def measure(*, quick: bool) -> Iterator[Row]:
     setting = usual(quick=quick)
-    iterations, rounds = (2, 2) if quick else (5, 3)
+    iterations, rounds = (2, 1) if quick else (5, 3)
     # Two slots of the largest sub-group.
     slots = min(1.0, setting.sub_group_size * SLOT_BYTES / (BYTES_ON_ACCELERATOR * setting.parameters))
     competitors = (
