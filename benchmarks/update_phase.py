@@ -11,9 +11,13 @@ from dataclasses import asdict
 from functools import partial
 
 from benchmarks import arms
+from benchmarks.machine_profile import measured_profile
 from benchmarks.rows import Row
 from benchmarks.sizes import usual
 from benchmarks.turns import Turn, take_turn, take_turns
+from perf_model.bounds import work_bound
+from perf_model.cost import CostModel
+from perf_model.hardware import HardwareProfile
 
 BYTES_ON_ACCELERATOR = 16
 """Of a parameter that Twin-Flow updates there: p, m, v and its gradient in fp32."""
@@ -46,6 +50,10 @@ def measure(*, quick: bool) -> Iterator[Row]:
     for turn in take_turns(running, rounds, partial(take_turn, setting=setting, iterations=iterations)):
         ran.setdefault(turn.arm.name, []).append(turn)
     yield from rows(ran, asdict(setting))
+    with measured_profile(quick=True) as path:
+        bound = work_bound(setting.parameters, CostModel.of(HardwareProfile.read(path)))
+    yield Row(arm="lower bound of ours, by the profile", quantity="update", unit="s", samples=[bound.seconds])
+    yield Row(arm="lower bound of ours, by the profile", quantity="bound by", said=str(bound))
 
 
 def rows(ran: dict[str, list[Turn]], setting: dict[str, object]) -> Iterator[Row]:

