@@ -53,7 +53,7 @@ def measure(*, quick: bool) -> Iterator[Row]:
     with measured_profile(quick=True) as path:
         bound = work_bound(setting.parameters, CostModel.of(HardwareProfile.read(path)))
     yield Row(arm="lower bound of ours, by the profile", quantity="update", unit="s", samples=[bound.seconds])
-    yield Row(arm="lower bound of ours, by the profile", quantity="bound by", said=str(bound))
+    yield Row(arm="lower bound of ours, by the profile", quantity="bound by", said=bound.binding.value)
 
 
 def rows(ran: dict[str, list[Turn]], setting: dict[str, object]) -> Iterator[Row]:
