@@ -369,7 +369,11 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         )
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
-        """The schedule writes the 16-bit parameters."""
+        """The schedule writes the 16-bit parameters, where forward looks for them, also if somebody has put others there.
+
+        (``param.ds_tensor.data = ...``: it is used until the next step.)
+        """
+        self._unflatten_partitioned_parameters(sub_group_id)
 
     def _release_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
         super()._release_sub_group(sub_group_id, timer_names)
