@@ -208,7 +208,6 @@ def reductions(arm: Arm) -> Seen:
         ({"reduce_scatter": False}, {"communication_data_type": "fp32"}),
         ({}, {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}),
         ({"reduce_scatter": False}, {"gradient_predivide_factor": 4.0}),
-        ({"stage3_module_granularity_threshold": 1000}, {}),
         ({"stage3_use_all_reduce_for_fetch_params": True, "stage3_max_reuse_distance": 0}, {}),
         ({"stage3_allgather_sequential": True}, {"gradient_clipping": 0.01}),
     ):
