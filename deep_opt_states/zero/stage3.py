@@ -369,10 +369,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         )
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
-        """The schedule writes the 16-bit parameters, where forward looks for them, also if somebody has put others there.
-
-        (``param.ds_tensor.data = ...``: it is used until the next step.)
-        """
+        """The schedule writes the 16-bit parameters. A partition that a caller had put elsewhere is theirs again."""
         self._unflatten_partitioned_parameters(sub_group_id)
 
     def _release_sub_group(self, sub_group_id: int, timer_names: Any) -> None:

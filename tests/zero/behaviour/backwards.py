@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.utils import set_z3_leaf_modules
 from torch.utils.checkpoint import checkpoint
 
@@ -72,7 +74,7 @@ def backwards_without_a_step(arm: Arm) -> Seen:
             yield from gradients(engine)
             for group, grads in engine.optimizer.get_fp32_grad_partitions().items():
                 for index, grad in grads.items():
-                    real = engine.optimizer.fp16_groups[group][index].ds_numel // 2
+                    real = engine.optimizer.fp16_groups[group][index].ds_numel // dist.get_world_size()
                     yield f"partition {group} {index}", grad.flatten()[:real].clone()
             if zero_grad:
                 engine.optimizer.zero_grad()
@@ -164,9 +166,8 @@ class Checkpointed(torch.nn.Module):
 def recomputed_activations(arm: Arm) -> Seen:
     """Reentrant and not, in bf16 and fp32, with the frozen parameters kept gathered and not."""
     for use_reentrant, dtype, threshold in (
-        (True, torch.bfloat16, 0),
+        (True, torch.bfloat16, WIDTH),
         (False, torch.bfloat16, WIDTH),
-        (True, torch.float32, WIDTH),
         (False, torch.float32, 0),
     ):
         engine = arm.engine(
@@ -184,6 +185,27 @@ def recomputed_activations(arm: Arm) -> Seen:
             statuses = [param.ds_status.name for param in engine.module.parameters()]
             yield "gathered after the step", statuses
         yield from everything(engine)
+
+
+class Recomputed(Net):
+    """Recomputes with DeepSpeed's own activation checkpointing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(deepspeed.checkpointing.checkpoint(layer, x))
+        return x
+
+
+def activation_checkpointing_of_deepspeed(arm: Arm) -> Seen:
+    """Not its ``cpu_checkpointing``, which on the CPU loses the inputs, also with stock."""
+    deepspeed.checkpointing.configure(None, num_checkpoints=4)
+    engine = arm.engine(Recomputed(), zero_optimization={"offload_param": {"device": "cpu"}})
+    for step in range(4):
+        engine.backward(loss_of(engine(inputs(step).requires_grad_())))
+        yield from gradients(engine)
+        engine.step()
+        yield from counters(engine)
+    yield from everything(engine)
 
 
 class Experts(torch.nn.Module):
@@ -216,7 +238,7 @@ def leaf_modules(arm: Arm) -> Seen:
         engine = arm.engine(model, gradient_accumulation_steps=accumulation)
         yield "leaves of the optimizer", len(engine.optimizer.leaf_parameters)
         for step in range(6):
-            expert = (step + torch.distributed.get_rank()) % 4
+            expert = (step + dist.get_rank()) % 4
             engine.backward(loss_of(engine(inputs(step), expert)))
             if engine.is_gradient_accumulation_boundary():
                 yield from gradients(engine)
@@ -235,5 +257,6 @@ SCENARIOS = (
     what_zero_3_refuses,
     one_loss_of_several_engines,
     recomputed_activations,
+    activation_checkpointing_of_deepspeed,
     leaf_modules,
 )

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import safe_get_local_grad, safe_set_full_grad, safe_set_local_grad
 
@@ -48,21 +49,20 @@ def gradients_that_the_caller_clips(arm: Arm) -> Seen:
 
 def invalid_norms(arm: Arm) -> Seen:
     """Set by the caller, of one parameter and on one rank, or of the loss: the step is skipped; the next one is not."""
-    for dtype, changes in BY_DTYPE.items():
-        for bad in (math.inf, math.nan):
-            engine = arm.engine(Net(), gradient_clipping=0.5, **changes)
-            param = engine.module.layers[1].weight
-            for step in range(5):
-                loss = loss_of(engine(inputs(step, dtype)))
-                engine.backward(loss * bad if step == 3 else loss)
-                if step == 1:
-                    value = torch.zeros_like(param.ds_tensor, dtype=torch.float32)
-                    value[0] = bad if torch.distributed.get_rank() == 1 else 1.0
-                    safe_set_local_grad(param, value)
-                engine.step()
-                yield from counters(engine)
-                yield "overflow", bool(engine.optimizer.overflow)
-            yield from everything(engine)
+    for (dtype, changes), bad in zip(BY_DTYPE.items(), (math.nan, math.inf, math.nan), strict=True):
+        engine = arm.engine(Net(), gradient_clipping=0.5, **changes)
+        param = engine.module.layers[1].weight
+        for step in range(5):
+            loss = loss_of(engine(inputs(step, dtype)))
+            engine.backward(loss * bad if step == 3 else loss)
+            if step == 1:
+                value = torch.zeros_like(param.ds_tensor, dtype=torch.float32)
+                value[0] = bad if dist.get_rank() == dist.get_world_size() - 1 else 1.0
+                safe_set_local_grad(param, value)
+            engine.step()
+            yield from counters(engine)
+            yield "overflow", bool(engine.optimizer.overflow)
+        yield from everything(engine)
 
 
 def gradients_that_the_caller_replaces(arm: Arm) -> Seen:
