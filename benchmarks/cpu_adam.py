@@ -12,19 +12,17 @@ are there: 1.63, short of the 1.7 that was aimed for, at the whole of the in-pla
 
 from __future__ import annotations
 
-import argparse
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
+from functools import partial
+from typing import Protocol
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from benchmarks.record import record
-from deep_opt_states import machine
+from benchmarks.rows import Row
 from deep_opt_states.device.host import HostDevice
 from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
 from deep_opt_states.device.kernels.choice import cpu_adam
@@ -121,6 +119,36 @@ class Ours:
         self._kernel.update(0, self._tensors)
 
 
+class TorchFused:
+    """``torch.optim.AdamW(fused=True)``: the gradient scaled before, the parameters rounded after, as stock does it."""
+
+    def __init__(self, state: State, gradient: torch.Tensor) -> None:
+        self.state = state
+        self._gradient = gradient
+        self._master = torch.nn.Parameter(state.master)
+        self._master.grad = torch.empty_like(state.master)
+        self._optimizer = torch.optim.AdamW([self._master], betas=BETAS, weight_decay=0.01, fused=True)
+
+    def prepare(self) -> None:
+        assert self._master.grad is not None
+        self._master.grad.copy_(self._gradient)
+
+    def update(self, step: AdamStep) -> None:
+        assert self._master.grad is not None
+        self._optimizer.param_groups[0]["lr"] = step.lr
+        self._master.grad.mul_(step.grad_scale)
+        self._optimizer.step()
+        self.state.param.copy_(self._master.data)
+
+
+class Arm(Protocol):
+    def prepare(self) -> None:
+        """What is not timed."""
+
+    def update(self, step: AdamStep) -> None:
+        """One update of all parameters."""
+
+
 class InPlace:
     """fp32 memory as large as p, m and v, multiplied in place."""
 
@@ -132,13 +160,6 @@ class InPlace:
 
     def update(self, step: AdamStep) -> None:
         self.memory.mul_(2.0 if step.step % 2 else 0.5)
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """The median, and the 20th and 80th percentile by nearest rank."""
-    ordered = sorted(values)
-    last = len(ordered) - 1
-    return {"median": median(ordered), "p20": ordered[round(0.2 * last)], "p80": ordered[round(0.8 * last)]}
 
 
 @contextmanager
@@ -157,13 +178,19 @@ def seconds_of(work: Callable[[AdamStep], None], step: AdamStep) -> float:
     return time.perf_counter() - start_s
 
 
-def compare(numel: int, threads: int, repetitions: int) -> dict[str, object]:
+def compare(numel: int, threads: int, repetitions: int) -> Iterator[Row]:
     """With so many threads for both arms. Raises ``SystemExit`` where their bits differ."""
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(1)).bfloat16()
     with torch_threads(threads):
         stock, ours = Stock(fresh_state(numel), gradient), Ours(fresh_state(numel), gradient, threads)
         in_place = InPlace(numel)
-        arms: dict[str, Stock | Ours | InPlace] = {"stock": stock, "ours": ours, "in_place": in_place}
+        adams = ("stock", "ours")
+        arms: dict[str, Arm] = {
+            "stock": stock,
+            "ours": ours,
+            "torch, fused": TorchFused(fresh_state(numel), gradient),
+            "in place": in_place,
+        }
         seconds: dict[str, list[float]] = {name: [] for name in arms}
         for repetition in range(1 + repetitions):
             step = AdamStep(
@@ -183,38 +210,17 @@ def compare(numel: int, threads: int, repetitions: int) -> dict[str, object]:
                     seconds[name].append(elapsed_s)
             if differ := ours.state.differs_from(stock.state):
                 raise SystemExit(f"not stock's bits after {1 + repetition} steps: {', '.join(differ)}")
+    about = {"parameters": numel, "threads": threads}
     speedups = [theirs / its for theirs, its in zip(seconds["stock"], seconds["ours"], strict=True)]
-    in_place_bytes_per_s = [2 * in_place.memory.nbytes / its for its in seconds["in_place"]]
+    in_place_bytes_per_s = [2 * in_place.memory.nbytes / its for its in seconds["in place"]]
     ours_bytes_per_s = [BYTES_PER_PARAM * numel / its for its in seconds["ours"]]
-    of_in_place = [ours / its for ours, its in zip(ours_bytes_per_s, in_place_bytes_per_s, strict=True)]
-    return {
-        "numel": numel,
-        "threads": threads,
-        "repetitions": repetitions,
-        "stock_s": spread(seconds["stock"]),
-        "ours_s": spread(seconds["ours"]),
-        "ours_bytes_per_s": spread(ours_bytes_per_s),
-        "in_place_bytes_per_s": spread(in_place_bytes_per_s),
-        "speedup": spread(speedups),
-        "share_of_in_place_bandwidth": spread(of_in_place),
-        "same_bits": True,
-    }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_adam", description=__doc__.splitlines()[0])
-    parser.add_argument("--numel", type=int, default=100_000_000, help="parameters (default: 100,000,000)")
-    parser.add_argument("--repetitions", type=int, default=9, help="timed, of each arm (default: 9)")
-    cores = machine.cores().usable
-    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, cores}), help="(default: 1 and all cores)")
-    options = parser.parse_args(arguments)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    for threads in options.threads:
-        row = compare(options.numel, threads, options.repetitions)
-        print(row)
-        print(record("cpu_adam", ("torch", "deepspeed"), row))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    shares = [ours / its for ours, its in zip(ours_bytes_per_s, in_place_bytes_per_s, strict=True)]
+    for name in (*adams, "torch, fused"):
+        rates = [numel / its for its in seconds[name]]
+        yield Row(arm=f"CPU, {name}", quantity="update rate", unit="parameters/s", samples=rates, setting=about)
+    ours_row, memory = partial(Row, arm="CPU, ours", setting=about), "host memory, in place"
+    yield ours_row(quantity="updates faster than stock", unit="times", samples=speedups)
+    yield ours_row(quantity="bandwidth", unit="bytes/s", samples=ours_bytes_per_s)
+    yield ours_row(quantity="of the bandwidth in place", unit="share", samples=shares)
+    yield ours_row(quantity="stock's bits", said=True, claimed=True)
+    yield Row(arm=memory, quantity="bandwidth", unit="bytes/s", samples=in_place_bytes_per_s, setting=about)

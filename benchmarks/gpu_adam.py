@@ -7,25 +7,18 @@ that alternates, timed by CUDA events. The bits are compared with the CPU kernel
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from statistics import median
-from typing import Any
+from functools import partial
 
 import torch
 
-from benchmarks.record import record
+from benchmarks.rows import Row
 from deep_opt_states import machine
 from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
 
 STATE_BYTES_PER_PARAM = 26
 """p, m and v read and written in fp32, the parameter written in bf16; the gradient comes on top."""
-
-TARGET = 0.85
-"""Of the copy's bytes a second."""
 
 BETAS = (0.9, 0.999)
 
@@ -61,13 +54,6 @@ def on_gpu(tensors: AdamTensors) -> AdamTensors:
     return replace(tensors, **{name: tensor.cuda() for name, tensor in vars(tensors).items()})
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """The median, and the 20th and 80th percentile by nearest rank."""
-    ordered = sorted(values)
-    last = len(ordered) - 1
-    return {"median": median(ordered), "p20": ordered[round(0.2 * last)], "p80": ordered[round(0.8 * last)]}
-
-
 def seconds_of(work: Callable[[], object]) -> float:
     """On the GPU, which has nothing else to do."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -81,7 +67,7 @@ def seconds_of(work: Callable[[], object]) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
-def compare(numel: int, grad_dtype: torch.dtype, repetitions: int, block: Any) -> dict[str, Any]:
+def compare(numel: int, grad_dtype: torch.dtype, repetitions: int) -> Iterator[Row]:
     """Raises ``SystemExit`` where there is no kernel, or its bits are not the CPU kernel's."""
     from deep_opt_states.device.kernels.choice import cpu_adam, known_arithmetic
     from deep_opt_states.device.kernels.library import KernelUnavailable
@@ -90,7 +76,7 @@ def compare(numel: int, grad_dtype: torch.dtype, repetitions: int, block: Any) -
     theirs = host_tensors(numel, grad_dtype)
     ours = on_gpu(theirs)
     try:
-        kernel = TritonAdam(known_arithmetic(), BETAS, adamw=True, device=ours.master.device, block=block)
+        kernel = TritonAdam(known_arithmetic(), BETAS, adamw=True, device=ours.master.device)
         kernel.compile([grad_dtype], [torch.bfloat16])
     except KernelUnavailable as unavailable:
         raise SystemExit(str(unavailable)) from None
@@ -120,47 +106,11 @@ def compare(numel: int, grad_dtype: torch.dtype, repetitions: int, block: Any) -
                 seconds[name].append(elapsed_s)
     bytes_per_s = {name: [bytes_per_param * numel / its for its in of_arm] for name, of_arm in seconds.items()}
     shares = [adam / copy for adam, copy in zip(bytes_per_s["adam"], bytes_per_s["copy"], strict=True)]
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "numel": numel,
-        "grad_dtype": str(grad_dtype).removeprefix("torch."),
-        "block": vars(block),
-        "repetitions": repetitions,
-        "adam_s": spread(seconds["adam"]),
-        "copy_s": spread(seconds["copy"]),
-        "adam_bytes_per_s": spread(bytes_per_s["adam"]),
-        "copy_bytes_per_s": spread(bytes_per_s["copy"]),
-        "share_of_copy_bandwidth": spread(shares),
-        "reaches_target": median(shares) >= TARGET,
-        "same_bits": True,
-    }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_adam", description=__doc__.splitlines()[0])
-    parser.add_argument("--numel", type=int, default=100_000_000, help="parameters (default: 100,000,000)")
-    parser.add_argument("--repetitions", type=int, default=25, help="timed, of each arm (default: 25)")
-    about = "elements x warps of a program; several are compared (default: the kernel's own)"
-    parser.add_argument("--blocks", nargs="+", metavar="ELEMENTSxWARPS", help=about)
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device: run this on a machine with a GPU and a PyTorch that is built for it")
-    os.environ.setdefault("DS_ACCELERATOR", "cuda")
-    from deep_opt_states.device.kernels.triton_adam import Block
-
-    blocks = [Block()]
-    if options.blocks:
-        pairs = (text.split("x") for text in options.blocks)
-        blocks = [Block(elements=int(elements), warps=int(warps)) for elements, warps in pairs]
-    for block in blocks:
-        for grad_dtype in (torch.bfloat16, torch.float32):
-            row = compare(options.numel, grad_dtype, options.repetitions, block)
-            print(json.dumps(row))
-            print(record("gpu_adam", ("torch", "triton", "deepspeed"), row))
-            share, rate = row["share_of_copy_bandwidth"]["median"], row["adam_bytes_per_s"]["median"]
-            print(f"{row['grad_dtype']} gradients: {rate / 1e9:,.0f} GB/s, {share:.1%} of a copy's", flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    about = {"parameters": numel, "gradients": str(grad_dtype).removeprefix("torch.")}
+    rates = [numel / its for its in seconds["adam"]]
+    yield Row(arm="GPU, ours", quantity="update rate", unit="parameters/s", samples=rates, setting=about)
+    ours_row = partial(Row, arm="GPU, ours", setting=about)
+    yield ours_row(quantity="bandwidth", unit="bytes/s", samples=bytes_per_s["adam"])
+    yield ours_row(quantity="of a copy's bandwidth", unit="share", samples=shares)
+    yield ours_row(quantity="the CPU kernel's bits", said=True, claimed=True)
+    yield Row(arm="GPU, a copy", quantity="bandwidth", unit="bytes/s", samples=bytes_per_s["copy"], setting=about)

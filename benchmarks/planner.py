@@ -7,16 +7,15 @@ plan beats its bound, or is worse than another that fits.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
-from statistics import median, quantiles
 
-from benchmarks.record import record
+from benchmarks.rows import Row
 from benchmarks.synthetic import Machine, machines
 from perf_model.bounds import Room
 from perf_model.fill_and_drain import bound_with_fill_and_drain
@@ -95,39 +94,35 @@ def _every_plan(workload: Workload, machine: Machine) -> Iterator[UpdatePlan]:
                 yield replace(plan, order=order)
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    p90 = quantiles(values, n=10, method="inclusive")[-1] if len(values) > 1 else values[0]
-    return {"median": median(values), "p90": p90, "max": max(values)}
+def measure(*, quick: bool) -> Iterator[Row]:
+    yield from of_machines(*((8, 2, 1) if quick else (540, 40, 8)), seed=0)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__.splitlines()[0])
-    parser.add_argument("--machines", type=int, default=540, help="how many of the grid's 4,320 (default: 540)")
-    parser.add_argument("--timed", type=int, default=40, help="on how many of these planning is timed (default: 40)")
-    parser.add_argument("--exhaustive", type=int, default=8, help="on how many every plan is tried (default: 8)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn from the grid (default: 0)")
-    options = parser.parse_args(arguments)
-    drawn = machines(options.machines, options.seed)
+def of_machines(count: int, timed: int, exhaustive: int, seed: int) -> Iterator[Row]:
+    """``count`` of the grid's 4,320, drawn by ``seed``; planning is timed on ``timed`` of them, and on ``exhaustive``
+    every plan is tried."""
+    drawn = machines(count, seed)
     with ProcessPoolExecutor(os.cpu_count()) as processes:
         judged = list(processes.map(judge, drawn, chunksize=4))
         # One at a time: the others would slow it.
-    times = [pair for machine in drawn[: options.timed] for pair in planning_s(machine)]
-    excesses = _excesses(drawn, options.exhaustive)
-    beaten = [its for its in judged if its.ratio < 1 - ROUNDING]
-    worse = [excess for excess in excesses if excess > ROUNDING]
-    row = {
-        "machines": len(judged),
-        "seed": options.seed,
-        "ratio_to_bound_with_fill_and_drain": spread([its.ratio for its in judged]),
-        "ratio_to_work_bound": spread([its.ratio_to_work for its in judged]),
-        "beat_the_bound": len(beaten),
-        "planning_cpu_s": _by_count(times),
-        "tried_every_plan": len(excesses),
-        "worse_than_another": len(worse),
-    }
-    _print(judged, row)
-    print(record("planner", ("numpy",), row))
-    return 1 if beaten or worse else 0
+    about = {"machines": count, "seed": seed}
+    plans = partial(Row, arm="plans", unit="times", setting=about)
+    yield plans(quantity="update over the bound with fill and drain", samples=[its.ratio for its in judged])
+    yield plans(quantity="update over the bound of the work", samples=[its.ratio_to_work for its in judged])
+    worst = max(judged, key=lambda its: its.ratio)
+    yield plans(quantity="farthest from the bound", samples=[worst.ratio])
+    yield plans(quantity="which is", said=f"{worst.machine}; {worst.sub_groups} sub-groups")
+    none_beats = all(its.ratio >= 1 - ROUNDING for its in judged)
+    yield plans(quantity="none beats the bound", said=none_beats, claimed=True)
+    excesses = _excesses(drawn, exhaustive)
+    best = all(excess <= ROUNDING for excess in excesses)
+    yield plans(quantity=f"none of {len(excesses)} is worse than another plan that fits", said=best, claimed=True)
+    times: dict[str, list[float]] = {}
+    for number, seconds in sorted(pair for machine in drawn[:timed] for pair in planning_s(machine)):
+        name = next(f"up to {most} sub-groups" for most in (10, 100, 1000) if number <= most)
+        times.setdefault(name, []).append(seconds)
+    for name, samples in times.items():
+        yield Row(arm=name, quantity="planning, CPU time", unit="s", samples=samples, setting=about)
 
 
 def _excesses(drawn: Iterable[Machine], count: int) -> list[float]:
@@ -139,28 +134,3 @@ def _excesses(drawn: Iterable[Machine], count: int) -> list[float]:
         if excess is not None:
             found.append(excess)
     return found
-
-
-def _by_count(times: Iterable[tuple[int, float]]) -> dict[str, dict[str, float]]:
-    """Seconds by how many sub-groups were planned."""
-    groups: dict[str, list[float]] = {}
-    for count, seconds in sorted(times):
-        name = next(f"up to {most}" for most in (10, 100, 1000) if count <= most)
-        groups.setdefault(name, []).append(seconds)
-    return {name: spread(seconds) for name, seconds in groups.items()}
-
-
-def _print(judged: Sequence[Judged], row: dict[str, object]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("ratio to the bound", "sub-groups", "machine", title="The ten plans that are farthest from it")
-    for its in sorted(judged, key=lambda its: -its.ratio)[:10]:
-        table.add_row(f"{its.ratio:.3f}", str(its.sub_groups), its.machine)
-    console = Console()
-    console.print(table)
-    console.print_json(data=row)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -187,8 +187,10 @@ class Gradients:
         return self._in_fp32[param.ds_id]
 
     def set_by_user(self, params: Iterable[Parameter]) -> None:
+        """A frozen one has no gradient to be set: as with stock, nothing has happened to it."""
         for param in params:
-            self._written[param.ds_id] = param
+            if param.requires_grad:
+                self._written[param.ds_id] = param
 
     def _add(
         self, param: Parameter, partition: torch.Tensor, first: bool, boundary: bool, down: list[_Down]

@@ -44,8 +44,10 @@ class Norms:
         roots = self._reduced(reductions) if self.are_of_data_parallel_ranks else []
         # The host waits once for both; the norms are asked for next.
         found = torch.cat([overflow.float(), *roots]).cpu()
-        self._roots = found[1:] if roots else None
-        return bool(found[0])
+        overflow_found = bool(found[0])
+        # A step that is skipped does not ask, and who asks next means other gradients.
+        self._roots = found[1:] if roots and not overflow_found else None
+        return overflow_found
 
     def of_sub_groups(self) -> list[torch.Tensor]:
         """fp32 scalars on the host, -1 for what is not finite."""

@@ -369,7 +369,8 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         )
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
-        """The schedule writes the 16-bit parameters."""
+        """The schedule writes the 16-bit parameters. A partition that a caller had put elsewhere is theirs again."""
+        self._unflatten_partitioned_parameters(sub_group_id)
 
     def _release_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
         super()._release_sub_group(sub_group_id, timer_names)

@@ -74,30 +74,15 @@ def parts(out: Path) -> list[Part]:
         Part(name="build", command=(sys.executable, "-c", build), limit_s=60),
         Part(name="kernel", command=_pytest("gpu/test_kernel", "kernels/test_triton"), limit_s=75),
         Part(name="executor", command=_pytest("gpu/test_executor", "gpu/test_locking"), limit_s=45),
-        Part(
-            name="gpu_adam",
-            command=(*benchmark, "benchmarks.gpu_adam", "--repetitions", "15"),
-            limit_s=35,
-            rows=RESULTS / "gpu_adam.jsonl",
-        ),
+        Part(name="copy", command=(*benchmark, "benchmarks", "copy"), limit_s=15, rows=RESULTS / "copy.jsonl"),
+        Part(name="adam", command=(*benchmark, "benchmarks", "adam"), limit_s=50, rows=RESULTS / "adam.jsonl"),
         Part(name="engine", command=_pytest("gpu/test_engine"), limit_s=125),
         Part(
             name="profile",
             command=(*benchmark, "deep_opt_states.cli", "profile", "--quick", "--output", str(out / "profile.json")),
             limit_s=35,
         ),
-        Part(
-            name="cpu_adam",
-            command=(*benchmark, "benchmarks.cpu_adam", "--numel", "20000000", "--repetitions", "3"),
-            limit_s=25,
-            rows=RESULTS / "cpu_adam.jsonl",
-        ),
-        Part(
-            name="exposed",
-            command=(*benchmark, "benchmarks.exposed_update", "--gpu-fraction", "0.7"),
-            limit_s=65,
-            rows=RESULTS / "exposed_update.jsonl",
-        ),
+        Part(name="overlap", command=(*benchmark, "benchmarks", "overlap"), limit_s=60, rows=RESULTS / "overlap.jsonl"),
         Part(name="sanitizer", command=_pytest("gpu/test_sanitizer"), limit_s=45),
     ]
 

@@ -44,6 +44,7 @@ def rules(recorder: Recorder) -> list[str]:
 def test_streams_are_ordered_by_waits_only(how: str, accelerator: RecordingAccelerator, recorder: Recorder) -> None:
     first, second = accelerator.Stream(), accelerator.Stream()
     tensor = torch.empty(4, device=ACCELERATOR)
+    accelerator.synchronize()
     with accelerator.stream(first):
         tensor.fill_(1)
     if how == "wait_stream":
@@ -66,6 +67,7 @@ def test_streams_are_ordered_by_waits_only(how: str, accelerator: RecordingAccel
 def test_an_event_orders_what_came_before_its_record(accelerator: RecordingAccelerator, recorder: Recorder) -> None:
     first, second = accelerator.Stream(), accelerator.Stream()
     tensor = torch.empty(4, device=ACCELERATOR)
+    accelerator.synchronize()
     event = accelerator.Event()
     event.wait(second)
     with accelerator.stream(first):
@@ -75,6 +77,21 @@ def test_an_event_orders_what_came_before_its_record(accelerator: RecordingAccel
     with accelerator.stream(second):
         tensor.fill_(2)
     assert UNORDERED in rules(recorder)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_memory_is_there_for_another_stream_after_what_its_own_did_with_it(
+    waits: bool, accelerator: RecordingAccelerator, recorder: Recorder
+) -> None:
+    """The allocator gives what was freed to the stream that had it, without waiting for it."""
+    own, other = accelerator.Stream(), accelerator.Stream()
+    with accelerator.stream(own):
+        tensor = torch.empty(4, device=ACCELERATOR)
+    if waits:
+        other.wait_stream(own)
+    with accelerator.stream(other):
+        tensor.fill_(1)
+    assert rules(recorder) == ([] if waits else [UNORDERED])
 
 
 def test_reads_do_not_conflict_and_neither_do_other_bytes(
@@ -296,6 +313,7 @@ def test_a_write_is_not_forgotten_for_a_read_that_came_after_it(
 ) -> None:
     first, second, third = accelerator.Stream(), accelerator.Stream(), accelerator.Stream()
     tensor = torch.empty(4, device=ACCELERATOR)
+    accelerator.synchronize()
     with accelerator.stream(first):
         tensor.fill_(1)
     second.wait_stream(first)

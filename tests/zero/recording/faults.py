@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import count
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
-from deepspeed import zero
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from deep_opt_states.runtime import executor
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.first_parts import FirstParts
 from deep_opt_states.zero.gathers import Gathers
 from deep_opt_states.zero.gradients import Gradients
-from deep_opt_states.zero.guarded import Guarded
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
-from deep_opt_states.zero.update import Update
 from perf_model.action import ActionKind
-from perf_model.plan import UpdatePlan
 from tests.zero.parity.case import CPU, NOT_AHEAD, STREAMED, STREAMED_MANY_SLOTS, STREAMED_ONE_SLOT, Case
 from tests.zero.recording.accelerator import RecordedStream
 from tests.zero.recording.collectives import Handle
-from tests.zero.recording.recorder import FREED, UNORDERED, Finding, Recorder
+from tests.zero.recording.looks import (
+    after_each_step,
+    look_at_gathered,
+    look_at_kept,
+    look_at_masters,
+    look_at_moments,
+    look_at_parameters,
+)
+from tests.zero.recording.missing_order import (
+    backward_does_not_wait,
+    does_not_wait_for_gradients,
+    does_not_wait_for_the_worker,
+    first_parts_with,
+    forward_knows_nothing,
+    nothing,
+    on_a_stream_of_its_own,
+    patched,
+    the_same_from_the_fourth_step_on,
+    together,
+    unguarded,
+    update_ends_with_transfers_in_flight,
+    waits_for_the_numbers_only,
+    without_waits_of,
+)
+from tests.zero.recording.recorder import FREED, UNORDERED, Finding
+from tests.zero.slots_beyond import FREE, room_for_slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,188 +76,6 @@ class Fault:
         either = (one in first and other in second) or (other in first and one in second)
         return finding.rule == rule and memory in finding.memory and either
 
-
-def patched(owner: Any, name: str, replacement: Any) -> Callable[[], AbstractContextManager[object]]:
-    return lambda: mock.patch.object(owner, name, replacement)
-
-
-def nothing(*_: object) -> None:
-    """Stands for a wait."""
-
-
-def waits_for_the_numbers_only(self: Handle, *_: object) -> None:
-    """Orders no stream."""
-    self._work.wait()
-
-
-def together(*seeded: Callable[[], AbstractContextManager[object]]) -> Callable[[], AbstractContextManager[object]]:
-    @contextmanager
-    def all_of_them() -> Iterator[None]:
-        with ExitStack() as stack:
-            for each in seeded:
-                stack.enter_context(each())
-            yield
-
-    return all_of_them
-
-
-update_ends_with_transfers_in_flight = patched(Executor, "_drain_streams", nothing)
-
-
-@contextmanager
-def the_same_from_the_fourth_step_on() -> Iterator[None]:
-    drain, updates = Executor._drain_streams, count(1)
-
-    def drained_at_first(self: Executor) -> None:
-        if next(updates) < 4:
-            drain(self)
-
-    with mock.patch.object(Executor, "_drain_streams", drained_at_first):
-        yield
-
-
-def on_a_stream_of_its_own(owner: type, name: str) -> Callable[[], AbstractContextManager[object]]:
-    """The method's work is issued on a stream that waits for the caller's, and that nobody waits for."""
-    original = getattr(owner, name)
-
-    def elsewhere(self: Any, *args: Any) -> Any:
-        accelerator = get_accelerator()
-        side = accelerator.Stream()
-        side.wait_stream(accelerator.current_stream())
-        with accelerator.stream(side):
-            return original(self, *args)
-
-    return patched(owner, name, elsewhere)
-
-
-def without_waits_of(kind: ActionKind) -> Callable[[], AbstractContextManager[object]]:
-    """Every action of that kind starts whenever its lane gets there."""
-
-    @contextmanager
-    def seeded() -> Iterator[None]:
-        original = UpdatePlan.schedule.func
-
-        def careless(self: UpdatePlan) -> Any:
-            schedule = original(self)
-            actions = (
-                replace(action, waits=() if action.kind is kind else action.waits) for action in schedule.actions
-            )
-            return replace(schedule, actions=tuple(actions))
-
-        with (
-            mock.patch.object(UpdatePlan, "schedule", property(careless)),
-            mock.patch.object(executor, "check"),
-        ):
-            yield
-
-    return seeded
-
-
-forward_knows_nothing = together(patched(Executor, "publish", nothing), patched(Executor, "advance", nothing))
-"""Of the update."""
-
-
-def backward_does_not_wait() -> AbstractContextManager[object]:
-    """For the end of the update, by either of its doors; nor does it mind that it is under way."""
-    stack = ExitStack()
-    for door in ("backward_prologue", "partition_grads"):
-        stack.enter_context(_without_finish(door))
-    stack.enter_context(mock.patch.object(Executor, "prefetch", _prefetch_anyway(Executor.prefetch)))
-    return stack
-
-
-def _without_finish(door: str) -> AbstractContextManager[object]:
-    original = getattr(DeepOptimizerStates_Stage3, door)
-
-    def entered(self: Any, *args: Any) -> Any:
-        with mock.patch.object(Update, "end", nothing):
-            return original(self, *args)
-
-    return mock.patch.object(DeepOptimizerStates_Stage3, door, entered)
-
-
-def _prefetch_anyway(prefetch: Callable[[Executor], None]) -> Callable[[Executor], None]:
-    def prefetched(self: Executor) -> None:
-        pending, self.pending = self.pending, False
-        prefetch(self)
-        self.pending = pending
-
-    return prefetched
-
-
-@contextmanager
-def first_parts_with(fault: Callable[[FirstParts], object]) -> Iterator[None]:
-    made = FirstParts.__init__
-
-    def make(self: FirstParts, *args: Any) -> None:
-        made(self, *args)
-        fault(self)
-
-    with mock.patch.object(FirstParts, "__init__", make):
-        yield
-
-
-def does_not_wait_for_gradients(first_parts: FirstParts) -> None:
-    first_parts._gone_down.synchronize = nothing  # type: ignore[method-assign, assignment]
-
-
-def does_not_wait_for_the_worker(first_parts: FirstParts) -> None:
-    """For the numbers only."""
-    submit = first_parts._worker.submit
-
-    def submitted(task: Callable[[], None]) -> Any:
-        future = submit(task)
-        return mock.Mock(result=future.exception)
-
-    first_parts._worker = mock.Mock(submit=submitted)
-
-
-def unguarded(name: str) -> Callable[[], AbstractContextManager[object]]:
-    guard = Guarded(nothing)
-    guard.__set_name__(DeepOptimizerStates_Stage3, name)
-    return patched(DeepOptimizerStates_Stage3, name, guard)
-
-
-def after_each_step(look: Callable[[Any], object]) -> Callable[[], AbstractContextManager[object]]:
-    """A user's script that looks at the optimizer before the next forward."""
-    step = DeepSpeedEngine.step
-
-    def looked_at(self: Any, *args: Any) -> None:
-        step(self, *args)
-        look(self.optimizer)
-
-    return patched(DeepSpeedEngine, "step", looked_at)
-
-
-def look_at_masters(optimizer: Any) -> None:
-    for master in optimizer.fp32_partitioned_groups_flat:
-        master.sum()
-
-
-def look_at_moments(optimizer: Any) -> None:
-    for state in optimizer.state.values():
-        state["exp_avg"].sum()
-
-
-def look_at_parameters(optimizer: Any) -> None:
-    for param in optimizer.fp16_partitioned_groups_flat:
-        param.sum()
-
-
-def look_at_gathered(optimizer: Any) -> None:
-    params = [param for group in optimizer.fp16_groups for param in group]
-    with zero.GatheredParameters(params):
-        for param in params:
-            param.sum()
-
-
-def look_at_kept(optimizer: Any) -> None:
-    """DeepSpeed keeps them gathered."""
-    for param in optimizer.persistent_parameters:
-        param.sum()
-
-
-LOOKS = (look_at_kept, look_at_masters, look_at_moments, look_at_parameters, look_at_gathered)
 
 RESIDENT = {"placement": ["resident"] * 5}
 SINGLE_PARAMETER_BUCKETS = {"reduce_bucket_size": 1}
@@ -470,6 +304,13 @@ FAULTS = (
         expected=(UNORDERED, "slot", "_flush_states", "_prefetch"),
     ),
     Fault(
+        name="slot added while what its memory was is in use",
+        seeded=together(room_for_slots, patched(Executor, "_lanes_wait_for_caller", nothing)),
+        block=STREAMED_ONE_SLOT,
+        steps=len(FREE) + 1,
+        expected=(UNORDERED, "slots.py", "write on default stream", "_prefetch"),
+    ),
+    Fault(
         name="updated before it is prefetched",
         seeded=without_waits_of(ActionKind.GPU_STEP),
         block=STREAMED,
@@ -516,32 +357,3 @@ FAULTS = (
         expected=(UNORDERED, "backward", "write on default stream", "__add_grad_to_ipg_bucket"),
     ),
 )
-
-
-def name_memories(recorder: Recorder, optimizer: DeepOptimizerStates_Stage3) -> None:
-    """So that findings speak of the optimizer's memory in its words."""
-
-    def name(tensor: torch.Tensor, words: str) -> None:
-        recorder.memory(tensor).name = words
-
-    for index, state in enumerate(optimizer._states):
-        for attribute, words in {
-            "master": "master",
-            "exp_avg": "exp_avg",
-            "exp_avg_sq": "exp_avg_sq",
-            "grad": "gradient",
-            "rounded": "rounded copy",
-        }.items():
-            # A rounded copy is there for CPU updates only.
-            if (tensor := getattr(state, attribute)) is not None:
-                name(tensor, f"{words} of sub-group {index}")
-        name(state.param, "16-bit parameters")
-    for slot in optimizer._executor._actions._slot_of.values():
-        for attribute in ("master", "exp_avg", "exp_avg_sq"):
-            name(getattr(slot, attribute), f"slot, {attribute}")
-    first_parts = optimizer._executor._first_parts
-    for tensor, words in ((first_parts._grads, "gradients"), (first_parts._rounded, "rounded copy")):
-        if tensor is not None:
-            name(tensor, f"{words} of first parts")
-    for bucket in optimizer.ipg_buckets.values():
-        name(bucket.buffer, "gradient bucket")

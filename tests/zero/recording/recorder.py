@@ -121,6 +121,10 @@ class Recorder:
                 owner=owner,
                 alive=StorageWeakRef(tensor.untyped_storage()),
             )
+            if place is Place.ACCELERATOR:
+                # What was there before belonged to the same stream, which may not be done with it.
+                size_bytes = tensor.untyped_storage().nbytes()
+                memory.accesses.append(Access(self.clock(owner).tick(owner), True, 0, size_bytes, "its last owner"))
             self.memories.add(tensor, memory)
             return memory
 

@@ -11,34 +11,22 @@ from unittest import mock
 import torch
 
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.headroom import Headroom
 from deep_opt_states.runtime.slots import Slot
-from deep_opt_states.zero import adaptive_schedule
-from deep_opt_states.zero.devices import AcceleratorChoice
 from tests.launch import answer
 from tests.zero.parity.arm import differences, run_arm
 from tests.zero.parity.case import STREAMED_ONE_SLOT, Case
 from tests.zero.process_group import process_group
-
-FREE = [500, 500, 500, 500, 500, 250, 250, 500]
-"""Bytes beside our slots of 100 after each step; 50 stay free."""
+from tests.zero.slots_beyond import FREE, room_for_slots
 
 
 def main(block: dict[str, Any], refuses: bool) -> None:
     case = Case(name="headroom", blocks=(block,), clip=0.3, steps=len(FREE) + 1)
-    room = Headroom(slot_bytes=100, margin_bytes=50, most=3)
-    free = iter(FREE)
     slots: list[int] = []
-    held: list[int] = []
     begin, reserve = Executor.begin, Slot.reserve
 
     def noted_begin(self: Executor, *args: Any) -> None:
         slots.append(self._schedule.num_slots)
         begin(self, *args)
-
-    def left() -> tuple[int, int]:
-        held.append(room.slots)
-        return next(free) - 100 * max(held), 0
 
     def refused(*args: Any) -> Slot:
         if slots:
@@ -47,8 +35,7 @@ def main(block: dict[str, Any], refuses: bool) -> None:
 
     expected = run_arm(case, None)
     with (
-        mock.patch.object(AcceleratorChoice, "headroom", return_value=room),
-        mock.patch.object(adaptive_schedule, "free_and_retries", left),
+        room_for_slots(),
         mock.patch.object(Executor, "begin", noted_begin),
         mock.patch.object(Slot, "reserve", refused if refuses else reserve),
     ):

@@ -18,13 +18,16 @@ from deepspeed.accelerator import get_accelerator
 
 from tests.launch import answer
 from tests.zero.parity.arm import Block, Record, closing_engine, differences, run_arm, shared_folder, train
-from tests.zero.parity.case import AT_ONCE, CPU, NOT_AHEAD, SERIAL, STREAMED, STRIDE_2, Case
+from tests.zero.parity.case import AT_ONCE, CPU, NOT_AHEAD, SERIAL, STREAMED, STREAMED_ONE_SLOT, STRIDE_2, Case
 from tests.zero.parity.cases import CASES, DEPARTURES
 from tests.zero.parity.random_case import simplified
 from tests.zero.process_group import process_group
-from tests.zero.recording.faults import FAULTS, LOOKS, Fault, after_each_step, name_memories
+from tests.zero.recording.faults import FAULTS, Fault
+from tests.zero.recording.looks import LOOKS, after_each_step
+from tests.zero.recording.names import name_memories
 from tests.zero.recording.recorder import COMMUNICATION, FREED, Finding, Recorder
 from tests.zero.recording.recording import recording
+from tests.zero.slots_beyond import FREE, room_for_slots
 
 MAX_STEPS = 14
 
@@ -132,6 +135,8 @@ def main(what: list[str]) -> None:
         for look, placement in zip(LOOKS, cycle((CPU, STREAMED, STRIDE_2)), strict=False):
             looked_at = replace(case, name=f"{look.__name__} after each step", blocks=(), steps=4)
             run_case(looked_at, (placement,), reference=placement, look=after_each_step(look))
+        growing = replace(case, name="slots added, and given back", blocks=(), steps=len(FREE) + 1)
+        run_case(growing, (STREAMED_ONE_SLOT,), reference=STREAMED_ONE_SLOT, look=room_for_slots)
         run_case(next(short_cases()), (None,), reference=None)
         findings = record(case, None).recorder.findings
         say({"stock on the last case": sum(map(is_stocks_own, findings))})

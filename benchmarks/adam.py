@@ -1,0 +1,44 @@
+"""How fast is one Adam update: by number of threads, beside transfers, and on the GPU?
+
+Against stock's three passes, ``torch.optim.AdamW(fused=True)`` and the limit of memory, on 100 M parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks import cpu_adam, gpu_adam
+from benchmarks.machine_profile import measured_profile
+from benchmarks.rows import Row
+from deep_opt_states import machine
+from perf_model.hardware import HardwareProfile
+
+NUMEL = 100_000_000
+NO_GPU = "no GPU"
+
+
+def measure(*, quick: bool) -> Iterator[Row]:
+    numel, repetitions = (1_000_000, 3) if quick else (NUMEL, 9)
+    for threads in sorted({1, machine.cores().usable}):
+        yield from cpu_adam.compare(numel, threads, repetitions)
+    yield from _beside_transfers()
+    if not torch.cuda.is_available():
+        yield Row(arm="GPU, ours", quantity="update rate", waived=NO_GPU)
+        return
+    for grad_dtype in (torch.bfloat16, torch.float32):
+        yield from gpu_adam.compare(numel, grad_dtype, repetitions)
+
+
+def _beside_transfers() -> Iterator[Row]:
+    """The profile's probe."""
+    with measured_profile(quick=True) as path:
+        profile = HardwareProfile.from_json(path.read_text())
+    for arm, quantity in {
+        "CPU, ours, alone, by the profile": "cpu_adam_params_per_s",
+        "CPU, ours, beside transfers both ways": "cpu_adam_beside_transfers_params_per_s",
+    }.items():
+        found = profile.measurements[quantity]
+        unit, samples = "parameters/s", found.samples
+        yield Row(arm=arm, quantity="update rate", unit=unit, samples=samples, waived=found.waived)

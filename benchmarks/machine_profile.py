@@ -1,0 +1,22 @@
+"""This machine's profile, measured as users do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.rows import REPOSITORY
+
+
+@contextmanager
+def measured_profile(*, quick: bool) -> Iterator[Path]:
+    """By ``deep-opt-states profile``, in a process of its own; the file is gone at the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.json"
+        command = [sys.executable, "-m", "deep_opt_states.cli", "profile", "--output", str(path)]
+        subprocess.run([*command, *(["--quick"] if quick else [])], check=True, capture_output=True, cwd=REPOSITORY)
+        yield path

@@ -1,0 +1,58 @@
+"""How large the benchmarks are, by what trains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from deepspeed.accelerator import get_accelerator
+
+from benchmarks.turns import Setting
+from deep_opt_states import machine
+
+HOST_BYTES_TO_START = 26
+"""Of a parameter: stock's 18, and the fp32 model before that."""
+
+QUICK = Setting(layers=2, width=128, context=64, micro_batch=2, sub_group_size=100_000)
+"""Shows that a benchmark runs, and nothing else."""
+
+ON_CPU = Setting(layers=16, width=512, context=64, micro_batch=1, sub_group_size=10_000_000)
+"""50.6 M parameters."""
+
+ON_GPU = Setting(layers=20, width=2048, context=2048, micro_batch=1, sub_group_size=100_000_000)
+"""1.0 B parameters."""
+
+
+LARGER_ON_CPU = (replace(ON_CPU, layers=32, width=768),)
+"""227 M parameters."""
+
+LARGER_ON_GPU = (replace(ON_GPU, layers=28, width=2560), replace(ON_GPU, layers=32, width=3200))
+"""2.2 and 3.9 B parameters: stock offload takes 18 bytes of host memory for each."""
+
+EXACT = Setting(layers=6, width=256, context=128, micro_batch=4, sub_group_size=1_000_000)
+"""4.9 M parameters, for hundreds of steps."""
+
+
+OVERLAPPING_ON_GPU = Setting(layers=16, width=1024, context=1024, micro_batch=8, sub_group_size=25_000_000)
+"""203 M parameters: five arms within two minutes."""
+
+
+def usual(*, quick: bool) -> Setting:
+    if quick:
+        return QUICK
+    return ON_GPU if get_accelerator().device_name() == "cuda" else ON_CPU
+
+
+def larger() -> tuple[Setting, ...]:
+    """As far as stock offload fits this machine's memory, beside what it needs to start."""
+    sizes = LARGER_ON_GPU if get_accelerator().device_name() == "cuda" else LARGER_ON_CPU
+    return tuple(its for its in sizes if HOST_BYTES_TO_START * its.parameters < machine.memory().usable_bytes)
+
+
+def overlapping(*, quick: bool) -> Setting:
+    if not quick and get_accelerator().device_name() == "cuda":
+        return OVERLAPPING_ON_GPU
+    return usual(quick=quick)
+
+
+def exact(*, quick: bool) -> Setting:
+    return QUICK if quick else EXACT

@@ -1,0 +1,257 @@
+"""Arms take turns: each turn is a fresh engine on the same model, seed and text, for some iterations.
+
+One engine lives at a time, so that the largest model that stock offload holds can be measured; and since every turn
+does the same, the bits at its end can be compared with any other's.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import deepspeed
+import psutil
+import torch
+from deepspeed.accelerator import get_accelerator
+
+import deep_opt_states  # noqa: F401 (activates where the package is not installed)
+from benchmarks.arms import OURS, Arm
+from deep_opt_states.report.comparison import Compared
+from examples.byte_gpt import ByteGPT, Shape, StdlibText
+from perf_model.memory import Where
+from perf_model.timeline import Phase, seconds_of
+
+SEED = 17
+WARM_UP = 3
+"""Iterations: the first ones build what DeepSpeed builds lazily, and its trace."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """``context`` bytes a sequence; ``micro_batch`` sequences, ``accumulation`` of them a step."""
+
+    layers: int
+    width: int
+    context: int
+    micro_batch: int
+    accumulation: int = 1
+    sub_group_size: int = 100_000_000
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(layers=self.layers, width=self.width, heads=self.width // 64, context=self.context)
+
+    @property
+    def parameters(self) -> int:
+        with torch.device("meta"):
+            return sum(param.numel() for param in ByteGPT(self.shape).parameters())
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "gradient_accumulation_steps": self.accumulation,
+            "steps_per_print": 10**9,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+            "zero_optimization": {"sub_group_size": self.sub_group_size},
+        }
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, of one rank."""
+        return self.context * self.micro_batch * self.accumulation
+
+
+@dataclass
+class Turn:
+    """Seconds by iteration, without those that warm up.
+
+    ``forward_s`` and ``backward_s`` are of all micro-batches of an iteration. ``exposed_s`` and ``hidden_s`` are of the
+    update, of our arms only.
+    """
+
+    arm: Arm
+    parameters: int = 0
+    plan: str = ""
+    forward_s: list[float] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    iteration_s: list[float] = field(default_factory=list)
+    exposed_s: list[float] = field(default_factory=list)
+    hidden_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    digest: str = ""
+    """Of the fp32 master weights, the same on all ranks."""
+    gpu_peak_bytes: int = 0
+    host_bytes: int = 0
+    """Of this process, when training was over."""
+    compared: list[Compared] = field(default_factory=list)
+    """Predicted and measured, where the plugin predicts: with a plan, or a profile in the config."""
+    pinned_bytes: int = 0
+    """Page-locked by this process, or by DeepSpeed in it."""
+    settings: str = ""
+    """What says that the arm is what it is called."""
+
+    def same_bits_as(self, other: Turn) -> bool:
+        return self.digest == other.digest and self.losses == other.losses
+
+    @property
+    def median_s(self) -> float:
+        return median(self.iteration_s)
+
+
+class Clock:
+    """Moments of the model's stream: no wait between the phases of an iteration."""
+
+    def __init__(self) -> None:
+        self._accelerator = get_accelerator()
+        self._synchronous = self._accelerator.is_synchronized_device()
+
+    def now(self) -> Any:
+        if self._synchronous:
+            return time.perf_counter()
+        event = self._accelerator.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        if self._synchronous:
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
+def take_turn(arm: Arm, setting: Setting, iterations: int, warm_up: int = WARM_UP) -> Turn:
+    """Raises ``AssertionError`` if the engine is not the arm's."""
+    turn = Turn(arm)
+    with arm.around():
+        engine = _engine(arm, setting)
+        try:
+            _describe(turn, engine)
+            _train(turn, engine, setting, iterations, warm_up)
+            turn.digest = _digest(engine)
+            if turn.plan:
+                turn.compared = engine.optimizer.report.compared()
+        finally:
+            engine.destroy()
+            del engine
+            gc.collect()
+    return turn
+
+
+def take_turns(arms: Sequence[Arm], rounds: int, turn: Callable[[Arm], Turn]) -> Iterator[Turn]:
+    """In an order that alternates, after one turn of the first that nobody counts: files, allocators, compilers."""
+    turn(arms[0])
+    for number in range(rounds):
+        for arm in arms if number % 2 == 0 else reversed(arms):
+            yield turn(arm)
+
+
+def _engine(arm: Arm, setting: Setting) -> Any:
+    torch.manual_seed(SEED)
+    model = ByteGPT(setting.shape)
+    config = arm.configure(setting.config)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine
+
+
+def _describe(turn: Turn, engine: Any) -> None:
+    optimizer = engine.optimizer
+    found = type(optimizer).__name__
+    assert found == turn.arm.optimizer_class, f"{turn.arm.name}: the optimizer is {found}"
+    turn.parameters = sum(param.ds_numel for param in engine.module.parameters())
+    offload = engine.zero_offload_optimizer()
+    turn.settings = f"{found} over {type(optimizer.optimizer).__name__}, overlap_comm {engine.zero_overlap_comm()}"
+    if offload is not None:
+        turn.settings += (
+            f", pin_memory {offload.pin_memory}, ratio {offload.ratio}, super_offload {offload.super_offload}"
+        )
+    if found == OURS:
+        turn.plan = str(optimizer.plan)
+
+
+def _train(turn: Turn, engine: Any, setting: Setting, iterations: int, warm_up: int) -> None:
+    accelerator = get_accelerator()
+    if turn.plan:
+        _watch(turn, engine.optimizer.report, skip=warm_up)
+    text, clock = StdlibText(), Clock()
+    moments: list[list[Any]] = []
+    losses = []
+    accelerator.reset_peak_memory_stats()
+    for step in range(warm_up + iterations):
+        marks = [clock.now()]
+        for micro in range(setting.accumulation):
+            inputs, targets = text.batch(
+                seed=SEED,
+                step=step * setting.accumulation + micro,
+                rank=torch.distributed.get_rank(),
+                batch_size=setting.micro_batch,
+                context=setting.context,
+            )
+            inputs, targets = inputs.to(engine.device), targets.to(engine.device)
+            marks.append(clock.now())
+            loss = engine(inputs, targets)
+            marks.append(clock.now())
+            engine.backward(loss)
+            marks.append(clock.now())
+            losses.append(loss.detach())
+            engine.step()
+        marks.append(clock.now())
+        moments.append(marks)
+    # What goes on beside the next forward ends in this arm's turn, and is told.
+    if turn.plan:
+        _ = engine.optimizer.state
+    accelerator.synchronize()
+    turn.host_bytes = psutil.Process().memory_info().rss
+    turn.pinned_bytes = _pinned_bytes(turn, engine)
+    turn.gpu_peak_bytes = accelerator.max_memory_allocated() or 0
+    turn.losses = [float(loss) for loss in losses]
+    for number, marks in enumerate(moments[warm_up:], start=warm_up):
+        phases = [clock.seconds(start, end) for start, end in pairwise(marks)]
+        turn.forward_s.append(sum(phases[1:-1:3]))
+        turn.backward_s.append(sum(phases[2:-1:3]))
+        turn.step_s.append(phases[-1])
+        # From one step's end to the next's: what an update leaves to the next forward counts.
+        turn.iteration_s.append(clock.seconds(moments[number - 1][-1], marks[-1]))
+
+
+def _pinned_bytes(turn: Turn, engine: Any) -> int:
+    """What PyTorch's allocator of page-locked memory has had at most, and our slab, which does not come from there."""
+    if not torch.cuda.is_available():
+        return 0
+    slab = 0
+    if turn.plan:
+        slab = sum(its.each_bytes for its in engine.optimizer.ledger.reserved if its.where is Where.PINNED)
+    return slab + int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
+
+
+def _watch(turn: Turn, report: Any, skip: int) -> None:
+    updated = report.updated
+    count = 0
+
+    def noted(phases: Any, timeline: Callable[[], Any]) -> None:
+        nonlocal count
+        count += 1
+        if count > skip:
+            exposed_s = seconds_of(Phase.EXPOSED, phases)
+            turn.exposed_s.append(exposed_s)
+            turn.hidden_s.append(timeline().hidden_s(exposed_s))
+        updated(phases, timeline)
+
+    report.updated = noted
+
+
+def _digest(engine: Any) -> str:
+    """Whatever the sub-groups: parameter by parameter. A collective."""
+    digest = hashlib.sha256()
+    for param in engine.module.parameters():
+        full = deepspeed.utils.safe_get_full_fp32_param(param)
+        digest.update(full.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]

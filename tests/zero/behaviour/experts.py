@@ -1,0 +1,89 @@
+"""AutoEP: the experts of a Hugging Face model, dealt out to the ranks by DeepSpeed."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.module_inject.auto_ep_presets import base as auto_ep_presets
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from tests.zero.behaviour.arm import Arm, Seen, counters
+
+VOCABULARY = 61
+
+
+def mixtral() -> torch.nn.Module:
+    shape = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=32,
+    )
+    return MixtralForCausalLM(shape)
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """For what AutoEP does to record router logits, which fails with this version of transformers."""
+
+
+def partitions(engine: Any) -> Seen:
+    """What this rank has of every sub-group, without what pads the partitions."""
+    optimizer = engine.optimizer
+    for sub_group, params in enumerate(optimizer.fp16_groups):
+        master = optimizer.fp32_partitioned_groups_flat[sub_group]
+        state = optimizer.state[master]
+        yield "step", state["step"]
+        offset = 0
+        for param in params:
+            numel = param.partition_numel()
+            real = max(0, min(numel, param.ds_numel - optimizer._get_param_partition_rank(param) * numel))
+            for tensor in (master.data, state["exp_avg"], state["exp_avg_sq"]):
+                yield f"sub-group {sub_group} at {offset}", tensor[offset : offset + real].clone()
+            yield f"parameter of sub-group {sub_group} at {offset}", param.ds_tensor.data.flatten()[:real].clone()
+            offset += numel
+
+
+def experts_of_every_rank(arm: Arm) -> Seen:
+    """All of them on each rank, and a share on each."""
+    for size in (1, dist.get_world_size()):
+        changes = {
+            "expert_parallel": {
+                "enabled": True,
+                "autoep_size": size,
+                "preset_model": "mixtral",
+                "use_grouped_mm": False,
+            },
+            "gradient_clipping": 0.1,
+            "gradient_accumulation_steps": 2,
+            "zero_optimization": {"sub_group_size": 2000},
+        }
+        with deepspeed.zero.Init(config_dict_or_path=arm.config(**changes)):
+            model = mixtral()
+        # Transformers leaves experts as they were allocated in this context.
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+            for param in model.parameters():
+                torch.nn.init.normal_(param.data, std=0.2)
+        with mock.patch.object(auto_ep_presets, "_install_instance_transformers_output_recorders", nothing):
+            engine = arm.engine(model, **changes)
+        yield "sub-groups", len(engine.optimizer.fp16_groups)
+        for step in range(6):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            tokens = torch.randint(0, VOCABULARY, (2, 16), generator=generator)
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
+            yield "loss", loss.detach()
+            yield from counters(engine)
+        yield from partitions(engine)
+
+
+SCENARIOS = (experts_of_every_rank,)

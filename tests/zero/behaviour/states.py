@@ -1,0 +1,283 @@
+"""Parameters and states seen from outside: fragments, moving them, ending an engine, and models that are peculiar."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import unwrap_model_for_generation
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.offload_states import get_state_devices
+from deepspeed.utils import (
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
+)
+
+from tests.zero.behaviour.arm import (
+    BY_DTYPE,
+    WIDTH,
+    Arm,
+    Net,
+    Seen,
+    counters,
+    everything,
+    gradients,
+    inputs,
+    loss_of,
+    moments,
+    params,
+    raised,
+    train,
+)
+
+
+def fragments(arm: Arm) -> Seen:
+    """Read and written after backward and after the step, of every dtype, with frozen parameters; in the model's dtype,
+    as values and as a function of them."""
+    for dtype, changes in BY_DTYPE.items():
+        model = Net()
+        for param in model.layers[1].parameters():
+            param.requires_grad_(False)
+        engine = arm.engine(model, **changes)
+        all_params = list(model.parameters())
+        for step in range(4):
+            engine.backward(loss_of(engine(inputs(step, dtype))))
+            yield from gradients(engine)
+            yield from params(engine)
+            for param in all_params:
+                yield "local", (safe_get_local_fp32_param(param) is None, safe_get_local_grad(param) is None)
+                value = torch.linspace(-0.1, 0.1 + step, param.ds_numel).view(param.ds_shape)
+                if step == 1:
+                    safe_set_full_fp32_param(param, value)
+                    safe_set_full_grad(param, value.to(dtype))
+            if step > 1:
+                safe_update_full_grad_vectorized(all_params, lambda grad, param, dtype=dtype: (grad * 0.5).to(dtype))
+            yield from gradients(engine)
+            engine.step()
+            yield from params(engine)
+            yield from moments(engine)
+            for param in all_params:
+                value = torch.linspace(0.0, 0.1, param.ds_numel).view(param.ds_shape)
+                part = torch.linspace(0.0, 0.1, param.ds_tensor.numel())
+                if step == 0:
+                    safe_set_full_optimizer_state(param, value, "exp_avg")
+                    safe_set_full_fp32_param(param, value)
+                elif step == 1:
+                    safe_set_local_optimizer_state(param, part, "exp_avg_sq")
+                    safe_set_local_fp32_param(param, part)
+            yield from params(engine)
+            yield from moments(engine)
+            yield from counters(engine)
+        yield from everything(engine)
+
+
+def states_that_move(arm: Arm) -> Seen:
+    engine = arm.engine(Net(), gradient_accumulation_steps=2)
+    yield from train(engine, 4)
+    for index, include in enumerate((None, *([state] for state in OffloadStateTypeEnum))):
+        engine.offload_states(include=include, pin_memory=index % 2 == 1, non_blocking=index % 3 == 0)
+        for state in OffloadStateTypeEnum:
+            yield f"{state} while offloaded", sorted(map(str, get_state_devices(engine, state)))
+        engine.reload_states(non_blocking=index % 3 == 0)
+        for state in OffloadStateTypeEnum:
+            yield f"{state} reloaded", sorted(map(str, get_state_devices(engine, state)))
+        yield from params(engine)
+        yield from moments(engine)
+        yield from train(engine, 2)
+    yield from everything(engine)
+    kept = arm.engine(Net(), zero_optimization={"offload_param": {"device": "cpu"}})
+    yield "with offload_param", raised(kept.offload_states)
+    yield "to NVMe", raised(lambda: engine.offload_states(device="nvme"))
+
+
+def partitions_that_the_caller_replaces(arm: Arm) -> Seen:
+    """By memory of their own: forward computes with it until the next step, and with the update's from then on."""
+    engine = arm.engine(Net(), zero_optimization={"stage3_param_persistence_threshold": 0})
+    for step in range(4):
+        if step in (0, 2):
+            for param in engine.module.parameters():
+                param.ds_tensor.data = torch.full_like(param.ds_tensor, 0.01 * (step + 1))
+        yield from params(engine)
+        yield from train(engine, 2, first=2 * step)
+        yield from params(engine)
+    yield from everything(engine)
+
+
+def one_engine_after_another(arm: Arm) -> Seen:
+    """Of the same model, after the first has ended, and of another beside it; with the update under way at the end."""
+    torch.manual_seed(1)
+    model = Net()
+    first = arm.engine(model)
+    yield from train(first)
+    first.destroy()
+    again = arm.engine(model)
+    beside = arm.engine(Net(2))
+    for step in range(3):
+        yield from train(again, 1, first=step)
+        yield from train(beside, 1, first=step)
+    yield from everything(again)
+    yield from everything(beside)
+    beside.destroy()
+    yield from train(again, 2)
+
+
+class Tied(torch.nn.Module):
+    """Parameters used twice, outside their module, and returned by it; made under nested contexts."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(11, WIDTH)
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            self.inner = Net(2)
+        self.bias = Returned()
+        self.head = torch.nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = (x.float().abs() * 5).long() % 11
+        x, bias = self.bias(self.inner(self.embed(tokens).mean(1)))
+        return self.head(x + bias)
+
+
+class Returned(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tanh(x) * self.weight, self.weight
+
+
+def nested_contexts(arm: Arm) -> Seen:
+    config = arm.config()
+    with deepspeed.zero.Init(config_dict_or_path=config), deepspeed.zero.Init(config_dict_or_path=config):
+        model = Tied(config)
+        with deepspeed.zero.GatheredParameters(model.embed.weight, modifier_rank=0):
+            if dist.get_rank() == 0:
+                model.embed.weight.data.fill_(0.25)
+    engine = arm.engine(model)
+    yield from train(engine)
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        if dist.get_rank() == 0:
+            model.bias.weight.data.mul_(0.5)
+    yield from train(engine)
+    yield from everything(engine)
+
+
+def generation(arm: Arm) -> Seen:
+    """DeepSpeed's hooks are taken off and put back, while an update may be under way."""
+    engine = arm.engine(Net(), zero_optimization={"offload_param": {"device": "cpu"}})
+    for step in range(4):
+        yield from train(engine, 1, first=step)
+        with unwrap_model_for_generation(engine) as model, torch.no_grad():
+            yield "generated", model(inputs(9)).clone()
+        yield "hooks", len(engine.optimizer.parameter_offload.forward_hooks)
+        engine.eval()
+        with torch.no_grad():
+            yield "evaluated", engine(inputs(8)).clone()
+        engine.train()
+        engine.empty_partition_cache()
+    yield from everything(engine)
+
+
+def no_optimizer(arm: Arm) -> Seen:
+    """The block has nothing to do; as for inference with stock."""
+    model = Net().requires_grad_(False)
+    engine, *_ = deepspeed.initialize(model=model, config=arm.config(optimizer=None))
+    yield "class", type(engine.optimizer).__name__
+    with torch.no_grad():
+        yield "output", engine(inputs(0)).clone()
+    yield "backward", raised(lambda: engine.backward(torch.zeros((), requires_grad=True)))
+    engine.destroy()
+
+
+def reductions(arm: Arm) -> Seen:
+    """The settings that say how gradients are reduced, and in which dtype."""
+    for zero, changes in (
+        (
+            {"overlap_comm": False, "contiguous_gradients": False, "reduce_scatter": False},
+            {"gradient_predivide_factor": 4.0},
+        ),
+        (
+            {"overlap_comm": True, "reduce_bucket_size": 10, "stage3_allgather_sequential": True},
+            {"gradient_clipping": 0.01},
+        ),
+        (
+            {"stage3_use_all_reduce_for_fetch_params": True, "stage3_max_reuse_distance": 0},
+            {"communication_data_type": "fp32"},
+        ),
+        ({}, {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}),
+    ):
+        engine = arm.engine(Net(), zero_optimization=zero, gradient_accumulation_steps=2, **changes)
+        yield from train(engine, 4)
+        yield from gradients(engine)
+        yield from everything(engine)
+
+
+class Alone:
+    """An ``mpu`` whose data-parallel group is this rank alone: each rank trains a model of its own."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def get_data_parallel_group(self) -> Any:
+        return self._group
+
+    def get_data_parallel_world_size(self) -> int:
+        return 1
+
+    def get_data_parallel_rank(self) -> int:
+        return 0
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_model_parallel_group(self) -> None:
+        return None
+
+
+def data_parallel_groups_of_an_mpu(arm: Arm) -> Seen:
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    engine = arm.engine(Net(), {"mpu": Alone(groups[dist.get_rank()]), "dist_init_required": False})
+    yield from train(engine, 4)
+    yield from params(engine)
+    for master in engine.optimizer.fp32_partitioned_groups_flat:
+        yield "master", master.data.clone()
+
+
+def gradients_that_are_switched(arm: Arm) -> Seen:
+    """Every other parameter of a step is frozen, in turns. What stock computes is not defined (it reuses gradients)."""
+    engine = arm.engine(Net(), gradient_accumulation_steps=2)
+    for step in range(6):
+        for index, param in enumerate(engine.module.parameters()):
+            param.requires_grad = index % 2 == step // 2 % 2
+        engine.backward(loss_of(engine(inputs(step))))
+        engine.step()
+        for param in engine.module.parameters():
+            param.requires_grad = True
+        yield "global steps", engine.global_steps
+
+
+SCENARIOS = (
+    fragments,
+    states_that_move,
+    partitions_that_the_caller_replaces,
+    one_engine_after_another,
+    nested_contexts,
+    generation,
+    no_optimizer,
+    reductions,
+    data_parallel_groups_of_an_mpu,
+    gradients_that_are_switched,
+)
