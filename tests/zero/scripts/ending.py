@@ -8,7 +8,6 @@ do, by the interpreter's shutdown.
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import signal
@@ -25,6 +24,7 @@ import torch.distributed as dist
 
 from deep_opt_states.device.kernels.fused import FusedAdam
 from tests.launch import answer, free_port, remove_shared_memory
+from tests.zero.forked import Rank, fork
 from tests.zero.parity.arm import make_engine
 from tests.zero.parity.case import CPU, Case
 from tests.zero.parity.model import batch
@@ -37,12 +37,8 @@ UPDATE_S = 0.05
 
 
 @dataclass
-class Child:
-    way: str
-    world_size: int
-    rank: int
-    output: Path
-    pid: int = 0
+class Child(Rank):
+    way: str = ""
 
 
 def run(child: Child) -> None:
@@ -67,27 +63,6 @@ def run(child: Child) -> None:
     print(f"stepped at {time.time()}", flush=True)
     if child.way == "raises":
         raise RuntimeError("the user's own")
-
-
-def fork(children: list[Child], port: int) -> Child | None:
-    """In the parent None; in each child, which child it is."""
-    # What a collection of garbage looks at is copied, and that is all that has been imported.
-    gc.freeze()
-    for child in children:
-        child.pid = os.fork()
-        if child.pid == 0:
-            output = os.open(child.output, os.O_WRONLY | os.O_CREAT)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            os.environ.update(
-                RANK=str(child.rank),
-                LOCAL_RANK=str(child.rank),
-                WORLD_SIZE=str(child.world_size),
-                LOCAL_SIZE=str(child.world_size),
-                MASTER_PORT=str(port),
-            )
-            return child
-    return None
 
 
 def wait(children: list[Child]) -> None:
@@ -123,7 +98,7 @@ def main(folder: Path) -> Child | None:
     for way, world_sizes in WAYS.items():
         for size in world_sizes:
             ports.append(free_port())
-            ranks = [Child(way, size, rank, folder / f"{way} {size} {rank}") for rank in range(size)]
+            ranks = [Child(rank, size, folder / f"{way} {size} {rank}", way=way) for rank in range(size)]
             child = fork(ranks, ports[-1])
             if child is not None:
                 return child
