@@ -1,8 +1,9 @@
-"""Ranks that are forked from a process which has imported everything and started nothing: importing is the slow part."""
+"""Ranks forked from a process that has imported everything and started nothing: importing is the slow part."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -13,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from deepspeed.comm.torch import build_shm_op
+
+from deep_opt_states.device.kernels.probe_arithmetic import find_arithmetic
 from tests.launch import free_port, remove_shared_memory
 from tests.zero.process_group import process_group
 
@@ -27,6 +31,14 @@ class Rank:
 
 
 SomeRank = TypeVar("SomeRank", bound=Rank)
+
+
+def import_late() -> None:
+    """What an engine imports and loads when it is made, seconds long: here for all ranks to be forked."""
+    for module in ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer", "deep_opt_states.zero.plugin"):
+        importlib.import_module(module)
+    find_arithmetic()
+    build_shm_op()
 
 
 def fork(ranks: Sequence[SomeRank], port: int) -> SomeRank | None:
@@ -73,7 +85,9 @@ class Group:
             sys.stderr.flush()
         os._exit(1)
 
-    def kill(self) -> None:
+    def kill(self, *, first: int, others_after_s: float) -> None:
+        os.kill(self.ranks[first].pid, signal.SIGKILL)
+        time.sleep(others_after_s)
         for pid in self._running:
             os.kill(pid, signal.SIGKILL)
 

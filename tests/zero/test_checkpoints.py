@@ -16,8 +16,8 @@ JOBS = (
     "without moments",
     "universal, 1 to 2 ranks",
     "universal, 2 to 1 ranks",
-    "universal, in part",
     "universal, 2 to 4 ranks",
+    "universal, in part",
 )
 """Each is a function of ``scripts/checkpoints.py`` that asserts what it found."""
 

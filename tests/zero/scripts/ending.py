@@ -24,13 +24,14 @@ import torch.distributed as dist
 
 from deep_opt_states.device.kernels.fused import FusedAdam
 from tests.launch import answer, free_port, remove_shared_memory
-from tests.zero.forked import Rank, fork
+from tests.zero.forked import Rank, fork, import_late
 from tests.zero.parity.arm import make_engine
 from tests.zero.parity.case import CPU, Case
 from tests.zero.parity.model import batch
 
-WAYS = {"ends": (2,), "raises": (1, 2), "fails": (1,)}
-"""The ways to end, and with how many ranks each is tried."""
+WAYS = {"ends": (2,), "raises": (1, 2), "fails": (1,), "leaves": (2,), "stuck": (1,), "killed": (2,), "asked": (2,)}
+"""The ways to end, and with how many ranks each is tried: rank 0 leaves, and rank 1 goes on; an update is stuck, and
+never ends; SIGTERM kills, or asks by a handler that exits."""
 
 TIMEOUT_S = 40
 UPDATE_S = 0.05
@@ -39,6 +40,7 @@ UPDATE_S = 0.05
 @dataclass
 class Child(Rank):
     way: str = ""
+    signalled: bool = False
 
 
 def run(child: Child) -> None:
@@ -53,16 +55,26 @@ def run(child: Child) -> None:
         time.sleep(UPDATE_S)
         if child.way == "fails" and sub_group == 1 and part == rest:
             raise ValueError("out of luck")
+        if child.way == "stuck" and sub_group == 1 and part == rest:
+            time.sleep(1000)
         update(self, sub_group, tensors, part)
 
     mock.patch.object(FusedAdam, "update", late).start()
+    if child.way == "asked":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     x, target = batch(case, dist.get_rank(), 1, torch.bfloat16)
-    engine.backward(engine(x, target, None, 1.0))
-    engine.step()
-    assert engine.optimizer._update._executor.pending
+
+    def step() -> None:
+        engine.backward(engine(x, target, None, 1.0))
+        engine.step()
+        assert engine.optimizer._update._executor.pending
+
+    step()
     print(f"stepped at {time.time()}", flush=True)
-    if child.way == "raises":
+    if child.way in ("raises", "stuck") or (child.way == "leaves" and child.rank == 0):
         raise RuntimeError("the user's own")
+    while child.way in ("leaves", "killed", "asked"):
+        step()
 
 
 def wait(children: list[Child]) -> None:
@@ -73,6 +85,9 @@ def wait(children: list[Child]) -> None:
         for pid, child in list(running.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if not ended:
+                if child.way in ("killed", "asked") and not child.signalled and "stepped at" in child.output.read_text():
+                    child.signalled = True
+                    os.kill(pid, signal.SIGTERM)
                 if time.monotonic() > end_s:
                     os.kill(pid, signal.SIGABRT)
                 continue
@@ -82,7 +97,7 @@ def wait(children: list[Child]) -> None:
             answer(
                 {
                     "way": child.way,
-                    "world size": child.world_size,
+                    "rank": child.rank,
                     "code": os.waitstatus_to_exitcode(status),
                     "seconds": time.time() - float(stepped[1]) if stepped else None,
                     "output": output,
@@ -93,6 +108,7 @@ def wait(children: list[Child]) -> None:
 
 def main(folder: Path) -> Child | None:
     """All at the same time."""
+    import_late()
     children: list[Child] = []
     ports = []
     for way, world_sizes in WAYS.items():
