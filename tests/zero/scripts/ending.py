@@ -81,29 +81,34 @@ def wait(children: list[Child]) -> None:
     """Answers for each as it ends; those that outlive the timeout say where they are."""
     end_s = time.monotonic() + TIMEOUT_S
     running = {child.pid: child for child in children}
-    while running:
-        for pid, child in list(running.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if not ended:
-                if child.way in ("killed", "asked") and not child.signalled and "stepped at" in child.output.read_text():
+    try:
+        while running:
+            for pid, child in list(running.items()):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    del running[pid]
+                    tell(child, os.waitstatus_to_exitcode(status))
+                elif time.monotonic() > end_s:
+                    os.kill(pid, signal.SIGABRT)
+                elif child.way in ("killed", "asked") and not child.signalled and stepped_at(child):
                     child.signalled = True
                     os.kill(pid, signal.SIGTERM)
-                if time.monotonic() > end_s:
-                    os.kill(pid, signal.SIGABRT)
-                continue
-            del running[pid]
-            output = child.output.read_text()
-            stepped = re.search(r"stepped at ([\d.]+)", output)
-            answer(
-                {
-                    "way": child.way,
-                    "rank": child.rank,
-                    "code": os.waitstatus_to_exitcode(status),
-                    "seconds": time.time() - float(stepped[1]) if stepped else None,
-                    "output": output,
-                }
-            )
-        time.sleep(0.02)
+            time.sleep(0.02)
+    finally:
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+
+
+def stepped_at(child: Child) -> float | None:
+    said = re.search(r"stepped at ([\d.]+)\n", child.output.read_text()) if child.output.exists() else None
+    return float(said[1]) if said else None
+
+
+def tell(child: Child, code: int) -> None:
+    stepped_s = stepped_at(child)
+    seconds = None if stepped_s is None else time.time() - stepped_s
+    told = {"way": child.way, "rank": child.rank, "code": code, "seconds": seconds}
+    answer({**told, "output": child.output.read_text()})
 
 
 def main(folder: Path) -> Child | None:

@@ -1,6 +1,6 @@
 """Kills runs of two ranks at random moments, restarts each from its last checkpoint, and compares with stock there.
 
-Arguments: a folder, a seed and how many runs. What is random is the moment: where it was is answered with what was found.
+Arguments: a folder, a seed and how many runs. What is random is the moment: where it was is answered, too.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def victim(folder: Path, block: Block) -> None:
 
 @contextmanager
 def slowly(engine: Any, mark: Any) -> Iterator[None]:
-    update, save = FusedAdam.update, TorchCheckpointEngine.save
+    update = FusedAdam.update
 
     def marked_update(self: FusedAdam, *args: Any) -> None:
         mark("update")
