@@ -10,6 +10,7 @@ JOBS = (
     "save, 1 rank",
     "save, 2 ranks",
     "tags",
+    "latest is last",
     "read late",
     "convert",
     "resume",

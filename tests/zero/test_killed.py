@@ -16,5 +16,7 @@ def test_restarted_it_gives_the_bits_of_stock_restarted_there(tmp_path: Path) ->
     kills = finished.answers()
     assert len(kills) == KILLS
     for kill in kills:
-        assert kill["codes"] == [-9, -9], kill
+        # One that outlives the other for a moment may find that it is alone.
+        assert -9 in kill["codes"], kill
+        assert set(kill["codes"]) <= {-9, 1}, kill
         assert kill["problem"] == "", kill

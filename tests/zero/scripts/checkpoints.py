@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.utils import safe_set_local_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch.utils._pytree import tree_flatten
@@ -215,6 +217,23 @@ def part_by_part(block: Block, folder: Path) -> dict[str, Record]:
     return found
 
 
+def latest_is_last(folder: Path) -> None:
+    """Also where no parameter is kept gathered, for which ranks would wait for each other after they have written."""
+    its = case(zero={"stage3_param_persistence_threshold": 0})
+    write = TorchCheckpointEngine.save
+
+    def late(self: Any, state_dict: Any, path: str) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+        write(self, state_dict, path)
+        assert not (folder / "latest").exists(), "it names a checkpoint of which something is missing"
+
+    with closing_engine(its, MIXED) as engine, mock.patch.object(TorchCheckpointEngine, "save", late):
+        train(engine, its, folder)
+        engine.save_checkpoint(str(folder))
+    assert (folder / "latest").read_text() == FIRST
+
+
 def without_moments(folder: Path) -> None:
     """Twin-Flow saves no moments of what it updates on the GPU, SuperOffload none at all."""
     expected = continued(None, folder / "stock")
@@ -301,6 +320,7 @@ def main(folder: Path) -> None:
             "save, 1 rank": (save, one, 1),
             "save, 2 ranks": (save, two, 2),
             "tags": (tags, folder / "tags", 2),
+            "latest is last": (latest_is_last, folder / "last", 2),
             "read late": (read_late, folder / "late", 1),
         },
         {
