@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias
 Task: TypeAlias = Callable[[], None]
 Tasks: TypeAlias = "queue.SimpleQueue[tuple[Task, Future[None]] | None]"
 
-_EXIT_TIMEOUT_S = 5.0
+_EXIT_TIMEOUT_S = 4.0
 
 
 class CpuLane(Protocol):

@@ -180,6 +180,15 @@ _CONFIG = (
         for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
     ),
     Rule(
+        # DeepSpeed 0.19.8 asks for its commit_info before a step, to wait for it, and it never tells any.
+        "datastates_ckpt",
+        "must be absent",
+        "DataStates reads states while the next update writes to them, and DeepSpeed does not wait for it: remove it, "
+        'and use "checkpoint": {"writer": {"decoupled": true}} to save in the background.',
+        lambda config: config.datastates_config.config if config.datastates_config.enabled else None,
+        lambda found: found is None,
+    ),
+    Rule(
         "tensor_parallel.autotp_size",
         "must be 1",
         "Tensor parallelism (AutoTP) has not been proven bit-identical with interleaved offloading: remove it.",

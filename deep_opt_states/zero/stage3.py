@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
@@ -40,6 +41,7 @@ from deep_opt_states.zero.gathers import Gathers
 from deep_opt_states.zero.gradients import Gradients, Home
 from deep_opt_states.zero.guarded import Guarded
 from deep_opt_states.zero.host_memory import HostRoom, SharingRanks, check_locking, check_room
+from deep_opt_states.zero.lent import lent
 from deep_opt_states.zero.log import say
 from deep_opt_states.zero.norms import Norms
 from deep_opt_states.zero.persistent import ranges_by_sub_group, sub_groups_of_others
@@ -432,12 +434,19 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     def _rigid_state_dict(self) -> Any:
         self._update.drain()
         self._update.refuse_torn()
-        return super()._rigid_state_dict()
+        saved = super()._rigid_state_dict()
+        saved[FP32_FLAT_GROUPS] = [lent(master) for master in saved[FP32_FLAT_GROUPS]]
+        moments = saved[OPTIMIZER_STATE_DICT]["state"]
+        for sub_group, state in moments.items():
+            moments[sub_group] = {**state, **{key: lent(state[key]) for key in MOMENTS}}
+        return saved
 
     def checkpoint_event_epilogue(self) -> None:
         """Runs before 16-bit weights are written, and after a load, which has restored the states by then."""
         self._update.refuse_torn()
         super().checkpoint_event_epilogue()
+        # After a save rank 0 writes next which checkpoint is the latest: not before the others have written theirs.
+        dist.barrier()
 
     def _rigid_load_state_dict(self, state_dict: Any, load_optimizer_states: bool = True) -> None:
         super()._rigid_load_state_dict(state_dict, load_optimizer_states=load_optimizer_states)

@@ -15,7 +15,8 @@ from perf_model.timeline import PhaseSpan, Timeline
 
 Finished = Callable[[tuple[PhaseSpan, ...], Callable[[], Timeline]], None]
 
-_EXIT_TIMEOUT_S = 5.0
+# Two of these, of the worker and of the update, are within what launchers wait before they kill: 10 s.
+_EXIT_TIMEOUT_S = 4.0
 
 
 class Update:

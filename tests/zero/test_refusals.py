@@ -30,6 +30,7 @@ EXPECTED: dict[str, tuple[str, str]] = {
     "mpu": ("mpu (model-parallel size): must be 1, found 2", "train without an mpu"),
     "step hooks": ("optimizer (step hooks): must be none, found 1", "remove them"),
     "quantised gradients": ("zero_quantized_gradients: must be false, found True", "remove it"),
+    "datastates": ("datastates_ckpt: must be absent, found {}", '"decoupled": true'),
     "autotp": ("tensor_parallel.autotp_size: must be 1, found 2", "remove it"),
     "deepspeed 0.18.0": ("must be version 0.19.8", "pip install deepspeed==0.19.8"),
     "another accelerator": ('must be "cuda" or "cpu", found \'xpu\'', '"enabled": false'),

@@ -8,7 +8,6 @@ do, by the interpreter's shutdown.
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import signal
@@ -25,24 +24,23 @@ import torch.distributed as dist
 
 from deep_opt_states.device.kernels.fused import FusedAdam
 from tests.launch import answer, free_port, remove_shared_memory
+from tests.zero.forked import Rank, fork, import_late
 from tests.zero.parity.arm import make_engine
 from tests.zero.parity.case import CPU, Case
 from tests.zero.parity.model import batch
 
-WAYS = {"ends": (2,), "raises": (1, 2), "fails": (1,)}
-"""The ways to end, and with how many ranks each is tried."""
+WAYS = {"ends": (2,), "raises": (1, 2), "fails": (1,), "leaves": (2,), "stuck": (1,), "killed": (2,), "asked": (2,)}
+"""The ways to end, and with how many ranks each is tried: rank 0 leaves, and rank 1 goes on; an update is stuck, and
+never ends; SIGTERM kills, or asks by a handler that exits."""
 
 TIMEOUT_S = 40
 UPDATE_S = 0.05
 
 
 @dataclass
-class Child:
-    way: str
-    world_size: int
-    rank: int
-    output: Path
-    pid: int = 0
+class Child(Rank):
+    way: str = ""
+    signalled: bool = False
 
 
 def run(child: Child) -> None:
@@ -57,73 +55,71 @@ def run(child: Child) -> None:
         time.sleep(UPDATE_S)
         if child.way == "fails" and sub_group == 1 and part == rest:
             raise ValueError("out of luck")
+        if child.way == "stuck" and sub_group == 1 and part == rest:
+            time.sleep(1000)
         update(self, sub_group, tensors, part)
 
     mock.patch.object(FusedAdam, "update", late).start()
+    if child.way == "asked":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     x, target = batch(case, dist.get_rank(), 1, torch.bfloat16)
-    engine.backward(engine(x, target, None, 1.0))
-    engine.step()
-    assert engine.optimizer._update._executor.pending
+
+    def step() -> None:
+        engine.backward(engine(x, target, None, 1.0))
+        engine.step()
+        assert engine.optimizer._update._executor.pending
+
+    step()
     print(f"stepped at {time.time()}", flush=True)
-    if child.way == "raises":
+    if child.way in ("raises", "stuck") or (child.way == "leaves" and child.rank == 0):
         raise RuntimeError("the user's own")
-
-
-def fork(children: list[Child], port: int) -> Child | None:
-    """In the parent None; in each child, which child it is."""
-    # What a collection of garbage looks at is copied, and that is all that has been imported.
-    gc.freeze()
-    for child in children:
-        child.pid = os.fork()
-        if child.pid == 0:
-            output = os.open(child.output, os.O_WRONLY | os.O_CREAT)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            os.environ.update(
-                RANK=str(child.rank),
-                LOCAL_RANK=str(child.rank),
-                WORLD_SIZE=str(child.world_size),
-                LOCAL_SIZE=str(child.world_size),
-                MASTER_PORT=str(port),
-            )
-            return child
-    return None
+    while child.way in ("leaves", "killed", "asked"):
+        step()
 
 
 def wait(children: list[Child]) -> None:
     """Answers for each as it ends; those that outlive the timeout say where they are."""
     end_s = time.monotonic() + TIMEOUT_S
     running = {child.pid: child for child in children}
-    while running:
-        for pid, child in list(running.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if not ended:
-                if time.monotonic() > end_s:
+    try:
+        while running:
+            for pid, child in list(running.items()):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    del running[pid]
+                    tell(child, os.waitstatus_to_exitcode(status))
+                elif time.monotonic() > end_s:
                     os.kill(pid, signal.SIGABRT)
-                continue
-            del running[pid]
-            output = child.output.read_text()
-            stepped = re.search(r"stepped at ([\d.]+)", output)
-            answer(
-                {
-                    "way": child.way,
-                    "world size": child.world_size,
-                    "code": os.waitstatus_to_exitcode(status),
-                    "seconds": time.time() - float(stepped[1]) if stepped else None,
-                    "output": output,
-                }
-            )
-        time.sleep(0.02)
+                elif child.way in ("killed", "asked") and not child.signalled and stepped_at(child):
+                    child.signalled = True
+                    os.kill(pid, signal.SIGTERM)
+            time.sleep(0.02)
+    finally:
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+
+
+def stepped_at(child: Child) -> float | None:
+    said = re.search(r"stepped at ([\d.]+)\n", child.output.read_text()) if child.output.exists() else None
+    return float(said[1]) if said else None
+
+
+def tell(child: Child, code: int) -> None:
+    stepped_s = stepped_at(child)
+    seconds = None if stepped_s is None else time.time() - stepped_s
+    told = {"way": child.way, "rank": child.rank, "code": code, "seconds": seconds}
+    answer({**told, "output": child.output.read_text()})
 
 
 def main(folder: Path) -> Child | None:
     """All at the same time."""
+    import_late()
     children: list[Child] = []
     ports = []
     for way, world_sizes in WAYS.items():
         for size in world_sizes:
             ports.append(free_port())
-            ranks = [Child(way, size, rank, folder / f"{way} {size} {rank}") for rank in range(size)]
+            ranks = [Child(rank, size, folder / f"{way} {size} {rank}", way=way) for rank in range(size)]
             child = fork(ranks, ports[-1])
             if child is not None:
                 return child

@@ -144,6 +144,7 @@ ATTEMPTS: dict[str, tuple[dict[str, Any], dict[str, Any], AbstractContextManager
     "streamed on a GPU": ({}, {}, mock.patch.object(plugin, "choose_device", a_gpu)),
     "step hooks": ({"optimizer": None}, {"optimizer": hooked}, nullcontext()),
     "quantised gradients": ({"zero_optimization.zero_quantized_gradients": True}, {}, nullcontext()),
+    "datastates": ({"datastates_ckpt": {}}, {}, nullcontext()),
     "autotp": ({"tensor_parallel.autotp_size": 2}, {}, nullcontext()),
     "a list of another length": ({"deep_optimizer_states": {"placement": ["cpu"]}}, {}, nullcontext()),
 }

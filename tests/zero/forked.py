@@ -1,0 +1,118 @@
+"""Ranks forked from a process that has imported everything and started nothing: importing is the slow part."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from deepspeed.comm.torch import build_shm_op
+
+from deep_opt_states.device.kernels.probe_arithmetic import find_arithmetic
+from tests.launch import free_port, remove_shared_memory
+from tests.zero.process_group import process_group
+
+
+@dataclass
+class Rank:
+    rank: int
+    world_size: int
+    output: Path
+    """What it prints."""
+    pid: int = 0
+
+
+SomeRank = TypeVar("SomeRank", bound=Rank)
+
+
+def import_late() -> None:
+    """What an engine imports and loads when it is made, seconds long: here for all ranks to be forked."""
+    for module in ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer", "deep_opt_states.zero.plugin"):
+        importlib.import_module(module)
+    find_arithmetic()
+    build_shm_op()
+
+
+def fork(ranks: Sequence[SomeRank], port: int) -> SomeRank | None:
+    """In the parent None; in each child, which rank it is."""
+    # What a collection of garbage looks at is copied, and that is all that has been imported.
+    gc.freeze()
+    for rank in ranks:
+        rank.pid = os.fork()
+        if rank.pid == 0:
+            output = os.open(rank.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.environ.update(
+                RANK=str(rank.rank),
+                LOCAL_RANK=str(rank.rank),
+                WORLD_SIZE=str(rank.world_size),
+                LOCAL_SIZE=str(rank.world_size),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+            )
+            return rank
+    return None
+
+
+class Group:
+    """``world_size`` ranks that run ``work`` in a process group; what they print is in ``folder``."""
+
+    def __init__(self, work: Callable[[], object], world_size: int, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._port = free_port()
+        self.ranks = [Rank(rank, world_size, folder / f"output {rank}") for rank in range(world_size)]
+        self._running = {rank.pid: rank for rank in self.ranks} if self._fork(work) else {}
+        self._codes: dict[int, int] = {}
+
+    def _fork(self, work: Callable[[], object]) -> bool:
+        if fork(self.ranks, self._port) is None:
+            return True
+        try:
+            with process_group():
+                work()
+        except BaseException:  # noqa: BLE001 (this is the end of the process)
+            traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(1)
+
+    def kill(self, *, first: int, others_after_s: float) -> None:
+        os.kill(self.ranks[first].pid, signal.SIGKILL)
+        time.sleep(others_after_s)
+        for pid in self._running:
+            os.kill(pid, signal.SIGKILL)
+
+    def alive(self) -> bool:
+        for pid in list(self._running):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self._codes[self._running.pop(pid).rank] = os.waitstatus_to_exitcode(status)
+        return bool(self._running)
+
+    def codes(self, timeout_s: float) -> list[int]:
+        """Of all ranks, once they have ended; those that outlive the timeout are killed, with a traceback."""
+        end_s = time.monotonic() + timeout_s
+        while self.alive():
+            if time.monotonic() > end_s:
+                for pid in self._running:
+                    os.kill(pid, signal.SIGABRT)
+                end_s = float("inf")
+            time.sleep(0.01)
+        remove_shared_memory(self._port)
+        return [self._codes[rank.rank] for rank in self.ranks]
+
+    def problem(self, timeout_s: float) -> str:
+        """Empty if all ranks have succeeded; else what they printed last."""
+        codes = self.codes(timeout_s)
+        if not any(codes):
+            return ""
+        return "\n".join([str(codes), *(rank.output.read_text()[-4000:] for rank in self.ranks)])
