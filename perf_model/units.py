@@ -33,7 +33,7 @@ def gigabytes_a_second(bytes_per_s: float) -> str:
 def params_a_second(params_per_s: float) -> str:
     """Three digits."""
     unit, letter = (1e9, "B") if params_per_s >= 0.9995e9 else (1e6, "M")
-    return f"{params_per_s / unit:.3g} {letter} parameters/s"
+    return f"{params_per_s / unit:.3g} {letter} params/s"
 
 
 def billions(count: float) -> str:

@@ -119,7 +119,7 @@ def test_a_line_when_deepspeed_prints(every: float, steps: list[int]) -> None:
     assert reported(None, [1.0, 2.0, 3.0, 4.0, 5.0], [ProgressLine(every, said.append)]) == []
     assert [line.split(",")[0] for line in said] == [f"step={step}" for step in steps]
     if steps:
-        assert "exposed=4.00 s (median of 2: 3.50 s), hidden=16.0 s, 1e-05 M parameters/s" in said[1]
+        assert "exposed=4.00 s (median of 2: 3.50 s), hidden=16.0 s, 1e-05 M params/s" in said[1]
 
 
 def test_the_monitor_gets_predictions_when_deepspeed_prints() -> None:

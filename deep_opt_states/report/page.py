@@ -16,6 +16,7 @@ from deep_opt_states.report.comparison import Compared
 from deep_opt_states.report.run import Pictured, Run
 from deep_opt_states.report.update_report import WARM_UPDATES
 from perf_model.draw import draw_svg
+from perf_model.memory import Where
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.timeline import Phase, seconds_of
@@ -98,7 +99,7 @@ def _tables(run: Run) -> Iterable[Table]:
     yield Table("Plan", ["updated", "sub-groups", "parameters of rank 0", "share"], list(_placed(run.about.plan)))
     numel = max(1, run.about.plan.workload.numel)
     memory: list[list[Cell]] = [
-        [where, Number(taken, size(taken)), Number(taken / numel, f"{taken / numel:.1f} bytes")]
+        [_MEMORY.get(where, where), Number(taken, size(taken)), Number(taken / numel, f"{taken / numel:.1f} bytes")]
         for where, taken in run.about.memory_bytes.items()
     ]
     yield Table("Memory that rank 0 has reserved for the update", ["", "taken", "a parameter"], memory)
@@ -118,6 +119,9 @@ _WHERE = {
     Placement.STREAMED: "on the accelerator, streamed through slots",
     Placement.RESIDENT: "on the accelerator, resident",
 }
+
+
+_MEMORY = {Where.PINNED.value: "page-locked host memory", Where.ACCELERATOR.value: "accelerator memory"}
 
 
 def _placed(plan: UpdatePlan) -> Iterable[list[Cell]]:

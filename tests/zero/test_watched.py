@@ -91,7 +91,7 @@ def test_the_log_has_a_line_when_deepspeed_prints(trained: tuple[Path, list[Fini
     assert list(map(int, lines)) == PRINTED
     (line, *_) = re.findall(r"\[deep_opt_states\] step=.*", first.output)
     pattern = (
-        r"exposed=\S+ \S+ \(median of 3: .*\), hidden=.*, \S+ M parameters/s, h2d=\S+ GB/s, d2h=\S+ GB/s, "
+        r"exposed=\S+ \S+ \(median of 3: .*\), hidden=.*, \S+ M params/s, h2d=\S+ GB/s, d2h=\S+ GB/s, "
         r"CPU Adam=\S+ \S+, GPU share=\d+%"
     )
     assert re.search(pattern, line), line
