@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -19,29 +18,10 @@ class ConfigError(ValueError):
     """The block is invalid; every line of the message starts with a dotted key."""
 
 
-class _Block(BaseModel):
+class Config(BaseModel):
     # Strict: "2" is no integer and 1 is no boolean, so a typo is refused instead of being interpreted.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-
-class ReportConfig(_Block):
-    every_n_steps: int = Field(default=0, ge=0)
-    trace: str | None = Field(default=None, min_length=1)
-
-    @model_validator(mode="after")
-    def _trace_is_written_with_the_report(self) -> ReportConfig:
-        if self.trace is not None and self.every_n_steps == 0:
-            raise _RuleError(
-                "report.trace", "is written with each report", self.trace, 'Set "every_n_steps" to at least 1.'
-            )
-        return self
-
-    @property
-    def trace_path(self) -> Path | None:
-        return None if self.trace is None else Path(self.trace)
-
-
-class Config(_Block):
     enabled: bool = True
     placement: (
         Literal["planned", "cpu", "streamed", "stride", "fraction"] | list[Literal["cpu", "streamed", "resident"]]
@@ -56,7 +36,7 @@ class Config(_Block):
     gpu_memory_margin_gb: float = Field(default=2.0, ge=0.0, allow_inf_nan=False)
     overlap_backward: bool = True
     overlap_forward: bool = True
-    report: ReportConfig = ReportConfig()
+    report: str | None = Field(default=None, min_length=1)
 
     @model_validator(mode="after")
     def _each_rule_has_its_number(self) -> Config:
@@ -80,8 +60,8 @@ class Config(_Block):
 
     @property
     def predicts(self) -> bool:
-        """Whether a hardware profile is needed: to plan, or to report predicted against measured."""
-        return self.placement == "planned" or self.report.every_n_steps > 0
+        """Whether a hardware profile is needed: to plan, or to compare what is predicted with what is measured."""
+        return self.placement == "planned" or self.profile is not None or self.report is not None
 
     def plan(self, workload: Workload) -> UpdatePlan:
         """The plan that a rule or a list asks for. Raises ``ConfigError`` if a list has not one entry a sub-group.
@@ -187,10 +167,10 @@ _RULES = {
         "must be true or false",
         "Leave it out to let the update go on in the next forward, up to where that needs its parameters.",
     ),
-    "report": _Rule("must be an object", 'For example "report": {"every_n_steps": 10, "trace": "trace.json"}.'),
-    "report.every_n_steps": _Rule("must be an integer of at least 0", "0, the default, reports nothing."),
-    "report.trace": _Rule(
-        "must be a path", "The last update is written there as a Chrome trace, and as a PNG beside it."
+    "report": _Rule(
+        "must be a path",
+        'Rank 0 writes what it measures into that folder, for: deep-opt-states report FOLDER. "steps_per_print" of the '
+        "DeepSpeed config, and not of this block, says how often the log has a line.",
     ),
 }
 
@@ -208,12 +188,10 @@ def _messages(error: ValidationError) -> list[str]:
         if isinstance(cause, _RuleError):
             by_key.setdefault(cause.key, cause.message)
             continue
-        names = [str(part) for part in item["loc"]]
-        in_report = names[0] == "report" and len(names) > 1
-        key = ".".join(names[:2]) if in_report else names[0]
+        key = str(item["loc"][0])
         if item["type"] == "extra_forbidden":
-            known = (ReportConfig if in_report else Config).model_fields
-            close = difflib.get_close_matches(names[-1], known, n=1)
+            known = Config.model_fields
+            close = difflib.get_close_matches(key, known, n=1)
             remedy = f'Did you mean "{close[0]}"?' if close else f"Known keys: {', '.join(known)}."
             by_key.setdefault(key, _message(key, "is no known key", item["input"], remedy))
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median, quantiles
 
 import torch
@@ -51,7 +50,6 @@ class Run:
     numel: int
     plan: UpdatePlan
     accelerator: str
-    files: Sequence[Path]
     predicted_and_measured: Sequence[object]
     overlapped_predicted_and_measured: Sequence[object]
 
@@ -99,7 +97,7 @@ def print_report(run: Run, console: Console) -> None:
     say(
         f"update = engine.step(): gradient norm, clipping, Adam, rounding to bf16. step = forward, backward, update. "
         f"Median (20th to 80th percentile) of {len(run.stock.step_s[run.timed])} steps; a ratio is of the two arms in "
-        f"one step. Not timed: {run.timed.start} steps of warm-up, and the last, which draws the timeline."
+        f"one step. Not timed: {run.timed.start} steps of warm-up."
     )
     if run.accelerator == "cpu":
         say(
@@ -117,7 +115,6 @@ def print_report(run: Run, console: Console) -> None:
     )
     for row in run.overlapped_predicted_and_measured:
         say(f"  {row}")
-    say("Timelines of the last updates:\n" + "\n".join(f"  {path}" for path in run.files), soft_wrap=True)
 
 
 def _table(run: Run) -> Table:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from perf_model.action import Action, ActionKind, Lane
 from perf_model.timeline import MODEL, Phase, PhaseSpan, Timeline, seconds_of
 from perf_model.units import seconds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _COLOURS: dict[Phase | ActionKind, str] = {
     Phase.BACKWARD: "#b9c4d0",
@@ -32,10 +37,23 @@ _CHARACTER_POINTS = 0.7 * _LABEL_POINTS
 
 
 def draw(timeline: Timeline, path: Path, title: str, phases: Sequence[PhaseSpan] = ()) -> None:
-    """Write the picture to ``path`` (its suffix chooses the format).
+    """Write the picture to ``path`` (its suffix chooses the format)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _figure(timeline, title, phases).savefig(path, dpi=120)
 
-    A bar is labelled with its sub-group and, in brackets, its slot, as far as it has room for them. ``phases`` are in
-    their order in time; behind the bars is the colour of the phase, which tells what is exposed from what is hidden.
+
+def draw_svg(timeline: Timeline, title: str, phases: Sequence[PhaseSpan] = ()) -> bytes:
+    """The picture as a file that nothing else is needed for, fonts included."""
+    file = io.BytesIO()
+    # What is told elsewhere already: who made it, and when, for which the file would name schemas on the net.
+    nothing: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    _figure(timeline, title, phases).savefig(file, format="svg", metadata=nothing)
+    return file.getvalue()
+
+
+def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figure:
+    """A bar is labelled with its sub-group and, in brackets, its slot, as far as it has room for them. ``phases`` are
+    in their order in time; behind the bars is the colour of the phase, which tells what is exposed from what is hidden.
     """
     # Matplotlib costs a second to import; planning must not pay for it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -81,8 +99,7 @@ def draw(timeline: Timeline, path: Path, title: str, phases: Sequence[PhaseSpan]
     patches = [Patch(color=colour, label=what.value) for what, colour in _COLOURS.items() if what in shown]
     if patches:
         figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def _shown_ms(timeline: Timeline, phases: Sequence[PhaseSpan]) -> tuple[float, float]:

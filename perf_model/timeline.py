@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from perf_model.action import Action, Lane
 
@@ -108,3 +109,23 @@ class Timeline:
     def write_chrome_trace(self, path: Path, phases: Sequence[PhaseSpan] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.chrome_trace(phases)))
+
+    @classmethod
+    def from_chrome_trace(cls, trace: Any) -> tuple[Timeline, tuple[PhaseSpan, ...]]:
+        """The inverse of ``chrome_trace``. Raises ``ValueError`` for what is no such trace."""
+        spans: list[Span] = []
+        phases: list[PhaseSpan] = []
+        try:
+            for event in trace["traceEvents"]:
+                if event["ph"] != "X":
+                    continue
+                start_s, name, args = event["ts"] / 1e6, event["name"], event["args"]
+                end_s = start_s + event["dur"] / 1e6
+                if "slot" in args:
+                    action = replace(Action.parse(name), slot=args["slot"], waits=tuple(args["after"]))
+                    spans.append(Span(action, start_s, end_s))
+                else:
+                    phases.append(PhaseSpan(Phase(name), start_s, end_s))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"no trace of an update: {type(error).__name__}: {error}") from None
+        return cls(tuple(spans)), tuple(phases)

@@ -1,14 +1,18 @@
-"""Predicted against measured: what is compared, and when it is said."""
+"""What is reported of an update, where, and when; predicted against measured."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import count
 
 import pytest
 
-from deep_opt_states.config import ReportConfig
 from deep_opt_states.report.comparison import Compared, Measured, Predicted, compare
-from deep_opt_states.report.update_report import WARM_UPDATES, UpdateReport
+from deep_opt_states.report.monitor_events import Event, MonitorEvents
+from deep_opt_states.report.progress_line import ProgressLine
+from deep_opt_states.report.update_record import Progress, UpdateRecord, Work
+from deep_opt_states.report.update_report import WARM_UPDATES, Outlet, UpdateReport
 from perf_model.placement import place_by_stride
 from perf_model.plan import UpdatePlan
 from perf_model.timeline import Phase, PhaseSpan, Span, Timeline
@@ -62,10 +66,16 @@ def test_what_is_seen_of_an_update_is_predicted_for_the_windows_that_were_measur
     assert rows["of it exposed"] == Compared("of it exposed", 7.0, 4)
 
 
-def reported(predicted: Timeline | None, updates: Sequence[float], every_n_steps: int = 0) -> list[str]:
+WORK = Work(numel=40, gpu_share=0.5, numels=[10, 10, 8, 10], param_bytes=2)
+"""A part of the third is updated at once."""
+
+
+def reported(predicted: Timeline | None, updates: Sequence[float], outlets: Sequence[Outlet] = ()) -> list[str]:
+    """Steps from 1, of 8 samples each."""
     said: list[str] = []
     predict = None if predicted is None else lambda _: Predicted(predicted, 0.0)
-    report = UpdateReport(ReportConfig(every_n_steps=every_n_steps), PLAN, predict, True, said.append)
+    steps = count(1)
+    report = UpdateReport(WORK, predict, outlets, lambda: Progress(step := next(steps), 8 * step), said.append)
     for update_s in updates:
         report.updated([PhaseSpan(Phase.EXPOSED, 0.0, update_s)], lambda: timeline(2.0))
     report.close()
@@ -86,7 +96,59 @@ def test_without_a_prediction_or_an_update_nothing_is_said() -> None:
     assert reported(timeline(1.0), [1.0] * WARM_UPDATES) == []
 
 
-def test_a_line_every_n_steps() -> None:
-    said = reported(None, [1.0, 2.0, 3.0, 4.0, 5.0], every_n_steps=2)
-    assert [line.split(":")[0] for line in said] == ["update 2", "update 4"]
-    assert "median 3500.0 ms exposed over the last 2; last one 16000.0 ms hidden" in said[1]
+def test_rates_are_of_what_was_moved_while_the_lane_was_busy() -> None:
+    record = UpdateRecord(1, Progress(1, 8), [PhaseSpan(Phase.EXPOSED, 0.0, 5.0)], WORK, lambda: timeline(2.0))
+    its = record.numbers
+    # Two prefetches of 12 bytes a parameter, and two publications of 2; 2 s each.
+    assert its.h2d_bytes_per_s == (12 * (10 + 10) + 2 * (10 + 8)) / 8.0
+    assert its.d2h_bytes_per_s == 12 * (10 + 10) / 4.0
+    assert its.cpu_adam_s == 4.0
+    assert (its.update_s, its.params_per_s) == (5.0, 40 / 5.0)
+    assert its.hidden_s == 20.0 - 5.0
+
+
+def test_no_rate_is_given_for_what_was_not_measured() -> None:
+    record = UpdateRecord(1, Progress(1, 8), [PhaseSpan(Phase.EXPOSED, 0.0, 0.0)], WORK, lambda: timeline(0.0))
+    its = record.numbers
+    assert (its.h2d_bytes_per_s, its.d2h_bytes_per_s, its.params_per_s) == (None, None, None)
+
+
+@pytest.mark.parametrize(("every", "steps"), [(2, [2, 4]), (math.inf, [])])
+def test_a_line_when_deepspeed_prints(every: float, steps: list[int]) -> None:
+    said: list[str] = []
+    assert reported(None, [1.0, 2.0, 3.0, 4.0, 5.0], [ProgressLine(every, said.append)]) == []
+    assert [line.split(",")[0] for line in said] == [f"step={step}" for step in steps]
+    if steps:
+        assert "exposed=4.00 s (median of 2: 3.50 s), hidden=16.0 s, 1e-05 M params/s" in said[1]
+
+
+def test_the_monitor_gets_predictions_when_deepspeed_prints() -> None:
+    events: list[Event] = []
+    reported(timeline(1.0), [20.0] * 4, [MonitorEvents(2, events.extend)])
+    at = {name: [samples for its, _, samples in events if its == name] for name, *_ in events}
+    assert at["Train/Update/exposed_s"] == [8, 16, 24, 32]
+    # The second step's update is the last that is not compared.
+    assert at["Train/Update/predicted_update_s"] == [32]
+    assert ("Train/Update/predicted_update_error", -0.5, 32) in events
+
+
+class Broken:
+    name = "the broken one"
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def updated(self, record: UpdateRecord, report: UpdateReport) -> None:
+        self.asked += 1
+        raise OSError("no room")
+
+    def close(self, report: UpdateReport) -> None:
+        self.asked += 1
+
+
+def test_an_outlet_that_fails_is_said_once_and_the_others_go_on() -> None:
+    broken, lines = Broken(), list[str]()
+    (said,) = reported(None, [1.0] * 3, [broken, ProgressLine(1, lines.append)])
+    assert said.startswith("the broken one: the update cannot be reported there: OSError: no room.")
+    assert broken.asked == 1
+    assert len(lines) == 3

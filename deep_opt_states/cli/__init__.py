@@ -27,6 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     profile.add_argument("--quick", action="store_true", help="in some seconds, with fewer samples on less memory")
     profile.set_defaults(run=_profile)
 
+    about = "make one HTML page of a training run"
+    folder = 'the folder that training has written, with "report" in its config block'
+    report = commands.add_parser("report", help=about, description=f"{_sentence(about)} It needs no network.")
+    report.add_argument("folder", type=Path, metavar="RUN", help=folder)
+    report.add_argument("--output", type=Path, metavar="PATH", help="the page to write; by default RUN/report.html")
+    report.set_defaults(run=_report)
+
     options = parser.parse_args(arguments)
     code: int = options.run(options)
     return code
@@ -46,3 +53,9 @@ def _profile(options: argparse.Namespace) -> int:
     from deep_opt_states.cli.profile import run
 
     return run(options.output, quick=options.quick)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from deep_opt_states.cli.report import run
+
+    return run(options.folder, options.output)

@@ -45,10 +45,11 @@ def seconds_by_kind(timeline: Timeline) -> dict[ActionKind, float]:
 
 @dataclass(frozen=True)
 class Predicted:
-    """``exposed_s`` of it are seen."""
+    """``exposed_s`` of it are seen; ``phases`` say when, and what the model does otherwise."""
 
     timeline: Timeline
     exposed_s: float
+    phases: tuple[PhaseSpan, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,16 @@ class Measured:
         return cls(seconds_by_kind(timeline), update_s, exposed_s, windows)
 
 
-def compare(predict: Callable[[Windows], Predicted], measured: Sequence[Measured]) -> list[Compared]:
-    """Medians of what was measured, and what is predicted beside their windows."""
-    windows = Windows(
+def median_windows(measured: Sequence[Measured]) -> Windows:
+    return Windows(
         backward_s=median(its.windows.backward_s for its in measured),
         forward_s=median(its.windows.forward_s for its in measured),
     )
+
+
+def compare(predict: Callable[[Windows], Predicted], measured: Sequence[Measured]) -> list[Compared]:
+    """Medians of what was measured, and what is predicted beside their windows."""
+    windows = median_windows(measured)
     predicted = predict(windows)
     rows = [Compared(UPDATE, predicted.timeline.end_s, median(its.update_s for its in measured))]
     if windows.forward_s > 0:

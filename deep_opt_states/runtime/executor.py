@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -57,7 +57,8 @@ class Executor:
 
     ``schedule`` is executed until ``use`` gives another; ``host_adam`` updates in host memory, ``device_adam`` in
     slots; ``worker`` is the cpu lane. ``splits`` say what of each sub-group ``begin`` updates at once, which is nothing
-    without them. Raises ``ScheduleError`` for a schedule that is not safe to execute.
+    without them. An action is issued, or run by the worker, inside a ``span`` of its name. Raises ``ScheduleError`` for
+    a schedule that is not safe to execute.
 
     A failure of any lane ends the update and is kept in ``failure``: the states are torn between two steps, and nothing
     is updated before ``forget_failure``. Only ``run`` raises it; a caller that must not stop alone asks.
@@ -72,12 +73,14 @@ class Executor:
         device_adam: AdamKernel | None,
         worker: CpuLane | None = None,
         splits: Sequence[Split] | None = None,
+        span: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._states = states
         self._device = device
         self._host_adam = host_adam
         self._device_adam = device_adam
         self._splits = splits or [Split.of(state.numel) for state in states]
+        self._span = span
         self._streams: dict[Lane, Stream[Any]] = {}
         self._actions = Actions(states, self._splits, device, host_adam, device_adam)
         self._prefetched: set[str] = set()
@@ -330,7 +333,7 @@ class Executor:
             if name in marks.finished:
                 stream.wait(marks.finished[name])
         stream.record(marks.started[action.name])
-        with stream.issue():
+        with stream.issue(), self._span(action.name):
             self._actions.run(action)
         stream.record(marks.finished[action.name])
 
@@ -341,7 +344,8 @@ class Executor:
             for name in action.waits:
                 self._marks.finished[name].synchronize()
             start_s = time.perf_counter()
-            self._actions.run(action)
+            with self._span(action.name):
+                self._actions.run(action)
             self._cpu_spans[action.name] = (start_s - self._origin_s, time.perf_counter() - self._origin_s)
         except BaseException:
             # The host must not issue, and the worker not start, another action.

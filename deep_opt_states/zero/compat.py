@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 import torch
+from deepspeed.utils import nvtx
 
 SUPPORTED_DEEPSPEED = ("0.19.8",)
 
@@ -20,6 +21,17 @@ def is_supported(deepspeed_version: str) -> bool:
 def param_dict(config: Any) -> dict[str, Any]:
     """The user's JSON, verbatim, of a ``DeepSpeedConfig``."""
     return config._param_dict
+
+
+def nvtx_push(accelerator: Any, name: str) -> None:
+    """As ``instrument_w_nvtx`` does it for DeepSpeed's functions."""
+    if nvtx.enable_nvtx:
+        nvtx._range_push(accelerator, name)
+
+
+def nvtx_pop(accelerator: Any) -> None:
+    if nvtx.enable_nvtx:
+        nvtx._range_pop(accelerator)
 
 
 def forget_gradient_buffers(optimizer: Any) -> None:

@@ -62,7 +62,8 @@ def _predict(plan: UpdatePlan, cost: CostModel, has_accelerator: bool, windows: 
     # Where the CPU trains, the same cores do both: nothing is taken to be hidden.
     beside = windows if has_accelerator else NO_WINDOWS
     timeline = simulate(plan.schedule, plan.workload, cost, beside)
-    return Predicted(timeline, beside.exposed_s(timeline, plan.workload))
+    phases = beside.phases(timeline, plan.workload)
+    return Predicted(timeline, beside.exposed_s(timeline, plan.workload), phases)
 
 
 def _profile(config: Config, accelerator: AcceleratorChoice, threads: int) -> HardwareProfile:

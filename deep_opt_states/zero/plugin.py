@@ -20,7 +20,8 @@ from deep_opt_states.zero.devices import AcceleratorChoice, choose_device
 from deep_opt_states.zero.log import say
 from deep_opt_states.zero.refusals import refuse_config, refuse_engine
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
-from deep_opt_states.zero.timers import let_updates_go_on
+from deep_opt_states.zero.timers import end_with_the_step, let_updates_go_on
+from deep_opt_states.zero.training import Training
 
 _said_off = False
 
@@ -39,9 +40,11 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
     if choice is None:
         return wrapped(*args, **kwargs)
     config, accelerator = choice
+    if config.overlap_forward and end_with_the_step(engine._config):
+        config = config.model_copy(update={"overlap_forward": False})
     if config.overlap_forward and not accelerator.steps_on_host:
         let_updates_go_on(engine._config)
-    with _stage3_class(partial(DeepOptimizerStates_Stage3, *choice)):
+    with _stage3_class(partial(DeepOptimizerStates_Stage3, config, accelerator, Training(engine))):
         return wrapped(*args, **kwargs)
 
 

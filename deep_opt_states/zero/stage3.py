@@ -25,6 +25,7 @@ from deep_opt_states.device.affinity import LaunchBinding
 from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.device.kernels.choice import Choice, cpu_adam
 from deep_opt_states.profiler.ranks import training_ranks
+from deep_opt_states.report.update_record import Work
 from deep_opt_states.report.update_report import UpdateReport
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.exposure import Exposure
@@ -45,7 +46,9 @@ from deep_opt_states.zero.lent import lent
 from deep_opt_states.zero.log import say
 from deep_opt_states.zero.norms import Norms
 from deep_opt_states.zero.persistent import ranges_by_sub_group, sub_groups_of_others
-from deep_opt_states.zero.planning import intend
+from deep_opt_states.zero.planning import Intention, intend
+from deep_opt_states.zero.spans import ActionSpan
+from deep_opt_states.zero.training import Training, describe
 from deep_opt_states.zero.update import Update
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
@@ -89,9 +92,12 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     fp32_partitioned_groups_flat = Guarded(_drain)
     state = property(_get_state, DeepSpeedZeroOptimizer_Stage3._set_state)
 
-    def __init__(self, config: Config, accelerator: AcceleratorChoice, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Config, accelerator: AcceleratorChoice, training: Training, *args: Any, **kwargs: Any
+    ) -> None:
         self._config = config
         self._accelerator = accelerator
+        self._training = training
         self._reserved = ExitStack()
         """What gives back all that ``_prepare`` has taken of the process, the last taken first."""
         try:
@@ -122,10 +128,9 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         choice = agree(lambda: self._choose_adam(intention.plan, share), lambda _: "has an Adam")
         # The fallback would update parts with other bits. A rank that has to take it keeps the others from going on,
         # too: what goes on decides which collectives forward calls.
-        fused = training_ranks().gather(choice.arithmetic is not None)
-        self._defers = self._config.overlap_forward and all(fused)
+        self._defers = all(training_ranks().gather(self._config.overlap_forward and choice.arithmetic is not None))
         agree(lambda: self._prepare(intention.plan, share), lambda _: "prepared")
-        self.report = UpdateReport(self._config.report, intention.plan, intention.predict, dist.get_rank() == 0, say)
+        self.report = self._make_report(intention)
         self._update = Update(
             self._executor,
             self._exposure,
@@ -136,6 +141,17 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self.subgroup_to_device = dict.fromkeys(range(len(self._states)), "cpu")
         for param_group in self.optimizer.param_groups:
             param_group["params"] = []
+
+    def _make_report(self, intention: Intention) -> UpdateReport:
+        plan, widths = intention.plan, self._widths
+        work = Work(
+            numel=plan.workload.numel,
+            gpu_share=1 - plan.numel(Placement.CPU) / max(1, plan.workload.numel),
+            numels=[sum(part.numel for part in split.rest) for split in self._splits],
+            param_bytes=widths.param,
+        )
+        outlets = self._training.outlets(self._config, describe(plan, self.ledger)) if dist.get_rank() == 0 else []
+        return UpdateReport(work, intention.predict, outlets, self._training.progress, say)
 
     @property
     def _widths(self) -> Widths:
@@ -189,8 +205,10 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             self._reserved.callback(device_adam.close)
             self._kernels.append(device_adam)
         first = ranges_by_sub_group(self) if self._defers else [[] for _ in self._states]
-        splits = [Split.of(state.numel, ranges) for state, ranges in zip(self._states, first, strict=True)]
-        self._executor = Executor(plan.schedule, self._states, device, self._adam, device_adam, splits=splits)
+        self._splits = [Split.of(state.numel, ranges) for state, ranges in zip(self._states, first, strict=True)]
+        self._executor = Executor(
+            plan.schedule, self._states, device, self._adam, device_adam, splits=self._splits, span=ActionSpan
+        )
         self._reserved.callback(self._executor.close)
         self._executor.touch(
             [state for state, its in zip(self._states, plan.placements, strict=True) if its is Placement.CPU]
@@ -343,6 +361,12 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         """Stock's sums and roots, with one look at their results instead of two for each sub-group."""
         return self._norms.of_sub_groups() if self._norms.are_of_data_parallel_ranks else super()._get_norm_groups()
 
+    def _loss_scale_update_and_overflow_cleanup(self) -> bool:
+        # The norm is known, so that backward is over, and what came before it: nobody waits for the device here. And
+        # DeepSpeed's count of steps is still that of the last update.
+        self._update.tell()
+        return super()._loss_scale_update_and_overflow_cleanup()
+
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
         """The factor, one for all sub-groups, that stock multiplies into the gradient here; our kernels apply it."""
         if sub_group_id > 0:
@@ -429,6 +453,8 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     def checkpoint_event_prologue(self) -> None:
         """Every rank is here, before a load and before a save."""
         self._update.settle()
+        # A load changes the count of steps.
+        self._update.tell()
         super().checkpoint_event_prologue()
 
     def _rigid_state_dict(self) -> Any:

@@ -13,16 +13,24 @@ def let_updates_go_on(ds_config: Any) -> None:
     timer = ds_config.timers_config
     if timer.enabled and timer.synchronized:
         if "synchronized" in param_dict(ds_config).get("timers", {}).get("throughput", {}):
-            _say_what_ends_it('"timers": {"throughput": {"synchronized": true}}')
+            say(
+                '"timers": {"throughput": {"synchronized": true}} waits for the whole device in each step: updates on '
+                "the GPU do not go on beside the next forward"
+            )
         else:
             timer.synchronized = False
             say(
                 "DeepSpeed's throughput timer goes by the host's clock, so that updates go on beside the next forward; "
                 'to have it wait for the device, set "timers": {"throughput": {"synchronized": true}}'
             )
+
+
+def end_with_the_step(ds_config: Any) -> bool:
+    """DeepSpeed's breakdown is into forward, backward and ``step()``. An update that went on in forward would be timed
+    as forward, where the model waits for it: what is timed phase by phase runs phase by phase."""
     if ds_config.wall_clock_breakdown:
-        _say_what_ends_it('"wall_clock_breakdown": true')
-
-
-def _say_what_ends_it(setting: str) -> None:
-    say(f"{setting} waits for the whole device in each step: updates on the GPU do not go on beside the next forward")
+        say(
+            '"wall_clock_breakdown": true times step() with all of the update in it, which does not go on beside the '
+            "next forward then"
+        )
+    return bool(ds_config.wall_clock_breakdown)

@@ -22,8 +22,8 @@ _EXIT_TIMEOUT_S = 4.0
 class Update:
     """``defers``: ``run`` returns when the first parts are updated, and the rest goes on until ``finish``.
 
-    ``finished`` hears of each update that did not fail, at the next or at ``close``: when the model waited for it and
-    when it went on, and when what ran.
+    ``finished`` hears of each update that did not fail, in ``tell`` or ``close``: when the model waited for it and when
+    it went on, and when what ran.
 
     A rank whose part fails goes on with its collectives, which the others wait in; ``settle`` tells all ranks. A
     failure after which nothing is called that could raise it is logged when the process ends.
@@ -47,7 +47,6 @@ class Update:
 
     def run(self, steps: Sequence[AdamStep]) -> None:
         """Gradients, states and parameters belong to the update from now on. Raises ``UpdateFailed`` at the end."""
-        self._tell()
         self._exposure.begins()
         self._waited_for.clear()
         self.goes_on = self._defers
@@ -147,11 +146,12 @@ class Update:
     def close(self) -> None:
         self.finish()
         self.say_unraised()
-        self._tell()
+        self.tell()
 
-    def _tell(self) -> None:
-        # Not before the device has done what it was asked to time, for which the host would wait.
-        if self._untold:
+    def tell(self) -> None:
+        """Of the last update, if it was not told and is over. The host waits for the device to do what it was asked to
+        time: to be called when that is done."""
+        if self._untold and not self._executor.pending:
             self._untold = False
             self._finished(self._exposure.phases(), self._executor.timeline)
 

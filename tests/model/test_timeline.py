@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from perf_model.action import Action, ActionKind, Lane
-from perf_model.draw import draw
+from perf_model.draw import draw, draw_svg
 from perf_model.timeline import Phase, PhaseSpan, Span, Timeline
 
 TIMELINE = Timeline(
@@ -57,6 +57,35 @@ def test_the_trace_has_the_model_above_the_lanes() -> None:
         ("forward", 2000.0, 198000.0),
     ]
     assert [threads[event["tid"]] for event in spans[len(model) :]] == ["h2d", "cpu", "h2d"]
+
+
+def test_the_trace_reads_back() -> None:
+    timeline, phases = Timeline.from_chrome_trace(json.loads(json.dumps(TIMELINE.chrome_trace(PHASES))))
+    assert [span.action for span in timeline.spans] == [span.action for span in TIMELINE.spans]
+    assert [its.phase for its in phases] == [its.phase for its in PHASES]
+    for found, expected in ((timeline.spans, TIMELINE.spans), (phases, PHASES)):
+        for its, other in zip(found, expected, strict=True):
+            assert (its.start_s, its.end_s) == pytest.approx((other.start_s, other.end_s))
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        [],
+        {"traceEvents": [{"ph": "X", "name": "sleep", "ts": 0, "dur": 1, "args": {}}]},
+        {"traceEvents": [{"ph": "X", "name": "SLEEP 3", "ts": 0, "dur": 1, "args": {"slot": None, "after": []}}]},
+    ],
+)
+def test_what_is_no_trace_of_an_update_is_refused(trace: object) -> None:
+    with pytest.raises(ValueError, match=r"trace|Phase|action"):
+        Timeline.from_chrome_trace(trace)
+
+
+def test_a_picture_for_a_page_needs_nothing_else() -> None:
+    svg = draw_svg(TIMELINE, "a title", PHASES)
+    assert svg.startswith(b"<?xml")
+    assert b"<text" not in svg, "fonts of the reader's"
+    assert b"<dc:date" not in svg
 
 
 def test_picture_is_written(tmp_path: Path) -> None:

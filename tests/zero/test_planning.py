@@ -26,7 +26,7 @@ def engines(world_size: int, cache: Path, *blocks: dict[str, Any]) -> list[Finis
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_without_a_profile_a_quick_one_is_measured_cached_and_shared(world_size: int, tmp_path: Path) -> None:
-    first, *others = engines(world_size, tmp_path, {}, {"report": {"every_n_steps": 1}, "placement": "streamed"})
+    first, *others = engines(world_size, tmp_path, {}, {"report": str(tmp_path / "run"), "placement": "streamed"})
     (cached,) = (tmp_path / "deep_opt_states").glob("*.json")
     measured = HardwareProfile.read(cached)
     assert measured.provenance.ranks == world_size

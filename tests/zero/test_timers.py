@@ -17,7 +17,6 @@ class Config:
     def __init__(self, written: dict[str, Any]) -> None:
         self._param_dict = written
         self.timers_config = DeepSpeedThroughputTimerConfig(**written.get("timers", {}).get("throughput", {}))
-        self.wall_clock_breakdown = written.get("wall_clock_breakdown", False)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +26,6 @@ class Config:
         ({"timers": {"throughput": {"synchronized": True}}}, True, ["waits for the whole device"]),
         ({"timers": {"throughput": {"synchronized": False}}}, False, []),
         ({"timers": {"throughput": {"enabled": False}}}, True, []),
-        ({"wall_clock_breakdown": True}, False, ["goes by the host's clock", "wall_clock_breakdown"]),
     ],
 )
 def test_the_timer_waits_for_the_device_only_if_asked_to(

@@ -37,7 +37,8 @@ def host_waits(dtype: str, block: Block) -> dict[str, Any]:
         steps=STEPS,
         clip=0.3,
         poisoned={OVERFLOWS_IN: math.inf},
-        extra=NO_THROUGHPUT_TIMER,
+        # Each update is reported, with when each of its actions ran.
+        extra={**NO_THROUGHPUT_TIMER, "steps_per_print": 1},
     )
     waits: dict[str, list[list[str]]] = {"forward": [], "backward": [], "step": []}
     with (

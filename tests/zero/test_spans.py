@@ -1,0 +1,38 @@
+"""Spans go where DeepSpeed's own do; that PyTorch's profiler shows them, ``test_watched`` shows."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+from deepspeed.utils import nvtx
+
+from deep_opt_states.zero import spans
+
+
+class Accelerator:
+    """What DeepSpeed's has on CUDA where the package ``nvtx`` is installed, and where it is not."""
+
+    def __init__(self, *, supports_nvtx_domain: bool) -> None:
+        self.supports_nvtx_domain = supports_nvtx_domain
+        self.calls: list[tuple[Any, ...]] = []
+
+    def range_push(self, message: str, domain: str | None = None) -> None:
+        self.calls.append((message, domain))
+
+    def range_pop(self, domain: str | None = None) -> None:
+        self.calls.append(("pop", domain))
+
+
+@pytest.mark.parametrize(("supports", "domain"), [(True, "DeepSpeed"), (False, None)])
+def test_a_span_is_in_deepspeed_s_domain_and_ends_with_a_failure(supports: bool, domain: str | None) -> None:
+    accelerator = Accelerator(supports_nvtx_domain=supports)
+    with mock.patch.object(spans, "get_accelerator", return_value=accelerator):
+        with spans.ActionSpan("PREFETCH 3"):
+            pass
+        with pytest.raises(OSError, match="no room"), spans.ActionSpan("CPU_STEP 4"):
+            raise OSError("no room")
+        with mock.patch.object(nvtx, "enable_nvtx", False), spans.ActionSpan("PUBLISH 4"):
+            pass
+    assert accelerator.calls == [("PREFETCH 3", domain), ("pop", domain), ("CPU_STEP 4", domain), ("pop", domain)]
