@@ -42,10 +42,10 @@ def usual(*, quick: bool) -> Setting:
     return ON_GPU if get_accelerator().device_name() == "cuda" else ON_CPU
 
 
-def larger() -> tuple[Setting, ...]:
+def larger() -> list[Setting]:
     """As far as stock offload fits this machine's memory, beside what it needs to start."""
     sizes = LARGER_ON_GPU if get_accelerator().device_name() == "cuda" else LARGER_ON_CPU
-    return tuple(its for its in sizes if HOST_BYTES_TO_START * its.parameters < machine.memory().usable_bytes)
+    return [its for its in sizes if HOST_BYTES_TO_START * its.parameters < machine.memory().usable_bytes]
 
 
 def overlapping(*, quick: bool) -> Setting:

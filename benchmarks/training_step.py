@@ -7,7 +7,7 @@ neighbours; of ours with one thing more at a time; and with more micro-batches a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from benchmarks import arms
@@ -22,20 +22,27 @@ ACCUMULATIONS = (4, 16)
 MICRO_BATCHES = (8,)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    iterations: int
+    rounds: int
+
+
 def measure(*, quick: bool) -> Iterator[Row]:
     setting = usual(quick=quick)
     neighbours = (arms.STOCK_BOUND, arms.SUPER, arms.SUPER_UNCLIPPED, arms.ZENFLOW, arms.NO_OFFLOAD)
-    yield from _compare(setting, (*arms.ABLATION, *neighbours), quick=quick)
+    most = Effort(iterations=2, rounds=1) if quick else Effort(iterations=5, rounds=3)
+    yield from _compare(setting, (*arms.ABLATION, *neighbours), most)
     pair = (arms.STOCK, arms.OURS_AS_IT_IS)
-    for accumulation in ACCUMULATIONS:
-        yield from _compare(replace(setting, accumulation=accumulation), pair, quick=quick)
-    for micro_batch in MICRO_BATCHES:
-        yield from _compare(replace(setting, micro_batch=micro_batch), pair, quick=quick)
-    for size in () if quick else larger():
-        yield from _compare(size, pair, quick=quick)
+    less = Effort(iterations=2, rounds=1) if quick else Effort(iterations=3, rounds=2)
+    others = [replace(setting, accumulation=accumulation) for accumulation in ACCUMULATIONS]
+    others += [replace(setting, micro_batch=micro_batch) for micro_batch in MICRO_BATCHES]
+    others += [] if quick else larger()
+    for other in others:
+        yield from _compare(other, pair, less)
 
 
-def _compare(setting: Setting, compared: Sequence[Arm], *, quick: bool) -> Iterator[Row]:
+def _compare(setting: Setting, compared: Sequence[Arm], effort: Effort) -> Iterator[Row]:
     about = {**asdict(setting), "parameters": setting.parameters}
     running = []
     for arm in compared:
@@ -45,9 +52,9 @@ def _compare(setting: Setting, compared: Sequence[Arm], *, quick: bool) -> Itera
             yield Row(arm=arm.name, quantity="iteration", waived=reason, setting=about)
     # The ratios are to stock's turn of the same round.
     running.sort(key=lambda arm: arm is not arms.STOCK)
-    iterations, rounds = (2, 1) if quick else (5, 3)
     ran: dict[str, list[Turn]] = {arm.name: [] for arm in running}
-    for turn in take_turns(running, rounds, partial(take_turn, setting=setting, iterations=iterations)):
+    turn_of = partial(take_turn, setting=setting, iterations=effort.iterations)
+    for turn in take_turns(running, effort.rounds, turn_of):
         ran[turn.arm.name].append(turn)
     for name, turns in ran.items():
         for row in _rows(turns, ran[arms.STOCK.name], setting):
