@@ -33,7 +33,7 @@ def quickly(name: str, folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", ["update_phase", thorough("overlap")])
+@pytest.mark.parametrize("name", [thorough("update_phase"), "overlap"])
 def test_every_exact_arm_has_the_bits_of_stock(name: str, tmp_path: Path) -> None:
     rows = quickly(name, tmp_path)
     bits = {row["arm"]: row["said"] for row in rows if row["quantity"] == "stock's bits"}

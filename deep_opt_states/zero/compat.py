@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 import torch
-from deepspeed.utils import nvtx
 
+# Nothing of DeepSpeed is imported here: the doctor looks where that is broken.
 SUPPORTED_DEEPSPEED = ("0.19.8",)
 
 Parameter: TypeAlias = Any
@@ -21,17 +21,6 @@ def is_supported(deepspeed_version: str) -> bool:
 def param_dict(config: Any) -> dict[str, Any]:
     """The user's JSON, verbatim, of a ``DeepSpeedConfig``."""
     return config._param_dict
-
-
-def nvtx_push(accelerator: Any, name: str) -> None:
-    """As ``instrument_w_nvtx`` does it for DeepSpeed's functions."""
-    if nvtx.enable_nvtx:
-        nvtx._range_push(accelerator, name)
-
-
-def nvtx_pop(accelerator: Any) -> None:
-    if nvtx.enable_nvtx:
-        nvtx._range_pop(accelerator)
 
 
 def forget_gradient_buffers(optimizer: Any) -> None:

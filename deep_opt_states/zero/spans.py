@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import nvtx
 from torch._C._profiler import _RecordFunctionFast
-
-from deep_opt_states.zero.compat import nvtx_pop, nvtx_push
 
 
 class ActionSpan:
@@ -22,9 +21,12 @@ class ActionSpan:
         self._accelerator: Any = get_accelerator()
 
     def __enter__(self) -> None:
-        nvtx_push(self._accelerator, self._name)
+        # As ``instrument_w_nvtx`` does it for DeepSpeed's functions.
+        if nvtx.enable_nvtx:
+            nvtx._range_push(self._accelerator, self._name)
         self._record.__enter__()
 
     def __exit__(self, *exception: object) -> None:
         self._record.__exit__(*exception)
-        nvtx_pop(self._accelerator)
+        if nvtx.enable_nvtx:
+            nvtx._range_pop(self._accelerator)
