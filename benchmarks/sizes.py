@@ -15,14 +15,14 @@ HOST_BYTES_TO_START = 26
 QUICK = Setting(layers=2, width=128, context=64, micro_batch=2, sub_group_size=100_000)
 """Shows that a benchmark runs, and nothing else."""
 
-ON_CPU = Setting(layers=16, width=512, context=64, micro_batch=1, sub_group_size=10_000_000)
-"""50.6 M parameters."""
+ON_CPU = Setting(layers=4, width=1024, context=64, micro_batch=1, sub_group_size=10_000_000)
+"""51.0 M parameters."""
 
 ON_GPU = Setting(layers=20, width=2048, context=2048, micro_batch=1, sub_group_size=100_000_000)
 """1.0 B parameters."""
 
 
-LARGER_ON_CPU = (replace(ON_CPU, layers=32, width=768),)
+LARGER_ON_CPU = (replace(ON_CPU, layers=18, width=1024),)
 """227 M parameters."""
 
 LARGER_ON_GPU = (replace(ON_GPU, layers=28, width=2560), replace(ON_GPU, layers=32, width=3200))
