@@ -8,9 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deep_opt_states.report.page import render
-from deep_opt_states.report.run import Run, RunError
-
-PAGE = "report.html"
+from deep_opt_states.report.run import PAGE, Run, RunError
 
 
 def run(folder: Path, output: Path | None) -> int:

@@ -23,6 +23,7 @@ from perf_model.workload import Workload
 FORMAT = 1
 
 ABOUT, STEPS, MEASURED, PREDICTED = "run.json", "steps.jsonl", "timeline.json", "predicted.json"
+PAGE = "report.html"
 
 
 class RunError(ValueError):

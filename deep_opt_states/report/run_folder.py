@@ -8,9 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
-from deep_opt_states.report.run import ABOUT, MEASURED, PREDICTED, STEPS, About, to_json
+from deep_opt_states.report.run import ABOUT, MEASURED, PAGE, PREDICTED, STEPS, About, to_json
 from deep_opt_states.report.update_record import UpdateRecord
 from deep_opt_states.report.update_report import UpdateReport
+
+_TAKEN: set[Path] = set()
+"""By the engines of this process that train."""
 
 
 class RunFolder:
@@ -36,11 +39,19 @@ class RunFolder:
     def close(self, report: UpdateReport) -> None:
         if self._steps is not None and self._last is not None:
             self._steps.close()
+            _TAKEN.discard(self._folder.resolve())
             self._write(self._last, report)
 
     def _begin(self) -> TextIO:
+        folder = self._folder.resolve()
+        if folder in _TAKEN:
+            raise FileExistsError(
+                "must be a folder of its own for each engine, found one that another engine of this process writes to. "
+                "Give each its own config"
+            )
+        _TAKEN.add(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        for name in (MEASURED, PREDICTED):
+        for name in (MEASURED, PREDICTED, PAGE):
             (self._folder / name).unlink(missing_ok=True)
         self._replace(ABOUT, to_json(self._about))
         # A line at a time, so that a process that is killed has written what it has trained.

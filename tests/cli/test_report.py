@@ -15,7 +15,7 @@ from deep_opt_states.cli import main
 from deep_opt_states.report.comparison import Predicted
 from deep_opt_states.report.run import About, Run, RunError
 from deep_opt_states.report.run_folder import RunFolder
-from deep_opt_states.report.update_record import Progress, Work
+from deep_opt_states.report.update_record import Progress, UpdateRecord, Work
 from deep_opt_states.report.update_report import WARM_UPDATES, UpdateReport
 from perf_model.action import Lane
 from perf_model.cost import CostModel
@@ -241,3 +241,19 @@ def test_what_is_no_run_is_refused_with_the_remedy(
 def test_a_page_that_cannot_be_written_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(run), "--output", "/proc/nowhere/page.html"]) == 1
     assert "--output: must be a file that can be written, found /proc/nowhere/page.html" in capsys.readouterr().err
+
+
+def test_a_folder_is_of_one_engine_at_a_time_and_a_new_run_replaces_what_is_there(tmp_path: Path) -> None:
+    first = train(tmp_path)
+    (tmp_path / "report.html").write_text("of another run")
+    second = RunFolder(tmp_path, EVERY, ABOUT)
+    nothing = UpdateRecord(
+        1, Progress(1, 8), [], Work(numel=1, gpu_share=0, numels=[1], param_bytes=2), lambda: Timeline(())
+    )
+    with pytest.raises(FileExistsError, match="must be a folder of its own for each engine"):
+        second.updated(nothing, first)
+    first.close()
+    assert len(Run.read(tmp_path).steps) == UPDATES
+    third = train(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+    third.close()

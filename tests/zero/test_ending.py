@@ -47,7 +47,8 @@ def test_the_process_ends_as_without_the_plugin(way: str, endings: list[dict[str
         # A rank that was asked to exit may first find that the other one has.
         codes = (code, 1) if way == "asked" else (code,)
         assert ending["code"] in codes or ABORTED in ending["output"], ending["output"][-4000:]
-        assert ending["seconds"] < 20
+        # A process that waits for an update that never ends gives up after two waits of 4 s.
+        assert ending["seconds"] < (20 if way == "stuck" else 10)
         own = way in ("raises", "stuck") or (way == "leaves" and ending["rank"] == 0)
         assert ("the user's own" in ending["output"]) == own
         assert ending["output"].count(f"[deep_opt_states] {SAID}") == (way == "fails")

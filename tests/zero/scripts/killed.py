@@ -30,7 +30,7 @@ from tests.zero.parity.model import batch
 CASE = Case(name="killed", blocks=(), world_size=2, steps=6, clip=0.5)
 BLOCKS = (STRIDE_2, CPU, STREAMED_ONE_SLOT, {**STRIDE_2, **AT_ONCE})
 
-PHASES = ("save", "update", "forward", "backward")
+PHASES = ("save", "update", "backward", "forward")
 TIMEOUT_S = 100
 
 # Of what would be over too soon to be met by a random moment.
