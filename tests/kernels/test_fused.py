@@ -110,6 +110,7 @@ def test_odd_lengths_and_every_option(
     assert found == []
 
 
+@pytest.mark.thorough
 def test_many_steps_of_a_large_sub_group() -> None:
     assert train_both(steps_of(60), 1_000_003, torch.bfloat16, torch.bfloat16, fused(num_threads=2)) == []
 

@@ -37,6 +37,7 @@ def test_it_does_not_matter_why_it_is_off() -> None:
     assert answers("off for one, disabled for all") == ["trains with DeepSpeedZeroOptimizer_Stage3"] * 3
 
 
+@pytest.mark.thorough
 def test_a_rank_that_refuses_tells_the_others() -> None:
     first, second, third = answers("one refused")
     assert third == "Unsupported: this rank has another accelerator"

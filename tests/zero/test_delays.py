@@ -10,7 +10,7 @@ from tests.tiers import thorough
 SEEDS = [1, 2, 3]
 
 
-@pytest.mark.parametrize("world_size", [thorough(1), 2, thorough(3), 4])
+@pytest.mark.parametrize("world_size", [thorough(1), thorough(2), thorough(3), 4])
 def test_delays_change_nothing(world_size: int) -> None:
     ranks = run_ranks(world_size, ["-m", "tests.zero.scripts.delayed", *map(str, SEEDS)], timeout_s=120)
     for finished in ranks:
