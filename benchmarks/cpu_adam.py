@@ -49,6 +49,20 @@ class State:
         return [name for name, ours in vars(self).items() if not torch.equal(ours, getattr(other, name))]
 
 
+def step_of(number: int) -> AdamStep:
+    """From 1."""
+    return AdamStep(
+        step=number,
+        lr=1e-3 / number,
+        beta1=BETAS[0],
+        beta2=BETAS[1],
+        eps=1e-8,
+        weight_decay=0.01,
+        bias_correction=True,
+        grad_scale=0.37,
+    )
+
+
 def fresh_state(numel: int) -> State:
     """As stock has it: each tensor by itself, where PyTorch's allocator puts it."""
     generator = torch.Generator().manual_seed(0)
@@ -74,17 +88,15 @@ def in_slab(state: State, gradient: torch.Tensor) -> AdamTensors:
     )
 
 
-class Stock:
+class ThreePasses:
     """``unscale_and_clip_grads``, ``optimizer.step()`` and ``copy_``, as ``stage3.py`` calls them."""
 
-    def __init__(self, state: State, gradient: torch.Tensor) -> None:
+    def __init__(self, state: State, gradient: torch.Tensor, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
         self.state = state
         self._gradient = gradient
         self._master = torch.nn.Parameter(state.master)
         self._master.grad = torch.empty_like(state.master)
-        self._optimizer = DeepSpeedCPUAdam([self._master], betas=BETAS, weight_decay=0.01)
-        moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
-        self._optimizer.state[self._master] = {"step": 0, **moments}
+        self._optimizer = optimizer([self._master], betas=BETAS, weight_decay=0.01)
 
     def prepare(self) -> None:
         """In training backward has done this, on the accelerator and over PCIe: it is not counted."""
@@ -97,6 +109,14 @@ class Stock:
         self._master.grad.mul_(step.grad_scale)
         self._optimizer.step()
         self.state.param.copy_(self._master.data)
+
+
+class Stock(ThreePasses):
+    def __init__(self, state: State, gradient: torch.Tensor) -> None:
+        super().__init__(state, gradient, DeepSpeedCPUAdam)
+        # Compared with ours at the end.
+        moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+        self._optimizer.state[self._master] = {"step": 0, **moments}
 
 
 class Ours:
@@ -117,28 +137,6 @@ class Ours:
     def update(self, step: AdamStep) -> None:
         self._kernel.begin_step([step])
         self._kernel.update(0, self._tensors)
-
-
-class TorchFused:
-    """``torch.optim.AdamW(fused=True)``: the gradient scaled before, the parameters rounded after, as stock does it."""
-
-    def __init__(self, state: State, gradient: torch.Tensor) -> None:
-        self.state = state
-        self._gradient = gradient
-        self._master = torch.nn.Parameter(state.master)
-        self._master.grad = torch.empty_like(state.master)
-        self._optimizer = torch.optim.AdamW([self._master], betas=BETAS, weight_decay=0.01, fused=True)
-
-    def prepare(self) -> None:
-        assert self._master.grad is not None
-        self._master.grad.copy_(self._gradient)
-
-    def update(self, step: AdamStep) -> None:
-        assert self._master.grad is not None
-        self._optimizer.param_groups[0]["lr"] = step.lr
-        self._master.grad.mul_(step.grad_scale)
-        self._optimizer.step()
-        self.state.param.copy_(self._master.data)
 
 
 class Arm(Protocol):
@@ -188,21 +186,12 @@ def compare(numel: int, threads: int, repetitions: int) -> Iterator[Row]:
         arms: dict[str, Arm] = {
             "stock": stock,
             "ours": ours,
-            "torch, fused": TorchFused(fresh_state(numel), gradient),
+            "torch, fused": ThreePasses(fresh_state(numel), gradient, partial(torch.optim.AdamW, fused=True)),
             "in place": in_place,
         }
         seconds: dict[str, list[float]] = {name: [] for name in arms}
         for repetition in range(1 + repetitions):
-            step = AdamStep(
-                step=1 + repetition,
-                lr=1e-3 / (1 + repetition),
-                beta1=BETAS[0],
-                beta2=BETAS[1],
-                eps=1e-8,
-                weight_decay=0.01,
-                bias_correction=True,
-                grad_scale=0.37,
-            )
+            step = step_of(1 + repetition)
             for name in list(arms) if repetition % 2 else reversed(arms):
                 arms[name].prepare()
                 elapsed_s = seconds_of(arms[name].update, step)

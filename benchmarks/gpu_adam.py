@@ -13,30 +13,16 @@ from functools import partial
 
 import torch
 
+from benchmarks.cpu_adam import BETAS, step_of
 from benchmarks.rows import Row
 from deep_opt_states import machine
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
+from deep_opt_states.device.kernels.adam import AdamTensors
 
 STATE_BYTES_PER_PARAM = 26
 """p, m and v read and written in fp32, the parameter written in bf16; the gradient comes on top."""
 
-BETAS = (0.9, 0.999)
-
 LAUNCH_CYCLES = 2_000_000
 """About a millisecond of the GPU's clock."""
-
-
-def step_of(number: int) -> AdamStep:
-    return AdamStep(
-        step=number,
-        lr=1e-3 / number,
-        beta1=BETAS[0],
-        beta2=BETAS[1],
-        eps=1e-8,
-        weight_decay=0.01,
-        bias_correction=True,
-        grad_scale=0.37,
-    )
 
 
 def host_tensors(numel: int, grad_dtype: torch.dtype) -> AdamTensors:

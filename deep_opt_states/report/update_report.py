@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from deep_opt_states.report.comparison import Compared, Measured, Predicted, compare, median_windows
@@ -46,7 +47,8 @@ class UpdateReport:
         log: Callable[[str], None],
     ) -> None:
         self._work = work
-        self._predict = predict
+        # A simulation; the outlets and the end ask for the same one.
+        self._predict = None if predict is None else lru_cache(maxsize=1)(predict)
         self._outlets = list(outlets)
         self._progress = progress
         self._log = log
