@@ -13,12 +13,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 from benchmarks import arms
 from benchmarks.rows import REPOSITORY, Row
 from benchmarks.sizes import usual
-from benchmarks.turns import take_turn, take_turns
+from benchmarks.turn_rows import all_of
+from benchmarks.turns import take_turns
 from deep_opt_states.zero.devices import SHARE_OF_GPU_MEMORY
 from perf_model.budgets import DoesNotFit
 from perf_model.cli.inputs import OVERLAPS
@@ -92,15 +92,12 @@ def work(arguments: Sequence[str]) -> None:
     quick = "--quick" in arguments
     compared = (arms.STOCK, arms.OURS_AS_IT_IS)
     iterations, rounds = (2, 1) if quick else (5, 3)
-    setting = usual(quick=quick)
-    turns: dict[str, list[Any]] = {arm.name: [] for arm in compared}
-    for turn in take_turns(compared, rounds, partial(take_turn, setting=setting, iterations=iterations)):
-        turns[turn.arm.name].append(turn)
+    turns = take_turns(compared, usual(quick=quick), iterations=iterations, rounds=rounds)
     stock = turns[arms.STOCK.name][0]
     found = {
         name: {
-            "iteration_s": [its for turn in its_turns for its in turn.iteration_s],
-            "step_s": [its for turn in its_turns for its in turn.step_s],
+            "iteration_s": all_of(its_turns, "iteration_s"),
+            "step_s": all_of(its_turns, "step_s"),
             "same": all(turn.same_bits_as(stock) for turn in its_turns),
         }
         for name, its_turns in turns.items()

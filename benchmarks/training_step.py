@@ -7,14 +7,14 @@ neighbours; of ours with one thing more at a time; and with more micro-batches a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 from benchmarks import arms
 from benchmarks.arms import Arm
 from benchmarks.rows import Row
 from benchmarks.sizes import larger, usual
-from benchmarks.turns import Setting, Turn, take_turn, take_turns
+from benchmarks.turn_rows import all_of, exposed_and_hidden, faster, of_arm, same_bits, waived, what_it_is
+from benchmarks.turns import Setting, Turn, take_turns
 from deep_opt_states import machine
 from deep_opt_states.profiler.peaks import peak_flops
 
@@ -43,58 +43,37 @@ def measure(*, quick: bool) -> Iterator[Row]:
 
 
 def _compare(setting: Setting, compared: Sequence[Arm], effort: Effort) -> Iterator[Row]:
-    about = {**asdict(setting), "parameters": setting.parameters}
-    running = []
-    for arm in compared:
-        if (reason := arm.waived()) is None:
-            running.append(arm)
-        else:
-            yield Row(arm=arm.name, quantity="iteration", waived=reason, setting=about)
-    # The ratios are to stock's turn of the same round.
-    running.sort(key=lambda arm: arm is not arms.STOCK)
-    ran: dict[str, list[Turn]] = {arm.name: [] for arm in running}
-    turn_of = partial(take_turn, setting=setting, iterations=effort.iterations)
-    for turn in take_turns(running, effort.rounds, turn_of):
-        ran[turn.arm.name].append(turn)
-    for name, turns in ran.items():
-        for row in _rows(turns, ran[arms.STOCK.name], setting):
-            yield replace(row, arm=name, setting=about)
+    yield from waived(compared, "iteration", setting)
+    # The first warms up for all.
+    running = sorted((arm for arm in compared if arm.waived() is None), key=lambda arm: arm is not arms.STOCK)
+    ran = take_turns(running, setting, iterations=effort.iterations, rounds=effort.rounds)
+    for turns in ran.values():
+        yield from _rows(turns, ran[arms.STOCK.name], setting)
 
 
 def _rows(turns: Sequence[Turn], stock: Sequence[Turn], setting: Setting) -> Iterator[Row]:
-    of = partial(Row, arm="")
-    iteration_s = [its for turn in turns for its in turn.iteration_s]
-    # Stock's is all seen.
-    exposed_s = [its for turn in turns for its in turn.exposed_s or turn.step_s]
-    yield of(quantity="forward", unit="s", samples=[its for turn in turns for its in turn.forward_s])
-    yield of(quantity="backward", unit="s", samples=[its for turn in turns for its in turn.backward_s])
-    yield of(quantity="update exposed", unit="s", samples=exposed_s)
-    if hidden_s := [its for turn in turns for its in turn.hidden_s]:
-        yield of(quantity="update hidden", unit="s", samples=hidden_s)
-    yield of(quantity="iteration", unit="s", samples=iteration_s)
-    yield of(quantity="tokens", unit="tokens/s", samples=[setting.tokens / its for its in iteration_s])
-    ratios = [
-        theirs / its
-        for other, turn in zip(stock, turns, strict=True)
-        for theirs, its in zip(other.iteration_s, turn.iteration_s, strict=True)
-    ]
-    yield of(quantity="iterations faster than stock", unit="times", samples=ratios)
+    of = of_arm(turns[0].arm.name, setting)
+    iteration_s = all_of(turns, "iteration_s")
+    yield Row(quantity="forward", unit="s", samples=all_of(turns, "forward_s"), **of)
+    yield Row(quantity="backward", unit="s", samples=all_of(turns, "backward_s"), **of)
+    yield from exposed_and_hidden(turns, **of)
+    yield Row(quantity="iteration", unit="s", samples=iteration_s, **of)
+    yield Row(quantity="tokens", unit="tokens/s", samples=[setting.tokens / its for its in iteration_s], **of)
+    ratios = faster(turns, stock, "iteration_s")
+    yield Row(quantity="iterations faster than stock", unit="times", samples=ratios, **of)
     gpu = machine.gpu()
     peak = None if gpu is None else peak_flops(gpu.name)
     if peak is None:
-        yield of(quantity="MFU", waived="no peak is specified for what trains here")
+        yield Row(quantity="MFU", waived="no peak is specified for what trains here", **of)
     else:
         flops = 6 * setting.parameters * setting.tokens
-        yield of(quantity="MFU", unit="share", samples=[flops / its / peak for its in iteration_s])
+        yield Row(quantity="MFU", unit="share", samples=[flops / its / peak for its in iteration_s], **of)
     if gpu is None:
-        yield of(quantity="GPU memory, peak", waived="no GPU")
-        yield of(quantity="page-locked memory", waived="nothing is page-locked without a GPU")
+        yield Row(quantity="GPU memory, peak", waived="no GPU", **of)
+        yield Row(quantity="page-locked memory", waived="nothing is page-locked without a GPU", **of)
     else:
-        yield of(quantity="GPU memory, peak", unit="bytes", samples=[turn.gpu_peak_bytes for turn in turns])
-        yield of(quantity="page-locked memory", unit="bytes", samples=[turn.pinned_bytes for turn in turns])
-    yield of(quantity="host memory of the process", unit="bytes", samples=[turn.host_bytes for turn in turns])
-    same = all(turn.same_bits_as(stock[0]) for turn in turns)
-    yield of(quantity="stock's bits", said=same, claimed=turns[0].arm.exact)
-    yield of(quantity="is", said=turns[0].settings)
-    if turns[0].plan:
-        yield of(quantity="plan", said=turns[0].plan)
+        yield Row(quantity="GPU memory, peak", unit="bytes", samples=[turn.gpu_peak_bytes for turn in turns], **of)
+        yield Row(quantity="page-locked memory", unit="bytes", samples=[turn.pinned_bytes for turn in turns], **of)
+    yield Row(quantity="host memory of the process", unit="bytes", samples=[turn.host_bytes for turn in turns], **of)
+    yield same_bits(turns, stock, **of)
+    yield from what_it_is(turns, **of)

@@ -152,12 +152,15 @@ def take_turn(arm: Arm, setting: Setting, iterations: int, warm_up: int = WARM_U
     return turn
 
 
-def take_turns(arms: Sequence[Arm], rounds: int, turn: Callable[[Arm], Turn]) -> Iterator[Turn]:
-    """In an order that alternates, after one turn of the first that nobody counts: files, allocators, compilers."""
-    turn(arms[0])
+def take_turns(arms: Sequence[Arm], setting: Setting, *, iterations: int, rounds: int) -> dict[str, list[Turn]]:
+    """By arm, one a round, in an order that alternates; after one turn of the first that nobody counts: files,
+    allocators, compilers."""
+    take_turn(arms[0], setting, iterations)
+    ran: dict[str, list[Turn]] = {arm.name: [] for arm in arms}
     for number in range(rounds):
         for arm in arms if number % 2 == 0 else reversed(arms):
-            yield turn(arm)
+            ran[arm.name].append(take_turn(arm, setting, iterations))
+    return ran
 
 
 def _engine(arm: Arm, setting: Setting) -> Any:

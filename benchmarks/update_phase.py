@@ -7,14 +7,13 @@ returns. Twin-Flow keeps as many bytes of states on the accelerator as ours take
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
-from functools import partial
 
 from benchmarks import arms
 from benchmarks.machine_profile import measured_profile
 from benchmarks.rows import Row
 from benchmarks.sizes import usual
-from benchmarks.turns import Turn, take_turn, take_turns
+from benchmarks.turn_rows import all_of, faster, of_arm, same_bits, waived, what_it_is
+from benchmarks.turns import take_turns
 from perf_model.bounds import work_bound
 from perf_model.cost import CostModel
 from perf_model.hardware import HardwareProfile
@@ -42,36 +41,20 @@ def measure(*, quick: bool) -> Iterator[Row]:
         arms.ALL_STREAMED,
         arms.PLANNED,
     )
-    ran: dict[str, list[Turn]] = {}
-    for arm in competitors:
-        if (reason := arm.waived()) is not None:
-            yield Row(arm=arm.name, quantity="update", waived=reason)
+    yield from waived(competitors, "update", setting)
     running = [arm for arm in competitors if arm.waived() is None]
-    for turn in take_turns(running, rounds, partial(take_turn, setting=setting, iterations=iterations)):
-        ran.setdefault(turn.arm.name, []).append(turn)
-    yield from rows(ran, asdict(setting))
+    ran = take_turns(running, setting, iterations=iterations, rounds=rounds)
+    stock = ran[arms.STOCK.name]
+    for name, turns in ran.items():
+        of = of_arm(name, setting)
+        step_s = all_of(turns, "step_s")
+        yield Row(quantity="update", unit="s", samples=step_s, **of)
+        per_second = [setting.parameters / its for its in step_s]
+        yield Row(quantity="update rate", unit="parameters/s", samples=per_second, **of)
+        yield Row(quantity="updates faster than stock", unit="times", samples=faster(turns, stock, "step_s"), **of)
+        yield same_bits(turns, stock, **of)
+        yield from what_it_is(turns, **of)
     with measured_profile(quick=True) as path:
         bound = work_bound(setting.parameters, CostModel.of(HardwareProfile.read(path)))
     yield Row(arm="lower bound of ours, by the profile", quantity="update", unit="s", samples=[bound.seconds])
     yield Row(arm="lower bound of ours, by the profile", quantity="bound by", said=bound.binding.value)
-
-
-def rows(ran: dict[str, list[Turn]], setting: dict[str, object]) -> Iterator[Row]:
-    stock = ran[arms.STOCK.name]
-    for name, turns in ran.items():
-        about = {**setting, "parameters": turns[0].parameters}
-        step_s = [its for turn in turns for its in turn.step_s]
-        yield Row(arm=name, quantity="update", unit="s", samples=step_s, setting=about)
-        per_second = [turns[0].parameters / its for its in step_s]
-        yield Row(arm=name, quantity="update rate", unit="parameters/s", samples=per_second, setting=about)
-        ratios = [
-            theirs / its
-            for other, turn in zip(stock, turns, strict=True)
-            for theirs, its in zip(other.step_s, turn.step_s, strict=True)
-        ]
-        yield Row(arm=name, quantity="updates faster than stock", unit="times", samples=ratios, setting=about)
-        same = all(turn.same_bits_as(stock[0]) for turn in turns)
-        yield Row(arm=name, quantity="stock's bits", said=same, claimed=turns[0].arm.exact, setting=about)
-        yield Row(arm=name, quantity="is", said=turns[0].settings, setting=about)
-        if turns[0].plan:
-            yield Row(arm=name, quantity="plan", said=turns[0].plan, setting=about)

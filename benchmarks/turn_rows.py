@@ -1,0 +1,52 @@
+"""What turns of engines say, as rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.arms import Arm
+from benchmarks.rows import Row
+from benchmarks.turns import Setting, Turn
+
+
+def of_arm(name: str, setting: Setting) -> dict[str, Any]:
+    """What all its rows say."""
+    return {"arm": name, "setting": {**asdict(setting), "parameters": setting.parameters}}
+
+
+def waived(arms: Sequence[Arm], quantity: str, setting: Setting) -> Iterator[Row]:
+    """Of the arms that cannot run here."""
+    for arm in arms:
+        if (reason := arm.waived()) is not None:
+            yield Row(quantity=quantity, waived=reason, **of_arm(arm.name, setting))
+
+
+def all_of(turns: Sequence[Turn], name: str) -> list[float]:
+    """The samples of all iterations."""
+    return [its for turn in turns for its in getattr(turn, name)]
+
+
+def faster(turns: Sequence[Turn], stock: Sequence[Turn], name: str) -> list[float]:
+    """Stock's seconds over theirs, iteration by iteration of the same round."""
+    return [theirs / its for theirs, its in zip(all_of(stock, name), all_of(turns, name), strict=True)]
+
+
+def exposed_and_hidden(turns: Sequence[Turn], **of: Any) -> Iterator[Row]:
+    """Of the update; stock's is all seen."""
+    exposed_s = [its for turn in turns for its in turn.exposed_s or turn.step_s]
+    yield Row(quantity="update exposed", unit="s", samples=exposed_s, **of)
+    if hidden_s := all_of(turns, "hidden_s"):
+        yield Row(quantity="update hidden", unit="s", samples=hidden_s, **of)
+
+
+def same_bits(turns: Sequence[Turn], stock: Sequence[Turn], **of: Any) -> Row:
+    same = all(turn.same_bits_as(stock[0]) for turn in turns)
+    return Row(quantity="stock's bits", said=same, claimed=turns[0].arm.exact, **of)
+
+
+def what_it_is(turns: Sequence[Turn], **of: Any) -> Iterator[Row]:
+    yield Row(quantity="is", said=turns[0].settings, **of)
+    if turns[0].plan:
+        yield Row(quantity="plan", said=turns[0].plan, **of)
