@@ -172,7 +172,8 @@ class CostModel:
     ) -> CostModel:
         """Slots are host memory and every action is the host's: copies and Adam take turns at its cores.
 
-        A copied byte is one read and one written; GPU_STEP does in a slot what CPU_STEP does in place.
+        A copied byte is one read and one written; GPU_STEP does in a slot what CPU_STEP does in place. The CPU writes
+        16-bit parameters where the model has them, as it updates: there is nothing to publish.
         """
         adam_s = 1 / cpu
         copied_byte_s = 2 / (profile.get("dram_copy_bytes_per_s") or profile.rate("dram_update_bytes_per_s"))
@@ -180,6 +181,8 @@ class CostModel:
             kind: adam_s if kind in (ActionKind.CPU_STEP, ActionKind.GPU_STEP) else copied_byte_s * (its.h2d + its.d2h)
             for kind, its in traffic.items()
         }
+        if traffic[ActionKind.PUBLISH].h2d < FP32_BYTES:
+            seconds[ActionKind.PUBLISH] = 0.0
         per_param = {kind: {Resource.CPU: param_s} for kind, param_s in seconds.items()}
         return cls(
             capacities={Resource.CPU: 1.0},
@@ -191,7 +194,8 @@ class CostModel:
     def load(self, kind: ActionKind, numel: int) -> Load:
         amounts = {resource: each * numel for resource, each in self.per_param[kind].items() if each > 0}
         busiest_s = max((amount / self.capacities[resource] for resource, amount in amounts.items()), default=0.0)
-        return Load(busiest_s, amounts, self.copy_latency_s * COPIES.get(kind, 0))
+        copies = COPIES.get(kind, 0) if amounts else 0
+        return Load(busiest_s, amounts, self.copy_latency_s * copies)
 
     def busiest(self, kind: ActionKind) -> Resource:
         """What binds it alone."""

@@ -32,15 +32,17 @@ class Reservation:
     count: int = 1
 
 
-def reserved_by_the_runtime(plan: UpdatePlan, param_bytes: int, *, accumulates: bool) -> list[Reservation]:
+def reserved_by_the_runtime(
+    plan: UpdatePlan, param_bytes: int, *, accumulates: bool, publishes: bool = True
+) -> list[Reservation]:
     """What the runtime reserves for ``plan``, once: it counts in the peaks of backward and forward as in the update's.
 
     One slab of page-locked memory, and states and gradients on the accelerator. ``param_bytes``: 2 for 16-bit models, 4
     for fp32. ``accumulates``: over micro-batches. Gradients are taken to be in the model's dtype, in which DeepSpeed
     accumulates them by default; where all is updated on the CPU, to be summed there: the runtime sums them on the
-    accelerator if it finds room.
+    accelerator if it finds room. ``publishes`` as in ``Widths``.
     """
-    slab_bytes = Widths(param=param_bytes, grad=param_bytes).slab_bytes(plan)
+    slab_bytes = Widths(param=param_bytes, grad=param_bytes, publishes=publishes).slab_bytes(plan)
     numels = _numels_by_placement(plan)
     streamed, residents = numels[Placement.STREAMED], numels[Placement.RESIDENT]
     kept = [*streamed, *residents]
@@ -122,7 +124,7 @@ class Memory:
 
 def memory_of(plan: UpdatePlan, param_bytes: int = 2) -> Memory:
     """All that the optimizer takes with ``plan`` at most: once something is updated on the accelerator, there is room
-    for all gradients, as without offloading."""
+    for all gradients, as without offloading. On the CPU alone it is 2 bytes a parameter less."""
     return Memory.of(reserved_by_the_runtime(plan, param_bytes, accumulates=True))
 
 

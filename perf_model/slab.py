@@ -23,20 +23,24 @@ STATES = ("master", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
-    """Bytes of an element: 2, or 4 for the parameters of an fp32 model and for gradients accumulated in fp32."""
+    """Bytes of an element: 2, or 4 for the parameters of an fp32 model and for gradients accumulated in fp32.
+
+    ``publishes``: not where the accelerator shares host memory, and the CPU writes the model's 16-bit parameters.
+    """
 
     param: int
     grad: int
+    publishes: bool = True
 
     def on_host(self, placement: Placement) -> dict[str, int]:
         """The tensors of a sub-group in host memory: none of a resident; of what the CPU updates its gradient, too, and
-        the rounded parameters unless they are fp32, which are published from ``master``."""
+        the rounded parameters to publish; those that are fp32 are published from ``master``."""
         if placement is Placement.RESIDENT:
             return {}
         widths = dict.fromkeys(STATES, FP32_BYTES)
         if placement is Placement.CPU:
             widths["grad"] = self.grad
-            if self.param < FP32_BYTES:
+            if self.publishes and self.param < FP32_BYTES:
                 widths["rounded"] = self.param
         return widths
 

@@ -36,6 +36,8 @@ class CudaStream:
 
 
 class CudaDevice:
+    shares_host_memory = False
+
     def __init__(self, index: int) -> None:
         self._device = torch.device("cuda", index)
 

@@ -40,6 +40,8 @@ class HostStream:
 
 
 class HostDevice:
+    shares_host_memory = True
+
     def stream(self) -> HostStream:
         return HostStream()
 

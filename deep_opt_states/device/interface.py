@@ -39,7 +39,13 @@ class Stream(Protocol[EventT_contra]):
 
 
 class Device(Protocol[EventT]):
-    """Inside a step only ``copy`` and ``current_stream`` are called; all that is reserved is reserved at start-up."""
+    """Inside a step only ``copy`` and ``current_stream`` are called; all that is reserved is reserved at start-up.
+
+    ``shares_host_memory``: whether the CPU can write what the accelerator computes with.
+    """
+
+    @property
+    def shares_host_memory(self) -> bool: ...
 
     def stream(self) -> Stream[EventT]:
         """A new stream."""

@@ -243,7 +243,7 @@ class Executor:
     def touch(self, states: Sequence[SubGroupState]) -> None:
         """Zeros ``states``, which are updated on the CPU, on the threads that will update them."""
         for state in states:
-            self._worker.submit(partial(self._host_adam.zero, state.on_host)).result()
+            self._worker.submit(partial(self._host_adam.zero, state.in_slab)).result()
 
     def timeline(self) -> Timeline:
         """When each action of the last update ran, which has finished; also when the next is being prefetched."""

@@ -18,6 +18,10 @@ class Ledger:
         self._device = device
         self.reserved: list[Reservation] = []
 
+    @property
+    def shares_host_memory(self) -> bool:
+        return self._device.shares_host_memory
+
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._account(Where.ACCELERATOR, self._device.empty(numel, dtype))
 

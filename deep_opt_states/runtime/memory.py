@@ -15,6 +15,11 @@ from perf_model.plan import UpdatePlan
 from perf_model.slab import STATES, Widths, parts_of
 
 
+def widths_of(param: torch.Tensor, grad_dtype: torch.dtype, device: Device[Any]) -> Widths:
+    """Of a model with such parameters on ``device``."""
+    return Widths(param=param.element_size(), grad=grad_dtype.itemsize, publishes=not device.shares_host_memory)
+
+
 class StateMemory:
     """Host memory is one slab, laid out sub-group by sub-group, registered once it is touched."""
 
@@ -27,7 +32,7 @@ class StateMemory:
         cls, plan: UpdatePlan, params: Sequence[torch.Tensor], grad_dtype: torch.dtype, device: Device[Any]
     ) -> StateMemory:
         """``params`` are the flat buffers of the sub-groups, in the model's dtype. All states are zero."""
-        widths = Widths(param=params[0].element_size(), grad=grad_dtype.itemsize)
+        widths = widths_of(params[0], grad_dtype, device)
         slab = device.host_slab(widths.slab_bytes(plan))
         dtypes = {**dict.fromkeys(STATES, torch.float32), "grad": grad_dtype, "rounded": params[0].dtype}
         on_host: list[dict[str, torch.Tensor]] = [{} for _ in plan.placements]
@@ -38,7 +43,10 @@ class StateMemory:
             for name in (*STATES, "grad"):
                 if name not in tensors:
                     tensors[name] = device.empty(param.numel(), dtypes[name]).zero_()
-            rounded = tensors.pop("rounded", tensors["master"] if placement is Placement.CPU else None)
+            rounded = None
+            if placement is Placement.CPU:
+                written = tensors["master"] if param.dtype == torch.float32 else param
+                rounded = tensors.pop("rounded", written)
             states.append(SubGroupState(**tensors, param=param, rounded=rounded))
         return cls(slab, states)
 

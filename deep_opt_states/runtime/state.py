@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,8 +17,9 @@ class SubGroupState:
     ``master``, ``exp_avg`` and ``exp_avg_sq`` are fp32 in host memory. ``grad``, in the dtype in which it was
     accumulated, is where the sub-group is updated: on the accelerator if it is streamed, else in host memory. ``param``
     is the flat buffer that the model's parameters are views of, in the model's dtype, on the accelerator. ``rounded``,
-    in that dtype in host memory, is what a CPU update is published from; for an fp32 model it is ``master`` itself, and
-    a sub-group that is not updated on the CPU needs none. A resident's tensors are all on the accelerator.
+    in that dtype in host memory, is what a CPU update is published from: ``master`` itself for an fp32 model; else
+    ``param`` where the accelerator shares host memory, and copying it to itself does nothing. A sub-group that is not
+    updated on the CPU needs none. A resident's tensors are all on the accelerator.
     """
 
     master: torch.Tensor
@@ -44,6 +45,11 @@ class SubGroupState:
             # An fp32 model's parameters are published from the master weights.
             param=None if self.rounded is self.master else self.rounded,
         )
+
+    @property
+    def in_slab(self) -> AdamTensors:
+        """``on_host`` without what is the model's, where the accelerator shares host memory."""
+        return replace(self.on_host, param=None) if self.rounded is self.param else self.on_host
 
     def at(self, states: SubGroupState | Slot) -> AdamTensors:
         """With ``master``, ``exp_avg`` and ``exp_avg_sq`` of ``states``, on the accelerator."""

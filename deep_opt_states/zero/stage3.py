@@ -30,7 +30,7 @@ from deep_opt_states.report.update_report import UpdateReport
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.exposure import Exposure
 from deep_opt_states.runtime.ledger import Ledger
-from deep_opt_states.runtime.memory import StateMemory
+from deep_opt_states.runtime.memory import StateMemory, widths_of
 from deep_opt_states.runtime.split import Split
 from deep_opt_states.runtime.state import SubGroupState
 from deep_opt_states.zero.adaptive_schedule import AdaptiveSchedule
@@ -155,8 +155,8 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
 
     @property
     def _widths(self) -> Widths:
-        param_bytes = self.fp16_partitioned_groups_flat[0].element_size()
-        return Widths(param=param_bytes, grad=self.gradient_accumulation_dtype.itemsize)
+        params = self.fp16_partitioned_groups_flat
+        return widths_of(params[0], self.gradient_accumulation_dtype, self._accelerator.device)
 
     def _check_room(self, plan: UpdatePlan, ranks: SharingRanks) -> None:
         check_room(self._widths.slab_bytes(plan), plan.workload.numel, ranks, HostRoom.here())

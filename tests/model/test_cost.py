@@ -76,9 +76,12 @@ def test_without_any_rate_of_an_accelerator_it_is_the_cpu() -> None:
             ActionKind.GPU_STEP: NUMEL / RATES["cpu_adam_params_per_s"],
             ActionKind.FLUSH_STATES: 12 * NUMEL * 2 / RATES["dram_copy_bytes_per_s"] + 3 * RATES["copy_latency_s"],
             ActionKind.CPU_STEP: NUMEL / RATES["cpu_adam_params_per_s"],
-            ActionKind.PUBLISH: 2 * NUMEL * 2 / RATES["dram_copy_bytes_per_s"] + RATES["copy_latency_s"],
+            # Parameters are updated where the model has them.
+            ActionKind.PUBLISH: 0,
         }
     )
+    fp32_s = CostModel.of(profile(hosts), param_bytes=4).load(ActionKind.PUBLISH, NUMEL).total_s
+    assert fp32_s == pytest.approx(4 * NUMEL * 2 / RATES["dram_copy_bytes_per_s"] + RATES["copy_latency_s"])
     with pytest.raises(ProfileError, match="h2d_bytes_per_s: is needed here"):
         CostModel.of(profile({**hosts, "gpu_adam_params_per_s": 8e10}))
 

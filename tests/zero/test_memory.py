@@ -56,7 +56,7 @@ def test_predicted_memory_is_what_is_taken(name: str, stock: dict[str, Any]) -> 
     ours = trained(json.dumps(BLOCKS[name]))
     plan = planned(BLOCKS[name], ours["numels"])
     assert len(plan.placements) == 6
-    predicted = reserved_by_the_runtime(plan, param_bytes=2, accumulates=False)
+    predicted = reserved_by_the_runtime(plan, param_bytes=2, accumulates=False, publishes=False)
     ledger = Counter((where, each_bytes) for where, each_bytes in map(tuple, ours["reserved"]))
     expected: Counter[tuple[str, int]] = Counter()
     for its in predicted:
@@ -74,8 +74,9 @@ def test_predicted_memory_is_what_is_taken(name: str, stock: dict[str, Any]) -> 
     assert ours["peak_rss_bytes"] - ours["before_rss_bytes"] <= 1.05 * (ours["rss_bytes"] - ours["before_rss_bytes"])
 
 
-def test_all_on_the_cpu_takes_16_bytes_a_parameter_and_stock_18(stock: dict[str, Any]) -> None:
+def test_all_on_the_cpu_takes_14_bytes_a_parameter_and_stock_18(stock: dict[str, Any]) -> None:
+    """On a GPU 16: what the CPU has rounded is in host memory before it is published."""
     ours = trained(json.dumps(BLOCKS["all on the CPU"]))
     numel = sum(ours["numels"])
-    assert sum(each_bytes for _, each_bytes in ours["reserved"]) == 16 * numel
-    assert stock["rss_bytes"] - ours["rss_bytes"] == pytest.approx(2 * numel, abs=12e6)
+    assert sum(each_bytes for _, each_bytes in ours["reserved"]) == 14 * numel
+    assert stock["rss_bytes"] - ours["rss_bytes"] == pytest.approx(4 * numel, abs=12e6)

@@ -70,6 +70,8 @@ class FakeStream:
 class FakeDevice:
     """All memory is NaN until it is written. ``allocated_bytes`` counts device memory that is not freed."""
 
+    shares_host_memory = False
+
     def __init__(self, timing: Timing | None = None) -> None:
         self.lanes = Lanes(timing or Late())
         self.caller = FakeStream(self, self.lanes.caller)

@@ -15,6 +15,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from deep_opt_states.device.host import HostDevice
 from tests.zero.parity.case import Case
 from tests.zero.parity.model import Net, batch, param_groups
 
@@ -45,7 +46,8 @@ def make_engine(case: Case, block: Block) -> Any:
             model = Net(case)
     else:
         model = Net(case)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=param_groups(model, case), config=config)
+    with mock.patch.object(HostDevice, "shares_host_memory", case.shares_host_memory):
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=param_groups(model, case), config=config)
     return engine
 
 

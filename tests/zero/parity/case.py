@@ -43,6 +43,7 @@ class Case:
     that many): an in-process reload, of the moments if ``load_optimizer_states``.
     ``resume``: trained by one engine, saved, and continued by a fresh one.
     ``caller_accumulates``: with DeepSpeed's managed_gradient_accumulation off, ``step()`` is the boundary.
+    ``shares_host_memory``, as the CPU accelerator does; without it parameters are published as on a GPU.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Case:
     resume: bool = False
     caller_accumulates: bool = False
     offload_param: bool = False
+    shares_host_memory: bool = False
     zero: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 

@@ -34,7 +34,18 @@ CASES = (
         name="explicit list",
         blocks=({"placement": ["streamed", "cpu", "cpu", "streamed", "streamed"], "num_slots": 1},),
     ),
-    Case(name="planned, from a quick profile", blocks=({},)),
+    Case(name="planned, from a quick profile", blocks=({},), shares_host_memory=True),
+    Case(
+        name="2 ranks, fp16, updated where the model is",
+        blocks=(CPU, {**CPU, **SERIAL}, STRIDE_2),
+        world_size=2,
+        dtype="fp16",
+        clip=0.5,
+        accumulation=2,
+        poisoned={1: 1e6},
+        reload=(3, 5),
+        shares_host_memory=True,
+    ),
     Case(
         name="residents, clipping, reload in process",
         blocks=(
@@ -126,7 +137,14 @@ CASES = (
     ),
     Case(name="inf and nan norm, no clipping, fp32", blocks=(STREAMED,), dtype="fp32", poisoned={3: INF, 5: NAN}),
     Case(name="a parameter without any gradient", blocks=(STRIDE_2, CPU), unused=True, accumulation=3, clip=0.5),
-    Case(name="zero.Init", blocks=(STRIDE_2,), zero_init=True, groups=(A, B), clip=0.5),
+    Case(
+        name="zero.Init, updated where the model is",
+        blocks=(STRIDE_2,),
+        zero_init=True,
+        groups=(A, B),
+        clip=0.5,
+        shares_host_memory=True,
+    ),
     Case(name="parameters offloaded too", blocks=(FRACTION,), offload_param=True, clip=0.5),
     Case(
         name="torch autocast",

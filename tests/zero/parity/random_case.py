@@ -41,6 +41,7 @@ def random_case(seed: int, world_size: int) -> Case:
             "reduce_scatter": lot.random() < 0.7,
             "overlap_comm": lot.random() < 0.8,
         },
+        shares_host_memory=lot.random() < 0.5,
     )
 
 
