@@ -14,8 +14,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.rows import RESULTS, Results, told
-from benchmarks.suite import BENCHMARKS, Waived
+from benchmarks.harness.picture import draw
+from benchmarks.harness.rows import RESULTS, Results, told
+from benchmarks.harness.suite import BENCHMARKS, Waived
 from deep_opt_states import machine
 from examples.one_rank import be_the_only_rank_unless_launched
 
@@ -36,14 +37,12 @@ def run(name: str, folder: Path, *, quick: bool) -> int:
     except Waived as reason:
         console.print(f"WAIVED: {reason}")
         return 0
-    table = Table("arm", "", "median", "20 % to 80 %", "")
+    table = Table("arm", "", "median", "20 % to 80 %")
     for found in results.rows:
         table.add_row(found["arm"], found["quantity"], *told(found))
     console.print(table)
     if not quick:
-        from benchmarks.picture import draw
-
-        console.print(f"{draw(name, results.rows, folder)}")
+        console.print(f"{draw(name, results.rows, folder, module.PICTURE)}")
     console.print(f"{results.path}, {time.perf_counter() - start_s:.0f} s")
     return int(any(found.get("failed") for found in results.rows))
 
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the rows (default: benchmarks/results)")
     options = parser.parse_args(arguments)
     if options.what == "report":
-        from benchmarks.report import render
+        from benchmarks.harness.report import render
 
         path = options.output.parent / "RESULTS.md"
         path.write_text(render(options.output))

@@ -9,19 +9,26 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks import cpu_adam, gpu_adam
-from benchmarks.machine_profile import measured_profile
-from benchmarks.rows import Row
+from benchmarks.harness import cpu_adam, gpu_adam
+from benchmarks.harness.machine_profile import measured_profile
+from benchmarks.harness.picture import Bars
+from benchmarks.harness.rows import Row
 from deep_opt_states import machine
 from perf_model.hardware import HardwareProfile
 
 NUMEL = 100_000_000
+THREADS = (1, 4, 16)
+"""And as many as there are cores."""
+
 NO_GPU = "no GPU"
+
+PICTURE = Bars(("update rate",), ("updates faster than stock",), ("bandwidth",), ("of *",))
 
 
 def measure(*, quick: bool) -> Iterator[Row]:
     numel, repetitions = (1_000_000, 3) if quick else (NUMEL, 9)
-    for threads in sorted({1, machine.cores().usable}):
+    cores = machine.cores().usable
+    for threads in sorted({its for its in THREADS if its < cores} | {cores}):
         yield from cpu_adam.compare(numel, threads, repetitions)
     yield from _beside_transfers()
     if not torch.cuda.is_available():

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from benchmarks.rows import Row
-from benchmarks.suite import Waived
+from benchmarks.harness.picture import Lines
+from benchmarks.harness.rows import Row
+from benchmarks.harness.suite import Waived
 from deep_opt_states import machine
 from deep_opt_states.profiler import transfers
 from deep_opt_states.profiler.method import FULL, QUICK, Probe, sample
@@ -19,6 +20,8 @@ from deep_opt_states.profiler.ranks import OneRank
 SIZES = (2**16, 2**20, 2**24, 2**28)
 TOGETHER_BYTES = 2**30
 """Moved by one repetition."""
+
+PICTURE = Lines("bandwidth", x="bytes")
 
 
 def measure(*, quick: bool) -> Iterator[Row]:

@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 
-from benchmarks import arms
-from benchmarks.rows import Row
-from benchmarks.sizes import exact
-from benchmarks.turns import take_turn
+from benchmarks.harness import arms
+from benchmarks.harness.picture import Bars
+from benchmarks.harness.rows import Row
+from benchmarks.harness.sizes import exact
+from benchmarks.harness.turns import take_turn
 
 STEPS = 200
+
+PICTURE = Bars(("largest difference of a loss",), ("last loss",), ("iteration",))
 
 
 def measure(*, quick: bool) -> Iterator[Row]:

@@ -7,20 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks import arms
-from benchmarks.arms import ours
-from benchmarks.rows import Row
-from benchmarks.turn_rows import all_of, of_arm, same_bits
-from benchmarks.turns import Setting, take_turns
+from benchmarks.harness import arms
+from benchmarks.harness.arms import ours
+from benchmarks.harness.picture import Bars
+from benchmarks.harness.rows import Row
+from benchmarks.harness.setting import Setting
+from benchmarks.harness.sizes import Effort
+from benchmarks.harness.turn_rows import all_of, of_arm, same_bits
+from benchmarks.harness.turns import take_turns
 
 SETTING = Setting(layers=5, width=128, context=128, micro_batch=4)
 """1.07 M parameters."""
 
+PICTURE = Bars(("iteration",), ("iteration over stock's",))
+
 
 def measure(*, quick: bool) -> Iterator[Row]:
     compared = (arms.STOCK, ours("ours", placement="cpu"), arms.ALL_CPU)
-    iterations, rounds = (5, 2) if quick else (40, 6)
-    ran = take_turns(compared, SETTING, iterations=iterations, rounds=rounds)
+    effort = Effort(iterations=5, rounds=2) if quick else Effort(iterations=40, rounds=6)
+    ran = take_turns(compared, SETTING, effort)
     stock = ran[arms.STOCK.name]
     for name, turns in ran.items():
         of = of_arm(name, SETTING)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.arms import STOCK, ours
-from benchmarks.rows import Row
-from benchmarks.sizes import overlapping
-from benchmarks.turn_rows import all_of, exposed_and_hidden, of_arm, same_bits, what_it_is
-from benchmarks.turns import take_turns
+from benchmarks.harness.arms import STOCK, ours
+from benchmarks.harness.picture import Bars
+from benchmarks.harness.rows import Row
+from benchmarks.harness.sizes import effort, overlapping
+from benchmarks.harness.turn_rows import exposed_and_hidden, iterations, of_arm, same_bits, what_it_is
+from benchmarks.harness.turns import take_turns
 
 STREAMED = {"placement": "fraction", "gpu_fraction": 0.7}
 ARMS = (
@@ -22,17 +23,16 @@ ARMS = (
     ours("both", **STREAMED, overlap_backward=True, overlap_forward=True),
 )
 
+PICTURE = Bars(("update exposed", "update hidden"), ("iteration",))
+
 
 def measure(*, quick: bool) -> Iterator[Row]:
     setting = overlapping(quick=quick)
-    iterations, rounds = (2, 1) if quick else (5, 2)
-    ran = take_turns(ARMS, setting, iterations=iterations, rounds=rounds)
+    ran = take_turns(ARMS, setting, effort(quick=quick))
     stock = ran[STOCK.name]
     for name, turns in ran.items():
         of = of_arm(name, setting)
-        yield from exposed_and_hidden(turns, **of)
-        yield Row(quantity="iteration", unit="s", samples=all_of(turns, "iteration_s"), **of)
-        ratios = [other.median_s / turn.median_s for other, turn in zip(stock, turns, strict=True)]
-        yield Row(quantity="iterations faster than stock", unit="times", samples=ratios, **of)
+        yield from exposed_and_hidden(turns, stock, **of)
+        yield from iterations(turns, stock, **of)
         yield same_bits(turns, stock, **of)
         yield from what_it_is(turns, **of)

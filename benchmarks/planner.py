@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
-from benchmarks.rows import Row
-from benchmarks.synthetic import Machine, machines
+from benchmarks.harness.picture import Bars
+from benchmarks.harness.rows import Row
+from benchmarks.harness.synthetic import Machine, machines
 from perf_model.bounds import Room
 from perf_model.fill_and_drain import bound_with_fill_and_drain
 from perf_model.memory import memory_of
@@ -92,6 +93,9 @@ def _every_plan(workload: Workload, machine: Machine) -> Iterator[UpdatePlan]:
             if not machine.budgets.missing(memory_of(plan)):
                 yield plan
                 yield replace(plan, order=order)
+
+
+PICTURE = Bars(("update over the bound*",), ("planning, CPU time",))
 
 
 def measure(*, quick: bool) -> Iterator[Row]:

@@ -1,8 +1,10 @@
 """What becomes of it with more ranks?
 
-One and two ranks are measured on this machine. 4 to 512 GPUs are *simulated*, for the paper's models on presets of
-machines that nobody measured, four GPUs a node: a rank's shard shrinks until there is little left to interleave, and
-communication between nodes, which the model takes to be hidden, would bind first. The plan says what it chooses then.
+One and two ranks are measured on this machine. 4 to 512 GPUs are *simulated*, for the paper's models on a preset of a
+machine that nobody measured, four GPUs a node. A rank's shard shrinks until its states fit the GPU: then nothing is
+left to interleave. And where the network binds, the update is a smaller part of an iteration. ZeRO-3 gathers the
+16-bit parameters in forward and in backward and scatters as many gradients; each node receives them once, by the
+network of all its GPUs, and arithmetic hides that as far as it lasts.
 """
 
 from __future__ import annotations
@@ -14,18 +16,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 
-from benchmarks import arms
-from benchmarks.rows import REPOSITORY, Row
-from benchmarks.sizes import usual
-from benchmarks.turn_rows import all_of
-from benchmarks.turns import take_turns
+from benchmarks.harness import arms
+from benchmarks.harness.picture import Lines
+from benchmarks.harness.rows import REPOSITORY, Row
+from benchmarks.harness.sizes import effort, usual
+from benchmarks.harness.turn_rows import exposed_and_hidden, iterations, of_arm, same_bits, what_it_is
+from benchmarks.harness.turns import take_turns
 from deep_opt_states.zero.devices import SHARE_OF_GPU_MEMORY
 from perf_model.budgets import DoesNotFit
 from perf_model.cli.inputs import OVERLAPS
-from perf_model.forecast import MemoryLimits, Unfit, forecast
-from perf_model.job import Job
+from perf_model.forecast import Iteration, MemoryLimits, forecast
+from perf_model.job import PARAM_BYTES, Job
 from perf_model.placement import Placement
-from perf_model.presets.machines import MACHINES
+from perf_model.presets.machines import MACHINES, REACHED
 from perf_model.presets.models import MODELS
 from perf_model.sub_group_size import SUB_GROUP_SIZES
 
@@ -33,7 +36,16 @@ RANKS = (1, 2)
 SIMULATED_RANKS = (4, 8, 16, 32, 64, 128, 256, 512)
 PAPER_MODELS = ("7B", "8.3B", "10B", "13B", "20B")
 MACHINE, GPUS_PER_NODE, SEQUENCE = "h100-pcie5", 4, 2048
-ANSWER = "TURNS "
+NETWORKS_GBIT = (400, 100)
+"""A GPU."""
+
+WITHOUT_INTERLEAVING = ("stock", "twin_flow", "all_cpu", "no_offload")
+PAYS = 1.02
+"""Iterations so many times faster than the best of those."""
+
+ANSWER = "ROW "
+
+PICTURE = Lines("update exposed, stock", "update exposed, ours", "update exposed, next best", x="GPUs", panel="model")
 
 
 def measure(*, quick: bool) -> Iterator[Row]:
@@ -47,63 +59,90 @@ def measure(*, quick: bool) -> Iterator[Row]:
 def _measured(ranks: int, *, quick: bool) -> Iterator[Row]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["-m", "benchmarks.scaling", *(["--quick"] if quick else [])]
-    finished = subprocess.run(command, check=True, capture_output=True, text=True, cwd=REPOSITORY)
-    (line,) = (its for its in finished.stdout.splitlines() if its.startswith(ANSWER))
-    about = {**asdict(usual(quick=quick)), "ranks": ranks, "simulated": False}
-    for arm, found in json.loads(line.removeprefix(ANSWER)).items():
-        of = partial(Row, arm=f"{arm}, {ranks} rank{'s' if ranks > 1 else ''}", setting=about)
-        yield of(quantity="iteration", unit="s", samples=found["iteration_s"])
-        yield of(quantity="update", unit="s", samples=found["step_s"])
-        yield of(quantity="stock's bits", said=found["same"], claimed=True)
+    finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    for line in finished.stdout.splitlines():
+        if line.startswith(ANSWER):
+            yield Row(**json.loads(line.removeprefix(ANSWER)))
 
 
-def _simulated(model: str, ranks: int) -> Iterator[Row]:
-    job = Job(shape=MODELS[model], world_size=ranks, ranks_per_node=GPUS_PER_NODE, micro_batch=1, sequence=SEQUENCE)
+def _simulated(model: str, gpus: int) -> Iterator[Row]:
+    job = Job(shape=MODELS[model], world_size=gpus, ranks_per_node=GPUS_PER_NODE, micro_batch=1, sequence=SEQUENCE)
     profile = MACHINES[MACHINE].profile(GPUS_PER_NODE)
     assert profile.gpu_memory_bytes is not None
     # What the plugin takes where the config does not say, beside what the model takes.
     gpu_bytes = min(profile.gpu_memory_bytes, job.gpu_bytes + int(SHARE_OF_GPU_MEMORY * profile.gpu_memory_bytes))
     limits = MemoryLimits(gpu=gpu_bytes, host=profile.host_memory_bytes)
-    about = {"model": model, "ranks": ranks, "machine": MACHINE, "simulated": True}
-    of = partial(Row, arm=f"{model}, {ranks} GPUs, SIMULATED", setting=about)
+    about = {"machine": MACHINE, "sequence": SEQUENCE, "micro_batch": 1, "model": model, "GPUs": gpus}
+    of = partial(Row, arm="SIMULATED", setting=about)
     try:
         found = forecast(job, profile, limits, OVERLAPS["both"], SUB_GROUP_SIZES)
     except DoesNotFit as why:
-        yield of(quantity="update exposed", waived=str(why))
+        yield of(quantity="update exposed, ours", waived=str(why))
         return
-    planned = found.planned
-    counts = [f"{planned.plan.placements.count(its)} {its.value}" for its in Placement]
-    yield of(quantity="plan", said=", ".join(counts))
-    yield of(quantity="update exposed", unit="s", samples=[planned.exposed_s])
-    yield of(quantity="update", unit="s", samples=[planned.update_s])
-    for name, arm in found.baselines.items():
-        if isinstance(arm, Unfit):
-            yield of(quantity=f"update exposed, {name}", waived=arm.why)
-        else:
-            yield of(quantity=f"update exposed, {name}", unit="s", samples=[arm.exposed_update_s])
+    # No memory of the GPU is kept from what does not offload.
+    whole = MemoryLimits(gpu=profile.gpu_memory_bytes, host=profile.host_memory_bytes)
+    others = {
+        **found.baselines,
+        "no_offload": forecast(job, profile, whole, OVERLAPS["both"], SUB_GROUP_SIZES).baselines["no_offload"],
+    }
+    fitting = {name: others[name] for name in WITHOUT_INTERLEAVING}
+    running = {name: its for name, its in fitting.items() if isinstance(its, Iteration)}
+    ours = found.predicted
+    if (stock := running.get("stock")) is not None:
+        yield of(quantity="update exposed, stock", unit="s", samples=[stock.exposed_update_s])
+    yield of(quantity="update exposed, ours", unit="s", samples=[ours.exposed_update_s])
+    next_best = min(running, key=lambda name: running[name].iteration_s)
+    yield of(quantity="next best", said=next_best)
+    yield of(quantity="update exposed, next best", unit="s", samples=[running[next_best].exposed_update_s])
+    for network in NETWORKS_GBIT:
+        gather_s = _gather_s(job, network)
+        ours_s = _iteration_s(ours, gather_s)
+        at = f"{network} Gbit/s"
+        yield of(quantity=f"iteration, {at}", unit="s", samples=[ours_s])
+        yield of(quantity=f"network binds, {at}", said=gather_s * 3 > ours.forward_s + ours.backward_s)
+        if stock is not None:
+            ratio = _iteration_s(stock, gather_s) / ours_s
+            yield of(quantity=f"faster than stock, {at}", unit="times", samples=[ratio])
+        ratio = _iteration_s(running[next_best], gather_s) / ours_s
+        yield of(quantity=f"faster than next best, {at}", unit="times", samples=[ratio])
+        yield of(quantity=f"interleaving pays, {at}", said=ratio >= PAYS)
+    counts = {its: found.planned.plan.placements.count(its) for its in Placement}
+    yield of(quantity="plan", said=", ".join(f"{count} {its.value}" for its, count in counts.items() if count))
+
+
+def _gather_s(job: Job, network_gbit: int) -> float:
+    """Of all parameters, by every node from the others."""
+    nodes = -(-job.world_size // GPUS_PER_NODE)
+    node_bytes_per_s = REACHED * job.ranks_of_a_node * network_gbit * 1e9 / 8
+    return PARAM_BYTES * job.shape.numel * (nodes - 1) / nodes / node_bytes_per_s
+
+
+def _iteration_s(its: Iteration, gather_s: float) -> float:
+    """What of the update was predicted to be exposed stays so, though a window that waits for the network is longer."""
+    return max(its.forward_s, gather_s) + max(its.backward_s, 2 * gather_s) + its.exposed_update_s
 
 
 def work(arguments: Sequence[str]) -> None:
-    """One rank of those that ``_measured`` starts; rank 0 prints the answer."""
+    """One rank of those that ``_measured`` starts; rank 0 prints the rows."""
     import deepspeed
     import torch.distributed as dist
 
     deepspeed.init_distributed()
     quick = "--quick" in arguments
-    compared = (arms.STOCK, arms.OURS_AS_IT_IS)
-    iterations, rounds = (2, 1) if quick else (5, 3)
-    turns = take_turns(compared, usual(quick=quick), iterations=iterations, rounds=rounds)
-    stock = turns[arms.STOCK.name][0]
-    found = {
-        name: {
-            "iteration_s": all_of(its_turns, "iteration_s"),
-            "step_s": all_of(its_turns, "step_s"),
-            "same": all(turn.same_bits_as(stock) for turn in its_turns),
-        }
-        for name, its_turns in turns.items()
-    }
-    if dist.get_rank() == 0:
-        print(ANSWER + json.dumps(found), flush=True)
+    setting = usual(quick=quick)
+    ran = take_turns((arms.STOCK, arms.OURS_AS_IT_IS), setting, effort(quick=quick))
+    stock = ran[arms.STOCK.name]
+    for name, turns in ran.items():
+        of = of_arm(name, setting)
+        of["setting"]["ranks"] = dist.get_world_size()
+        rows = [
+            *exposed_and_hidden(turns, stock, **of),
+            *iterations(turns, stock, **of),
+            same_bits(turns, stock, **of),
+            *what_it_is(turns, **of),
+        ]
+        if dist.get_rank() == 0:
+            print("".join(f"\n{ANSWER}{json.dumps(asdict(row))}" for row in rows), flush=True)
     dist.destroy_process_group()
 
 

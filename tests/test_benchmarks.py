@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.report import render
-from benchmarks.rows import Results, Row, told
-from benchmarks.suite import BENCHMARKS
+from benchmarks.harness.aims import AIMS
+from benchmarks.harness.report import render
+from benchmarks.harness.rows import Results, Row, told
+from benchmarks.harness.suite import BENCHMARKS
 from tests.launch import run_ranks
 from tests.tiers import thorough
 
@@ -55,7 +57,8 @@ def test_every_exact_arm_has_the_bits_of_stock(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name", ["adam", "training_step", "exactness", "model_error", "overhead", "planner", "scaling"]
+    "name",
+    ["adam", "training_step", "ablation", "trace", "exactness", "model_error", "overhead", "planner", "scaling"],
 )
 def test_it_runs(name: str, tmp_path: Path) -> None:
     rows = quickly(name, tmp_path)
@@ -73,7 +76,7 @@ def test_rows_say_where_and_when_and_the_spread(results: Path) -> None:
         True,
         "no GPU | none",
     )
-    assert told(first) == ("300", "200 to 400", "ms")
+    assert told(first) == ("300 ms", "200 ms to 400 ms")
     assert "failed" not in said
 
 
@@ -84,12 +87,47 @@ def test_a_claim_that_does_not_hold_has_failed() -> None:
 
 def test_every_number_of_the_page_is_of_a_row(results: Path) -> None:
     page = render(results)
-    assert "| ours | update | 300 | 200 to 400 | ms |" in page
-    assert "| ours | stock's bits | yes |  |  |" in page
-    assert "no GPU \\| none" in page
+    assert "threads 2:\n\n| arm | update | stock's bits |\n" in page
+    assert "| ours | 300 ms (200 ms to 400 ms) | yes |" in page
+    assert "- Waived, no GPU | none: GPU" in page
     for name in BENCHMARKS:
         assert f"## {name}: " in page
         assert (f"**Unmeasured**: `python -m benchmarks {name}`" in page) == (name != "adam")
+
+
+@pytest.mark.parametrize(("median", "said"), [(1.7, "| holds |"), (1.5, "| **falls short** |")])
+def test_aims_are_judged_by_the_rows(median: float, said: str, tmp_path: Path) -> None:
+    arm = "ours, all on the CPU"
+    results = Results("update_phase", tmp_path, quick=False)
+    results.add(Row(arm="stock", quantity="updates faster than stock", unit="times", samples=[1.0]))
+    results.add(Row(arm=arm, quantity="updates faster than stock", unit="times", samples=[median, 9.0, 0.1]))
+    page = render(tmp_path)
+    (line,) = (line for line in page.splitlines() if "1.6 times as fast" in line)
+    # A machine with a GPU answers other questions.
+    assert (said in line) == (results.rows[0]["gpu"] is None)
+    assert page.count("**unmeasured**") == len(AIMS) - (results.rows[0]["gpu"] is None)
+
+
+def test_the_farthest_setting_counts(tmp_path: Path) -> None:
+    results = Results("model_error", tmp_path, quick=False)
+    results.rows = []
+    for size, error in ((1, 0.02), (4, -0.3), (8, 0.2)):
+        setting = {"sub_group_size": size}
+        row = Row(arm="planned", quantity="error of the prediction", unit="share", samples=[error], setting=setting)
+        results.add(row)
+    (aim,) = (its for its in AIMS if its.quantity == "error of the prediction")
+    verdict = replace(aim, on_gpu=results.rows[0]["gpu"] is not None).judge(results.rows)
+    assert verdict is not None
+    assert (verdict.holds, str(verdict)) == (False, "-30%, the farthest of 3")
+    assert aim.judge([]) is None
+
+
+def test_a_trace_is_kept_beside_the_rows(tmp_path: Path) -> None:
+    results = Results("trace", tmp_path, quick=False)
+    results.add(Row(arm="ours, all on the CPU", quantity="trace", trace=b"compressed"))
+    assert (tmp_path / "trace-ours-all-on-the-cpu.json.gz").read_bytes() == b"compressed"
+    name = results.rows[0]["said"]
+    assert f"[{name}](results/{name})" in render(tmp_path)
 
 
 def test_quick_runs_measure_nothing_and_the_last_run_counts(results: Path) -> None:
@@ -98,4 +136,4 @@ def test_quick_runs_measure_nothing_and_the_last_run_counts(results: Path) -> No
     quick = {**last, "date": "2999-02-01T00:00:00+00:00", "quick": True, "median": 0.9}
     path.write_text(path.read_text() + json.dumps(last) + "\n" + json.dumps(quick) + "\n")
     page = render(results)
-    assert re.findall(r"\| ours \| update \| (\d+)", page) == ["700"]
+    assert re.findall(r"\| ours \| (\d+) ms", page) == ["700"]

@@ -7,14 +7,15 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import copy
-from benchmarks.suite import Waived
-from tests.gpu.check import GPU_LIMIT_S, Part, check, parts
+from benchmarks.harness.suite import Waived
+from tests.gpu.check import GPU_LIMIT_S, Part, bench_parts, check, parts
 from tests.launch import REPOSITORY
 
 
@@ -42,9 +43,10 @@ def test_without_a_gpu_nothing_runs_and_the_remedy_is_said(tmp_path: Path, capsy
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_this_machine_has_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("target", "which"), [("gpu-check", parts), ("gpu-bench", bench_parts)])
+def test_this_machine_has_none(target: str, which: Callable[[Path], list[Part]], tmp_path: Path) -> None:
     done = subprocess.run(
-        ["make", "--silent", "gpu-check", f"PYTHON={sys.executable}"],
+        ["make", "--silent", target, f"PYTHON={sys.executable}"],
         cwd=REPOSITORY,
         env={**os.environ, "OUT": str(tmp_path)},
         capture_output=True,
@@ -54,7 +56,7 @@ def test_this_machine_has_none(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert "torch.cuda.is_available() is false" in done.stdout
     assert {outcome["status"] for outcome in summary(tmp_path).values()} == {"WAIVED"}
-    assert set(summary(tmp_path)) == {part.name for part in parts(tmp_path)}
+    assert set(summary(tmp_path)) == {part.name for part in which(tmp_path)}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -131,12 +133,14 @@ def test_rows_that_a_part_appends_are_its_result(tmp_path: Path) -> None:
     assert summary(tmp_path / "out")["measures"]["rows"] == [{"new": 2}]
 
 
-def test_all_of_it_is_bounded_by_nine_minutes(tmp_path: Path) -> None:
-    assert GPU_LIMIT_S + sum(part.limit_s for part in parts(tmp_path)) < 9 * 60
+@pytest.mark.parametrize("which", [parts, bench_parts])
+def test_all_of_it_is_bounded_by_nine_minutes(which: Callable[[Path], list[Part]], tmp_path: Path) -> None:
+    assert GPU_LIMIT_S + sum(part.limit_s for part in which(tmp_path)) < 9 * 60
 
 
-def test_each_part_runs_what_is_there(tmp_path: Path) -> None:
-    for part in parts(tmp_path):
+@pytest.mark.parametrize("which", [parts, bench_parts])
+def test_each_part_runs_what_is_there(which: Callable[[Path], list[Part]], tmp_path: Path) -> None:
+    for part in which(tmp_path):
         for argument in part.command:
             if argument.startswith("tests/"):
                 assert (REPOSITORY / argument).exists(), argument

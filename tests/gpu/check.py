@@ -1,6 +1,7 @@
-"""``make gpu-check``: all that needs a GPU, in parts that are bounded one by one, within 9 minutes together.
+"""What needs a GPU, in parts that are bounded one by one, within 9 minutes together.
 
-Text and JSON are written after each part, into the folder that OUT names or into ``.cache/gpu-check``, so that a run
+``make gpu-check``: the tests, the profile and small benchmarks. ``make gpu-bench``: benchmarks with billions of
+parameters. Text and JSON are written after each part, into the folder that OUT names or into ``.cache``, so that a run
 that is killed leaves what was done. The exit code: 0 where every part passed, 1 where one did not, 2 where there is no
 GPU.
 """
@@ -84,6 +85,20 @@ def parts(out: Path) -> list[Part]:
         ),
         Part(name="overlap", command=(*benchmark, "benchmarks", "overlap"), limit_s=60, rows=RESULTS / "overlap.jsonl"),
         Part(name="sanitizer", command=_pytest("gpu/test_sanitizer"), limit_s=45),
+    ]
+
+
+def bench_parts(out: Path) -> list[Part]:
+    """What the product aims for on a GPU. Each writes its rows as they come: one that is stopped leaves what it has."""
+    limits_s = {"model_error": 220, "training_step": 280}
+    return [
+        Part(
+            name=name,
+            command=(sys.executable, "-m", "benchmarks", name),
+            limit_s=limit_s,
+            rows=RESULTS / f"{name}.jsonl",
+        )
+        for name, limit_s in limits_s.items()
     ]
 
 
@@ -192,8 +207,9 @@ def _environment() -> Mapping[str, str]:
 
 
 def main() -> int:
-    out = Path(os.environ.get("OUT") or REPOSITORY / ".cache" / "gpu-check").resolve()
-    return check(parts(out), out)
+    which = {"check": parts, "bench": bench_parts}[sys.argv[1]]
+    out = Path(os.environ.get("OUT") or REPOSITORY / ".cache" / f"gpu-{sys.argv[1]}").resolve()
+    return check(which(out), out)
 
 
 if __name__ == "__main__":

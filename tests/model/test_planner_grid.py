@@ -6,8 +6,8 @@ from statistics import median
 
 import pytest
 
+from benchmarks.harness.synthetic import CORES, LINKS, RANKS_PER_NODE, SHAPES, machines
 from benchmarks.planner import Judged, excess_over_every_plan, judge, of_machines
-from benchmarks.synthetic import CORES, LINKS, RANKS_PER_NODE, SHAPES, machines
 
 # One worker of pytest-xdist makes the fixture, once.
 pytestmark = pytest.mark.xdist_group("planner grid")

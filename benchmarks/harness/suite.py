@@ -1,4 +1,7 @@
-"""Which benchmarks there are: a module each, whose ``measure(quick=...)`` yields rows or raises ``Waived``."""
+"""Which benchmarks there are: a module of ``benchmarks`` each.
+
+Its ``measure(quick=...)`` yields rows, or raises ``Waived``; its ``PICTURE`` says what is drawn of them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ BENCHMARKS = {
     "adam": "How fast is one Adam update, on the CPU and on the GPU?",
     "update_phase": "How long does the update take, beside stock and its neighbours?",
     "overlap": "How much of the update is seen, with overlap off, in backward, in forward, and both?",
-    "training_step": "What does an iteration take, and what does each part gain?",
+    "training_step": "What does an iteration take, by phase, micro-batch, accumulation and size?",
+    "ablation": "What does each part gain by itself?",
+    "trace": "Where do the seconds of a step go?",
     "exactness": "Are losses and weights stock's, over hundreds of steps?",
     "model_error": "How far off are predictions, by placement?",
     "planner": "How good are plans, and how long does planning take?",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.rows import REPOSITORY
+from benchmarks.harness.rows import REPOSITORY
 
 
 @contextmanager

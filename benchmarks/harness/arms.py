@@ -9,7 +9,8 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from benchmarks.ablated import bound_to_physical_cores, stocks_cpu_kernel
+from benchmarks.harness.ablated import bound_to_physical_cores, stocks_cpu_kernel
+from benchmarks.harness.setting import Setting
 
 STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
 SUPER_OFFLOAD = "SuperOffloadOptimizer_Stage3"
@@ -96,6 +97,20 @@ BACKWARD = ours("ours, planned, backward overlap", overlap_backward=True, overla
 ABLATION = (STOCK_PAGEABLE, STOCK, WITHOUT_FUSED_KERNEL, ALL_CPU, PLANNED, BACKWARD, OURS_AS_IT_IS)
 """Each has one thing more than the one before: asynchronous gradients, our schedule, the fused kernel, streaming, and
 overlap with backward and with forward."""
+
+
+def competitors(setting: Setting) -> tuple[Arm, ...]:
+    """DeepSpeed's own ways to update, and ours by placement; Twin-Flow with the memory of our slots, two of the largest
+    sub-group."""
+    slots = min(1.0, setting.sub_group_size * SLOT_BYTES / (TWIN_FLOW_BYTES * setting.parameters))
+    own = (STOCK, STOCK_BOUND, twin_flow(slots), SUPER, SUPER_UNCLIPPED, ZENFLOW)
+    return (*own, STRIDE_2, ALL_CPU, ALL_STREAMED, PLANNED)
+
+
+TWIN_FLOW_BYTES = 16
+"""Of a parameter that it updates on the accelerator: p, m, v and its gradient in fp32."""
+
+SLOT_BYTES = 2 * 12
 
 
 def twin_flow(share_on_accelerator: float) -> Arm:

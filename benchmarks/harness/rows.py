@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -14,8 +15,9 @@ from statistics import median
 from typing import Any
 
 from deep_opt_states import machine
+from perf_model import units
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "benchmarks" / "results"
 PACKAGES = ("torch", "deepspeed", "triton", "numpy")
 
@@ -25,6 +27,7 @@ class Row:
     """``samples`` of a ``quantity`` in ``unit``, of an ``arm`` under a ``setting``.
 
     ``said`` instead of samples: what is no number, and ``waived`` why there is nothing. What is ``claimed`` must hold.
+    ``trace`` is a gzipped Chrome trace, which is kept beside the rows under the name that is then said.
     """
 
     arm: str
@@ -34,6 +37,7 @@ class Row:
     said: str | bool | None = None
     waived: str | None = None
     claimed: bool = False
+    trace: bytes | None = None
     setting: Mapping[str, object] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
@@ -72,22 +76,39 @@ class Results:
 
     def add(self, row: Row) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if row.trace is not None:
+            kept = self.path.with_name(f"{self.path.stem}-{re.sub('[^a-z0-9]+', '-', row.arm.lower())}.json.gz")
+            kept.write_bytes(row.trace)
+            row = replace(row, said=kept.name)
         described = {**self._described, **row.to_json()}
         self.rows.append(described)
         with self.path.open("a") as results:
             results.write(json.dumps(described) + "\n")
 
 
-def told(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    """The median, the spread and the unit, for people."""
+_TELLERS: Mapping[str, Callable[[float], str]] = {
+    "s": units.seconds,
+    "bytes": units.size,
+    "bytes/s": units.gigabytes_a_second,
+    "parameters/s": units.params_a_second,
+    "share": units.percent,
+    "times": "{:.3g}x".format,
+}
+
+
+def told(row: Mapping[str, Any]) -> tuple[str, str]:
+    """The median and the spread, for people."""
     if "waived" in row:
-        return "WAIVED", "", row["waived"]
+        return "WAIVED", row["waived"]
     if "said" in row:
         value = row["said"]
-        return ("yes" if value else "no") if isinstance(value, bool) else value, "", ""
-    scale, unit = _unit(row["unit"], row["median"])
-    spread = f"{row['p20'] / scale:.4g} to {row['p80'] / scale:.4g}" if row["samples"] > 1 else ""
-    return f"{row['median'] / scale:.4g}", spread, unit
+        return ("yes" if value else "no") if isinstance(value, bool) else value, ""
+    median, low, high = (_number(row[name], row["unit"]) for name in ("median", "p20", "p80"))
+    return median, f"{low} to {high}" if row["samples"] > 1 else ""
+
+
+def _number(value: float, unit: str) -> str:
+    return _TELLERS[unit](value) if unit in _TELLERS else f"{value:.4g} {unit}".strip()
 
 
 def said(key: str, value: object) -> str:
@@ -96,17 +117,6 @@ def said(key: str, value: object) -> str:
     if isinstance(value, bool):
         return words if value else f"not {words}"
     return f"{words} {value:,}" if isinstance(value, int) else f"{words} {value}"
-
-
-def _unit(unit: str, value: float) -> tuple[float, str]:
-    """What to divide by, and the unit then."""
-    if unit == "s":
-        return (1, "s") if abs(value) >= 1 else (1e-3, "ms")
-    if unit in ("bytes", "bytes/s", "parameters/s"):
-        for prefix, scale in (("G", 1e9), ("M", 1e6)):
-            if abs(value) >= scale:
-                return scale, {"bytes": f"{prefix}B", "bytes/s": f"{prefix}B/s"}.get(unit, f"{prefix} parameters/s")
-    return 1, unit
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,9 @@ import gc
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -21,52 +23,17 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import deep_opt_states  # noqa: F401 (activates where the package is not installed)
-from benchmarks.arms import OURS, Arm
+from benchmarks.harness.arms import OURS, Arm
+from benchmarks.harness.setting import Setting
+from benchmarks.harness.sizes import Effort
 from deep_opt_states.report.comparison import Compared
-from examples.byte_gpt import ByteGPT, Shape, StdlibText
+from examples.byte_gpt import ByteGPT, StdlibText
 from perf_model.memory import Where
 from perf_model.timeline import Phase, seconds_of
 
 SEED = 17
 WARM_UP = 3
 """Iterations: the first ones build what DeepSpeed builds lazily, and its trace."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """``context`` bytes a sequence; ``micro_batch`` sequences, ``accumulation`` of them a step."""
-
-    layers: int
-    width: int
-    context: int
-    micro_batch: int
-    accumulation: int = 1
-    sub_group_size: int = 100_000_000
-
-    @property
-    def shape(self) -> Shape:
-        return Shape(layers=self.layers, width=self.width, heads=self.width // 64, context=self.context)
-
-    @property
-    def parameters(self) -> int:
-        with torch.device("meta"):
-            return sum(param.numel() for param in ByteGPT(self.shape).parameters())
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return {
-            "train_micro_batch_size_per_gpu": self.micro_batch,
-            "gradient_accumulation_steps": self.accumulation,
-            "steps_per_print": 10**9,
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-            "zero_optimization": {"sub_group_size": self.sub_group_size},
-        }
-
-    @property
-    def tokens(self) -> int:
-        """Of a step, of one rank."""
-        return self.context * self.micro_batch * self.accumulation
 
 
 @dataclass
@@ -132,14 +99,37 @@ def take_turn(arm: Arm, setting: Setting, iterations: int, warm_up: int = WARM_U
     """Raises ``AssertionError`` if the engine is not the arm's."""
     turn = Turn(arm)
     before_bytes = psutil.Process().memory_info().rss
+    with engine_of(arm, setting) as engine:
+        _describe(turn, engine)
+        _train(turn, engine, setting, iterations, warm_up, before_bytes)
+        turn.digest = _digest(engine)
+        if turn.plan:
+            turn.compared = engine.optimizer.report.compared()
+    return turn
+
+
+def take_turns(arms: Sequence[Arm], setting: Setting, effort: Effort) -> dict[str, list[Turn]]:
+    """By arm, one a round, in an order that alternates; after one turn of the first that nobody counts: files,
+    allocators, compilers."""
+    take_turn(arms[0], setting, effort.iterations)
+    ran: dict[str, list[Turn]] = {arm.name: [] for arm in arms}
+    for number in range(effort.rounds):
+        for arm in arms if number % 2 == 0 else reversed(arms):
+            ran[arm.name].append(take_turn(arm, setting, effort.iterations))
+    return ran
+
+
+@contextmanager
+def engine_of(arm: Arm, setting: Setting) -> Iterator[Any]:
+    """At the end its memory is given back."""
     with arm.around():
-        engine = _engine(arm, setting)
+        torch.manual_seed(SEED)
+        with torch.device(get_accelerator().current_device_name()):
+            model = ByteGPT(setting.shape)
+        config = arm.configure(setting.config)
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         try:
-            _describe(turn, engine)
-            _train(turn, engine, setting, iterations, warm_up, before_bytes)
-            turn.digest = _digest(engine)
-            if turn.plan:
-                turn.compared = engine.optimizer.report.compared()
+            yield engine
         finally:
             tensors = list(_tensors_of(engine))
             engine.destroy()
@@ -149,26 +139,23 @@ def take_turn(arm: Arm, setting: Setting, iterations: int, warm_up: int = WARM_U
                 tensor.data = torch.empty(0)
             del engine, tensors
             gc.collect()
-    return turn
 
 
-def take_turns(arms: Sequence[Arm], setting: Setting, *, iterations: int, rounds: int) -> dict[str, list[Turn]]:
-    """By arm, one a round, in an order that alternates; after one turn of the first that nobody counts: files,
-    allocators, compilers."""
-    take_turn(arms[0], setting, iterations)
-    ran: dict[str, list[Turn]] = {arm.name: [] for arm in arms}
-    for number in range(rounds):
-        for arm in arms if number % 2 == 0 else reversed(arms):
-            ran[arm.name].append(take_turn(arm, setting, iterations))
-    return ran
+def batch_of(engine: Any, setting: Setting, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Real text, inputs and targets; counted in micro-batches."""
+    inputs, targets = _text().batch(
+        seed=SEED,
+        step=number,
+        rank=torch.distributed.get_rank(),
+        batch_size=setting.micro_batch,
+        context=setting.context,
+    )
+    return inputs.to(engine.device), targets.to(engine.device)
 
 
-def _engine(arm: Arm, setting: Setting) -> Any:
-    torch.manual_seed(SEED)
-    model = ByteGPT(setting.shape)
-    config = arm.configure(setting.config)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    return engine
+@cache
+def _text() -> StdlibText:
+    return StdlibText()
 
 
 def _tensors_of(engine: Any) -> Iterator[torch.Tensor]:
@@ -203,21 +190,14 @@ def _train(turn: Turn, engine: Any, setting: Setting, iterations: int, warm_up: 
     accelerator = get_accelerator()
     if turn.plan:
         _watch(turn, engine.optimizer.report, skip=warm_up)
-    text, clock = StdlibText(), Clock()
+    clock = Clock()
     moments: list[list[Any]] = []
     losses = []
     accelerator.reset_peak_memory_stats()
     for step in range(warm_up + iterations):
         marks = [clock.now()]
         for micro in range(setting.accumulation):
-            inputs, targets = text.batch(
-                seed=SEED,
-                step=step * setting.accumulation + micro,
-                rank=torch.distributed.get_rank(),
-                batch_size=setting.micro_batch,
-                context=setting.context,
-            )
-            inputs, targets = inputs.to(engine.device), targets.to(engine.device)
+            inputs, targets = batch_of(engine, setting, step * setting.accumulation + micro)
             marks.append(clock.now())
             loss = engine(inputs, targets)
             marks.append(clock.now())

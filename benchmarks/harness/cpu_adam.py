@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from benchmarks.rows import Row
+from benchmarks.harness.rows import Row
 from deep_opt_states.device.host import HostDevice
 from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
 from deep_opt_states.device.kernels.choice import cpu_adam

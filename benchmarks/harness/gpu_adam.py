@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 
-from benchmarks.cpu_adam import BETAS, step_of
-from benchmarks.rows import Row
+from benchmarks.harness.cpu_adam import BETAS, step_of
+from benchmarks.harness.rows import Row
 from deep_opt_states import machine
 from deep_opt_states.device.kernels.adam import AdamTensors
 

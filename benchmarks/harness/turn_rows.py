@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.arms import Arm
-from benchmarks.rows import Row
-from benchmarks.turns import Setting, Turn
+from benchmarks.harness.arms import Arm
+from benchmarks.harness.rows import Row
+from benchmarks.harness.setting import Setting
+from benchmarks.harness.turns import Turn
 
 
 def of_arm(name: str, setting: Setting) -> dict[str, Any]:
@@ -33,17 +34,33 @@ def faster(turns: Sequence[Turn], stock: Sequence[Turn], name: str) -> list[floa
     return [theirs / its for theirs, its in zip(all_of(stock, name), all_of(turns, name), strict=True)]
 
 
-def exposed_and_hidden(turns: Sequence[Turn], **of: Any) -> Iterator[Row]:
+def exposed_and_hidden(turns: Sequence[Turn], stock: Sequence[Turn], **of: Any) -> Iterator[Row]:
     """Of the update; stock's is all seen."""
     exposed_s = [its for turn in turns for its in turn.exposed_s or turn.step_s]
     yield Row(quantity="update exposed", unit="s", samples=exposed_s, **of)
+    shares = [its / theirs for its, theirs in zip(exposed_s, all_of(stock, "step_s"), strict=True)]
+    yield Row(quantity="exposed, of stock's update", unit="share", samples=shares, **of)
     if hidden_s := all_of(turns, "hidden_s"):
         yield Row(quantity="update hidden", unit="s", samples=hidden_s, **of)
+
+
+def phases(turns: Sequence[Turn], stock: Sequence[Turn], **of: Any) -> Iterator[Row]:
+    """Of an iteration, and the whole."""
+    yield Row(quantity="forward", unit="s", samples=all_of(turns, "forward_s"), **of)
+    yield Row(quantity="backward", unit="s", samples=all_of(turns, "backward_s"), **of)
+    yield from exposed_and_hidden(turns, stock, **of)
+    yield from iterations(turns, stock, **of)
 
 
 def same_bits(turns: Sequence[Turn], stock: Sequence[Turn], **of: Any) -> Row:
     same = all(turn.same_bits_as(stock[0]) for turn in turns)
     return Row(quantity="stock's bits", said=same, claimed=turns[0].arm.exact, **of)
+
+
+def iterations(turns: Sequence[Turn], stock: Sequence[Turn], **of: Any) -> Iterator[Row]:
+    yield Row(quantity="iteration", unit="s", samples=all_of(turns, "iteration_s"), **of)
+    ratios = faster(turns, stock, "iteration_s")
+    yield Row(quantity="iterations faster than stock", unit="times", samples=ratios, **of)
 
 
 def what_it_is(turns: Sequence[Turn], **of: Any) -> Iterator[Row]:

@@ -1,12 +1,12 @@
-"""How large the benchmarks are, by what trains."""
+"""How large the benchmarks are and how long they take, by what trains."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from deepspeed.accelerator import get_accelerator
 
-from benchmarks.turns import Setting
+from benchmarks.harness.setting import Setting
 from deep_opt_states import machine
 
 HOST_BYTES_TO_START = 26
@@ -34,6 +34,22 @@ EXACT = Setting(layers=6, width=256, context=128, micro_batch=4, sub_group_size=
 
 OVERLAPPING_ON_GPU = Setting(layers=16, width=1024, context=1024, micro_batch=8, sub_group_size=25_000_000)
 """203 M parameters: five arms within two minutes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """Of each arm so many ``rounds``, each a turn of so many ``iterations`` that count."""
+
+    iterations: int
+    rounds: int
+
+
+def effort(*, quick: bool) -> Effort:
+    if quick:
+        return Effort(iterations=2, rounds=1)
+    # An engine of a billion parameters takes most of its turn to be made, and iterations vary less there.
+    on_gpu = get_accelerator().device_name() == "cuda"
+    return Effort(iterations=6, rounds=2) if on_gpu else Effort(iterations=5, rounds=4)
 
 
 def usual(*, quick: bool) -> Setting:

@@ -1,0 +1,47 @@
+"""What trains: the model, its text and how much of it a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from examples.byte_gpt import ByteGPT, Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """``context`` bytes a sequence; ``micro_batch`` sequences, ``accumulation`` of them a step."""
+
+    layers: int
+    width: int
+    context: int
+    micro_batch: int
+    accumulation: int = 1
+    sub_group_size: int = 100_000_000
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(layers=self.layers, width=self.width, heads=self.width // 64, context=self.context)
+
+    @property
+    def parameters(self) -> int:
+        with torch.device("meta"):
+            return sum(param.numel() for param in ByteGPT(self.shape).parameters())
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "gradient_accumulation_steps": self.accumulation,
+            "steps_per_print": 10**9,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+            "zero_optimization": {"sub_group_size": self.sub_group_size},
+        }
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, of one rank."""
+        return self.context * self.micro_batch * self.accumulation
