@@ -25,16 +25,7 @@ def measure(*, quick: bool) -> Iterator[Row]:
     steps = 10 if quick else STEPS
     about = {**asdict(setting), "parameters": setting.parameters, "steps": steps}
     stock = take_turn(arms.STOCK, setting, iterations=steps, warm_up=1)
-    compared = (
-        arms.STOCK,
-        arms.OURS_AS_IT_IS,
-        arms.ALL_CPU,
-        arms.ALL_STREAMED,
-        arms.STRIDE_2,
-        arms.twin_flow(0.5),
-        arms.SUPER,
-        arms.ZENFLOW,
-    )
+    compared = {arm.name: arm for arm in (*arms.ABLATION, *arms.competitors(setting), arms.NO_OFFLOAD)}.values()
     for arm in compared:
         row = partial(Row, arm=arm.name, setting=about)
         if (reason := arm.waived()) is not None:

@@ -14,7 +14,7 @@ from benchmarks.harness.arms import Arm
 from benchmarks.harness.picture import Bars
 from benchmarks.harness.rows import Row
 from benchmarks.harness.setting import Setting
-from benchmarks.harness.sizes import Effort, effort, larger, usual
+from benchmarks.harness.sizes import Effort, effort, larger, least_effort, usual
 from benchmarks.harness.turn_rows import all_of, of_arm, phases, same_bits, waived, what_it_is
 from benchmarks.harness.turns import Turn, take_turns
 from deep_opt_states import machine
@@ -28,14 +28,16 @@ PICTURE = Bars(("forward", "backward", "update exposed"), ("iterations faster th
 
 def measure(*, quick: bool) -> Iterator[Row]:
     setting = usual(quick=quick)
-    times = effort(quick=quick)
-    others = [replace(setting, micro_batch=micro_batch) for micro_batch in MICRO_BATCHES]
-    others += [replace(setting, accumulation=accumulation) for accumulation in ACCUMULATIONS]
-    others += [] if quick else larger()
+    times, fewer = effort(quick=quick), least_effort(quick=quick)
+    pair = (arms.STOCK, arms.OURS_AS_IT_IS)
     # What was aimed for first: where time is bounded, the rest may be missing.
-    for other in others:
-        yield from _compare(other, (arms.STOCK, arms.OURS_AS_IT_IS), times)
-    yield from _compare(setting, (*arms.competitors(setting), arms.OURS_AS_IT_IS, arms.NO_OFFLOAD), times)
+    for micro_batch in MICRO_BATCHES:
+        yield from _compare(replace(setting, micro_batch=micro_batch), pair, times)
+    yield from _compare(setting, (*arms.competitors(setting), *pair[1:], arms.NO_OFFLOAD), times)
+    for accumulation in ACCUMULATIONS:
+        yield from _compare(replace(setting, accumulation=accumulation), pair, fewer)
+    for other in [] if quick else larger():
+        yield from _compare(other, pair, fewer)
 
 
 def _compare(setting: Setting, compared: Sequence[Arm], times: Effort) -> Iterator[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from dataclasses import replace
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.aims import AIMS
+from benchmarks.harness.picture import draw
 from benchmarks.harness.report import render
-from benchmarks.harness.rows import Results, Row, told
+from benchmarks.harness.rows import RESULTS, Results, Row, read, told
 from benchmarks.harness.suite import BENCHMARKS
 from tests.launch import run_ranks
 from tests.tiers import thorough
@@ -120,6 +122,20 @@ def test_the_farthest_setting_counts(tmp_path: Path) -> None:
     assert verdict is not None
     assert (verdict.holds, str(verdict)) == (False, "-30%, the farthest of 3")
     assert aim.judge([]) is None
+
+
+def test_the_page_that_is_committed_is_of_the_rows_that_are() -> None:
+    assert (RESULTS.parent / "RESULTS.md").read_text() == render(RESULTS), "python -m benchmarks report"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
+def test_rows_can_be_drawn(path: Path, tmp_path: Path) -> None:
+    last = read(path)[-1]["date"]
+    rows = [row for row in read(path) if row["date"] == last]
+    picture = importlib.import_module(f"benchmarks.{path.stem}").PICTURE
+    drawn = draw(path.stem, rows, tmp_path, picture)
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    assert drawn.stat().st_size > 10_000, "not an empty figure"
 
 
 def test_a_trace_is_kept_beside_the_rows(tmp_path: Path) -> None:

@@ -15,7 +15,10 @@ MEASURED_BY = "`make gpu-bench PYTHON=python3` on a machine with a GPU"
 
 @dataclass(frozen=True, kw_only=True)
 class Aim:
-    """The median of ``quantity`` of ``arm``, in every setting with the values of ``where``, lies within the bounds."""
+    """The median of ``quantity`` of ``arm``, in every setting with the values of ``where``, lies within the bounds.
+
+    ``limit``: what keeps it from more, and where that is measured.
+    """
 
     what: str
     benchmark: str
@@ -25,6 +28,7 @@ class Aim:
     at_least: float = float("-inf")
     at_most: float = float("inf")
     where: Mapping[str, object] = field(default_factory=dict)
+    limit: str = ""
 
     def judge(self, rows: Rows) -> Verdict | None:
         """None where nothing was measured."""
@@ -66,6 +70,7 @@ AIMS = (
         quantity=FASTER,
         on_gpu=False,
         at_least=1.6,
+        limit="memory binds both; see in update_phase what they move of it, and the traces for the rest of `step()`",
     ),
     Aim(
         what="2 cores: the iteration never slower than stock's",
@@ -131,5 +136,6 @@ def judged(rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
             by = MEASURED_BY if aim.on_gpu else f"`python -m benchmarks {aim.benchmark}`"
             lines.append((aim.what, "**unmeasured**", f"measured by {by}"))
         else:
-            lines.append((aim.what, "holds" if verdict.holds else "**falls short**", str(verdict)))
+            why = f": {aim.limit}" if aim.limit and not verdict.holds else ""
+            lines.append((aim.what, "holds" if verdict.holds else "**falls short**", f"{verdict}{why}"))
     return lines

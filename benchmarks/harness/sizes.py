@@ -22,8 +22,8 @@ ON_GPU = Setting(layers=20, width=2048, context=2048, micro_batch=1, sub_group_s
 """1.0 B parameters."""
 
 
-LARGER_ON_CPU = (replace(ON_CPU, layers=18, width=1024),)
-"""227 M parameters."""
+LARGER_ON_CPU = (replace(ON_CPU, layers=18, width=1024), replace(ON_CPU, layers=12, width=2048))
+"""227 and 605 M parameters."""
 
 LARGER_ON_GPU = (replace(ON_GPU, layers=28, width=2560), replace(ON_GPU, layers=32, width=3200))
 """2.2 and 3.9 B parameters: stock offload takes 18 bytes of host memory for each."""
@@ -50,6 +50,11 @@ def effort(*, quick: bool) -> Effort:
     # An engine of a billion parameters takes most of its turn to be made, and iterations vary less there.
     on_gpu = get_accelerator().device_name() == "cuda"
     return Effort(iterations=6, rounds=2) if on_gpu else Effort(iterations=5, rounds=4)
+
+
+def least_effort(*, quick: bool) -> Effort:
+    """For what takes long."""
+    return effort(quick=quick) if quick else Effort(iterations=3, rounds=2)
 
 
 def usual(*, quick: bool) -> Setting:
