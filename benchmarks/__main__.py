@@ -10,11 +10,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.picture import draw
+from benchmarks.harness.report import last_runs, render
 from benchmarks.harness.rows import RESULTS, Results, told
 from benchmarks.harness.suite import BENCHMARKS, Waived
 from deep_opt_states import machine
@@ -27,7 +29,7 @@ def run(name: str, folder: Path, *, quick: bool) -> int:
     """1 if an arm that claims stock's bits has others."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if machine.has_cuda() else "cpu")
     be_the_only_rank_unless_launched()
-    module = importlib.import_module(f"benchmarks.{name}")
+    module = _module(name)
     console.print(f"[bold]{name}[/bold]: {BENCHMARKS[name]}")
     results = Results(name, folder, quick=quick)
     start_s = time.perf_counter()
@@ -42,7 +44,7 @@ def run(name: str, folder: Path, *, quick: bool) -> int:
         table.add_row(found["arm"], found["quantity"], *told(found))
     console.print(table)
     if not quick:
-        console.print(f"{draw(name, results.rows, folder, module.PICTURE)}")
+        console.print(f"{draw(results.rows, folder, module.PICTURE)}")
     console.print(f"{results.path}, {time.perf_counter() - start_s:.0f} s")
     return int(any(found.get("failed") for found in results.rows))
 
@@ -59,6 +61,21 @@ def run_all(folder: Path, *, quick: bool) -> int:
     return int(bool(failed))
 
 
+def report(folder: Path) -> None:
+    """RESULTS.md beside ``folder``, and the pictures anew."""
+    last = last_runs(folder)
+    for name, runs in last.items():
+        for rows in runs:
+            draw(rows, folder, _module(name).PICTURE)
+    path = folder.parent / "RESULTS.md"
+    path.write_text(render(last))
+    console.print(str(path))
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"benchmarks.{name}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     names = "\n".join(f"  {name:<16}{question}" for name, question in BENCHMARKS.items())
     parser = argparse.ArgumentParser(
@@ -71,11 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the rows (default: benchmarks/results)")
     options = parser.parse_args(arguments)
     if options.what == "report":
-        from benchmarks.harness.report import render
-
-        path = options.output.parent / "RESULTS.md"
-        path.write_text(render(options.output))
-        console.print(str(path))
+        report(options.output)
         return 0
     if options.what == "all":
         return run_all(options.output, quick=options.quick)

@@ -18,7 +18,7 @@ from benchmarks.harness.turns import take_turns
 
 GAIN = "iterations faster than the arm before"
 
-PICTURE = Bars((GAIN,), ("forward", "backward", "update exposed"))
+PICTURE = Bars(GAIN, ("forward", "backward", "update exposed"))
 
 
 def measure(*, quick: bool) -> Iterator[Row]:

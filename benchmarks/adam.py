@@ -22,7 +22,13 @@ THREADS = (1, 4, 16)
 
 NO_GPU = "no GPU"
 
-PICTURE = Bars(("update rate",), ("updates faster than stock",), ("bandwidth",), ("of *",))
+PICTURE = Bars(
+    "update rate",
+    "updates faster than stock",
+    "bandwidth",
+    "of the bandwidth in place",
+    "of a copy's bandwidth",
+)
 
 
 def measure(*, quick: bool) -> Iterator[Row]:

@@ -17,7 +17,7 @@ from benchmarks.harness.turns import take_turn
 
 STEPS = 200
 
-PICTURE = Bars(("largest difference of a loss",), ("last loss",), ("iteration",))
+PICTURE = Bars("largest difference of a loss", "last loss", "iteration")
 
 
 def measure(*, quick: bool) -> Iterator[Row]:

@@ -25,7 +25,7 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 SIZES = (1, 4)
 """Of a sub-group, over the usual one."""
 
-PICTURE = Bars(("error of the prediction",), ("update predicted",), ("update measured",))
+PICTURE = Bars("error of the prediction", "update predicted", "update measured")
 
 
 def measure(*, quick: bool) -> Iterator[Row]:

@@ -19,7 +19,7 @@ from benchmarks.harness.turns import take_turns
 SETTING = Setting(layers=5, width=128, context=128, micro_batch=4)
 """1.07 M parameters."""
 
-PICTURE = Bars(("iteration",), ("iteration over stock's",))
+PICTURE = Bars("iteration", "iteration over stock's")
 
 
 def measure(*, quick: bool) -> Iterator[Row]:

@@ -23,7 +23,7 @@ ARMS = (
     ours("both", **STREAMED, overlap_backward=True, overlap_forward=True),
 )
 
-PICTURE = Bars(("update exposed", "update hidden"), ("iteration",))
+PICTURE = Bars(("update exposed", "update hidden"), "iteration")
 
 
 def measure(*, quick: bool) -> Iterator[Row]:

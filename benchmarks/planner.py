@@ -95,7 +95,7 @@ def _every_plan(workload: Workload, machine: Machine) -> Iterator[UpdatePlan]:
                 yield replace(plan, order=order)
 
 
-PICTURE = Bars(("update over the bound*",), ("planning, CPU time",))
+PICTURE = Bars("update over the bound with fill and drain", "update over the bound of the work", "planning, CPU time")
 
 
 def measure(*, quick: bool) -> Iterator[Row]:

@@ -23,7 +23,7 @@ from deep_opt_states.profiler.peaks import peak_flops
 ACCUMULATIONS = (4, 16)
 MICRO_BATCHES = (1, 8)
 
-PICTURE = Bars(("forward", "backward", "update exposed"), ("iterations faster than stock",))
+PICTURE = Bars(("forward", "backward", "update exposed"), "iterations faster than stock")
 
 
 def measure(*, quick: bool) -> Iterator[Row]:

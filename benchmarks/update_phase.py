@@ -21,7 +21,7 @@ from perf_model.bounds import work_bound
 from perf_model.cost import CostModel, stock_traffic_of, traffic_of
 from perf_model.hardware import HardwareProfile
 
-PICTURE = Bars(("update",), ("updates faster than stock",), ("host memory moved",))
+PICTURE = Bars("update", "updates faster than stock", "host memory moved")
 
 PARAM_BYTES = 2
 MOVED = {

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.harness.aims import AIMS
 from benchmarks.harness.picture import draw
-from benchmarks.harness.report import render
+from benchmarks.harness.report import last_runs, render
 from benchmarks.harness.rows import RESULTS, Results, Row, read, told
 from benchmarks.harness.suite import BENCHMARKS
 from tests.launch import run_ranks
@@ -29,6 +29,10 @@ def results(tmp_path: Path) -> Path:
     results.add(Row(arm="ours", quantity="stock's bits", said=True, claimed=True, setting={"threads": 2}))
     results.add(Row(arm="GPU", quantity="update", waived="no GPU | none"))
     return tmp_path
+
+
+def page_of(folder: Path) -> str:
+    return render(last_runs(folder))
 
 
 def quickly(name: str, folder: Path) -> list[dict[str, Any]]:
@@ -88,7 +92,7 @@ def test_a_claim_that_does_not_hold_has_failed() -> None:
 
 
 def test_every_number_of_the_page_is_of_a_row(results: Path) -> None:
-    page = render(results)
+    page = page_of(results)
     assert "threads 2:\n\n| arm | update | stock's bits |\n" in page
     assert "| ours | 300 ms (200 ms to 400 ms) | yes |" in page
     assert "- Waived, no GPU | none: GPU" in page
@@ -103,7 +107,7 @@ def test_aims_are_judged_by_the_rows(median: float, said: str, tmp_path: Path) -
     results = Results("update_phase", tmp_path, quick=False)
     results.add(Row(arm="stock", quantity="updates faster than stock", unit="times", samples=[1.0]))
     results.add(Row(arm=arm, quantity="updates faster than stock", unit="times", samples=[median, 9.0, 0.1]))
-    page = render(tmp_path)
+    page = page_of(tmp_path)
     (line,) = (line for line in page.splitlines() if "1.6 times as fast" in line)
     # A machine with a GPU answers other questions.
     assert (said in line) == (results.rows[0]["gpu"] is None)
@@ -125,7 +129,7 @@ def test_the_farthest_setting_counts(tmp_path: Path) -> None:
 
 
 def test_the_page_that_is_committed_is_of_the_rows_that_are() -> None:
-    assert (RESULTS.parent / "RESULTS.md").read_text() == render(RESULTS), "python -m benchmarks report"
+    assert (RESULTS.parent / "RESULTS.md").read_text() == page_of(RESULTS), "python -m benchmarks report"
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
@@ -133,7 +137,7 @@ def test_rows_can_be_drawn(path: Path, tmp_path: Path) -> None:
     last = read(path)[-1]["date"]
     rows = [row for row in read(path) if row["date"] == last]
     picture = importlib.import_module(f"benchmarks.{path.stem}").PICTURE
-    drawn = draw(path.stem, rows, tmp_path, picture)
+    drawn = draw(rows, tmp_path, picture)
     assert drawn.read_bytes().startswith(b"\x89PNG")
     assert drawn.stat().st_size > 10_000, "not an empty figure"
 
@@ -143,7 +147,7 @@ def test_a_trace_is_kept_beside_the_rows(tmp_path: Path) -> None:
     results.add(Row(arm="ours, all on the CPU", quantity="trace", trace=b"compressed"))
     assert (tmp_path / "trace-ours-all-on-the-cpu.json.gz").read_bytes() == b"compressed"
     name = results.rows[0]["said"]
-    assert f"[{name}](results/{name})" in render(tmp_path)
+    assert f"[{name}](results/{name})" in page_of(tmp_path)
 
 
 def test_quick_runs_measure_nothing_and_the_last_run_counts(results: Path) -> None:
@@ -151,5 +155,5 @@ def test_quick_runs_measure_nothing_and_the_last_run_counts(results: Path) -> No
     last = {**json.loads(path.read_text().splitlines()[0]), "date": "2999-01-01T00:00:00+00:00", "median": 0.7}
     quick = {**last, "date": "2999-02-01T00:00:00+00:00", "quick": True, "median": 0.9}
     path.write_text(path.read_text() + json.dumps(last) + "\n" + json.dumps(quick) + "\n")
-    page = render(results)
+    page = page_of(results)
     assert re.findall(r"\| ours \| (\d+) ms", page) == ["700"]

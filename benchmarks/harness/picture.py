@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.harness.rows import said
+from matplotlib.figure import Figure
+
+from benchmarks.harness.rows import file_name_of, said
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -20,20 +22,20 @@ class Picture(Protocol):
 
 
 class Bars:
-    """A panel for each of ``panels``: a bar for each arm and setting, with a part for each quantity that matches one of
-    the panel's patterns."""
+    """Of each quantity in ``panels`` a bar for each arm and setting. Quantities that match one of several patterns are
+    parts of a bar, and each setting has a panel of its own then: none is dwarfed by another."""
 
-    def __init__(self, *panels: tuple[str, ...]) -> None:
+    def __init__(self, *panels: str | tuple[str, ...]) -> None:
         self._panels = panels
 
     def draw(self, rows: Rows, figure: Any) -> None:
-        matched = [[row for row in rows if any(fnmatch(row["quantity"], its) for its in its)] for its in self._panels]
-        panels = [(names, found) for names, found in zip(self._panels, matched, strict=True) if found]
+        panels = [panel for its in self._panels for panel in _panels_of(rows, its)]
         heights = [MARGIN_INCHES + BAR_INCHES * len(_bars(found)) for _, found in panels]
         figure.set_size_inches(10, sum(heights) + MARGIN_INCHES)
         axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
-        for axis, (_, found) in zip(axes, panels, strict=True):
+        for axis, (title, found) in zip(axes, panels, strict=True):
             _draw_bars(axis, found)
+            axis.set_title(f"{title}, {found[0]['unit']}", fontsize=9, loc="left")
 
 
 class Lines:
@@ -70,17 +72,37 @@ class Lines:
         axes[0].legend(fontsize=7)
 
 
-def draw(benchmark: str, rows: Rows, folder: Path, picture: Picture) -> Path:
-    """``<benchmark>.png`` in ``folder``."""
-    from matplotlib.figure import Figure
-
+def draw(rows: Rows, folder: Path, picture: Picture) -> Path:
+    """Of one run; into ``folder``, under the names of the benchmark and the machine."""
     figure = Figure(layout="constrained")
     picture.draw([row for row in rows if "median" in row], figure)
-    machine = rows[0]["gpu"] or rows[0]["cpu"]
+    benchmark, machine = rows[0]["benchmark"], rows[0]["gpu"] or rows[0]["cpu"]
     figure.suptitle(f"{benchmark}: {machine}, {rows[0]['date'][:10]}, {rows[0]['commit']}", fontsize=10)
-    path = folder / f"{benchmark}.png"
+    path = folder / picture_of(rows)
     figure.savefig(path, dpi=110)
     return path
+
+
+def picture_of(rows: Rows) -> str:
+    """The name of its file."""
+    return f"{rows[0]['benchmark']}-{file_name_of(rows[0]['gpu'] or rows[0]['cpu'])}.png"
+
+
+def _panels_of(rows: Rows, panel: str | tuple[str, ...]) -> Iterator[tuple[str, Rows]]:
+    """With their titles."""
+    if isinstance(panel, str):
+        if found := [row for row in rows if row["quantity"] == panel]:
+            yield panel, found
+        return
+    title = " + ".join(panel)
+    found = [row for row in rows if any(fnmatch(row["quantity"], pattern) for pattern in panel)]
+    differ = varying([row["setting"] for row in found])
+    apart: dict[str, list[Mapping[str, Any]]] = {}
+    for row in found:
+        setting = ", ".join(said(key, row["setting"][key]) for key in differ if key in row["setting"])
+        apart.setdefault(setting, []).append(row)
+    for setting, its in apart.items():
+        yield f"{setting}: {title}" if setting else title, its
 
 
 def _bars(found: Rows) -> dict[str, list[Mapping[str, Any]]]:
@@ -111,7 +133,6 @@ def _draw_bars(axis: Any, found: Rows) -> None:
             ends[name] += row["median"]
     axis.set_yticks(range(len(bars)), list(bars), fontsize=8)
     axis.invert_yaxis()
-    axis.set_title(f"{' + '.join(quantities)}, {found[0]['unit']}", fontsize=9, loc="left", wrap=True)
     if len(quantities) > 1:
         axis.legend(fontsize=7)
 

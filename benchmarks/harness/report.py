@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment
 
 from benchmarks.harness.aims import judged
-from benchmarks.harness.picture import varying
+from benchmarks.harness.picture import picture_of, varying
 from benchmarks.harness.rows import read, said, told
 from benchmarks.harness.suite import BENCHMARKS
 
@@ -43,10 +43,8 @@ machine. Medians, and in parentheses the 20th to the 80th percentile. {{ unmeasu
 {% endif %}
 {% for run in runs[name] %}
 {{ run.machine }}; {{ run.cores }} cores; {{ run.versions }}; {{ run.date }}, commit {{ run.commit }}
-{% if run.picture %}
 
 ![{{ name }}](results/{{ run.picture }})
-{% endif %}
 {% for table in run.tables %}
 
 {% if table.same %}
@@ -76,13 +74,16 @@ machine. Medians, and in parentheses the 20th to the 80th percentile. {{ unmeasu
 _ON_GPU = "No row is of a GPU yet: what needs one is waived or missing, and `make gpu-check` measures it there."
 
 
-def render(folder: Path) -> str:
-    """Of all that is in ``folder``; quick runs measure nothing and are left out."""
-    last = {name: list(_last_runs(folder / f"{name}.jsonl")) for name in BENCHMARKS}
+def last_runs(folder: Path) -> dict[str, list[Rows]]:
+    """By benchmark, of each machine; quick runs measure nothing and are left out."""
+    return {name: list(_last_runs(folder / f"{name}.jsonl")) for name in BENCHMARKS}
+
+
+def render(last: dict[str, list[Rows]]) -> str:
     rows = [row for runs in last.values() for its in runs for row in its]
     return _PAGE.render(
         benchmarks=BENCHMARKS,
-        runs={name: [_run(name, its, folder) for its in runs] for name, runs in last.items()},
+        runs={name: [_run(its) for its in runs] for name, runs in last.items()},
         unmeasured="" if any(row["gpu"] for row in rows) else _ON_GPU,
         aims=judged(rows),
     )
@@ -100,7 +101,7 @@ def _last_runs(path: Path) -> Iterator[Rows]:
         yield runs[max(runs)]
 
 
-def _run(name: str, rows: Rows, folder: Path) -> dict[str, Any]:
+def _run(rows: Rows) -> dict[str, Any]:
     first = rows[0]
     alike: dict[tuple[str, ...], Rows] = {}
     for row in rows:
@@ -111,7 +112,7 @@ def _run(name: str, rows: Rows, folder: Path) -> dict[str, Any]:
         "versions": ", ".join(f"{package} {version}" for package, version in first["versions"].items()),
         "date": first["date"],
         "commit": first["commit"],
-        "picture": f"{name}.png" if (folder / f"{name}.png").exists() else None,
+        "picture": picture_of(rows),
         "tables": [_Table.of(its) for its in alike.values()],
     }
 

@@ -77,7 +77,7 @@ class Results:
     def add(self, row: Row) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if row.trace is not None:
-            kept = self.path.with_name(f"{self.path.stem}-{re.sub('[^a-z0-9]+', '-', row.arm.lower())}.json.gz")
+            kept = self.path.with_name(f"{self.path.stem}-{file_name_of(row.arm)}.json.gz")
             kept.write_bytes(row.trace)
             row = replace(row, said=kept.name)
         described = {**self._described, **row.to_json()}
@@ -109,6 +109,10 @@ def told(row: Mapping[str, Any]) -> tuple[str, str]:
 
 def _number(value: float, unit: str) -> str:
     return _TELLERS[unit](value) if unit in _TELLERS else f"{value:.4g} {unit}".strip()
+
+
+def file_name_of(text: str) -> str:
+    return re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def said(key: str, value: object) -> str:
