@@ -136,7 +136,10 @@ def engine_of(arm: Arm, setting: Setting) -> Iterator[Any]:
             # DeepSpeed 0.19.8 keeps engines alive that are destroyed: a gigabyte a turn, for 50 M parameters.
             for tensor in tensors:
                 tensor.grad = None
-                tensor.data = torch.empty(0)
+                storage = tensor.untyped_storage()
+                # With all that are views of it. The slab of ours is given back already.
+                if storage.resizable():
+                    storage.resize_(0)
             del engine, tensors
             gc.collect()
 

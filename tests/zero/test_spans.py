@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from deepspeed.utils import nvtx
+from torch._C._profiler import _ExperimentalConfig
 
 from deep_opt_states.zero import spans
 
@@ -23,6 +26,24 @@ class Accelerator:
 
     def range_pop(self, domain: str | None = None) -> None:
         self.calls.append(("pop", domain))
+
+
+def all_threads() -> Any:
+    return torch.profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
+
+
+def test_a_profiler_may_be_started_and_stopped_inside() -> None:
+    profiler = all_threads()
+    with spans.ActionSpan("begun before"):
+        profiler.start()
+    with spans.ActionSpan("inside"):
+        time.sleep(0.05)
+    with spans.ActionSpan("ended after"):
+        profiler.stop()
+    (inside,) = (event for event in profiler.events() if event.name == "inside")
+    assert 0.04e6 < inside.time_range.elapsed_us() < 5e6
+    with all_threads(), spans.ActionSpan("once more"):
+        pass
 
 
 @pytest.mark.parametrize(("supports", "domain"), [(True, "DeepSpeed"), (False, None)])
