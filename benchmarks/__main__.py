@@ -17,7 +17,7 @@ from rich.table import Table
 
 from benchmarks.harness.picture import draw
 from benchmarks.harness.report import last_runs, render
-from benchmarks.harness.rows import RESULTS, Results, told
+from benchmarks.harness.rows import RESULTS, Results, Row, told
 from benchmarks.harness.suite import BENCHMARKS, Waived
 from deep_opt_states import machine
 from examples.one_rank import be_the_only_rank_unless_launched
@@ -28,6 +28,8 @@ console = Console()
 def run(name: str, folder: Path, *, quick: bool) -> int:
     """1 if an arm that claims stock's bits has others."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if machine.has_cuda() else "cpu")
+    # cuBLAS repeats its bits with it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     be_the_only_rank_unless_launched()
     module = _module(name)
     console.print(f"[bold]{name}[/bold]: {BENCHMARKS[name]}")
@@ -38,9 +40,12 @@ def run(name: str, folder: Path, *, quick: bool) -> int:
             results.add(row)
     except Waived as reason:
         console.print(f"WAIVED: {reason}")
+        results.add(Row(arm="all", quantity=name, waived=str(reason)))
+        results.finish()
         return 0
+    results.finish()
     table = Table("arm", "", "median", "20 % to 80 %")
-    for found in results.rows:
+    for found in results.rows[:-1]:
         table.add_row(found["arm"], found["quantity"], *told(found))
     console.print(table)
     if not quick:

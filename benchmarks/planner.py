@@ -1,4 +1,4 @@
-"""How good and how fast plans are, on machines that nobody measured: ``python -m benchmarks.planner``.
+"""How good and how fast plans are, on machines that nobody measured.
 
 A plan's update is compared with the least that any plan can take: the work bound with the unavoidable fill and drain
 (``perf_model/fill_and_drain.py``). With up to ten sub-groups it is compared with every plan that fits. Ends with 1 if a

@@ -16,12 +16,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 
+import torch
+
 from benchmarks.harness import arms
 from benchmarks.harness.picture import Lines
 from benchmarks.harness.rows import REPOSITORY, Row
 from benchmarks.harness.sizes import effort, usual
 from benchmarks.harness.turn_rows import exposed_and_hidden, iterations, of_arm, same_bits, what_it_is
 from benchmarks.harness.turns import take_turns
+from deep_opt_states import machine
 from deep_opt_states.zero.devices import SHARE_OF_GPU_MEMORY
 from perf_model.budgets import DoesNotFit
 from perf_model.cli.inputs import OVERLAPS
@@ -57,6 +60,10 @@ def measure(*, quick: bool) -> Iterator[Row]:
 
 
 def _measured(ranks: int, *, quick: bool) -> Iterator[Row]:
+    if machine.has_cuda() and torch.cuda.device_count() < ranks:
+        setting = {**asdict(usual(quick=quick)), "ranks": ranks}
+        yield Row(arm="ours", quantity="iteration", waived=f"fewer than {ranks} GPUs", setting=setting)
+        return
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["-m", "benchmarks.scaling", *(["--quick"] if quick else [])]
     finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
@@ -131,8 +138,8 @@ def work(arguments: Sequence[str]) -> None:
     quick = "--quick" in arguments
     setting = usual(quick=quick)
     ran = take_turns((arms.STOCK, arms.OURS_AS_IT_IS), setting, effort(quick=quick))
-    stock = ran[arms.STOCK.name]
-    for name, turns in ran.items():
+    stock = ran.turns[arms.STOCK.name]
+    for name, turns in ran.turns.items():
         of = of_arm(name, setting)
         of["setting"]["ranks"] = dist.get_world_size()
         rows = [

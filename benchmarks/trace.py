@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -40,21 +41,30 @@ def measure(*, quick: bool) -> Iterator[Row]:
     setting = usual(quick=quick)
     for arm in (arms.STOCK, arms.ALL_CPU, arms.OURS_AS_IT_IS):
         of = of_arm(arm.name, setting)
-        profiled = _profiled(arm, setting)
-        steps = [event for event in profiled.events() if event.name == STEP]
-        lasted_s = sum(_seconds(step) for step in steps)
+        profiled, said = _profiled(arm, setting)
+        # Spans are told of the device, too.
+        events = [event for event in profiled.events() if event.device_type == DeviceType.CPU]
+        steps = [event for event in events if event.name == STEP]
+        lasted_s = sum(map(_seconds, steps))
         yield Row(quantity="step(), profiled", unit="s", samples=[_seconds(step) for step in steps], **of)
-        parts = {name: spent_s for name, spent_s in _parts(profiled, steps) if spent_s >= LEAST_SHARE * lasted_s}
+        here, beside = _parts(events, steps)
+        parts = {name: spent_s for name, spent_s in here if spent_s >= LEAST_SHARE * lasted_s}
         for name, spent_s in parts.items():
             yield Row(quantity=f"in step(): {name}", unit="s", samples=[spent_s / len(steps)], **of)
-        rest_s = max(0.0, lasted_s - sum(parts.values()))
+        rest_s = lasted_s - sum(parts.values())
         yield Row(quantity="in step(): the rest", unit="s", samples=[rest_s / len(steps)], **of)
+        for name, spent_s in beside:
+            if spent_s >= LEAST_SHARE * lasted_s:
+                yield Row(quantity=f"beside, by another thread: {name}", unit="s", samples=[spent_s / len(steps)], **of)
         yield Row(quantity="trace", trace=_trace(profiled), **of)
+        yield Row(quantity="is", said=said, **of)
 
 
-def _profiled(arm: Arm, setting: Setting) -> Any:
+def _profiled(arm: Arm, setting: Setting) -> tuple[Any, str]:
+    """And what the engine is."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with engine_of(arm, setting) as engine:
+        said = arm.check(engine)
         for number in range(WARM_UP):
             _iterate(engine, setting, number)
         # The worker that updates is a thread of its own.
@@ -62,7 +72,7 @@ def _profiled(arm: Arm, setting: Setting) -> Any:
         with profile(activities=activities, experimental_config=every_thread) as profiled:
             for number in range(WARM_UP, WARM_UP + PROFILED):
                 _iterate(engine, setting, number)
-    return profiled
+    return profiled, said
 
 
 def _iterate(engine: Any, setting: Setting, number: int) -> None:
@@ -75,14 +85,16 @@ def _iterate(engine: Any, setting: Setting, number: int) -> None:
         engine.step()
 
 
-def _parts(profiled: Any, steps: list[Any]) -> list[tuple[str, float]]:
-    """Seconds by name of what began in one of ``steps``, on any thread, each without what it called."""
-    spent_s: defaultdict[str, float] = defaultdict(float)
-    for event in profiled.events():
-        inside = any(step.time_range.start <= event.time_range.start < step.time_range.end for step in steps)
-        if inside and event.name != STEP:
-            spent_s[event.name.rstrip(" 0123456789")] += event.self_cpu_time_total / 1e6
-    return sorted(spent_s.items(), key=lambda part: part[1], reverse=True)
+def _parts(events: list[Any], steps: list[Any]) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
+    """Seconds by name of what began in one of ``steps``, each without what it called: on its thread, and on others. The
+    step itself is one: Python, and where it waits for the others."""
+    spent_s: dict[bool, defaultdict[str, float]] = {here: defaultdict(float) for here in (True, False)}
+    for event in events:
+        if any(step.time_range.start <= event.time_range.start < step.time_range.end for step in steps):
+            name = "Python, and waits" if event.name == STEP else event.name.rstrip(" 0123456789")
+            spent_s[event.thread == steps[0].thread][name] += event.self_cpu_time_total / 1e6
+    here, beside = (sorted(spent_s[its].items(), key=lambda part: part[1], reverse=True) for its in (True, False))
+    return here, beside
 
 
 def _seconds(event: Any) -> float:

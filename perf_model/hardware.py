@@ -69,6 +69,9 @@ NOT_ABOVE = {
 BESIDE_TOLERANCE = 1.5
 """What runs beside something else is no faster than alone, but for noise."""
 
+BOTH_TOLERANCE = 1.2
+"""What both directions reach at once is no more than the sum of what they reach alone, but for noise."""
+
 OF_AN_ACCELERATOR = ("h2d_bytes_per_s", "d2h_bytes_per_s", "both_bytes_per_s", "gpu_adam_params_per_s")
 """Any of these says that there is one."""
 
@@ -164,7 +167,7 @@ class HardwareProfile:
                 _require(slowed <= most, beside, rule, slowed, "Measure anew, with nothing else at work.")
         both, alone = self.get("both_bytes_per_s"), (self.get("h2d_bytes_per_s"), self.get("d2h_bytes_per_s"))
         if both is not None and None not in alone:
-            most = 1.2 * sum(rate for rate in alone if rate is not None)
+            most = BOTH_TOLERANCE * sum(rate for rate in alone if rate is not None)
             rule = f"cannot exceed what the directions reach alone, {most:.3g} with a tolerance"
             _require(both <= most, "both_bytes_per_s", rule, both, "It is the sum of both directions; measure anew.")
 

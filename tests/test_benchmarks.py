@@ -7,14 +7,17 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from benchmarks.harness import arms
 from benchmarks.harness.aims import AIMS
 from benchmarks.harness.picture import draw
 from benchmarks.harness.report import last_runs, render
-from benchmarks.harness.rows import RESULTS, Results, Row, read, told
+from benchmarks.harness.rows import COMPLETE, RESULTS, Results, Row, read, told
+from benchmarks.harness.setting import Setting
 from benchmarks.harness.suite import BENCHMARKS
 from tests.launch import run_ranks
 from tests.tiers import thorough
@@ -28,6 +31,7 @@ def results(tmp_path: Path) -> Path:
     results.add(Row(arm="ours", quantity="update", unit="s", samples=(0.2, 0.1, 0.3, 0.4, 0.5), setting={"threads": 2}))
     results.add(Row(arm="ours", quantity="stock's bits", said=True, claimed=True, setting={"threads": 2}))
     results.add(Row(arm="GPU", quantity="update", waived="no GPU | none"))
+    results.finish()
     return tmp_path
 
 
@@ -51,7 +55,11 @@ def test_every_exact_arm_has_the_bits_of_stock(name: str, tmp_path: Path) -> Non
     assert len(bits) >= 5
     assert bits.keys() <= seconds.keys()
     assert all(value > 0 for value in seconds.values())
-    assert {arm for arm, same in bits.items() if not same} <= {"Twin-Flow", "stock, cores bound"}
+    assert {arm for arm, same in bits.items() if not same} <= {
+        "Twin-Flow",
+        "stock, cores bound",
+        "stock, default sub-groups",
+    }
     classes = {row["arm"]: row["said"].split()[0] for row in rows if row["quantity"] == "is"}
     assert classes.keys() == bits.keys()
     assert classes["stock"] == "DeepSpeedZeroOptimizer_Stage3"
@@ -73,7 +81,7 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
 
 
 def test_rows_say_where_and_when_and_the_spread(results: Path) -> None:
-    first, said, waived = map(json.loads, (results / "adam.jsonl").read_text().splitlines())
+    first, said, waived, _ = map(json.loads, (results / "adam.jsonl").read_text().splitlines())
     assert {"date", "commit", "cpu", "cores", "gpu", "versions", "benchmark", "quick"} < first.keys()
     assert (first["median"], first["p20"], first["p80"], first["samples"]) == (0.3, 0.2, 0.4, 5)
     assert (first["unit"], first["setting"], said["said"], waived["waived"]) == (
@@ -109,9 +117,10 @@ def test_aims_are_judged_by_the_rows(median: float, said: str, tmp_path: Path) -
     results.add(Row(arm=arm, quantity="updates faster than stock", unit="times", samples=[median, 9.0, 0.1]))
     page = page_of(tmp_path)
     (line,) = (line for line in page.splitlines() if "1.6 times as fast" in line)
-    # A machine with a GPU answers other questions.
-    assert (said in line) == (results.rows[0]["gpu"] is None)
-    assert page.count("**unmeasured**") == len(AIMS) - (results.rows[0]["gpu"] is None)
+    # Other machines answer other questions.
+    answers = results.rows[0]["gpu"] is None and results.rows[0]["cores"] == 2
+    assert (said in line) == answers
+    assert page.count("**unmeasured**") == len(AIMS) - answers
 
 
 def test_the_farthest_setting_counts(tmp_path: Path) -> None:
@@ -122,9 +131,9 @@ def test_the_farthest_setting_counts(tmp_path: Path) -> None:
         row = Row(arm="planned", quantity="error of the prediction", unit="share", samples=[error], setting=setting)
         results.add(row)
     (aim,) = (its for its in AIMS if its.quantity == "error of the prediction")
-    verdict = replace(aim, on_gpu=results.rows[0]["gpu"] is not None).judge(results.rows)
+    verdict = aim.judge([{**row, "gpu": "a GPU"} for row in results.rows])
     assert verdict is not None
-    assert (verdict.holds, str(verdict)) == (False, "-30%, the farthest of 3")
+    assert (verdict.holds, str(verdict)) == (False, "-30%, the farthest of 3: planned")
     assert aim.judge([]) is None
 
 
@@ -145,15 +154,101 @@ def test_rows_can_be_drawn(path: Path, tmp_path: Path) -> None:
 def test_a_trace_is_kept_beside_the_rows(tmp_path: Path) -> None:
     results = Results("trace", tmp_path, quick=False)
     results.add(Row(arm="ours, all on the CPU", quantity="trace", trace=b"compressed"))
-    assert (tmp_path / "trace-ours-all-on-the-cpu.json.gz").read_bytes() == b"compressed"
     name = results.rows[0]["said"]
-    assert f"[{name}](results/{name})" in page_of(tmp_path)
+    assert name.startswith("trace-")
+    assert name.endswith("-ours-all-on-the-cpu.json.gz")
+    assert (tmp_path / name).read_bytes() == b"compressed"
+    assert f"[trace](results/{name})" in page_of(tmp_path)
+
+
+def test_a_run_that_was_stopped_does_not_hide_one_that_was_not(results: Path) -> None:
+    path = results / "adam.jsonl"
+    stopped = {**json.loads(path.read_text().splitlines()[0]), "date": "2999-01-01T00:00:00+00:00", "median": 0.7}
+    path.write_text(path.read_text() + json.dumps(stopped) + "\n")
+    assert "| ours | 300 ms" in page_of(results)
+    path.write_text(json.dumps(stopped) + "\n")
+    assert "| ours | 700 ms" in page_of(results)
+
+
+def test_what_is_measured_twice_counts_as_it_was_last(tmp_path: Path) -> None:
+    results = Results("adam", tmp_path, quick=False)
+    for seconds in (0.3, 0.4):
+        results.add(Row(arm="ours", quantity="update", unit="s", samples=[seconds]))
+    page = page_of(tmp_path)
+    assert "| ours | 400 ms |" in page
+    assert "300 ms" not in page
+
+
+SETTING = Setting(layers=4, width=1024, context=64, micro_batch=1, sub_group_size=10_000_000)
+
+
+def test_arms_are_configured_as_they_are_called() -> None:
+    """DeepSpeed clips to 1.0 where nothing is said."""
+    assert arms.SUPER_UNCLIPPED.configure(SETTING)["gradient_clipping"] == 0.0
+    assert arms.STOCK.configure(SETTING)["gradient_clipping"] == 1.0
+    assert "offload_optimizer" not in arms.NO_OFFLOAD.configure(SETTING)["zero_optimization"]
+    assert arms.STOCK_DEFAULT.configure(SETTING)["zero_optimization"]["sub_group_size"] == 10**9
+    memory = arms.PLANNED.configure(SETTING)["deep_optimizer_states"]["gpu_memory_gb"]
+    assert memory * 1e9 == pytest.approx(24 * 10_000_000 + 2 * SETTING.parameters)
+    # As many of the six sub-groups as fit that, with 16 bytes a parameter.
+    ratio = arms.twin_flow(SETTING).configure(SETTING)["zero_optimization"]["offload_optimizer"]["ratio"]
+    assert int((1 - ratio) * 6) == 2
+
+
+def test_no_offload_is_waived_where_it_does_not_fit() -> None:
+    assert arms.NO_OFFLOAD.waived(SETTING) is None
+    huge = replace(SETTING, layers=1000, width=16384)
+    assert arms.NO_OFFLOAD.waived(huge) == "does not fit"
+
+
+@pytest.mark.parametrize(
+    ("arm", "claim"),
+    [
+        (replace(arms.STOCK, name="stock that clips otherwise", clipping=0.5), "clips to 1.0"),
+        (replace(arms.STOCK, name="ours, not there", optimizer_class=arms.OURS), "the optimizer is"),
+        (replace(arms.ALL_CPU, name="stock's kernel, not there", kernel="StockAdam"), "the CPU updates by FusedAdam"),
+        (replace(arms.STOCK, name="Twin-Flow, not there", offload={"ratio": 0.5}), "ratio 1.0"),
+    ],
+    ids=lambda its: its.name if isinstance(its, arms.Arm) else "",
+)
+def test_an_engine_that_is_not_its_arm_s_is_refused(arm: arms.Arm, claim: str) -> None:
+    named = replace(arms.STOCK if arm.block is None else arms.ALL_CPU, name=arm.name)
+    with pytest.raises(AssertionError, match=claim):
+        arm.check(Engine(named))
+
+
+class Engine:
+    """What ``check`` looks at of one that ``arm`` is right about."""
+
+    def __init__(self, arm: arms.Arm) -> None:
+        groups, config = [None] * 6, SimpleNamespace(overlap_backward=False, overlap_forward=False)
+        adam = type(arm.kernel or "None", (), {})()
+        inner = type(arm.inner, (), {})()
+        attributes = {
+            "optimizer": inner,
+            "partial_offload": 1.0,
+            "fp16_groups": groups,
+            "_config": config,
+            "_adam": adam,
+        }
+        self.optimizer = type(arm.optimizer_class, (), attributes)()
+        assert arm.check(self).startswith(arm.optimizer_class)
+
+    def gradient_clipping(self) -> float:
+        return 1.0
+
+    def zero_overlap_comm(self) -> bool:
+        return True
+
+    def zero_offload_optimizer(self) -> Any:
+        return SimpleNamespace(pin_memory=True)
 
 
 def test_quick_runs_measure_nothing_and_the_last_run_counts(results: Path) -> None:
     path = results / "adam.jsonl"
     last = {**json.loads(path.read_text().splitlines()[0]), "date": "2999-01-01T00:00:00+00:00", "median": 0.7}
+    end = {**last, "quantity": COMPLETE, "said": True}
     quick = {**last, "date": "2999-02-01T00:00:00+00:00", "quick": True, "median": 0.9}
-    path.write_text(path.read_text() + json.dumps(last) + "\n" + json.dumps(quick) + "\n")
+    path.write_text(path.read_text() + "".join(json.dumps(row) + "\n" for row in (last, end, quick)))
     page = page_of(results)
     assert re.findall(r"\| ours \| (\d+) ms", page) == ["700"]

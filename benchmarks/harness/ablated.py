@@ -27,18 +27,29 @@ def stocks_cpu_kernel() -> Iterator[None]:
 
 
 @contextmanager
-def bound_to_physical_cores() -> Iterator[None]:
-    """What ``deepspeed --bind_cores_to_rank`` does for one rank: a thread for each physical core, each core's first
-    logical CPU."""
-    allowed, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
-    cores = cores_of(allowed)
-    _pin_all_threads({min(core.cpus) for core in cores})
-    torch.set_num_threads(len(cores))
+def process_as_it_was() -> Iterator[None]:
+    """SuperOffload and ZenFlow move this process to a part of its cores, and do not move it back."""
+    allowed, num_threads, variable = os.sched_getaffinity(0), torch.get_num_threads(), "OMP_NUM_THREADS"
+    said = os.environ.get(variable)
     try:
         yield
     finally:
         _pin_all_threads(allowed)
         torch.set_num_threads(num_threads)
+        os.environ.pop(variable, None)
+        if said is not None:
+            os.environ[variable] = said
+
+
+@contextmanager
+def bound_to_physical_cores() -> Iterator[None]:
+    """What ``deepspeed --bind_cores_to_rank`` does for one rank: a thread for each physical core, each core's first
+    logical CPU."""
+    cores = cores_of(os.sched_getaffinity(0))
+    with process_as_it_was():
+        _pin_all_threads({min(core.cpus) for core in cores})
+        torch.set_num_threads(len(cores))
+        yield
 
 
 def _pin_all_threads(cpus: set[int]) -> None:

@@ -7,10 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from deepspeed.accelerator import get_accelerator
 
 from benchmarks.harness.ablated import bound_to_physical_cores, stocks_cpu_kernel
 from benchmarks.harness.setting import Setting
+from deep_opt_states import machine
+from perf_model.units import GB
 
 STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
 SUPER_OFFLOAD = "SuperOffloadOptimizer_Stage3"
@@ -18,102 +21,148 @@ OURS = "DeepOptimizerStates_Stage3"
 
 CUDA_ONLY = "runs on CUDA only, says DeepSpeed 0.19.8"
 
+STATE_BYTES = 16
+"""Of a parameter without offloading: p, m and v in fp32, and 16-bit parameter and gradient."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
     """``offload`` and ``zero`` are merged into stock's blocks of these names, ``block`` is ours.
 
-    ``exact``: whether it claims Adam's bits. ``around`` is entered for as long as its engine lives.
+    ``inner`` and ``kernel`` are the classes that update: DeepSpeed's, and in ours on the CPU. ``bounded``: it may take
+    ``Setting.accelerator_bytes``. ``exact``: whether it claims Adam's bits. ``done``: whether its update is when
+    ``step()`` returns. ``around`` is entered for as long as its engine lives.
     """
 
     name: str
     optimizer_class: str = STAGE_3
+    inner: str = "DeepSpeedCPUAdam"
+    kernel: str = ""
     offload: Mapping[str, Any] = field(default_factory=dict)
     zero: Mapping[str, Any] = field(default_factory=dict)
     block: Mapping[str, Any] | None = None
-    clipping: float | None = 1.0
+    clipping: float = 1.0
     offloads: bool = True
+    bounded: bool = False
     exact: bool = True
+    done: bool = True
     cuda_only: bool = False
     around: Callable[[], AbstractContextManager[object]] = nullcontext
 
-    def waived(self) -> str | None:
-        return CUDA_ONLY if self.cuda_only and get_accelerator().device_name() != "cuda" else None
+    def waived(self, setting: Setting) -> str | None:
+        """Why it cannot run here."""
+        on_cuda = get_accelerator().device_name() == "cuda"
+        if self.cuda_only and not on_cuda:
+            return CUDA_ONLY
+        if not self.offloads:
+            room = torch.cuda.mem_get_info()[1] if on_cuda else machine.memory().usable_bytes
+            if STATE_BYTES * setting.parameters > room:
+                return "does not fit"
+        return None
 
-    def configure(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Of a config without ZeRO."""
+    def configure(self, setting: Setting) -> dict[str, Any]:
+        config = setting.config
         zero: dict[str, Any] = {"stage": 3, **config["zero_optimization"], **self.zero}
         if self.offloads:
             zero["offload_optimizer"] = {"device": "cpu", **self.offload}
-        configured = {**config, "zero_optimization": zero}
-        if self.clipping is not None:
-            configured["gradient_clipping"] = self.clipping
+        # DeepSpeed 0.19.8 clips to 1.0 where nothing is said.
+        configured = {**config, "zero_optimization": zero, "gradient_clipping": self.clipping}
         if self.block is not None:
-            configured["deep_optimizer_states"] = dict(self.block)
+            memory = {"gpu_memory_gb": setting.accelerator_bytes / GB} if self.bounded else {}
+            configured["deep_optimizer_states"] = {**memory, **self.block}
         return configured
+
+    def check(self, engine: Any) -> str:
+        """What says that ``engine`` is this arm's; raises ``AssertionError`` if it is not."""
+        optimizer = engine.optimizer
+        found = type(optimizer).__name__
+        inner = type(optimizer.optimizer).__name__
+        assert found == self.optimizer_class, f"{self.name}: the optimizer is {found}"
+        assert inner == self.inner, f"{self.name}: it updates by {inner}"
+        assert engine.gradient_clipping() == self.clipping, f"{self.name}: clips to {engine.gradient_clipping()}"
+        told = f"{found} over {inner}, clipping {self.clipping}, overlap_comm {engine.zero_overlap_comm()}"
+        offload = engine.zero_offload_optimizer()
+        assert (offload is not None) == self.offloads, f"{self.name}: offloads to {offload}"
+        if offload is not None:
+            told += f", pin_memory {offload.pin_memory}"
+            on_accelerator = int((1 - optimizer.partial_offload) * len(optimizer.fp16_groups))
+            assert (on_accelerator > 0) == ("ratio" in self.offload), f"{self.name}: ratio {optimizer.partial_offload}"
+            if on_accelerator:
+                told += f", {on_accelerator} of {len(optimizer.fp16_groups)} sub-groups on the accelerator"
+        if self.block is not None:
+            config, kernel = optimizer._config, type(optimizer._adam).__name__
+            assert kernel == self.kernel, f"{self.name}: the CPU updates by {kernel}"
+            told += f", {kernel}, overlap_backward {config.overlap_backward}, overlap_forward {config.overlap_forward}"
+        return told
 
 
 def ours(name: str, **block: Any) -> Arm:
-    return Arm(name=name, optimizer_class=OURS, block=block)
+    return Arm(name=name, optimizer_class=OURS, kernel="FusedAdam", block=block)
+
+
+def planned(name: str, **block: Any) -> Arm:
+    return replace(ours(name, **block), bounded=True)
 
 
 AT_ONCE = {"overlap_backward": False, "overlap_forward": False}
 
 STOCK = Arm(name="stock")
+"""DeepSpeed's defaults, but for the size of sub-groups: norms are added up by sub-group, and with other sub-groups no
+arm would have its bits."""
+
+STOCK_DEFAULT = Arm(name="stock, default sub-groups", zero={"sub_group_size": 1_000_000_000}, exact=False)
 STOCK_BOUND = Arm(name="stock, cores bound", exact=False, around=bound_to_physical_cores)
 """With another number of threads PyTorch adds in another order."""
 
 STOCK_PAGEABLE = Arm(name="stock, pageable gradients", offload={"pin_memory": False})
-NO_OFFLOAD = Arm(name="no offload", offloads=False, exact=False)
-"""Its Adam is PyTorch's on the accelerator, which rounds otherwise."""
+NO_OFFLOAD = Arm(name="no offload", inner="FusedAdam", offloads=False, exact=False)
+"""DeepSpeed's Adam on the accelerator rounds otherwise."""
 
 SUPER = Arm(
     name="SuperOffload", optimizer_class=SUPER_OFFLOAD, offload={"super_offload": True}, exact=False, cuda_only=True
 )
-SUPER_UNCLIPPED = Arm(
-    name="SuperOffload, no clipping",
-    optimizer_class=SUPER_OFFLOAD,
-    offload={"super_offload": True},
-    clipping=None,
-    exact=False,
-    cuda_only=True,
-)
+SUPER_UNCLIPPED = replace(SUPER, name="SuperOffload, no clipping", clipping=0.0, done=False)
+"""It updates in backward."""
+
 ZENFLOW = Arm(
     name="ZenFlow (approximate)",
+    inner="ZenFlowCPUAdam",
     zero={"zenflow": {"topk_ratio": 0.1, "update_interval": 4, "full_warm_up_rounds": 0, "overlap_step": True}},
     exact=False,
+    done=False,
     cuda_only=True,
 )
 
-STRIDE_2 = ours("stride 2", placement="stride", update_stride=2, **AT_ONCE)
+STRIDE_2 = ours("stride 2, one slot", placement="stride", update_stride=2, num_slots=1, **AT_ONCE)
+"""The rule of the original artifact and its single buffer, by our runtime and kernels, which flatter it."""
+
 ALL_CPU = ours("ours, all on the CPU", placement="cpu", **AT_ONCE)
 ALL_STREAMED = ours("ours, all streamed", placement="streamed", **AT_ONCE)
-PLANNED = ours("ours, planned", **AT_ONCE)
-OURS_AS_IT_IS = ours("ours")
+PLANNED = planned("ours, planned", **AT_ONCE)
+OURS_AS_IT_IS = planned("ours")
 
-WITHOUT_FUSED_KERNEL = replace(ALL_CPU, name="ours, stock's kernel", around=stocks_cpu_kernel)
-BACKWARD = ours("ours, planned, backward overlap", overlap_backward=True, overlap_forward=False)
+WITHOUT_FUSED_KERNEL = replace(ALL_CPU, name="ours, stock's kernel", kernel="StockAdam", around=stocks_cpu_kernel)
+BACKWARD = planned("ours, planned, backward overlap", overlap_backward=True, overlap_forward=False)
 
 ABLATION = (STOCK_PAGEABLE, STOCK, WITHOUT_FUSED_KERNEL, ALL_CPU, PLANNED, BACKWARD, OURS_AS_IT_IS)
 """Each has one thing more than the one before: asynchronous gradients, our schedule, the fused kernel, streaming, and
 overlap with backward and with forward."""
 
-
-def competitors(setting: Setting) -> tuple[Arm, ...]:
-    """DeepSpeed's own ways to update, and ours by placement; Twin-Flow with the memory of our slots, two of the largest
-    sub-group."""
-    slots = min(1.0, setting.sub_group_size * SLOT_BYTES / (TWIN_FLOW_BYTES * setting.parameters))
-    own = (STOCK, STOCK_BOUND, twin_flow(slots), SUPER, SUPER_UNCLIPPED, ZENFLOW)
-    return (*own, STRIDE_2, ALL_CPU, ALL_STREAMED, PLANNED)
-
-
 TWIN_FLOW_BYTES = 16
 """Of a parameter that it updates on the accelerator: p, m, v and its gradient in fp32."""
 
-SLOT_BYTES = 2 * 12
+
+def competitors(setting: Setting) -> tuple[Arm, ...]:
+    """DeepSpeed's own ways to update, and ours by placement."""
+    own = (STOCK, STOCK_DEFAULT, STOCK_BOUND, twin_flow(setting), SUPER, SUPER_UNCLIPPED, ZENFLOW)
+    return (*own, STRIDE_2, ALL_CPU, ALL_STREAMED, PLANNED)
 
 
-def twin_flow(share_on_accelerator: float) -> Arm:
-    """``share_on_accelerator`` of the parameters are updated there, by PyTorch's Adam, which rounds otherwise than that
-    of stock offload."""
-    return Arm(name="Twin-Flow", offload={"ratio": round(1 - share_on_accelerator, 4)}, exact=False)
+def twin_flow(setting: Setting) -> Arm:
+    """As many whole sub-groups on the accelerator as ours may take memory for, one at least; it updates them there by
+    PyTorch's Adam, which rounds otherwise than that of stock offload."""
+    sub_groups = -(-setting.parameters // setting.sub_group_size)
+    there = setting.accelerator_bytes // (TWIN_FLOW_BYTES * setting.sub_group_size)
+    # DeepSpeed rounds down.
+    share = (min(max(there, 1), sub_groups - 1) + 0.5) / sub_groups
+    return Arm(name="Twin-Flow", offload={"ratio": round(1 - share, 4)}, exact=False)

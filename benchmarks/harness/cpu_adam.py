@@ -5,9 +5,8 @@ and the rest done in the same pass. Both start from the same state, and the bits
 compared after every repetition. Beside them, what host memory gives to reading and writing in place. Arms take turns,
 in an order that alternates.
 
-Where both are at the limit of host memory they differ by their bytes, 42 against 28: a factor of 1.5, and a little more
-since stock's rounding also fetches what it overwrites. On the 2-core machine of ``results/cpu_adam.jsonl`` two threads
-are there: 1.63, short of the 1.7 that was aimed for, at the whole of the in-place bandwidth; one thread reaches 1.8.
+Where both are at the limit of host memory they differ by their bytes, 42 against 28, and a little more since stock's
+rounding also fetches what it overwrites.
 """
 
 from __future__ import annotations
@@ -177,7 +176,7 @@ def seconds_of(work: Callable[[AdamStep], None], step: AdamStep) -> float:
 
 
 def compare(numel: int, threads: int, repetitions: int) -> Iterator[Row]:
-    """With so many threads for both arms. Raises ``SystemExit`` where their bits differ."""
+    """With so many threads for all arms."""
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(1)).bfloat16()
     with torch_threads(threads):
         stock, ours = Stock(fresh_state(numel), gradient), Ours(fresh_state(numel), gradient, threads)
@@ -190,6 +189,7 @@ def compare(numel: int, threads: int, repetitions: int) -> Iterator[Row]:
             "in place": in_place,
         }
         seconds: dict[str, list[float]] = {name: [] for name in arms}
+        same = True
         for repetition in range(1 + repetitions):
             step = step_of(1 + repetition)
             for name in list(arms) if repetition % 2 else reversed(arms):
@@ -197,8 +197,7 @@ def compare(numel: int, threads: int, repetitions: int) -> Iterator[Row]:
                 elapsed_s = seconds_of(arms[name].update, step)
                 if repetition > 0:  # the first warms up
                     seconds[name].append(elapsed_s)
-            if differ := ours.state.differs_from(stock.state):
-                raise SystemExit(f"not stock's bits after {1 + repetition} steps: {', '.join(differ)}")
+            same = same and not ours.state.differs_from(stock.state)
     about = {"parameters": numel, "threads": threads}
     speedups = [theirs / its for theirs, its in zip(seconds["stock"], seconds["ours"], strict=True)]
     in_place_bytes_per_s = [2 * in_place.memory.nbytes / its for its in seconds["in place"]]
@@ -211,5 +210,5 @@ def compare(numel: int, threads: int, repetitions: int) -> Iterator[Row]:
     yield ours_row(quantity="updates faster than stock", unit="times", samples=speedups)
     yield ours_row(quantity="bandwidth", unit="bytes/s", samples=ours_bytes_per_s)
     yield ours_row(quantity="of the bandwidth in place", unit="share", samples=shares)
-    yield ours_row(quantity="stock's bits", said=True, claimed=True)
+    yield ours_row(quantity="stock's bits", said=same, claimed=True)
     yield Row(arm=memory, quantity="bandwidth", unit="bytes/s", samples=in_place_bytes_per_s, setting=about)

@@ -18,5 +18,7 @@ def measured_profile(*, quick: bool) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
         command = [sys.executable, "-m", "deep_opt_states.cli", "profile", "--output", str(path)]
-        subprocess.run([*command, *(["--quick"] if quick else [])], check=True, capture_output=True, cwd=REPOSITORY)
+        command += ["--quick"] if quick else []
+        # Errors are told on stderr.
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=REPOSITORY)
         yield path

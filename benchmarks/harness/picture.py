@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from matplotlib.figure import Figure
 
-from benchmarks.harness.rows import file_name_of, said
+from benchmarks.harness.rows import machine_of, said
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -30,6 +30,8 @@ class Bars:
 
     def draw(self, rows: Rows, figure: Any) -> None:
         panels = [panel for its in self._panels for panel in _panels_of(rows, its)]
+        if not panels:
+            return
         heights = [MARGIN_INCHES + BAR_INCHES * len(_bars(found)) for _, found in panels]
         figure.set_size_inches(10, sum(heights) + MARGIN_INCHES)
         axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -49,6 +51,8 @@ class Lines:
         panels: dict[object, list[Mapping[str, Any]]] = {}
         for row in rows:
             panels.setdefault(row["setting"].get(self._panel), []).append(row)
+        if not panels:
+            return
         columns = min(3, len(panels))
         levels = -(-len(panels) // columns)
         figure.set_size_inches(4.2 * columns + 1, 3.4 * levels + MARGIN_INCHES)
@@ -85,7 +89,7 @@ def draw(rows: Rows, folder: Path, picture: Picture) -> Path:
 
 def picture_of(rows: Rows) -> str:
     """The name of its file."""
-    return f"{rows[0]['benchmark']}-{file_name_of(rows[0]['gpu'] or rows[0]['cpu'])}.png"
+    return f"{rows[0]['benchmark']}-{machine_of(rows[0])}.png"
 
 
 def _panels_of(rows: Rows, panel: str | tuple[str, ...]) -> Iterator[tuple[str, Rows]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import Any
 
 from jinja2 import Environment
 
-from benchmarks.harness.aims import judged
+from benchmarks.harness.aims import MEASURED_BY, judged
 from benchmarks.harness.picture import picture_of, varying
-from benchmarks.harness.rows import read, said, told
+from benchmarks.harness.rows import COMPLETE, machine_of, read, said, told
 from benchmarks.harness.suite import BENCHMARKS
 
 Rows = list[dict[str, Any]]
@@ -71,7 +72,7 @@ machine. Medians, and in parentheses the 20th to the 80th percentile. {{ unmeasu
 """
 )
 
-_ON_GPU = "No row is of a GPU yet: what needs one is waived or missing, and `make gpu-check` measures it there."
+_ON_GPU = f"No row is of a GPU yet: what needs one is waived or missing; measured by {MEASURED_BY}."
 
 
 def last_runs(folder: Path) -> dict[str, list[Rows]]:
@@ -90,15 +91,22 @@ def render(last: dict[str, list[Rows]]) -> str:
 
 
 def _last_runs(path: Path) -> Iterator[Rows]:
-    """The last one on each machine."""
+    """The last one on each machine that ran to its end, or where none did the last."""
     if not path.exists():
         return
-    by_machine: dict[tuple[Any, ...], dict[str, Rows]] = {}
+    by_machine: dict[str, dict[str, Rows]] = {}
     for row in read(path):
         if not row["quick"]:
-            by_machine.setdefault((row["gpu"], row["cpu"], row["cores"]), {}).setdefault(row["date"], []).append(row)
+            by_machine.setdefault(machine_of(row), {}).setdefault(row["date"], []).append(row)
     for runs in by_machine.values():
-        yield runs[max(runs)]
+        ended = [date for date, rows in runs.items() if rows[-1]["quantity"] == COMPLETE]
+        yield _last_of_each(runs[max(ended or runs)])
+
+
+def _last_of_each(rows: Rows) -> Rows:
+    """What was measured twice in a run counts as it was measured last."""
+    of = {(row["arm"], row["quantity"], json.dumps(row["setting"])): row for row in rows}
+    return [row for row in of.values() if row["quantity"] != COMPLETE]
 
 
 def _run(rows: Rows) -> dict[str, Any]:
@@ -145,15 +153,15 @@ class _Table:
 
 
 def _is_note(row: Mapping[str, Any]) -> bool:
-    return isinstance(row.get("said"), str) and len(row["said"]) > LONGEST_CELL
+    return isinstance(row.get("said"), str) and len(row["said"]) > LONGEST_CELL and row["quantity"] != "trace"
 
 
 def _cell(row: Mapping[str, Any]) -> str:
     value, spread = told(row)
     if "waived" in row:
         return "waived"
-    if isinstance(row.get("said"), str) and row["said"].endswith(".json.gz"):
-        return f"[{row['said']}](results/{row['said']})"
+    if row["quantity"] == "trace":
+        return f"[trace](results/{row['said']})"
     return f"{value} ({spread})" if spread else value
 
 

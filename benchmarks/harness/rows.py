@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import subprocess
@@ -56,11 +57,16 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(ordered), "p20": ordered[round(0.2 * last)], "p80": ordered[round(0.8 * last)]}
 
 
+COMPLETE = "complete"
+"""What the last row of a run says."""
+
+
 class Results:
     """Of one run of a benchmark, appended to ``<benchmark>.jsonl`` in ``folder`` as they come."""
 
     def __init__(self, benchmark: str, folder: Path, *, quick: bool) -> None:
-        gpu = machine.gpu()
+        # Nothing of it is measured where the CPU trains.
+        gpu = None if os.environ.get("DS_ACCELERATOR") == "cpu" else machine.gpu()
         self.path = folder / f"{benchmark}.jsonl"
         self.rows: list[dict[str, Any]] = []
         self._described = {
@@ -70,17 +76,25 @@ class Results:
             "quick": quick,
             "cpu": machine.cpu_name(),
             "cores": machine.cores().usable,
+            "host_memory_bytes": machine.memory().usable_bytes,
             "gpu": None if gpu is None else gpu.name,
+            "gpu_memory_bytes": None if gpu is None else gpu.memory_bytes,
             "versions": {"python": platform.python_version()} | _versions(),
         }
 
     def add(self, row: Row) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if row.trace is not None:
-            kept = self.path.with_name(f"{self.path.stem}-{file_name_of(row.arm)}.json.gz")
-            kept.write_bytes(row.trace)
-            row = replace(row, said=kept.name)
-        described = {**self._described, **row.to_json()}
+            name = f"{self.path.stem}-{machine_of(self._described)}-{file_name_of(row.arm)}.json.gz"
+            self.path.with_name(name).write_bytes(row.trace)
+            row = replace(row, said=name)
+        self._write({**self._described, **row.to_json()})
+
+    def finish(self) -> None:
+        """All rows of the run are there."""
+        self._write({**self._described, "setting": {}, "arm": "", "quantity": COMPLETE, "said": True})
+
+    def _write(self, described: dict[str, Any]) -> None:
         self.rows.append(described)
         with self.path.open("a") as results:
             results.write(json.dumps(described) + "\n")
@@ -109,6 +123,11 @@ def told(row: Mapping[str, Any]) -> tuple[str, str]:
 
 def _number(value: float, unit: str) -> str:
     return _TELLERS[unit](value) if unit in _TELLERS else f"{value:.4g} {unit}".strip()
+
+
+def machine_of(row: Mapping[str, Any]) -> str:
+    """For the name of a file: rows are compared with those of the same machine."""
+    return file_name_of(f"{row['gpu'] or row['cpu']} {row['cores']}")
 
 
 def file_name_of(text: str) -> str:

@@ -42,6 +42,19 @@ class Setting:
         }
 
     @property
+    def accelerator_bytes(self) -> int:
+        """What arms that update on the accelerator may take of it beside the model: two slots of a sub-group, and the
+        16-bit gradients of all parameters."""
+        slots = 2 * 12 * min(self.sub_group_size, self.parameters)
+        return slots + 2 * self.parameters
+
+    @property
+    def flops(self) -> float:
+        """Of a step, of one rank: 6 a parameter and token, and attention's (arXiv 2204.02311, appendix B)."""
+        attention = 12 * self.layers * self.width * self.context
+        return self.tokens * (6 * self.parameters + attention)
+
+    @property
     def tokens(self) -> int:
         """Of a step, of one rank."""
         return self.context * self.micro_batch * self.accumulation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,8 +20,19 @@ def of_arm(name: str, setting: Setting) -> dict[str, Any]:
 def waived(arms: Sequence[Arm], quantity: str, setting: Setting) -> Iterator[Row]:
     """Of the arms that cannot run here."""
     for arm in arms:
-        if (reason := arm.waived()) is not None:
+        if (reason := arm.waived(setting)) is not None:
             yield Row(quantity=quantity, waived=reason, **of_arm(arm.name, setting))
+
+
+def running(arms: Sequence[Arm], setting: Setting) -> list[Arm]:
+    return [arm for arm in arms if arm.waived(setting) is None]
+
+
+def failures(failed: Mapping[str, str], setting: Setting) -> Iterator[Row]:
+    """``failed``: what went wrong, by arm."""
+    for name, why in failed.items():
+        yield Row(quantity="ran to its end", said=False, claimed=True, **of_arm(name, setting))
+        yield Row(quantity="failed by", said=why, **of_arm(name, setting))
 
 
 def all_of(turns: Sequence[Turn], name: str) -> list[float]:
@@ -35,8 +46,8 @@ def faster(turns: Sequence[Turn], stock: Sequence[Turn], name: str) -> list[floa
 
 
 def exposed_and_hidden(turns: Sequence[Turn], stock: Sequence[Turn], **of: Any) -> Iterator[Row]:
-    """Of the update; stock's is all seen."""
-    exposed_s = [its for turn in turns for its in turn.exposed_s or turn.step_s]
+    """Of the update."""
+    exposed_s = all_of(turns, "exposed_s")
     yield Row(quantity="update exposed", unit="s", samples=exposed_s, **of)
     shares = [its / theirs for its, theirs in zip(exposed_s, all_of(stock, "step_s"), strict=True)]
     yield Row(quantity="exposed, of stock's update", unit="share", samples=shares, **of)
@@ -53,6 +64,9 @@ def phases(turns: Sequence[Turn], stock: Sequence[Turn], **of: Any) -> Iterator[
 
 
 def same_bits(turns: Sequence[Turn], stock: Sequence[Turn], **of: Any) -> Row:
+    """Attention's backward on a GPU adds in another order in every run: then stock has not its own bits, either."""
+    if not all(turn.same_bits_as(stock[0]) for turn in stock):
+        return Row(quantity="stock's bits", said="stock's own differ", **of)
     same = all(turn.same_bits_as(stock[0]) for turn in turns)
     return Row(quantity="stock's bits", said=same, claimed=turns[0].arm.exact, **of)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,13 +24,15 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import deep_opt_states  # noqa: F401 (activates where the package is not installed)
-from benchmarks.harness.arms import OURS, Arm
+from benchmarks.harness.ablated import process_as_it_was
+from benchmarks.harness.arms import Arm
 from benchmarks.harness.setting import Setting
 from benchmarks.harness.sizes import Effort
 from deep_opt_states.report.comparison import Compared
 from examples.byte_gpt import ByteGPT, StdlibText
 from perf_model.memory import Where
-from perf_model.timeline import Phase, seconds_of
+from perf_model.timeline import Phase
+from perf_model.workload import Workload
 
 SEED = 17
 WARM_UP = 3
@@ -40,13 +43,13 @@ WARM_UP = 3
 class Turn:
     """Seconds by iteration, without those that warm up.
 
-    ``forward_s`` and ``backward_s`` are of all micro-batches of an iteration. ``exposed_s`` and ``hidden_s`` are of the
-    update, of our arms only.
+    ``forward_s`` and ``backward_s`` are of all micro-batches of an iteration; what forward waits for the update before
+    is not in it, but in that update's ``exposed_s``, with all of ``step()``. ``hidden_s`` is of our arms only.
     """
 
     arm: Arm
-    parameters: int = 0
     plan: str = ""
+    workload: Workload | None = None
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
@@ -98,40 +101,103 @@ class Clock:
 def take_turn(arm: Arm, setting: Setting, iterations: int, warm_up: int = WARM_UP) -> Turn:
     """Raises ``AssertionError`` if the engine is not the arm's."""
     turn = Turn(arm)
+    waits = _Waits()
     before_bytes = psutil.Process().memory_info().rss
     with engine_of(arm, setting) as engine:
-        _describe(turn, engine)
-        _train(turn, engine, setting, iterations, warm_up, before_bytes)
+        turn.settings = arm.check(engine)
+        if arm.block is not None:
+            plan = engine.optimizer.plan
+            turn.plan, turn.workload = str(plan), plan.workload
+            waits.watch(engine.optimizer.report)
+        _train(turn, engine, setting, warm_up + iterations, before_bytes)
         turn.digest = _digest(engine)
         if turn.plan:
             turn.compared = engine.optimizer.report.compared()
+    # The last update is told when the engine is destroyed.
+    waits.account(turn)
+    for name in ("forward_s", "backward_s", "step_s", "iteration_s", "exposed_s", "hidden_s"):
+        setattr(turn, name, getattr(turn, name)[warm_up:])
     return turn
 
 
-def take_turns(arms: Sequence[Arm], setting: Setting, effort: Effort) -> dict[str, list[Turn]]:
-    """By arm, one a round, in an order that alternates; after one turn of the first that nobody counts: files,
-    allocators, compilers."""
+class _Waits:
+    """What each update made forward wait after ``step()`` had returned, and what of it went on beside the model."""
+
+    def __init__(self) -> None:
+        self._in_forward_s: list[float] = []
+        self._hidden_s: list[float] = []
+
+    def watch(self, report: Any) -> None:
+        updated = report.updated
+
+        def noted(phases: Any, timeline: Callable[[], Any]) -> None:
+            # The first wait is in ``step()``.
+            waits = [span.end_s - span.start_s for span in phases if span.phase is Phase.EXPOSED]
+            self._in_forward_s.append(sum(waits[1:]))
+            self._hidden_s.append(timeline().hidden_s(sum(waits)))
+            updated(phases, timeline)
+
+        report.updated = noted
+
+    def account(self, turn: Turn) -> None:
+        """Waits are taken from the forward that they are in, the next iteration's."""
+        in_forward_s = self._in_forward_s or [0.0] * len(turn.step_s)
+        turn.exposed_s = [step_s + its for step_s, its in zip(turn.step_s, in_forward_s, strict=True)]
+        turn.hidden_s = self._hidden_s
+        for iteration, wait_s in enumerate(in_forward_s[:-1], start=1):
+            turn.forward_s[iteration] -= wait_s
+
+
+def attempt(arm: Arm, setting: Setting, iterations: int, warm_up: int = WARM_UP) -> Turn | str:
+    """Or what went wrong, in a line."""
+    try:
+        return take_turn(arm, setting, iterations, warm_up)
+    except Exception as error:
+        logging.getLogger(__name__).exception(arm.name)
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+@dataclass
+class Ran:
+    """``turns`` by arm, of those that ran to the end; of the others what went wrong."""
+
+    turns: dict[str, list[Turn]]
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def take_turns(arms: Sequence[Arm], setting: Setting, effort: Effort) -> Ran:
+    """One a round, in an order that alternates; after one turn of the first that nobody counts: files, allocators,
+    compilers. An arm that fails does not keep the others from running."""
     take_turn(arms[0], setting, effort.iterations)
-    ran: dict[str, list[Turn]] = {arm.name: [] for arm in arms}
+    ran = Ran({arm.name: [] for arm in arms})
     for number in range(effort.rounds):
         for arm in arms if number % 2 == 0 else reversed(arms):
-            ran[arm.name].append(take_turn(arm, setting, effort.iterations))
+            if arm.name in ran.turns:
+                turn = attempt(arm, setting, effort.iterations)
+                if isinstance(turn, Turn):
+                    ran.turns[arm.name].append(turn)
+                else:
+                    ran.failed[arm.name] = turn
+                    del ran.turns[arm.name]
     return ran
 
 
 @contextmanager
 def engine_of(arm: Arm, setting: Setting) -> Iterator[Any]:
-    """At the end its memory is given back."""
-    with arm.around():
+    """At the end its memory is given back, and the process runs where it did before."""
+    with process_as_it_was(), arm.around():
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_host_memory_stats()
         torch.manual_seed(SEED)
         with torch.device(get_accelerator().current_device_name()):
             model = ByteGPT(setting.shape)
-        config = arm.configure(setting.config)
+        config = arm.configure(setting)
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         try:
             yield engine
         finally:
             tensors = list(_tensors_of(engine))
+            _end_workers(engine.optimizer)
             engine.destroy()
             # DeepSpeed 0.19.8 keeps engines alive that are destroyed: a gigabyte a turn, for 50 M parameters.
             for tensor in tensors:
@@ -142,6 +208,19 @@ def engine_of(arm: Arm, setting: Setting) -> Iterator[Any]:
                     storage.resize_(0)
             del engine, tensors
             gc.collect()
+            # No arm has less room, or finds memory locked, for those before it.
+            get_accelerator().empty_cache()
+            if torch.cuda.is_available():
+                torch._C._host_emptyCache()
+
+
+def _end_workers(optimizer: Any) -> None:
+    """Processes that SuperOffload and ZenFlow leave behind, with their states."""
+    if (worker := getattr(optimizer, "superoffload_cpu_optimizer", None)) is not None:
+        worker.close()
+    if (process := getattr(optimizer, "process", None)) is not None:
+        process.terminate()
+        process.join()
 
 
 def batch_of(engine: Any, setting: Setting, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,35 +248,23 @@ def _tensors_of(engine: Any) -> Iterator[torch.Tensor]:
     yield from optimizer.fp16_partitioned_groups_flat
     for state in optimizer.state.values():
         yield from (its for its in state.values() if torch.is_tensor(its))
+    for master in optimizer.fp32_partitioned_groups_flat:
+        # ZenFlow's.
+        yield from getattr(master, "overlap_grad", ())
+        if (stale := getattr(master, "stale_param", None)) is not None:
+            yield stale
     for name, its in vars(optimizer).items():
         if torch.is_tensor(its) and name.endswith("buffer"):
             yield its
 
 
-def _describe(turn: Turn, engine: Any) -> None:
-    optimizer = engine.optimizer
-    found = type(optimizer).__name__
-    assert found == turn.arm.optimizer_class, f"{turn.arm.name}: the optimizer is {found}"
-    turn.parameters = sum(param.ds_numel for param in engine.module.parameters())
-    offload = engine.zero_offload_optimizer()
-    turn.settings = f"{found} over {type(optimizer.optimizer).__name__}, overlap_comm {engine.zero_overlap_comm()}"
-    if offload is not None:
-        turn.settings += (
-            f", pin_memory {offload.pin_memory}, ratio {offload.ratio}, super_offload {offload.super_offload}"
-        )
-    if found == OURS:
-        turn.plan = str(optimizer.plan)
-
-
-def _train(turn: Turn, engine: Any, setting: Setting, iterations: int, warm_up: int, before_bytes: int) -> None:
-    accelerator = get_accelerator()
-    if turn.plan:
-        _watch(turn, engine.optimizer.report, skip=warm_up)
-    clock = Clock()
+def _train(turn: Turn, engine: Any, setting: Setting, iterations: int, before_bytes: int) -> None:
+    accelerator, clock = get_accelerator(), Clock()
     moments: list[list[Any]] = []
     losses = []
     accelerator.reset_peak_memory_stats()
-    for step in range(warm_up + iterations):
+    start = clock.now()
+    for step in range(iterations):
         marks = [clock.now()]
         for micro in range(setting.accumulation):
             inputs, targets = batch_of(engine, setting, step * setting.accumulation + micro)
@@ -218,39 +285,24 @@ def _train(turn: Turn, engine: Any, setting: Setting, iterations: int, warm_up: 
     turn.pinned_bytes = _pinned_bytes(turn, engine)
     turn.gpu_peak_bytes = accelerator.max_memory_allocated() or 0
     turn.losses = [float(loss) for loss in losses]
-    for number, marks in enumerate(moments[warm_up:], start=warm_up):
+    ends = [start, *(marks[-1] for marks in moments)]
+    for before, marks in zip(ends, moments, strict=False):
         phases = [clock.seconds(start, end) for start, end in pairwise(marks)]
         turn.forward_s.append(sum(phases[1:-1:3]))
         turn.backward_s.append(sum(phases[2:-1:3]))
         turn.step_s.append(phases[-1])
         # From one step's end to the next's: what an update leaves to the next forward counts.
-        turn.iteration_s.append(clock.seconds(moments[number - 1][-1], marks[-1]))
+        turn.iteration_s.append(clock.seconds(before, marks[-1]))
 
 
 def _pinned_bytes(turn: Turn, engine: Any) -> int:
-    """What PyTorch's allocator of page-locked memory has had at most, and our slab, which does not come from there."""
+    """What PyTorch's allocator of page-locked memory had at most, and our slab, which does not come from there."""
     if not torch.cuda.is_available():
         return 0
     slab = 0
     if turn.plan:
         slab = sum(its.each_bytes for its in engine.optimizer.ledger.reserved if its.where is Where.PINNED)
     return slab + int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
-
-
-def _watch(turn: Turn, report: Any, skip: int) -> None:
-    updated = report.updated
-    count = 0
-
-    def noted(phases: Any, timeline: Callable[[], Any]) -> None:
-        nonlocal count
-        count += 1
-        if count > skip:
-            exposed_s = seconds_of(Phase.EXPOSED, phases)
-            turn.exposed_s.append(exposed_s)
-            turn.hidden_s.append(timeline().hidden_s(exposed_s))
-        updated(phases, timeline)
-
-    report.updated = noted
 
 
 def _digest(engine: Any) -> str:

@@ -21,6 +21,7 @@ from deep_opt_states.profiler.peaks import peak_flops
 from deep_opt_states.profiler.profile import NO_ACCELERATOR, measure, thread_counts, waived_noise
 from deep_opt_states.profiler.provenance import Node, describe, fingerprint, smallest_node
 from deep_opt_states.profiler.ranks import OneRank
+from perf_model import hardware
 from perf_model.cost import CostModel
 from perf_model.hardware import QUANTITIES, REQUIRED, HardwareProfile, Measurement, ProfileError
 from tests.profiler.threads import on_ranks
@@ -58,6 +59,7 @@ def by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where others load the machine, threads that wait for each other stop for milliseconds: any speed will do."""
     for name, quantity in QUANTITIES.items():
         monkeypatch.setitem(QUANTITIES, name, quantity._replace(low=0, high=math.inf))
+    monkeypatch.setattr(hardware, "BOTH_TOLERANCE", math.inf)
 
 
 @pytest.fixture
