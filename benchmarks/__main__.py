@@ -45,7 +45,7 @@ def run(name: str, folder: Path, *, quick: bool) -> int:
         return 0
     results.finish()
     table = Table("arm", "", "median", "20 % to 80 %")
-    for found in results.rows[:-1]:
+    for found in results.rows:
         table.add_row(found["arm"], found["quantity"], *told(found))
     console.print(table)
     if not quick:

@@ -34,6 +34,8 @@ PARAM_BYTES = 2
 
 ROUNDING = 1e-9
 
+PICTURE = Bars("update over the bound with fill and drain", "update over the bound of the work", "planning, CPU time")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
@@ -93,9 +95,6 @@ def _every_plan(workload: Workload, machine: Machine) -> Iterator[UpdatePlan]:
             if not machine.budgets.missing(memory_of(plan)):
                 yield plan
                 yield replace(plan, order=order)
-
-
-PICTURE = Bars("update over the bound with fill and drain", "update over the bound of the work", "planning, CPU time")
 
 
 def measure(*, quick: bool) -> Iterator[Row]:

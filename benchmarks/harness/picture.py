@@ -103,8 +103,7 @@ def _panels_of(rows: Rows, panel: str | tuple[str, ...]) -> Iterator[tuple[str, 
     differ = varying([row["setting"] for row in found])
     apart: dict[str, list[Mapping[str, Any]]] = {}
     for row in found:
-        setting = ", ".join(said(key, row["setting"][key]) for key in differ if key in row["setting"])
-        apart.setdefault(setting, []).append(row)
+        apart.setdefault(_setting(row, differ), []).append(row)
     for setting, its in apart.items():
         yield f"{setting}: {title}" if setting else title, its
 
@@ -148,9 +147,12 @@ def _spread(found: Iterable[Mapping[str, Any]]) -> list[list[float]]:
 
 def label(row: Mapping[str, Any], among: Rows) -> str:
     """The arm, and what of its setting is not the same for all of them."""
-    differ = varying([other["setting"] for other in among])
-    told = ", ".join(said(key, row["setting"][key]) for key in differ if key in row["setting"])
+    told = _setting(row, varying([other["setting"] for other in among]))
     return f"{row['arm']} ({told})" if told else row["arm"]
+
+
+def _setting(row: Mapping[str, Any], keys: Sequence[str]) -> str:
+    return ", ".join(said(key, row["setting"][key]) for key in keys if key in row["setting"])
 
 
 def varying(settings: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -88,14 +88,15 @@ class Results:
             name = f"{self.path.stem}-{machine_of(self._described)}-{file_name_of(row.arm)}.json.gz"
             self.path.with_name(name).write_bytes(row.trace)
             row = replace(row, said=name)
-        self._write({**self._described, **row.to_json()})
+        described = {**self._described, **row.to_json()}
+        self.rows.append(described)
+        self._write(described)
 
     def finish(self) -> None:
         """All rows of the run are there."""
         self._write({**self._described, "setting": {}, "arm": "", "quantity": COMPLETE, "said": True})
 
     def _write(self, described: dict[str, Any]) -> None:
-        self.rows.append(described)
         with self.path.open("a") as results:
             results.write(json.dumps(described) + "\n")
 
