@@ -13,7 +13,7 @@ from benchmarks.harness import arms
 from benchmarks.harness.picture import Bars
 from benchmarks.harness.rows import Row
 from benchmarks.harness.sizes import effort, usual
-from benchmarks.harness.turn_rows import failures, faster, of_arm, phases, same_bits, what_it_is
+from benchmarks.harness.turn_rows import faster, of_arm, phases, rows_of
 from benchmarks.harness.turns import take_turns
 
 GAIN = "iterations faster than the arm before"
@@ -24,13 +24,7 @@ PICTURE = Bars(GAIN, ("forward", "backward", "update exposed"))
 def measure(*, quick: bool) -> Iterator[Row]:
     setting = usual(quick=quick)
     ran = take_turns(arms.ABLATION, setting, effort(quick=quick))
-    yield from failures(ran.failed, setting)
-    stock = ran.turns[arms.STOCK.name]
-    for name, turns in ran.turns.items():
-        of = of_arm(name, setting)
-        yield from phases(turns, stock, **of)
-        yield same_bits(turns, stock, **of)
-        yield from what_it_is(turns, **of)
+    yield from rows_of(ran, phases)
     for before, after in pairwise(ran.turns.values()):
         gains = faster(after, before, "iteration_s")
         yield Row(quantity=GAIN, unit="times", samples=gains, **of_arm(after[0].arm.name, setting))

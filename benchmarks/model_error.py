@@ -6,10 +6,11 @@ With a profile of this machine, measured just before, as a user would. The error
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness.arms import AT_ONCE, Arm, ours, planned
 from benchmarks.harness.lower_bound import lower_bound
@@ -17,8 +18,8 @@ from benchmarks.harness.machine_profile import measured_profile
 from benchmarks.harness.picture import Bars
 from benchmarks.harness.rows import Row
 from benchmarks.harness.sizes import Effort, usual
-from benchmarks.harness.turn_rows import failures, of_arm, what_it_is
-from benchmarks.harness.turns import take_turns
+from benchmarks.harness.turn_rows import rows_of
+from benchmarks.harness.turns import Turn, take_turns
 from deep_opt_states.report.comparison import UPDATE
 from perf_model.hardware import HardwareProfile
 
@@ -36,21 +37,20 @@ def measure(*, quick: bool) -> Iterator[Row]:
         profile = HardwareProfile.read(path)
         for size in SIZES:
             setting = replace(base, sub_group_size=size * base.sub_group_size)
-            ran = take_turns(_arms(path), setting, effort)
-            yield from failures(ran.failed, setting)
-            for name, turns in ran.turns.items():
-                of = of_arm(name, setting)
-                row = partial(Row, **of)
-                updates = [its for turn in turns for its in turn.compared if its.what == UPDATE]
-                yield row(quantity="update predicted", unit="s", samples=[its.predicted_s for its in updates])
-                yield row(quantity="update measured", unit="s", samples=[its.measured_s for its in updates])
-                errors = [its.predicted_s / its.measured_s - 1 for its in updates]
-                yield row(quantity="error of the prediction", unit="share", samples=errors)
-                assert turns[0].workload is not None
-                bound = lower_bound(turns[0].workload, setting, profile)
-                over = [its.measured_s / bound.seconds for its in updates]
-                yield row(quantity="update over its lower bound", unit="times", samples=over)
-                yield from what_it_is(turns, **of)
+            yield from rows_of(take_turns(_arms(path), setting, effort), partial(_rows, profile))
+
+
+def _rows(profile: HardwareProfile, turns: Sequence[Turn], stock: Sequence[Turn], **of: Any) -> Iterator[Row]:
+    """Stock has no part in it."""
+    updates = [its for turn in turns for its in turn.compared if its.what == UPDATE]
+    yield Row(quantity="update predicted", unit="s", samples=[its.predicted_s for its in updates], **of)
+    yield Row(quantity="update measured", unit="s", samples=[its.measured_s for its in updates], **of)
+    errors = [its.predicted_s / its.measured_s - 1 for its in updates]
+    yield Row(quantity="error of the prediction", unit="share", samples=errors, **of)
+    assert turns[0].workload is not None
+    bound = lower_bound(turns[0].workload, turns[0].setting, profile)
+    over = [its.measured_s / bound.seconds for its in updates]
+    yield Row(quantity="update over its lower bound", unit="times", samples=over, **of)
 
 
 def _arms(profile: Path) -> list[Arm]:

@@ -11,7 +11,7 @@ from benchmarks.harness.arms import STOCK, ours
 from benchmarks.harness.picture import Bars
 from benchmarks.harness.rows import Row
 from benchmarks.harness.sizes import effort, overlapping
-from benchmarks.harness.turn_rows import exposed_and_hidden, failures, iterations, of_arm, same_bits, what_it_is
+from benchmarks.harness.turn_rows import phases, rows_of
 from benchmarks.harness.turns import take_turns
 
 STREAMED = {"placement": "fraction", "gpu_fraction": 0.7}
@@ -28,12 +28,4 @@ PICTURE = Bars(("update exposed", "update hidden"), "iteration")
 
 def measure(*, quick: bool) -> Iterator[Row]:
     setting = overlapping(quick=quick)
-    ran = take_turns(ARMS, setting, effort(quick=quick))
-    yield from failures(ran.failed, setting)
-    stock = ran.turns[STOCK.name]
-    for name, turns in ran.turns.items():
-        of = of_arm(name, setting)
-        yield from exposed_and_hidden(turns, stock, **of)
-        yield from iterations(turns, stock, **of)
-        yield same_bits(turns, stock, **of)
-        yield from what_it_is(turns, **of)
+    yield from rows_of(take_turns(ARMS, setting, effort(quick=quick)), phases)

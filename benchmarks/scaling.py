@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ from benchmarks.harness import arms
 from benchmarks.harness.picture import Lines
 from benchmarks.harness.rows import REPOSITORY, Row
 from benchmarks.harness.sizes import effort, usual
-from benchmarks.harness.turn_rows import exposed_and_hidden, iterations, of_arm, same_bits, what_it_is
+from benchmarks.harness.turn_rows import phases, rows_of
 from benchmarks.harness.turns import take_turns
 from deep_opt_states import machine
 from deep_opt_states.zero.devices import SHARE_OF_GPU_MEMORY
@@ -138,18 +138,10 @@ def work(arguments: Sequence[str]) -> None:
     quick = "--quick" in arguments
     setting = usual(quick=quick)
     ran = take_turns((arms.STOCK, arms.OURS_AS_IT_IS), setting, effort(quick=quick))
-    stock = ran.turns[arms.STOCK.name]
-    for name, turns in ran.turns.items():
-        of = of_arm(name, setting)
-        of["setting"]["ranks"] = dist.get_world_size()
-        rows = [
-            *exposed_and_hidden(turns, stock, **of),
-            *iterations(turns, stock, **of),
-            same_bits(turns, stock, **of),
-            *what_it_is(turns, **of),
-        ]
+    for row in rows_of(ran, phases):
+        with_ranks = replace(row, setting={**row.setting, "ranks": dist.get_world_size()})
         if dist.get_rank() == 0:
-            print("".join(f"\n{ANSWER}{json.dumps(asdict(row))}" for row in rows), flush=True)
+            print(f"\n{ANSWER}{json.dumps(asdict(with_ranks))}", flush=True)
     dist.destroy_process_group()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from benchmarks.harness import arms
 from benchmarks.harness.arms import Arm
@@ -15,7 +16,7 @@ from benchmarks.harness.picture import Bars
 from benchmarks.harness.rows import Row
 from benchmarks.harness.setting import Setting
 from benchmarks.harness.sizes import Effort, effort, fits, larger, least_effort, usual
-from benchmarks.harness.turn_rows import all_of, failures, of_arm, phases, running, same_bits, waived, what_it_is
+from benchmarks.harness.turn_rows import all_of, of_arm, phases, rows_of, running, waived
 from benchmarks.harness.turns import Turn, take_turns
 from deep_opt_states import machine
 from deep_opt_states.profiler.peaks import peak_flops
@@ -51,14 +52,11 @@ def _compare_larger(setting: Setting, pair: Sequence[Arm], times: Effort) -> Ite
 
 def _compare(setting: Setting, compared: Sequence[Arm], times: Effort) -> Iterator[Row]:
     yield from waived(compared, "iteration", setting)
-    ran = take_turns(running(compared, setting), setting, times)
-    yield from failures(ran.failed, setting)
-    for turns in ran.turns.values():
-        yield from _rows(turns, ran.turns[arms.STOCK.name], setting)
+    yield from rows_of(take_turns(running(compared, setting), setting, times), _rows)
 
 
-def _rows(turns: Sequence[Turn], stock: Sequence[Turn], setting: Setting) -> Iterator[Row]:
-    of = of_arm(turns[0].arm.name, setting)
+def _rows(turns: Sequence[Turn], stock: Sequence[Turn], **of: Any) -> Iterator[Row]:
+    setting = turns[0].setting
     yield from phases(turns, stock, **of)
     iteration_s = all_of(turns, "iteration_s")
     yield Row(quantity="tokens", unit="tokens/s", samples=[setting.tokens / its for its in iteration_s], **of)
@@ -76,5 +74,3 @@ def _rows(turns: Sequence[Turn], stock: Sequence[Turn], setting: Setting) -> Ite
         yield Row(quantity="GPU memory, peak", unit="bytes", samples=[turn.gpu_peak_bytes for turn in turns], **of)
         yield Row(quantity="page-locked memory", unit="bytes", samples=[turn.pinned_bytes for turn in turns], **of)
     yield Row(quantity="host memory of the process", unit="bytes", samples=[turn.host_bytes for turn in turns], **of)
-    yield same_bits(turns, stock, **of)
-    yield from what_it_is(turns, **of)

@@ -113,13 +113,19 @@ def test_every_number_of_the_page_is_of_a_row(results: Path) -> None:
 def test_aims_are_judged_by_the_rows(median: float, said: str, tmp_path: Path) -> None:
     arm = "ours, all on the CPU"
     results = Results("update_phase", tmp_path, quick=False)
-    results.add(Row(arm="stock", quantity="updates faster than stock", unit="times", samples=[1.0]))
-    results.add(Row(arm=arm, quantity="updates faster than stock", unit="times", samples=[median, 9.0, 0.1]))
+    setting = {"sub_group_size": 10_000_000}
+    for name, samples in (("stock", [1.0]), (arm, [median, 9.0, 0.1])):
+        row = Row(arm=name, quantity="updates faster than stock", unit="times", samples=samples, setting=setting)
+        results.add(row)
+    for size, most in ((1, 9.0), (10_000_000, 1.42)):
+        of = {"arm": arm, "setting": {"sub_group_size": size}}
+        results.add(Row(quantity="faster than stock by bytes moved", unit="times", samples=[most], **of))
     page = page_of(tmp_path)
     (line,) = (line for line in page.splitlines() if "1.6 times as fast" in line)
     # Other machines answer other questions.
     answers = results.rows[0]["gpu"] is None and results.rows[0]["cores"] == 2
     assert (said in line) == answers
+    assert ("by bytes moved: 1.42x" in line) == (answers and median == 1.5)
     assert page.count("**unmeasured**") == len(AIMS) - answers
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from benchmarks.harness.setting import Setting
 from deep_opt_states import machine
@@ -63,6 +64,11 @@ def usual(*, quick: bool) -> Setting:
     if quick:
         return QUICK
     return ON_GPU if get_accelerator().device_name() == "cuda" else ON_CPU
+
+
+def with_default_sub_groups(setting: Setting) -> Setting:
+    """Those that stock has where the config says nothing: a billion parameters each."""
+    return replace(setting, sub_group_size=DeepSpeedZeroConfig().sub_group_size)
 
 
 def larger() -> list[Setting]:

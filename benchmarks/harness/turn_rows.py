@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.harness.arms import Arm
+from benchmarks.harness.arms import STOCK, Arm
 from benchmarks.harness.rows import Row
 from benchmarks.harness.setting import Setting
-from benchmarks.harness.turns import Turn
+from benchmarks.harness.turns import Ran, Turn
 
 
 def of_arm(name: str, setting: Setting) -> dict[str, Any]:
@@ -35,6 +35,16 @@ def failures(failed: Mapping[str, str], setting: Setting) -> Iterator[Row]:
         yield Row(quantity="failed by", said=why, **of_arm(name, setting))
 
 
+def rows_of(ran: Ran, each: Callable[..., Iterable[Row]]) -> Iterator[Row]:
+    """``each(turns, stock, **of)`` and what it was, of every arm that ran to its end; of the others what went wrong."""
+    yield from failures(ran.failed, ran.setting)
+    stock = ran.turns.get(STOCK.name, [])
+    for name, turns in ran.turns.items():
+        of = of_arm(name, ran.setting)
+        yield from each(turns, stock, **of)
+        yield from what_it_is(turns, **of)
+
+
 def all_of(turns: Sequence[Turn], name: str) -> list[float]:
     """The samples of all iterations."""
     return [its for turn in turns for its in getattr(turn, name)]
@@ -45,22 +55,20 @@ def faster(turns: Sequence[Turn], stock: Sequence[Turn], name: str) -> list[floa
     return [theirs / its for theirs, its in zip(all_of(stock, name), all_of(turns, name), strict=True)]
 
 
-def exposed_and_hidden(turns: Sequence[Turn], stock: Sequence[Turn], **of: Any) -> Iterator[Row]:
-    """Of the update."""
+def phases(turns: Sequence[Turn], stock: Sequence[Turn], **of: Any) -> Iterator[Row]:
+    """Of an iteration, the whole, and whether its bits are stock's."""
+    yield Row(quantity="forward", unit="s", samples=all_of(turns, "forward_s"), **of)
+    yield Row(quantity="backward", unit="s", samples=all_of(turns, "backward_s"), **of)
     exposed_s = all_of(turns, "exposed_s")
     yield Row(quantity="update exposed", unit="s", samples=exposed_s, **of)
     shares = [its / theirs for its, theirs in zip(exposed_s, all_of(stock, "step_s"), strict=True)]
     yield Row(quantity="exposed, of stock's update", unit="share", samples=shares, **of)
     if hidden_s := all_of(turns, "hidden_s"):
         yield Row(quantity="update hidden", unit="s", samples=hidden_s, **of)
-
-
-def phases(turns: Sequence[Turn], stock: Sequence[Turn], **of: Any) -> Iterator[Row]:
-    """Of an iteration, and the whole."""
-    yield Row(quantity="forward", unit="s", samples=all_of(turns, "forward_s"), **of)
-    yield Row(quantity="backward", unit="s", samples=all_of(turns, "backward_s"), **of)
-    yield from exposed_and_hidden(turns, stock, **of)
-    yield from iterations(turns, stock, **of)
+    yield Row(quantity="iteration", unit="s", samples=all_of(turns, "iteration_s"), **of)
+    ratios = faster(turns, stock, "iteration_s")
+    yield Row(quantity="iterations faster than stock", unit="times", samples=ratios, **of)
+    yield same_bits(turns, stock, **of)
 
 
 def same_bits(turns: Sequence[Turn], stock: Sequence[Turn], **of: Any) -> Row:
@@ -69,12 +77,6 @@ def same_bits(turns: Sequence[Turn], stock: Sequence[Turn], **of: Any) -> Row:
         return Row(quantity="stock's bits", said="stock's own differ", **of)
     same = all(turn.same_bits_as(stock[0]) for turn in turns)
     return Row(quantity="stock's bits", said=same, claimed=turns[0].arm.exact, **of)
-
-
-def iterations(turns: Sequence[Turn], stock: Sequence[Turn], **of: Any) -> Iterator[Row]:
-    yield Row(quantity="iteration", unit="s", samples=all_of(turns, "iteration_s"), **of)
-    ratios = faster(turns, stock, "iteration_s")
-    yield Row(quantity="iterations faster than stock", unit="times", samples=ratios, **of)
 
 
 def what_it_is(turns: Sequence[Turn], **of: Any) -> Iterator[Row]:

@@ -48,6 +48,7 @@ class Turn:
     """
 
     arm: Arm
+    setting: Setting
     plan: str = ""
     workload: Workload | None = None
     forward_s: list[float] = field(default_factory=list)
@@ -100,7 +101,7 @@ class Clock:
 
 def take_turn(arm: Arm, setting: Setting, iterations: int, warm_up: int = WARM_UP) -> Turn:
     """Raises ``AssertionError`` if the engine is not the arm's."""
-    turn = Turn(arm)
+    turn = Turn(arm, setting)
     waits = _Waits()
     before_bytes = psutil.Process().memory_info().rss
     with engine_of(arm, setting) as engine:
@@ -161,6 +162,7 @@ def attempt(arm: Arm, setting: Setting, iterations: int, warm_up: int = WARM_UP)
 class Ran:
     """``turns`` by arm, of those that ran to the end; of the others what went wrong."""
 
+    setting: Setting
     turns: dict[str, list[Turn]]
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -169,7 +171,7 @@ def take_turns(arms: Sequence[Arm], setting: Setting, effort: Effort) -> Ran:
     """One a round, in an order that alternates; after one turn of the first that nobody counts: files, allocators,
     compilers. An arm that fails does not keep the others from running."""
     take_turn(arms[0], setting, effort.iterations)
-    ran = Ran({arm.name: [] for arm in arms})
+    ran = Ran(setting, {arm.name: [] for arm in arms})
     for number in range(effort.rounds):
         for arm in arms if number % 2 == 0 else reversed(arms):
             if arm.name in ran.turns:
