@@ -49,7 +49,7 @@ def run(name: str, folder: Path, *, quick: bool) -> int:
         table.add_row(found["arm"], found["quantity"], *told(found))
     console.print(table)
     if not quick:
-        console.print(f"{draw(results.rows, folder, module.PICTURE)}")
+        console.print(draw(results.rows, folder, module.PICTURE) or "Nothing to draw.")
     console.print(f"{results.path}, {time.perf_counter() - start_s:.0f} s")
     return int(any(found.get("failed") for found in results.rows))
 

@@ -76,10 +76,13 @@ class Lines:
         axes[0].legend(fontsize=7)
 
 
-def draw(rows: Rows, folder: Path, picture: Picture) -> Path:
-    """Of one run; into ``folder``, under the names of the benchmark and the machine."""
+def draw(rows: Rows, folder: Path, picture: Picture) -> Path | None:
+    """Of one run; into ``folder``, under the names of the benchmark and the machine. None where all was waived."""
+    numbers = [row for row in rows if "median" in row]
+    if not numbers:
+        return None
     figure = Figure(layout="constrained")
-    picture.draw([row for row in rows if "median" in row], figure)
+    picture.draw(numbers, figure)
     benchmark, machine = rows[0]["benchmark"], rows[0]["gpu"] or rows[0]["cpu"]
     figure.suptitle(f"{benchmark}: {machine}, {rows[0]['date'][:10]}, {rows[0]['commit']}", fontsize=10)
     path = folder / picture_of(rows)

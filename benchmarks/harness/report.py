@@ -45,7 +45,9 @@ machine. Medians, and in parentheses the 20th to the 80th percentile. {{ unmeasu
 {% for run in runs[name] %}
 {{ run.machine }}; {{ run.cores }} cores; {{ run.versions }}; {{ run.date }}, commit {{ run.commit }}
 
+{% if run.picture %}
 ![{{ name }}](results/{{ run.picture }})
+{% endif %}
 {% for table in run.tables %}
 
 {% if table.same %}
@@ -120,7 +122,7 @@ def _run(rows: Rows) -> dict[str, Any]:
         "versions": ", ".join(f"{package} {version}" for package, version in first["versions"].items()),
         "date": first["date"],
         "commit": first["commit"],
-        "picture": picture_of(rows),
+        "picture": picture_of(rows) if any("median" in row for row in rows) else None,
         "tables": [_Table.of(its) for its in alike.values()],
     }
 
