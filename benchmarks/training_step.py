@@ -1,7 +1,8 @@
 """What does an iteration take, by phase?
 
 Forward, backward, what is seen of the update, the iteration, tokens a second, MFU and memory: of stock, its neighbours
-and ours; and of stock and ours with larger micro-batches, more of them a step, and larger models.
+and ours; and of stock and ours with larger micro-batches, more of them a step, larger models, and DeepSpeed's default
+size of sub-groups.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from benchmarks.harness.arms import Arm
 from benchmarks.harness.picture import Bars
 from benchmarks.harness.rows import Row
 from benchmarks.harness.setting import Setting
-from benchmarks.harness.sizes import Effort, effort, fits, larger, least_effort, usual
+from benchmarks.harness.sizes import Effort, effort, fits, larger, least_effort, usual, with_default_sub_groups
 from benchmarks.harness.turn_rows import all_of, of_arm, phases, rows_of, running, waived
 from benchmarks.harness.turns import Turn, take_turns
 from deep_opt_states import machine
@@ -39,6 +40,7 @@ def measure(*, quick: bool) -> Iterator[Row]:
         yield from _compare(replace(setting, accumulation=accumulation), pair, fewer)
     for other in [] if quick else larger():
         yield from _compare_larger(other, pair, fewer)
+    yield from _compare(with_default_sub_groups(setting), pair, times)
     yield from _compare(setting, (*arms.competitors(setting), *pair[1:], arms.NO_OFFLOAD), times)
 
 

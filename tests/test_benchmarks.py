@@ -18,6 +18,7 @@ from benchmarks.harness.picture import draw
 from benchmarks.harness.report import last_runs, render
 from benchmarks.harness.rows import COMPLETE, RESULTS, Results, Row, read, told
 from benchmarks.harness.setting import Setting
+from benchmarks.harness.sizes import with_default_sub_groups
 from benchmarks.harness.suite import BENCHMARKS
 from tests.launch import run_ranks
 from tests.tiers import thorough
@@ -55,11 +56,7 @@ def test_every_exact_arm_has_the_bits_of_stock(name: str, tmp_path: Path) -> Non
     assert len(bits) >= 5
     assert bits.keys() <= seconds.keys()
     assert all(value > 0 for value in seconds.values())
-    assert {arm for arm, same in bits.items() if not same} <= {
-        "Twin-Flow",
-        "stock, cores bound",
-        "stock, default sub-groups",
-    }
+    assert {arm for arm, same in bits.items() if not same} <= {"Twin-Flow", "stock, cores bound"}
     classes = {row["arm"]: row["said"].split()[0] for row in rows if row["quantity"] == "is"}
     assert classes.keys() == bits.keys()
     assert classes["stock"] == "DeepSpeedZeroOptimizer_Stage3"
@@ -197,7 +194,8 @@ def test_arms_are_configured_as_they_are_called() -> None:
     assert arms.SUPER_UNCLIPPED.configure(SETTING)["gradient_clipping"] == 0.0
     assert arms.STOCK.configure(SETTING)["gradient_clipping"] == 1.0
     assert "offload_optimizer" not in arms.NO_OFFLOAD.configure(SETTING)["zero_optimization"]
-    assert arms.STOCK_DEFAULT.configure(SETTING)["zero_optimization"]["sub_group_size"] == 10**9
+    by_default = arms.STOCK.configure(with_default_sub_groups(SETTING))["zero_optimization"]
+    assert by_default["sub_group_size"] == 10**9
     memory = arms.PLANNED.configure(SETTING)["deep_optimizer_states"]["gpu_memory_gb"]
     assert memory * 1e9 == pytest.approx(24 * 10_000_000 + 2 * SETTING.parameters)
     # As many of the six sub-groups as fit that, with 16 bytes a parameter.

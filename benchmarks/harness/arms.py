@@ -107,10 +107,9 @@ def planned(name: str, **block: Any) -> Arm:
 AT_ONCE = {"overlap_backward": False, "overlap_forward": False}
 
 STOCK = Arm(name="stock")
-"""DeepSpeed's defaults, but for the size of sub-groups: norms are added up by sub-group, and with other sub-groups no
-arm would have its bits."""
+"""DeepSpeed's defaults. The size of sub-groups is the setting's, for all arms: norms are added up by sub-group, and
+with other sub-groups no arm would have its bits."""
 
-STOCK_DEFAULT = Arm(name="stock, default sub-groups", zero={"sub_group_size": 1_000_000_000}, exact=False)
 STOCK_BOUND = Arm(name="stock, cores bound", exact=False, around=bound_to_physical_cores)
 """With another number of threads PyTorch adds in another order."""
 
@@ -155,7 +154,7 @@ TWIN_FLOW_BYTES = 16
 def competitors(setting: Setting) -> tuple[Arm, ...]:
     """DeepSpeed's own ways to update, and ours by placement. What is aimed for is measured next to stock: memory may be
     faster some seconds later, where others share it."""
-    others = (STOCK_DEFAULT, STOCK_BOUND, twin_flow(setting), SUPER, SUPER_UNCLIPPED, ZENFLOW)
+    others = (STOCK_BOUND, twin_flow(setting), SUPER, SUPER_UNCLIPPED, ZENFLOW)
     return (STOCK, ALL_CPU, *others, STRIDE_2, ALL_STREAMED, PLANNED)
 
 
