@@ -17,7 +17,7 @@ from rich.table import Table
 
 from benchmarks.harness.picture import draw
 from benchmarks.harness.report import last_runs, render
-from benchmarks.harness.rows import RESULTS, Results, Row, told
+from benchmarks.harness.rows import QUICK_RESULTS, RESULTS, Results, Row, told
 from benchmarks.harness.suite import BENCHMARKS, Waived
 from deep_opt_states import machine
 from examples.one_rank import be_the_only_rank_unless_launched
@@ -90,14 +90,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("what", choices=["all", "report", *BENCHMARKS], metavar="all, report, or the name of one")
     parser.add_argument("--quick", action="store_true", help="tiny, in seconds: shows that it runs, measures nothing")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the rows (default: benchmarks/results)")
+    default = "default: benchmarks/results, of quick runs .cache/benchmarks"
+    parser.add_argument("--output", type=Path, help=f"folder of the rows ({default})")
     options = parser.parse_args(arguments)
+    folder = options.output or (QUICK_RESULTS if options.quick else RESULTS)
     if options.what == "report":
-        report(options.output)
+        report(folder)
         return 0
     if options.what == "all":
-        return run_all(options.output, quick=options.quick)
-    return run(options.what, options.output, quick=options.quick)
+        return run_all(folder, quick=options.quick)
+    return run(options.what, folder, quick=options.quick)
 
 
 if __name__ == "__main__":

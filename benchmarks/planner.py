@@ -20,6 +20,7 @@ from benchmarks.harness.rows import Row
 from benchmarks.harness.synthetic import Machine, machines
 from perf_model.bounds import Room
 from perf_model.fill_and_drain import bound_with_fill_and_drain
+from perf_model.job import PARAM_BYTES
 from perf_model.memory import memory_of
 from perf_model.order import rising_and_falling
 from perf_model.placement import Placement
@@ -29,8 +30,6 @@ from perf_model.simulate import Simulator
 from perf_model.sub_group_size import MOST_SUB_GROUPS, SUB_GROUP_SIZES, plan_sub_groups
 from perf_model.windows import Windows
 from perf_model.workload import Workload
-
-PARAM_BYTES = 2
 
 ROUNDING = 1e-9
 

@@ -10,6 +10,7 @@ network of all its GPUs, and arithmetic hides that as far as it lasts.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -66,7 +67,9 @@ def _measured(ranks: int, *, quick: bool) -> Iterator[Row]:
         return
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["-m", "benchmarks.scaling", *(["--quick"] if quick else [])]
-    finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    # PyTorch's launcher would give each rank a single thread.
+    env = os.environ | {"OMP_NUM_THREADS": str(max(1, machine.cores().usable // ranks))}
+    finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, env=env)
     for line in finished.stdout.splitlines():
         if line.startswith(ANSWER):
             yield Row(**json.loads(line.removeprefix(ANSWER)))

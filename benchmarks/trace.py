@@ -34,7 +34,7 @@ PROFILED = 2
 LEAST_SHARE = 0.03
 """Of ``step()``, to be told by itself."""
 
-PICTURE = Bars(("in step(): *",))
+PICTURE = Bars(("in step(): *",), ("beside, by another thread: *",))
 
 
 def measure(*, quick: bool) -> Iterator[Row]:

@@ -19,6 +19,8 @@ def size(size_bytes: float) -> str:
 
 def seconds(duration_s: float) -> str:
     """Three digits."""
+    if duration_s < 0:
+        return f"-{seconds(-duration_s)}"
     for unit, unit_s in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if duration_s >= 0.9995 * unit_s:
             return f"{duration_s / unit_s:#.3g}".rstrip(".") + f" {unit}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Protocol
 
 from matplotlib.figure import Figure
@@ -14,6 +15,8 @@ from benchmarks.harness.rows import machine_of, said
 Rows = Sequence[Mapping[str, Any]]
 
 BAR_INCHES, MARGIN_INCHES = 0.28, 0.9
+LINE = 110
+"""Letters of a title."""
 
 
 class Picture(Protocol):
@@ -37,7 +40,7 @@ class Bars:
         axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
         for axis, (title, found) in zip(axes, panels, strict=True):
             _draw_bars(axis, found)
-            axis.set_title(f"{title}, {found[0]['unit']}", fontsize=9, loc="left")
+            axis.set_title(fill(f"{title}, {found[0]['unit']}", LINE), fontsize=9, loc="left")
 
 
 class Lines:
@@ -62,7 +65,7 @@ class Lines:
             for row in found:
                 lines.setdefault((row["arm"], row["quantity"]), []).append((row["setting"][self._x], row["median"]))
             for (arm, quantity), points in lines.items():
-                told = quantity if len(self._quantities) > 1 else arm
+                told = f"{arm}: {quantity}" if len(self._quantities) > 1 else arm
                 axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=told)
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
@@ -140,7 +143,7 @@ def _draw_bars(axis: Any, found: Rows) -> None:
     axis.set_yticks(range(len(bars)), list(bars), fontsize=8)
     axis.invert_yaxis()
     if len(quantities) > 1:
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _spread(found: Iterable[Mapping[str, Any]]) -> list[list[float]]:

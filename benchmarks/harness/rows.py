@@ -20,6 +20,9 @@ from perf_model import units
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "benchmarks" / "results"
+QUICK_RESULTS = REPOSITORY / ".cache" / "benchmarks"
+"""They measure nothing, and must not replace a trace that was measured."""
+
 PACKAGES = ("torch", "deepspeed", "triton", "numpy")
 
 

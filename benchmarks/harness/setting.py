@@ -9,6 +9,9 @@ import torch
 
 from examples.byte_gpt import ByteGPT, Shape
 
+LARGEST_SLOT = 100_000_000
+"""Parameters."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
@@ -44,8 +47,9 @@ class Setting:
     @property
     def accelerator_bytes(self) -> int:
         """What arms that update on the accelerator may take of it beside the model: two slots of a sub-group, and the
-        16-bit gradients of all parameters."""
-        slots = 2 * 12 * min(self.sub_group_size, self.parameters)
+        16-bit gradients of all parameters. No more for slots of larger sub-groups: not all states, with which there
+        would be no offload."""
+        slots = 2 * 12 * min(self.sub_group_size, self.parameters, LARGEST_SLOT)
         return slots + 2 * self.parameters
 
     @property

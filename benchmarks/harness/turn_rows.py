@@ -36,8 +36,11 @@ def failures(failed: Mapping[str, str], setting: Setting) -> Iterator[Row]:
 
 
 def rows_of(ran: Ran, each: Callable[..., Iterable[Row]]) -> Iterator[Row]:
-    """``each(turns, stock, **of)`` and what it was, of every arm that ran to its end; of the others what went wrong."""
+    """``each(turns, stock, **of)`` and what it was, of every arm that ran to its end; of the others what went wrong.
+    Without stock, if it was to be there, nothing can be told of the others."""
     yield from failures(ran.failed, ran.setting)
+    if STOCK.name in ran.failed:
+        return
     stock = ran.turns.get(STOCK.name, [])
     for name, turns in ran.turns.items():
         of = of_arm(name, ran.setting)

@@ -31,26 +31,30 @@ from benchmarks.harness.sizes import Effort
 from deep_opt_states.report.comparison import Compared
 from examples.byte_gpt import ByteGPT, StdlibText
 from perf_model.memory import Where
+from perf_model.placement import Placement
 from perf_model.timeline import Phase
 from perf_model.workload import Workload
 
 SEED = 17
 WARM_UP = 3
-"""Iterations: the first ones build what DeepSpeed builds lazily, and its trace."""
+"""Iterations: the first ones build what DeepSpeed builds lazily, and its trace. One more follows those that count:
+beside its forward the last update goes on."""
 
 
 @dataclass
 class Turn:
     """Seconds by iteration, without those that warm up.
 
-    ``forward_s`` and ``backward_s`` are of all micro-batches of an iteration; what forward waits for the update before
-    is not in it, but in that update's ``exposed_s``, with all of ``step()``. ``hidden_s`` is of our arms only.
+    ``forward_s`` and ``backward_s`` are of all micro-batches of an iteration; what they wait for the update before is
+    not in them, but in that update's ``exposed_s``, with all of ``step()``. ``hidden_s`` is of our arms only.
     """
 
     arm: Arm
     setting: Setting
     plan: str = ""
     workload: Workload | None = None
+    streams: bool = False
+    """Whether the plan updates anything on the accelerator."""
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
@@ -102,51 +106,79 @@ class Clock:
 def take_turn(arm: Arm, setting: Setting, iterations: int, warm_up: int = WARM_UP) -> Turn:
     """Raises ``AssertionError`` if the engine is not the arm's."""
     turn = Turn(arm, setting)
-    waits = _Waits()
+    waits = Waits()
     before_bytes = psutil.Process().memory_info().rss
     with engine_of(arm, setting) as engine:
         turn.settings = arm.check(engine)
         if arm.block is not None:
             plan = engine.optimizer.plan
             turn.plan, turn.workload = str(plan), plan.workload
-            waits.watch(engine.optimizer.report)
-        _train(turn, engine, setting, warm_up + iterations, before_bytes)
+            turn.streams = any(its is not Placement.CPU for its in plan.placements)
+            waits.watch(engine.optimizer)
+        _train(turn, engine, setting, warm_up + iterations + 1, before_bytes, waits)
         turn.digest = _digest(engine)
         if turn.plan:
             turn.compared = engine.optimizer.report.compared()
     # The last update is told when the engine is destroyed.
     waits.account(turn)
     for name in ("forward_s", "backward_s", "step_s", "iteration_s", "exposed_s", "hidden_s"):
-        setattr(turn, name, getattr(turn, name)[warm_up:])
+        setattr(turn, name, getattr(turn, name)[warm_up:-1])
     return turn
 
 
-class _Waits:
-    """What each update made forward wait after ``step()`` had returned, and what of it went on beside the model."""
+class Waits:
+    """What each update made the model wait after ``step()`` had returned, by phase of the next iteration; and what of
+    it went on beside the model."""
 
     def __init__(self) -> None:
+        self._exposure: Any = None
+        self._in_step: list[int] = []
+        """Waits of each update by the time that ``step()`` has returned."""
+        self._by_forward: list[int] = []
+        """And by the end of the next forward."""
         self._in_forward_s: list[float] = []
+        self._in_backward_s: list[float] = []
         self._hidden_s: list[float] = []
 
-    def watch(self, report: Any) -> None:
+    def watch(self, optimizer: Any) -> None:
+        self._exposure, report = optimizer._exposure, optimizer.report
         updated = report.updated
 
         def noted(phases: Any, timeline: Callable[[], Any]) -> None:
-            # The first wait is in ``step()``.
-            waits = [span.end_s - span.start_s for span in phases if span.phase is Phase.EXPOSED]
-            self._in_forward_s.append(sum(waits[1:]))
-            self._hidden_s.append(timeline().hidden_s(sum(waits)))
+            waits_s = [span.end_s - span.start_s for span in phases if span.phase is Phase.EXPOSED]
+            self._note(waits_s)
+            self._hidden_s.append(timeline().hidden_s(sum(waits_s)))
             updated(phases, timeline)
 
         report.updated = noted
 
+    def stepped(self) -> None:
+        if self._exposure is not None:
+            self._in_step.append(self._exposure.count)
+
+    def forwarded(self) -> None:
+        """Of a step's first micro-batch: its backward begins with the end of the last update."""
+        if len(self._by_forward) < len(self._in_step):
+            self._by_forward.append(self._exposure.count)
+
+    def _note(self, waits_s: list[float]) -> None:
+        """Of the next update that is told."""
+        update = len(self._in_forward_s)
+        in_step = self._in_step[update]
+        # No forward comes after the last one.
+        by_forward = (*self._by_forward, in_step)[update]
+        self._in_forward_s.append(sum(waits_s[in_step:by_forward]))
+        self._in_backward_s.append(sum(waits_s[by_forward:]))
+
     def account(self, turn: Turn) -> None:
-        """Waits are taken from the forward that they are in, the next iteration's."""
-        in_forward_s = self._in_forward_s or [0.0] * len(turn.step_s)
-        turn.exposed_s = [step_s + its for step_s, its in zip(turn.step_s, in_forward_s, strict=True)]
+        """Waits are taken from the phase that they are in, of the next iteration."""
+        none = [0.0] * len(turn.step_s)
+        all_waits = (turn.step_s, self._in_forward_s or none, self._in_backward_s or none)
+        turn.exposed_s = [sum(waits_s) for waits_s in zip(*all_waits, strict=True)]
         turn.hidden_s = self._hidden_s
-        for iteration, wait_s in enumerate(in_forward_s[:-1], start=1):
-            turn.forward_s[iteration] -= wait_s
+        for phase_s, waits_s in ((turn.forward_s, self._in_forward_s), (turn.backward_s, self._in_backward_s)):
+            for iteration, wait_s in enumerate(waits_s[:-1], start=1):
+                phase_s[iteration] -= wait_s
 
 
 def attempt(arm: Arm, setting: Setting, iterations: int, warm_up: int = WARM_UP) -> Turn | str:
@@ -170,7 +202,7 @@ class Ran:
 def take_turns(arms: Sequence[Arm], setting: Setting, effort: Effort) -> Ran:
     """One a round, in an order that alternates; after one turn of the first that nobody counts: files, allocators,
     compilers. An arm that fails does not keep the others from running."""
-    take_turn(arms[0], setting, effort.iterations)
+    attempt(arms[0], setting, effort.iterations)
     ran = Ran(setting, {arm.name: [] for arm in arms})
     for number in range(effort.rounds):
         for arm in arms if number % 2 == 0 else reversed(arms):
@@ -260,7 +292,7 @@ def _tensors_of(engine: Any) -> Iterator[torch.Tensor]:
             yield its
 
 
-def _train(turn: Turn, engine: Any, setting: Setting, iterations: int, before_bytes: int) -> None:
+def _train(turn: Turn, engine: Any, setting: Setting, iterations: int, before_bytes: int, waits: Waits) -> None:
     accelerator, clock = get_accelerator(), Clock()
     moments: list[list[Any]] = []
     losses = []
@@ -273,11 +305,13 @@ def _train(turn: Turn, engine: Any, setting: Setting, iterations: int, before_by
             marks.append(clock.now())
             loss = engine(inputs, targets)
             marks.append(clock.now())
+            waits.forwarded()
             engine.backward(loss)
             marks.append(clock.now())
             losses.append(loss.detach())
             engine.step()
         marks.append(clock.now())
+        waits.stepped()
         moments.append(marks)
     # What goes on beside the next forward ends in this arm's turn, and is told.
     if turn.plan:

@@ -36,6 +36,11 @@ class Exposure:
         self._prefetch, self._next_prefetch = self._next_prefetch, self._prefetch
         self._prefetched, self._next_prefetched = self._next_prefetched, False
 
+    @property
+    def count(self) -> int:
+        """Waits of this update so far."""
+        return self._count
+
     @contextmanager
     def wait(self) -> Iterator[None]:
         if self._count == len(self._waits):
