@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from textwrap import fill
 from typing import Any, Protocol
 
 from matplotlib.figure import Figure
@@ -15,8 +14,8 @@ from benchmarks.harness.rows import machine_of, said
 Rows = Sequence[Mapping[str, Any]]
 
 BAR_INCHES, MARGIN_INCHES = 0.28, 0.9
-LINE = 110
-"""Letters of a title."""
+FEW = 2
+"""Parts of a setting."""
 
 
 class Picture(Protocol):
@@ -40,7 +39,7 @@ class Bars:
         axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
         for axis, (title, found) in zip(axes, panels, strict=True):
             _draw_bars(axis, found)
-            axis.set_title(fill(f"{title}, {found[0]['unit']}", LINE), fontsize=9, loc="left")
+            axis.set_title(f"{title}, {found[0]['unit']}", fontsize=9, loc="left")
 
 
 class Lines:
@@ -106,10 +105,9 @@ def _panels_of(rows: Rows, panel: str | tuple[str, ...]) -> Iterator[tuple[str, 
         return
     title = " + ".join(panel)
     found = [row for row in rows if any(fnmatch(row["quantity"], pattern) for pattern in panel)]
-    differ = varying([row["setting"] for row in found])
     apart: dict[str, list[Mapping[str, Any]]] = {}
     for row in found:
-        apart.setdefault(_setting(row, differ), []).append(row)
+        apart.setdefault(_setting(row, found), []).append(row)
     for setting, its in apart.items():
         yield f"{setting}: {title}" if setting else title, its
 
@@ -153,11 +151,15 @@ def _spread(found: Iterable[Mapping[str, Any]]) -> list[list[float]]:
 
 def label(row: Mapping[str, Any], among: Rows) -> str:
     """The arm, and what of its setting is not the same for all of them."""
-    told = _setting(row, varying([other["setting"] for other in among]))
+    told = _setting(row, among)
     return f"{row['arm']} ({told})" if told else row["arm"]
 
 
-def _setting(row: Mapping[str, Any], keys: Sequence[str]) -> str:
+def _setting(row: Mapping[str, Any], among: Rows) -> str:
+    """What is not the same for all of them; where that is much, only what is other than with the first."""
+    keys = varying([other["setting"] for other in among])
+    if len(keys) > FEW:
+        keys = [key for key in keys if row["setting"].get(key) != among[0]["setting"].get(key)]
     return ", ".join(said(key, row["setting"][key]) for key in keys if key in row["setting"])
 
 
