@@ -80,21 +80,22 @@ class Lines:
 
 def draw(rows: Rows, folder: Path, picture: Picture) -> Path | None:
     """Of one run; into ``folder``, under the names of the benchmark and the machine. None where all was waived."""
-    numbers = [row for row in rows if "median" in row]
-    if not numbers:
+    name = picture_of(rows)
+    if name is None:
         return None
     figure = Figure(layout="constrained")
-    picture.draw(numbers, figure)
+    picture.draw([row for row in rows if "median" in row], figure)
     benchmark, machine = rows[0]["benchmark"], rows[0]["gpu"] or rows[0]["cpu"]
     figure.suptitle(f"{benchmark}: {machine}, {rows[0]['date'][:10]}, {rows[0]['commit']}", fontsize=10)
-    path = folder / picture_of(rows)
+    path = folder / name
     figure.savefig(path, dpi=110)
     return path
 
 
-def picture_of(rows: Rows) -> str:
-    """The name of its file."""
-    return f"{rows[0]['benchmark']}-{machine_of(rows[0])}.png"
+def picture_of(rows: Rows) -> str | None:
+    """The name of its file, if there is a number to draw."""
+    numbers = any("median" in row for row in rows)
+    return f"{rows[0]['benchmark']}-{machine_of(rows[0])}.png" if numbers else None
 
 
 def _panels_of(rows: Rows, panel: str | tuple[str, ...]) -> Iterator[tuple[str, Rows]]:

@@ -125,7 +125,7 @@ def _run(rows: Rows) -> dict[str, Any]:
         "versions": ", ".join(f"{package} {version}" for package, version in first["versions"].items()),
         "date": first["date"],
         "commit": first["commit"],
-        "picture": picture_of(rows) if any("median" in row for row in rows) else None,
+        "picture": picture_of(rows),
         "tables": [_Table.of(its) for its in alike.values()],
     }
 
