@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
@@ -28,6 +29,12 @@ class Coordinator:
         # DeepSpeed passes ``forward`` by name.
         self._coordinator.fetch_sub_module = lambda module, forward: around(fetch, module, forward)
         return lambda: delattr(self._coordinator, "fetch_sub_module")
+
+    def gather_after_current_stream(self) -> None:
+        """Let all-gathers that are issued from now on start after what the current stream has been given so far."""
+        # None on an accelerator that executes at once.
+        if (gathering := self._coordinator._PartitionedParameterCoordinator__allgather_stream) is not None:
+            gathering.wait_stream(get_accelerator().current_stream())
 
     def first_uses(self) -> list[int] | None:
         """``ds_id`` of every parameter that is gathered, in the order of its first use; None before DeepSpeed knows.

@@ -3,6 +3,11 @@
 Whatever reads parameters of ZeRO-3 gathers them by one of two methods that DeepSpeed gives each of them.
 ``all_gather_coalesced`` is what forward uses, on a stream of its own; ``all_gather`` is everybody else's
 (``GatheredParameters``, consolidated checkpoints, parameters used outside their module).
+
+DeepSpeed's all-gather stream does not wait for the stream that the training script works on. A partition that the
+script has written, for example in ``GatheredParameters(modifier_rank=0)`` or by loading a checkpoint, would be gathered
+as it was before. DeepSpeed's throughput timer hides that by synchronising the device in each step, unless it is
+configured otherwise. Here the all-gather stream waits for the caller's stream wherever the caller may have written.
 """
 
 from __future__ import annotations
@@ -26,9 +31,11 @@ class Gathers:
         self._update = update
         self._sub_groups = sub_groups
         self._coordinator = Coordinator(coordinator)
+        self._caller_may_have_written = True
         self._release: list[Callable[[], object]] = [
             self._coordinator.around_fetch(self._fetch),
-            module.register_forward_pre_hook(self._before_forward).remove,
+            # Before DeepSpeed's own hook, which gathers this module's parameters and prefetches those of the next ones.
+            module.register_forward_pre_hook(self._before_forward, prepend=True).remove,
         ]
         for param in module.parameters():
             self._watch(param)
@@ -44,13 +51,25 @@ class Gathers:
         while self._release:
             self._release.pop()()
 
+    def order_after_caller(self) -> None:
+        """Make the next fetch wait for the stream that is current there: until then the caller may write partitions."""
+        self._caller_may_have_written = True
+
     def _watch(self, param: Parameter) -> None:
         """Frozen ones, too: one method gathers whatever parameters it is given."""
-        all_gather, all_gather_coalesced = param.all_gather, param.all_gather_coalesced
+        all_gather, all_gather_coalesced, partition = param.all_gather, param.all_gather_coalesced, param.partition
 
         def settled(param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
             self._before_any_reader([param] if param_list is None else param_list)
             return all_gather(param_list, *args, **kwargs)
+
+        def written_back(
+            param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
+        ) -> Any:
+            # Also in the middle of forward or backward, for example in a module's hook.
+            if has_been_updated:
+                self.order_after_caller()
+            return partition(param_list, hierarchy, has_been_updated, free_data)
 
         def published(params: Iterable[Parameter], *args: Any, **kwargs: Any) -> Any:
             params = list(params)
@@ -58,10 +77,11 @@ class Gathers:
             self._update.publish(self._sub_groups_of(params))
             return all_gather_coalesced(params, *args, **kwargs)
 
-        param.all_gather, param.all_gather_coalesced = settled, published
+        param.all_gather, param.all_gather_coalesced, param.partition = settled, published, written_back
 
         def release() -> None:
             param.all_gather, param.all_gather_coalesced = all_gather, all_gather_coalesced
+            param.partition = partition
 
         self._release.append(release)
 
@@ -70,6 +90,7 @@ class Gathers:
             self._settle()
 
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
+        self.order_after_caller()
         # What is evaluated or generated is used, whether or not there is another step.
         if not torch.is_grad_enabled():
             self._settle()
@@ -81,6 +102,9 @@ class Gathers:
             self._update.refuse_torn()
 
     def _fetch(self, fetch: Callable[..., Any], module: torch.nn.Module, forward: bool) -> Any:
+        if self._caller_may_have_written:
+            self._caller_may_have_written = False
+            self._coordinator.gather_after_current_stream()
         if not self._update.goes_on:
             return fetch(module, forward)
         self._update.advance()

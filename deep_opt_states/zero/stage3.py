@@ -261,11 +261,9 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         finally:
             self.device = device
         forget_gradient_buffers(self)
-        first_uses = None
-        if self._defers:
-            gathers = Gathers(self.module, self._get_param_coordinator(), self._update, sub_groups_of_others(self))
-            self._reserved.callback(gathers.release)
-            first_uses = gathers.first_uses
+        self._gathers = Gathers(self.module, self._get_param_coordinator(), self._update, sub_groups_of_others(self))
+        self._reserved.callback(self._gathers.release)
+        first_uses = self._gathers.first_uses if self._defers else None
         headroom = self._accelerator.headroom(self.plan, self._config)
         self._schedule = AdaptiveSchedule(self.plan, self._executor, headroom, first_uses)
 
@@ -438,6 +436,8 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
 
     def _post_step(self, timer_names: Any) -> None:
         super()._post_step(timer_names)
+        # A module that is called by itself, and not through the engine, has no hook that would ask for this.
+        self._gathers.order_after_caller()
         # Only now: with several ranks, stock waits for the whole device when it has gathered the persistent parameters.
         self._update.advance()
 

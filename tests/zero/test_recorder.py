@@ -394,6 +394,22 @@ def test_memory_freed_while_another_stream_uses_it_must_be_recorded(
     assert rules(recorder) == ([FREED] if how == "nothing" else [])
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_memory_recorded_on_a_stream_is_safe_from_what_that_stream_has_waited_for(
+    waits: bool, accelerator: RecordingAccelerator, recorder: Recorder
+) -> None:
+    caller, side = accelerator.Stream(), accelerator.Stream()
+    tensor = torch.ones(4, device=ACCELERATOR)
+    side.wait_stream(accelerator.current_stream())
+    with accelerator.stream(side):
+        tensor[1:].sum()
+    if waits:
+        caller.wait_stream(side)
+    tensor.record_stream(caller)
+    del tensor
+    assert rules(recorder) == ([] if waits else [FREED])
+
+
 # Our device, as it is
 
 

@@ -12,6 +12,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.first_parts import FirstParts
+from deep_opt_states.zero.coordinator import Coordinator
 from deep_opt_states.zero.gathers import Gathers
 from deep_opt_states.zero.gradients import Gradients
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
@@ -44,6 +45,7 @@ from tests.zero.recording.missing_order import (
     without_waits_of,
 )
 from tests.zero.recording.recorder import FREED, UNORDERED, Finding
+from tests.zero.recording.writes import write_and_partition, write_gathered
 from tests.zero.slots_beyond import FREE, room_for_slots
 
 
@@ -166,6 +168,23 @@ FAULTS = (
         world_size=2,
         zero=NOTHING_IS_KEPT,
         expected=(UNORDERED, "16-bit parameters", "_gpu_step", "all_gather_into_tensor"),
+    ),
+    # The caller's writes, before the next forward gathers
+    Fault(
+        name="written by the caller while forward gathers",
+        seeded=together(patched(Coordinator, "gather_after_current_stream", nothing), after_each_step(write_gathered)),
+        block=CPU,
+        world_size=2,
+        expected=(UNORDERED, "16-bit parameters", "_partition_param", "all_gather_into_tensor"),
+    ),
+    Fault(
+        name="written by the caller while forward, after an update that ended in step(), gathers",
+        seeded=together(
+            patched(Coordinator, "gather_after_current_stream", nothing), after_each_step(write_and_partition)
+        ),
+        block=at_once(STREAMED),
+        world_size=2,
+        expected=(UNORDERED, "16-bit parameters", "_partition_param", "all_gather_into_tensor"),
     ),
     # What DeepSpeed keeps gathered
     Fault(

@@ -62,8 +62,7 @@ class Memory:
 
     def still_used(self, clock: Clock) -> list[Access]:
         """Accesses that a next owner of the memory, which starts at ``clock``, may meet."""
-        others = (access for lane, access in self.users.items() if lane not in self.recorded)
-        return [access for access in others if not clock.knows(access.stamp)]
+        return [access for access in self.users.values() if not clock.knows(access.stamp)]
 
 
 class Memories:

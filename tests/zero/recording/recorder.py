@@ -158,6 +158,9 @@ class Recorder:
                 continue  # asynchronous copies record it by themselves
             clock = self.now(memory.owner)
             clock.join(self.clock(self.host))
+            # The allocator marks each recorded stream when the memory is freed, and waits for all that comes before.
+            for stream in memory.recorded:
+                clock.join(self.clock(stream))
             for access in memory.still_used(clock):
                 # A thread that uses it holds a reference.
                 if not access.stamp.lane.startswith(HOST):
