@@ -32,13 +32,14 @@ def assert_in_order(results: list[dict[str, Any]], world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [thorough(1), 2])
 def test_every_access_of_the_engine_is_ordered_and_the_bits_are_stocks(world_size: int) -> None:
-    *results, stock = answers(world_size, "cases")
+    results = answers(world_size, "cases")
+    (stock,) = (result for result in results if "stock after a write" in result)
+    results.remove(stock)
     assert_in_order(results, world_size)
     assert len(results) >= {1: 28, 2: 14}[world_size]
     lanes = {lane for result in results for lane in result["lanes"]}
-    # Seen where a layer is left out now and then. If stock no longer does it, is_stocks_own can go.
-    assert stock["stock on the last case"] == (1 if world_size > 1 else 0)
-    assert {result["stock's own"] for result in results} == {0, stock["stock on the last case"]}
+    # The missing order of stock DeepSpeed, which the plugin adds (``zero/gathers.py``). One rank waits in each gather.
+    assert bool(stock["stock after a write"]) == (world_size > 1)
     # DeepSpeed's for gathering and for reducing, ours for each direction and for the update.
     assert {f"stream {number}" for number in range(1, 6)} | {"host deep_opt_states-cpu-lane"} < lanes
 
