@@ -42,18 +42,21 @@ class Traffic:
     dram: float = 0.0
 
 
-def traffic_of(param_bytes: int) -> dict[ActionKind, Traffic]:
+def traffic_of(param_bytes: int, *, params_on_host: bool = False) -> dict[ActionKind, Traffic]:
     """What the runtime moves. ``param_bytes``: 2 for 16-bit models; 4 for fp32, whose CPU update has nothing to round.
 
     CPU_STEP is one pass: p, m and v read and written (24), the gradient read in the model's dtype, in which DeepSpeed
-    accumulates it by default, and the 16-bit parameter written.
+    accumulates it by default, and the 16-bit parameter written. ``params_on_host``: DeepSpeed offloads parameters: the
+    CPU update writes them where they are, in fp32 too, and an update on the accelerator is copied down to them.
     """
+    writes_param = params_on_host or param_bytes < FP32_BYTES
+    published, copied_down = (0, param_bytes) if params_on_host else (param_bytes, 0)
     return {
         ActionKind.PREFETCH: Traffic(h2d=STAGED_BYTES_PER_PARAM, dram=STAGED_BYTES_PER_PARAM),
-        ActionKind.GPU_STEP: Traffic(),
+        ActionKind.GPU_STEP: Traffic(d2h=copied_down, dram=copied_down),
         ActionKind.FLUSH_STATES: Traffic(d2h=12, dram=12),
-        ActionKind.CPU_STEP: Traffic(dram=24 + param_bytes + (param_bytes if param_bytes < FP32_BYTES else 0)),
-        ActionKind.PUBLISH: Traffic(h2d=param_bytes, dram=param_bytes),
+        ActionKind.CPU_STEP: Traffic(dram=24 + param_bytes + (param_bytes if writes_param else 0)),
+        ActionKind.PUBLISH: Traffic(h2d=published, dram=published),
     }
 
 
@@ -139,13 +142,15 @@ class CostModel:
         return cls._of(profile, stock_traffic_of(param_bytes), profile.rate("stock_cpu_adam_params_per_s"))
 
     @classmethod
-    def of(cls, profile: HardwareProfile, param_bytes: int = 2) -> CostModel:
+    def of(cls, profile: HardwareProfile, param_bytes: int = 2, *, params_on_host: bool = False) -> CostModel:
         """Of our update.
 
         Without any rate of transfers the accelerator is the CPU itself. Raises ``ProfileError`` where some of them
         are there and others are not.
         """
-        return cls._of(profile, traffic_of(param_bytes), profile.rate("cpu_adam_params_per_s"))
+        # Where the accelerator is the CPU, all parameters are in host memory.
+        traffic = traffic_of(param_bytes, params_on_host=params_on_host or not profile.has_accelerator)
+        return cls._of(profile, traffic, profile.rate("cpu_adam_params_per_s"))
 
     @classmethod
     def _of(cls, profile: HardwareProfile, traffic: Mapping[ActionKind, Traffic], cpu: float) -> CostModel:
@@ -173,7 +178,7 @@ class CostModel:
         """Slots are host memory and every action is the host's: copies and Adam take turns at its cores.
 
         A copied byte is one read and one written; GPU_STEP does in a slot what CPU_STEP does in place. The CPU writes
-        16-bit parameters where the model has them, as it updates: there is nothing to publish.
+        parameters where the model has them, as it updates: there is nothing to publish.
         """
         adam_s = 1 / cpu
         copied_byte_s = 2 / (profile.get("dram_copy_bytes_per_s") or profile.rate("dram_update_bytes_per_s"))

@@ -33,15 +33,17 @@ class Reservation:
 
 
 def reserved_by_the_runtime(
-    plan: UpdatePlan, param_bytes: int, *, accumulates: bool, publishes: bool = True
+    plan: UpdatePlan, param_bytes: int, *, accumulates: bool, publishes: bool = True, params_on_host: bool = False
 ) -> list[Reservation]:
     """What the runtime reserves for ``plan``, once: it counts in the peaks of backward and forward as in the update's.
 
     One slab of page-locked memory, and states and gradients on the accelerator. ``param_bytes``: 2 for 16-bit models, 4
     for fp32. ``accumulates``: over micro-batches. Gradients are taken to be in the model's dtype, in which DeepSpeed
     accumulates them by default; where all is updated on the CPU, to be summed there: the runtime sums them on the
-    accelerator if it finds room. ``publishes`` as in ``Widths``.
+    accelerator if it finds room. ``publishes`` as in ``Widths``. ``params_on_host``: DeepSpeed offloads parameters from
+    an accelerator with memory of its own, which stages the largest sub-group that it updates.
     """
+    publishes = publishes and not params_on_host
     slab_bytes = Widths(param=param_bytes, grad=param_bytes, publishes=publishes).slab_bytes(plan)
     numels = _numels_by_placement(plan)
     streamed, residents = numels[Placement.STREAMED], numels[Placement.RESIDENT]
@@ -53,7 +55,14 @@ def reserved_by_the_runtime(
         Reservation(where=Where.PINNED, each_bytes=slab_bytes),
         *states_on_accelerator(streamed, residents, plan.num_slots),
         *gradients_on_accelerator(kept, param_bytes),
+        *staged_on_accelerator(plan, param_bytes if params_on_host else 0),
     ]
+
+
+def staged_on_accelerator(plan: UpdatePlan, param_bytes: int) -> list[Reservation]:
+    """Return what an update on the accelerator rounds parameters of host memory into, before they are copied down."""
+    each_bytes = plan.largest_on_accelerator * param_bytes
+    return [Reservation(where=Where.ACCELERATOR, each_bytes=each_bytes)] if each_bytes else []
 
 
 def accelerator_bytes_with_all_gradients(plan: UpdatePlan, grad_bytes: int) -> int:

@@ -55,6 +55,12 @@ class UpdatePlan:
         placed = zip(self.workload.sub_groups, self.placements, strict=True)
         return sum(sub_group.numel for sub_group, its in placed if its is placement)
 
+    @property
+    def largest_on_accelerator(self) -> int:
+        """Return the length of the largest sub-group that is updated on the accelerator, 0 where there is none."""
+        placed = zip(self.workload.sub_groups, self.placements, strict=True)
+        return max((sub_group.numel for sub_group, where in placed if where is not Placement.CPU), default=0)
+
     def __str__(self) -> str:
         counts = ", ".join(f"{self.placements.count(its)} {its.value}" for its in Placement if its in self.placements)
         share = 1 - self.numel(Placement.CPU) / max(1, self.workload.numel)

@@ -25,7 +25,8 @@ STATES = ("master", "exp_avg", "exp_avg_sq")
 class Widths:
     """Bytes of an element: 2, or 4 for the parameters of an fp32 model and for gradients accumulated in fp32.
 
-    ``publishes``: not where the accelerator shares host memory, and the CPU writes the model's 16-bit parameters.
+    ``publishes``: not where the CPU writes the model's own parameters, because the accelerator shares host memory or
+    because DeepSpeed offloads parameters.
     """
 
     param: int

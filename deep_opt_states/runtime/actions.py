@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.adam import AdamKernel, AdamTensors
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamTensors, PartUpdate
 from deep_opt_states.runtime.slots import Slot
 from deep_opt_states.runtime.split import Split
 from deep_opt_states.runtime.state import SubGroupState
@@ -79,6 +79,9 @@ class Actions:
         assert self._device_adam is not None
         state = self._states[action.sub_group]
         self._update(self._device_adam, action.sub_group, state.at(self._slot_of.get(action.name, state)))
+        if state.staged is not None:
+            # On the stream of the update: the next one that is staged in this memory waits for the copy.
+            self._copy(action.sub_group, state.param, state.staged)
 
     def _flush_states(self, action: Action) -> None:
         self._copy_states(action.sub_group, to=self._states[action.sub_group], of=self._slot_of[action.name])
@@ -89,7 +92,8 @@ class Actions:
     def _publish(self, action: Action) -> None:
         state = self._states[action.sub_group]
         assert state.rounded is not None
-        self._copy(action.sub_group, state.param, state.rounded)
+        if not state.cpu_writes_param:
+            self._copy(action.sub_group, state.param, state.rounded)
 
     def _copy_states(self, sub_group: int, *, to: SubGroupState | Slot, of: SubGroupState | Slot) -> None:
         for name in ("master", "exp_avg", "exp_avg_sq"):
@@ -100,5 +104,5 @@ class Actions:
             self._device.copy(part.view(to), part.view(of))
 
     def _update(self, adam: AdamKernel, sub_group: int, tensors: AdamTensors) -> None:
-        for part in self._splits[sub_group].rest:
-            adam.update(sub_group, tensors.part(part), part)
+        parts = self._splits[sub_group].rest
+        adam.update_parts([PartUpdate(sub_group=sub_group, tensors=tensors.part(part), part=part) for part in parts])

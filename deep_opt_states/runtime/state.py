@@ -15,11 +15,18 @@ class SubGroupState:
     """Tensors of shape [numel], this rank's partition of the sub-group.
 
     ``master``, ``exp_avg`` and ``exp_avg_sq`` are fp32 in host memory. ``grad``, in the dtype in which it was
-    accumulated, is where the sub-group is updated: on the accelerator if it is streamed, else in host memory. ``param``
-    is the flat buffer that the model's parameters are views of, in the model's dtype, on the accelerator. ``rounded``,
-    in that dtype in host memory, is what a CPU update is published from: ``master`` itself for an fp32 model; else
-    ``param`` where the accelerator shares host memory, and copying it to itself does nothing. A sub-group that is not
-    updated on the CPU needs none. A resident's tensors are all on the accelerator.
+    accumulated, is where the sub-group is updated: on the accelerator if it is streamed, else in host memory. A
+    resident's tensors are all on the accelerator.
+
+    ``param`` is the flat buffer that the model's parameters are views of, in the model's dtype. It is on the
+    accelerator, or in page-locked host memory if DeepSpeed offloads parameters.
+
+    ``rounded``, in that dtype in host memory, is what a CPU update is published from: ``param`` where the CPU can write
+    it, and copying it to itself does nothing; else ``master`` for an fp32 model. It is None for a sub-group that is not
+    updated on the CPU.
+
+    ``staged``, in that dtype on the accelerator, is what an update on the accelerator is copied down to ``param`` from,
+    where that is in host memory, and None elsewhere. All sub-groups share this memory: one stream updates and copies.
     """
 
     master: torch.Tensor
@@ -28,10 +35,22 @@ class SubGroupState:
     grad: torch.Tensor
     param: torch.Tensor
     rounded: torch.Tensor | None
+    staged: torch.Tensor | None = None
 
     @property
     def numel(self) -> int:
         return self.master.numel()
+
+    @property
+    def cpu_writes_param(self) -> bool:
+        """Whether a CPU update rounds to where the model has its parameters, so that there is nothing to publish."""
+        return self.rounded is self.param or self.staged is not None
+
+    def use_param(self, param: torch.Tensor) -> None:
+        """Update ``param`` from now on: DeepSpeed reallocates its flat buffers in ``reload_states()``."""
+        if self.rounded is self.param:
+            self.rounded = param
+        self.param = param
 
     @property
     def on_host(self) -> AdamTensors:
@@ -42,13 +61,13 @@ class SubGroupState:
             exp_avg=self.exp_avg,
             exp_avg_sq=self.exp_avg_sq,
             grad=self.grad,
-            # An fp32 model's parameters are published from the master weights.
+            # An fp32 model's parameters on the accelerator are published from the master weights.
             param=None if self.rounded is self.master else self.rounded,
         )
 
     @property
     def in_slab(self) -> AdamTensors:
-        """``on_host`` without what is the model's, where the accelerator shares host memory."""
+        """``on_host`` without the model's own parameters, where the CPU writes them."""
         return replace(self.on_host, param=None) if self.rounded is self.param else self.on_host
 
     def at(self, states: SubGroupState | Slot) -> AdamTensors:
@@ -58,5 +77,5 @@ class SubGroupState:
             exp_avg=states.exp_avg,
             exp_avg_sq=states.exp_avg_sq,
             grad=self.grad,
-            param=self.param,
+            param=self.param if self.staged is None else self.staged,
         )

@@ -38,19 +38,30 @@ class Intention:
 
 
 def intend(
-    config: Config, workload: Workload, accelerator: AcceleratorChoice, widths: Widths, threads: int
+    config: Config,
+    workload: Workload,
+    accelerator: AcceleratorChoice,
+    widths: Widths,
+    threads: int,
+    *,
+    params_on_host: bool = False,
 ) -> Intention:
     """The plan that the block asks for: by its rule, or rank 0's, for the profile that all ranks were measured for.
 
-    ``threads`` update on the CPU; ``widths`` are of the model and its gradients.
+    ``threads`` update on the CPU; ``widths`` are of the model and its gradients. ``params_on_host``: the model's
+    partitions are in page-locked host memory.
 
     Raises ``ConfigError`` or ``Unsupported`` for a placement that cannot be had, ``ProfileError`` for a profile.
     """
     profile = _profile(config, accelerator, threads) if config.predicts else None
-    cost = None if profile is None else CostModel.of(profile, widths.param)
+    cost = None if profile is None else CostModel.of(profile, widths.param, params_on_host=params_on_host)
     if config.placement == "planned":
         assert cost is not None
-        plan = _of_rank_0(config, workload, cost, accelerator, widths)
+        # The memory model has gradients in the model's dtype, and parameters on the accelerator.
+        beside_bytes = max(0, widths.grad - widths.param) * workload.numel
+        if params_on_host:
+            beside_bytes += widths.param * max((sub_group.numel for sub_group in workload.sub_groups), default=0)
+        plan = _of_rank_0(config, workload, cost, accelerator, widths, beside_bytes)
     else:
         plan = agree(lambda: accelerator.accept(config.plan(workload)), lambda plan: plan.fingerprint)
     if profile is None or cost is None:
@@ -96,7 +107,12 @@ def _refuse_other_machine(profile: HardwareProfile, path: Path, accelerator: Acc
 
 
 def _of_rank_0(
-    config: Config, workload: Workload, cost: CostModel, accelerator: AcceleratorChoice, widths: Widths
+    config: Config,
+    workload: Workload,
+    cost: CostModel,
+    accelerator: AcceleratorChoice,
+    widths: Widths,
+    beside_bytes: int,
 ) -> UpdatePlan:
     """Every rank's workload is as long: DeepSpeed pads the partitions."""
     ranks = training_ranks()
@@ -107,9 +123,7 @@ def _of_rank_0(
         if problem := accelerator.no_device_adam():
             say(f"planned for the CPU alone: {problem}")
         gpu_bytes = accelerator.memory_for_states_bytes(config.gpu_memory_gb)
-        # The memory model has gradients in the model's dtype.
-        wider_bytes = max(0, widths.grad - widths.param) * workload.numel
-        budgets = Budgets(gpu_bytes=max(0, gpu_bytes - wider_bytes))
+        budgets = Budgets(gpu_bytes=max(0, gpu_bytes - beside_bytes))
         plan = plan_updates(workload, cost, budgets, param_bytes=widths.param).plan
         # Forward waits for all that is issued before what it needs: an order of its own would make it wait for more.
         order = None if plan.order is None or config.overlap_forward else list(plan.order)

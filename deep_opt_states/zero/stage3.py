@@ -118,7 +118,9 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         """Stock would convert the parameters to tensors of their own: here they are, at once, where they stay."""
         share = share_cores(self._config, self._accelerator)
         workload = Workload.of([param.numel() for param in self.fp16_partitioned_groups_flat])
-        intention = intend(self._config, workload, self._accelerator, self._widths, share.threads)
+        intention = intend(
+            self._config, workload, self._accelerator, self._widths, share.threads, params_on_host=self._params_on_host
+        )
         self.plan = intention.plan
         ranks = SharingRanks.of(training_ranks())
         # Each of the ranks, before any of them takes memory that another would find missing.
@@ -155,8 +157,17 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
 
     @property
     def _widths(self) -> Widths:
-        params = self.fp16_partitioned_groups_flat
-        return widths_of(params[0], self.gradient_accumulation_dtype, self._accelerator.device)
+        return widths_of(
+            self.fp16_partitioned_groups_flat[0],
+            self.gradient_accumulation_dtype,
+            self._accelerator.device,
+            params_on_host=self._params_on_host,
+        )
+
+    @property
+    def _params_on_host(self) -> bool:
+        """Whether the model's partitions are in page-locked host memory, though the accelerator has its own."""
+        return bool(self.offload_param) and not self._accelerator.device.shares_host_memory
 
     def _check_room(self, plan: UpdatePlan, ranks: SharingRanks) -> None:
         check_room(self._widths.slab_bytes(plan), plan.workload.numel, ranks, HostRoom.here())
@@ -186,7 +197,11 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             self._reserved.callback(LaunchBinding(share.launch_cores).release)
         device = self.ledger = Ledger(self._accelerator.device)
         self._memory = StateMemory.reserve(
-            plan, self.fp16_partitioned_groups_flat, self.gradient_accumulation_dtype, device
+            plan,
+            self.fp16_partitioned_groups_flat,
+            self.gradient_accumulation_dtype,
+            device,
+            params_on_host=self._params_on_host,
         )
         self._reserved.callback(self._memory.close)
         self._states = self._memory.states
@@ -403,8 +418,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
 
     def _decided(self) -> None:
         for sub_group_id, state in enumerate(self._states):
-            # DeepSpeed reallocates the flat buffer in reload_states().
-            state.param = self.fp16_partitioned_groups_flat[sub_group_id]
+            state.use_param(self.fp16_partitioned_groups_flat[sub_group_id])
             state.grad = self._gradients.of_sub_group(sub_group_id)
         # The scheduler and the user may change the numbers of the next step while these are used.
         steps = tuple(self._steps)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.cpp_extension import _get_build_directory
 
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, Part
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, Part, PartUpdate
 from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.library import NAME, InstructionSet, Library, library
@@ -142,6 +142,47 @@ def test_ranges_have_the_bits_of_the_whole(data: st.DataObject) -> None:
     assert differences(parts, whole) == []
 
 
+@given(st.data())
+def test_a_list_of_parts_has_the_bits_of_each_part_alone(data: st.DataObject) -> None:
+    """Also where the threads' shares end inside parts, and where some are empty."""
+    numels = data.draw(st.lists(st.sampled_from([1, 31, 33, 1000, 40_007, 90_001]), min_size=1, max_size=5))
+    instruction_set = data.draw(st.sampled_from(SETS))
+    together, alone = [], []
+    for index, numel in enumerate(numels):
+        tensors, gradient = random_tensors(numel, torch.bfloat16, torch.bfloat16, seed=index)
+        tensors.grad.copy_(gradient())
+        begin, end = sorted(data.draw(st.integers(0, numel)) for _ in range(2))
+        together.append((copied(tensors), Part(begin=begin, end=end, of=numel)))
+        alone.append(tensors)
+    kernel = fused(num_threads=data.draw(st.integers(1, 3)), instruction_set=instruction_set)
+    kernel.begin_step([STEP] * len(numels))
+    kernel.update_parts(
+        [
+            PartUpdate(sub_group=index, tensors=tensors.part(part), part=part)
+            for index, (tensors, part) in enumerate(together)
+        ]
+    )
+    kernel.update_parts([])
+    for index, ((found, part), expected) in enumerate(zip(together, alone, strict=True)):
+        kernel.update(index, expected.part(part), part)
+        assert differences(found, expected) == []
+
+
+@pytest.mark.parametrize(("numel", "woken"), [(4096, 0), (200_000, 3)])
+def test_small_parts_wake_no_threads(numel: int, woken: int) -> None:
+    """A thread of its own calls the kernel, since OpenMP keeps the threads of each thread that calls."""
+    kernel = fused(num_threads=4)
+    tensors, _ = random_tensors(numel, torch.bfloat16, torch.bfloat16, seed=0)
+    kernel.begin_step([STEP])
+    worker = Worker()
+    worker.submit(lambda: None).result()
+    before = affinities().keys()
+    for _ in range(3):
+        worker.submit(lambda: kernel.update(0, tensors)).result()
+    assert len(affinities().keys() - before) == woken
+    worker.close()
+
+
 def test_nothing_outside_the_range_is_touched() -> None:
     tensors, gradient = random_tensors(1000, torch.float16, torch.float16, seed=1)
     tensors.grad.copy_(gradient())
@@ -262,7 +303,8 @@ def test_each_thread_stays_on_the_core_that_it_is_given() -> None:
     """The first is the caller's, as the worker is in training, the others are OpenMP's; no other thread is moved."""
     first, second, *_ = sorted(os.sched_getaffinity(0), reverse=True)
     kernel = fused(num_threads=2, cores=(first, second))
-    tensors, _ = random_tensors(10_000, torch.bfloat16, torch.bfloat16, seed=0)
+    # Enough to be worth waking threads for.
+    tensors, _ = random_tensors(100_000, torch.bfloat16, torch.bfloat16, seed=0)
     kernel.begin_step([STEP])
     worker = Worker()
     callers: list[int] = []

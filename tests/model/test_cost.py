@@ -34,6 +34,16 @@ def test_bytes_of_each_action() -> None:
     assert stock.alone_s == pytest.approx(NUMEL / 1e9)
 
 
+@pytest.mark.parametrize("param_bytes", [2, 4])
+def test_bytes_of_each_action_with_parameters_in_host_memory(param_bytes: int) -> None:
+    cost = CostModel.of(profile(), param_bytes, params_on_host=True)
+    amounts = {kind: cost.load(kind, NUMEL).amounts for kind in ActionKind}
+    assert amounts[ActionKind.PUBLISH] == {}
+    assert cost.load(ActionKind.PUBLISH, NUMEL).total_s == 0
+    assert amounts[ActionKind.GPU_STEP][Resource.D2H] == param_bytes * NUMEL
+    assert amounts[ActionKind.CPU_STEP][Resource.DRAM] == (24 + param_bytes + param_bytes) * NUMEL
+
+
 def test_latency_of_each_copy() -> None:
     cost = CostModel.of(profile())
     latencies = {kind: cost.load(kind, NUMEL).latency_s for kind in ActionKind}
@@ -80,7 +90,9 @@ def test_without_any_rate_of_an_accelerator_it_is_the_cpu() -> None:
             ActionKind.PUBLISH: 0,
         }
     )
-    fp32_s = CostModel.of(profile(hosts), param_bytes=4).load(ActionKind.PUBLISH, NUMEL).total_s
+    assert CostModel.of(profile(hosts), param_bytes=4).load(ActionKind.PUBLISH, NUMEL).total_s == 0
+    # Stock copies fp32 parameters after its update.
+    fp32_s = CostModel.of_stock(profile(hosts), param_bytes=4).load(ActionKind.PUBLISH, NUMEL).total_s
     assert fp32_s == pytest.approx(4 * NUMEL * 2 / RATES["dram_copy_bytes_per_s"] + RATES["copy_latency_s"])
     with pytest.raises(ProfileError, match="h2d_bytes_per_s: is needed here"):
         CostModel.of(profile({**hosts, "gpu_adam_params_per_s": 8e10}))

@@ -121,6 +121,17 @@ def test_sums_over_micro_batches_stay_on_the_accelerator_if_anything_does() -> N
     assert gradients(True, CPU, CPU) == 0
 
 
+def test_parameters_in_host_memory_are_staged_on_the_accelerator() -> None:
+    def reserved(*placements: Placement) -> tuple[int, int]:
+        found = reserved_by_the_runtime(plan(*placements), 2, accumulates=False, params_on_host=True)
+        pinned_bytes = sum(its.each_bytes for its in found if its.where is Where.PINNED)
+        return pinned_bytes, sum(its.count for its in found if its.each_bytes == 2 * NUMEL)
+
+    # One buffer beside the gradients of what the accelerator updates; the CPU rounds to the parameters themselves.
+    assert reserved(CPU, STREAMED, RESIDENT) == (14 * NUMEL + 12 * NUMEL, 3)
+    assert reserved(CPU, CPU) == (2 * 14 * NUMEL, 0)
+
+
 @given(st.integers(1, 10**9), st.integers(1, 20))
 def test_residents_take_at_least_their_blocks(numel: int, count: int) -> None:
     assert memory_of(plan(*[RESIDENT] * count, numel=numel)).gpu_bytes >= count * resident_bytes_of(numel)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, Part, zero
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, OneByOne, Part, zero
 
 
-class PlainAdam:
+class PlainAdam(OneByOne):
     """AdamW by the formula (arXiv 1711.05101). ``begun`` holds the steps announced."""
 
     def __init__(self) -> None:

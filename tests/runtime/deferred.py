@@ -33,6 +33,9 @@ class Habits:
     """To the first parts' parameters, after each step; the next update replaces what it has written."""
     splits: list[list[tuple[int, int]]] = field(default_factory=list)
     """The first parts of each sub-group."""
+    grad_dtypes: list[torch.dtype] = field(default_factory=list)
+    """Of each sub-group: gradients that users set are fp32, others are not. Without them all are fp32."""
+    params_on_host: bool = False
 
 
 def deferred(
@@ -42,7 +45,7 @@ def deferred(
     numels = [sub_group.numel for sub_group in plan.workload.sub_groups]
     device = FakeDevice(timing)
     gathers = device.stream()
-    states = pinned_states(device, numels, dtype)
+    states = pinned_states(device, numels, dtype, grad_dtypes=habits.grad_dtypes, params_on_host=habits.params_on_host)
     splits = [Split.of(numel, first) for numel, first in zip(numels, habits.splits, strict=True)]
     executor = Executor(
         plan.schedule,
@@ -122,7 +125,7 @@ def on_device_copy(device: FakeDevice, tensor: torch.Tensor) -> torch.Tensor:
 def serial(plan: UpdatePlan, habits: Habits, steps: int = 3, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
     """The same habits, each update done before anything goes on."""
     numels = [sub_group.numel for sub_group in plan.workload.sub_groups]
-    states = make_states(numels, dtype)
+    states = make_states(numels, dtype, grad_dtypes=habits.grad_dtypes)
     splits = [Split.of(numel, first) for numel, first in zip(numels, habits.splits, strict=True)]
     chance = random.Random(habits.seed)
     read: list[torch.Tensor] = []

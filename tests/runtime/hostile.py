@@ -29,13 +29,26 @@ ORDERS = list(permutations(range(len(Lane))))
 timings = st.one_of(st.builds(Late, st.sampled_from(ORDERS)), st.builds(Seeded, st.integers(0, 2**32)))
 
 
-def pinned_states(device: FakeDevice, numels: Sequence[int], dtype: torch.dtype) -> list[SubGroupState]:
-    """Host memory that copies without blocking; the parameters are device memory. What is not read is NaN."""
-    states = make_states(numels, dtype)
+def pinned_states(
+    device: FakeDevice,
+    numels: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    grad_dtypes: Sequence[torch.dtype] = (),
+    params_on_host: bool = False,
+) -> list[SubGroupState]:
+    """Return states in page-locked host memory. Parameters are in device memory, or in page-locked host memory, too.
+    What is not read is NaN."""
+    states = make_states(numels, dtype, grad_dtypes=grad_dtypes)
+    staging = device.empty(max(numels, default=0), dtype) if params_on_host else None
     for state in states:
         for name in ("master", "exp_avg", "exp_avg_sq", "grad"):
             plain = getattr(state, name)
             setattr(state, name, device.empty_host(plain.numel(), plain.dtype).copy_(plain))
+        if staging is not None:
+            state.param = state.rounded = device.empty_host(state.numel, dtype).copy_(state.param)
+            state.staged = staging.narrow(0, 0, state.numel)
+            continue
         state.rounded = state.master if dtype == torch.float32 else device.empty_host(state.numel, dtype)
         state.param = device.empty(state.numel, dtype).copy_(state.param)
     return states

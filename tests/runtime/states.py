@@ -12,17 +12,20 @@ from deep_opt_states.runtime.state import SubGroupState
 NAMES = ("master", "exp_avg", "exp_avg_sq", "param")
 
 
-def make_states(numels: Sequence[int], dtype: torch.dtype, seed: int = 0) -> list[SubGroupState]:
+def make_states(
+    numels: Sequence[int], dtype: torch.dtype, seed: int = 0, grad_dtypes: Sequence[torch.dtype] = ()
+) -> list[SubGroupState]:
+    """``grad_dtypes``: one per sub-group; without them all gradients are fp32."""
     generator = torch.Generator().manual_seed(seed)
     states = []
-    for numel in numels:
+    for numel, grad_dtype in zip(numels, grad_dtypes or [torch.float32] * len(numels), strict=True):
         master = torch.randn(numel, generator=generator)
         states.append(
             SubGroupState(
                 master=master,
                 exp_avg=torch.randn(numel, generator=generator),
                 exp_avg_sq=torch.rand(numel, generator=generator),
-                grad=torch.empty(numel),
+                grad=torch.empty(numel, dtype=grad_dtype),
                 param=master.to(dtype).clone(),
                 rounded=master if dtype == torch.float32 else torch.empty(numel, dtype=dtype),
             )

@@ -30,6 +30,7 @@ from tests.runtime.hostile import pinned_states
 from tests.runtime.states import assert_equal, fill_gradients, make_states, update_serially
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
+GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LANES = 6
 """The stream of the gathers, ours, the CPU lane and the caller's."""
 
@@ -51,6 +52,8 @@ def habits_of(draw: st.DrawFn, plan: UpdatePlan) -> Habits:
         prefetches=draw(st.booleans()),
         writes=draw(st.booleans()),
         splits=[draw(cut_up(sub_group.numel)) for sub_group in plan.workload.sub_groups],
+        grad_dtypes=[draw(st.sampled_from(GRAD_DTYPES)) for _ in plan.workload.sub_groups],
+        params_on_host=draw(st.booleans()),
     )
 
 

@@ -248,7 +248,7 @@ def test_a_failed_update_leaves_nothing_in_flight() -> None:
     device = FakeDevice(Late([3, 0, 1, 2]))
     states = pinned_states(device, (3, 4), torch.bfloat16)
     failing = mock.create_autospec(PlainAdam, instance=True)
-    failing.update.side_effect = ZeroDivisionError
+    failing.update_parts.side_effect = ZeroDivisionError
     executor = Executor(
         plan.schedule, states, device, failing, LateAdam(device, PlainAdam()), worker=FakeWorker(device)
     )

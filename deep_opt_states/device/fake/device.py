@@ -17,7 +17,7 @@ import torch
 from deep_opt_states.device.fake.memory import Block
 from deep_opt_states.device.fake.queues import Lanes, Operation, Queue, Ready
 from deep_opt_states.device.fake.timing import Late, Timing
-from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors, Part
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors, OneByOne, Part
 
 
 class FakeEvent:
@@ -145,7 +145,7 @@ class FakeDevice:
         return tensor if block is None else block.address_of(tensor)
 
 
-class LateAdam:
+class LateAdam(OneByOne):
     """``kernel``, launched on the issuing stream."""
 
     def __init__(self, device: FakeDevice, kernel: AdamKernel) -> None:

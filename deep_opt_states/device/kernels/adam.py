@@ -70,6 +70,15 @@ class AdamTensors:
         return AdamTensors(**changed)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PartUpdate:
+    """The update of one part of one sub-group; ``tensors`` are the part's."""
+
+    sub_group: int
+    tensors: AdamTensors
+    part: Part
+
+
 class AdamKernel(Protocol):
     def zero(self, tensors: AdamTensors) -> None:
         """All of it, on the threads that will update it: near these it comes to lie if nothing has touched it yet."""
@@ -83,11 +92,22 @@ class AdamKernel(Protocol):
         ``tensors`` are the part's, or without one the whole sub-group's. An element's bits do not depend on the parts.
         """
 
+    def update_parts(self, updates: Sequence[PartUpdate]) -> None:
+        """Update parts of any sub-groups in one call, with the bits of ``update`` for each."""
+
     def restart(self) -> None:
         """Forget every step heard, as a new process would have: beta^t is ``pow`` at the next step."""
 
     def close(self) -> None:
         """Free what is not freed with the object."""
+
+
+class OneByOne:
+    """A base of kernels that update one part per call."""
+
+    def update_parts(self: AdamKernel, updates: Sequence[PartUpdate]) -> None:
+        for each in updates:
+            self.update(each.sub_group, each.tensors, each.part)
 
 
 def zero(tensors: AdamTensors) -> None:

@@ -8,7 +8,7 @@ from dataclasses import fields
 
 import torch
 
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, Part
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, Part, PartUpdate
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
 from deep_opt_states.device.kernels.library import DTYPES, CScalars, CUpdate, InstructionSet, library
 from deep_opt_states.device.kernels.scalars import BetaPowers, Scalars
@@ -51,10 +51,18 @@ class FusedAdam:
         self._scalars = self._powers.scalars(steps)
 
     def update(self, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
-        scalars = self._scalars[sub_group]
-        update = self._describe(tensors, part or Part.whole(tensors.master.numel()))
-        update.scalars = CScalars(**{field.name: getattr(scalars, field.name) for field in fields(scalars)})
-        self._library.update(update, self._instruction_set)
+        part = part or Part.whole(tensors.master.numel())
+        self.update_parts([PartUpdate(sub_group=sub_group, tensors=tensors, part=part)])
+
+    def update_parts(self, updates: Sequence[PartUpdate]) -> None:
+        """Wake the threads once for all ``updates``, and not at all where these are small together."""
+        described = []
+        for each in updates:
+            update = self._describe(each.tensors, each.part)
+            scalars = self._scalars[each.sub_group]
+            update.scalars = CScalars(**{field.name: getattr(scalars, field.name) for field in fields(scalars)})
+            described.append(update)
+        self._library.update(described, self._instruction_set)
 
     def zero(self, tensors: AdamTensors) -> None:
         self._library.zero(self._describe(tensors, Part.whole(tensors.master.numel())))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -76,7 +77,7 @@ class CUpdate(ctypes.Structure):
 class Library:
     def __init__(self, loaded: ctypes.CDLL) -> None:
         loaded.deep_opt_states_instruction_set.restype = ctypes.c_int32
-        loaded.deep_opt_states_update.argtypes = (ctypes.POINTER(CUpdate), ctypes.c_int32)
+        loaded.deep_opt_states_update.argtypes = (ctypes.POINTER(CUpdate), ctypes.c_int64, ctypes.c_int32)
         loaded.deep_opt_states_update.restype = None
         loaded.deep_opt_states_zero.argtypes = (ctypes.POINTER(CUpdate),)
         loaded.deep_opt_states_zero.restype = None
@@ -84,9 +85,11 @@ class Library:
         self.instruction_set = InstructionSet(loaded.deep_opt_states_instruction_set())
         """The best one of this processor."""
 
-    def update(self, update: CUpdate, instruction_set: InstructionSet) -> None:
-        """Returns when all threads are done. ctypes releases the GIL meanwhile."""
-        self._update(ctypes.byref(update), instruction_set)
+    def update(self, updates: Sequence[CUpdate], instruction_set: InstructionSet) -> None:
+        """Run all ``updates`` on the threads of the first. Returns when all threads are done; ctypes releases the GIL
+        meanwhile."""
+        if updates:
+            self._update((CUpdate * len(updates))(*updates), len(updates), instruction_set)
 
     def zero(self, update: CUpdate) -> None:
         """Of its tensors, on the threads that would update them."""

@@ -18,10 +18,10 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder import CPUAdamBuilder
 
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, Part, zero
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, OneByOne, Part, zero
 
 
-class StockAdam:
+class StockAdam(OneByOne):
     """Three passes over host memory, holding the GIL in one of them; one op object a sub-group.
 
     ``betas`` are those that stock's object would be made with; what else it is made with, each step says anew. Raises

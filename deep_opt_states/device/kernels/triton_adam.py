@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, Part, zero
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, OneByOne, Part, zero
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
 from deep_opt_states.device.kernels.library import DTYPES, KernelUnavailable
 from deep_opt_states.device.kernels.scalars import BetaPowers, Decay, Scalars
@@ -37,7 +37,7 @@ class Block:
     warps: int = 8
 
 
-class TritonAdam:
+class TritonAdam(OneByOne):
     """Updates on the CUDA stream that is current where ``update`` is called; neither allocates nor synchronises.
 
     ``master``, ``exp_avg`` and ``exp_avg_sq`` of a sub-group begin at multiples of 16 bytes. What ``compile`` was

@@ -22,6 +22,7 @@ from tests.zero.parity.case import (
 A = ParamGroup()
 B = ParamGroup(lr=1e-3, weight_decay=0.2)
 OTHER_BETAS = ParamGroup(lr=2e-3, betas=(0.8, 0.95), weight_decay=0.0)
+OFFLOADED_MIX = {"placement": ["resident", "streamed", "cpu", "streamed", "resident"], "num_slots": 1}
 INF, NAN = float("inf"), float("nan")
 
 CASES = (
@@ -145,7 +146,21 @@ CASES = (
         clip=0.5,
         shares_host_memory=True,
     ),
-    Case(name="parameters offloaded too", blocks=(FRACTION,), offload_param=True, clip=0.5),
+    Case(
+        name="parameters offloaded too",
+        blocks=(FRACTION, CPU, OFFLOADED_MIX, {**OFFLOADED_MIX, **SERIAL}),
+        offload_param=True,
+        clip=0.5,
+    ),
+    Case(
+        name="2 ranks, fp32, parameters offloaded too",
+        blocks=(OFFLOADED_MIX, STREAMED, CPU),
+        world_size=2,
+        dtype="fp32",
+        offload_param=True,
+        accumulation=2,
+        reload=(3, 5),
+    ),
     Case(
         name="torch autocast",
         blocks=(STRIDE_2,),

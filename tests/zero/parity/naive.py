@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import torch
 from deepspeed import comm as dist
 
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, Part
+from deep_opt_states.device.kernels.adam import AdamStep, Part, PartUpdate
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.scalars import BetaPowers, Scalars
 from deep_opt_states.zero.gradients import Gradients
@@ -37,15 +37,19 @@ def powers_by_pow(self: FusedAdam, steps: Sequence[AdamStep]) -> None:
     self._scalars = [BetaPowers((0.0, 0.0), adamw=self._adamw).scalars([step])[0] for step in steps]
 
 
-def with_tails_of_their_own(self: FusedAdam, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
-    """What is updated in two parts, each as if it were a sub-group."""
-    numel = tensors.master.numel()
-    middle = numel // 2 + 1
-    for begin, end in ((0, middle), (middle, numel)):
-        update(self, sub_group, tensors.part(Part(begin=begin, end=end, of=numel)))
+def with_tails_of_their_own(self: FusedAdam, updates: Sequence[PartUpdate]) -> None:
+    """Update each part in two, each as if it were a sub-group."""
+    halves = []
+    for each in updates:
+        numel = each.tensors.master.numel()
+        middle = numel // 2 + 1
+        for begin, end in ((0, middle), (middle, numel)):
+            half = each.tensors.part(Part(begin=begin, end=end, of=numel))
+            halves.append(replace(each, tensors=half, part=Part.whole(end - begin)))
+    update_parts(self, halves)
 
 
-update = FusedAdam.update
+update_parts = FusedAdam.update_parts
 
 
 def packed_norm(self: Any) -> list[torch.Tensor]:
@@ -67,7 +71,7 @@ def keep_stale(self: Gradients) -> None:
 NAIVE: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
     "beta^t in the order of the schedule": ("groups with betas a, b, a", FusedAdam, "begin_step", remember),
     "beta^t by pow": ("beta powers over 60 steps", FusedAdam, "begin_step", powers_by_pow),
-    "updated in two parts": ("every placement", FusedAdam, "update", with_tails_of_their_own),
+    "updated in two parts": ("every placement", FusedAdam, "update_parts", with_tails_of_their_own),
     "norms packed": ("3 ranks, clipping, two groups", DeepOptimizerStates_Stage3, "_get_norm_groups", packed_norm),
     "stale gradients": ("no gradient in some steps", Gradients, "complete_window", keep_stale),
 }

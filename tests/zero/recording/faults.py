@@ -44,7 +44,7 @@ from tests.zero.recording.missing_order import (
     waits_for_the_numbers_only,
     without_waits_of,
 )
-from tests.zero.recording.recorder import FREED, UNORDERED, Finding
+from tests.zero.recording.recorder import FREED, ILLEGAL, UNORDERED, Finding
 from tests.zero.recording.writes import write_and_partition, write_gathered
 from tests.zero.slots_beyond import FREE, room_for_slots
 
@@ -316,6 +316,14 @@ FAULTS = (
         seeded=without_waits_of(ActionKind.PUBLISH),
         block=CPU,
         expected=(UNORDERED, "rounded copy of sub-group", "_cpu_step", "_publish"),
+    ),
+    # Parameters that DeepSpeed keeps in host memory
+    Fault(
+        name="offloaded parameters given to the accelerator's kernel",
+        seeded=patched(DeepOptimizerStates_Stage3, "_params_on_host", False),
+        block=STREAMED,
+        zero={"offload_param": {"device": "cpu"}},
+        expected=(ILLEGAL, "16-bit parameters", "param of an update in", "fused Adam"),
     ),
     # Slots
     Fault(

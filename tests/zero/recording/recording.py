@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from itertools import cycle
@@ -14,7 +14,7 @@ import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 
 from deep_opt_states.device import cuda
-from deep_opt_states.device.kernels.adam import AdamTensors, Part
+from deep_opt_states.device.kernels.adam import PartUpdate
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.slab import HostSlab
 from deep_opt_states.runtime import executor
@@ -27,7 +27,7 @@ from tests.zero.recording.collectives import recorded_collectives
 from tests.zero.recording.memory import Place
 from tests.zero.recording.operations import Accesses
 from tests.zero.recording.places import Places
-from tests.zero.recording.recorder import Recorder, who
+from tests.zero.recording.recorder import ILLEGAL, Recorder, who
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def recording(done: Iterable[bool] = (False, False, True)) -> Iterator[Recorder]
             patches.enter_context(mock.patch.object(HostSlab, "tensor", _pinned_tensor(recorder)))
             patches.enter_context(mock.patch.object(plugin, "choose_device", return_value=choice))
             patches.enter_context(mock.patch.object(executor, "Worker", _recording_worker(recorder, cycle(done))))
-            patches.enter_context(mock.patch.object(FusedAdam, "update", _recording_update(recorder)))
+            patches.enter_context(mock.patch.object(FusedAdam, "update_parts", _recording_update(recorder)))
             patches.enter_context(recorded_collectives(recorder))
             patches.enter_context(places.told_apart())
             patches.enter_context(Accesses(recorder))
@@ -129,15 +129,22 @@ def _pinned_tensor(recorder: Recorder) -> Callable[..., torch.Tensor]:
 
 
 def _recording_update(recorder: Recorder) -> Callable[..., None]:
-    update = FusedAdam.update
+    update_parts = FusedAdam.update_parts
 
-    def recording_update(self: FusedAdam, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
-        # In a slot it stands for the GPU's kernel, and runs on the stream that it was launched on.
-        lane = recorder.stream if recorder.on_accelerator(tensors.master) else recorder.host
-        writes = [tensors.master, tensors.exp_avg, tensors.exp_avg_sq]
-        if tensors.param is not None:
-            writes.append(tensors.param)
-        recorder.touch(lane, [tensors.grad], writes, "fused Adam")
-        update(self, sub_group, tensors, part)
+    def recording_update(self: FusedAdam, updates: Sequence[PartUpdate]) -> None:
+        for each in updates:
+            tensors = each.tensors
+            # In a slot it stands for the GPU's kernel, and runs on the stream that it was launched on.
+            on_accelerator = recorder.on_accelerator(tensors.master)
+            lane = recorder.stream if on_accelerator else recorder.host
+            for name, tensor in vars(tensors).items():
+                if tensor is not None and recorder.on_accelerator(tensor) != on_accelerator:
+                    place = Place.ACCELERATOR if on_accelerator else Place.HOST
+                    recorder.found(ILLEGAL, recorder.memory(tensor), (f"{name} of an update in {place}", "fused Adam"))
+            writes = [tensors.master, tensors.exp_avg, tensors.exp_avg_sq]
+            if tensors.param is not None:
+                writes.append(tensors.param)
+            recorder.touch(lane, [tensors.grad], writes, "fused Adam")
+        update_parts(self, updates)
 
     return recording_update

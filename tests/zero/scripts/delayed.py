@@ -22,9 +22,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from deep_opt_states.device.kernels.fused import FusedAdam
+from deep_opt_states.device.kernels.adam import PartUpdate
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.zero.coordinator import Coordinator
+from tests.kernels.intercepted import before_each_update
 from tests.launch import answer
 from tests.zero.parity.arm import Record, differences, run_arm
 from tests.zero.parity.case import Case
@@ -81,17 +82,16 @@ def delayed(seed: int, update_s: float = MAX_DELAY_S, layer_s: float = MAX_DELAY
         thread = threading.current_thread().name
         return rhythms.setdefault(thread, random.Random(f"{seed} {dist.get_rank()} {thread}"))
 
-    update, forward = FusedAdam.update, nn.Linear.forward
+    forward = nn.Linear.forward
 
-    def late_update(self: FusedAdam, *args: Any) -> None:
+    def late_update(_: PartUpdate) -> None:
         time.sleep(rhythm().uniform(0, update_s))
-        update(self, *args)
 
     def late_forward(self: nn.Linear, x: Any) -> Any:
         time.sleep(rhythm().uniform(0, layer_s))
         return forward(self, x)
 
-    with mock.patch.object(FusedAdam, "update", late_update), mock.patch.object(nn.Linear, "forward", late_forward):
+    with before_each_update(late_update), mock.patch.object(nn.Linear, "forward", late_forward):
         yield
 
 

@@ -15,14 +15,13 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as dist
 
-from deep_opt_states.device.kernels.fused import FusedAdam
+from deep_opt_states.device.kernels.adam import PartUpdate
+from tests.kernels.intercepted import before_each_update
 from tests.launch import answer, free_port, remove_shared_memory
 from tests.zero.forked import Rank, fork, import_late
 from tests.zero.parity.arm import make_engine
@@ -48,18 +47,16 @@ def run(child: Child) -> None:
     deepspeed.init_distributed()
     case = Case(name="ending", blocks=(), world_size=child.world_size)
     engine = make_engine(case, CPU)
-    update = FusedAdam.update
     rest = engine.optimizer._executor._splits[1].rest[0]
 
-    def late(self: FusedAdam, sub_group: int, tensors: Any, part: Any) -> None:
+    def late(update: PartUpdate) -> None:
         time.sleep(UPDATE_S)
-        if child.way == "fails" and sub_group == 1 and part == rest:
+        if child.way == "fails" and update.sub_group == 1 and update.part == rest:
             raise ValueError("out of luck")
-        if child.way == "stuck" and sub_group == 1 and part == rest:
+        if child.way == "stuck" and update.sub_group == 1 and update.part == rest:
             time.sleep(1000)
-        update(self, sub_group, tensors, part)
 
-    mock.patch.object(FusedAdam, "update", late).start()
+    before_each_update(late).__enter__()
     if child.way == "asked":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     x, target = batch(case, dist.get_rank(), 1, torch.bfloat16)

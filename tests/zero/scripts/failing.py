@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
-from deep_opt_states.device.kernels.fused import FusedAdam
+from deep_opt_states.device.kernels.adam import PartUpdate
 from deep_opt_states.runtime.executor import UpdateFailed
 from deep_opt_states.zero import update
 from perf_model.placement import Placement
+from tests.kernels.intercepted import before_each_update
 from tests.zero.parity.arm import Block, Record, collect, differences, make_engine, shared_folder, train
 from tests.zero.parity.case import AT_ONCE, STRIDE_2, Case
 from tests.zero.parity.model import batch
@@ -76,15 +77,13 @@ def broken(engine: Any, lane: str) -> Iterator[None]:
     placement = {"cpu": Placement.CPU, "compute": Placement.STREAMED}[lane]
     placements = engine.optimizer.plan.placements
     victim = [index for index, its in enumerate(placements) if its is placement][1]
-    original = FusedAdam.update
     rest = engine.optimizer._executor._splits[victim].rest[0]
 
-    def breaks(self: FusedAdam, sub_group: int, tensors: Any, part: Any) -> None:
-        if dist.get_rank() == 1 and sub_group == victim and part == rest:
+    def breaks(update: PartUpdate) -> None:
+        if dist.get_rank() == 1 and update.sub_group == victim and update.part == rest:
             raise Broken("out of luck")
-        original(self, sub_group, tensors, part)
 
-    with mock.patch.object(FusedAdam, "update", breaks):
+    with before_each_update(breaks):
         yield
 
 

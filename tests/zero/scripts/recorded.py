@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle
+from operator import attrgetter
 from typing import Any
 
 import torch.distributed as dist
@@ -119,6 +120,8 @@ def run_cases() -> None:
         run_case(written, (placement,), reference=None, look=after_each_step(write))
     growing = replace(first, name="slots added, and given back", blocks=(), steps=len(FREE) + 1)
     run_case(growing, (STREAMED_ONE_SLOT,), reference=STREAMED_ONE_SLOT, look=room_for_slots)
+    for case in filter(attrgetter("offload_param"), short_cases()):
+        run_case(case, case.blocks, reference=None)
     run_case(first, (None,), reference=None)
     # Stock's gathers do not wait for what the caller has written. When they do, ours need not.
     with after_each_step(write_gathered)():

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from deep_opt_states.device.kernels.fused import FusedAdam
+from tests.kernels.intercepted import before_each_update
 from tests.zero.parity.arm import Block, Record, collect, differences, make_engine
 from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case
 from tests.zero.parity.model import batch
@@ -76,13 +75,7 @@ def data_is_updated_and_stays_as_written(block: Block, threshold: int) -> None:
 @contextmanager
 def counted(updated: list[int]) -> Iterator[None]:
     """Appends the sub-groups that are updated inside."""
-    update = FusedAdam.update
-
-    def noted(self: FusedAdam, sub_group: int, *args: Any) -> None:
-        updated.append(sub_group)
-        update(self, sub_group, *args)
-
-    with mock.patch.object(FusedAdam, "update", noted):
+    with before_each_update(lambda update: updated.append(update.sub_group)):
         yield
 
 

@@ -1,4 +1,4 @@
-// One pass over a sub-group, or a part of one, by several threads. Called through ctypes, which releases the GIL.
+// One pass over parts of sub-groups, by several threads. Called through ctypes, which releases the GIL.
 #include "update.h"
 
 #include <omp.h>
@@ -33,16 +33,33 @@ Loop loop_of(std::int32_t instruction_set) {
   return update_plain;
 }
 
-// Calls `work(begin, end)` on each of the threads, with its share of the elements: always the same.
+// With fewer elements than this in all, one thread is done before the others are awake. There is nothing between one
+// thread and all of them: libgomp ends the threads that a smaller team leaves over, and would start them anew.
+constexpr std::int64_t kWorthWaking = 65536;
+
+// Calls `work(update, begin, end)` on each of the threads, with its share of the elements of all updates, one after
+// another: always the same share for the same lengths.
 template <typename Work>
-void on_threads(const Update& update, const Work& work) {
-  const std::int64_t numel = update.numel;
-#pragma omp parallel num_threads(update.num_threads)
+void on_threads(const Update* updates, std::int64_t count, const Work& work) {
+  std::int64_t total = 0;
+  for (std::int64_t i = 0; i < count; ++i) total += updates[i].numel;
+  const std::int32_t* const cores = updates[0].cores;
+#pragma omp parallel num_threads(total < kWorthWaking ? 1 : updates[0].num_threads)
   {
     const std::int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    if (update.cores != nullptr) stay_on(update.cores[thread]);
-    const std::int64_t share = (numel / threads + kGrain) / kGrain * kGrain;
-    work(std::min(numel, share * thread), std::min(numel, share * (thread + 1)));
+    if (cores != nullptr) stay_on(cores[thread]);
+    const std::int64_t share = (total / threads + kGrain) / kGrain * kGrain;
+    std::int64_t before = 0;
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int64_t numel = updates[i].numel;
+      // Where a thread's share ends inside this update, counted in whole grains from the update's first element.
+      const auto border = [&](std::int64_t at) {
+        return std::clamp<std::int64_t>((at - before + kGrain - 1) / kGrain * kGrain, 0, numel);
+      };
+      const std::int64_t begin = border(share * thread), end = border(share * (thread + 1));
+      if (begin < end) work(updates[i], begin, end);
+      before += numel;
+    }
   }
 }
 
@@ -64,26 +81,27 @@ std::int32_t deep_opt_states_instruction_set() {
   return 0;
 }
 
-void deep_opt_states_update(const Update* update, std::int32_t instruction_set) {
+// All `count` updates, at least one, have the same threads and cores.
+void deep_opt_states_update(const Update* updates, std::int64_t count, std::int32_t instruction_set) {
   const Loop loop = loop_of(instruction_set);
-  on_threads(*update, [&](std::int64_t begin, std::int64_t end) {
-    const std::int64_t middle = std::clamp(update->cut, begin, end);
-    if (begin < middle) loop(*update, begin, middle);
-    if (middle < end) update_tail(*update, middle, end);
+  on_threads(updates, count, [&](const Update& update, std::int64_t begin, std::int64_t end) {
+    const std::int64_t middle = std::clamp(update.cut, begin, end);
+    if (begin < middle) loop(update, begin, middle);
+    if (middle < end) update_tail(update, middle, end);
   });
 }
 
 // Zeros, each written by the thread that will update it: a page comes to lie near the core that touches it first.
 void deep_opt_states_zero(const Update* update) {
-  on_threads(*update, [&](std::int64_t begin, std::int64_t end) {
+  on_threads(update, 1, [&](const Update& update, std::int64_t begin, std::int64_t end) {
     const auto zero = [&](void* tensor, std::int64_t size) {
       if (tensor != nullptr) std::memset(static_cast<char*>(tensor) + begin * size, 0, (end - begin) * size);
     };
-    zero(update->master, 4);
-    zero(update->exp_avg, 4);
-    zero(update->exp_avg_sq, 4);
-    zero(const_cast<void*>(update->grad), size_of(update->grad_dtype));
-    zero(update->param, size_of(update->param_dtype));
+    zero(update.master, 4);
+    zero(update.exp_avg, 4);
+    zero(update.exp_avg_sq, 4);
+    zero(const_cast<void*>(update.grad), size_of(update.grad_dtype));
+    zero(update.param, size_of(update.param_dtype));
   });
 }
 
