@@ -118,7 +118,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         """Stock would convert the parameters to tensors of their own: here they are, at once, where they stay."""
         share = share_cores(self._config, self._accelerator)
         workload = Workload.of([param.numel() for param in self.fp16_partitioned_groups_flat])
-        intention = intend(self._config, workload, self._accelerator, self._widths, share.threads)
+        intention = intend(self._config, workload, self._accelerator, self._widths, share)
         self.plan = intention.plan
         ranks = SharingRanks.of(training_ranks())
         # Each of the ranks, before any of them takes memory that another would find missing.
