@@ -23,7 +23,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from benchmarks.harness.rows import Row
 from deep_opt_states.device.host import HostDevice
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
 from deep_opt_states.device.kernels.choice import cpu_adam
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.runtime.memory import StateMemory
@@ -73,13 +73,14 @@ def fresh_state(numel: int) -> State:
     )
 
 
-def in_slab(state: State, gradient: torch.Tensor) -> AdamTensors:
-    """As training has it: side by side in one slab."""
+def in_slab(state: State, gradient: torch.Tensor, kernel: AdamKernel) -> AdamTensors:
+    """As training has it: side by side in one slab, first touched by the threads of ``kernel``."""
     numel = gradient.numel()
     plan = UpdatePlan(workload=Workload.of([numel]), placements=(Placement.CPU,), num_slots=1)
     memory = StateMemory.reserve(plan, [state.param], torch.bfloat16, HostDevice())
     (ours,) = memory.states
     assert ours.rounded is not None
+    kernel.zero(ours.in_slab)
     ours.master.copy_(state.master)
     ours.grad.copy_(gradient)
     return AdamTensors(
@@ -124,7 +125,7 @@ class Ours:
         if not isinstance(choice.kernel, FusedAdam):
             raise SystemExit(choice.why)
         self._kernel = choice.kernel
-        self._tensors = tensors = in_slab(state, gradient)
+        self._tensors = tensors = in_slab(state, gradient, choice.kernel)
         assert tensors.param is not None
         self.state = State(
             master=tensors.master, exp_avg=tensors.exp_avg, exp_avg_sq=tensors.exp_avg_sq, param=tensors.param

@@ -17,13 +17,12 @@ import torch
 from benchmarks.harness.cpu_adam import BETAS, step_of
 from benchmarks.harness.rows import Row
 from deep_opt_states import machine
+from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.kernels.adam import AdamTensors
+from deep_opt_states.profiler.device_timer import DeviceTimer
 
 STATE_BYTES_PER_PARAM = 26
 """p, m and v read and written in fp32, the parameter written in bf16; the gradient comes on top."""
-
-LAUNCH_CYCLES = 2_000_000
-"""About a millisecond of the GPU's clock."""
 
 
 def host_tensors(numel: int, grad_dtype: torch.dtype) -> AdamTensors:
@@ -39,19 +38,6 @@ def host_tensors(numel: int, grad_dtype: torch.dtype) -> AdamTensors:
 
 def on_gpu(tensors: AdamTensors) -> AdamTensors:
     return replace(tensors, **{name: tensor.cuda() for name, tensor in vars(tensors).items()})
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    """On the GPU, which has nothing else to do."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
-    # Meanwhile all is launched, which takes the host longer for one arm than for the other.
-    torch.cuda._sleep(LAUNCH_CYCLES)  # type: ignore[no-untyped-call]
-    begin.record()
-    work()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
 
 
 def _torch_fused(like: AdamTensors) -> Callable[[], object]:
@@ -101,10 +87,14 @@ def compare(numel: int, grad_dtype: torch.dtype, repetitions: int) -> Iterator[R
         "copy": lambda: destination.copy_(source),
     }
     seconds: dict[str, list[float]] = {name: [] for name in arms}
+    device = CudaDevice(torch.cuda.current_device())
+    timer = DeviceTimer(device, device.current_stream())
     for repetition in range(3 + repetitions):
         kernel.begin_step([step_of(2 + repetition)])
         for name in list(arms) if repetition % 2 else reversed(arms):
-            elapsed_s = seconds_of(arms[name])
+            # The GPU has nothing else to do.
+            torch.cuda.synchronize()
+            elapsed_s = timer.seconds_of(arms[name])
             if repetition >= 3:  # the first ones warm up
                 seconds[name].append(elapsed_s)
     bytes_per_s = {name: [bytes_per_param * numel / its for its in of_arm] for name, of_arm in seconds.items()}

@@ -47,8 +47,11 @@ def run(output: Path, *, quick: bool) -> int:
         device = None if accelerator.steps_on_host else accelerator.device
         with launched_ranks(os.environ) as ranks, _progress_bar(shown=first) as progress:
             num_ranks = ranks.size
-            threads = default_share(accelerator, ranks).threads
-            profile = profiler.measure(device, ranks, QUICK if quick else FULL, threads=threads, progress=progress)
+            share = default_share(accelerator, ranks)
+            effort = QUICK if quick else FULL
+            profile = profiler.measure(
+                device, ranks, effort, threads=share.threads, cores=share.cores, progress=progress
+            )
         if first:
             replace_file(output, profile.to_json())
     except (ProfileError, ProbeError, Unsupported, OSError) as error:

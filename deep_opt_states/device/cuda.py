@@ -9,6 +9,9 @@ import torch
 
 from deep_opt_states.device.slab import HostSlab
 
+CLOCK_HZ = 2e9
+"""A GPU's clock is about that fast: ``torch.cuda._sleep`` counts in its cycles."""
+
 
 class CudaEvent:
     def __init__(self) -> None:
@@ -16,6 +19,9 @@ class CudaEvent:
 
     def synchronize(self) -> None:
         self.event.synchronize()
+
+    def finished(self) -> bool:
+        return self.event.query()
 
     def seconds_after(self, origin: CudaEvent) -> float:
         return origin.event.elapsed_time(self.event) / 1e3
@@ -37,6 +43,7 @@ class CudaStream:
 
 class CudaDevice:
     shares_host_memory = False
+    runs_when_issued = False
 
     def __init__(self, index: int) -> None:
         self._device = torch.device("cuda", index)
@@ -62,6 +69,13 @@ class CudaDevice:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source, non_blocking=True)
+
+    def occupy(self, seconds: float) -> None:
+        torch.cuda._sleep(int(seconds * CLOCK_HZ))
+
+    def release_cached(self) -> None:
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()
 
     def _page_lock(self, address: int, size_bytes: int) -> Callable[[], object]:
         """Raises ``CudaError`` where the driver or the memlock limit does not allow it."""

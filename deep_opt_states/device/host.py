@@ -22,6 +22,9 @@ class HostEvent:
     def synchronize(self) -> None:
         pass
 
+    def finished(self) -> bool:
+        return True
+
     def seconds_after(self, origin: HostEvent) -> float:
         return self._at_s - origin._at_s
 
@@ -41,6 +44,7 @@ class HostStream:
 
 class HostDevice:
     shares_host_memory = True
+    runs_when_issued = True
 
     def stream(self) -> HostStream:
         return HostStream()
@@ -63,3 +67,9 @@ class HostDevice:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source)
+
+    def occupy(self, seconds: float) -> None:
+        """Do nothing: what is issued next would wait on this thread, and not be queued."""
+
+    def release_cached(self) -> None:
+        """Do nothing: PyTorch does not cache the CPU's memory."""

@@ -19,6 +19,9 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Block the host until the work that the event marks has finished."""
 
+    def finished(self) -> bool:
+        """Return whether that work has finished, without waiting for it."""
+
     def seconds_after(self, origin: Any) -> float:
         """Seconds between two finished events of one device."""
 
@@ -41,11 +44,15 @@ class Stream(Protocol[EventT_contra]):
 class Device(Protocol[EventT]):
     """Inside a step only ``copy`` and ``current_stream`` are called; all that is reserved is reserved at start-up.
 
-    ``shares_host_memory``: whether the CPU can write what the accelerator computes with.
+    ``shares_host_memory``: whether the CPU can write what the accelerator computes with. ``runs_when_issued``: whether
+    operations run on the thread that issues them, so that nothing is ever queued.
     """
 
     @property
     def shares_host_memory(self) -> bool: ...
+
+    @property
+    def runs_when_issued(self) -> bool: ...
 
     def stream(self) -> Stream[EventT]:
         """A new stream."""
@@ -67,3 +74,9 @@ class Device(Protocol[EventT]):
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between host and accelerator on the issuing stream; converts where the dtypes differ."""
+
+    def occupy(self, seconds: float) -> None:
+        """Keep the issuing stream busy for about this long, so that what is issued next is queued behind it."""
+
+    def release_cached(self) -> None:
+        """Return memory, page-locked and on the accelerator, that no tensor uses any more to the system."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from copy import copy
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +13,16 @@ import torch
 
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
+from deep_opt_states.profiler.device_timer import DeviceTimer
+from deep_opt_states.profiler.host_states import SUB_GROUPS, HostStates
 from deep_opt_states.profiler.method import Rates
 from deep_opt_states.profiler.ranks import ProbeError
 from deep_opt_states.profiler.transfers import Copies, bytes_between, finish, issue_both
 
-SUB_GROUPS = 8
-"""Updated in turn, as in a step: when one comes again, the others have driven it out of the caches."""
+LAUNCHES = 2
+
+LEAST_LAUNCH_NUMEL = 1_000_000
+"""A launch of fewer parameters would not keep a GPU busy."""
 
 
 class Updates:
@@ -27,9 +32,10 @@ class Updates:
         self.states = states
         self.kernel = kernel
         self._step = 0
+        kernel.restart()  # Other probes may have updated by it before.
         for state in states:
             assert state.param is not None
-            # Writing touches every page, so that no update is the first to.
+            # Writing touches every page, also of the accelerator's memory, so that no update is the first to.
             for tensor, value in ((state.master, 1.0), (state.grad, 1e-2), (state.exp_avg, 0.0), (state.param, 0.0)):
                 tensor.fill_(value)
             state.exp_avg_sq.fill_(0.0)
@@ -64,30 +70,43 @@ class Updates:
 
 
 class HostUpdates:
-    """All that a CPU_STEP of training does (``Executor``)."""
+    """All that a CPU_STEP of training does (``Executor``), on ``thread``; on the caller's where that is None."""
 
     def __init__(
-        self, device: Device[Any], numel: int, kernel: AdamKernel, quantity: str = "cpu_adam_params_per_s"
+        self,
+        states: Sequence[AdamTensors],
+        kernel: AdamKernel,
+        thread: ThreadPoolExecutor | None,
+        quantity: str = "cpu_adam_params_per_s",
     ) -> None:
+        self._updates = Updates(states, kernel)
+        self._thread = thread
         self._quantity = quantity
-        self._updates = Updates([_state(device.empty_host, numel // SUB_GROUPS) for _ in range(SUB_GROUPS)], kernel)
-        self.sub_group_numel = numel // SUB_GROUPS
+        self.sub_group_numel = states[0].master.numel()
 
-    def by(self, kernel: AdamKernel) -> HostUpdates:
-        """Updates of the same memory, which is touched already, by another kernel."""
-        return self._with(self._updates.states, kernel, self._quantity)
+    @classmethod
+    def as_in_training(cls, memory: HostStates) -> HostUpdates:
+        """Return updates by the threads that touched ``memory`` first."""
+        return cls(memory.sub_groups, memory.kernel, memory.thread)
 
-    def by_stock(self, device: Device[Any], kernel: AdamKernel, quantity: str) -> HostUpdates:
-        """The same by stock's kernel, which reads and scales gradients in fp32."""
-        states = self._updates.states
-        in_fp32 = [replace(its, grad=device.empty_host(its.grad.numel(), torch.float32)) for its in states]
-        return self._with(in_fp32, kernel, quantity)
+    @classmethod
+    def by(cls, kernel: AdamKernel, memory: HostStates) -> HostUpdates:
+        """Return updates by another kernel, which has threads of its own as long as they are measured."""
+        thread = ThreadPoolExecutor(max_workers=1)
+        updates = cls(memory.sub_groups, kernel, thread)
+        # OpenMP's threads end with the one that called them. OpenMP counts them all, also those that sleep, and lets
+        # none wait without sleeping where there are more than cores.
+        weakref.finalize(updates, thread.shutdown)
+        return updates
 
-    def _with(self, states: Sequence[AdamTensors], kernel: AdamKernel, quantity: str) -> HostUpdates:
-        other = copy(self)
-        other._quantity = quantity
-        other._updates = Updates(states, kernel)
-        return other
+    @classmethod
+    def by_stock(cls, kernel: AdamKernel, memory: HostStates, device: Device[Any]) -> HostUpdates:
+        """Return updates by stock's kernel, which reads and scales gradients in fp32, on the thread that trains."""
+        in_fp32 = [
+            replace(tensors, grad=device.empty_host(tensors.grad.numel(), torch.float32))
+            for tensors in memory.sub_groups
+        ]
+        return cls(in_fp32, kernel, None, "stock_cpu_adam_params_per_s")
 
     def repeat(self) -> Rates:
         times_s = self.run()
@@ -95,15 +114,18 @@ class HostUpdates:
 
     def run(self) -> list[float]:
         """When the first sub-group's update began and when each one's ended, by ``time.perf_counter``."""
+        return self._run() if self._thread is None else self._thread.submit(self._run).result()
+
+    def verify(self) -> None:
+        self._updates.verify()
+
+    def _run(self) -> list[float]:
         self._updates.begin_step()
         times_s = [time.perf_counter()]
         for sub_group in range(SUB_GROUPS):
             self._updates.update(sub_group)
             times_s.append(time.perf_counter())
         return times_s
-
-    def verify(self) -> None:
-        self._updates.verify()
 
 
 class HostUpdatesBesideTransfers:
@@ -149,32 +171,45 @@ class HostUpdatesBesideTransfers:
 
 
 class DeviceUpdates:
-    """All that a GPU_STEP of training does: Adam on the accelerator."""
+    """All that a GPU_STEP of training does: Adam on the accelerator, ``LAUNCHES`` times ``numel`` parameters.
+
+    With less where memory is short. One launch updates enough to drive its own states out of the GPU's caches.
+    """
 
     def __init__(self, device: Device[Any], numel: int, kernel: AdamKernel) -> None:
-        self._device = device
-        self._stream = device.stream()
-        self._updates = Updates([_state(device.empty, numel // SUB_GROUPS) for _ in range(SUB_GROUPS)], kernel)
+        stream = device.stream()
+        self._timer = DeviceTimer(device, stream)
+        self._updates = Updates(_states_that_fit(device, numel), kernel)
         finish(device)
 
     def repeat(self) -> Rates:
-        begin, end = self._device.event(), self._device.event()
         self._updates.begin_step()
-        self._stream.record(begin)
-        with self._stream.issue():
-            for sub_group in range(SUB_GROUPS):
-                self._updates.update(sub_group)
-        self._stream.record(end)
-        end.synchronize()
+        elapsed_s = self._timer.seconds_of(self._launch)
         numel = sum(state.master.numel() for state in self._updates.states)
-        return {"gpu_adam_params_per_s": numel / end.seconds_after(begin)}
+        return {"gpu_adam_params_per_s": numel / elapsed_s}
 
     def verify(self) -> None:
         self._updates.verify()
 
+    def _launch(self) -> None:
+        for sub_group in range(LAUNCHES):
+            self._updates.update(sub_group)
 
-def _state(empty: Callable[[int, torch.dtype], torch.Tensor], numel: int) -> AdamTensors:
+
+def _states_that_fit(device: Device[Any], numel: int) -> list[AdamTensors]:
+    """Return states of ``LAUNCHES`` sub-groups of ``numel`` parameters, or of half as many, again and again, where the
+    accelerator has no memory for them."""
+    while True:
+        try:
+            return [_state(device, numel) for _ in range(LAUNCHES)]
+        except torch.OutOfMemoryError:
+            if numel // 2 < LEAST_LAUNCH_NUMEL:
+                raise
+        numel //= 2
+
+
+def _state(device: Device[Any], numel: int) -> AdamTensors:
     """Of a bf16 model, whose gradients DeepSpeed accumulates in bf16 by default."""
-    master, exp_avg, exp_avg_sq = (empty(numel, torch.float32) for _ in range(3))
-    grad, param = (empty(numel, torch.bfloat16) for _ in range(2))
+    master, exp_avg, exp_avg_sq = (device.empty(numel, torch.float32) for _ in range(3))
+    grad, param = (device.empty(numel, torch.bfloat16) for _ in range(2))
     return AdamTensors(master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad, param=param)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel
 from deep_opt_states.device.kernels.triton_adam import triton_version
-from deep_opt_states.profiler.kernels import training_cpu_adam, training_gpu_adam
+from deep_opt_states.profiler.kernels import CpuAdam, training_cpu_adam, training_gpu_adam
 from deep_opt_states.profiler.method import QUICK, Effort
 from deep_opt_states.profiler.profile import measure
 from deep_opt_states.profiler.provenance import describe, fingerprint, smallest_node
@@ -26,7 +26,8 @@ def quick_profile(
     log: Callable[[str], None],
     *,
     threads: int,
-    cpu_adam: Callable[[int, int], AdamKernel] = training_cpu_adam,
+    cores: Sequence[int] = (),
+    cpu_adam: CpuAdam = training_cpu_adam,
     device_adam: Callable[[], AdamKernel] = training_gpu_adam,
     effort: Effort = QUICK,
 ) -> HardwareProfile:
@@ -41,7 +42,7 @@ def quick_profile(
             return None, None
         names = map(_name, (type(device), cpu_adam, device_adam))
         # What was waived for want of Triton is measured once it is there.
-        works_with = " ".join([*names, triton_version()])
+        works_with = " ".join([*names, triton_version(), "pinned threads" if cores else ""])
         provenance = describe(on_accelerator=device is not None, node=node, threads=threads)
         path = cached_path(fingerprint(provenance, node, effort, ranks.size, works_with), os.environ)
         return path, _read(path)
@@ -55,7 +56,7 @@ def quick_profile(
         return profile
     if ranks.rank == 0:
         log("No hardware profile for this machine yet: measuring a quick one.")
-    profile = measure(device, ranks, effort, threads=threads, cpu_adam=cpu_adam, device_adam=device_adam)
+    profile = measure(device, ranks, effort, threads=threads, cores=cores, cpu_adam=cpu_adam, device_adam=device_adam)
     if ranks.rank == 0:
         _keep(profile, path, log)
     return profile

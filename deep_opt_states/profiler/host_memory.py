@@ -1,16 +1,19 @@
-"""Host memory: what the cores read and write, with the operations that updates consist of."""
+"""Host memory: what the cores read and write, with the operations that updates consist of.
+
+Each probe works in all of a ``slab``, as it was touched and page-locked for the states in training.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from deep_opt_states.device.interface import Device
+from deep_opt_states.device.slab import HostSlab
 from deep_opt_states.profiler.adam import HostUpdates
+from deep_opt_states.profiler.host_states import HostStates
 from deep_opt_states.profiler.method import Rates
 from deep_opt_states.profiler.ranks import ProbeError
 
@@ -19,10 +22,10 @@ PARALLEL_NUMEL = 32768
 
 
 class UpdateInPlace:
-    """fp32 [numel] multiplied in place: each byte is read and written."""
+    """fp32 multiplied in place: each byte is read and written."""
 
-    def __init__(self, device: Device[Any], numel: int) -> None:
-        self._memory = device.empty_host(numel, torch.float32).fill_(1)
+    def __init__(self, slab: HostSlab) -> None:
+        self._memory = slab.tensor(0, slab.size_bytes // 4, torch.float32).fill_(1)
         self._factor, self._product = 2.0, 1.0
 
     def repeat(self) -> Rates:
@@ -39,11 +42,10 @@ class UpdateInPlace:
 
 
 class Copied:
-    """fp32 [numel] copied: each byte is read here and written there."""
+    """fp32 copied from one half of the slab to the other: each byte is read here and written there."""
 
-    def __init__(self, device: Device[Any], numel: int) -> None:
-        self._source = _ascending(device, numel)
-        self._destination = device.empty_host(numel, torch.float32).fill_(torch.nan)
+    def __init__(self, slab: HostSlab) -> None:
+        self._source, self._destination = _halves(slab, torch.float32)
 
     def repeat(self) -> Rates:
         start_s = time.perf_counter()
@@ -57,18 +59,17 @@ class Copied:
 class CopyLatency(Copied):
     """Seconds that a copy between host buffers takes beside its bytes: of the smallest that all threads share.
 
-    They have to be woken for it. Another thread has updated before, as in training, with threads of its own (it makes
-    the updates, too); OpenMP's wait for work without sleeping only while all of them together have a core each.
+    They have to be woken for it. Another thread has updated before, as in training, with threads of its own; OpenMP's
+    wait for work without sleeping only while all of them together have a core each.
     """
 
     COPIES = 64
 
-    def __init__(self, device: Device[Any], numel: int, updates: Callable[[], HostUpdates]) -> None:
-        super().__init__(device, numel)
+    def __init__(self, device: Device[Any], memory: HostStates) -> None:
+        HostUpdates.as_in_training(memory).run()
+        super().__init__(memory.slab)
         self._device = device
-        self._small_numel = min(numel, PARALLEL_NUMEL * torch.get_num_threads())
-        self._updating = ThreadPoolExecutor(max_workers=1)
-        self._updating.submit(lambda: updates().run()).result()
+        self._small_numel = min(self._source.numel(), PARALLEL_NUMEL * torch.get_num_threads())
 
     def repeat(self) -> Rates:
         # A long one first, as there are in training: the system moves threads that are busy to cores of their own. Left
@@ -82,11 +83,10 @@ class CopyLatency(Copied):
 
 
 class Rounded:
-    """fp32 [numel] rounded to bf16, which ends every CPU update."""
+    """fp32 rounded to bf16, from one half of the slab to the other; stock's CPU update ends with it."""
 
-    def __init__(self, device: Device[Any], numel: int) -> None:
-        self._source = _ascending(device, numel)
-        self._destination = device.empty_host(numel, torch.bfloat16).fill_(torch.nan)
+    def __init__(self, slab: HostSlab) -> None:
+        self._source, self._destination = _halves(slab, torch.bfloat16)
 
     def repeat(self) -> Rates:
         start_s = time.perf_counter()
@@ -99,8 +99,12 @@ class Rounded:
         _require(bool((error <= self._source * 2**-8).all()), "rounded elements")
 
 
-def _ascending(device: Device[Any], numel: int) -> torch.Tensor:
-    return device.empty_host(numel, torch.float32).copy_(torch.arange(numel, dtype=torch.float32, device="cpu"))
+def _halves(slab: HostSlab, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ascending numbers in fp32, and room for as many in ``dtype``."""
+    numel = slab.size_bytes // 2 // 4
+    source = slab.tensor(0, numel, torch.float32)
+    source.copy_(torch.arange(numel, dtype=torch.float32, device="cpu"))
+    return source, slab.tensor(source.nbytes, numel, dtype).fill_(torch.nan)
 
 
 def _require(holds: bool, what: str) -> None:

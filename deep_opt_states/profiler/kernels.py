@@ -6,17 +6,24 @@ ours.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
 import torch
 
 from deep_opt_states.device.kernels.adam import AdamKernel
 
 BETAS = (0.9, 0.999)
 
+CpuAdam: TypeAlias = Callable[[int, int, Sequence[int]], AdamKernel]
+"""Makes a kernel for a number of sub-groups and one of threads, the i-th pinned to the i-th of the logical CPUs that
+are given; none is pinned where none are given."""
 
-def training_cpu_adam(num_sub_groups: int, num_threads: int) -> AdamKernel:
+
+def training_cpu_adam(num_sub_groups: int, num_threads: int, cores: Sequence[int]) -> AdamKernel:
     from deep_opt_states.device.kernels.choice import cpu_adam
 
-    return cpu_adam(num_sub_groups, BETAS, adamw=True, num_threads=num_threads).kernel
+    return cpu_adam(num_sub_groups, BETAS, adamw=True, num_threads=num_threads, cores=cores).kernel
 
 
 def training_gpu_adam() -> AdamKernel:

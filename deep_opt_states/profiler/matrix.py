@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from deep_opt_states.device.interface import Device
+from deep_opt_states.profiler.device_timer import DeviceTimer
 from deep_opt_states.profiler.method import Rates
 from deep_opt_states.profiler.ranks import ProbeError
 from deep_opt_states.profiler.transfers import finish
@@ -16,9 +17,8 @@ class MatrixProduct:
     """bf16, [size, size] by [size, size]. Of random numbers: with constants a GPU needs less power, and runs faster."""
 
     def __init__(self, device: Device[Any], size: int) -> None:
-        self._device = device
-        # The caller's: cuBLAS keeps a workspace for every stream that it has worked on.
-        self._stream = device.current_stream()
+        # On the caller's stream: cuBLAS keeps a workspace for every stream that it has worked on.
+        self._timer = DeviceTimer(device, device.current_stream())
         # Of its own, since training's random numbers must not depend on whether a profile was measured.
         generator = torch.Generator().manual_seed(0)
         self._left, self._right, self._product = (
@@ -29,13 +29,8 @@ class MatrixProduct:
         finish(device)
 
     def repeat(self) -> Rates:
-        begin, end = self._device.event(), self._device.event()
-        self._stream.record(begin)
-        with self._stream.issue():
-            torch.mm(self._left, self._right, out=self._product)
-        self._stream.record(end)
-        end.synchronize()
-        return {"matmul_flops_per_s": 2 * self._left.shape[0] ** 3 / end.seconds_after(begin)}
+        elapsed_s = self._timer.seconds_of(lambda: torch.mm(self._left, self._right, out=self._product))
+        return {"matmul_flops_per_s": 2 * self._left.shape[0] ** 3 / elapsed_s}
 
     def verify(self) -> None:
         first_row = self._left[0].float() @ self._right.float()

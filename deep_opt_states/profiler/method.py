@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 
 from deep_opt_states.profiler.ranks import Ranks, agree
 
-METHOD = 6
+METHOD = 7
 """Raised when a probe comes to measure something else: profiles that were cached before are of no use then."""
 
 Rates: TypeAlias = Mapping[str, float]
@@ -32,7 +32,8 @@ class Effort:
     """``budget_s`` is for all repetitions of one probe; there are at least ``min_samples`` of them, however long.
 
     ``update_numel`` and ``copy_bytes`` are what a rank updates and copies at a time; more where caches could help.
-    ``matrix_size`` is the number of rows of a square matrix.
+    ``launch_numel`` is what one launch updates on the accelerator: so much that the kernel takes far longer than what
+    lies between two launches. ``matrix_size`` is the number of rows of a square matrix.
     """
 
     warm_ups: int
@@ -40,6 +41,7 @@ class Effort:
     max_samples: int
     budget_s: float
     update_numel: int
+    launch_numel: int
     copy_bytes: int
     matrix_size: int
 
@@ -53,6 +55,7 @@ QUICK = Effort(
     max_samples=15,
     budget_s=0.15,
     update_numel=12_000_000,
+    launch_numel=32_000_000,
     copy_bytes=32 * 2**20,
     matrix_size=4096,
 )
@@ -62,6 +65,7 @@ FULL = Effort(
     max_samples=50,
     budget_s=1.2,
     update_numel=32_000_000,
+    launch_numel=64_000_000,
     copy_bytes=128 * 2**20,
     matrix_size=8192,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from statistics import median
@@ -16,13 +17,13 @@ from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel
 from deep_opt_states.profiler import transfers
 from deep_opt_states.profiler.adam import (
-    SUB_GROUPS,
     DeviceUpdates,
     HostUpdates,
     HostUpdatesBesideTransfers,
 )
-from deep_opt_states.profiler.host_memory import PARALLEL_NUMEL, Copied, CopyLatency, Rounded, UpdateInPlace
-from deep_opt_states.profiler.kernels import stock_cpu_adam, training_cpu_adam, training_gpu_adam
+from deep_opt_states.profiler.host_memory import Copied, CopyLatency, Rounded, UpdateInPlace
+from deep_opt_states.profiler.host_states import SUB_GROUPS, HostStates
+from deep_opt_states.profiler.kernels import CpuAdam, stock_cpu_adam, training_cpu_adam, training_gpu_adam
 from deep_opt_states.profiler.matrix import MatrixProduct
 from deep_opt_states.profiler.method import Effort, Probe, sample
 from deep_opt_states.profiler.peaks import peak_flops
@@ -73,35 +74,45 @@ def measure(
     effort: Effort,
     *,
     threads: int,
-    cpu_adam: Callable[[int, int], AdamKernel] = training_cpu_adam,
+    cores: Sequence[int] = (),
+    cpu_adam: CpuAdam = training_cpu_adam,
     stock_adam: Callable[[int], AdamKernel] = stock_cpu_adam,
     device_adam: Callable[[], AdamKernel] = training_gpu_adam,
     progress: Progress = silent,
 ) -> HardwareProfile:
     """The profile of this machine with all ``ranks`` at work at once; the same on all of them. A collective.
 
-    ``device`` is None where the accelerator is the CPU; ``threads`` update on the CPU. ``cpu_adam`` makes the kernel
-    for a number of sub-groups and one of threads, ``stock_adam`` stock's; ``device_adam`` makes what updates
-    in the device's memory. Raises ``ProfileError``, on every rank, if what no prediction can do without could not be
-    measured; whatever else fails is waived with the reason.
+    ``device`` is None where the accelerator is the CPU; ``threads`` of this rank update on the CPU, each on its own of
+    ``cores`` if there are any. ``cpu_adam`` makes their kernel, ``stock_adam`` stock's for a number of sub-groups;
+    ``device_adam`` makes what updates in the device's memory. Raises ``ProfileError``, on every rank, if what no
+    prediction can do without could not be measured; whatever else fails is waived with the reason.
+
+    Nothing that was reserved for it is kept, also not by PyTorch's caches.
     """
     node = smallest_node(ranks, os.environ)
     training_threads = ranks.gather(threads)[0]
-    entries, updates = _entries(device, effort, node, training_threads, cpu_adam, stock_adam, device_adam)
-    # All ranks in step: the counts are of rank 0, and the probes follow from the arguments.
-    counts = [threads for threads in thread_counts(node.cores_per_rank) if threads != training_threads]
-    total = len(entries) + len(counts)
+    host: Device[Any] = HostDevice() if device is None else device
+    try:
+        with ExitStack() as reserved:
+            make = _Kernels(partial(cpu_adam, SUB_GROUPS), partial(stock_adam, SUB_GROUPS), device_adam)
+            entries, updates = _entries(device, host, effort, node, threads, cores, make, reserved)
+            # All ranks in step: the counts are of rank 0, and the probes follow from the arguments.
+            counts = [count for count in thread_counts(node.cores_per_rank) if count != training_threads]
+            total = len(entries) + len(counts)
 
-    measurements: dict[str, Measurement] = {}
-    for done, entry in enumerate(entries):
-        progress(done, total, entry.title)
-        measurements |= _measure(entry, effort, ranks)
-    by_threads = {training_threads: measurements["cpu_adam_params_per_s"]}
-    for done, threads in enumerate(counts, start=len(entries)):
-        progress(done, total, f"CPU Adam, {threads} thread{'' if threads == 1 else 's'}")
-        entry = Entry(title="", quantities=("cpu_adam_params_per_s",), prepare=partial(updates, threads))
-        by_threads[threads] = _measure(entry, effort, ranks)["cpu_adam_params_per_s"]
-    progress(total, total, "done")
+            measurements: dict[str, Measurement] = {}
+            for done, entry in enumerate(entries):
+                progress(done, total, entry.title)
+                measurements |= _measure(entry, effort, ranks)
+            by_threads = {training_threads: measurements["cpu_adam_params_per_s"]}
+            for done, count in enumerate(counts, start=len(entries)):
+                progress(done, total, f"CPU Adam, {count} thread{'' if count == 1 else 's'}")
+                entry = Entry(title="", quantities=("cpu_adam_params_per_s",), prepare=partial(updates, count))
+                by_threads[count] = _measure(entry, effort, ranks)["cpu_adam_params_per_s"]
+            progress(total, total, "done")
+    finally:
+        # The states of training have to find the memory that the probes had.
+        host.release_cached()
 
     for name in REQUIRED:
         _require(name, measurements[name])
@@ -140,32 +151,49 @@ def thread_counts(cores: int) -> list[int]:
     return sorted({2**power for power in range(cores.bit_length())} | {cores})
 
 
+@dataclass(frozen=True)
+class _Kernels:
+    """What makes the kernels that update: ``cpu`` for threads and their cores."""
+
+    cpu: Callable[[int, Sequence[int]], AdamKernel]
+    stock: Callable[[], AdamKernel]
+    device: Callable[[], AdamKernel]
+
+
 def _entries(
     device: Device[Any] | None,
+    host: Device[Any],
     effort: Effort,
     node: Node,
-    training_threads: int,
-    cpu_adam: Callable[[int, int], AdamKernel],
-    stock_adam: Callable[[int], AdamKernel],
-    device_adam: Callable[[], AdamKernel],
+    threads: int,
+    cores: Sequence[int],
+    make: _Kernels,
+    reserved: ExitStack,
 ) -> tuple[list[Entry], Callable[[int], HostUpdates]]:
-    """All probes; and the CPU updates by a number of threads, which share memory that is reserved and touched once."""
-    host: Device[Any] = HostDevice() if device is None else device
+    """All probes; and the CPU updates by a number of threads.
+
+    All of the CPU's work one after another in the same memory, which ``reserved`` gives back.
+    """
     cache_bytes = CACHES * (machine.last_level_cache_bytes() or 0) // node.ranks
     copy_bytes = max(effort.copy_bytes, cache_bytes // 2)  # each way has such a buffer
     update_numel = max(effort.update_numel, cache_bytes // 16)  # fp32 p, m, v and bf16 twice
     matrix_size = effort.matrix_size if device is not None else min(effort.matrix_size, CPU_MATRIX_SIZE)
-    plain_numel = max(effort.copy_bytes, cache_bytes) // 4
 
     @cache
-    def in_training() -> HostUpdates:
-        return HostUpdates(host, update_numel, cpu_adam(SUB_GROUPS, training_threads))
+    def memory() -> HostStates:
+        states = HostStates(host, update_numel, make.cpu(threads, cores))
+        reserved.callback(states.close)
+        return states
 
-    def updates(threads: int) -> HostUpdates:
-        return in_training().by(cpu_adam(SUB_GROUPS, threads))
+    def in_training() -> HostUpdates:
+        return HostUpdates.as_in_training(memory())
+
+    def updates(count: int) -> HostUpdates:
+        # More threads than this rank has cores of its own for are not pinned.
+        return HostUpdates.by(make.cpu(count, cores[:count] if count <= len(cores) else ()), memory())
 
     def by_stock() -> HostUpdates:
-        return in_training().by_stock(host, stock_adam(SUB_GROUPS), "stock_cpu_adam_params_per_s")
+        return HostUpdates.by_stock(make.stock(), memory(), host)
 
     def on_device(prepare: Callable[[Device[Any]], Probe]) -> Callable[[], Probe] | str:
         return NO_ACCELERATOR if device is None else partial(prepare, device)
@@ -181,13 +209,11 @@ def _entries(
 
     def latency() -> Probe:
         if device is None:
-            numel = SUB_GROUPS * PARALLEL_NUMEL * training_threads
-            updates_elsewhere = partial(HostUpdates, host, numel, cpu_adam(SUB_GROUPS, training_threads))
-            return CopyLatency(host, plain_numel, updates_elsewhere)
+            return CopyLatency(host, memory())
         return transfers.Latency(device, transfers.pinned_h2d(device, SMALL_COPY_BYTES), 64, "copy_latency_s")
 
     def on_gpu(it: Device[Any]) -> Probe:
-        return DeviceUpdates(it, update_numel, device_adam())
+        return DeviceUpdates(it, effort.launch_numel, make.device())
 
     def entry(title: str, prepare: Callable[[], Probe] | str, *quantities: str) -> Entry:
         return Entry(title=title, quantities=quantities, prepare=prepare)
@@ -205,9 +231,9 @@ def _entries(
         entry("CPU Adam", in_training, "cpu_adam_params_per_s"),
         entry("CPU Adam of stock DeepSpeed", by_stock, "stock_cpu_adam_params_per_s"),
         entry("CPU Adam beside transfers", on_device(beside), *beside_quantities),
-        entry("Host memory, in place", lambda: UpdateInPlace(host, plain_numel), "dram_update_bytes_per_s"),
-        entry("Host memory, copied", lambda: Copied(host, plain_numel), "dram_copy_bytes_per_s"),
-        entry("Rounding to 16 bit", lambda: Rounded(host, plain_numel), "rounding_params_per_s"),
+        entry("Host memory, in place", lambda: UpdateInPlace(memory().slab), "dram_update_bytes_per_s"),
+        entry("Host memory, copied", lambda: Copied(memory().slab), "dram_copy_bytes_per_s"),
+        entry("Rounding to 16 bit", lambda: Rounded(memory().slab), "rounding_params_per_s"),
         entry("GPU Adam", on_device(on_gpu), "gpu_adam_params_per_s"),
         entry("Matrix product", lambda: MatrixProduct(host, matrix_size), "matmul_flops_per_s"),
     ], updates

@@ -8,6 +8,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed
 
+from deep_opt_states.device.slab import HostMemoryError
+
 Value = TypeVar("Value")
 
 
@@ -84,15 +86,22 @@ def agree(ranks: Ranks, action: Callable[[], Value]) -> Value:
         value = action()
     except Exception as error:  # noqa: BLE001 (told to the other ranks first, which would wait for ever)
         failure = error
-    failures = ranks.gather(None if failure is None else _describe(failure))
-    if any(failures):
-        told = [text if ranks.size == 1 else f"rank {rank}: {text}" for rank, text in enumerate(failures) if text]
-        raise ProbeError("; ".join(told)) from failure
+    try:
+        failures = ranks.gather(None if failure is None else _describe(failure))
+        if any(failures):
+            told = [text if ranks.size == 1 else f"rank {rank}: {text}" for rank, text in enumerate(failures) if text]
+            raise ProbeError("; ".join(told)) from failure
+    finally:
+        # Its traceback has this frame: the cycle would keep what failed, with its memory, until it is collected.
+        del failure
     return value
 
 
 def _describe(failure: Exception) -> str:
     if isinstance(failure, ProbeError):
         return str(failure)
+    if isinstance(failure, HostMemoryError):
+        # With its remedy, which has a line of its own.
+        return " ".join(str(failure).splitlines())
     # PyTorch's messages go on with advice and stack traces.
     return f"{type(failure).__name__}: {failure}".splitlines()[0]

@@ -22,6 +22,10 @@ class Ledger:
     def shares_host_memory(self) -> bool:
         return self._device.shares_host_memory
 
+    @property
+    def runs_when_issued(self) -> bool:
+        return self._device.runs_when_issued
+
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._account(Where.ACCELERATOR, self._device.empty(numel, dtype))
 
@@ -43,6 +47,12 @@ class Ledger:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         self._device.copy(destination, source)
+
+    def occupy(self, seconds: float) -> None:
+        self._device.occupy(seconds)
+
+    def release_cached(self) -> None:
+        self._device.release_cached()
 
     def _account(self, where: Where, tensor: torch.Tensor) -> torch.Tensor:
         self.reserved.append(Reservation(where=where, each_bytes=tensor.untyped_storage().nbytes()))

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from deep_opt_states.config import Config
+from deep_opt_states.cores import CoreShare
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.profiler.cache import quick_profile
 from deep_opt_states.profiler.provenance import smallest_node
@@ -42,18 +43,18 @@ def intend(
     workload: Workload,
     accelerator: AcceleratorChoice,
     widths: Widths,
-    threads: int,
+    share: CoreShare,
     *,
     params_on_host: bool = False,
 ) -> Intention:
     """The plan that the block asks for: by its rule, or rank 0's, for the profile that all ranks were measured for.
 
-    ``threads`` update on the CPU; ``widths`` are of the model and its gradients. ``params_on_host``: the model's
-    partitions are in page-locked host memory.
+    ``share`` has the threads that update on the CPU; ``widths`` are of the model and its gradients.
+    ``params_on_host``: the model's partitions are in page-locked host memory.
 
     Raises ``ConfigError`` or ``Unsupported`` for a placement that cannot be had, ``ProfileError`` for a profile.
     """
-    profile = _profile(config, accelerator, threads) if config.predicts else None
+    profile = _profile(config, accelerator, share) if config.predicts else None
     cost = None if profile is None else CostModel.of(profile, widths.param, params_on_host=params_on_host)
     if config.placement == "planned":
         assert cost is not None
@@ -77,11 +78,12 @@ def _predict(plan: UpdatePlan, cost: CostModel, has_accelerator: bool, windows: 
     return Predicted(timeline, beside.exposed_s(timeline, plan.workload), phases)
 
 
-def _profile(config: Config, accelerator: AcceleratorChoice, threads: int) -> HardwareProfile:
+def _profile(config: Config, accelerator: AcceleratorChoice, share: CoreShare) -> HardwareProfile:
     """Rank 0's file, or a quick profile of all ranks."""
     ranks = training_ranks()
     if config.profile is None:
-        return quick_profile(None if accelerator.steps_on_host else accelerator.device, ranks, say, threads=threads)
+        device = None if accelerator.steps_on_host else accelerator.device
+        return quick_profile(device, ranks, say, threads=share.threads, cores=share.cores)
     path = Path(config.profile)
     # Other nodes need not have the file.
     text = agree(lambda: HardwareProfile.read(path).to_json() if ranks.rank == 0 else "", lambda _: "read")

@@ -119,7 +119,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         share = share_cores(self._config, self._accelerator)
         workload = Workload.of([param.numel() for param in self.fp16_partitioned_groups_flat])
         intention = intend(
-            self._config, workload, self._accelerator, self._widths, share.threads, params_on_host=self._params_on_host
+            self._config, workload, self._accelerator, self._widths, share, params_on_host=self._params_on_host
         )
         self.plan = intention.plan
         ranks = SharingRanks.of(training_ranks())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -11,19 +11,19 @@ import torch.distributed
 
 from deep_opt_states.device.kernels.adam import AdamKernel
 from deep_opt_states.profiler.cache import quick_profile
-from deep_opt_states.profiler.kernels import training_cpu_adam
+from deep_opt_states.profiler.kernels import CpuAdam, training_cpu_adam
 from deep_opt_states.profiler.ranks import DistributedRanks, launched_ranks, training_ranks
 from tests.launch import answer
 from tests.profiler.test_profile import SMALL
 
 
-def broken_on_rank_1(num_sub_groups: int, num_threads: int) -> AdamKernel:
+def broken_on_rank_1(num_sub_groups: int, num_threads: int, cores: Sequence[int]) -> AdamKernel:
     if torch.distributed.get_rank() == 1:
         raise RuntimeError("broken on purpose")
-    return training_cpu_adam(num_sub_groups, num_threads)
+    return training_cpu_adam(num_sub_groups, num_threads, cores)
 
 
-def outcome(log: Callable[[str], None], cpu_adam: Callable[[int, int], AdamKernel]) -> str:
+def outcome(log: Callable[[str], None], cpu_adam: CpuAdam) -> str:
     try:
         return quick_profile(None, training_ranks(), log, threads=1, cpu_adam=cpu_adam, effort=SMALL).to_json()
     except Exception as error:  # noqa: BLE001 (what is raised is looked at)

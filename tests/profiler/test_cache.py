@@ -65,6 +65,13 @@ def test_installing_triton_is_measured_anew(folder: Path, monkeypatch: pytest.Mo
     assert profile_and_log(OneRank())[0] == 1e9 + 2
 
 
+def test_threads_that_are_pinned_are_measured_anew(folder: Path, measured: list[int]) -> None:
+    profile_and_log(OneRank())
+    for _ in range(2):
+        assert quick_profile(None, OneRank(), [].append, threads=1, cores=(0,)).rate(REQUIRED[0]) == 1e9 + 2
+    assert measured == [0, 0]
+
+
 def test_another_fingerprint_is_measured_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profile_and_log(OneRank())
     monkeypatch.setattr(cache, "fingerprint", lambda *facts: "another")

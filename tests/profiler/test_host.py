@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from deep_opt_states.device.host import HostDevice
+from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamTensors, Part
 from deep_opt_states.profiler.adam import (
-    SUB_GROUPS,
     DeviceUpdates,
     HostUpdates,
     HostUpdatesBesideTransfers,
 )
 from deep_opt_states.profiler.host_memory import Copied, CopyLatency, Rounded, UpdateInPlace
+from deep_opt_states.profiler.host_states import SUB_GROUPS, HostStates
 from deep_opt_states.profiler.kernels import stock_cpu_adam, training_cpu_adam
 from deep_opt_states.profiler.matrix import MatrixProduct
 from deep_opt_states.profiler.method import Probe
@@ -29,18 +30,26 @@ from tests.runtime.adam import PlainAdam
 
 NUMEL = SUB_GROUPS * 1000
 
+
+def states(kernel: AdamKernel | None = None, device: Device[Any] | None = None) -> HostStates:
+    return HostStates(device or HostDevice(), NUMEL, kernel or PlainAdam())
+
+
+def updates(kernel: AdamKernel, device: Device[Any] | None = None) -> HostUpdates:
+    return HostUpdates.as_in_training(states(kernel, device))
+
+
 PROBES: dict[str, Callable[[], Probe]] = {
-    "update in place": lambda: UpdateInPlace(HostDevice(), NUMEL),
-    "copied": lambda: Copied(HostDevice(), NUMEL),
-    "rounded": lambda: Rounded(HostDevice(), NUMEL),
-    "latency of a copy": lambda: CopyLatency(
-        HostDevice(), NUMEL, lambda: HostUpdates(HostDevice(), NUMEL, PlainAdam())
+    "update in place": lambda: UpdateInPlace(states().slab),
+    "copied": lambda: Copied(states().slab),
+    "rounded": lambda: Rounded(states().slab),
+    "latency of a copy": lambda: CopyLatency(HostDevice(), states()),
+    "training's Adam": lambda: updates(training_cpu_adam(SUB_GROUPS, 2, ())),
+    "training's Adam by another number of threads": lambda: HostUpdates.by(
+        training_cpu_adam(SUB_GROUPS, 1, ()), states()
     ),
-    "training's Adam": lambda: HostUpdates(HostDevice(), NUMEL, training_cpu_adam(SUB_GROUPS, 2)),
-    "stock's Adam": lambda: HostUpdates(HostDevice(), NUMEL, PlainAdam()).by_stock(
-        HostDevice(), stock_cpu_adam(SUB_GROUPS), "stock_cpu_adam_params_per_s"
-    ),
-    "plain Adam": lambda: HostUpdates(HostDevice(), NUMEL, PlainAdam()),
+    "stock's Adam": lambda: HostUpdates.by_stock(stock_cpu_adam(SUB_GROUPS), states(), HostDevice()),
+    "plain Adam": lambda: updates(PlainAdam()),
     "Adam on a device": lambda: DeviceUpdates(HostDevice(), NUMEL, PlainAdam()),
     "matrix product": lambda: MatrixProduct(HostDevice(), 64),
 }
@@ -81,28 +90,26 @@ class OneElementLess(PlainAdam):
 
 
 def updated(kernel: AdamKernel) -> Probe:
-    probe = HostUpdates(HostDevice(), NUMEL, kernel)
+    probe = updates(kernel)
     probe.repeat()
     return probe
 
 
 def with_one_not_rounded() -> Probe:
-    probe = HostUpdates(HostDevice(), NUMEL, PlainAdam())
+    probe = updates(PlainAdam())
     probe.repeat()
     probe._updates.states[2].param[7] = 5
     return probe
 
 
 WRONG: dict[str, tuple[Callable[[], Probe], str]] = {
-    "product in place": (lambda: spoiled(UpdateInPlace(HostDevice(), NUMEL), "_memory"), "products"),
-    "copied": (lambda: spoiled(Copied(HostDevice(), NUMEL), "_destination"), "copied elements"),
+    "product in place": (lambda: spoiled(UpdateInPlace(states().slab), "_memory"), "products"),
+    "copied": (lambda: spoiled(Copied(states().slab), "_destination"), "copied elements"),
     "one of many copies": (
-        lambda: spoiled(
-            CopyLatency(HostDevice(), NUMEL, lambda: HostUpdates(HostDevice(), NUMEL, PlainAdam())), "_destination"
-        ),
+        lambda: spoiled(CopyLatency(HostDevice(), states()), "_destination"),
         "copied elements",
     ),
-    "rounded": (lambda: spoiled(Rounded(HostDevice(), NUMEL), "_destination"), "rounded elements"),
+    "rounded": (lambda: spoiled(Rounded(states().slab), "_destination"), "rounded elements"),
     "matrix": (lambda: spoiled(MatrixProduct(HostDevice(), 64), "_product"), "matrix product"),
     "no update": (lambda: updated(Idle()), "sub-group 0 is not updated alike"),
     "one element not updated": (lambda: updated(OneElementLess()), "sub-group 0 is not updated alike"),
@@ -119,7 +126,7 @@ def test_a_wrong_result_is_found(make: Callable[[], Probe], reason: str) -> None
 def test_a_cpu_update_is_what_training_does() -> None:
     """Of every sub-group, in order, with a gradient scale."""
     kernel = PlainAdam()
-    probe = HostUpdates(HostDevice(), NUMEL, kernel)
+    probe = updates(kernel)
     for _ in range(3):
         probe.repeat()
     assert [len(steps) for steps in kernel.begun] == [SUB_GROUPS] * 3
@@ -139,8 +146,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> VirtualDevice:
 
 
 def beside(device: VirtualDevice, update_s: float) -> HostUpdatesBesideTransfers:
-    updates = HostUpdates(device, NUMEL, TimedAdam(device, update_s))
-    return HostUpdatesBesideTransfers(device, updates, *pinned_both(device, 4096))
+    alone = updates(TimedAdam(device, update_s), device)
+    return HostUpdatesBesideTransfers(device, alone, *pinned_both(device, 4096))
 
 
 def test_both_rates_are_of_the_time_in_which_all_three_work(device: VirtualDevice) -> None:
@@ -171,7 +178,7 @@ def test_without_overlap_there_is_no_rate(device: VirtualDevice) -> None:
 
 def test_a_device_that_makes_the_host_wait_overlaps_nothing() -> None:
     device = HostDevice()
-    probe = HostUpdatesBesideTransfers(device, HostUpdates(device, NUMEL, PlainAdam()), *pinned_both(device, 4096))
+    probe = HostUpdatesBesideTransfers(device, updates(PlainAdam(), device), *pinned_both(device, 4096))
     with pytest.raises(ProbeError, match="nothing overlapped"):
         probe.repeat()
 
@@ -186,7 +193,7 @@ def test_random_numbers_of_training_are_left_alone() -> None:
 
 def test_memory_that_is_updated_in_place_stays_in_range() -> None:
     """Denormals are slow, and infinities prove nothing."""
-    probe = UpdateInPlace(HostDevice(), 4)
+    probe = UpdateInPlace(states().slab)
     seen = []
     for _ in range(4):
         probe.repeat()

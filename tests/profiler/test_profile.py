@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -25,7 +24,7 @@ from perf_model import hardware
 from perf_model.cost import CostModel
 from perf_model.hardware import QUANTITIES, REQUIRED, HardwareProfile, Measurement, ProfileError
 from tests.profiler.threads import on_ranks
-from tests.profiler.virtual import TimedAdam, VirtualDevice
+from tests.profiler.virtual import LaunchedAdam, TimedAdam, VirtualDevice, virtual_clock
 from tests.runtime.adam import PlainAdam
 
 SMALL = Effort(
@@ -34,6 +33,7 @@ SMALL = Effort(
     max_samples=9,
     budget_s=0.01,
     update_numel=80_000,
+    launch_numel=10_000,
     copy_bytes=2**20,
     matrix_size=64,
 )
@@ -46,6 +46,11 @@ TICK_S = 1e-4
 
 UPDATE_S = 5e-4
 """What it advances in an update, with the reading that follows."""
+
+COPY_LATENCY_S = 1e-6
+
+LAUNCH_S, KERNEL_S, PRODUCT_S = 6e-5, 2e-6, 2e-7
+"""A launch on the accelerator takes the host longer than an update or a matrix product takes the accelerator."""
 
 
 @pytest.fixture(autouse=True)
@@ -63,16 +68,15 @@ def by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualDevice]:
-    device = VirtualDevice(issue_s=1e-6)
+def device() -> Iterator[VirtualDevice]:
+    with virtual_clock(
+        VirtualDevice(issue_s=COPY_LATENCY_S), tick_s=TICK_S, launch_s=LAUNCH_S, product_s=PRODUCT_S
+    ) as it:
+        yield it
 
-    def read_clock() -> float:
-        device.now_s += TICK_S
-        return device.now_s
 
-    with monkeypatch.context() as patched:
-        patched.setattr(time, "perf_counter", read_clock)
-        yield device
+SLAB_BYTES = 8 * (3 * 10_000 * 4 + 2 * 20_032)
+"""Of 80,000 parameters in eight sub-groups, whose 16-bit tensors end within a cache line."""
 
 
 def virtual_profile(device: VirtualDevice, cores: int, monkeypatch: pytest.MonkeyPatch) -> HardwareProfile:
@@ -86,30 +90,30 @@ def virtual_profile(device: VirtualDevice, cores: int, monkeypatch: pytest.Monke
         threads=THREADS,
         cpu_adam=lambda *_: ours,
         stock_adam=lambda _: stock,
-        device_adam=PlainAdam,
+        device_adam=lambda: LaunchedAdam(device, launch_s=LAUNCH_S, kernel_s=KERNEL_S),
     )
 
 
 def test_every_quantity_on_a_clock_of_the_tests_own(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     profile = virtual_profile(device, 6, monkeypatch)
     assert {name: found.waived for name, found in profile.measurements.items()} == dict.fromkeys(QUANTITIES)
-    copy_s = 2**20 / 1e10 + 1e-6
+    copy_s = 2**20 / 1e10 + COPY_LATENCY_S
     for name, expected in {
         "h2d_bytes_per_s": 2**20 / copy_s,
         "d2h_bytes_per_s": 2**20 / copy_s,
         "both_bytes_per_s": 2 * 2**20 / copy_s,
         "pageable_h2d_bytes_per_s": 2**20 / copy_s,
         "pageable_d2h_bytes_per_s": 2**20 / copy_s,
-        "copy_latency_s": 1024 / 1e10 + 1e-6,
+        "copy_latency_s": 1024 / 1e10 + COPY_LATENCY_S,
         "cpu_adam_params_per_s": 10_000 / UPDATE_S,
         "stock_cpu_adam_params_per_s": 10_000 / (1.5 * UPDATE_S),
         "cpu_adam_beside_transfers_params_per_s": 10_000 / UPDATE_S,
         "both_beside_cpu_adam_bytes_per_s": 2 * 2**20 / copy_s,
-        "dram_update_bytes_per_s": 2 * 2**20 / TICK_S,
-        "dram_copy_bytes_per_s": 2 * 2**20 / TICK_S,
-        "rounding_params_per_s": 2**18 / TICK_S,
-        "gpu_adam_params_per_s": 80_000 / 1e-6,
-        "matmul_flops_per_s": 2 * 64**3 / 1e-6,
+        "dram_update_bytes_per_s": 2 * SLAB_BYTES / TICK_S,
+        "dram_copy_bytes_per_s": SLAB_BYTES / TICK_S,
+        "rounding_params_per_s": SLAB_BYTES / 2 / 4 / TICK_S,
+        "gpu_adam_params_per_s": 10_000 / KERNEL_S,
+        "matmul_flops_per_s": 2 * 64**3 / PRODUCT_S,
     }.items():
         assert profile.rate(name) == pytest.approx(expected, rel=1e-3), name
     assert set(profile.cpu_adam_by_threads) == {1, 2, 3, 4, 6}
@@ -126,7 +130,7 @@ def test_each_number_of_threads_is_measured_with_so_many(
         OneRank(),
         SMALL,
         threads=THREADS,
-        cpu_adam=lambda _, num_threads: TimedAdam(device, UPDATE_S / num_threads - TICK_S),
+        cpu_adam=lambda _, num_threads, cores: TimedAdam(device, UPDATE_S / num_threads - TICK_S),
         stock_adam=lambda _: TimedAdam(device, UPDATE_S),
     )
     for threads in (1, 2, 4):
@@ -175,7 +179,6 @@ def test_the_peak_of_a_gpu_is_known_by_its_name(name: str, tera: float | None) -
 
 def test_the_gpu_s_peak_is_in_its_profile(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "gpu", lambda: machine.Gpu("NVIDIA H100 PCIe", 80 * 2**30))
-    device.issue_s = 2e-7  # so that its matrix products are a GPU's
     assert virtual_profile(device, 1, monkeypatch).gpu_peak_flops == 756e12
 
 
@@ -241,7 +244,7 @@ def test_a_rate_that_no_machine_reaches_is_waived(device: VirtualDevice, monkeyp
 
 
 def test_without_a_cpu_kernel_there_is_no_profile() -> None:
-    def no_compiler(num_sub_groups: int, num_threads: int) -> PlainAdam:
+    def no_compiler(num_sub_groups: int, num_threads: int, cores: Sequence[int]) -> PlainAdam:
         raise RuntimeError("Error building extension 'cpu_adam'")
 
     with pytest.raises(ProfileError, match=r"found no measurement \(RuntimeError: Error building extension") as caught:

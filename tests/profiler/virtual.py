@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from unittest import mock
 
+import numpy as np
 import torch
 
 from deep_opt_states.device.kernels.adam import AdamTensors, Part
+from deep_opt_states.device.slab import HostSlab
 from tests.runtime.adam import PlainAdam
 
 
@@ -18,6 +23,9 @@ class VirtualEvent:
 
     def synchronize(self) -> None:
         self._device.now_s = max(self._device.now_s, self.at_s)
+
+    def finished(self) -> bool:
+        return self.at_s <= self._device.now_s
 
     def seconds_after(self, origin: VirtualEvent) -> float:
         return self.at_s - origin.at_s
@@ -37,11 +45,15 @@ class VirtualStream:
     def starts_s(self) -> float:
         return max(self.free_at_s, self._device.now_s)
 
+    def run(self, seconds: float) -> None:
+        """Take so long of the device's time, after what is issued already."""
+        self.free_at_s = self.starts_s() + seconds
+
     @contextmanager
     def issue(self) -> Iterator[None]:
         """All that is issued takes ``issue_s``, and copies ``copy_s`` on top, on this stream."""
         previous, self._device.issuing = self._device.issuing, self
-        self.free_at_s = self.starts_s() + self._device.issue_s
+        self.run(self._device.issue_s)
         try:
             yield
         finally:
@@ -49,14 +61,30 @@ class VirtualStream:
 
 
 class VirtualDevice:
-    """``copy_s``: seconds a copy takes, by its stream's number (the caller's is 0), else by its bytes at 10 GB/s."""
+    """``copy_s``: seconds a copy takes, by its stream's number (the caller's is 0), else by its bytes at 10 GB/s.
+
+    ``stays_busy``: how much of the time that ``occupy`` is asked for the stream really is busy. Memory whose tensors
+    are gone is cached until ``release_cached``, as PyTorch's allocators do it; what is in use and what is cached are
+    ``held_bytes``. ``registered`` has the slabs that are page-locked.
+    """
+
+    runs_when_issued = False
 
     def __init__(self, copy_s: Sequence[float] = (), issue_s: float = 0.0) -> None:
         self.now_s = 0.0
         self.copy_s = copy_s
         self.issue_s = issue_s
+        self.stays_busy = 1.0
+        self.occupied_s: list[float] = []
         self.issuing = VirtualStream(self)
         self._streams = [self.issuing]
+        self._allocated_bytes = self._cached_bytes = self._slab_bytes = 0
+        self.most_held_bytes = 0
+        self.registered: list[tuple[int, int]] = []
+
+    @property
+    def held_bytes(self) -> int:
+        return self._allocated_bytes + self._cached_bytes + self._slab_bytes
 
     def stream(self) -> VirtualStream:
         self._streams.append(VirtualStream(self))
@@ -69,15 +97,67 @@ class VirtualDevice:
         return VirtualEvent(self)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype)
+        buffer = np.empty(max(1, numel * dtype.itemsize), dtype=np.uint8)
+        self._allocated_bytes += buffer.nbytes
+        self.most_held_bytes = max(self.most_held_bytes, self.held_bytes)
+        weakref.finalize(buffer, self._free, buffer.nbytes).atexit = False
+        return torch.frombuffer(buffer, dtype=torch.uint8)[: numel * dtype.itemsize].view(dtype)
 
     empty_host = empty
+
+    def host_slab(self, size_bytes: int) -> HostSlab:
+        slab = HostSlab(size_bytes, lambda *place: self._register(*place))
+        assert slab._memory is not None
+        self._slab_bytes += size_bytes
+        weakref.finalize(slab._memory, self._unmap, size_bytes).atexit = False
+        return slab
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source)
         number = self._streams.index(self.issuing)
-        seconds = self.copy_s[number] if self.copy_s else source.nbytes / 1e10
-        self.issuing.free_at_s = self.issuing.starts_s() + seconds
+        self.issuing.run(self.copy_s[number] if self.copy_s else source.nbytes / 1e10)
+
+    def launch(self, launch_s: float, kernel_s: float) -> None:
+        """A kernel that takes ``launch_s`` of the host's time, and then ``kernel_s`` on the issuing stream."""
+        self.now_s += launch_s
+        self.issuing.run(kernel_s)
+
+    def occupy(self, seconds: float) -> None:
+        self.occupied_s.append(seconds)
+        self.issuing.run(self.stays_busy * seconds)
+
+    def release_cached(self) -> None:
+        self._cached_bytes = 0
+
+    def _free(self, nbytes: int) -> None:
+        self._allocated_bytes -= nbytes
+        self._cached_bytes += nbytes
+
+    def _unmap(self, nbytes: int) -> None:
+        self._slab_bytes -= nbytes
+
+    def _register(self, address: int, size_bytes: int) -> Callable[[], object]:
+        self.registered.append((address, size_bytes))
+        return lambda: self.registered.remove((address, size_bytes))
+
+
+@contextmanager
+def virtual_clock(
+    device: VirtualDevice, *, tick_s: float, launch_s: float, product_s: float
+) -> Iterator[VirtualDevice]:
+    """The clock of ``device`` is the host's, which advances by ``tick_s`` each time that it is read; matrix products
+    are launched on the device."""
+
+    def read_clock() -> float:
+        device.now_s += tick_s
+        return device.now_s
+
+    def launch_product(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> None:
+        torch.matmul(left, right, out=out)
+        device.launch(launch_s, product_s)
+
+    with mock.patch.object(time, "perf_counter", read_clock), mock.patch.object(torch, "mm", launch_product):
+        yield device
 
 
 class TimedAdam(PlainAdam):
@@ -91,3 +171,17 @@ class TimedAdam(PlainAdam):
     def update(self, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
         super().update(sub_group, tensors, part)
         self._device.now_s += self._update_s
+
+
+class LaunchedAdam(PlainAdam):
+    """Launches a kernel for a sub-group."""
+
+    def __init__(self, device: VirtualDevice, *, launch_s: float, kernel_s: float) -> None:
+        super().__init__()
+        self._device = device
+        self._launch_s = launch_s
+        self._kernel_s = kernel_s
+
+    def update(self, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
+        super().update(sub_group, tensors, part)
+        self._device.launch(self._launch_s, self._kernel_s)

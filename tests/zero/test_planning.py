@@ -8,6 +8,11 @@ from typing import Any
 
 import pytest
 
+from deep_opt_states.config import Config
+from deep_opt_states.cores import CoreShare
+from deep_opt_states.device.host import HostDevice
+from deep_opt_states.zero import planning
+from deep_opt_states.zero.devices import AcceleratorChoice
 from perf_model.hardware import REQUIRED, HardwareProfile
 from tests.launch import Finished, run_ranks
 from tests.model.profiles import RATES, profile
@@ -22,6 +27,19 @@ def engines(world_size: int, cache: Path, *blocks: dict[str, Any]) -> list[Finis
         assert finished.returncode == 0, finished.output[-4000:]
         assert len(finished.answers()) == len(blocks), finished.output[-4000:]
     return ranks
+
+
+def test_a_quick_profile_is_measured_with_the_threads_and_cores_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def quick_profile(*arguments: Any, **options: Any) -> HardwareProfile:
+        asked.append(options)
+        return profile()
+
+    monkeypatch.setattr(planning, "quick_profile", quick_profile)
+    share = CoreShare(threads=2, cores=(3, 5), launch_cores=(0,), reason="")
+    planning._profile(Config(), AcceleratorChoice(HostDevice(), steps_on_host=True), share)
+    assert asked == [{"threads": 2, "cores": (3, 5)}]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

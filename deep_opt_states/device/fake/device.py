@@ -42,6 +42,9 @@ class FakeEvent:
     def synchronize(self) -> None:
         self._lanes.run_until(self._reached)
 
+    def finished(self) -> bool:
+        return self._reached()
+
     def seconds_after(self, origin: FakeEvent) -> float:
         """Operations of the device between the two; its time has no other unit."""
         return float(self._tick - origin._tick)
@@ -71,6 +74,7 @@ class FakeDevice:
     """All memory is NaN until it is written. ``allocated_bytes`` counts device memory that is not freed."""
 
     shares_host_memory = False
+    runs_when_issued = False
 
     def __init__(self, timing: Timing | None = None) -> None:
         self.lanes = Lanes(timing or Late())
@@ -116,6 +120,13 @@ class FakeDevice:
                 block.record(self.issuing.queue)
         target, origin = self._address_of(destination), self._address_of(source)
         self._issue(lambda: target.copy_(origin))
+
+    def occupy(self, seconds: float) -> None:
+        """Queue one operation that does nothing: how long the stream is busy is for the ``Timing`` to choose."""
+        self._issue(lambda: None)
+
+    def release_cached(self) -> None:
+        """Do nothing: no memory is cached."""
 
     def launch(self, kernel: Callable[..., Any], *arguments: Any) -> None:
         """Queue a kernel on the issuing stream; its tensors are in device or in pinned memory."""
