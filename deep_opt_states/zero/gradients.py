@@ -2,8 +2,12 @@
 
 The gradient of a parameter is the sum of what arrived for it since the last step, and zero if nothing did. Stock
 departs from that when a parameter gets no gradient in some backward: at the step it reuses what the fp32 buffer held,
-which is the previous step's scaled gradient, and a sum over micro-batches continues the previous window's. That is the
-one place where we do not follow stock to the bit.
+which is the previous step's scaled gradient, and a sum over micro-batches continues the previous window's.
+
+It departs from that, too, when a gradient is reduced more than once in one backward, as that of a layer which is used
+several times under reentrant checkpointing: each arrival overwrites the ones before it, or an assertion fails because
+the parameter is in the bucket twice (see ``buckets.py``). Here they are added up, as PyTorch does without ZeRO. These
+are the two places where we do not follow stock to the bit.
 
 Stock moves a gradient down in the accumulation dtype, up again, and down in fp32. Here it stays in the accumulation
 dtype: one that users set is in fp32 from then on, until backward writes it again.
@@ -85,6 +89,8 @@ class Gradients:
         """Written since the last step, by backward or by the user."""
         self._stale: dict[int, Parameter] = {}
         """Written for an earlier step, and not since."""
+        self._summed: set[int] = set()
+        """The parameters with a gradient in this window, by ``ds_id``: what arrives for them next is added."""
         self._unscaled: dict[int, float] = {}
         """Our kernels only read gradients: these still lack the factor that stock multiplies in before Adam."""
 
@@ -98,7 +104,8 @@ class Gradients:
         down: list[_Down] = []
         for param, partition in zip(params, partitions, strict=True):
             if sees_gradients(optimizer, param):
-                first = optimizer.micro_step_id == 0 or not reduced_this_window(optimizer, param)
+                first = param.ds_id not in self._summed
+                self._summed.add(param.ds_id)
                 # What stock's boundary of windows that users delimit goes by.
                 optimizer._offload_boundary_param_ids.add(param.ds_id)
                 total = self._add(param, partition, first, boundary, down)
@@ -121,6 +128,10 @@ class Gradients:
         self._d2h.record(self._gone_down)
         self._gone_down.synchronize()
 
+    def abandon_window(self) -> None:
+        """Let the next gradient of each parameter replace the sum so far: the caller takes no step with it."""
+        self._summed.clear()
+
     def finish_window(self) -> None:
         """Of a window that the user has delimited: what was reduced in it, none of it at a boundary."""
         for param in self._params():
@@ -139,6 +150,7 @@ class Gradients:
                 view(self._homes[sub_group].grad).zero_()
         self._stale = self._written
         self._written = {}
+        self._summed.clear()
 
     # Step
 

@@ -35,6 +35,7 @@ from deep_opt_states.runtime.split import Split
 from deep_opt_states.runtime.state import SubGroupState
 from deep_opt_states.zero.adaptive_schedule import AdaptiveSchedule
 from deep_opt_states.zero.agreement import agree
+from deep_opt_states.zero.buckets import Buckets
 from deep_opt_states.zero.compat import forget_gradient_buffers
 from deep_opt_states.zero.cores import share_cores
 from deep_opt_states.zero.devices import AcceleratorChoice
@@ -269,6 +270,23 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
 
     # Backward
 
+    def create_reduce_and_remove_grad_hooks(self) -> None:
+        super().create_reduce_and_remove_grad_hooks()
+        self._buckets = Buckets(self)
+
+    def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
+        if self._buckets.has(param):
+            # Autograd has added to it where it is. Stock would list it twice, and fail by an assertion.
+            self._buckets.added_to()
+        else:
+            super().reduce_independent_p_g_buckets_and_remove_grads(param)
+            self._buckets.note(param)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._gradients.abandon_window()
+        self._buckets.forget()
+
     def backward_prologue(self) -> None:
         """Gradients take the place of those that the update reads."""
         self._update.end()
@@ -284,6 +302,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     def partition_grads(self, params_to_release: Any, grad_partitions: Any) -> Any:
         # Backward may have been entered by another door.
         self._update.end()
+        self._buckets.reduced(params_to_release)
         self._gradients.reduced(params_to_release, grad_partitions)
         if self._config.overlap_backward and self.is_gradient_accumulation_boundary():
             self._update.prefetch()

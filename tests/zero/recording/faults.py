@@ -12,6 +12,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.first_parts import FirstParts
+from deep_opt_states.zero.buckets import Buckets
 from deep_opt_states.zero.coordinator import Coordinator
 from deep_opt_states.zero.gathers import Gathers
 from deep_opt_states.zero.gradients import Gradients
@@ -59,6 +60,7 @@ class Fault:
     block: dict[str, Any]
     world_size: int = 1
     steps: int = 3
+    uses_of_shared: int = 0
     zero: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -68,6 +70,7 @@ class Fault:
             blocks=(self.block,),
             world_size=self.world_size,
             zero=self.zero,
+            uses_of_shared=self.uses_of_shared,
             steps=self.steps,
             clip=0.3,
         )
@@ -82,6 +85,8 @@ class Fault:
 RESIDENT = {"placement": ["resident"] * 5}
 SINGLE_PARAMETER_BUCKETS = {"reduce_bucket_size": 1}
 CONTIGUOUS_BUCKETS = {"reduce_bucket_size": 4000, "reduce_scatter": False}
+ROOM_FOR_THE_SHARED_LAYER = {"reduce_bucket_size": 23 * 23 + 23, "reduce_scatter": False}
+"""Whatever comes next makes DeepSpeed reduce the bucket."""
 
 NOTHING_IS_KEPT = {"stage3_param_persistence_threshold": 0}
 """With several ranks DeepSpeed waits for the whole device when it gathers what it keeps, at the end of its step."""
@@ -303,6 +308,23 @@ FAULTS = (
         block=CPU,
         zero=SINGLE_PARAMETER_BUCKETS,
         expected=(FREED, "backward", "freed on default stream", "_send"),
+    ),
+    # A gradient that arrives again while it is in the bucket
+    Fault(
+        name="gradient added to while it is copied into the bucket",
+        seeded=patched(Buckets, "wait_for_copy", nothing),
+        block=CPU,
+        uses_of_shared=3,
+        zero=CONTIGUOUS_BUCKETS,
+        expected=(UNORDERED, "gradient bucket", "__add_grad_to_ipg_bucket", "aten::add_"),
+    ),
+    Fault(
+        name="gradient reduced while autograd adds to it in the bucket",
+        seeded=patched(Buckets, "added_to", nothing),
+        block=CPU,
+        uses_of_shared=3,
+        zero=ROOM_FOR_THE_SHARED_LAYER,
+        expected=(UNORDERED, "gradient bucket", "aten::add_", "__avg_scatter_contiguous_grads"),
     ),
     # The worker reads what has been copied
     Fault(

@@ -119,6 +119,17 @@ def run_cases() -> None:
         run_case(written, (placement,), reference=None, look=after_each_step(write))
     growing = replace(first, name="slots added, and given back", blocks=(), steps=len(FREE) + 1)
     run_case(growing, (STREAMED_ONE_SLOT,), reference=STREAMED_ONE_SLOT, look=room_for_slots)
+    for overlap_comm in (True, False):
+        repeated = replace(
+            first,
+            name=f"a layer whose gradient arrives three times, overlap_comm {overlap_comm}",
+            blocks=(),
+            steps=3,
+            poisoned={},
+            uses_of_shared=3,
+            zero={"overlap_comm": overlap_comm},
+        )
+        run_case(repeated, (STRIDE_2,), reference=STRIDE_2)
     run_case(first, (None,), reference=None)
     # Stock's gathers do not wait for what the caller has written. When they do, ours need not.
     with after_each_step(write_gathered)():
