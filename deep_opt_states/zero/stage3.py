@@ -32,6 +32,7 @@ from deep_opt_states.runtime.exposure import Exposure
 from deep_opt_states.runtime.ledger import Ledger
 from deep_opt_states.runtime.memory import StateMemory, widths_of
 from deep_opt_states.runtime.split import Split
+from deep_opt_states.runtime.staging import Staging
 from deep_opt_states.runtime.state import SubGroupState
 from deep_opt_states.zero.adaptive_schedule import AdaptiveSchedule
 from deep_opt_states.zero.agreement import agree
@@ -51,6 +52,7 @@ from deep_opt_states.zero.planning import Intention, intend
 from deep_opt_states.zero.spans import ActionSpan
 from deep_opt_states.zero.training import Training, describe
 from deep_opt_states.zero.update import Update
+from perf_model.memory import staging_numel
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.slab import Widths
@@ -192,7 +194,9 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._reserved.callback(self._memory.close)
         self._states = self._memory.states
         self._masters: list[torch.Tensor] = []
-        self._gradients = Gradients(self, self._homes(plan, device), device)
+        self._gradients = Gradients(self, self._homes(plan, device), self._staging(plan, device))
+        # Before the memory that gradients are copied to: it waits for what is in flight.
+        self._reserved.callback(self._gradients.close)
         device_adam = self._accelerator.device_adam(
             plan,
             self._adam,
@@ -237,6 +241,13 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
                 accumulator = device.empty(state.numel, self.gradient_accumulation_dtype).zero_()
             homes.append(Home(grad=state.grad, accumulator=accumulator))
         return homes
+
+    def _staging(self, plan: UpdatePlan, device: Ledger) -> Staging | None:
+        """Return how gradients get to host memory; None where none go there, or where the accelerator shares it."""
+        dtype = self.gradient_accumulation_dtype
+        longest = max(param.partition_numel() for group in self.fp16_groups for param in group)
+        numel = staging_numel(plan, dtype.itemsize, longest)
+        return None if numel == 0 or device.shares_host_memory else Staging(device, numel, dtype)
 
     def _take_over(self, sub_group_id: int, state: SubGroupState) -> None:
         state.master.copy_(self.fp16_partitioned_groups_flat[sub_group_id])
@@ -532,5 +543,4 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             self.optimizer.state.clear()
             self.fp32_partitioned_groups_flat.clear()
             self._masters.clear()
-            self._gradients.close()
             self._states.clear()
