@@ -82,14 +82,14 @@ def staging_numel(plan: UpdatePlan, grad_bytes: int, longest_partition_numel: in
 
     It is 0 if nothing goes down. ``longest_partition_numel`` is the length of the longest partition of one parameter.
 
-    All of them together take ``grad_bytes * longest_partition_numel``, and at most 192 MiB. Stock takes that much, too:
-    where the optimizer is offloaded, it keeps gradients in host memory, and brings each of them back up to take its
-    norm, ``grad_bytes`` a parameter, beside the fp32 copy of 4 bytes a parameter that the norm is taken of
+    All of them together take ``grad_bytes * longest_partition_numel`` bytes, and at most 192 MiB. Stock takes that
+    much, too: where the optimizer is offloaded, it keeps gradients in host memory, and brings each of them back up to
+    take its norm, ``grad_bytes`` a parameter, beside the fp32 copy of 4 bytes a parameter that the norm is taken of
     (``stage3.py``, ``partition_grads``). The runtime takes the same norm of what was reduced, without the copy back
     up. Where that is less than 12 MiB, the buffers are 4 MiB each, or as long as the longest sub-group if that is less.
     """
     longest_sub_group = max(_numels_by_placement(plan)[Placement.CPU], default=0)
-    share = -(-longest_partition_numel // NUM_STAGING_BUFFERS)
+    share = longest_partition_numel // NUM_STAGING_BUFFERS
     smallest, largest = (
         size_bytes // grad_bytes for size_bytes in (SMALLEST_STAGING_BUFFER_BYTES, LARGEST_STAGING_BUFFER_BYTES)
     )

@@ -57,6 +57,7 @@ class Buckets:
         get_accelerator().current_stream().wait_stream(self._stream)
 
     def _before_adding(self, param: Parameter, gradient: torch.Tensor) -> None:
-        """A hook that PyTorch calls before it adds to the parameter's gradient, on the stream on which it does so."""
+        """Order what autograd is about to do: PyTorch calls this hook before it adds to the parameter's gradient, on
+        the stream on which it does so."""
         if self.has(param):
             self.wait_for_copy()

@@ -58,3 +58,12 @@ def check_memory(block: dict[str, Any], accumulation: int, found: dict[str, Any]
     assert taken == +expected, what
     assert found["reserved while training"] == 0, what
     assert found["allocated"] == [], what
+
+
+def test_the_peak_of_the_accelerators_memory_is_not_above_stocks() -> None:
+    """The buffers for gradients on their way down take no more than what stock brings up again, also where sums over
+    micro-batches are in host memory."""
+    (finished,) = run_ranks(1, ["-m", "tests.zero.scripts.accelerator_peak", "1", "3"], timeout_s=200)
+    assert finished.returncode == 0, finished.output[-4000:]
+    for found in finished.answers():
+        assert 0 < found["ours"] <= found["stock"], found
