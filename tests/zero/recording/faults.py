@@ -397,7 +397,7 @@ FAULTS = (
         name="flushed before it is updated",
         seeded=without_waits_of(ActionKind.FLUSH_STATES),
         block=STREAMED,
-        expected=(UNORDERED, "slot, exp_avg_sq", "write on stream 5 by fused Adam", "_flush_states"),
+        expected=(UNORDERED, "slot, exp_avg_sq", "write on stream 4 by fused Adam", "_flush_states"),
     ),
     # Memory handed to another stream
     Fault(

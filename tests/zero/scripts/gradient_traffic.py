@@ -32,9 +32,10 @@ def noted(allocated: Callable[..., Memory], by: list[str]) -> Callable[..., Memo
 
     def allocated_by(tensor: torch.Tensor, place: Place) -> Memory:
         memory = allocated(tensor, place)
-        name = memory.name.removeprefix("a tensor of ")
-        if place is Place.ACCELERATOR and "gradients.py" in name and " reduced" in name:
-            by.append(name)
+        # The nearest caller is this function.
+        _, *callers = memory.name.split(" < ")
+        if place is Place.ACCELERATOR and any("gradients.py" in caller and "reduced" in caller for caller in callers):
+            by.append(callers[0])
         return memory
 
     return allocated_by
