@@ -311,7 +311,7 @@ FAULTS = (
         ),
         block=CPU,
         zero=SINGLE_PARAMETER_BUCKETS,
-        expected=(FREED, "backward", "freed on default stream", "_send"),
+        expected=(FREED, "backward", "freed on default stream", "reduced"),
     ),
     Fault(
         name="staged into a buffer that is still copied down",
