@@ -14,6 +14,15 @@ from perf_model.slab import FP32_BYTES, Widths
 
 MIB = 2**20
 
+NUM_STAGING_BUFFERS = 3
+"""Of gradients on their way to host memory: one is filled, one is copied down, and one is ready for what comes next."""
+
+LARGEST_STAGING_BUFFER_BYTES = 64 * MIB
+"""At that size a link is as fast as it can be."""
+
+SMALLEST_STAGING_BUFFER_BYTES = 4 * MIB
+"""Below that size, the latency of a copy would show."""
+
 
 class Where(Enum):
     ACCELERATOR = "accelerator"
@@ -33,7 +42,13 @@ class Reservation:
 
 
 def reserved_by_the_runtime(
-    plan: UpdatePlan, param_bytes: int, *, accumulates: bool, publishes: bool = True, params_on_host: bool = False
+    plan: UpdatePlan,
+    param_bytes: int,
+    *,
+    accumulates: bool,
+    publishes: bool = True,
+    params_on_host: bool = False,
+    longest_partition_numel: int | None = None,
 ) -> list[Reservation]:
     """What the runtime reserves for ``plan``, once: it counts in the peaks of backward and forward as in the update's.
 
@@ -42,27 +57,60 @@ def reserved_by_the_runtime(
     accumulates them by default; where all is updated on the CPU, to be summed there: the runtime sums them on the
     accelerator if it finds room. ``publishes`` as in ``Widths``. ``params_on_host``: DeepSpeed offloads parameters from
     an accelerator with memory of its own, which stages the largest sub-group that it updates.
+
+    ``longest_partition_numel`` as in ``staging_numel``; without it, the buffers for gradients on their way to host
+    memory are left out. They need no room of their own: stock takes as much of the accelerator, see there.
     """
-    publishes = publishes and not params_on_host
-    slab_bytes = Widths(param=param_bytes, grad=param_bytes, publishes=publishes).slab_bytes(plan)
+    widths = Widths(param=param_bytes, grad=param_bytes, publishes=publishes and not params_on_host)
     numels = _numels_by_placement(plan)
     streamed, residents = numels[Placement.STREAMED], numels[Placement.RESIDENT]
     kept = [*streamed, *residents]
     if accumulates and kept:
         # Sums stay there, too, for sub-groups that the CPU updates: there is room, see ``memory_of``.
         kept += numels[Placement.CPU]
+    staging = []
+    if publishes and longest_partition_numel is not None:
+        staging = staging_buffers(plan, param_bytes, longest_partition_numel)
     return [
-        Reservation(where=Where.PINNED, each_bytes=slab_bytes),
+        Reservation(where=Where.PINNED, each_bytes=widths.slab_bytes(plan)),
         *states_on_accelerator(streamed, residents, plan.num_slots),
         *gradients_on_accelerator(kept, param_bytes),
-        *staged_on_accelerator(plan, param_bytes if params_on_host else 0),
+        *(rounding_buffer(plan, param_bytes) if params_on_host else []),
+        *staging,
     ]
 
 
-def staged_on_accelerator(plan: UpdatePlan, param_bytes: int) -> list[Reservation]:
+def rounding_buffer(plan: UpdatePlan, param_bytes: int) -> list[Reservation]:
     """Return what an update on the accelerator rounds parameters of host memory into, before they are copied down."""
     each_bytes = plan.largest_on_accelerator * param_bytes
     return [Reservation(where=Where.ACCELERATOR, each_bytes=each_bytes)] if each_bytes else []
+
+
+def staging_numel(plan: UpdatePlan, grad_bytes: int, longest_partition_numel: int) -> int:
+    """Return the length of each of the ``NUM_STAGING_BUFFERS`` through which gradients go down to host memory.
+
+    It is 0 if nothing goes down. ``longest_partition_numel`` is the length of the longest partition of one parameter.
+
+    All of them together take ``grad_bytes * longest_partition_numel`` bytes, and at most 192 MiB. Stock takes that
+    much, too: where the optimizer is offloaded, it keeps gradients in host memory, and brings each of them back up to
+    take its norm, ``grad_bytes`` a parameter, beside the fp32 copy of 4 bytes a parameter that the norm is taken of
+    (``stage3.py``, ``partition_grads``). The runtime takes the same norm of what was reduced, without the copy back
+    up. Where that is less than 12 MiB, the buffers are 4 MiB each, or as long as the longest sub-group if that is less.
+    """
+    longest_sub_group = max(_numels_by_placement(plan)[Placement.CPU], default=0)
+    share = longest_partition_numel // NUM_STAGING_BUFFERS
+    smallest, largest = (
+        size_bytes // grad_bytes for size_bytes in (SMALLEST_STAGING_BUFFER_BYTES, LARGEST_STAGING_BUFFER_BYTES)
+    )
+    return min(longest_sub_group, largest, max(smallest, share))
+
+
+def staging_buffers(plan: UpdatePlan, grad_bytes: int, longest_partition_numel: int) -> list[Reservation]:
+    """Return what ``staging_numel`` describes."""
+    each_bytes = grad_bytes * staging_numel(plan, grad_bytes, longest_partition_numel)
+    if each_bytes == 0:
+        return []
+    return [Reservation(where=Where.ACCELERATOR, each_bytes=each_bytes, count=NUM_STAGING_BUFFERS)]
 
 
 def accelerator_bytes_with_all_gradients(plan: UpdatePlan, grad_bytes: int) -> int:

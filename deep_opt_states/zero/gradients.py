@@ -2,8 +2,12 @@
 
 The gradient of a parameter is the sum of what arrived for it since the last step, and zero if nothing did. Stock
 departs from that when a parameter gets no gradient in some backward: at the step it reuses what the fp32 buffer held,
-which is the previous step's scaled gradient, and a sum over micro-batches continues the previous window's. That is the
-one place where we do not follow stock to the bit.
+which is the previous step's scaled gradient, and a sum over micro-batches continues the previous window's.
+
+It departs from that, too, when a gradient is reduced more than once in one backward, as that of a layer which is used
+several times under reentrant checkpointing: each arrival overwrites the ones before it, or an assertion fails because
+the parameter is in the bucket twice (see ``buckets.py``). Here they are added up, as PyTorch does without ZeRO. These
+are the two places where we do not follow stock to the bit.
 
 Stock moves a gradient down in the accumulation dtype, up again, and down in fp32. Here it stays in the accumulation
 dtype: one that users set is in fp32 from then on, until backward writes it again.
@@ -18,12 +22,8 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deep_opt_states.device.interface import Device
+from deep_opt_states.runtime.staging import Staging, Traffic
 from deep_opt_states.zero.compat import Parameter, reduced_this_window, sees_gradients
-
-MAX_COPY_BYTES = 64 * 2**20
-"""Gradients that lie next to each other go down in one copy, up to so many bytes, which take memory on the accelerator
-until they are there. At that size a link is as fast as it can be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,96 +42,86 @@ class Home:
         return self.grad if self.accumulator is None else self.accumulator
 
 
-@dataclass
-class Traffic:
-    """Bytes of gradients that were copied between host memory and the accelerator, by direction, and in how many
-    copies."""
-
-    d2h_bytes: int = 0
-    d2h_copies: int = 0
-    h2d_bytes: int = 0
-    h2d_copies: int = 0
-
-
-@dataclass(frozen=True)
-class _Down:
-    """What waits to be copied to ``homes[sub_group].grad``, from ``offset`` on."""
-
-    sub_group: int
-    offset: int
-    values: torch.Tensor
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.values.numel()
-
-
 class Gradients:
     """``homes`` of the sub-groups in DeepSpeed's order, zero at first.
 
-    What goes down to host memory does so on a stream of its own, so that it holds up no reduction.
+    ``staging`` is how gradients get to host memory; None where the accelerator shares it, or where none go there.
     """
 
-    def __init__(self, optimizer: Any, homes: Sequence[Home], device: Device[Any]) -> None:
+    def __init__(self, optimizer: Any, homes: Sequence[Home], staging: Staging | None) -> None:
         self._optimizer = optimizer
         self._homes = homes
-        self._device = device
-        self._d2h = device.stream()
-        self._staged, self._gone_down = device.event(), device.event()
-        self.traffic = Traffic()
+        self._staging = staging
+        self._sums_have_arrived = False
+        """Whether the current stream waits for all sums in host memory that the bucket at hand may be added to."""
         self._in_fp32: dict[int, torch.Tensor] = {}
         """What users have set, or may set, by parameter; it counts instead of the home."""
         self._written: dict[int, Parameter] = {}
         """Written since the last step, by backward or by the user."""
         self._stale: dict[int, Parameter] = {}
         """Written for an earlier step, and not since."""
+        self._summed: set[int] = set()
+        """The parameters with a gradient in this window, by ``ds_id``: what arrives for them next is added."""
         self._unscaled: dict[int, float] = {}
         """Our kernels only read gradients: these still lack the factor that stock multiplies in before Adam."""
 
     # Backward
+
+    @property
+    def traffic(self) -> Traffic:
+        """Return what was copied so far; nothing where the accelerator shares host memory."""
+        return Traffic() if self._staging is None else self._staging.traffic
 
     @torch.no_grad()
     def reduced(self, params: Sequence[Parameter], partitions: Sequence[torch.Tensor]) -> None:
         """One bucket of reduced gradients, shape [partition_numel] or less each, on the reduction's stream."""
         optimizer = self._optimizer
         boundary = optimizer.is_gradient_accumulation_boundary()
-        down: list[_Down] = []
-        for param, partition in zip(params, partitions, strict=True):
+        self._sums_have_arrived = False
+        # In the order of host memory, so that few copies go down.
+        for param, partition in sorted(zip(params, partitions, strict=True), key=lambda pair: self._position(pair[0])):
             if sees_gradients(optimizer, param):
-                first = optimizer.micro_step_id == 0 or not reduced_this_window(optimizer, param)
+                first = param.ds_id not in self._summed
+                self._summed.add(param.ds_id)
                 # What stock's boundary of windows that users delimit goes by.
                 optimizer._offload_boundary_param_ids.add(param.ds_id)
-                total = self._add(param, partition, first, boundary, down)
+                total = self._add(param, partition, first, boundary)
                 if boundary:
                     self._complete(param, total)
             # The partition may be the gradient itself: what reads it is issued by now.
             if param.grad is not None and not get_accelerator().is_synchronized_device():
                 param.grad.record_stream(get_accelerator().current_stream())
             param.grad = None
-        self._send(down)
+        self._flush()
 
     def arrive(self) -> None:
         """What is issued on the current stream from now on finds the gradients in host memory, and a host that waits
         for it does."""
-        self._d2h.record(self._gone_down)
-        self._device.current_stream().wait(self._gone_down)
+        if self._staging is not None:
+            self._staging.arrive()
 
     def wait(self) -> None:
         """The host finds them there."""
-        self._d2h.record(self._gone_down)
-        self._gone_down.synchronize()
+        if self._staging is not None:
+            self._staging.wait()
+
+    def abandon_window(self) -> None:
+        """Let the next gradient of each parameter replace the sum so far: the caller takes no step with it."""
+        self._summed.clear()
 
     def finish_window(self) -> None:
         """Of a window that the user has delimited: what was reduced in it, none of it at a boundary."""
         for param in self._params():
             if reduced_this_window(self._optimizer, param):
                 self._finish(param)
+        self._flush()
 
     def complete_window(self) -> None:
         """Before the norm: fill in the parameters that the last backward of the window did not reach."""
         for param in self._params():
             if param.ds_id not in self._written and reduced_this_window(self._optimizer, param):
                 self._finish(param)
+        self._flush()
         for ds_id, param in self._stale.items():
             if ds_id not in self._written:
                 self._forget_fp32(param)
@@ -139,6 +129,7 @@ class Gradients:
                 view(self._homes[sub_group].grad).zero_()
         self._stale = self._written
         self._written = {}
+        self._summed.clear()
 
     # Step
 
@@ -163,7 +154,9 @@ class Gradients:
         return grad
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Let go of all memory, once nothing is copied to it."""
+        if self._staging is not None:
+            self._staging.close()
         self._homes = ()
         self._in_fp32.clear()
 
@@ -178,9 +171,12 @@ class Gradients:
         return partition if grad_scale is None else partition.mul_(grad_scale)
 
     def in_fp32(self, param: Parameter) -> torch.Tensor:
-        """The same, to be written to: it stands for the gradient until backward writes that anew."""
+        """The same, to be written to: it stands for the gradient until backward writes that anew.
+
+        It is in host memory, where stock's fp32 buffers are, wherever the sub-group is updated.
+        """
         if param.ds_id not in self._in_fp32:
-            self._in_fp32[param.ds_id] = self._copied(param)
+            self._in_fp32[param.ds_id] = self._copied(param).cpu()
         grad_scale = self._unscaled.pop(param.ds_id, None)
         if grad_scale is not None:
             self._in_fp32[param.ds_id].mul_(grad_scale)
@@ -192,38 +188,47 @@ class Gradients:
             if param.requires_grad:
                 self._written[param.ds_id] = param
 
-    def _add(
-        self, param: Parameter, partition: torch.Tensor, first: bool, boundary: bool, down: list[_Down]
-    ) -> torch.Tensor:
-        """The sum so far, on the accelerator."""
+    def _add(self, param: Parameter, partition: torch.Tensor, first: bool, boundary: bool) -> torch.Tensor:
+        """Return the sum so far, on the accelerator, and send it down if it is due in host memory.
+
+        Nothing is allocated here: a sum in host memory is added to ``partition``, which nobody needs any more.
+        """
         sub_group, view = self._place(param)
         home = self._homes[sub_group]
         sums = view(home.sums).narrow(0, 0, partition.numel())
-        on_accelerator = get_accelerator().on_accelerator
-        if on_accelerator(sums):
-            if first:
-                sums.copy_(partition)
-            else:
-                sums.add_(partition.to(sums.dtype).view(sums.shape))
-            total = sums
-        elif first:
-            total = partition.to(sums.dtype)
+        # A copy only if the dtypes differ, which DeepSpeed has seen to.
+        partition = partition.view(-1).to(sums.dtype)
+        if self._in_host_memory(sums):
+            total = partition
+            if not first:
+                self._add_host_sums(total, sums)
         else:
-            # Adding on the host would be slow.
-            total = self._up(sums).add_(partition.to(sums.dtype).view(sums.shape))
-        if boundary if home.accumulator is not None else not on_accelerator(home.grad):
-            down.append(_Down(sub_group, self._offset(param), total.view(-1)))
+            total = sums.copy_(partition) if first else sums.add_(partition)
+        if boundary if home.accumulator is not None else self._in_host_memory(home.grad):
+            self._send(param, total)
         return total
+
+    def _add_host_sums(self, total: torch.Tensor, sums: torch.Tensor) -> None:
+        """Bring them up: adding on the host would be slow."""
+        assert self._staging is not None
+        if not self._sums_have_arrived:
+            self._staging.arrive()
+            self._sums_have_arrived = True
+        self._staging.add_to(total, sums)
 
     def _finish(self, param: Parameter) -> None:
         """The sum is complete, and was not known to be when it was last added to."""
         sub_group, view = self._place(param)
         home = self._homes[sub_group]
         total = view(home.sums)
-        if not get_accelerator().on_accelerator(total):
-            total = self._up(total)
+        if self._in_host_memory(total):
+            self.arrive()
+            # After backward, one parameter at a time, for its norm.
+            total = total.to(get_accelerator().current_device_name(), non_blocking=True)
+            self.traffic.h2d_bytes += total.nbytes
+            self.traffic.h2d_copies += 1
         elif home.accumulator is not None:
-            self._send([_Down(sub_group, self._offset(param), total)])
+            self._send(param, total)
         self._complete(param, total)
 
     def _complete(self, param: Parameter, total: torch.Tensor) -> None:
@@ -236,32 +241,31 @@ class Gradients:
         self._in_fp32.pop(param.ds_id, None)
         self._unscaled.pop(param.ds_id, None)
 
-    def _up(self, host: torch.Tensor) -> torch.Tensor:
-        self.arrive()
-        self.traffic.h2d_bytes += host.nbytes
-        self.traffic.h2d_copies += 1
-        return host.to(get_accelerator().current_device_name(), non_blocking=True)
+    def _send(self, param: Parameter, total: torch.Tensor) -> None:
+        """Copy the sum to host memory; ``_flush`` must follow."""
+        sub_group, offset = self._position(param)
+        grad = self._homes[sub_group].grad
+        if self._staging is None:
+            grad.narrow(0, offset, total.numel()).copy_(total)
+        else:
+            self._staging.send(grad, offset, total)
 
-    def _send(self, down: list[_Down]) -> None:
-        for run in _runs(down):
-            # Copied also where it is one: it may lie in a bucket that is reduced into next.
-            staged = torch.cat([part.values for part in run])
-            self._device.current_stream().record(self._staged)
-            self._d2h.wait(self._staged)
-            home = self._homes[run[0].sub_group].grad.narrow(0, run[0].offset, staged.numel())
-            with self._d2h.issue():
-                home.copy_(staged, non_blocking=True)
-                if not get_accelerator().is_synchronized_device():
-                    # Or its memory would be staged into again before it has been read.
-                    staged.record_stream(get_accelerator().current_stream())
-            self.traffic.d2h_bytes += home.nbytes
-            self.traffic.d2h_copies += 1
+    def _flush(self) -> None:
+        if self._staging is not None:
+            self._staging.flush()
+
+    @staticmethod
+    def _in_host_memory(tensor: torch.Tensor) -> bool:
+        """Whether it is apart from the accelerator's memory."""
+        return not get_accelerator().on_accelerator(tensor)
 
     def _params(self) -> Iterator[Parameter]:
         return (param for group in self._optimizer.fp16_groups for param in group)
 
-    def _offset(self, param: Parameter) -> int:
-        return self._optimizer.grad_position[self._optimizer.get_param_id(param)][1]
+    def _position(self, param: Parameter) -> tuple[int, int]:
+        """The sub-group, and where in it the parameter begins."""
+        sub_group, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(param)]
+        return sub_group, offset
 
     def _copied(self, param: Parameter) -> torch.Tensor:
         sub_group, view = self._place(param)
@@ -272,18 +276,3 @@ class Gradients:
         """The sub-group, and what narrows a tensor of its length to the parameter."""
         sub_group, offset, numel = self._optimizer.grad_position[self._optimizer.get_param_id(param)]
         return sub_group, lambda whole: whole.narrow(0, offset, numel)
-
-
-def _runs(down: Iterable[_Down]) -> Iterator[list[_Down]]:
-    """What lies next to each other, in order, up to ``MAX_COPY_BYTES``."""
-    run: list[_Down] = []
-    run_bytes = 0
-    for part in sorted(down, key=lambda part: (part.sub_group, part.offset)):
-        adjacent = run and (run[-1].sub_group, run[-1].end) == (part.sub_group, part.offset)
-        if run and not (adjacent and run_bytes + part.values.nbytes <= MAX_COPY_BYTES):
-            yield run
-            run, run_bytes = [], 0
-        run.append(part)
-        run_bytes += part.values.nbytes
-    if run:
-        yield run

@@ -32,9 +32,11 @@ from deep_opt_states.runtime.exposure import Exposure
 from deep_opt_states.runtime.ledger import Ledger
 from deep_opt_states.runtime.memory import StateMemory, widths_of
 from deep_opt_states.runtime.split import Split
+from deep_opt_states.runtime.staging import Staging
 from deep_opt_states.runtime.state import SubGroupState
 from deep_opt_states.zero.adaptive_schedule import AdaptiveSchedule
 from deep_opt_states.zero.agreement import agree
+from deep_opt_states.zero.buckets import Buckets
 from deep_opt_states.zero.compat import forget_gradient_buffers
 from deep_opt_states.zero.cores import share_cores
 from deep_opt_states.zero.devices import AcceleratorChoice
@@ -50,6 +52,7 @@ from deep_opt_states.zero.planning import Intention, intend
 from deep_opt_states.zero.spans import ActionSpan
 from deep_opt_states.zero.training import Training, describe
 from deep_opt_states.zero.update import Update
+from perf_model.memory import staging_numel
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.slab import Widths
@@ -206,7 +209,9 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._reserved.callback(self._memory.close)
         self._states = self._memory.states
         self._masters: list[torch.Tensor] = []
-        self._gradients = Gradients(self, self._homes(plan, device), device)
+        self._gradients = Gradients(self, self._homes(plan, device), self._staging(plan, device))
+        # Before the memory that gradients are copied to: it waits for what is in flight.
+        self._reserved.callback(self._gradients.close)
         device_adam = self._accelerator.device_adam(
             plan,
             self._adam,
@@ -252,6 +257,13 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             homes.append(Home(grad=state.grad, accumulator=accumulator))
         return homes
 
+    def _staging(self, plan: UpdatePlan, device: Ledger) -> Staging | None:
+        """Return how gradients get to host memory; None where none go there, or where the accelerator shares it."""
+        dtype = self.gradient_accumulation_dtype
+        longest = max(param.partition_numel() for group in self.fp16_groups for param in group)
+        numel = staging_numel(plan, dtype.itemsize, longest)
+        return None if numel == 0 or device.shares_host_memory else Staging(device, numel, dtype)
+
     def _take_over(self, sub_group_id: int, state: SubGroupState) -> None:
         state.master.copy_(self.fp16_partitioned_groups_flat[sub_group_id])
         # The optimizer's state is keyed by this tensor object: its data may move, the object stays.
@@ -284,6 +296,23 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
 
     # Backward
 
+    def create_reduce_and_remove_grad_hooks(self) -> None:
+        super().create_reduce_and_remove_grad_hooks()
+        self._buckets = Buckets(self)
+
+    def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
+        if self._buckets.has(param):
+            # Autograd has added to it where it is. Stock would list it twice, and fail by an assertion.
+            self._buckets.added_to()
+        else:
+            super().reduce_independent_p_g_buckets_and_remove_grads(param)
+            self._buckets.note(param)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._gradients.abandon_window()
+        self._buckets.forget()
+
     def backward_prologue(self) -> None:
         """Gradients take the place of those that the update reads."""
         self._update.end()
@@ -299,6 +328,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     def partition_grads(self, params_to_release: Any, grad_partitions: Any) -> Any:
         # Backward may have been entered by another door.
         self._update.end()
+        self._buckets.reduced(params_to_release)
         self._gradients.reduced(params_to_release, grad_partitions)
         if self._config.overlap_backward and self.is_gradient_accumulation_boundary():
             self._update.prefetch()
@@ -527,5 +557,4 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             self.optimizer.state.clear()
             self.fp32_partitioned_groups_flat.clear()
             self._masters.clear()
-            self._gradients.close()
             self._states.clear()

@@ -16,6 +16,7 @@ from perf_model.memory import (
     reserved_by_stock,
     reserved_by_the_runtime,
     resident_bytes_of,
+    staging_numel,
 )
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
@@ -130,6 +131,56 @@ def test_parameters_in_host_memory_are_staged_on_the_accelerator() -> None:
     # One buffer beside the gradients of what the accelerator updates; the CPU rounds to the parameters themselves.
     assert reserved(CPU, STREAMED, RESIDENT) == (14 * NUMEL + 12 * NUMEL, 3)
     assert reserved(CPU, CPU) == (2 * 14 * NUMEL, 0)
+
+
+@pytest.mark.parametrize(
+    ("placements", "grad_bytes", "longest_partition_numel", "buffer_bytes"),
+    [
+        # A third of the longest partition each, in the dtype that gradients are accumulated in.
+        ((CPU, STREAMED), 2, 12_000_000, 8_000_000),
+        ((CPU, STREAMED), 4, 6_000_000, 8_000_000),
+        ((CPU, STREAMED), 2, 12_000_002, 8_000_000),
+        # No more than a link needs to be as fast as it can be.
+        ((CPU,) * 8, 2, 10**9, 64 * MIB),
+        # No less than 4 MiB, as long as there is so much to send.
+        ((CPU, RESIDENT), 2, 1000, 4 * MIB),
+        # What stays on the accelerator needs none.
+        ((STREAMED, RESIDENT), 2, 12_000_000, 0),
+    ],
+)
+def test_gradients_go_down_through_three_buffers(
+    placements: tuple[Placement, ...], grad_bytes: int, longest_partition_numel: int, buffer_bytes: int
+) -> None:
+    its = plan(*placements, numel=10**8)
+    assert grad_bytes * staging_numel(its, grad_bytes, longest_partition_numel) == buffer_bytes
+
+    def reserved(longest_partition_numel: int | None, publishes: bool = True) -> list[Reservation]:
+        return reserved_by_the_runtime(
+            its,
+            grad_bytes,
+            accumulates=False,
+            publishes=publishes,
+            longest_partition_numel=longest_partition_numel,
+        )
+
+    buffers = Reservation(where=Where.ACCELERATOR, each_bytes=buffer_bytes, count=3)
+    expected = [*reserved(None), buffers] if buffer_bytes else reserved(None)
+    assert reserved(longest_partition_numel) == expected
+    shared = reserved(longest_partition_numel, publishes=False)
+    assert shared == reserved(None, publishes=False), "where the accelerator shares host memory nothing goes down"
+
+
+def test_a_staging_buffer_is_no_longer_than_all_that_goes_down() -> None:
+    assert staging_numel(plan(CPU, RESIDENT, numel=1000), 2, 900) == 1000
+
+
+@given(plans(10**9), st.integers(1, 10**9), st.sampled_from([2, 4]))
+def test_staging_takes_no_more_than_stock_or_12_mib(
+    its: UpdatePlan, longest_partition_numel: int, grad_bytes: int
+) -> None:
+    """Stock takes ``grad_bytes`` for each element of a parameter's partition that it brings back up for its norm."""
+    taken = 3 * grad_bytes * staging_numel(its, grad_bytes, longest_partition_numel)
+    assert taken <= max(grad_bytes * longest_partition_numel, 12 * MIB)
 
 
 @given(st.integers(1, 10**9), st.integers(1, 20))

@@ -43,6 +43,7 @@ class Case:
     that many): an in-process reload, of the moments if ``load_optimizer_states``.
     ``resume``: trained by one engine, saved, and continued by a fresh one.
     ``caller_accumulates``: with DeepSpeed's managed_gradient_accumulation off, ``step()`` is the boundary.
+    ``uses_of_shared``: how often a layer is used with reentrant checkpointing; its gradient arrives as often.
     ``shares_host_memory``, as the CPU accelerator does; without it parameters are published as on a GPU.
     """
 
@@ -69,6 +70,7 @@ class Case:
     load_optimizer_states: bool = True
     resume: bool = False
     caller_accumulates: bool = False
+    uses_of_shared: int = 0
     offload_param: bool = False
     shares_host_memory: bool = False
     zero: dict[str, Any] = field(default_factory=dict)

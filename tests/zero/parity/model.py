@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.zero.parity.case import Case
 
@@ -16,6 +17,7 @@ class Net(torch.nn.Module):
         self.layers = torch.nn.ModuleList(torch.nn.Linear(inputs, outputs) for inputs, outputs in pairs)
         last = case.widths[-1]
         self.sometimes = torch.nn.Linear(last, last) if case.sometimes else None
+        self.shared = torch.nn.ModuleList([torch.nn.Linear(last, last)] * case.uses_of_shared)
         self.unused = torch.nn.Linear(last, last) if case.unused else None
         if case.frozen:
             self.layers[1].weight.requires_grad_(False)
@@ -24,6 +26,8 @@ class Net(torch.nn.Module):
         """``sometimes`` weighs that layer's contribution; None leaves it out of the graph."""
         for layer in self.layers:
             x = torch.nn.functional.gelu(layer(x))
+        for layer in self.shared:
+            x = checkpoint(layer, x, use_reentrant=True)
         if self.sometimes is not None and sometimes is not None:
             x = x + sometimes * self.sometimes(x)
         return ((x - target).float() ** 2).mean() * factor

@@ -12,6 +12,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.first_parts import FirstParts
+from deep_opt_states.runtime.staging import Staging
+from deep_opt_states.zero.buckets import Buckets
 from deep_opt_states.zero.coordinator import Coordinator
 from deep_opt_states.zero.gathers import Gathers
 from deep_opt_states.zero.gradients import Gradients
@@ -59,6 +61,8 @@ class Fault:
     block: dict[str, Any]
     world_size: int = 1
     steps: int = 3
+    accumulation: int = 1
+    uses_of_shared: int = 0
     zero: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -68,6 +72,8 @@ class Fault:
             blocks=(self.block,),
             world_size=self.world_size,
             zero=self.zero,
+            accumulation=self.accumulation,
+            uses_of_shared=self.uses_of_shared,
             steps=self.steps,
             clip=0.3,
         )
@@ -82,6 +88,9 @@ class Fault:
 RESIDENT = {"placement": ["resident"] * 5}
 SINGLE_PARAMETER_BUCKETS = {"reduce_bucket_size": 1}
 CONTIGUOUS_BUCKETS = {"reduce_bucket_size": 4000, "reduce_scatter": False}
+ONE_BUCKET = {"reduce_bucket_size": 100_000}
+ROOM_FOR_THE_SHARED_LAYER = {"reduce_bucket_size": 23 * 23 + 23, "reduce_scatter": False}
+"""Whatever comes next makes DeepSpeed reduce the bucket."""
 
 NOTHING_IS_KEPT = {"stage3_param_persistence_threshold": 0}
 """With several ranks DeepSpeed waits for the whole device when it gathers what it keeps, at the end of its step."""
@@ -249,7 +258,7 @@ FAULTS = (
         name="gradients copied while the worker reads the last ones",
         seeded=together(forward_knows_nothing, backward_does_not_wait),
         block=CPU,
-        expected=(UNORDERED, "gradient of sub-group", "_send", "_cpu_step"),
+        expected=(UNORDERED, "gradient of sub-group", "flush", "_cpu_step"),
     ),
     Fault(
         name="gradients summed while the accelerator reads the last ones",
@@ -291,7 +300,7 @@ FAULTS = (
         seeded=on_a_stream_of_its_own(DeepOptimizerStates_Stage3, "partition_grads"),
         block=CPU,
         zero=CONTIGUOUS_BUCKETS,
-        expected=(UNORDERED, "gradient bucket", "_send", "__add_grad_to_ipg_bucket"),
+        expected=(UNORDERED, "gradient bucket", "reduced", "__add_grad_to_ipg_bucket"),
     ),
     Fault(
         name="staged late out of a single-parameter bucket",
@@ -302,14 +311,54 @@ FAULTS = (
         ),
         block=CPU,
         zero=SINGLE_PARAMETER_BUCKETS,
-        expected=(FREED, "backward", "freed on default stream", "_send"),
+        expected=(FREED, "backward", "freed on default stream", "reduced"),
+    ),
+    Fault(
+        name="staged into a buffer that is still copied down",
+        seeded=patched(Staging, "_wait_until_free", nothing),
+        block=CPU,
+        expected=(UNORDERED, "staging buffer", "flush", "send"),
+    ),
+    Fault(
+        name="sums brought up through a buffer that is still copied down",
+        seeded=patched(Staging, "_wait_until_free", nothing),
+        block=CPU,
+        accumulation=2,
+        zero=ONE_BUCKET,
+        expected=(UNORDERED, "staging buffer", "flush", "add_to"),
+    ),
+    Fault(
+        name="sums brought up before they have gone down",
+        seeded=patched(Staging, "arrive", nothing),
+        block=CPU,
+        accumulation=2,
+        # One copy a micro-batch: nobody has waited for a buffer by the second.
+        zero={**ONE_BUCKET, "sub_group_size": 10**9},
+        expected=(UNORDERED, "gradient of sub-group", "flush", "add_to"),
+    ),
+    # A gradient that arrives again while it is in the bucket
+    Fault(
+        name="gradient added to while it is copied into the bucket",
+        seeded=patched(Buckets, "wait_for_copy", nothing),
+        block=CPU,
+        uses_of_shared=3,
+        zero=CONTIGUOUS_BUCKETS,
+        expected=(UNORDERED, "gradient bucket", "__add_grad_to_ipg_bucket", "aten::add_"),
+    ),
+    Fault(
+        name="gradient reduced while autograd adds to it in the bucket",
+        seeded=patched(Buckets, "added_to", nothing),
+        block=CPU,
+        uses_of_shared=3,
+        zero=ROOM_FOR_THE_SHARED_LAYER,
+        expected=(UNORDERED, "gradient bucket", "aten::add_", "__avg_scatter_contiguous_grads"),
     ),
     # The worker reads what has been copied
     Fault(
         name="gradients copied on a stream that the worker does not know",
         seeded=patched(Gradients, "arrive", nothing),
         block=CPU,
-        expected=(UNORDERED, "gradient of sub-group", "_send", "_cpu_step"),
+        expected=(UNORDERED, "gradient of sub-group", "flush", "_cpu_step"),
     ),
     Fault(
         name="published before the worker has rounded",
@@ -356,7 +405,7 @@ FAULTS = (
         name="flushed before it is updated",
         seeded=without_waits_of(ActionKind.FLUSH_STATES),
         block=STREAMED,
-        expected=(UNORDERED, "slot, exp_avg_sq", "write on stream 5 by fused Adam", "_flush_states"),
+        expected=(UNORDERED, "slot, exp_avg_sq", "write on stream 4 by fused Adam", "_flush_states"),
     ),
     # Memory handed to another stream
     Fault(

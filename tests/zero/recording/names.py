@@ -31,5 +31,8 @@ def name_memories(recorder: Recorder, optimizer: DeepOptimizerStates_Stage3) -> 
     for tensor, words in ((first_parts._grads, "gradients"), (first_parts._rounded, "rounded copy")):
         if tensor is not None:
             name(tensor, f"{words} of first parts")
+    if (staging := optimizer._gradients._staging) is not None:
+        for buffer in staging._buffers:
+            name(buffer, "staging buffer")
     for bucket in optimizer.ipg_buckets.values():
         name(bucket.buffer, "gradient bucket")

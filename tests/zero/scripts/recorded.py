@@ -122,6 +122,17 @@ def run_cases() -> None:
     run_case(growing, (STREAMED_ONE_SLOT,), reference=STREAMED_ONE_SLOT, look=room_for_slots)
     for case in filter(attrgetter("offload_param"), short_cases()):
         run_case(case, case.blocks, reference=None)
+    for overlap_comm in (True, False):
+        repeated = replace(
+            first,
+            name=f"a layer whose gradient arrives three times, overlap_comm {overlap_comm}",
+            blocks=(),
+            steps=3,
+            poisoned={},
+            uses_of_shared=3,
+            zero={"overlap_comm": overlap_comm},
+        )
+        run_case(repeated, (STRIDE_2,), reference=STRIDE_2)
     run_case(first, (None,), reference=None)
     # Stock's gathers do not wait for what the caller has written. When they do, ours need not.
     with after_each_step(write_gathered)():
