@@ -77,7 +77,11 @@ class VirtualDevice:
         destination.copy_(source)
         number = self._streams.index(self.issuing)
         seconds = self.copy_s[number] if self.copy_s else source.nbytes / 1e10
-        self.issuing.free_at_s = self.issuing.starts_s() + seconds
+        self.work(seconds)
+
+    def work(self, duration_s: float) -> None:
+        """Occupy the stream that is current for so long."""
+        self.issuing.free_at_s = self.issuing.starts_s() + duration_s
 
 
 class TimedAdam(PlainAdam):
