@@ -105,7 +105,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         except BaseException:
             self._reserved.close()
             raise
-        say(str(self.plan))
+        say(self._intention.at_start())
 
     # Construction, in the order in which stock's constructor calls these
 
@@ -119,7 +119,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         share = share_cores(self._config, self._accelerator)
         workload = Workload.of([param.numel() for param in self.fp16_partitioned_groups_flat])
         intention = intend(self._config, workload, self._accelerator, self._widths, share.threads)
-        self.plan = intention.plan
+        self.plan, self._intention = intention.plan, intention
         ranks = SharingRanks.of(training_ranks())
         # Each of the ranks, before any of them takes memory that another would find missing.
         agree(lambda: self._check_room(intention.plan, ranks), lambda _: "has room")
@@ -151,7 +151,8 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             param_bytes=widths.param,
         )
         outlets = self._training.outlets(self._config, describe(plan, self.ledger)) if dist.get_rank() == 0 else []
-        return UpdateReport(work, intention.predict, outlets, self._training.progress, say)
+        planned = intention.at_end(widths)
+        return UpdateReport(work, intention.predict, outlets, self._training.progress, say, planned)
 
     @property
     def _widths(self) -> Widths:
