@@ -47,10 +47,15 @@ class Widths:
 
     def slab_bytes(self, plan: UpdatePlan) -> int:
         """Of one rank."""
-        sizes = Counter(zip((its.numel for its in plan.workload.sub_groups), plan.placements, strict=True))
+        return sum(self.host_bytes(plan, placement) for placement in Placement)
+
+    def host_bytes(self, plan: UpdatePlan, placement: Placement) -> int:
+        """Return what the sub-groups with that placement take of one rank's slab."""
+        placed = zip(plan.workload.sub_groups, plan.placements, strict=True)
+        numels = Counter(sub_group.numel for sub_group, its in placed if its is placement)
         return sum(
             count * _aligned(numel * width)
-            for (numel, placement), count in sizes.items()
+            for numel, count in numels.items()
             for width in self.on_host(placement).values()
         )
 

@@ -132,6 +132,18 @@ def test_the_monitor_gets_predictions_when_deepspeed_prints() -> None:
     assert ("Train/Update/predicted_update_error", -0.5, 32) in events
 
 
+def test_the_end_says_what_was_planned_where_something_was_updated() -> None:
+    for updates, expected in (([], []), ([1.0], ["cpu: 4 sub-groups"])):
+        said: list[str] = []
+        progress = lambda: Progress(1, 8)  # noqa: E731
+        report = UpdateReport(WORK, None, [], progress, said.append, planned="cpu: 4 sub-groups")
+        for update_s in updates:
+            report.updated([PhaseSpan(Phase.EXPOSED, 0.0, update_s)], lambda: timeline(2.0))
+        report.close()
+        report.close()
+        assert said == expected
+
+
 class Broken:
     name = "the broken one"
 

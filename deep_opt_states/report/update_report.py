@@ -34,6 +34,7 @@ class Outlet(Protocol):
 
 class UpdateReport:
     """``log`` prints a line; ``predict``: None predicts nothing; ``progress`` is that of the update that is told.
+    ``planned`` describes the placements, for the end of the log.
 
     An outlet that fails is said, once, and hears no more; it must not end the training.
     """
@@ -45,6 +46,7 @@ class UpdateReport:
         outlets: Sequence[Outlet],
         progress: Callable[[], Progress],
         log: Callable[[str], None],
+        planned: str = "",
     ) -> None:
         self._work = work
         # A simulation; the outlets and the end ask for the same one.
@@ -52,6 +54,7 @@ class UpdateReport:
         self._outlets = list(outlets)
         self._progress = progress
         self._log = log
+        self._planned = planned
         self._compared: deque[Measured] = deque(maxlen=COMPARED_UPDATES)
         self._updates = 0
         self._closed = False
@@ -83,11 +86,13 @@ class UpdateReport:
         return self._predict(median_windows(self._compared))
 
     def close(self) -> None:
-        """Training is over: say how good the prediction was, once."""
+        """Log, once, what was planned and how good the prediction was: training is over."""
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self.close)
+        if self._planned and self._updates:
+            self._log(self._planned)
         if rows := self.compared():
             lines = "\n".join(f"  {row}" for row in rows)
             self._log(

@@ -45,11 +45,26 @@ class UpdateFailed(RuntimeError):
 
 
 class Marks:
-    """Events around each action of one update that runs on a stream."""
+    """Events around each action of one update that runs on a stream, and the times of those that the worker runs."""
 
     def __init__(self, device: Device[Any], names: Sequence[str]) -> None:
         self.started: dict[str, Event] = {name: device.event() for name in names}
         self.finished: dict[str, Event] = {name: device.event() for name in names}
+        self.origin = device.event()
+        self.origin_s = 0.0
+        self.on_worker: dict[str, tuple[float, float]] = {}
+
+    def timeline(self, actions: Sequence[Action]) -> Timeline:
+        """Return when each of the actions ran, all of which have finished."""
+        spans = []
+        for action in actions:
+            if action.lane is Lane.CPU:
+                start_s, end_s = self.on_worker[action.name]
+            else:
+                start_s = self.started[action.name].seconds_after(self.origin)
+                end_s = self.finished[action.name].seconds_after(self.origin)
+            spans.append(Span(action, start_s, end_s))
+        return Timeline(tuple(spans))
 
 
 class Executor:
@@ -93,9 +108,6 @@ class Executor:
         on_streams = [action.name for action in schedule.actions if action.lane is not Lane.CPU]
         self._marks, self._next_marks = Marks(device, on_streams), Marks(device, on_streams)
         self._drained: dict[Lane, Event] = {lane: device.event() for lane in self._streams}
-        self._origin = device.event()
-        self._origin_s = 0.0
-        self._cpu_spans: dict[str, tuple[float, float]] = {}
         self._worker = worker or Worker()
         begins_with = {action.sub_group: action.kind for action in reversed(schedule.actions)}
         first = [
@@ -246,16 +258,15 @@ class Executor:
             self._worker.submit(partial(self._host_adam.zero, state.in_slab)).result()
 
     def timeline(self) -> Timeline:
-        """When each action of the last update ran, which has finished; also when the next is being prefetched."""
-        spans = []
-        for action in self._schedule.actions:
-            if action.lane is Lane.CPU:
-                start_s, end_s = self._cpu_spans[action.name]
-            else:
-                start_s = self._marks.started[action.name].seconds_after(self._origin)
-                end_s = self._marks.finished[action.name].seconds_after(self._origin)
-            spans.append(Span(action, start_s, end_s))
-        return Timeline(tuple(spans))
+        """Return when each action of the last update ran, which has finished; some may have run before it began."""
+        return self.timeline_reader()()
+
+    def timeline_reader(self) -> Callable[[], Timeline]:
+        """Return what gives the ``timeline`` of the update that began last, once that has finished.
+
+        It can be read while the next update goes on, until the one after that is prefetched or begins.
+        """
+        return partial(self._marks.timeline, self._schedule.actions)
 
     def failed_within(self, timeout_s: float) -> bool:
         """Also where nobody will call ``finish``: waits so long for what the worker has begun."""
@@ -303,9 +314,9 @@ class Executor:
         Backward's kernels may still read the 16-bit parameters, and write gradients to host memory that the worker
         reads. DeepSpeed has joined its reduction stream to the caller's by then. The two clocks share an origin here.
         """
-        self._device.current_stream().record(self._origin)
-        self._origin.synchronize()
-        self._origin_s = time.perf_counter()
+        self._device.current_stream().record(self._marks.origin)
+        self._marks.origin.synchronize()
+        self._marks.origin_s = time.perf_counter()
 
     def _issue(self, until: int, *, blocks: bool) -> None:
         """The actions before position ``until``; where one waits for the worker, ``blocks`` or goes no further."""
@@ -346,7 +357,8 @@ class Executor:
             start_s = time.perf_counter()
             with self._span(action.name):
                 self._actions.run(action)
-            self._cpu_spans[action.name] = (start_s - self._origin_s, time.perf_counter() - self._origin_s)
+            origin_s = self._marks.origin_s
+            self._marks.on_worker[action.name] = (start_s - origin_s, time.perf_counter() - origin_s)
         except BaseException:
             # The host must not issue, and the worker not start, another action.
             self._stop.set()

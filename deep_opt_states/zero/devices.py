@@ -74,6 +74,12 @@ class AcceleratorChoice:
         """
         return "" if self.steps_on_host else _no_gpu_adam()
 
+    def why_only_the_cpu_updates(self) -> str:
+        """Return why ``"planned"`` places nothing on the accelerator, with the remedy; empty where it may."""
+        if self.steps_on_host:
+            return "the accelerator is the CPU, which has the states in its memory already."
+        return self.no_device_adam()
+
     def accept(self, plan: UpdatePlan) -> UpdatePlan:
         """``plan``, if this accelerator can run it; raises ``Unsupported`` otherwise."""
         on_device = _on_device(plan)

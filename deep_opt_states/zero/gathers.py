@@ -111,7 +111,11 @@ class Gathers:
         params = self._coordinator.params_of(module)
         # On the stream that computes: it reads them as well. And before the next modules' are looked at.
         self._update.wait_for(self._sub_groups_of(param for param in params if self._coordinator.is_partitioned(param)))
-        with self._coordinator.prefetching_until(self._is_not_sure_to_be_there, params):
+        with (
+            self._coordinator.prefetching_until(self._is_not_sure_to_be_there, params),
+            # DeepSpeed makes the stream that computes wait for all that was gathered ahead, whoever's parameters it is.
+            self._update.gathers_awaited(),
+        ):
             return fetch(module, forward)
 
     def _is_not_sure_to_be_there(self, param: Parameter) -> bool:

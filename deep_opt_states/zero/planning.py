@@ -21,9 +21,11 @@ from deep_opt_states.zero.log import say
 from perf_model.budgets import Budgets
 from perf_model.cost import CostModel
 from perf_model.hardware import HardwareProfile, ProfileError
+from perf_model.inventory import inventory
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.planner import plan_updates
+from perf_model.reasons import why_nothing_is_streamed
 from perf_model.simulate import NO_WINDOWS, simulate
 from perf_model.slab import Widths
 from perf_model.windows import Windows
@@ -32,10 +34,21 @@ from perf_model.workload import Workload
 
 @dataclass(frozen=True)
 class Intention:
-    """``predict``, given what goes on beside the update, is None where nobody asks for it."""
+    """``predict``, given what goes on beside the update, is None where nobody asks for it. ``why_nothing_is_streamed``
+    is empty where something is, and where the config says itself what is to be placed where."""
 
     plan: UpdatePlan
     predict: Callable[[Windows], Predicted] | None
+    why_nothing_is_streamed: str = ""
+
+    def at_start(self) -> str:
+        """Return the plan in a line, and the reason in another one."""
+        return "\n".join(filter(None, [str(self.plan), self.why_nothing_is_streamed]))
+
+    def at_end(self, widths: Widths) -> str:
+        """Return a line for each placement, with what it takes of one rank's memory, and the reason."""
+        lines = filter(None, [*inventory(self.plan, widths), self.why_nothing_is_streamed])
+        return "\n  ".join(["planned for rank 0:", *lines])
 
 
 def intend(
@@ -62,12 +75,12 @@ def intend(
         beside_bytes = max(0, widths.grad - widths.param) * workload.numel
         if params_on_host:
             beside_bytes += widths.param * max((sub_group.numel for sub_group in workload.sub_groups), default=0)
-        plan = _of_rank_0(config, workload, cost, accelerator, widths, beside_bytes)
+        plan, why = _of_rank_0(config, workload, cost, accelerator, widths, beside_bytes)
     else:
-        plan = agree(lambda: accelerator.accept(config.plan(workload)), lambda plan: plan.fingerprint)
+        plan, why = agree(lambda: accelerator.accept(config.plan(workload)), lambda plan: plan.fingerprint), ""
     if profile is None or cost is None:
         return Intention(plan, None)
-    return Intention(plan, partial(_predict, plan, cost, profile.has_accelerator))
+    return Intention(plan, partial(_predict, plan, cost, profile.has_accelerator), why)
 
 
 def _predict(plan: UpdatePlan, cost: CostModel, has_accelerator: bool, windows: Windows) -> Predicted:
@@ -115,24 +128,33 @@ def _of_rank_0(
     accelerator: AcceleratorChoice,
     widths: Widths,
     beside_bytes: int,
-) -> UpdatePlan:
-    """Every rank's workload is as long: DeepSpeed pads the partitions."""
+) -> tuple[UpdatePlan, str]:
+    """Return the plan, and why it streams nothing if it does not.
+
+    Every rank's workload is as long: DeepSpeed pads the partitions.
+    """
     ranks = training_ranks()
 
-    def decide() -> tuple[list[str], int, list[int] | None]:
+    def decide() -> tuple[list[str], int, list[int] | None, str]:
         if ranks.rank > 0:
-            return [], 0, None
-        if problem := accelerator.no_device_adam():
-            say(f"planned for the CPU alone: {problem}")
+            return [], 0, None, ""
         gpu_bytes = accelerator.memory_for_states_bytes(config.gpu_memory_gb)
         budgets = Budgets(gpu_bytes=max(0, gpu_bytes - beside_bytes))
         plan = plan_updates(workload, cost, budgets, param_bytes=widths.param).plan
         # Forward waits for all that is issued before what it needs: an order of its own would make it wait for more.
         order = None if plan.order is None or config.overlap_forward else list(plan.order)
-        return [placement.value for placement in plan.placements], plan.num_slots, order
+        why = why_nothing_is_streamed(
+            plan,
+            cost,
+            Budgets(gpu_bytes=gpu_bytes),
+            widths.param,
+            extra_gradient_bytes=beside_bytes,
+            unavailable=accelerator.why_only_the_cpu_updates(),
+        )
+        return [placement.value for placement in plan.placements], plan.num_slots, order, why or ""
 
-    placements, num_slots, order = ranks.gather(agree(decide, lambda _: "planned"))[0]
-    return agree(
+    placements, num_slots, order, why = ranks.gather(agree(decide, lambda _: "planned"))[0]
+    plan = agree(
         lambda: UpdatePlan(
             workload=workload,
             placements=tuple(map(Placement, placements)),
@@ -141,3 +163,4 @@ def _of_rank_0(
         ),
         lambda plan: plan.fingerprint,
     )
+    return plan, why

@@ -108,7 +108,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         except BaseException:
             self._reserved.close()
             raise
-        say(str(self.plan))
+        say(self._intention.at_start())
 
     # Construction, in the order in which stock's constructor calls these
 
@@ -124,7 +124,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         intention = intend(
             self._config, workload, self._accelerator, self._widths, share, params_on_host=self._params_on_host
         )
-        self.plan = intention.plan
+        self.plan, self._intention = intention.plan, intention
         ranks = SharingRanks.of(training_ranks())
         # Each of the ranks, before any of them takes memory that another would find missing.
         agree(lambda: self._check_room(intention.plan, ranks), lambda _: "has room")
@@ -156,7 +156,8 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             param_bytes=widths.param,
         )
         outlets = self._training.outlets(self._config, describe(plan, self.ledger)) if dist.get_rank() == 0 else []
-        return UpdateReport(work, intention.predict, outlets, self._training.progress, say)
+        planned = intention.at_end(widths)
+        return UpdateReport(work, intention.predict, outlets, self._training.progress, say, planned)
 
     @property
     def _widths(self) -> Widths:
@@ -233,8 +234,10 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._executor.touch(
             [state for state, its in zip(self._states, plan.placements, strict=True) if its is Placement.CPU]
         )
-        # One at the step, one a sub-group in forward, one before backward; and what is issued in between.
-        self._exposure = Exposure(device, max_waits=len(self._states) + 2 + len(plan.schedule.actions))
+        # One at the step, one before backward, and one for each action that is issued in between. A sub-group is waited
+        # for by the stream that gathers it ahead, then by the stream that computes for that one, and by itself.
+        max_intervals = 2 + len(plan.schedule.actions) + 3 * len(self._states)
+        self._exposure = Exposure(device, max_intervals)
         for sub_group_id, state in enumerate(self._states):
             self._take_over(sub_group_id, state)
         self._memory.lock()
@@ -405,10 +408,11 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         return self._norms.of_sub_groups() if self._norms.are_of_data_parallel_ranks else super()._get_norm_groups()
 
     def _loss_scale_update_and_overflow_cleanup(self) -> bool:
-        # The norm is known, so that backward is over, and what came before it: nobody waits for the device here. And
-        # DeepSpeed's count of steps is still that of the last update.
-        self._update.tell()
-        return super()._loss_scale_update_and_overflow_cleanup()
+        overflow = bool(super()._loss_scale_update_and_overflow_cleanup())
+        if overflow:
+            # This step updates nothing, and the next one would find DeepSpeed's count of steps to be another.
+            self._update.report()
+        return overflow
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
         """The factor, one for all sub-groups, that stock multiplies into the gradient here; our kernels apply it."""
@@ -484,6 +488,9 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._gathers.order_after_caller()
         # Only now: with several ranks, stock waits for the whole device when it has gathered the persistent parameters.
         self._update.advance()
+        # Only after that, so that the accelerator works while the host reports the last update. That was over before
+        # this one began, so that nobody waits for it here, and DeepSpeed's count of steps is still that of its step.
+        self._update.report_previous()
 
     def offload_states(self, include: Any = None, **kwargs: Any) -> None:
         """Gradients are where they are needed: there is nothing to move for ``lp_grads``."""
@@ -498,7 +505,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         """Every rank is here, before a load and before a save."""
         self._update.settle()
         # A load changes the count of steps.
-        self._update.tell()
+        self._update.report()
         super().checkpoint_event_prologue()
 
     def _rigid_state_dict(self) -> Any:

@@ -5,15 +5,29 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.exposure import Exposure
+from deep_opt_states.runtime.exposure import Exposure, Waits
 from deep_opt_states.zero.agreement import FailureAgreement
 from deep_opt_states.zero.log import say_error
 from perf_model.timeline import PhaseSpan, Timeline
 
 Finished = Callable[[tuple[PhaseSpan, ...], Callable[[], Timeline]], None]
+
+
+@dataclass(frozen=True)
+class Times:
+    """What measured one update; it can be read until the second update after that one is prefetched or begins."""
+
+    waits: Waits
+    read_timeline: Callable[[], Timeline]
+
+    def give(self, finished: Finished) -> None:
+        finished(self.waits.phases(), self.read_timeline)
+
 
 # Two of these, of the worker and of the update, are within what launchers wait before they kill: 10 s.
 _EXIT_TIMEOUT_S = 4.0
@@ -22,8 +36,8 @@ _EXIT_TIMEOUT_S = 4.0
 class Update:
     """``defers``: ``run`` returns when the first parts are updated, and the rest goes on until ``finish``.
 
-    ``finished`` hears of each update that did not fail, in ``tell`` or ``close``: when the model waited for it and when
-    it went on, and when what ran.
+    ``finished`` is called once for each update that did not fail, in ``report_previous``, ``report`` or ``close``, with
+    when the model waited for it and when it went on, and what gives its timeline.
 
     A rank whose part fails goes on with its collectives, which the others wait in; ``settle`` tells all ranks. A
     failure after which nothing is called that could raise it is logged when the process ends.
@@ -36,7 +50,11 @@ class Update:
         self._finished = finished
         self._failures = FailureAgreement()
         self._waited_for: set[int] = set()
-        self._untold = False
+        """By the stream that computes, for their parameters."""
+        self._gathered: set[int] = set()
+        """Waited for by the stream that gathers, and not by the one that computes before."""
+        self._unreported: Times | None = None
+        self._previous_unreported: Times | None = None
         self.settled = True
         """Whether all ranks know how the last update ended; the same on every rank."""
         self.goes_on = False
@@ -47,12 +65,14 @@ class Update:
 
     def run(self, steps: Sequence[AdamStep]) -> None:
         """Gradients, states and parameters belong to the update from now on. Raises ``UpdateFailed`` at the end."""
+        self._previous_unreported, self._unreported = self._unreported, None
         self._exposure.begins()
         self._waited_for.clear()
+        self._gathered.clear()
         self.goes_on = self._defers
         self.settled = False
         try:
-            with self._exposure.wait():
+            with self._exposure.waits.direct():
                 self._executor.begin(steps)
                 if not self._defers:
                     self._executor.finish()
@@ -62,7 +82,7 @@ class Update:
                 self.settle()
             self._raised = self._executor.failure
             raise
-        self._untold = self._executor.failure is None
+        self._keep_times()
         if not self._defers:
             self.settle()
             self.refuse_torn()
@@ -79,7 +99,7 @@ class Update:
             self._executor.ask_for(sub_group)
             if sub_group not in self._waited_for:
                 self._waited_for.add(sub_group)
-                with self._exposure.wait():
+                with self._exposure.waits.direct():
                     self._executor.publish(sub_group)
 
     def publish(self, sub_groups: Iterable[int]) -> None:
@@ -87,12 +107,22 @@ class Update:
         self._executor.publish_first_parts()
         for sub_group in sub_groups:
             self._executor.ask_for(sub_group)
-            self._executor.publish(sub_group)
+            if not self._executor.pending or sub_group in self._waited_for or sub_group in self._gathered:
+                # One of the streams has waited for it, or will have when that matters: there is nothing to measure.
+                self._executor.publish(sub_group)
+            else:
+                self._gathered.add(sub_group)
+                with self._exposure.waits.on_gathering_stream():
+                    self._executor.publish(sub_group)
+
+    def gathers_awaited(self) -> AbstractContextManager[None]:
+        """Return a context in which the stream that computes, which is current, waits for the one that gathers."""
+        return self._exposure.waits.for_gathering_stream()
 
     def advance(self) -> None:
         if self._executor.may_advance():
             # Where the accelerator is the CPU, what is issued is done here, and the model waits for it.
-            with self._exposure.wait():
+            with self._exposure.waits.direct():
                 self._executor.advance()
 
     def may_block(self, sub_group: int) -> bool:
@@ -107,9 +137,9 @@ class Update:
     def finish(self) -> None:
         """Returns when all is done: what belonged to the update is the caller's again."""
         if self._executor.pending:
-            with self._exposure.wait():
+            with self._exposure.waits.direct():
                 self._executor.finish()
-            self._untold = self._executor.failure is None
+            self._keep_times()
 
     def drain(self) -> None:
         """For a caller that may write to the states: all is done, and what was prefetched of them is forgotten."""
@@ -146,14 +176,32 @@ class Update:
     def close(self) -> None:
         self.finish()
         self.say_unraised()
-        self.tell()
+        self.report()
 
-    def tell(self) -> None:
-        """Of the last update, if it was not told and is over. The host waits for the device to do what it was asked to
-        time: to be called when that is done."""
-        if self._untold and not self._executor.pending:
-            self._untold = False
-            self._finished(self._exposure.phases(), self._executor.timeline)
+    def report(self) -> None:
+        """Report the last update, if it is over and was not reported, and before it one that a failed step left.
+
+        The host waits for the device to reach the last event that measures it: call this when it has.
+        """
+        self.report_previous()
+        if self._unreported is not None and not self._executor.pending:
+            times, self._unreported = self._unreported, None
+            times.give(self._finished)
+
+    def report_previous(self) -> None:
+        """Report the update before the one that ``run`` was called for, while that goes on.
+
+        Call this before the next one is prefetched, which takes the events.
+        """
+        if self._previous_unreported is not None:
+            times, self._previous_unreported = self._previous_unreported, None
+            times.give(self._finished)
+
+    def _keep_times(self) -> None:
+        if self._executor.failure is None:
+            self._unreported = Times(self._exposure.waits, self._executor.timeline_reader())
+        else:
+            self._unreported = None
 
 
 _ALIVE: weakref.WeakSet[Update] = weakref.WeakSet()

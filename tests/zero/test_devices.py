@@ -80,6 +80,14 @@ def test_sums_stay_on_the_gpu_as_far_as_there_is_room() -> None:
 
 
 @pytest.mark.usefixtures("no_kernel")
+def test_what_keeps_a_plan_on_the_cpu_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CUDA.why_only_the_cpu_updates() == "No Triton: pip install triton==3.6.0"
+    assert "the accelerator is the CPU" in HOST.why_only_the_cpu_updates()
+    monkeypatch.setattr(devices, "_no_gpu_adam", lambda: "")
+    assert CUDA.why_only_the_cpu_updates() == ""
+
+
+@pytest.mark.usefixtures("no_kernel")
 def test_without_a_kernel_no_memory_is_planned_with() -> None:
     assert CUDA.memory_for_states_bytes(None) == CUDA.memory_for_states_bytes(2.5) == 0
 

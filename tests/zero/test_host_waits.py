@@ -22,7 +22,7 @@ BACKWARD_IS_DONE = "synchronize < _wait_for_caller"
 """The executor's: what the update reads and writes is free."""
 
 LAST_UPDATE_IS_OVER = "synchronize < phases"
-"""Which it is, before the norms: nobody waits. It is asked for when the next begins."""
+"""Which it is, before the norms: nobody waits. It is reported at the end of the step, when the next is under way."""
 
 FIRST_PARTS_ARE_UPDATED = "update < begin"
 """By our worker."""
@@ -76,8 +76,22 @@ def test_whom_the_host_waits_for(world_size: int) -> None:
                 updated = updated_in_step[how] if step in STEPS_THAT_UPDATE else []
                 until_norms = len(asked) + 1
                 assert waits[:until_norms] == [*asked, of_norms], f"{what}, step {step}"
-                rest = [its for its in waits[until_norms:] if its != LAST_UPDATE_IS_OVER]
-                assert rest == updated, f"{what}, step {step}"
+                reported = waits[until_norms + len(updated) :]
+                assert waits[until_norms : until_norms + len(updated)] == updated, f"{what}, step {step}"
+                assert set(reported) == ({LAST_UPDATE_IS_OVER} if step - 1 in STEPS_THAT_UPDATE else set()), (
+                    f"{what}, step {step}"
+                )
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_an_update_is_reported_when_the_next_one_is_issued_so_that_the_accelerator_does_not_wait_for_it(
+    world_size: int,
+) -> None:
+    streamed = [deferred for _, deferred in answers(world_size) if deferred["on the CPU"] == 0]
+    assert len(streamed) == 3
+    for found in streamed:
+        # The step that overflows reports the update before it, and the end of the engine the last one.
+        assert found["left to issue when the last update is reported"] == [0] * (len(STEPS_THAT_UPDATE) - 2)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,17 @@ def test_without_a_profile_a_quick_one_is_measured_cached_and_shared(world_size:
         for what, (predicted_s, *_) in planned["compared"].items():
             assert predicted_s == first.answers()[0]["compared"][what][0]
     assert first.output.count("predicted against measured, median of 3 of 5 updates") == 2
+    # In the log at the start and at the end; the config of the second engine says itself what is streamed.
+    reason = "Nothing is streamed: the accelerator is the CPU, which has the states in its memory already."
+    assert first.output.count(reason) == 2
+    numel = 4 * (64 * 64 + 64) // world_size
+    assert re.search(
+        rf"planned for rank 0:\n  cpu: \d+ sub-groups?, {numel:,} parameters, .* of host memory", first.output
+    )
+    assert re.search(
+        rf"\n  streamed: .* {numel:,} parameters, .* on the accelerator \d slots? of .*gradients", first.output
+    )
+    assert all("planned for rank 0" not in finished.output for finished in others)
     assert all("predicted against measured" not in finished.output for finished in others)
 
 

@@ -80,6 +80,15 @@ class PartUpdate:
 
 
 class AdamKernel(Protocol):
+    """An Adam update whose results have the same bits on every device, except for which NaN they are.
+
+    All kernels have NaN in the same places, but IEEE 754 leaves the sign and the payload of a NaN open. On x86, the
+    C++ kernel has stock's in the states: an invalid operation gives 0xffc00000, and an operand's NaN is passed on. On a
+    GPU every operation gives 0x7fffffff. Parameters rounded to bf16 have 0x7fc0 on both, where PyTorch's own
+    conversion on the CPU has 0xffff in its vectors. Stock skips a step whose norm is NaN, and so do we: a NaN is
+    updated only where the states or the parameters had it before.
+    """
+
     def zero(self, tensors: AdamTensors) -> None:
         """All of it, on the threads that will update it: near these it comes to lie if nothing has touched it yet."""
 

@@ -2,7 +2,8 @@
 
 Every operation is one correctly rounded IEEE operation, in the order of ``csrc/vector_loop.h`` below the cut and of
 ``csrc/element.h`` after it. What is fused is written out; ``OPTIONS`` keep the compiler from fusing more, and from
-flushing denormals.
+flushing denormals. A NaN is an exception: a GPU gives 0x7fffffff for every one, where x86 gives 0xffc00000 or passes on
+the sign and the payload of an operand; only where a result is NaN is the same.
 """
 
 from __future__ import annotations

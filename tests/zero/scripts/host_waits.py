@@ -41,6 +41,7 @@ def host_waits(dtype: str, block: Block) -> dict[str, Any]:
         extra={**NO_THROUGHPUT_TIMER, "steps_per_print": 1},
     )
     waits: dict[str, list[list[str]]] = {"forward": [], "backward": [], "step": []}
+    left_to_issue: list[int] = []
     with (
         recording(done=(False,)) as recorder,
         shared_folder() as folder,
@@ -61,10 +62,25 @@ def host_waits(dtype: str, block: Block) -> dict[str, Any]:
 
         for phase in waits:
             notes.enter_context(mock.patch.object(engine, phase, noted(phase)))
+        executor, report = engine.optimizer._executor, engine.optimizer.report
+
+        def updated(*args: Any, reported: Callable[..., Any] = report.updated) -> None:
+            if executor.pending:
+                left_to_issue.append(len(executor._schedule.actions) - executor._issued)
+            reported(*args)
+
+        notes.enter_context(mock.patch.object(report, "updated", updated))
         train(engine, case, folder)
         placements = engine.optimizer.plan.placements
         on_cpu = placements.count(Placement.CPU)
-        return {"dtype": dtype, "block": block, "sub-groups": len(placements), "on the CPU": on_cpu, **waits}
+        return {
+            "dtype": dtype,
+            "block": block,
+            "sub-groups": len(placements),
+            "on the CPU": on_cpu,
+            "left to issue when the last update is reported": left_to_issue,
+            **waits,
+        }
 
 
 if __name__ == "__main__":

@@ -1,0 +1,39 @@
+"""What a plan takes of which memory, by placement, in lines for whoever trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from perf_model.placement import Placement
+from perf_model.plan import UpdatePlan
+from perf_model.schedule import STAGED_BYTES_PER_PARAM, bytes_of_slots
+from perf_model.slab import Widths
+from perf_model.units import size
+
+
+def inventory(plan: UpdatePlan, widths: Widths) -> list[str]:
+    """Return a line for each placement of the plan, with the bytes of one rank."""
+    return [
+        f"{placement.value}: {_counted(plan.placements.count(placement), 'sub-group')}, "
+        f"{plan.numel(placement):,} parameters, {', '.join(_taken(plan, widths, placement))}"
+        for placement in Placement
+        if placement in plan.placements
+    ]
+
+
+def _taken(plan: UpdatePlan, widths: Widths, placement: Placement) -> Iterator[str]:
+    if host_bytes := widths.host_bytes(plan, placement):
+        yield f"{size(host_bytes)} of host memory"
+    if placement is Placement.CPU:
+        return
+    numel, schedule = plan.numel(placement), plan.schedule
+    if placement is Placement.STREAMED:
+        slots = _counted(schedule.num_slots, "slot")
+        states = f"{slots} of {size(bytes_of_slots(1, schedule.slot_numel))}"
+    else:
+        states = f"{size(STAGED_BYTES_PER_PARAM * numel)} of states"
+    yield f"on the accelerator {states} and {size(widths.grad * numel)} of gradients"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
