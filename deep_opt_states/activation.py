@@ -38,7 +38,14 @@ def is_active() -> bool:
 
 
 def _hook_engine(module: Any) -> None:
-    """The seam: everything else follows from here, for an engine whose config has our block."""
+    """Wrap the two methods of an engine from which everything else follows, if its config has our block."""
+
+    def do_sanity_check(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+        wrapped(*args, **kwargs)
+        if CONFIG_KEY in engine._config._param_dict:
+            from deep_opt_states.zero import plugin
+
+            plugin.check_engine(engine)
 
     def configure_zero_optimizer(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
         if CONFIG_KEY not in engine._config._param_dict:
@@ -47,20 +54,23 @@ def _hook_engine(module: Any) -> None:
 
         return plugin.configure_zero_optimizer(wrapped, engine, args, kwargs)
 
+    # The first method in which an engine knows its optimizer, before it partitions the model. ZeRO stage 0 never asks
+    # for a ZeRO optimizer, so that the second wrapper alone would ignore our block in silence there.
+    _wrap(module, "DeepSpeedEngine", "_do_sanity_check", do_sanity_check)
     _wrap(module, "DeepSpeedEngine", "_configure_zero_optimizer", configure_zero_optimizer)
 
 
 def _hook_config(module: Any) -> None:
-    """Checks only: a ZeRO stage that never reaches the seam must not ignore our block in silence."""
+    """Wrap the reading of a config. The wrapper only checks it."""
 
-    def do_sanity_check(wrapped: Any, ds_config: Any, args: Any, kwargs: Any) -> Any:
+    def initialize_params(wrapped: Any, ds_config: Any, args: Any, kwargs: Any) -> None:
         wrapped(*args, **kwargs)
         if CONFIG_KEY in ds_config._param_dict:
             from deep_opt_states.zero import plugin
 
             plugin.check_config(ds_config)
 
-    _wrap(module, "DeepSpeedConfig", "_do_sanity_check", do_sanity_check)
+    _wrap(module, "DeepSpeedConfig", "_initialize_params", initialize_params)
 
 
 def _wrap(module: Any, owner: str, method: str, wrapper: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import deepspeed
+import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -87,6 +88,19 @@ def hooked(params: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+def second_group(**hyperparameters: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return what makes an Adam whose second param group has ``hyperparameters``, set when DeepSpeed has checked it."""
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        first, second = params
+        optimizer = DeepSpeedCPUAdam([{"params": [first]}, {"params": [second]}])
+        optimizer.param_groups[1].update(hyperparameters)
+        return optimizer
+
+    return make
+
+
+NO_OPTIMIZER = {"optimizer": None}
 CLIENT = {"optimizer": None, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
 FP16 = {"bf16": None, "fp16.enabled": True}
 
@@ -146,21 +160,84 @@ ATTEMPTS: dict[str, tuple[dict[str, Any], dict[str, Any], AbstractContextManager
     "quantised gradients": ({"zero_optimization.zero_quantized_gradients": True}, {}, nullcontext()),
     "datastates": ({"datastates_ckpt": {}}, {}, nullcontext()),
     "autotp": ({"tensor_parallel.autotp_size": 2}, {}, nullcontext()),
+    "stage 0, its own optimizer": (
+        {**NO_OPTIMIZER, "zero_optimization.stage": 0, "zero_optimization.offload_optimizer": None},
+        {"optimizer": second_group()},
+        nullcontext(),
+    ),
+    "no offload_optimizer, its own optimizer": (
+        {**NO_OPTIMIZER, "zero_optimization.offload_optimizer": None},
+        {"optimizer": second_group()},
+        nullcontext(),
+    ),
+    "numbers of other types": (
+        NO_OPTIMIZER,
+        {"optimizer": second_group(lr=np.float32(1e-3), betas=[0, np.float64(0.99)], weight_decay=1, eps=True)},
+        nullcontext(),
+    ),
+    "keys of PyTorch's AdamW": (
+        NO_OPTIMIZER,
+        {"optimizer": second_group(maximize=False, foreach=None, fused=True, capturable=False)},
+        nullcontext(),
+    ),
+    "no optimizer": (NO_OPTIMIZER, {}, nullcontext()),
+    "no optimizer, no offload": ({**NO_OPTIMIZER, "zero_optimization.offload_optimizer": None}, {}, nullcontext()),
+    "no optimizer, stage 0": (
+        {**NO_OPTIMIZER, "zero_optimization.stage": 0, "zero_optimization.offload_optimizer": None},
+        {},
+        nullcontext(),
+    ),
+    "no optimizer, everything else refused": (
+        {
+            **NO_OPTIMIZER,
+            "zero_optimization.offload_optimizer.ratio": 0.5,
+            "zero_optimization.zero_quantized_gradients": True,
+        },
+        {"mpu": ModelParallel()},
+        nullcontext(),
+    ),
+    "no optimizer, misspelled placement": (
+        {**NO_OPTIMIZER, "deep_optimizer_states": {"placement": "gpu"}},
+        {},
+        nullcontext(),
+    ),
     "a list of another length": ({"deep_optimizer_states": {"placement": ["cpu"]}}, {}, nullcontext()),
 }
 
 
-def attempt(changes: dict[str, Any], arguments: dict[str, Any], patch: AbstractContextManager[Any]) -> dict[str, str]:
+def attempt(
+    changes: dict[str, Any], arguments: dict[str, Any], patch: AbstractContextManager[Any]
+) -> dict[str, str | bool]:
     model = torch.nn.Sequential(torch.nn.Linear(6, 5, bias=False), torch.nn.Linear(5, 4, bias=False))
     for param in model.parameters():
         param.use_muon = True
     try:
         with patch:
-            deepspeed.initialize(model=model, model_parameters=model.parameters(), config=changed(changes), **arguments)
+            engine, *_ = deepspeed.initialize(
+                model=model, model_parameters=model.parameters(), config=changed(changes), **arguments
+            )
+        if engine.basic_optimizer is not None:
+            engine.backward(engine(torch.ones(1, 6, dtype=torch.bfloat16)).sum())
+            engine.step()
     except (Unsupported, ConfigError) as error:
-        return {"type": type(error).__name__, "message": str(error)}
+        return {"type": type(error).__name__, "message": str(error), "untouched": is_untouched(model)}
     except Exception:  # noqa: BLE001 (the test shows it)
         return {"type": "other", "message": traceback.format_exc()}
+    return {"type": "accepted", "message": type(engine.optimizer).__name__}
+
+
+def is_untouched(model: torch.nn.Module) -> bool:
+    """Return whether DeepSpeed has neither partitioned nor converted ``model``."""
+    return all(not hasattr(param, "ds_id") and param.dtype is torch.float32 for param in model.parameters())
+
+
+def attempt_under_zero_init() -> dict[str, str | bool]:
+    model = None
+    try:
+        with deepspeed.zero.Init(config_dict_or_path=changed({"zero_optimization.offload_optimizer.ratio": 0.5})):
+            model = torch.nn.Linear(6, 5)
+    except Unsupported as error:
+        return {"type": "Unsupported", "message": str(error), "untouched": model is None}
     return {"type": "accepted", "message": ""}
 
 
@@ -168,6 +245,7 @@ def main() -> None:
     get_accelerator().is_fp16_supported = lambda: True
     for name, arguments in ATTEMPTS.items():
         answer({"name": name, **attempt(*arguments)})
+    answer({"name": "under zero.Init", **attempt_under_zero_init()})
 
 
 if __name__ == "__main__":
