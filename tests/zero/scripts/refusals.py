@@ -1,8 +1,13 @@
-"""Tries to enable the plugin together with each thing that it refuses, and prints what each was answered with."""
+"""Tries to enable the plugin together with each thing that it refuses, and prints what each was answered with.
+
+With two ranks, one of them has an optimizer that is refused.
+"""
 
 from __future__ import annotations
 
 import copy
+import gc
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +23,9 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deep_opt_states.config import ConfigError
 from deep_opt_states.device.host import HostDevice
 from deep_opt_states.zero import devices, plugin
+from deep_opt_states.zero.agreement import RanksDisagree
 from deep_opt_states.zero.refusals import Unsupported
+from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from tests.launch import answer
 from tests.zero.process_group import process_group
 
@@ -170,6 +177,15 @@ ATTEMPTS: dict[str, tuple[dict[str, Any], dict[str, Any], AbstractContextManager
         {"optimizer": second_group()},
         nullcontext(),
     ),
+    "no learning rate": (NO_OPTIMIZER, {"optimizer": second_group(lr=None)}, nullcontext()),
+    "learning rate in a tensor": (NO_OPTIMIZER, {"optimizer": second_group(lr=torch.tensor(1e-3))}, nullcontext()),
+    "eps of adafactor": (NO_OPTIMIZER, {"optimizer": second_group(eps=(1e-30, 1e-3))}, nullcontext()),
+    "weight decay in words": (NO_OPTIMIZER, {"optimizer": second_group(weight_decay="0.1")}, nullcontext()),
+    "three betas": (NO_OPTIMIZER, {"optimizer": second_group(betas=(0.9, 0.99, 0.999))}, nullcontext()),
+    "one beta": (NO_OPTIMIZER, {"optimizer": second_group(betas=0.9)}, nullcontext()),
+    "no beta": (NO_OPTIMIZER, {"optimizer": second_group(betas=(None, 0.999))}, nullcontext()),
+    "amsgrad": (NO_OPTIMIZER, {"optimizer": second_group(amsgrad=True)}, nullcontext()),
+    "maximize": (NO_OPTIMIZER, {"optimizer": second_group(maximize=True)}, nullcontext()),
     "numbers of other types": (
         NO_OPTIMIZER,
         {"optimizer": second_group(lr=np.float32(1e-3), betas=[0, np.float64(0.99)], weight_decay=1, eps=True)},
@@ -219,7 +235,7 @@ def attempt(
         if engine.basic_optimizer is not None:
             engine.backward(engine(torch.ones(1, 6, dtype=torch.bfloat16)).sum())
             engine.step()
-    except (Unsupported, ConfigError) as error:
+    except (Unsupported, ConfigError, RanksDisagree) as error:
         return {"type": type(error).__name__, "message": str(error), "untouched": is_untouched(model)}
     except Exception:  # noqa: BLE001 (the test shows it)
         return {"type": "other", "message": traceback.format_exc()}
@@ -241,7 +257,21 @@ def attempt_under_zero_init() -> dict[str, str | bool]:
     return {"type": "accepted", "message": ""}
 
 
+def attempt_on_one_rank() -> None:
+    """Refuse on rank 1 alone; both ranks then have nothing left of the attempt, and train the next engine."""
+    hyperparameters = {"lr": None} if torch.distributed.get_rank() == 1 else {}
+    threads = threading.active_count()
+    answer(attempt(NO_OPTIMIZER, {"optimizer": second_group(**hyperparameters)}, nullcontext()))
+    gc.collect()
+    left = [type(it).__name__ for it in gc.get_objects() if type(it) is DeepOptimizerStates_Stage3]
+    answer({"engines left": left, "threads left": threading.active_count() - threads})
+    answer(attempt({}, {}, nullcontext()))
+
+
 def main() -> None:
+    if torch.distributed.get_world_size() == 2:
+        attempt_on_one_rank()
+        return
     get_accelerator().is_fp16_supported = lambda: True
     for name, arguments in ATTEMPTS.items():
         answer({"name": name, **attempt(*arguments)})
