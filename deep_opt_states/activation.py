@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from deep_opt_states.names import CONFIG_KEY
+from deep_opt_states.names import CONFIG_KEY, resembles_config_key
 
 _state = {"tried": False, "active": False}
+_warned_of: set[tuple[str, str]] = set()
 
 # No warnings.warn here: where warnings are errors, it would break `import torch`.
 _log = logging.getLogger("deep_opt_states")
@@ -38,7 +39,14 @@ def is_active() -> bool:
 
 
 def _hook_engine(module: Any) -> None:
-    """The seam: everything else follows from here, for an engine whose config has our block."""
+    """Wrap the two methods of an engine from which everything else follows, if its config has our block."""
+
+    def do_sanity_check(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+        wrapped(*args, **kwargs)
+        if CONFIG_KEY in engine._config._param_dict:
+            from deep_opt_states.zero import plugin
+
+            plugin.check_engine(engine)
 
     def configure_zero_optimizer(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
         if CONFIG_KEY not in engine._config._param_dict:
@@ -47,20 +55,52 @@ def _hook_engine(module: Any) -> None:
 
         return plugin.configure_zero_optimizer(wrapped, engine, args, kwargs)
 
+    # The first method in which an engine knows its optimizer, before it partitions the model. ZeRO stage 0 never asks
+    # for a ZeRO optimizer, so that the second wrapper alone would ignore our block in silence there.
+    _wrap(module, "DeepSpeedEngine", "_do_sanity_check", do_sanity_check)
     _wrap(module, "DeepSpeedEngine", "_configure_zero_optimizer", configure_zero_optimizer)
 
 
 def _hook_config(module: Any) -> None:
-    """Checks only: a ZeRO stage that never reaches the seam must not ignore our block in silence."""
+    """Wrap the reading of a config. The wrapper only checks it."""
 
-    def do_sanity_check(wrapped: Any, ds_config: Any, args: Any, kwargs: Any) -> Any:
-        wrapped(*args, **kwargs)
-        if CONFIG_KEY in ds_config._param_dict:
+    def initialize_params(wrapped: Any, ds_config: Any, args: Any, kwargs: Any) -> None:
+        try:
+            wrapped(*args, **kwargs)
+        except ValueError as error:
+            if not _is_misplaced(error):
+                raise
+            from deep_opt_states.config import explain_misplaced
+
+            raise explain_misplaced(error).with_traceback(error.__traceback__) from None
+        param_dict = ds_config._param_dict
+        if misspelled := {key: block for key, block in param_dict.items() if resembles_config_key(key)}:
+            _warn_of_misspelled(misspelled)
+        if CONFIG_KEY in param_dict:
             from deep_opt_states.zero import plugin
 
             plugin.check_config(ds_config)
 
-    _wrap(module, "DeepSpeedConfig", "_do_sanity_check", do_sanity_check)
+    _wrap(module, "DeepSpeedConfig", "_initialize_params", initialize_params)
+
+
+def _is_misplaced(error: ValueError) -> bool:
+    """Return whether ``error`` is pydantic's and refuses our block inside one of DeepSpeed's."""
+    refused: list[dict[str, Any]] = getattr(error, "errors", list)()
+    return any(key == CONFIG_KEY or resembles_config_key(key) for line in refused for key in line["loc"])
+
+
+def _warn_of_misspelled(blocks: dict[str, Any]) -> None:
+    """Warn once per block, since DeepSpeed may read the config of one engine several times."""
+    from deep_opt_states.zero.log import say
+
+    for key, block in blocks.items():
+        if (key, repr(block)) not in _warned_of:
+            _warned_of.add((key, repr(block)))
+            say(
+                f'the key "{key}" in the DeepSpeed config has no effect: did you mean "{CONFIG_KEY}"? '
+                f"Without that, stock DeepSpeed trains."
+            )
 
 
 def _wrap(module: Any, owner: str, method: str, wrapper: Any) -> None:

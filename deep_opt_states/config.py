@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from deep_opt_states.names import CONFIG_KEY
+from deep_opt_states.names import CONFIG_KEY, resembles_config_key
 from perf_model.placement import Placement, place_all, place_by_fraction, place_by_stride
 from perf_model.plan import UpdatePlan
 from perf_model.workload import Workload
@@ -103,6 +104,28 @@ def parse_config(ds_config: Mapping[str, Any]) -> Config | None:
         return Config.model_validate(dict(block))
     except ValidationError as error:
         raise ConfigError("\n".join(_messages(error))) from None
+
+
+def explain_misplaced(error: Any) -> ValidationError:
+    """Return DeepSpeed's ``ValidationError`` about our block inside one of DeepSpeed's own, with the remedy added.
+
+    It has the same type and the same lines, so that a caller who handles DeepSpeed's error still does.
+    """
+    lines: list[InitErrorDetails] = []
+    for line in error.errors(include_url=False):
+        kind: str | PydanticCustomError = line["type"]
+        name = line["loc"][-1]
+        if name == CONFIG_KEY or resembles_config_key(name):
+            kind = PydanticCustomError("extra_forbidden", _MISPLACED)
+        lines.append({"type": kind, "loc": line["loc"], "input": line["input"], "ctx": line.get("ctx", {})})
+    return ValidationError.from_exception_data(error.title, lines)
+
+
+_MISPLACED = (
+    f'"{CONFIG_KEY}" must be at the top level of the DeepSpeed config, found inside another block. '
+    f'Move it out, beside "zero_optimization": '
+    f'{{"zero_optimization": {{"stage": 3, ...}}, "{CONFIG_KEY}": {{...}}}}'
+)
 
 
 class _RuleError(ValueError):

@@ -16,7 +16,7 @@ PACKAGES = ("perf_model", "deep_opt_states")
 MAY_IMPORT: dict[str, set[str]] = {
     "perf_model": set(),
     "deep_opt_states": {"deep_opt_states.activation"},
-    "deep_opt_states.activation": {"deep_opt_states.names", "deep_opt_states.zero"},
+    "deep_opt_states.activation": {"deep_opt_states.config", "deep_opt_states.names", "deep_opt_states.zero"},
     "deep_opt_states.names": set(),
     "deep_opt_states.config": {"deep_opt_states.names", "perf_model"},
     "deep_opt_states.device": set(),
@@ -66,7 +66,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "deep_opt_states": set(),
     "deep_opt_states.activation": {"wrapt"},
     "deep_opt_states.names": set(),
-    "deep_opt_states.config": {"pydantic"},
+    "deep_opt_states.config": {"pydantic", "pydantic_core"},
     "deep_opt_states.device": {"torch", "deepspeed", "numpy", "triton"},
     "deep_opt_states.runtime": {"torch"},
     "deep_opt_states.report": {"jinja2"},

@@ -33,7 +33,6 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
     """
     basic_optimizer = args[0] if args else kwargs.get("optimizer")
     if basic_optimizer is None or isinstance(basic_optimizer, DummyOptim):
-        say(f'no optimizer: "{CONFIG_KEY}" has nothing to do')
         return wrapped(*args, **kwargs)
     # Before stock's constructor, which has collectives of its own that a refused rank would never reach.
     choice = agree(lambda: _choose(engine, basic_optimizer), lambda choice: "off" if choice is None else "on")
@@ -59,13 +58,28 @@ def _choose(engine: Any, basic_optimizer: Any) -> tuple[Config, AcceleratorChoic
 
 
 def check_config(ds_config: Any) -> None:
-    """For every ``DeepSpeedConfig`` with our block.
+    """Check every ``DeepSpeedConfig`` with our block. Raises ``ConfigError`` or ``Unsupported``.
 
-    An error before the model is partitioned and an op is built beats one after; and stage 0 never asks for a
-    ZeRO optimizer, so that the other seam would not see it.
+    ``deepspeed.zero.Init`` reads the config, too, and partitions the model by it: an error before that beats one after.
+    What the plugin needs is needed only by an engine that has an optimizer, which nothing but ``"optimizer"`` in the
+    config tells here; ``check_engine`` decides about all others.
     """
-    if _enabled_config(ds_config) is not None:
+    if _enabled_config(ds_config) is not None and ds_config.optimizer_name is not None:
         refuse_config(ds_config)
+
+
+def check_engine(engine: Any) -> None:
+    """Check an engine whose config has our block, before it partitions the model. Raises what ``check_config`` does.
+
+    An engine without an optimizer inherits the block where its config is made from that of the training: TRL's
+    reference model, a teacher, an evaluation. It is stock DeepSpeed's, whatever else its config says.
+    """
+    if _enabled_config(engine._config) is None:
+        return
+    if engine.client_optimizer or engine.optimizer_name():
+        refuse_config(engine._config)
+    else:
+        say(f'an engine without an optimizer is stock DeepSpeed\'s: "{CONFIG_KEY}" has no update to schedule there')
 
 
 def switched_off() -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import deepspeed
@@ -41,7 +42,8 @@ def refuse_config(ds_config: Any) -> None:
 
 def refuse_engine(engine: Any, basic_optimizer: Any) -> None:
     """What only the engine and the optimizer that it was given tell. Raises ``Unsupported``."""
-    _refuse(_ENGINE, engine, basic_optimizer)
+    for rules in (_ENGINE, _HYPERPARAMETERS):
+        _refuse(rules, engine, basic_optimizer)
 
 
 def _refuse(rules: tuple[Rule, ...], *subject: Any) -> None:
@@ -60,6 +62,36 @@ def _device(offload_config: Any) -> str:
 
 def _qualified_name(optimizer: Any) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _not_numbers(optimizer: Any) -> list[str]:
+    """Return every hyperparameter that is not a number, as ``eps=None in param group 0``.
+
+    ``DeepSpeedCPUAdam`` converts them to numbers only when it updates, and the update has begun by then. It would
+    convert a tensor, too, but a scheduler of PyTorch's writes the next learning rate into that tensor in place, while
+    the update that has been begun with it is still running.
+    """
+    wrong = []
+    for index, group in enumerate(optimizer.param_groups):
+        names = [name for name in ("lr", "eps", "weight_decay") if not isinstance(group[name], Real)]
+        if not _is_pair(group["betas"]):
+            names.append("betas")
+        wrong += [f"{name}={group[name]!r} in param group {index}" for name in names]
+    return wrong
+
+
+def _variants(optimizer: Any) -> list[str]:
+    """Return every variant of Adam that a param group asks for and ``DeepSpeedCPUAdam`` would ignore."""
+    return [
+        f"{name}={group[name]!r} in param group {index}"
+        for index, group in enumerate(optimizer.param_groups)
+        for name in ("amsgrad", "maximize")
+        if group.get(name)
+    ]
+
+
+def _is_pair(betas: Any) -> bool:
+    return isinstance(betas, Sequence) and len(betas) == 2 and all(isinstance(beta, Real) for beta in betas)
 
 
 def _model_parallel_size(mpu: Any) -> int:
@@ -201,7 +233,8 @@ _ENGINE = (
     Rule(
         "optimizer",
         "must be DeepSpeedCPUAdam (what DeepSpeed makes of Adam and AdamW when it offloads)",
-        'Set "optimizer": {"type": "AdamW", ...}, or pass deepspeed.ops.adam.DeepSpeedCPUAdam to initialize().',
+        'Set "optimizer": {"type": "AdamW", ...}, or pass deepspeed.ops.adam.DeepSpeedCPUAdam to initialize(). With '
+        'Accelerate or Trainer, an Adam that they make is one unless the config sets "zero_force_ds_cpu_optimizer".',
         lambda engine, optimizer: _qualified_name(optimizer),
         lambda name: name == f"{DeepSpeedCPUAdam.__module__}.{DeepSpeedCPUAdam.__qualname__}",
     ),
@@ -227,5 +260,23 @@ _ENGINE = (
         "Model parallelism has not been proven bit-identical with interleaved offloading: train without an mpu.",
         lambda engine, optimizer: _model_parallel_size(engine.mpu),
         lambda size: size <= 1,
+    ),
+)
+
+_HYPERPARAMETERS = (
+    Rule(
+        "optimizer (hyperparameters)",
+        "lr, eps and weight_decay must be numbers, and betas two numbers, in every param group",
+        'Give Python numbers, or set "optimizer": {"type": "AdamW", ...}. Accelerate, and with it Trainer, makes '
+        'DeepSpeedCPUAdam of optimizers that are not Adam, with the hyperparameters of those: choose "adamw_torch".',
+        lambda engine, optimizer: ", ".join(_not_numbers(optimizer)),
+        lambda wrong: not wrong,
+    ),
+    Rule(
+        "optimizer (variants of Adam)",
+        "amsgrad and maximize must be false",
+        "DeepSpeedCPUAdam has no such update, and stock DeepSpeed would train without it: remove it.",
+        lambda engine, optimizer: ", ".join(_variants(optimizer)),
+        lambda found: not found,
     ),
 )

@@ -1,4 +1,4 @@
-"""The JSON block alone switches the plugin on, and without it DeepSpeed is stock but for two pass-through wrappers.
+"""The JSON block alone switches the plugin on, and without it DeepSpeed is stock but for three pass-through wrappers.
 
 Nothing here can be shown in the process of pytest, which has long imported what must not be imported yet.
 """
@@ -106,17 +106,22 @@ def test_without_the_block_nothing_of_ours_is_loaded(reports: tuple[Report, Repo
 
 
 @of_one_worker
-def test_deepspeed_is_stock_but_for_two_wrappers(reports: tuple[Report, Report]) -> None:
-    """The second is there since stage 0 never configures a ZeRO optimizer: the first would not see it."""
+def test_deepspeed_is_stock_but_for_three_wrappers(reports: tuple[Report, Report]) -> None:
+    """The second is the seam. The others only check: the first each config, the last each engine that knows its
+    optimizer, since stage 0 never configures a ZeRO optimizer."""
     hooked, unhooked = reports
     assert hooked["wrapped"] == [
-        "deepspeed.runtime.config.DeepSpeedConfig._do_sanity_check",
+        "deepspeed.runtime.config.DeepSpeedConfig._initialize_params",
         "deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer",
+        "deepspeed.runtime.engine.DeepSpeedEngine._do_sanity_check",
     ]
     assert unhooked["wrapped"] == []
     ours, stock = hooked["engine attributes"], unhooked["engine attributes"]
     assert list(ours) == list(stock)
-    assert {name for name in ours if ours[name] != stock[name]} == {"_configure_zero_optimizer"}
+    assert {name for name in ours if ours[name] != stock[name]} == {
+        "_configure_zero_optimizer",
+        "_do_sanity_check",
+    }
 
 
 @of_one_worker

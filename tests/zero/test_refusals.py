@@ -6,6 +6,8 @@ import pytest
 
 from tests.launch import run_ranks
 
+NUMBERS = "Give Python numbers"
+
 EXPECTED: dict[str, tuple[str, str]] = {
     "stage 0": ("zero_optimization.stage: must be 3, found 0", 'set "stage": 3'),
     "no zero_optimization": ("zero_optimization.stage: must be 3, found 0", 'set "stage": 3'),
@@ -35,8 +37,41 @@ EXPECTED: dict[str, tuple[str, str]] = {
     "deepspeed 0.18.0": ("must be version 0.19.8", "pip install deepspeed==0.19.8"),
     "another accelerator": ('must be "cuda" or "cpu", found \'xpu\'', '"enabled": false'),
     "streamed on a GPU": ("placement: streamed and resident sub-groups need a GPU Adam kernel", '"placement": "cpu"'),
+    "stage 0, its own optimizer": ("zero_optimization.stage: must be 3, found 0", 'set "stage": 3'),
+    "no offload_optimizer, its own optimizer": (
+        'offload_optimizer.device: must be "cpu", found none',
+        'Set "offload_optimizer"',
+    ),
+    "under zero.Init": ("offload_optimizer.ratio: must be 1", 'remove "ratio"'),
+    "no optimizer, misspelled placement": ('placement: must be "planned"', "Leave it out"),
+    "no learning rate": ("must be numbers, and betas two numbers, in every param group, found lr=None", NUMBERS),
+    "learning rate in a tensor": ("found lr=tensor(0.0010) in param group 1", NUMBERS),
+    "eps of adafactor": ("found eps=(1e-30, 0.001) in param group 1", 'choose "adamw_torch"'),
+    "weight decay in words": ("found weight_decay='0.1' in param group 1", NUMBERS),
+    "three betas": ("found betas=(0.9, 0.99, 0.999) in param group 1", NUMBERS),
+    "one beta": ("found betas=0.9 in param group 1", NUMBERS),
+    "no beta": ("found betas=(None, 0.999) in param group 1", NUMBERS),
+    "amsgrad": ("amsgrad and maximize must be false, found amsgrad=True in param group 1", "remove it"),
+    "maximize": ("amsgrad and maximize must be false, found maximize=True in param group 1", "remove it"),
     "a list of another length": ("has 2 sub-groups, found 1 entries", "Change the list"),
 }
+
+PLUGIN = "DeepOptimizerStates_Stage3"
+ACCEPTED = {
+    "numbers of other types": PLUGIN,
+    "keys of PyTorch's AdamW": PLUGIN,
+    "no optimizer": "DeepSpeedZeRoOffload",
+    "no optimizer, no offload": "DeepSpeedZeRoOffload",
+    "no optimizer, stage 0": "BF16_Optimizer",
+    "no optimizer, everything else refused": "DeepSpeedZeRoOffload",
+}
+
+REFUSED_WITH_THE_OPTIMIZER = {
+    *("torch adam", "sgd", "low-precision moments", "mpu", "another accelerator", "streamed on a GPU", "step hooks"),
+    *("no learning rate", "learning rate in a tensor", "eps of adafactor", "weight decay in words", "three betas"),
+    *("one beta", "no beta", "amsgrad", "maximize", "a list of another length"),
+}
+"""DeepSpeed makes an optimizer when it has converted the model; only what makes the states is left then."""
 
 
 # One worker of pytest-xdist makes the fixture, once.
@@ -48,8 +83,8 @@ def answers() -> dict[str, dict[str, str]]:
     finished = run_ranks(1, ["-m", "tests.zero.scripts.refusals"], timeout_s=120)[0]
     assert finished.returncode == 0, finished.output[-3000:]
     answers = {answer["name"]: answer for answer in finished.answers()}
-    assert answers.keys() == EXPECTED.keys()
-    return answers
+    assert answers.keys() == EXPECTED.keys() | ACCEPTED.keys()
+    return {**answers, "log": {"output": finished.output}}
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -60,3 +95,31 @@ def test_refused_with_rule_value_and_remedy(name: str, answers: dict[str, dict[s
     assert rule in answer["message"]
     assert "found" in answer["message"]
     assert remedy in answer["message"]
+
+
+@pytest.mark.parametrize("name", [name for name in EXPECTED if name not in REFUSED_WITH_THE_OPTIMIZER])
+def test_refused_before_the_model_is_partitioned(name: str, answers: dict[str, dict[str, str]]) -> None:
+    assert answers[name]["untouched"]
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted(name: str, answers: dict[str, dict[str, str]]) -> None:
+    answer = answers[name]
+    assert answer["type"] == "accepted", answer["message"]
+    assert answer["message"] == ACCEPTED[name]
+
+
+def test_an_engine_without_an_optimizer_has_one_line_in_the_log(answers: dict[str, dict[str, str]]) -> None:
+    without = [name for name in ACCEPTED if name.startswith("no optimizer")]
+    assert answers["log"]["output"].count("an engine without an optimizer is stock DeepSpeed's") == len(without)
+
+
+def test_a_refusal_on_one_rank_leaves_nothing_on_any() -> None:
+    ranks = run_ranks(2, ["-m", "tests.zero.scripts.refusals"], timeout_s=120)
+    for rank, finished in enumerate(ranks):
+        assert finished.returncode == 0, finished.output[-3000:]
+        refused, left, trained = finished.answers()
+        assert refused["type"] == ("RanksDisagree", "Unsupported")[rank]
+        assert "found lr=None in param group 1" in refused["message"]
+        assert left == {"engines left": [], "threads left": 0}
+        assert trained == {"type": "accepted", "message": PLUGIN}

@@ -1,8 +1,13 @@
-"""Tries to enable the plugin together with each thing that it refuses, and prints what each was answered with."""
+"""Tries to enable the plugin together with each thing that it refuses, and prints what each was answered with.
+
+With two ranks, one of them has an optimizer that is refused.
+"""
 
 from __future__ import annotations
 
 import copy
+import gc
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +15,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import deepspeed
+import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -17,7 +23,9 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deep_opt_states.config import ConfigError
 from deep_opt_states.device.host import HostDevice
 from deep_opt_states.zero import devices, plugin
+from deep_opt_states.zero.agreement import RanksDisagree
 from deep_opt_states.zero.refusals import Unsupported
+from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from tests.launch import answer
 from tests.zero.process_group import process_group
 
@@ -87,6 +95,19 @@ def hooked(params: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+def second_group(**hyperparameters: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return what makes an Adam whose second param group has ``hyperparameters``, set when DeepSpeed has checked it."""
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        first, second = params
+        optimizer = DeepSpeedCPUAdam([{"params": [first]}, {"params": [second]}])
+        optimizer.param_groups[1].update(hyperparameters)
+        return optimizer
+
+    return make
+
+
+NO_OPTIMIZER = {"optimizer": None}
 CLIENT = {"optimizer": None, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
 FP16 = {"bf16": None, "fp16.enabled": True}
 
@@ -146,28 +167,115 @@ ATTEMPTS: dict[str, tuple[dict[str, Any], dict[str, Any], AbstractContextManager
     "quantised gradients": ({"zero_optimization.zero_quantized_gradients": True}, {}, nullcontext()),
     "datastates": ({"datastates_ckpt": {}}, {}, nullcontext()),
     "autotp": ({"tensor_parallel.autotp_size": 2}, {}, nullcontext()),
+    "stage 0, its own optimizer": (
+        {**NO_OPTIMIZER, "zero_optimization.stage": 0, "zero_optimization.offload_optimizer": None},
+        {"optimizer": second_group()},
+        nullcontext(),
+    ),
+    "no offload_optimizer, its own optimizer": (
+        {**NO_OPTIMIZER, "zero_optimization.offload_optimizer": None},
+        {"optimizer": second_group()},
+        nullcontext(),
+    ),
+    "no learning rate": (NO_OPTIMIZER, {"optimizer": second_group(lr=None)}, nullcontext()),
+    "learning rate in a tensor": (NO_OPTIMIZER, {"optimizer": second_group(lr=torch.tensor(1e-3))}, nullcontext()),
+    "eps of adafactor": (NO_OPTIMIZER, {"optimizer": second_group(eps=(1e-30, 1e-3))}, nullcontext()),
+    "weight decay in words": (NO_OPTIMIZER, {"optimizer": second_group(weight_decay="0.1")}, nullcontext()),
+    "three betas": (NO_OPTIMIZER, {"optimizer": second_group(betas=(0.9, 0.99, 0.999))}, nullcontext()),
+    "one beta": (NO_OPTIMIZER, {"optimizer": second_group(betas=0.9)}, nullcontext()),
+    "no beta": (NO_OPTIMIZER, {"optimizer": second_group(betas=(None, 0.999))}, nullcontext()),
+    "amsgrad": (NO_OPTIMIZER, {"optimizer": second_group(amsgrad=True)}, nullcontext()),
+    "maximize": (NO_OPTIMIZER, {"optimizer": second_group(maximize=True)}, nullcontext()),
+    "numbers of other types": (
+        NO_OPTIMIZER,
+        {"optimizer": second_group(lr=np.float32(1e-3), betas=[0, np.float64(0.99)], weight_decay=1, eps=True)},
+        nullcontext(),
+    ),
+    "keys of PyTorch's AdamW": (
+        NO_OPTIMIZER,
+        {"optimizer": second_group(maximize=False, foreach=None, fused=True, capturable=False)},
+        nullcontext(),
+    ),
+    "no optimizer": (NO_OPTIMIZER, {}, nullcontext()),
+    "no optimizer, no offload": ({**NO_OPTIMIZER, "zero_optimization.offload_optimizer": None}, {}, nullcontext()),
+    "no optimizer, stage 0": (
+        {**NO_OPTIMIZER, "zero_optimization.stage": 0, "zero_optimization.offload_optimizer": None},
+        {},
+        nullcontext(),
+    ),
+    "no optimizer, everything else refused": (
+        {
+            **NO_OPTIMIZER,
+            "zero_optimization.offload_optimizer.ratio": 0.5,
+            "zero_optimization.zero_quantized_gradients": True,
+        },
+        {"mpu": ModelParallel()},
+        nullcontext(),
+    ),
+    "no optimizer, misspelled placement": (
+        {**NO_OPTIMIZER, "deep_optimizer_states": {"placement": "gpu"}},
+        {},
+        nullcontext(),
+    ),
     "a list of another length": ({"deep_optimizer_states": {"placement": ["cpu"]}}, {}, nullcontext()),
 }
 
 
-def attempt(changes: dict[str, Any], arguments: dict[str, Any], patch: AbstractContextManager[Any]) -> dict[str, str]:
+def attempt(
+    changes: dict[str, Any], arguments: dict[str, Any], patch: AbstractContextManager[Any]
+) -> dict[str, str | bool]:
     model = torch.nn.Sequential(torch.nn.Linear(6, 5, bias=False), torch.nn.Linear(5, 4, bias=False))
     for param in model.parameters():
         param.use_muon = True
     try:
         with patch:
-            deepspeed.initialize(model=model, model_parameters=model.parameters(), config=changed(changes), **arguments)
-    except (Unsupported, ConfigError) as error:
-        return {"type": type(error).__name__, "message": str(error)}
+            engine, *_ = deepspeed.initialize(
+                model=model, model_parameters=model.parameters(), config=changed(changes), **arguments
+            )
+        if engine.basic_optimizer is not None:
+            engine.backward(engine(torch.ones(1, 6, dtype=torch.bfloat16)).sum())
+            engine.step()
+    except (Unsupported, ConfigError, RanksDisagree) as error:
+        return {"type": type(error).__name__, "message": str(error), "untouched": is_untouched(model)}
     except Exception:  # noqa: BLE001 (the test shows it)
         return {"type": "other", "message": traceback.format_exc()}
+    return {"type": "accepted", "message": type(engine.optimizer).__name__}
+
+
+def is_untouched(model: torch.nn.Module) -> bool:
+    """Return whether DeepSpeed has neither partitioned nor converted ``model``."""
+    return all(not hasattr(param, "ds_id") and param.dtype is torch.float32 for param in model.parameters())
+
+
+def attempt_under_zero_init() -> dict[str, str | bool]:
+    model = None
+    try:
+        with deepspeed.zero.Init(config_dict_or_path=changed({"zero_optimization.offload_optimizer.ratio": 0.5})):
+            model = torch.nn.Linear(6, 5)
+    except Unsupported as error:
+        return {"type": "Unsupported", "message": str(error), "untouched": model is None}
     return {"type": "accepted", "message": ""}
 
 
+def attempt_on_one_rank() -> None:
+    """Refuse on rank 1 alone; both ranks then have nothing left of the attempt, and train the next engine."""
+    hyperparameters = {"lr": None} if torch.distributed.get_rank() == 1 else {}
+    threads = threading.active_count()
+    answer(attempt(NO_OPTIMIZER, {"optimizer": second_group(**hyperparameters)}, nullcontext()))
+    gc.collect()
+    left = [type(it).__name__ for it in gc.get_objects() if type(it) is DeepOptimizerStates_Stage3]
+    answer({"engines left": left, "threads left": threading.active_count() - threads})
+    answer(attempt({}, {}, nullcontext()))
+
+
 def main() -> None:
+    if torch.distributed.get_world_size() == 2:
+        attempt_on_one_rank()
+        return
     get_accelerator().is_fp16_supported = lambda: True
     for name, arguments in ATTEMPTS.items():
         answer({"name": name, **attempt(*arguments)})
+    answer({"name": "under zero.Init", **attempt_under_zero_init()})
 
 
 if __name__ == "__main__":

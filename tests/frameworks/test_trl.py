@@ -1,0 +1,70 @@
+"""TRL's trainers on two ranks: the DeepSpeed JSON alone makes the plugin update, and what is saved has stock's bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.frameworks.checkpoints import contents
+from tests.launch import Finished, run_ranks
+
+STOCK, PLUGIN = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
+NO_OPTIMIZER = "DeepSpeedZeRoOffload"
+"""What stock DeepSpeed makes for ZeRO-3 where there is no optimizer."""
+
+WORLD_SIZE, STEPS = 2, 3
+TRAINERS = ["SFT", "SFT with LoRA", "DPO", "DPO with LoRA"]
+
+# One worker of pytest-xdist makes the fixture, once.
+pytestmark = pytest.mark.xdist_group("trl")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trl")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[Finished]:
+    # Without a GPU, which frameworks take wherever they see one.
+    ranks = run_ranks(WORLD_SIZE, ["-m", "tests.frameworks.trl_trainers", str(folder)], 400, CUDA_VISIBLE_DEVICES="")
+    for finished in ranks:
+        assert finished.returncode == 0, finished.output[-5000:]
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def answers(ranks: list[Finished]) -> list[list[dict[str, Any]]]:
+    return [finished.answers() for finished in ranks]
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_same_bits_as_stock(name: str, answers: list[list[dict[str, Any]]], folder: Path) -> None:
+    reference = NO_OPTIMIZER if name == "DPO" else None
+    engines = [reference] if reference else []
+    same = {"trainer": name, "reference": reference, "steps": STEPS, "several sub-groups": True}
+    stock = {**same, "arm": "stock", "engines": [*engines, STOCK]}
+    plugin = {**same, "arm": "plugin", "engines": [*engines, PLUGIN]}
+    for rank in answers:
+        assert [run for run in rank if run.get("trainer") == name] == [stock, plugin]
+    ours, stocks = contents(folder / name / "plugin"), contents(folder / name / "stock")
+    assert any("exp_avg_sq" in key for key in stocks)
+    assert ours.keys() == stocks.keys()
+    assert [key for key in stocks if ours[key] != stocks[key]] == []
+
+
+def test_the_log_has_one_line_about_the_reference_model(ranks: list[Finished]) -> None:
+    output = "".join(finished.output for finished in ranks)
+    assert output.count("an engine without an optimizer is stock DeepSpeed's") == 1
+
+
+def test_an_optimizer_that_is_not_adam_is_refused_before_the_first_update(answers: list[list[dict[str, Any]]]) -> None:
+    """Accelerate makes DeepSpeedCPUAdam of Adafactor, with Adafactor's pair as eps."""
+    for rank in answers:
+        refused = rank[-1]
+        assert refused["error"] == "Unsupported"
+        assert refused["steps"] == 0
+        assert "found eps=(1e-30, 0.001) in param group 0" in refused["message"]
+        assert 'choose "adamw_torch"' in refused["message"]

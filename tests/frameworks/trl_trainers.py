@@ -1,0 +1,211 @@
+"""Trains a small model with TRL's trainers in turn, with stock and with the plugin, and reports what updated it.
+
+All runs share one process per rank, since most of the seconds of a run go into imports. The last run asks for an
+optimizer that the plugin refuses.
+
+    trl_trainers.py FOLDER   each run saves a checkpoint in FOLDER/TRAINER/stock or FOLDER/TRAINER/plugin
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import wrapt
+from accelerate.state import AcceleratorState, PartialState
+from datasets import Dataset
+from deepspeed.runtime.engine import DeepSpeedEngine
+from peft import LoraConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
+from transformers.integrations import unset_hf_deepspeed_config
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from tests.launch import answer
+from tests.zero.process_group import end_process
+
+STEPS = 3
+BATCH_SIZE = 2
+WORLD_SIZE = 2
+CONTEXT = 64
+SEED = 11
+
+DEEPSPEED: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": BATCH_SIZE,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-3, "warmup_num_steps": 10}},
+    "zero_optimization": {
+        "stage": 3,
+        # Several sub-groups, also of LoRA's parameters, and parameters that are not all kept gathered.
+        "sub_group_size": 1_000,
+        "stage3_param_persistence_threshold": 1_000,
+        "offload_optimizer": {"device": "cpu"},
+    },
+    "deep_optimizer_states": {"placement": "stride", "update_stride": 2},
+}
+
+Report = dict[str, Any]
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token is a byte; nothing is downloaded."""
+    specials = ["<pad>", "<eos>"]
+    tokens = [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def llama(seed: int = SEED) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=32,
+        intermediate_size=88,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config)
+
+
+def lines(count: int) -> list[str]:
+    """Lines of code, which every machine with Python has."""
+    code = Path(argparse.__file__).read_text().splitlines()
+    return [line.strip() for line in code if len(line.strip()) > 20][:count]
+
+
+def texts() -> Dataset:
+    return Dataset.from_dict({"text": lines(WORLD_SIZE * BATCH_SIZE * STEPS)})
+
+
+def preferences() -> Dataset:
+    """The line as it is rather than backwards."""
+    pairs = [(line[:10], line[10:]) for line in lines(WORLD_SIZE * BATCH_SIZE * STEPS)]
+    return Dataset.from_list([{"prompt": left, "chosen": right, "rejected": right[::-1]} for left, right in pairs])
+
+
+def arguments(output: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(output),
+        "deepspeed": copy.deepcopy(DEEPSPEED),
+        "optim": "adamw_torch",
+        "bf16": True,
+        "use_cpu": True,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.01,
+        "warmup_steps": 10,
+        "per_device_train_batch_size": BATCH_SIZE,
+        "max_steps": STEPS,
+        "save_steps": STEPS,
+        "max_length": CONTEXT,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def sft(output: Path, peft: LoraConfig | None = None, **changes: Any) -> Trainer:
+    config = SFTConfig(**{**arguments(output), **changes})
+    return SFTTrainer(llama(), config, train_dataset=texts(), processing_class=byte_tokenizer(), peft_config=peft)
+
+
+def dpo(output: Path, peft: LoraConfig | None = None, reference: LlamaForCausalLM | None = None) -> Trainer:
+    return DPOTrainer(
+        llama(),
+        reference,
+        DPOConfig(**arguments(output)),
+        train_dataset=preferences(),
+        processing_class=byte_tokenizer(),
+        peft_config=peft,
+    )
+
+
+def made_by_the_trainer(output: Path, optim: str, peft: LoraConfig | None = None) -> Trainer:
+    """Leave the optimizer and the scheduler to the trainer instead of the DeepSpeed config."""
+    config = {key: value for key, value in DEEPSPEED.items() if key not in ("optimizer", "scheduler")}
+    return sft(output, peft, deepspeed=copy.deepcopy(config), optim=optim)
+
+
+LORA = LoraConfig(r=8, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
+
+TRAINERS: dict[str, Callable[[Path], Trainer]] = {
+    "SFT": sft,
+    "SFT with LoRA": lambda output: made_by_the_trainer(output, "adamw_torch", LORA),
+    # The reference has other parameters than the model, so that the loss depends on it from the first step on.
+    "DPO": lambda output: dpo(output, reference=llama(SEED + 1)),
+    # The reference is the model without its adapters.
+    "DPO with LoRA": lambda output: dpo(output, LORA),
+}
+
+
+def run(name: str, arm: str, folder: Path) -> Report:
+    begin(plugin=arm == "plugin")
+    trainer = TRAINERS[name](folder / name / arm)
+    trainer.train()
+    engine, reference = trainer.model_wrapped, getattr(trainer, "ref_model", None)
+    return {
+        "trainer": name,
+        "arm": arm,
+        "engines": [type(each.optimizer).__name__ for each in engines],
+        "reference": type(reference.optimizer).__name__ if reference in engines else None,
+        "steps": engine.global_steps,
+        "several sub-groups": len(engine.optimizer.fp16_groups) > 2,
+    }
+
+
+def try_adafactor(folder: Path) -> Report:
+    begin(plugin=True)
+    trainer = made_by_the_trainer(folder / "adafactor", "adafactor")
+    try:
+        trainer.train()
+    except ValueError as error:
+        return {"error": type(error).__name__, "message": str(error), "steps": trainer.state.global_step}
+    return {"error": None}
+
+
+def begin(plugin: bool) -> None:
+    os.environ["DEEP_OPT_STATES"] = "1" if plugin else "0"
+    # Accelerate and Transformers keep the config that they have read.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    unset_hf_deepspeed_config()
+    engines.clear()
+
+
+engines: list[DeepSpeedEngine] = []
+
+
+@wrapt.patch_function_wrapper("deepspeed.runtime.engine", "DeepSpeedEngine.__init__")
+def remember_engine(construct: Any, engine: Any, args: Any, kwargs: Any) -> None:
+    construct(*args, **kwargs)
+    engines.append(engine)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    # Accelerate ends it after each run.
+    PartialState.destroy_process_group = lambda *_: None
+    for name in TRAINERS:
+        for arm in ("stock", "plugin"):
+            answer(run(name, arm, folder))
+    answer(try_adafactor(folder))
+    end_process()
+
+
+if __name__ == "__main__":
+    main()
