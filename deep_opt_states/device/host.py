@@ -42,6 +42,9 @@ class HostStream:
 class HostDevice:
     shares_host_memory = True
 
+    def enter_thread(self) -> None:
+        pass
+
     def stream(self) -> HostStream:
         return HostStream()
 

@@ -96,7 +96,7 @@ class Executor:
         self._origin = device.event()
         self._origin_s = 0.0
         self._cpu_spans: dict[str, tuple[float, float]] = {}
-        self._worker = worker or Worker()
+        self._worker = worker or Worker(device.enter_thread)
         begins_with = {action.sub_group: action.kind for action in reversed(schedule.actions)}
         first = [
             (_PLACEMENTS[begins_with[index]], index, part)
