@@ -21,7 +21,16 @@ from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.topology import Core, format_cpu_list
 
 CORES_PER_LAUNCH_CORE = 8
-"""Launching keeps a core or two busy, but processes that load data inherit its cores, too. A guess, not measured."""
+"""A guess, not measured. Of many cores, fewer than all use up the bandwidth of host memory in an update."""
+
+CORES_FOR_A_SECOND_LAUNCH_CORE = 4
+"""The least number of cores of which two launch.
+
+Backward keeps a core busy with autograd's thread, and forward with the main thread. NCCL's threads and the one that
+pins batches run beside it: on a single core they delay launches, and the GPU idles in all of the step. Of 4 cores, the
+second costs the CPU's part of the update at most a third of its speed, and the planner moves work to the GPU for that.
+With fewer cores, it would be half of it, or all.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +209,10 @@ def _split(cores: Sequence[Core], parts: int) -> list[tuple[Core, ...]]:
 
 
 def _num_launch_cores(num_cores: int) -> int:
-    return 0 if num_cores < 2 else max(1, num_cores // CORES_PER_LAUNCH_CORE)
+    if num_cores < 2:
+        return 0
+    least = 2 if num_cores >= CORES_FOR_A_SECOND_LAUNCH_CORE else 1
+    return max(least, num_cores // CORES_PER_LAUNCH_CORE)
 
 
 def _first_of_each_core(cores: Sequence[Core]) -> tuple[int, ...]:

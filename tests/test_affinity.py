@@ -11,9 +11,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from deep_opt_states.device import affinity
 from deep_opt_states.device.affinity import AffinityError, LaunchBinding, allowed_cpus
+from tests.forks import exit_code_of_child
 
 ALLOWED = frozenset(os.sched_getaffinity(0))
 LOW, HIGH = frozenset({min(ALLOWED)}), frozenset({max(ALLOWED)})
@@ -63,7 +65,7 @@ def test_threads_that_run_are_moved_and_put_back() -> None:
 
 
 @two_cpus
-def test_what_starts_later_inherits_and_is_put_back_too() -> None:
+def test_threads_and_programs_that_start_later_inherit_and_threads_are_put_back_too() -> None:
     binding = LaunchBinding(HIGH)
     with parked() as later:
         assert os.sched_getaffinity(later) == HIGH
@@ -72,6 +74,82 @@ def test_what_starts_later_inherits_and_is_put_back_too() -> None:
         assert child.stdout.strip() == str(sorted(HIGH))
         binding.release()
         assert os.sched_getaffinity(later) == ALLOWED
+
+
+def exit_code_if(allowed: frozenset[int]) -> Callable[[], int]:
+    return lambda: 0 if (frozenset(os.sched_getaffinity(0)), allowed_cpus()) == (allowed, allowed) else 1
+
+
+@two_cpus
+def test_a_forked_process_may_use_all_cpus_of_its_parent() -> None:
+    """As processes that load data could without the plugin; the parent's threads stay where they are."""
+    first = LaunchBinding(HIGH)
+    assert exit_code_of_child(exit_code_if(ALLOWED)) == 0
+    second = LaunchBinding(LOW)
+    assert exit_code_of_child(exit_code_if(ALLOWED)) == 0
+    assert os.sched_getaffinity(0) == LOW
+    second.release()
+    first.release()
+    assert exit_code_of_child(exit_code_if(ALLOWED)) == 0
+
+
+@two_cpus
+def test_a_process_that_loads_data_may_use_all_cpus_of_its_parent() -> None:
+    class CpusWhereItIsLoaded(Dataset[list[int]]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> list[int]:
+            return sorted(os.sched_getaffinity(0))
+
+    binding = LaunchBinding(HIGH)
+    try:
+        loader = DataLoader(CpusWhereItIsLoaded(), batch_size=None, num_workers=2, multiprocessing_context="fork")
+        assert list(loader) == [sorted(ALLOWED)] * 4
+    finally:
+        binding.release()
+
+
+@two_cpus
+def test_a_process_that_another_thread_forks_may_use_all_cpus_too() -> None:
+    binding = LaunchBinding(HIGH)
+    codes: list[int] = []
+    with parked(lambda: codes.append(exit_code_of_child(exit_code_if(ALLOWED)))):
+        pass
+    binding.release()
+    assert codes == [0]
+
+
+@two_cpus
+def test_a_process_forked_by_a_thread_that_bound_itself_stays_with_it() -> None:
+    binding = LaunchBinding(HIGH)
+    codes: list[int] = []
+
+    def bind_and_fork() -> None:
+        os.sched_setaffinity(0, LOW)
+        codes.append(exit_code_of_child(exit_code_if(LOW)))
+
+    with parked(bind_and_fork):
+        pass
+    binding.release()
+    assert codes == [0]
+
+
+@two_cpus
+def test_a_forked_process_can_bind_and_release_while_its_parent_is_binding() -> None:
+    """Another thread of the parent may hold the lock when the process is forked."""
+    inherited = LaunchBinding(HIGH)
+
+    def bind() -> int:
+        inherited.release()
+        own = LaunchBinding(LOW)
+        bound = os.sched_getaffinity(0) == LOW
+        own.release()
+        return 0 if bound and os.sched_getaffinity(0) == ALLOWED else 1
+
+    with affinity._process.lock:
+        assert exit_code_of_child(bind) == 0
+    inherited.release()
 
 
 @two_cpus

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import gc
 import mmap
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from deep_opt_states.device import slab as slab_module
 from deep_opt_states.device.slab import HUGE_PAGE_BYTES, HostMemoryError, HostSlab
+from tests.forks import exit_code_of_child, is_mapped
+from tests.launch import REPOSITORY
 
 
 def fail_with(code: int) -> OSError:
@@ -21,22 +28,22 @@ def fail_with(code: int) -> OSError:
 def test_huge_pages_are_asked_for_where_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    class Asked(mmap.mmap):
-        def madvise(self, *args: int) -> None:
-            asked.append((len(self), args))
+    def madvise(mapping: mmap.mmap, advice: int) -> None:
+        asked.append((len(mapping), advice))
 
-    monkeypatch.setattr(mmap, "mmap", Asked)
+    monkeypatch.setattr(slab_module.Mapping, "madvise", madvise)
     for size_bytes in (HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES):
         HostSlab(size_bytes)
-    assert asked == [(size_bytes, (mmap.MADV_HUGEPAGE,)) for size_bytes in (HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES)]
+    huge = [(size_bytes, mmap.MADV_HUGEPAGE) for size_bytes in (HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES)]
+    assert [call for call in asked if call[1] == mmap.MADV_HUGEPAGE] == huge
 
 
 def test_a_kernel_without_huge_pages_gives_memory_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    class WithoutHugePages(mmap.mmap):
-        def madvise(self, *args: int) -> None:
+    def madvise(mapping: mmap.mmap, advice: int) -> None:
+        if advice == mmap.MADV_HUGEPAGE:
             raise fail_with(errno.EINVAL)
 
-    monkeypatch.setattr(mmap, "mmap", WithoutHugePages)
+    monkeypatch.setattr(slab_module.Mapping, "madvise", madvise)
     slab = HostSlab(HUGE_PAGE_BYTES)
     assert not slab.tensor(0, HUGE_PAGE_BYTES, torch.uint8).any()
 
@@ -55,7 +62,7 @@ def test_another_failure_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> 
     def mapped(*args: object, **kwargs: object) -> mmap.mmap:
         raise fail_with(errno.EPERM)
 
-    monkeypatch.setattr(mmap, "mmap", mapped)
+    monkeypatch.setattr(slab_module, "Mapping", mapped)
     with pytest.raises(PermissionError, match=re.escape(os.strerror(errno.EPERM))):
         HostSlab(HUGE_PAGE_BYTES)
 
@@ -89,3 +96,143 @@ def test_a_lock_that_the_driver_refuses_is_told_with_the_remedy() -> None:
         "Raise the memlock limit (ulimit -l unlimited; of a container --ulimit memlock=-1), or train on more ranks."
     )
     slab.close()
+
+
+@pytest.mark.parametrize("size_bytes", [1, mmap.PAGESIZE + 1, HUGE_PAGE_BYTES + 1])
+def test_a_forked_child_does_not_inherit_the_slab(size_bytes: int) -> None:
+    """Otherwise the parent's next write would move a page elsewhere, while the accelerator copies from the old one."""
+    slab = HostSlab(size_bytes)
+    whole = slab.tensor(0, size_bytes, torch.uint8).fill_(7)
+    first, last = whole.data_ptr(), whole[-1:].data_ptr()
+    assert is_mapped(first)
+    assert is_mapped(last)
+    assert exit_code_of_child(lambda: is_mapped(first) + 2 * is_mapped(last)) == 0
+    assert whole.eq(7).all()
+
+
+def test_a_forked_child_that_drops_the_slab_unmaps_nothing_of_its_own() -> None:
+    """The addresses are free in the child, and the system may give them to whatever the child maps next."""
+    unregistered_by: list[int] = []
+    slab = HostSlab(16 * mmap.PAGESIZE, lambda address, size_bytes: lambda: unregistered_by.append(os.getpid()))
+    tensor = slab.tensor(0, 16 * mmap.PAGESIZE, torch.uint8)
+    slab.lock()
+    address = tensor.data_ptr()
+    held: list[object] = [slab, tensor]
+    del slab, tensor
+
+    def drop() -> int:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        private, anonymous, at_this_address = mmap.MAP_PRIVATE, mmap.MAP_ANONYMOUS, 0x100000
+        taken = libc.mmap(
+            ctypes.c_void_p(address),
+            ctypes.c_size_t(16 * mmap.PAGESIZE),
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            private | anonymous | at_this_address,
+            -1,
+            ctypes.c_long(0),
+        )
+        if taken != address:
+            return 1
+        held.clear()
+        gc.collect()
+        if unregistered_by:
+            return 2
+        return 0 if is_mapped(address) else 3
+
+    assert exit_code_of_child(drop) == 0
+    held.clear()
+    assert unregistered_by == [os.getpid()]
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(0)", "os._exit(0)"])
+def test_a_forked_child_that_holds_the_slab_ends_normally(ending: str) -> None:
+    code = (
+        "import os, sys, torch\n"
+        "from deep_opt_states.device.slab import HostSlab\n"
+        "slab = HostSlab(1 << 22, lambda address, size_bytes: lambda: print('unregistered', os.getpid()))\n"
+        "tensor = slab.tensor(0, 1 << 22, torch.uint8).fill_(7)\n"
+        "slab.lock()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        f"    {ending}\n"
+        "_, status = os.waitpid(child, 0)\n"
+        "slab.close()\n"
+        "print(os.getpid(), os.waitstatus_to_exitcode(status), int(tensor.sum()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
+    parent, exit_code, total = done.stdout.split()[-3:]
+    assert done.stdout.splitlines() == [f"unregistered {parent}", f"{parent} 0 {7 << 22}"], done.stderr
+    assert (exit_code, total) == ("0", str(7 << 22))
+
+
+LARGE_BYTES = 32 * HUGE_PAGE_BYTES
+"""Once unmapped, others may get the last of these addresses at once, but not the first."""
+
+
+class Registered:
+    """A driver that notes whether the memory is still there when it is unregistered."""
+
+    def __init__(self) -> None:
+        self.mapped_when_unregistered: list[bool] = []
+        self.address = 0
+
+    def register(self, address: int, size_bytes: int) -> Callable[[], object]:
+        self.address = address
+        return lambda: self.mapped_when_unregistered.append(is_mapped(address))
+
+
+def test_memory_that_nobody_holds_is_unregistered_and_then_unmapped() -> None:
+    driver = Registered()
+    slab = HostSlab(LARGE_BYTES, driver.register)
+    first, second = slab.tensor(0, 8, torch.uint8), slab.tensor(8, 8, torch.uint8)
+    slab.lock()
+    del slab
+    gc.collect()
+    del first
+    second.fill_(7)
+    assert driver.mapped_when_unregistered == [], "a tensor over it is left, from which may be copied"
+    assert is_mapped(driver.address)
+    del second
+    assert driver.mapped_when_unregistered == [True]
+    assert not is_mapped(driver.address)
+
+
+def test_memory_in_a_cycle_of_garbage_is_unregistered_and_then_unmapped() -> None:
+    driver = Registered()
+    slab = HostSlab(LARGE_BYTES, driver.register)
+    slab.lock()
+    cycle: list[object] = [slab]
+    cycle.append(cycle)
+    del slab, cycle
+    gc.collect()
+    assert driver.mapped_when_unregistered == [True]
+    assert not is_mapped(driver.address)
+
+
+def test_memory_that_was_closed_is_unregistered_once() -> None:
+    driver = Registered()
+    slab = HostSlab(LARGE_BYTES, driver.register)
+    tensor = slab.tensor(0, 8, torch.uint8)
+    slab.lock()
+    slab.close()
+    assert driver.mapped_when_unregistered == [True]
+    tensor.fill_(7)
+    del slab, tensor
+    gc.collect()
+    assert driver.mapped_when_unregistered == [True]
+    assert not is_mapped(driver.address)
+
+
+def test_nothing_is_unregistered_when_the_interpreter_shuts_down() -> None:
+    """The driver may be gone by then, and the system takes the pages back."""
+    code = (
+        "import torch\n"
+        "from deep_opt_states.device.slab import HostSlab\n"
+        "slab = HostSlab(1 << 22, lambda address, size_bytes: lambda: print('unregistered'))\n"
+        "tensor = slab.tensor(0, 1 << 22, torch.uint8)\n"
+        "slab.lock()\n"
+        "print('end')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")

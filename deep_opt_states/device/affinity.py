@@ -1,7 +1,13 @@
 """Keeps the threads of this process off the cores of the update, whose threads pin themselves.
 
-PyTorch launches its work from the main thread and from autograd's. All threads that run are moved, and what is started
-or forked later inherits from the one that starts it: autograd's threads, NCCL's, processes that load data.
+PyTorch launches its work from the main thread and from autograd's. All threads that run are moved, and a thread that is
+started later inherits from the one that starts it: autograd's threads, NCCL's.
+
+A forked process does not inherit: it may use all CPUs that its parent could use before, as without the plugin. Forked
+processes load data, often many of them, and would slow each other down on the few launch cores, and the launching
+threads with them. They may run on the update's cores now, from which the system moves them to idle ones, since the
+update's threads are pinned there and they are not. A process that is started by another program (``subprocess``, the
+``spawn`` and ``forkserver`` methods of multiprocessing) inherits: nothing of ours runs in it before it does.
 """
 
 from __future__ import annotations
@@ -9,6 +15,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,7 +50,7 @@ _process = _Process()
 
 
 class LaunchBinding:
-    """Until ``release()``, the threads of this process run on the logical CPUs ``cpus``.
+    """Until ``release()``, the threads of this process run on the logical CPUs ``cpus``; what it forks does not.
 
     A thread that was bound before stays on those of its CPUs that are among them, if any; one that binds itself
     afterwards is left alone. PyTorch's operations use no more threads than there are ``cpus``: more would wait for one
@@ -84,9 +91,8 @@ def allowed_cpus() -> frozenset[int]:
 def _move_threads() -> None:
     target = _process.bindings[-1].cpus if _process.bindings else None
     first = target is not None and not _process.moved
-    main = _process.moved.get(os.getpid())
     # A thread that was started since the last move is where the thread was that started it, or has bound itself.
-    inherited = {moved.now: moved for moved in _process.moved.values()} | ({main.now: main} if main else {})
+    inherited = _moved_by_cpus(os.getpid())
     seen: set[int] = set()
     # One that is not moved yet can start another meanwhile.
     while unseen := {int(task.name) for task in Path("/proc/self/task").iterdir()} - seen:
@@ -98,6 +104,30 @@ def _move_threads() -> None:
         seen |= unseen
     if target is None:
         _process.moved.clear()
+
+
+def _moved_by_cpus(main_thread: int) -> dict[frozenset[int], _Moved]:
+    """Return the moved threads by where they run now; of several there, the main thread if it is among them."""
+    main = _process.moved.get(main_thread)
+    return {moved.now: moved for moved in _process.moved.values()} | ({main.now: main} if main else {})
+
+
+def _restore_in_forked_child() -> None:
+    """Give the only thread of a forked child the CPUs that the thread which forked it had before it was moved."""
+    # The kernel's ids are the parent's; a process's is that of its main thread.
+    moved = _moved_by_cpus(os.getppid()).get(frozenset(os.sched_getaffinity(0)))
+    # Another thread of the parent may hold the lock, which nobody would release here.
+    _process.lock = threading.Lock()
+    _process.bindings = []
+    _process.moved = {}
+    _process.torch_threads_before = None
+    if moved is not None:
+        # A container's CPUs may have been taken away meanwhile; then the child stays where it is.
+        with suppress(OSError):
+            os.sched_setaffinity(0, moved.before)
+
+
+os.register_at_fork(after_in_child=_restore_in_forked_child)
 
 
 def _move(thread: int, target: frozenset[int] | None, inherited: dict[frozenset[int], _Moved], first: bool) -> None:

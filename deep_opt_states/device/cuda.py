@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 
 import torch
 
@@ -14,8 +15,13 @@ CLOCK_HZ = 2e9
 
 
 class CudaEvent:
+    """A host thread that waits for it sleeps. Spinning, it would take a core from the threads that launch kernels.
+
+    A rank has few cores to launch from, and on them also run the threads of autograd, NCCL and pinned batches.
+    """
+
     def __init__(self) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
+        self.event = torch.cuda.Event(enable_timing=True, blocking=True)
 
     def synchronize(self) -> None:
         self.event.synchronize()
@@ -48,6 +54,11 @@ class CudaDevice:
     def __init__(self, index: int) -> None:
         self._device = torch.device("cuda", index)
 
+    def enter_thread(self) -> None:
+        # The current device is each thread's own, and is at first GPU 0: what the thread asks CUDA for without naming
+        # a device would create a context there, half a gigabyte of GPU 0 for each rank.
+        torch.cuda.set_device(self._device)
+
     def stream(self) -> CudaStream:
         return CudaStream(torch.cuda.Stream(self._device))
 
@@ -79,7 +90,26 @@ class CudaDevice:
 
     def _page_lock(self, address: int, size_bytes: int) -> Callable[[], object]:
         """Raises ``CudaError`` where the driver or the memlock limit does not allow it."""
-        cudart = torch.cuda.cudart()
-        torch.cuda.check_error(cudart.cudaHostRegister(address, size_bytes, 0))
-        # What copies from or to it must have finished by then.
-        return lambda: torch.cuda.check_error(cudart.cudaHostUnregister(address))
+        self._check(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
+        return partial(self._page_unlock, address)
+
+    def _page_unlock(self, address: int) -> None:
+        """Wait for the copies from and to the memory at ``address``, and unregister it."""
+        # On the thread that collects garbage, this may not be the current device.
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            self._check(torch.cuda.cudart().cudaHostUnregister(address))
+
+    def _check(self, result: int) -> None:
+        """Raise ``CudaError`` unless ``result`` is success; CUDA's own record of the error is cleared then.
+
+        PyTorch looks at that record after each kernel launch. If the refusal stayed there, the next launch, which may
+        be NCCL's on the way to tell the other ranks, would fail in place of the one that is told.
+        """
+        try:
+            torch.cuda.check_error(result)
+        except torch.cuda.CudaError:
+            # PyTorch has no binding for cudaGetLastError. A launch that finds an error raises and clears it.
+            with suppress(RuntimeError):
+                torch.ones(1, device=self._device)
+            raise

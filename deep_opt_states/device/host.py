@@ -46,6 +46,9 @@ class HostDevice:
     shares_host_memory = True
     runs_when_issued = True
 
+    def enter_thread(self) -> None:
+        pass
+
     def stream(self) -> HostStream:
         return HostStream()
 

@@ -54,6 +54,9 @@ class Device(Protocol[EventT]):
     @property
     def runs_when_issued(self) -> bool: ...
 
+    def enter_thread(self) -> None:
+        """Make this device the calling thread's own, before the thread waits for any of its events."""
+
     def stream(self) -> Stream[EventT]:
         """A new stream."""
 

@@ -60,6 +60,8 @@ def _machine(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield _attempt("OMP_NUM_THREADS", lambda: machine.check_omp(environ.get("OMP_NUM_THREADS"), cores().usable))
     yield _attempt("host memory", lambda: machine.check_memory(memory()))
     yield _attempt("memlock limit", lambda: machine.check_memlock(memlock_limit_bytes(), has_cuda()))
+    connections = environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    yield _attempt("CUDA_DEVICE_MAX_CONNECTIONS", lambda: machine.check_connections(connections, has_cuda()))
 
 
 def _kernels(environ: Mapping[str, str]) -> Iterator[Finding]:

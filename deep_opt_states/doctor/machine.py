@@ -5,6 +5,10 @@ from __future__ import annotations
 from deep_opt_states.doctor.finding import Finding, Status
 from deep_opt_states.machine import Cores, Memory
 
+STREAMS_IN_USE = 8
+"""The update's three lanes, DeepSpeed's streams for computing, gathering and reducing, and NCCL's: also the number of
+hardware queues that CUDA has unless it is told another."""
+
 
 def check_cores(found: Cores) -> Finding:
     quota = "no cgroup limit" if found.quota is None else f"cgroup limit {found.quota:g}"
@@ -32,6 +36,26 @@ def check_omp(value: str | None, usable: int) -> Finding:
     if int(threads) > usable:
         return Finding(topic, Status.WARN, f"{value}; must be at most the {usable} cores usable here", remedy)
     return Finding(topic, Status.OK, f"{value} of {usable} usable cores; updates have threads of their own")
+
+
+def check_connections(value: str | None, has_cuda: bool) -> Finding:
+    """Check ``CUDA_DEVICE_MAX_CONNECTIONS``, which Megatron's scripts set to 1."""
+    topic = "CUDA_DEVICE_MAX_CONNECTIONS"
+    if not has_cuda:
+        return Finding(topic, Status.OK, f"{value or 'unset'}; only a GPU has hardware queues")
+    if value is None:
+        return Finding(topic, Status.OK, f"unset: {STREAMS_IN_USE} hardware queues")
+    if value.isdigit() and int(value) >= STREAMS_IN_USE:
+        return Finding(topic, Status.OK, f"{value} hardware queues")
+    found = (
+        f"{value!r}; must be at least {STREAMS_IN_USE}, one for each CUDA stream in use: streams that share a hardware "
+        "queue wait for each other, so that transfers, the update and the model's kernels do not overlap"
+    )
+    remedy = (
+        f"Unset it, or set it to a number from {STREAMS_IN_USE} to 32. Megatron's value of 1 is for its own overlap of "
+        "tensor parallelism."
+    )
+    return Finding(topic, Status.WARN, found, remedy)
 
 
 def check_memory(found: Memory) -> Finding:

@@ -108,7 +108,7 @@ class Executor:
         on_streams = [action.name for action in schedule.actions if action.lane is not Lane.CPU]
         self._marks, self._next_marks = Marks(device, on_streams), Marks(device, on_streams)
         self._drained: dict[Lane, Event] = {lane: device.event() for lane in self._streams}
-        self._worker = worker or Worker()
+        self._worker = worker or Worker(device.enter_thread)
         begins_with = {action.sub_group: action.kind for action in reversed(schedule.actions)}
         first = [
             (_PLACEMENTS[begins_with[index]], index, part)

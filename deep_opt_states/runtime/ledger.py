@@ -36,6 +36,9 @@ class Ledger:
         self.reserved.append(Reservation(where=Where.PINNED, each_bytes=size_bytes))
         return self._device.host_slab(size_bytes)
 
+    def enter_thread(self) -> None:
+        self._device.enter_thread()
+
     def stream(self) -> Stream[Any]:
         return self._device.stream()
 

@@ -26,15 +26,19 @@ class CpuLane(Protocol):
 class Worker:
     """A daemon thread, unlike a ``ThreadPoolExecutor``'s: a task that never ends cannot keep the process alive.
 
-    The thread ends with ``close``, with the last reference to the worker, or before the interpreter shuts down.
+    ``enter`` is called on the thread before any task, and the constructor raises what it raises. The thread ends with
+    ``close``, with the last reference to the worker, or before the interpreter shuts down.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, enter: Task = lambda: None) -> None:
         tasks: Tasks = queue.SimpleQueue()
+        entered: Future[None] = Future()
+        tasks.put((enter, entered))
         thread = threading.Thread(target=_run, args=(tasks,), name="deep_opt_states-cpu-lane", daemon=True)
         thread.start()
         self._tasks = tasks
         self.close = weakref.finalize(self, _end, tasks, thread)
+        entered.result()
 
     def submit(self, task: Task) -> Future[None]:
         future: Future[None] = Future()

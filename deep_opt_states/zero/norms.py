@@ -12,7 +12,8 @@ from deepspeed.runtime.utils import mask_nan_or_inf_with_val_inplace
 
 class Norms:
     """Of ``optimizer``'s gradients, whose parameters' norms are in its ``norm_for_param_grads``. Its methods are
-    collectives over the data-parallel ranks, and each waits once for the accelerator."""
+    collectives over the data-parallel ranks, ``overflow`` also over the model-parallel ones, and each waits once for
+    the accelerator."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -41,7 +42,14 @@ class Norms:
             overflow += torch.stack([norm.to(device) for norm in norms]).isfinite().logical_not().any()
         group = optimizer.dp_process_group
         reductions = [dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=group, async_op=True)]
-        roots = self._reduced(reductions) if self.are_of_data_parallel_ranks else []
+        if self.are_of_data_parallel_ranks:
+            roots = self._reduced(reductions)
+        else:
+            roots = []
+            _wait_for(reductions)
+            # Each rank of a model-parallel group has a part of the model. A rank that alone skipped the step would
+            # leave the others waiting for it in the reduction of the norm. Without such a group, this does nothing.
+            optimizer._model_parallel_all_reduce(tensor=overflow, op=dist.ReduceOp.MAX)
         # The host waits once for both; the norms are asked for next.
         found = torch.cat([overflow.float(), *roots]).cpu()
         overflow_found = bool(found[0])
@@ -76,7 +84,12 @@ class Norms:
             sums.append(total.float().reshape(1))
             process_group = optimizer._get_sub_group_process_group(sub_group_id)
             reductions.append(dist.all_reduce(sums[-1], group=process_group, async_op=True))
-        for reduction in reductions:
-            if reduction is not None:
-                reduction.wait()
+        _wait_for(reductions)
         return [its ** (1.0 / 2.0) for its in sums]
+
+
+def _wait_for(reductions: list[Any]) -> None:
+    """Let what is issued next on the current stream follow the ``reductions``; one that is done may be None."""
+    for reduction in reductions:
+        if reduction is not None:
+            reduction.wait()

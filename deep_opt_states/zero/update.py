@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -205,6 +206,8 @@ class Update:
 
 
 _ALIVE: weakref.WeakSet[Update] = weakref.WeakSet()
+# A forked child has no worker thread: it would wait in vain for what its parent's worker has begun, and then report.
+os.register_at_fork(after_in_child=_ALIVE.clear)
 
 
 @atexit.register

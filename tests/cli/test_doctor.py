@@ -50,6 +50,9 @@ WARNS: dict[str, Callable[[], Finding]] = {
     "too many threads": lambda: machine.check_omp("16,2", 8),
     "not a number of threads": lambda: machine.check_omp("all", 8),
     "memlock": lambda: machine.check_memlock(8 * 2**20, has_cuda=True),
+    "one hardware queue": lambda: machine.check_connections("1", has_cuda=True),
+    "few hardware queues": lambda: machine.check_connections("4", has_cuda=True),
+    "not a number of hardware queues": lambda: machine.check_connections("all", has_cuda=True),
     "no compiler yet": lambda: kernels.check_compiler("c++", None, Op(folder=FOLDER, built=True)),
     "no ninja yet": lambda: kernels.check_ninja(None, Op(prebuilt=True)),
     "locked": lambda: kernels.check_cpu_adam(Op(folder=FOLDER, built=True, locked=True), can_build=True),
@@ -73,6 +76,9 @@ OKS: dict[str, tuple[Callable[[], Finding], str]] = {
     "memory": (lambda: machine.check_memory(Memory(64 * 10**9, 10**9, 32 * 10**9)), "container limit 32.0 GB"),
     "all memory": (lambda: machine.check_memory(Memory(64 * 10**9, 10**9, 2**60)), "no container limit"),
     "memlock": (lambda: machine.check_memlock(None, has_cuda=True), "unlimited"),
+    "no CUDA_DEVICE_MAX_CONNECTIONS": (lambda: machine.check_connections(None, has_cuda=True), "unset: 8 hardware"),
+    "hardware queues": (lambda: machine.check_connections("32", has_cuda=True), "32 hardware queues"),
+    "no GPU for hardware queues": (lambda: machine.check_connections("1", has_cuda=False), "1; only a GPU has"),
     "triton": (lambda: kernels.check_triton("3.6.0", has_cuda=True), "3.6.0"),
     "no GPU for triton": (lambda: kernels.check_triton("", has_cuda=False), "not installed; only GPUs update by it"),
     "prebuilt": (lambda: kernels.check_cpu_adam(Op(prebuilt=True), can_build=False), "prebuilt"),
@@ -179,7 +185,15 @@ def test_this_machine(tmp_path: Path) -> None:
     assert found.pop("cpu_adam") in ("OK", "WARN")
     assert found == dict.fromkeys(found, "OK")
     assert len(found) == 7
-    for topic in ("python", "torch", "wrapt", "cost at import torch", "OMP_NUM_THREADS", "memlock limit"):
+    for topic in (
+        "python",
+        "torch",
+        "wrapt",
+        "cost at import torch",
+        "OMP_NUM_THREADS",
+        "memlock limit",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+    ):
         assert topic in page.output
     assert not [path for path in tmp_path.rglob("*") if path.is_file()], "it only looks, and builds nothing"
     assert "Training can start." in page.output

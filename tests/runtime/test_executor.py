@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deep_opt_states.device.host import HostDevice
+from deep_opt_states.device.host import HostDevice, HostEvent
 from deep_opt_states.device.kernels.adam import AdamTensors
 from deep_opt_states.device.kernels.stock import StockAdam
 from deep_opt_states.runtime.executor import Executor, UpdateFailed
@@ -55,6 +55,36 @@ def test_every_plan_gives_what_a_serial_update_gives(plan: UpdatePlan, dtype: to
             executor.run(steps)
             update_serially(reference, PlainAdam(), steps)
             assert_equal(states, reference)
+
+
+def test_the_thread_that_updates_enters_the_device_before_it_waits_for_events() -> None:
+    class Entered(HostDevice):
+        """Notes what each thread does first."""
+
+        def __init__(self) -> None:
+            self.first: dict[int, str] = {}
+
+        def enter_thread(self) -> None:
+            self.first.setdefault(threading.get_ident(), "entered")
+
+        def event(self) -> HostEvent:
+            return EventOf(self)
+
+    class EventOf(HostEvent):
+        def __init__(self, device: Entered) -> None:
+            super().__init__()
+            self._device = device
+
+        def synchronize(self) -> None:
+            self._device.first.setdefault(threading.get_ident(), "waited")
+
+    device = Entered()
+    states = make_states(NUMELS, torch.bfloat16)
+    fill_gradients(states, 1)
+    with executor_of(MIXED, states, device) as executor:
+        executor.run([adam_step(1)] * len(NUMELS))
+    others = {thread: what for thread, what in device.first.items() if thread != threading.get_ident()}
+    assert list(others.values()) == ["entered"]
 
 
 def test_the_kernel_hears_of_each_step_once() -> None:

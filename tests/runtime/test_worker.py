@@ -23,6 +23,31 @@ def test_tasks_run_in_order_on_another_thread() -> None:
     assert {thread for _, thread in seen}.isdisjoint({threading.get_ident()})
 
 
+def test_the_thread_enters_the_device_before_any_task() -> None:
+    entered: list[int] = []
+    worker = Worker(lambda: entered.append(threading.get_ident()))
+    seen: list[list[int]] = []
+    threads: list[int] = []
+
+    def task() -> None:
+        seen.append(list(entered))
+        threads.append(threading.get_ident())
+
+    for _ in range(3):
+        worker.submit(task).result(timeout=10)
+    worker.close()
+    assert seen == [entered] * 3
+    assert entered == threads[:1]
+
+
+def test_a_thread_that_cannot_enter_the_device_is_told_at_start() -> None:
+    def refuse() -> None:
+        raise RuntimeError("CUDA error: invalid device ordinal")
+
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        Worker(refuse)
+
+
 def test_an_exception_comes_out_of_the_future_and_the_thread_lives_on() -> None:
     worker = Worker()
     with pytest.raises(ZeroDivisionError):

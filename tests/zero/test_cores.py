@@ -34,11 +34,11 @@ def answers(finished: Finished) -> list[Any]:
 def test_torchruns_single_omp_thread_does_not_cripple_the_update() -> None:
     finished = torchrun("{}", "--pretend")
     assert answers(finished) == [
-        [0, "1", 7, [8, 9, 10, 11, 12, 13, 14], [15, 31]],
-        [1, "1", 7, [0, 1, 2, 3, 4, 5, 6], [7, 23]],
+        [0, "1", 6, [8, 9, 10, 11, 12, 13], [14, 15, 30, 31]],
+        [1, "1", 6, [0, 1, 2, 3, 4, 5], [6, 7, 22, 23]],
     ]
     line = (
-        "[deep_opt_states] CPU update on rank 0: 7 threads on CPU 8-14, all others of the process on CPU 15,31 "
+        "[deep_opt_states] CPU update on rank 0: 6 threads on CPU 8-13, all others of the process on CPU 14-15,30-31 "
         "(8 of 16 physical cores, on NUMA node 1 like its GPU); OMP_NUM_THREADS=1 is for PyTorch's operations"
     )
     assert finished.output.count(line) == 1

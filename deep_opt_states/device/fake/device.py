@@ -87,6 +87,9 @@ class FakeDevice:
     def allocated_bytes(self) -> int:
         return sum(block.nbytes for block in self._on_device if not block.freed)
 
+    def enter_thread(self) -> None:
+        """There is one device, for the one thread that issues and runs everything."""
+
     def stream(self) -> FakeStream:
         return FakeStream(self, self.lanes.add_stream())
 
