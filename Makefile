@@ -12,10 +12,10 @@ export DS_ACCELERATOR ?= cpu
 # Ninja, which compiles the kernels, is looked for in PATH only.
 WITH_NINJA := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-.PHONY: help demo test test-all stress gpu-check gpu-bench lint wheel clean
+.PHONY: help demo test test-all stress gpu-check gpu-measure gpu-bench lint wheel clean
 
 help:  ## Say what there is to make
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@echo "Installing PyTorch, DeepSpeed and this package into $(VENV) (once, some minutes)"
@@ -43,8 +43,11 @@ MINUTES ?= 10
 stress: $(INSTALLED)  ## Look for races with fresh seeds for MINUTES=10; SEED=... begins with that one
 	@$(WITH_NINJA) $(VENV)/bin/python -m tests.stress --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
-gpu-check:  ## On a machine with a GPU, by its PYTHON=python3: tests/gpu, the profile, small benchmarks; 9 minutes
+gpu-check:  ## On a machine with a GPU, by its PYTHON=python3: tests/gpu and the profile; 9 minutes
 	@$(PYTHON) -m tests.gpu.check check
+
+gpu-measure:  ## There, too: small benchmarks, of copies, Adam and overlap; 7 minutes
+	@$(PYTHON) -m tests.gpu.check measure
 
 gpu-bench:  ## There, too: predictions and training steps with billions of parameters; 9 minutes
 	@$(PYTHON) -m tests.gpu.check bench

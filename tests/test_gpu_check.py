@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +17,13 @@ import torch
 
 from benchmarks import copy
 from benchmarks.harness.suite import Waived
-from tests.gpu.check import GPU_LIMIT_S, Part, bench_parts, check, parts
+from tests.gpu import test_sanitizer as sanitizer
+from tests.gpu.check import GPU_LIMIT_S, Part, bench_parts, check, measure_parts, parts, pytest_command
+from tests.gpu.time_left import PART_ENDS, REPORT_S, seconds_left
 from tests.launch import REPOSITORY
+
+LISTS = {"gpu-check": parts, "gpu-measure": measure_parts, "gpu-bench": bench_parts}
+every_list = pytest.mark.parametrize("which", LISTS.values(), ids=LISTS)
 
 
 def python(name: str, code: str, limit_s: float = 60, rows: Path | None = None) -> Part:
@@ -43,8 +50,8 @@ def test_without_a_gpu_nothing_runs_and_the_remedy_is_said(tmp_path: Path, capsy
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-@pytest.mark.parametrize(("target", "which"), [("gpu-check", parts), ("gpu-bench", bench_parts)])
-def test_this_machine_has_none(target: str, which: Callable[[Path], list[Part]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", LISTS)
+def test_this_machine_has_none(target: str, tmp_path: Path) -> None:
     done = subprocess.run(
         ["make", "--silent", target, f"PYTHON={sys.executable}"],
         cwd=REPOSITORY,
@@ -56,7 +63,7 @@ def test_this_machine_has_none(target: str, which: Callable[[Path], list[Part]],
     assert done.returncode == 2, done.stderr
     assert "torch.cuda.is_available() is false" in done.stdout
     assert {outcome["status"] for outcome in summary(tmp_path).values()} == {"WAIVED"}
-    assert set(summary(tmp_path)) == {part.name for part in which(tmp_path)}
+    assert set(summary(tmp_path)) == {part.name for part in LISTS[target]()}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -71,7 +78,7 @@ def test_a_part_that_hangs_is_ended_with_what_it_started_and_the_others_run(tmp_
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
         "print('child', child.pid, flush=True); time.sleep(600)"
     )
-    first = python("first", "print('all is well')")
+    first = python("first", "print('all is well')", limit_s=5)
     last = python("last", "print('so is this')")
     start_s = time.monotonic()
     assert check([first, python("hangs", hangs, limit_s=2), last], tmp_path, there) == 1
@@ -133,14 +140,208 @@ def test_rows_that_a_part_appends_are_its_result(tmp_path: Path) -> None:
     assert summary(tmp_path / "out")["measures"]["rows"] == [{"new": 2}]
 
 
-@pytest.mark.parametrize("which", [parts, bench_parts])
-def test_all_of_it_is_bounded_by_nine_minutes(which: Callable[[Path], list[Part]], tmp_path: Path) -> None:
-    assert GPU_LIMIT_S + sum(part.limit_s for part in which(tmp_path)) < 9 * 60
+def test_half_a_row_of_a_part_that_was_killed_is_left_out(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    writes = f"import os; open({str(rows)!r}, 'w').write('{{\"whole\": 1}}\\n{{\"ha'); os.abort()"
+    assert check([python("torn", writes, rows=rows), python("last", "print('here')")], tmp_path / "out", there) == 1
+    found = summary(tmp_path / "out")
+    assert found["torn"]["rows"] == [{"whole": 1}]
+    assert found["last"]["status"] == "passed"
 
 
-@pytest.mark.parametrize("which", [parts, bench_parts])
-def test_each_part_runs_what_is_there(which: Callable[[Path], list[Part]], tmp_path: Path) -> None:
-    for part in which(tmp_path):
+@every_list
+def test_all_of_it_is_bounded_by_nine_minutes(which: Callable[[], list[Part]]) -> None:
+    assert GPU_LIMIT_S + sum(part.limit_s for part in which()) < 9 * 60
+
+
+@every_list
+def test_each_part_runs_what_is_there(which: Callable[[], list[Part]]) -> None:
+    for part in which():
         for argument in part.command:
             if argument.startswith("tests/"):
                 assert (REPOSITORY / argument).exists(), argument
+
+
+def test_every_gpu_test_is_in_a_part() -> None:
+    arguments = {argument for part in parts() for argument in part.command}
+    files = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "tests/gpu").glob("test_*.py")}
+    assert files <= arguments
+
+
+def test_a_part_has_the_time_that_others_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check([python("first", "", limit_s=500), python("second", "", limit_s=10)], tmp_path, there) == 0
+    (limit_s,) = (float(line.split()[3]) for line in capsys.readouterr().out.splitlines() if "second: at" in line)
+    assert 10 < limit_s <= 510
+
+
+def written(path: Path, code: str) -> Path:
+    path.write_text(textwrap.dedent(code))
+    return path
+
+
+def pytest_part(name: str, path: Path, limit_s: float = 100) -> Part:
+    """As ``gpu-check`` runs its own tests."""
+    return Part(name=name, command=(*pytest_command(), str(path)), limit_s=limit_s)
+
+
+LOCKED = """
+    import os, signal
+    from pathlib import Path
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"], "op")
+    folder.mkdir(parents=True)
+    (folder / "lock").touch()
+    print("compiling", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+COMPILES = """
+    import os
+    from torch.utils.file_baton import FileBaton
+    baton = FileBaton(os.path.join(os.environ["TORCH_EXTENSIONS_DIR"], "op", "lock"))
+    if not baton.try_acquire():
+        baton.wait()
+    print("compiled")
+"""
+
+CRASHES = """
+    import ctypes, subprocess, sys
+    rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    print("rank", rank.pid, flush=True)
+    ctypes.string_at(0)
+"""
+
+HANGS = """
+    import time
+
+    def waiting():
+        time.sleep(600)
+
+    print("here", flush=True)
+    waiting()
+"""
+
+PROGRAM = """
+    import os, sys
+    from tests.gpu.one_by_one import answer_each
+    work = {
+        "first": lambda: {"result": 1},
+        "raises": lambda: 1 / 0,
+        "second": lambda: {"result": 2},
+        "ends the process": lambda: os._exit(7),
+        "last": lambda: {"result": 3},
+    }
+    answer_each(work, sys.argv[1:])
+"""
+
+CASES = """
+    from pathlib import Path
+
+    import pytest
+    from tests.gpu.one_by_one import run_each
+
+    NAMES = ["first", "raises", "second", "ends the process", "last"]
+
+    @pytest.fixture(scope="module")
+    def found():
+        return run_each([str(Path(__file__).with_name("program.py"))], NAMES, 60)
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_case(name, found):
+        assert found.of(name)["result"] > 0
+
+    def test_the_process_ends_well(found):
+        assert found.ending == ""
+"""
+
+FAILS_AND_HANGS = """
+    import time
+
+    def test_fails():
+        print("what it had printed")
+        missing = 41
+        assert missing == 42
+
+    def stuck():
+        time.sleep(600)
+
+    def test_hangs():
+        stuck()
+"""
+
+
+def test_every_part_survives_the_failure_of_those_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is killed while it compiles, one crashes, one hangs, in one a case fails, and tests do both."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    written(tmp_path / "program.py", PROGRAM)
+    # Each of the first three is stopped at its own limit: what they leave is for the others.
+    chosen = [
+        python("hangs", textwrap.dedent(HANGS), limit_s=4),
+        pytest_part("fails and hangs", written(tmp_path / "test_hangs.py", FAILS_AND_HANGS), limit_s=14),
+        python("killed", textwrap.dedent(LOCKED)),
+        python("compiles", textwrap.dedent(COMPILES)),
+        python("crashes", textwrap.dedent(CRASHES)),
+        pytest_part("cases", written(tmp_path / "test_cases.py", CASES)),
+        python("last", "print('all is well')"),
+    ]
+    out = tmp_path / "out"
+    assert check(chosen, out, there) == 1
+    found, log = summary(out), by_part(out / "log.txt")
+    assert {name: outcome["status"] for name, outcome in found.items()} == {
+        "hangs": "TIMED OUT",
+        "fails and hangs": "TIMED OUT",
+        "killed": "FAILED",
+        "compiles": "passed",
+        "crashes": "FAILED",
+        "cases": "FAILED",
+        "last": "passed",
+    }, log
+
+    assert found["hangs"]["why"].endswith("at: here")
+    assert "in waiting" in log["hangs"], "the stack of what hangs"
+
+    assert "assert missing == 42" in log["fails and hangs"]
+    assert "what it had printed" in log["fails and hangs"]
+    assert "test_hangs.py::test_hangs" in found["fails and hangs"]["why"]
+    assert "in stuck" in log["fails and hangs"]
+
+    assert "SIGKILL" in found["killed"]["why"]
+    assert found["compiles"]["why"] == "compiled", "the lock that the killed part left is gone"
+
+    assert "SIGSEGV" in found["crashes"]["why"]
+    assert "Fatal Python error: Segmentation fault" in log["crashes"]
+    (rank,) = re.findall(r"^rank (\d+)$", log["crashes"], re.MULTILINE)
+    assert ended(int(rank)), "a rank has a session of its own"
+
+    # pytest prints the name of a test before it runs, and its result after what the test has left in the log.
+    assert "2 failed, 4 passed" in found["cases"]["why"]
+    failed = set(re.findall(r"^----- at once: .*::test_case\[(.+)\]$", log["cases"], re.MULTILINE))
+    assert failed == {"raises", "ends the process"}
+    assert "ZeroDivisionError" in log["cases"]
+    assert "the process ended with 7" in log["cases"]
+
+
+def by_part(log: Path) -> dict[str, str]:
+    """What each part has written."""
+    texts = re.split(r"^===== (.+?): /", log.read_text(), flags=re.MULTILINE)
+    return dict(zip(texts[1::2], texts[2::2], strict=True))
+
+
+def test_a_failed_collection_is_shown_at_once(tmp_path: Path) -> None:
+    test = written(tmp_path / "test_none.py", "import no_such_module_anywhere")
+    assert check([pytest_part("collected", test)], tmp_path / "out", there) == 1
+    log = (tmp_path / "out" / "log.txt").read_text()
+    assert "no_such_module_anywhere" in log.split("----- at once")[1].split("= ERRORS =")[0]
+
+
+def test_a_test_has_less_time_than_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PART_ENDS, str(time.time() + 30))
+    assert 0 < seconds_left() <= 30 - REPORT_S
+
+
+def test_a_slow_sanitizer_says_so_before_its_part_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = written(tmp_path / "compute-sanitizer", "#!/bin/sh\nexec sleep 600")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv(PART_ENDS, str(time.time() + REPORT_S + 1))
+    with pytest.raises(pytest.skip.Exception, match="says nothing about the kernel"):
+        sanitizer.test_compute_sanitizer_finds_nothing()

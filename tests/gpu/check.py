@@ -1,9 +1,11 @@
 """What needs a GPU, in parts that are bounded one by one, within 9 minutes together.
 
-``make gpu-check``: the tests, the profile and small benchmarks. ``make gpu-bench``: benchmarks with billions of
-parameters. Text and JSON are written after each part, into the folder that OUT names or into ``.cache``, so that a run
-that is killed leaves what was done. The exit code: 0 where every part passed, 1 where one did not, 2 where there is no
-GPU.
+``make gpu-check``: the tests and the profile. ``make gpu-measure``: small benchmarks. ``make gpu-bench``: benchmarks
+with billions of parameters. Text and JSON are written after each part, into the folder that OUT names or into
+``.cache``, so that a run that is killed leaves what was done. The exit code: 0 where every part passed, 1 where one did
+not, 2 where there is no GPU.
+
+A part has its own limit whatever happened to the parts before it, and the time that they did not use.
 """
 
 from __future__ import annotations
@@ -21,12 +23,20 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
+from tests.gpu.figures import FIGURES
+from tests.gpu.time_left import PART_ENDS
 from tests.launch import REPOSITORY
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 
 GPU_LIMIT_S = 25
 """For PyTorch to say whether there is one."""
+
+ABORT_S = 1.0
+"""Within a part's limit: for the stacks of all its threads to be written, before it is killed."""
+
+HANG_S = 25
+"""pytest writes the stacks of a test that runs for so long, and lets it run on."""
 
 REMEDY = (
     "Run it on a machine with a GPU, by a Python whose PyTorch is built for CUDA: make gpu-check PYTHON=python3, "
@@ -63,8 +73,16 @@ class Outcome:
         return f"{self.status.value:<9}  {self.name:<12}  {self.seconds:5.0f} s  {self.why}"
 
 
-def _pytest(*paths: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", *(f"tests/{path}.py" for path in paths))
+def pytest_command(*paths: str) -> tuple[str, ...]:
+    """The name of each test is printed before it runs, and its traceback as soon as it fails."""
+    plugins = ("-p", "no:cacheprovider", "-p", "tests.gpu.at_once")
+    shown = ("-vv", "-rs", "--tb=short", "-o", f"faulthandler_timeout={HANG_S}")
+    return (sys.executable, "-m", "pytest", *plugins, *shown, *(f"tests/{path}.py" for path in paths))
+
+
+def _benchmark(name: str, limit_s: float) -> Part:
+    command = (sys.executable, "-m", "benchmarks", name)
+    return Part(name=name, command=command, limit_s=limit_s, rows=RESULTS / f"{name}.jsonl")
 
 
 BUILD = Part(
@@ -74,44 +92,37 @@ BUILD = Part(
         "-c",
         "from deep_opt_states.device.kernels.choice import known_arithmetic; print(known_arithmetic())",
     ),
-    limit_s=60,
+    limit_s=150,
 )
+"""Compiling stock's Adam and ours took 60 s on 2 cores. What it leaves is the others'."""
 
 
-def parts(out: Path) -> list[Part]:
+def parts() -> list[Part]:
     """What the others need first, then the shortest first."""
-    benchmark = (sys.executable, "-m")
     return [
         BUILD,
-        Part(name="kernel", command=_pytest("gpu/test_kernel", "kernels/test_triton"), limit_s=75),
-        Part(name="executor", command=_pytest("gpu/test_executor", "gpu/test_locking"), limit_s=45),
-        Part(name="copy", command=(*benchmark, "benchmarks", "copy"), limit_s=15, rows=RESULTS / "copy.jsonl"),
-        Part(name="adam", command=(*benchmark, "benchmarks", "adam"), limit_s=50, rows=RESULTS / "adam.jsonl"),
-        Part(name="engine", command=_pytest("gpu/test_engine"), limit_s=125),
-        Part(
-            name="profile",
-            command=(*benchmark, "deep_opt_states.cli", "profile", "--quick", "--output", str(out / "profile.json")),
-            limit_s=35,
-        ),
-        Part(name="overlap", command=(*benchmark, "benchmarks", "overlap"), limit_s=60, rows=RESULTS / "overlap.jsonl"),
-        Part(name="sanitizer", command=_pytest("gpu/test_sanitizer"), limit_s=45),
+        Part(name="kernel", command=pytest_command("gpu/test_kernel"), limit_s=40),
+        Part(name="executor", command=pytest_command("gpu/test_executor", "gpu/test_locking"), limit_s=35),
+        Part(name="streams", command=pytest_command("gpu/test_streams"), limit_s=30, rows=FIGURES),
+        Part(name="placements", command=pytest_command("gpu/test_placements"), limit_s=43),
+        Part(name="engine", command=pytest_command("gpu/test_engine"), limit_s=47, rows=FIGURES),
+        Part(name="processes", command=pytest_command("gpu/test_processes"), limit_s=35, rows=FIGURES),
+        Part(name="large", command=pytest_command("gpu/test_large"), limit_s=28, rows=FIGURES),
+        Part(name="long", command=pytest_command("gpu/test_long"), limit_s=40),
+        Part(name="profile", command=pytest_command("gpu/test_profile"), limit_s=35, rows=FIGURES),
+        Part(name="sanitizer", command=pytest_command("gpu/test_sanitizer"), limit_s=27),
     ]
 
 
-def bench_parts(out: Path) -> list[Part]:
+def measure_parts() -> list[Part]:
+    """Small benchmarks, at full effort."""
+    return [BUILD, _benchmark("copy", 45), _benchmark("adam", 60), _benchmark("overlap", 90)]
+
+
+def bench_parts() -> list[Part]:
     """What the product aims for on a GPU. Each writes its rows as arms have had all their turns, first what is aimed
     for: one that is stopped leaves what it has."""
-    limits_s = {"training_step": 245, "model_error": 155, "trace": 50}
-    benchmarks = [
-        Part(
-            name=name,
-            command=(sys.executable, "-m", "benchmarks", name),
-            limit_s=limit_s,
-            rows=RESULTS / f"{name}.jsonl",
-        )
-        for name, limit_s in limits_s.items()
-    ]
-    return [BUILD, *benchmarks]
+    return [BUILD, _benchmark("training_step", 195), _benchmark("model_error", 115), _benchmark("trace", 50)]
 
 
 def no_gpu() -> str:
@@ -142,12 +153,15 @@ def check(chosen: Sequence[Part], out: Path, missing: Callable[[], str] = no_gpu
     log.write_text("")
     outcomes: list[Outcome] = []
     problem = missing()
+    ends_s = time.monotonic()
     for part in chosen:
+        ends_s += part.limit_s
         if problem:
             outcome = Outcome(name=part.name, status=Status.WAIVED, seconds=0, why=f"no GPU: {problem}")
         else:
-            print(f"{part.name}: at most {part.limit_s:.0f} s", flush=True)
-            outcome = _run(part, log)
+            limit_s = max(part.limit_s, ends_s - time.monotonic())
+            print(f"{part.name}: at most {limit_s:.0f} s", flush=True)
+            outcome = _run(part, log, limit_s)
         outcomes.append(outcome)
         _write(out, outcomes)
         print(outcome, flush=True)
@@ -158,9 +172,13 @@ def check(chosen: Sequence[Part], out: Path, missing: Callable[[], str] = no_gpu
     return int(any(outcome.status in (Status.FAILED, Status.TIMED_OUT) for outcome in outcomes))
 
 
-def _run(part: Part, log: Path) -> Outcome:
+def _run(part: Part, log: Path, limit_s: float) -> Outcome:
+    environment = _environment()
+    remove_compiler_locks(Path(environment["TORCH_EXTENSIONS_DIR"]))
     before = _lines(part.rows)
     start_s = time.monotonic()
+    # All that the part starts inherits it, and no other part does.
+    ends = str(time.time() + limit_s - ABORT_S)
     with log.open("ab") as text:
         text.write(f"\n===== {part.name}: {' '.join(part.command)}\n".encode())
         text.flush()
@@ -168,31 +186,66 @@ def _run(part: Part, log: Path) -> Outcome:
         process = subprocess.Popen(
             part.command,
             cwd=REPOSITORY,
-            env=_environment(),
+            env={**environment, PART_ENDS: ends, "OUT": str(log.parent)},
             stdin=subprocess.DEVNULL,
             stdout=text,
             stderr=subprocess.STDOUT,
-            # A group of its own: what it has started ends with it.
             start_new_session=True,
         )
         try:
-            returncode: int | None = process.wait(timeout=part.limit_s)
+            returncode: int | None = process.wait(timeout=max(0.1, limit_s - ABORT_S))
+            written = _written(log, begin)
         except subprocess.TimeoutExpired:
-            returncode = None
+            returncode, written = None, _written(log, begin)
+            # Python writes the stacks of all threads (PYTHONFAULTHANDLER).
+            process.send_signal(signal.SIGABRT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=ABORT_S)
         finally:
-            with suppress(ProcessLookupError):  # all of them have ended
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_all(f"{PART_ENDS}={ends}")
             process.wait()
-    written = log.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
     if returncode is None:
-        status, why = Status.TIMED_OUT, f"after {part.limit_s:.0f} s, at: {written[-1] if written else 'nothing yet'}"
+        status, why = Status.TIMED_OUT, f"after {limit_s:.0f} s, at: {written[-1] if written else 'nothing yet'}"
+    elif returncode < 0:
+        status, why = Status.FAILED, f"ended by {signal.Signals(-returncode).name}: see its stacks in {log.name}"
     elif returncode == 0 and written and re.match(r"=* *\d+ skipped in ", written[-1]):
         status, why = Status.WAIVED, next(line for line in written if line.startswith("SKIPPED"))
     else:
         status = Status.PASSED if returncode == 0 else Status.FAILED
         why = written[-1] if written else f"exit code {returncode}"
-    rows = tuple(json.loads(line) for line in _lines(part.rows)[len(before) :])
+    rows = _whole_rows(_lines(part.rows)[len(before) :])
     return Outcome(name=part.name, status=status, seconds=time.monotonic() - start_s, why=why, rows=rows)
+
+
+def remove_compiler_locks(extensions: Path) -> None:
+    """Remove what a killed process leaves behind: PyTorch waits for ever for the lock of an extension that somebody
+    compiles, and nothing of ours compiles between two parts."""
+    for lock in extensions.rglob("lock"):
+        lock.unlink(missing_ok=True)
+
+
+def kill_all(variable: str) -> None:
+    """Kill every process that was started with this ``NAME=value`` in its environment.
+
+    Ranks have sessions of their own, and would go on using the GPU when the test that waits for them is killed.
+    """
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # has ended, or is another user's
+            if variable.encode() in environ.read_bytes().split(b"\0"):
+                os.kill(int(environ.parent.name), signal.SIGKILL)
+
+
+def _written(log: Path, begin: int) -> list[str]:
+    return log.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
+
+
+def _whole_rows(lines: Sequence[str]) -> tuple[object, ...]:
+    """A part that is killed while it writes leaves half a line."""
+    rows: list[object] = []
+    for line in lines:
+        with suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return tuple(rows)
 
 
 def _lines(path: Path | None) -> list[str]:
@@ -212,16 +265,18 @@ def _environment() -> Mapping[str, str]:
     return {
         **os.environ,
         "DS_ACCELERATOR": "cuda",
+        "PYTHONFAULTHANDLER": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")])),
         "PYTHONUNBUFFERED": "1",
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR") or str(REPOSITORY / ".cache/torch_extensions"),
         "XDG_CACHE_HOME": str(REPOSITORY / ".cache"),
     }
 
 
 def main() -> int:
-    which = {"check": parts, "bench": bench_parts}[sys.argv[1]]
+    which = {"check": parts, "measure": measure_parts, "bench": bench_parts}[sys.argv[1]]
     out = Path(os.environ.get("OUT") or REPOSITORY / ".cache" / f"gpu-{sys.argv[1]}").resolve()
-    return check(which(out), out)
+    return check(which(), out)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -28,6 +30,25 @@ def test_every_plan_gives_the_serial_bits_while_forward_gathers(seed: int) -> No
     grad_dtype = torch.float32 if seed % 2 else dtype
     expected = serial_of_deferred(plan, dtype, grad_dtype, seed)
     assert same(deferred(plan, dtype, grad_dtype, seed), expected), str(plan.schedule)
+
+
+@pytest.mark.parametrize("seed", range(100, 112))
+def test_gradients_of_two_dtypes_give_the_serial_bits(seed: int) -> None:
+    """Also those of the first parts, which go down side by side."""
+    plan = random_plan(seed)
+    chosen = random.Random(seed)
+    grad_dtypes = [chosen.choice((torch.bfloat16, torch.float32)) for _ in plan.placements]
+    expected = serial_of_deferred(plan, torch.bfloat16, grad_dtypes, seed)
+    assert same(deferred(plan, torch.bfloat16, grad_dtypes, seed), expected), f"{plan.schedule}, {grad_dtypes}"
+
+
+def test_a_gradient_set_in_fp32_beside_bf16_ones_of_the_first_parts() -> None:
+    workload = Workload.of([64, 4096, 700_001, 33])
+    plan = UpdatePlan(workload=workload, placements=place_all(workload, Placement.STREAMED), num_slots=2)
+    for at in range(4):
+        grad_dtypes = [torch.float32 if at == index else torch.bfloat16 for index in range(4)]
+        expected = serial_of_deferred(plan, torch.bfloat16, grad_dtypes, seed=at)
+        assert same(deferred(plan, torch.bfloat16, grad_dtypes, seed=at), expected), grad_dtypes
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3])

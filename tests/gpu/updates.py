@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeAlias
 
 import torch
 
@@ -42,12 +44,21 @@ def host_adam(num_threads: int = 4) -> FusedAdam:
     return FusedAdam(machine_arithmetic(), BETAS, adamw=True, num_threads=num_threads)
 
 
+GradDtypes: TypeAlias = "torch.dtype | Sequence[torch.dtype]"
+"""Of all gradients, or of each sub-group's: one that a user has set is fp32 beside others in the model's dtype."""
+
+
+def dtypes_of(plan: UpdatePlan, grad_dtypes: GradDtypes) -> list[torch.dtype]:
+    """By sub-group."""
+    return [grad_dtypes] * len(plan.placements) if isinstance(grad_dtypes, torch.dtype) else list(grad_dtypes)
+
+
 def cuda_states(
-    device: CudaDevice, plan: UpdatePlan, dtype: torch.dtype, grad_dtype: torch.dtype, seed: int
+    device: CudaDevice, plan: UpdatePlan, dtype: torch.dtype, grad_dtypes: GradDtypes, seed: int
 ) -> list[SubGroupState]:
     """Gradients are where their sub-group is updated."""
     states = make_states(numels_of(plan), dtype, seed)
-    for state, placement in zip(states, plan.placements, strict=True):
+    for state, placement, grad_dtype in zip(states, plan.placements, dtypes_of(plan, grad_dtypes), strict=True):
         reserve = device.empty if placement is Placement.RESIDENT else device.empty_host
         for name in ("master", "exp_avg", "exp_avg_sq"):
             setattr(state, name, reserve(state.numel, torch.float32).copy_(getattr(state, name)))
@@ -79,7 +90,7 @@ def late_backward(states: Sequence[SubGroupState], step: int) -> None:
 
 
 def executed(
-    plan: UpdatePlan, dtype: torch.dtype, grad_dtype: torch.dtype, seed: int, count: int = 4
+    plan: UpdatePlan, dtype: torch.dtype, grad_dtypes: GradDtypes, seed: int, count: int = 4
 ) -> list[torch.Tensor]:
     """What each step's forward gathered, and all states at the end, in host memory.
 
@@ -87,9 +98,9 @@ def executed(
     backward, which writes the gradients, is late.
     """
     device = CudaDevice(torch.cuda.current_device())
-    states = cuda_states(device, plan, dtype, grad_dtype, seed)
+    states = cuda_states(device, plan, dtype, grad_dtypes, seed)
     kernel = triton_adam()
-    kernel.compile({torch.float32, grad_dtype}, [dtype])
+    kernel.compile({torch.float32, *dtypes_of(plan, grad_dtypes)}, [dtype])
     executor = Executor(plan.schedule, states, device, host_adam(), kernel)
     gather = torch.cuda.Stream()
     found: list[torch.Tensor] = []
@@ -110,32 +121,42 @@ def executed(
 
 
 def deferred(
-    plan: UpdatePlan, dtype: torch.dtype, grad_dtype: torch.dtype, seed: int, count: int = 4
+    plan: UpdatePlan,
+    dtype: torch.dtype,
+    grad_dtypes: GradDtypes,
+    seed: int,
+    count: int = 4,
+    issuing: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[torch.Tensor]:
     """What each step's first parts had at once, what the next forward gathered, and all states at the end.
 
-    The update goes on while sub-group by sub-group is gathered; half of the steps are prefetched.
+    The update goes on while sub-group by sub-group is gathered; half of the steps are prefetched, and in the other half
+    ``advance`` issues what it can. What training issues during an update is issued inside ``issuing``.
     """
     device = CudaDevice(torch.cuda.current_device())
-    states = cuda_states(device, plan, dtype, grad_dtype, seed)
+    states = cuda_states(device, plan, dtype, grad_dtypes, seed)
     splits = first_parts(plan, seed)
     kernel = triton_adam()
-    kernel.compile({torch.float32, grad_dtype}, [dtype])
+    kernel.compile({torch.float32, *dtypes_of(plan, grad_dtypes)}, [dtype])
     executor = Executor(plan.schedule, states, device, host_adam(), kernel, splits=splits)
     gather = torch.cuda.Stream()
     found: list[torch.Tensor] = []
     try:
         for number, steps in enumerate(steps_for(plan, count), start=1):
             if number % 2:
-                executor.prefetch()
+                with issuing():
+                    executor.prefetch()
             late_backward(states, number)
-            executor.begin(steps)
+            with issuing():
+                executor.begin(steps)
+                if number % 2 == 0:
+                    executor.advance()
             found.extend(
                 part.view(state.param).clone()
                 for state, split in zip(states, splits, strict=True)
                 for part in split.first
             )
-            with torch.cuda.stream(gather):
+            with torch.cuda.stream(gather), issuing():
                 executor.publish_first_parts()
                 for index, state in enumerate(states):
                     executor.publish(index)
@@ -161,14 +182,15 @@ def first_parts(plan: UpdatePlan, seed: int) -> list[Split]:
 
 
 def serial_of_deferred(
-    plan: UpdatePlan, dtype: torch.dtype, grad_dtype: torch.dtype, seed: int, count: int = 4
+    plan: UpdatePlan, dtype: torch.dtype, grad_dtypes: GradDtypes, seed: int, count: int = 4
 ) -> list[torch.Tensor]:
     """The same by one sub-group after another on the CPU."""
     states = make_states(numels_of(plan), dtype, seed)
     splits, adam = first_parts(plan, seed), host_adam()
     found: list[torch.Tensor] = []
     for number, steps in enumerate(steps_for(plan, count), start=1):
-        for state, gradient in zip(states, gradients(numels_of(plan), number), strict=True):
+        given = zip(gradients(numels_of(plan), number), dtypes_of(plan, grad_dtypes), strict=True)
+        for state, (gradient, grad_dtype) in zip(states, given, strict=True):
             state.grad = gradient.to(grad_dtype)
         update_serially(states, adam, steps)
         for state, split in zip(states, splits, strict=True):
@@ -179,7 +201,7 @@ def serial_of_deferred(
 
 
 def serial(
-    plan: UpdatePlan, dtype: torch.dtype, grad_dtype: torch.dtype, seed: int, count: int = 4
+    plan: UpdatePlan, dtype: torch.dtype, grad_dtypes: GradDtypes, seed: int, count: int = 4
 ) -> list[torch.Tensor]:
     """The same by one sub-group after another on the CPU."""
     states = make_states(numels_of(plan), dtype, seed)
@@ -187,7 +209,8 @@ def serial(
     found: list[torch.Tensor] = []
     for number, steps in enumerate(steps_for(plan, count), start=1):
         found.extend(state.param.clone() for state in states)
-        for state, gradient in zip(states, gradients(numels_of(plan), number), strict=True):
+        given = zip(gradients(numels_of(plan), number), dtypes_of(plan, grad_dtypes), strict=True)
+        for state, (gradient, grad_dtype) in zip(states, given, strict=True):
             state.grad = gradient.to(grad_dtype)
         update_serially(states, adam, steps)
     found.extend(getattr(state, name) for state in states for name in NAMES)

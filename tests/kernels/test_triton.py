@@ -5,15 +5,37 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import triton
+import triton.language as tl
 
 from deep_opt_states.device.kernels.arithmetic import Tail
+from deep_opt_states.device.kernels.triton_kernel import OPTIONS
+from tests.kernels.compiled import (
+    CAPABILITIES,
+    ELEMENTS_PER_THREAD,
+    check_nothing_is_contracted,
+    check_rounding,
+    compile_kernel,
+    compile_update,
+)
 from tests.launch import REPOSITORY, Finished, environment
 
-triton = pytest.importorskip("triton", reason="no Triton: pip install triton")
+DTYPES = [("*bf16", "*bf16"), ("*fp32", "*bf16"), ("*fp16", "*fp16")]
+FUSION = {**OPTIONS, "enable_fp_fusion": True}
+SUMS = {Tail.UNFUSED: 6 * ELEMENTS_PER_THREAD, Tail.GRADIENT_FUSED: 0, Tail.MOMENT_FUSED: 0}
+"""Of a thread: the kernel calls ``_multiply_add`` six times an element, and only an unfused tail adds in it."""
 
-POINTERS = ("master", "exp_avg", "exp_avg_sq", "grad", "param")
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_anew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Triton would find what an earlier run has compiled in its cache in the home directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
 
 
 def test_in_the_interpreter_it_has_the_bits_of_the_cpu_kernel() -> None:
@@ -32,41 +54,53 @@ def test_in_the_interpreter_it_has_the_bits_of_the_cpu_kernel() -> None:
     assert all(found["others"].values()), "another arithmetic is seen"
 
 
-def ptx(grad: str, param: str, tail: Tail, capability: int) -> str:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from deep_opt_states.device.kernels.triton_adam import ALIGNMENT_BYTES, Block
-    from deep_opt_states.device.kernels.triton_kernel import OPTIONS, update
-
-    constants = {"TAIL": int(tail), "BLOCK": Block().elements}
-    types = {"grad": grad, "param": param, "numel": "i64", "cut": "i64", "decay_kind": "i32"}
-    types |= dict.fromkeys(POINTERS[:3], "*fp32") | dict.fromkeys(constants, "constexpr")
-    signature = {name: types.get(name, "fp32") for name in update.arg_names}
-    aligned = {(at,): [["tt.divisibility", ALIGNMENT_BYTES]] for at in range(len(POINTERS))}
-    compiled = triton.compile(
-        ASTSource(update, signature, constants, aligned),
-        target=GPUTarget("cuda", capability, 32),
-        options={**OPTIONS, "num_warps": Block().warps},
-    )
-    return compiled.asm["ptx"]
-
-
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("tail", Tail)
-@pytest.mark.parametrize(("grad", "param"), [("*bf16", "*bf16"), ("*fp32", "*bf16"), ("*fp16", "*fp16")])
+@pytest.mark.parametrize(("grad", "param"), DTYPES)
 def test_every_operation_is_one_that_rounds_as_ieee_754_says(
     grad: str, param: str, tail: Tail, capability: int
 ) -> None:
-    text = ptx(grad, param, tail, capability)
-    arithmetic = set(re.findall(r"\b(?:fma|mul|add|sub|sqrt|div|rcp|rsqrt|ex2)\.[a-z.]*f32\b", text))
-    expected = {"fma.rn.f32", "mul.rn.f32", "sqrt.rn.f32", "div.rn.f32"}
-    assert arithmetic == expected | ({"add.rn.f32"} if tail is Tail.UNFUSED else set())
-    assert "ftz" not in text, "denormals are kept"
+    compiled = compile_update(grad, param, tail, capability)
+    check_rounding(compiled)
+    assert compiled.operations("add.rn.f32") == SUMS[tail]
+    assert compiled.operations("sqrt.rn.f32") == 2 * ELEMENTS_PER_THREAD, "in whole blocks, and in others"
+    assert compiled.operations("div.rn.f32") == 2 * ELEMENTS_PER_THREAD
+    assert compiled.operations("mul.rn.f32") > 0
+    assert compiled.operations("fma.rn.f32") > 0
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("tail", Tail)
+def test_the_machine_code_contracts_nothing(tail: Tail, capability: int, tmp_path: Path) -> None:
+    check_nothing_is_contracted(compile_update("*bf16", "*bf16", tail, capability), SUMS[tail], tmp_path)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_with_fp_fusion_the_kernel_does_not_pass(capability: int) -> None:
+    with pytest.raises(AssertionError, match=re.escape("mul.f32")):
+        check_rounding(compile_update("*bf16", "*bf16", Tail.UNFUSED, capability, FUSION))
+
+
+@triton.jit
+def multiply_add(a, b, c, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(c + at, tl.load(a + at) * tl.load(b + at) + tl.load(c + at))
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_with_fp_fusion_a_product_goes_into_a_sum_and_is_seen(capability: int, tmp_path: Path) -> None:
+    """A kernel that leaves the choice to the compiler: the Adam kernel's own sums cannot be contracted."""
+    types = dict.fromkeys("abc", "*fp32")
+    constants = {"BLOCK": 256}  # one element a thread
+    check_nothing_is_contracted(compile_kernel(multiply_add, types, constants, capability, OPTIONS), 1, tmp_path)
+    fused = compile_kernel(multiply_add, types, constants, capability, FUSION)
+    assert fused.machine_operations(tmp_path) == {"FFMA": 1}
+    with pytest.raises(AssertionError):
+        check_nothing_is_contracted(fused, 1, tmp_path)
 
 
 def test_whole_blocks_are_loaded_and_stored_16_bytes_at_a_time() -> None:
-    text = ptx("*fp32", "*bf16", Tail.GRADIENT_FUSED, 90)
+    text = compile_update("*fp32", "*bf16", Tail.GRADIENT_FUSED, 90).ptx
     assert len(re.findall(r"ld\.global\.v4\.b32", text)) == 4
     assert len(re.findall(r"st\.global\.v4\.b32", text)) == 3
     assert ".shared" not in text.replace(".extern .shared", "")

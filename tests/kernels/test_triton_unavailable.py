@@ -8,6 +8,7 @@ from importlib import metadata
 import pytest
 import torch
 
+from deep_opt_states.device import kernels
 from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
 from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.device.kernels.triton_adam import TritonAdam
@@ -25,7 +26,9 @@ def test_the_version_that_torch_pins_is_the_remedy(
     requires: list[str] | None, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)  # cannot be imported
+    # Another test of this process may have imported the kernel.
     monkeypatch.delitem(sys.modules, "deep_opt_states.device.kernels.triton_kernel", raising=False)
+    monkeypatch.delattr(kernels, "triton_kernel", raising=False)
     monkeypatch.setattr(metadata, "requires", lambda name: requires)
     with pytest.raises(KernelUnavailable) as caught:
         TritonAdam(Arithmetic(16, Tail.UNFUSED), (0.9, 0.999), adamw=True, device=torch.device("cuda", 0))

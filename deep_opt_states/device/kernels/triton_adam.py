@@ -88,12 +88,12 @@ class TritonAdam(OneByOne):
 
     def update(self, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
         part = part or Part.whole(tensors.master.numel())
+        _check(tensors, self._device, part)
         # From the last multiple of 16 bytes on, which is in the same memory: the part's own begin would be compiled for
         # anew, and without wide loads.
         skip = part.begin % ALIGNED_ELEMENTS
         widened = tensors.each(partial(_from_before, skip=skip))
         numel = skip + part.numel
-        _check(widened, self._device, numel)
         cut = self._arithmetic.cut(part.of) - part.begin + skip
         self._launch(self._scalars[sub_group], widened, numel=numel, cut=min(cut, numel), skip=skip)
 
@@ -167,16 +167,21 @@ def _from_before(tensor: torch.Tensor, skip: int) -> torch.Tensor:
     return tensor.as_strided((skip + tensor.numel(),), (1,), tensor.storage_offset() - skip)
 
 
-def _check(tensors: AdamTensors, device: torch.device, numel: int) -> None:
-    """Triton would read and write whatever is there, or compile for what ``compile`` has not."""
+def _check(tensors: AdamTensors, device: torch.device, part: Part) -> None:
+    """Raise ``AssertionError`` for what the kernel would read or write wrongly, or ``compile`` has not compiled for.
+
+    To be called with the part's own tensors: ``_from_before`` gives a contiguous view of whatever it is given.
+    """
+    skip = part.begin % ALIGNED_ELEMENTS
     for name, tensor in vars(tensors).items():
         if tensor is None:
             continue
         assert tensor.device == device, (name, tensor.device)
-        assert tensor.is_contiguous(), name
-        assert tensor.numel() == numel, (name, tensor.shape)
+        assert tensor.is_contiguous(), (name, tensor.stride())
+        assert tensor.numel() == part.numel, (name, tensor.shape)
+        assert tensor.storage_offset() >= skip, (name, "has no elements before it")
         if name in STATES:
             assert tensor.dtype == torch.float32, (name, tensor.dtype)
-            assert tensor.data_ptr() % ALIGNMENT_BYTES == 0, name
+            assert (tensor.data_ptr() - skip * tensor.element_size()) % ALIGNMENT_BYTES == 0, name
         else:
             assert tensor.dtype in DTYPES, (name, tensor.dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from deep_opt_states.device.kernels.arithmetic import Tail
 from deep_opt_states.device.kernels.scalars import Decay
@@ -125,7 +126,9 @@ def _multiply_add(a, b, c, of_vectors, TAIL: tl.constexpr):
     """a * b + c, rounded once; after the cut twice where the tail is UNFUSED."""
     result = tl.fma(a, b, c)
     if TAIL == _UNFUSED:
-        result = tl.where(of_vectors, result, a * b + c)
+        # Not by "+": on Blackwell LLVM packs such sums into pairs, and the ptxas 12.9 of Triton 3.6 then fuses packed
+        # products into them, in spite of the rounding that PTX asks for and of OPTIONS.
+        result = tl.where(of_vectors, result, libdevice.add_rn(a * b, c))
     return result
 
 

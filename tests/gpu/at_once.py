@@ -1,0 +1,32 @@
+"""A pytest plugin: a failure's traceback is printed when it happens, since a part that is stopped has no end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(AtOnce(config))
+
+
+class AtOnce:
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._print(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._print(report)
+
+    def _print(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if not report.failed:
+            return
+        terminal: Any = self._config.pluginmanager.get_plugin("terminalreporter")
+        terminal.ensure_newline()
+        terminal.write_line(f"----- at once: {report.nodeid}\n{report.longreprtext}")
+        for title, text in report.sections:
+            terminal.write_line(f"----- {title}\n{text}")
+        terminal.flush()

@@ -1,0 +1,18 @@
+"""Numbers that a test measures without judging them: printed, and kept beside the part's outcome."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timezone
+
+from tests.launch import REPOSITORY
+
+FIGURES = REPOSITORY / ".cache" / "gpu-figures.jsonl"
+
+
+def figure(name: str, value: float, unit: str) -> None:
+    print(f"{name}: {value:.4g} {unit}", flush=True)
+    FIGURES.parent.mkdir(exist_ok=True)
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    with FIGURES.open("a") as file:
+        file.write(json.dumps({"figure": name, "value": value, "unit": unit, "when": now}) + "\n")

@@ -1,0 +1,185 @@
+"""Trains the real engine beside other processes: a forked child, workers that load data, and a second rank.
+
+Started by ``test_processes.py``, on the CPU accelerator, too.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import psutil
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import deep_opt_states  # noqa: F401 (activates where the package is not installed)
+from tests.gpu.one_by_one import answer_each
+from tests.zero.parity import arm
+from tests.zero.parity.arm import Record, closing_engine, differences, run_arm, shared_folder, train
+from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case
+from tests.zero.parity.model import batch
+from tests.zero.parity.worker import same_as_stock
+from tests.zero.process_group import process_group
+
+OVERLAP = {"overlap_comm": True}
+
+CASE = Case(
+    name="beside other processes",
+    blocks=(CPU, STREAMED, STRIDE_2),
+    steps=12,
+    widths=(512, 1024, 1024, 512),
+    sub_group_size=500_000,
+    zero={**OVERLAP, "reduce_bucket_size": 10**6, "stage3_prefetch_bucket_size": 10**6},
+)
+"""Slabs of some 30 MB: pages that a child inherits would be copied when the next update writes to them."""
+
+TWO_RANKS = Case(name="2 ranks", blocks=(CPU, STREAMED, STRIDE_2), world_size=2, clip=0.5, zero=OVERLAP)
+
+FORKS_AT = 3
+"""The step before which a child is forked."""
+
+
+def beside_a_fork(case: Case) -> dict[str, Any]:
+    """By block: what differs from stock, the child's memory, and how much of the states' memory the child maps."""
+    stock = run_arm(case, None)
+    found = {}
+    for block in case.blocks:
+        with shared_folder() as folder, closing_engine(case, block) as engine, forking(engine) as child:
+            record = train(engine, case, folder)
+            found[str(block)] = {**child, "differences": differences(stock, record)}
+    return {"arms": found}
+
+
+@contextmanager
+def forking(engine: Any) -> Iterator[dict[str, Any]]:
+    """Forks a child in the middle of training, which writes to memory of its own and sleeps until training is over."""
+    child: dict[str, Any] = {}
+    before = psutil.Process().memory_info().rss
+
+    def forking_batch(case: Case, rank: int, micro_batch: int, dtype: torch.dtype) -> Any:
+        if micro_batch == FORKS_AT:
+            on_host = [state.master for state in engine.optimizer._states if state.master.is_cpu]
+            child["pid"] = pid = os.fork()
+            if pid == 0:
+                own = bytearray(2**20)
+                while True:
+                    own[:] = bytes(len(own))
+                    time.sleep(0.01)
+            time.sleep(0.5)
+            child["rss_bytes"] = psutil.Process(pid).memory_info().rss
+            child["parent_rss_bytes"] = before
+            child["states_bytes"] = sum(master.nbytes for master in on_host)
+            child["inherited_bytes"] = sum(
+                master.nbytes for master in on_host if is_mapped(pid, master.data_ptr() + master.nbytes // 2)
+            )
+        return batch(case, rank, micro_batch, dtype)
+
+    try:
+        with mock.patch.object(arm, "batch", forking_batch):
+            yield child
+    finally:
+        if "pid" in child:
+            os.kill(child["pid"], signal.SIGKILL)
+            os.waitpid(child["pid"], 0)
+
+
+def is_mapped(pid: int, address: int) -> bool:
+    with open(f"/proc/{pid}/maps") as maps:
+        for line in maps:
+            begin, end = (int(border, 16) for border in line.split()[0].split("-"))
+            if begin <= address < end:
+                return True
+    return False
+
+
+class Batches(Dataset):  # type: ignore[type-arg]
+    """The case's batches, by their number."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+
+    def __len__(self) -> int:
+        return self._case.steps * self._case.accumulation
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch(self._case, 0, index, torch.bfloat16)
+
+
+def beside_workers(case: Case) -> dict[str, Any]:
+    """By block: what differs from stock where two forked workers load the data, again in the middle of training."""
+    stock = run_arm(case, None)
+    found = {}
+    for block in case.blocks:
+        with shared_folder() as folder, closing_engine(case, block) as engine, loading(case):
+            found[str(block)] = {"differences": differences(stock, train(engine, case, folder))}
+    return {"arms": found}
+
+
+@contextmanager
+def loading(case: Case) -> Iterator[None]:
+    """Batches come from workers that are forked by the first batch, and by the first of the second half."""
+    pinned = torch.cuda.is_available()
+    loader = DataLoader(
+        Batches(case), batch_size=None, num_workers=2, pin_memory=pinned, multiprocessing_context="fork"
+    )
+    loaded = iter(())
+
+    def loaded_batch(case: Case, rank: int, micro_batch: int, dtype: torch.dtype) -> Any:
+        nonlocal loaded
+        if micro_batch == 0:
+            loaded = iter(loader)
+        elif micro_batch == len(loader) // 2:
+            loaded = iter(loader)
+            for _ in range(micro_batch):
+                next(loaded)
+        return next(loaded)
+
+    with mock.patch.object(arm, "batch", loaded_batch):
+        yield
+
+
+def memory_of_gpu_0() -> dict[str, Any]:
+    """What a rank on the second GPU adds to what is used of the first."""
+    before_bytes = used_of_gpu_0_bytes()
+    with shared_folder() as folder, closing_engine(CASE, STRIDE_2) as engine:
+        record: Record = train(engine, CASE, folder)
+        return {
+            "device": str(engine.device),
+            "added_bytes": used_of_gpu_0_bytes() - before_bytes,
+            "optimizer": record.optimizer_class,
+        }
+
+
+def used_of_gpu_0_bytes() -> int:
+    command = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    return int(done.stdout.split()[0]) * 2**20
+
+
+FORK, WORKERS, GPU_0 = "fork", "workers", "memory of GPU 0"
+
+WORK: dict[str, Callable[[], dict[str, Any]]] = {
+    FORK: lambda: beside_a_fork(CASE),
+    WORKERS: lambda: beside_workers(CASE),
+    TWO_RANKS.name: lambda: same_as_stock(TWO_RANKS),
+    GPU_0: memory_of_gpu_0,
+}
+
+
+def has_nvidia_smi() -> bool:
+    return shutil.which("nvidia-smi") is not None
+
+
+if __name__ == "__main__":
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    with process_group():
+        answer_each(WORK, sys.argv[1:])

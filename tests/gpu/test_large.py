@@ -1,0 +1,86 @@
+"""A sub-group of more than 10^9 parameters: each of its states is more than 4 GiB, and so is each copy."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+import torch
+
+from deep_opt_states.device.cuda import CudaDevice
+from deep_opt_states.device.kernels.adam import AdamTensors
+from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.state import SubGroupState
+from perf_model.placement import Placement, place_all
+from perf_model.plan import UpdatePlan
+from perf_model.workload import Workload
+from tests.gpu.figures import figure
+from tests.gpu.kernels import triton_adam
+from tests.gpu.updates import host_adam, steps_for
+
+NUMELS = (2**30 + 5, 4099)
+STATES = ("master", "exp_avg", "exp_avg_sq")
+ALIGNED_NUMEL = 64
+
+HOST_BYTES = 16 * 2**30
+GPU_BYTES = 48 * 2**30
+
+
+@pytest.mark.skipif(psutil.virtual_memory().available < HOST_BYTES, reason=f"takes {HOST_BYTES / 1e9:.0f} GB of memory")
+def test_a_sub_group_of_a_billion_parameters_is_streamed() -> None:
+    free_bytes, _ = torch.cuda.mem_get_info()
+    if free_bytes < GPU_BYTES:
+        pytest.skip(f"takes {GPU_BYTES / 1e9:.0f} GB of GPU memory, {free_bytes / 1e9:.0f} GB are free")
+    device = CudaDevice(torch.cuda.current_device())
+    workload = Workload.of(list(NUMELS))
+    plan = UpdatePlan(workload=workload, placements=place_all(workload, Placement.STREAMED), num_slots=1)
+    reference = [on_gpu(numel, seed) for seed, numel in enumerate(NUMELS)]
+    sizes = [-(-numel // ALIGNED_NUMEL) * ALIGNED_NUMEL for numel in NUMELS]
+    slab = device.host_slab(len(STATES) * 4 * sum(sizes))
+    slab.lock()
+    states: list[SubGroupState] = []
+    begin = 0
+    for tensors, size in zip(reference, sizes, strict=True):
+        on_host = {}
+        for name in STATES:
+            on_host[name] = slab.tensor(4 * begin, tensors.master.numel(), torch.float32)
+            on_host[name].copy_(getattr(tensors, name))
+            begin += size
+        assert tensors.param is not None
+        states.append(SubGroupState(**on_host, grad=tensors.grad, param=tensors.param.clone(), rounded=None))
+    kernel, in_place = triton_adam(), triton_adam()
+    kernel.compile([torch.bfloat16], [torch.bfloat16])
+    executor = Executor(plan.schedule, states, device, host_adam(), kernel)
+    try:
+        for steps in steps_for(plan, 2):
+            executor.run(steps)
+            in_place.begin_step(steps)
+            for index, tensors in enumerate(reference):
+                in_place.update(index, tensors)
+        figure("update of a billion parameters, streamed through one slot", executor.timeline().makespan_s, "s")
+        torch.cuda.synchronize()
+        for index, (state, tensors) in enumerate(zip(states, reference, strict=True)):
+            assert tensors.param is not None
+            assert torch.equal(state.param, tensors.param), f"param of sub-group {index}"
+            for name in STATES:
+                assert torch.equal(getattr(state, name).cuda(), getattr(tensors, name)), f"{name} of sub-group {index}"
+    finally:
+        executor.close()
+        states.clear()
+        on_host.clear()
+        slab.close()
+
+
+def on_gpu(numel: int, seed: int) -> AdamTensors:
+    """What the kernel updates in place, to be compared with: its bits are those of the CPU kernel (test_kernel.py)."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def random(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(numel, generator=generator, device="cuda", dtype=dtype)
+
+    return AdamTensors(
+        master=random(),
+        exp_avg=random(),
+        exp_avg_sq=random().square_(),
+        grad=random(torch.bfloat16),
+        param=torch.zeros(numel, dtype=torch.bfloat16, device="cuda"),
+    )

@@ -1,0 +1,60 @@
+"""The quick profile of this machine, and its probe of the GPU's Adam beside the benchmark of the same kernel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+
+from benchmarks.adam import NUMEL
+from benchmarks.harness import gpu_adam
+from perf_model.hardware import HardwareProfile
+from tests.gpu.figures import figure
+from tests.gpu.time_left import seconds_left
+from tests.launch import REPOSITORY
+
+BENCHMARK_S = 8.0
+"""For the benchmark, after the profile."""
+
+FACTOR = 2.0
+"""Both time the GPU by its own events. A probe that times Python's launches is off by four and more."""
+
+
+@pytest.fixture(scope="module")
+def profile() -> HardwareProfile:
+    path = Path(os.environ.get("OUT") or REPOSITORY / ".cache") / "profile.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "deep_opt_states.cli", "profile", "--quick", "--output", str(path)],
+        cwd=REPOSITORY,
+        env={**os.environ, "DS_ACCELERATOR": "cuda"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=max(1.0, seconds_left() - BENCHMARK_S),
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    return HardwareProfile.from_json(path.read_text())
+
+
+def test_what_needs_a_gpu_is_measured(profile: HardwareProfile) -> None:
+    for name, measurement in profile.measurements.items():
+        if measurement.waived is None:
+            figure(name, measurement.median, "SI units")
+        else:
+            print(f"{name}: waived, {measurement.waived}")
+    for name in ("h2d_bytes_per_s", "d2h_bytes_per_s", "both_bytes_per_s", "gpu_adam_params_per_s"):
+        assert profile.measurements[name].waived is None, name
+
+
+def test_the_probe_of_the_gpu_s_adam_is_the_benchmark_s_rate(profile: HardwareProfile) -> None:
+    rows = list(gpu_adam.compare(NUMEL, torch.bfloat16, repetitions=5))
+    (samples,) = (row.samples for row in rows if row.arm == "GPU, ours" and row.quantity == "update rate")
+    rate, probed = median(samples), profile.measurements["gpu_adam_params_per_s"].median
+    figure("GPU Adam, by the benchmark", rate, "parameters/s")
+    figure("GPU Adam, by the profile", probed, "parameters/s")
+    assert rate / FACTOR < probed < rate * FACTOR

@@ -1,0 +1,155 @@
+"""What an update's streams do on a GPU: they overlap, nobody waits for them unasked, and events tell their order."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+
+from deep_opt_states.device.cuda import CudaDevice
+from deep_opt_states.runtime.executor import Executor
+from perf_model.placement import Placement, place_all
+from perf_model.plan import UpdatePlan
+from perf_model.workload import Workload
+from tests.gpu.figures import figure
+from tests.gpu.kernels import triton_adam
+from tests.gpu.updates import (
+    cuda_states,
+    deferred,
+    host_adam,
+    late_backward,
+    random_plan,
+    same,
+    serial_of_deferred,
+    steps_for,
+)
+
+Interval = tuple[float, float]
+SMALL_BYTES = 1024
+
+
+@contextmanager
+def no_unasked_waits() -> Iterator[None]:
+    """PyTorch raises where it would wait for the GPU by itself, as for a copy from pageable memory."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_an_unasked_wait_is_seen() -> None:
+    one = torch.ones(1, device="cuda")
+    with pytest.raises(RuntimeError, match="synchronizing"), no_unasked_waits():
+        one.item()
+
+
+@pytest.mark.parametrize("seed", range(200, 206))
+def test_an_update_is_issued_without_unasked_waits(seed: int) -> None:
+    plan = random_plan(seed)
+    expected = serial_of_deferred(plan, torch.bfloat16, torch.bfloat16, seed)
+    found = deferred(plan, torch.bfloat16, torch.bfloat16, seed, issuing=no_unasked_waits)
+    assert same(found, expected), str(plan.schedule)
+
+
+def test_an_event_before_the_origin_is_at_a_negative_second() -> None:
+    """Prefetches begin before the update whose timeline has them, which counts from its own beginning."""
+    device = CudaDevice(torch.cuda.current_device())
+    stream, early, late = device.current_stream(), device.event(), device.event()
+    stream.record(early)
+    torch.cuda._sleep(20_000_000)
+    stream.record(late)
+    late.synchronize()
+    between_s = late.seconds_after(early)
+    assert between_s > 0
+    assert early.seconds_after(late) == pytest.approx(-between_s, rel=1e-3)
+
+
+@contextmanager
+def streamed(count: int, numel: int, num_slots: int) -> Iterator[tuple[Executor, UpdatePlan]]:
+    """An executor of equal sub-groups, all of them streamed, after its first update; gradients are there."""
+    workload = Workload.of([numel] * count)
+    plan = UpdatePlan(workload=workload, placements=place_all(workload, Placement.STREAMED), num_slots=num_slots)
+    device = CudaDevice(torch.cuda.current_device())
+    states = cuda_states(device, plan, torch.bfloat16, torch.bfloat16, seed=0)
+    kernel = triton_adam()
+    kernel.compile([torch.bfloat16], [torch.bfloat16])
+    executor = Executor(plan.schedule, states, device, host_adam(), kernel)
+    try:
+        late_backward(states, 1)
+        executor.run(steps_for(plan, 1)[0])
+        yield executor, plan
+    finally:
+        executor.close()
+
+
+def test_copies_in_both_directions_and_kernels_overlap(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    with streamed(count=10, numel=4_000_000, num_slots=3) as (executor, plan):
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            executor.run(steps_for(plan, 2)[1])
+        profile.export_chrome_trace(str(trace))
+    lanes = intervals(json.loads(trace.read_text())["traceEvents"])
+    assert len(lanes["kernel"]) == len(plan.placements)
+    assert min(len(lanes["h2d"]), len(lanes["d2h"])) >= 3 * len(plan.placements)
+    found_s = {(one, other): overlap_s(lanes[one], lanes[other]) for one, other in combinations(lanes, 2)}
+    for (one, other), seconds in found_s.items():
+        figure(f"overlap in an update, {one} and {other}", seconds, "s")
+    assert found_s["h2d", "d2h"] > 0
+    # A kernel takes a thirtieth of a copy: one direction may just be done when it starts, but not both.
+    assert found_s["h2d", "kernel"] + found_s["d2h", "kernel"] > 0
+
+
+def intervals(events: Sequence[dict]) -> dict[str, list[Interval]]:  # type: ignore[type-arg]
+    """By lane, in seconds: the copies between host and GPU, and the launches of the Adam kernel."""
+    # By the event's category, and what its name contains.
+    kinds = {"h2d": ("gpu_memcpy", "HtoD"), "d2h": ("gpu_memcpy", "DtoH"), "kernel": ("kernel", "update")}
+    lanes: dict[str, list[Interval]] = {lane: [] for lane in kinds}
+    for event in events:
+        for lane, (category, word) in kinds.items():
+            if event.get("cat") == category and word in event["name"]:
+                begin_s = float(event["ts"]) / 1e6
+                lanes[lane].append((begin_s, begin_s + float(event["dur"]) / 1e6))
+    return lanes
+
+
+def overlap_s(one: Sequence[Interval], other: Sequence[Interval]) -> float:
+    """Return the seconds in which both lanes work; neither has two intervals at once."""
+    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in one for b in other)
+
+
+def test_latency_of_a_small_copy_beside_the_lanes() -> None:
+    """Reported: the copies of whole tensors hold up every other copy in their direction."""
+    with streamed(count=3, numel=16_000_000, num_slots=2) as (executor, plan):
+        alone_s = small_copies_s(20)
+        executor.begin(steps_for(plan, 2)[1])
+        executor.advance()
+        beside_s = small_copies_s(20)
+        executor.finish()
+        assert executor.failure is None, executor.failure
+    for what, seconds in (("alone", alone_s), ("beside an update", beside_s)):
+        figure(f"latency of a copy of {SMALL_BYTES} bytes, {what}, median", median(seconds), "s")
+        figure(f"latency of a copy of {SMALL_BYTES} bytes, {what}, longest", max(seconds), "s")
+
+
+def small_copies_s(count: int) -> list[float]:
+    """How long each copy to the GPU took, on a stream of its own, until the host knew."""
+    source = torch.zeros(SMALL_BYTES, dtype=torch.uint8).pin_memory()
+    destination = torch.empty_like(source, device="cuda")
+    stream = torch.cuda.Stream()
+    found = []
+    for _ in range(count):
+        start_s = time.perf_counter()
+        with torch.cuda.stream(stream):
+            destination.copy_(source, non_blocking=True)
+        stream.synchronize()
+        found.append(time.perf_counter() - start_s)
+    return found

@@ -1,0 +1,114 @@
+"""Compiles a Triton kernel for GPUs that need not be there, and counts the fp32 instructions that it becomes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from deep_opt_states.device.kernels.arithmetic import Tail
+from deep_opt_states.device.kernels.triton_adam import ALIGNMENT_BYTES, Block
+from deep_opt_states.device.kernels.triton_kernel import OPTIONS, update
+
+CAPABILITIES = (80, 90, 100, 120)
+"""A100, H100 and H200, B200, and the Blackwell GPUs of workstations."""
+
+ELEMENTS_PER_THREAD = Block().elements // (32 * Block().warps)
+
+NOT_ARITHMETIC = {"ld", "st", "mov", "setp", "selp", "cvt"}
+"""Conversions between fp16 and fp32 are in ``CONVERSIONS``."""
+
+ROUNDED_ONCE = {"fma.rn.f32", "mul.rn.f32", "add.rn.f32", "sqrt.rn.f32", "div.rn.f32", "fma.rn.f32x2", "mul.rn.f32x2"}
+"""Without ``add.rn.f32x2``: the ptxas 12.9 of Triton 3.6 fuses a packed product into a packed sum in spite of .rn."""
+
+CONVERSIONS = {"cvt.f32.f16", "cvt.rn.f16.f32", "cvt.rn.f16x2.f32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    ptx: str
+    cubin: bytes
+
+    @property
+    def arithmetic(self) -> Counter[str]:
+        """Count the fp32 instructions in PTX by their full name, those on packed pairs (``.f32x2``) included."""
+        names = re.findall(r"^\s*(?:@!?%p\d+\s+)?(\w+(?:\.\w+)*\.f32(?:x2)?)\s", self.ptx, re.M)
+        return Counter(name for name in names if name.split(".")[0] not in NOT_ARITHMETIC)
+
+    def operations(self, name: str) -> int:
+        """Count the operations of PTX instruction ``name``, such as ``mul.rn.f32``; a packed instruction is two."""
+        return self.arithmetic[name] + 2 * self.arithmetic[f"{name}x2"]
+
+    def machine_operations(self, folder: Path) -> Counter[str]:
+        """Count FADD, FMUL and FFMA in the machine code; a packed instruction is two.
+
+        Instructions with a suffix, such as ``FMUL.FTZ``, are left out: they occur inside the sequences that ptxas
+        makes of a division or a square root, which are correctly rounded as a whole.
+        """
+        cubin = folder / "kernel.cubin"
+        cubin.write_bytes(self.cubin)
+        nvdisasm = triton.knobs.nvidia.nvdisasm.path
+        text = subprocess.run([nvdisasm, "-ndf", "-c", cubin], capture_output=True, text=True, check=True).stdout
+        found = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(FADD|FMUL|FFMA)(2?)\s", text, re.M)
+        counts: Counter[str] = Counter()
+        for name, packed in found:
+            counts[name] += 2 if packed else 1
+        return counts
+
+
+def compile_kernel(
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, object],
+    capability: int,
+    options: Mapping[str, object],
+) -> Compiled:
+    """``types`` holds Triton's type of each parameter that is neither fp32 nor a constant."""
+    given = {**types, **dict.fromkeys(constants, "constexpr")}
+    signature = {name: given.get(name, "fp32") for name in kernel.arg_names}
+    pointers = [at for at, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
+    aligned = {(at,): [["tt.divisibility", ALIGNMENT_BYTES]] for at in pointers}
+    found = triton.compile(
+        ASTSource(kernel, signature, dict(constants), aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options={**options, "num_warps": Block().warps},
+    )
+    return Compiled(ptx=found.asm["ptx"], cubin=found.asm["cubin"])
+
+
+def compile_update(
+    grad: str, param: str, tail: Tail, capability: int, options: Mapping[str, object] = OPTIONS
+) -> Compiled:
+    """Compile the GPU Adam kernel as ``TritonAdam`` launches it, for aligned gradients and parameters."""
+    types = {"grad": grad, "param": param, "numel": "i64", "cut": "i64", "skip": "i64", "decay_kind": "i32"}
+    types |= dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), "*fp32")
+    return compile_kernel(update, types, {"TAIL": int(tail), "BLOCK": Block().elements}, capability, options)
+
+
+def check_rounding(compiled: Compiled) -> None:
+    """Raise ``AssertionError`` unless each fp32 operation in PTX rounds once and to nearest, and denormals are kept."""
+    others = set(compiled.arithmetic) - ROUNDED_ONCE
+    assert not others, f"instructions that do not round once, to nearest: {sorted(others)}"
+    conversions = set(re.findall(r"\bcvt\.[\w.]*f32[\w.]*", compiled.ptx)) - CONVERSIONS
+    assert not conversions, f"conversions that may not be exact or round otherwise: {sorted(conversions)}"
+    for word in ("ftz", "approx"):
+        assert word not in compiled.ptx, word
+
+
+def check_nothing_is_contracted(compiled: Compiled, sums: int, folder: Path) -> None:
+    """Raise ``AssertionError`` if a product went into one of the ``sums`` of the source, or into a sum of the PTX.
+
+    A contraction makes one FFMA of an FMUL and an FADD. A division may bring an FMUL of its own, but no FADD.
+    """
+    found = compiled.machine_operations(folder)
+    in_ptx = {name: compiled.operations(f"{name}.rn.f32") for name in ("add", "mul")}
+    assert found["FADD"] == in_ptx["add"] == sums, f"{found} for {in_ptx}, and {sums} sums in the source"
+    assert found["FMUL"] >= in_ptx["mul"], f"{found} for {in_ptx}"
