@@ -147,7 +147,7 @@ WORK: dict[str, Callable[[], dict[str, Any]]] = {
     **{str(block): partial(placement, block) for block in PLACEMENTS.blocks},
     **{case.name: partial(same_as_stock, case) for case in COMPARED},
     **LONG_RUNS,
-    TRAFFIC: lambda: {"cases": [traffic(*case) for case in TRAFFIC_CASES]},
+    TRAFFIC: lambda: {"cases": [traffic(None, *case) for case in TRAFFIC_CASES]},
     PAGE_LOCKED: page_locked,
     WIDE.name: peak_memory,
 }

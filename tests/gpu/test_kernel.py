@@ -144,7 +144,12 @@ def test_a_compiled_kernel_neither_compiles_nor_allocates_nor_waits() -> None:
 
     compiled: list[object] = []
     before = triton.knobs.runtime.jit_cache_hook
-    triton.knobs.runtime.jit_cache_hook = lambda *args, **kwargs: compiled.append(kwargs) or False
+
+    def note(*args: object, **kwargs: object) -> bool:
+        compiled.append(kwargs)
+        return False
+
+    triton.knobs.runtime.jit_cache_hook = note
     try:
         kernel = triton_adam(arithmetic=Arithmetic(8, Tail.UNFUSED))
         kernel.compile([torch.bfloat16], [torch.float16])
@@ -153,6 +158,7 @@ def test_a_compiled_kernel_neither_compiles_nor_allocates_nor_waits() -> None:
             plain, gradient = random_tensors(numel + 1, torch.bfloat16, torch.float16, seed=numel)
             plain.grad.copy_(gradient())
             tensors = on_gpu(plain)
+            assert tensors.param is not None
             for begin in (0, 1):
                 part = AdamTensors(
                     master=tensors.master[:numel],

@@ -44,7 +44,8 @@ class Part:
 
     def view(self, whole: torch.Tensor) -> torch.Tensor:
         """Shape [of] to shape [numel]."""
-        return whole.narrow(0, self.begin, self.numel)
+        # A schedule makes many views per action: none where the part is the whole saves most of what issuing costs.
+        return whole if self.numel == self.of else whole.narrow(0, self.begin, self.numel)
 
 
 @dataclass(frozen=True, kw_only=True)
