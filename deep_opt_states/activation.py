@@ -74,7 +74,8 @@ def _hook_config(module: Any) -> None:
 
             raise explain_misplaced(error).with_traceback(error.__traceback__) from None
         param_dict = ds_config._param_dict
-        if misspelled := {key: block for key, block in param_dict.items() if resembles_config_key(key)}:
+        misspelled = {key: block for key, block in param_dict.items() if resembles_config_key(key)}
+        if misspelled and CONFIG_KEY not in param_dict:
             _warn_of_misspelled(misspelled)
         if CONFIG_KEY in param_dict:
             from deep_opt_states.zero import plugin
@@ -86,7 +87,8 @@ def _hook_config(module: Any) -> None:
 
 def _is_misplaced(error: ValueError) -> bool:
     """Return whether ``error`` is pydantic's and refuses our block inside one of DeepSpeed's."""
-    refused: list[dict[str, Any]] = getattr(error, "errors", list)()
+    # Only pydantic's validation errors list what they refuse; importing its class here would be slow.
+    refused: list[dict[str, Any]] = error.errors() if hasattr(error, "errors") else []
     return any(key == CONFIG_KEY or resembles_config_key(key) for line in refused for key in line["loc"])
 
 
@@ -95,7 +97,8 @@ def _warn_of_misspelled(blocks: dict[str, Any]) -> None:
     from deep_opt_states.zero.log import say
 
     for key, block in blocks.items():
-        if (key, repr(block)) not in _warned_of:
+        switched_off = block is False or (isinstance(block, dict) and block.get("enabled") is False)
+        if not switched_off and (key, repr(block)) not in _warned_of:
             _warned_of.add((key, repr(block)))
             say(
                 f'the key "{key}" in the DeepSpeed config has no effect: did you mean "{CONFIG_KEY}"? '

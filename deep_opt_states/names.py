@@ -15,7 +15,8 @@ def resembles_config_key(key: object) -> bool:
     DeepSpeed ignores unknown top-level keys, so a misspelled block would train with stock DeepSpeed unnoticed. No key
     of DeepSpeed's own comes this close: the nearest, ``fp32_optimizer_states``, has a similarity of 0.89.
     """
-    if not isinstance(key, str) or key == CONFIG_KEY:
+    # A key that begins with another sign is commented out.
+    if not isinstance(key, str) or key == CONFIG_KEY or not key[:1].isalpha():
         return False
     letters, ours = _letters(key), _letters(CONFIG_KEY)
     return letters.startswith("deepopt") or bool(difflib.get_close_matches(letters, [ours], cutoff=0.92))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from perf_model.memory import Reservation, Where
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
 from perf_model.schedule import STAGED_BYTES_PER_PARAM, bytes_of_slots
@@ -19,6 +20,16 @@ def inventory(plan: UpdatePlan, widths: Widths) -> list[str]:
         for placement in Placement
         if placement in plan.placements
     ]
+
+
+def reserved_in_all(reservations: Iterable[Reservation]) -> str:
+    """Return the bytes of all that one rank has reserved, by memory: sums of gradients and staging buffers, too, which
+    belong to no placement."""
+    taken_bytes = dict.fromkeys(Where, 0)
+    for reservation in reservations:
+        taken_bytes[reservation.where] += reservation.count * reservation.each_bytes
+    names = {Where.PINNED: "of page-locked host memory", Where.ACCELERATOR: "on the accelerator"}
+    return ", ".join(f"{size(taken_bytes[where])} {name}" for where, name in names.items())
 
 
 def _taken(plan: UpdatePlan, widths: Widths, placement: Placement) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from itertools import count
 
@@ -89,6 +90,28 @@ def test_the_first_updates_are_not_compared_and_it_is_said_once() -> None:
     assert first == "predicted against measured, median of 3 of 5 updates:"
     assert update.strip() == "update        predicted   10.0 s, measured   25.0 s, error -60%"
     assert len(kinds) == 5
+
+
+def test_a_forked_child_does_not_write_its_parents_report() -> None:
+    class Closed:
+        name = "a pipe"
+
+        def updated(self, record: UpdateRecord, report: UpdateReport) -> None: ...
+
+        def close(self, report: UpdateReport) -> None:
+            os.write(write_end, b"closed")
+
+    read_end, write_end = os.pipe()
+    report = UpdateReport(WORK, None, [Closed()], lambda: Progress(1, 8), lambda _: None)
+    if (child := os.fork()) == 0:
+        report.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.set_blocking(read_end, False)
+    with pytest.raises(BlockingIOError):
+        os.read(read_end, 6)
+    report.close()
+    assert os.read(read_end, 6) == b"closed"
 
 
 def test_without_a_prediction_or_an_update_nothing_is_said() -> None:

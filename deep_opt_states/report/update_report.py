@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -60,6 +62,7 @@ class UpdateReport:
         self._closed = False
         # A script that ends without destroying its engine has trained all the same.
         atexit.register(self.close)
+        _ALIVE.add(self)
 
     def updated(self, phases: Sequence[PhaseSpan], timeline: Callable[[], Timeline]) -> None:
         """After each update, what the model did around it; ``timeline`` is asked for only when it is used."""
@@ -110,3 +113,15 @@ class UpdateReport:
                     f"{outlet.name}: the update cannot be reported there: {type(error).__name__}: {error}. "
                     f"There will be no more reports there; training goes on."
                 )
+
+
+_ALIVE: weakref.WeakSet[UpdateReport] = weakref.WeakSet()
+
+
+def _close_in_forked_child() -> None:
+    """Keep a forked child that runs its exit callbacks from writing its parent's report."""
+    for report in _ALIVE:
+        report._closed = True
+
+
+os.register_at_fork(after_in_child=_close_in_forked_child)

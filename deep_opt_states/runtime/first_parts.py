@@ -54,7 +54,8 @@ class FirstParts:
             for index, part in self._parts[Placement.RESIDENT]:
                 assert device_adam is not None
                 state = self._states[index]
-                device_adam.update(index, state.at(state).part(part), part)
+                resident = PartUpdate(sub_group=index, tensors=state.at(state).part(part), part=part)
+                device_adam.update_parts([resident])
                 if state.staged is not None:
                     # Before the next one is staged in the same memory.
                     self._device.copy(part.view(state.param), part.view(state.staged))

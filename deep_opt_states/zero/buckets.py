@@ -21,7 +21,8 @@ class Buckets:
 
     def __init__(self, optimizer: Any) -> None:
         self._stream = optimizer.reduce_and_partition_stream
-        self._ds_ids: set[int] = set()
+        self._addresses: dict[int, int] = {}
+        """Where each gradient lies, by ``ds_id``."""
         if self._stream is not None:
             # DeepSpeed removes the hooks together with its own when the engine is destroyed.
             optimizer._grad_acc_hooks.extend(
@@ -32,20 +33,23 @@ class Buckets:
             )
 
     def has(self, param: Parameter) -> bool:
-        return param.ds_id in self._ds_ids
+        """Return whether the parameter's gradient is in a bucket now.
+
+        After a backward that raised half way, the bucket may hold a gradient that the caller has dropped since; the
+        one that autograd makes next lies elsewhere.
+        """
+        address = self._addresses.get(param.ds_id)
+        return address is not None and param.grad is not None and param.grad.data_ptr() == address
 
     def note(self, param: Parameter) -> None:
         """Remember that DeepSpeed has put the gradient into a bucket, unless it waits for more of it."""
-        if getattr(param, "ds_grad_is_ready", True):
-            self._ds_ids.add(param.ds_id)
+        if getattr(param, "ds_grad_is_ready", True) and param.grad is not None:
+            self._addresses[param.ds_id] = param.grad.data_ptr()
 
     def reduced(self, params: Iterable[Parameter]) -> None:
         """Forget these: DeepSpeed takes them out of the bucket."""
-        self._ds_ids.difference_update(param.ds_id for param in params)
-
-    def forget(self) -> None:
-        """Forget all of them."""
-        self._ds_ids.clear()
+        for param in params:
+            self._addresses.pop(param.ds_id, None)
 
     def added_to(self) -> None:
         """Let the reduction wait for what autograd has just added to a gradient in a bucket."""

@@ -30,11 +30,6 @@ def forget_gradient_buffers(optimizer: Any) -> None:
     optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = {}
 
 
-def reduced_this_window(optimizer: Any, param: Any) -> bool:
-    """Whether ``param`` got a gradient on this rank since the last ``step()``."""
-    return param.ds_id in optimizer._offload_boundary_param_ids
-
-
 def sees_gradients(optimizer: Any, param: Any) -> bool:
     """Whether this rank's partition of ``param`` holds more than padding (the rule in ``partition_grads``)."""
     return param.partition_numel() * optimizer._get_param_partition_rank(param) < param.ds_numel

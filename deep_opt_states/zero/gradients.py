@@ -23,7 +23,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.runtime.staging import Staging, Traffic
-from deep_opt_states.zero.compat import Parameter, reduced_this_window, sees_gradients
+from deep_opt_states.zero.compat import Parameter, sees_gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,8 @@ class Gradients:
         """Written since the last step, by backward or by the user."""
         self._stale: dict[int, Parameter] = {}
         """Written for an earlier step, and not since."""
-        self._summed: set[int] = set()
-        """The parameters with a gradient in this window, by ``ds_id``: what arrives for them next is added."""
+        self._summed: dict[int, Parameter] = {}
+        """The parameters with a gradient in this window: what arrives for them next is added."""
         self._unscaled: dict[int, float] = {}
         """Our kernels only read gradients: these still lack the factor that stock multiplies in before Adam."""
 
@@ -82,9 +82,7 @@ class Gradients:
         for param, partition in sorted(zip(params, partitions, strict=True), key=lambda pair: self._position(pair[0])):
             if sees_gradients(optimizer, param):
                 first = param.ds_id not in self._summed
-                self._summed.add(param.ds_id)
-                # What stock's boundary of windows that users delimit goes by.
-                optimizer._offload_boundary_param_ids.add(param.ds_id)
+                self._summed[param.ds_id] = param
                 total = self._add(param, partition, first, boundary)
                 if boundary:
                     self._complete(param, total)
@@ -106,20 +104,22 @@ class Gradients:
             self._staging.wait()
 
     def abandon_window(self) -> None:
-        """Let the next gradient of each parameter replace the sum so far: the caller takes no step with it."""
+        """Forget the sums of a window that is not complete, also of parameters that get no other gradient before the
+        step. Gradients of a complete window count until backward writes others, as with stock."""
+        self._stale |= {ds_id: param for ds_id, param in self._summed.items() if ds_id not in self._written}
         self._summed.clear()
 
     def finish_window(self) -> None:
         """Of a window that the user has delimited: what was reduced in it, none of it at a boundary."""
         for param in self._params():
-            if reduced_this_window(self._optimizer, param):
+            if param.ds_id in self._summed:
                 self._finish(param)
         self._flush()
 
     def complete_window(self) -> None:
         """Before the norm: fill in the parameters that the last backward of the window did not reach."""
         for param in self._params():
-            if param.ds_id not in self._written and reduced_this_window(self._optimizer, param):
+            if param.ds_id not in self._written and param.ds_id in self._summed:
                 self._finish(param)
         self._flush()
         for ds_id, param in self._stale.items():
@@ -171,9 +171,10 @@ class Gradients:
         return partition if grad_scale is None else partition.mul_(grad_scale)
 
     def in_fp32(self, param: Parameter) -> torch.Tensor:
-        """The same, to be written to: it stands for the gradient until backward writes that anew.
+        """Return the parameter's gradient in fp32 for the caller to write to.
 
-        It is in host memory, where stock's fp32 buffers are, wherever the sub-group is updated.
+        It counts as the gradient until backward writes another. It is in host memory, where stock's fp32 buffers are,
+        wherever the sub-group is updated.
         """
         if param.ds_id not in self._in_fp32:
             self._in_fp32[param.ds_id] = self._copied(param).cpu()
@@ -256,14 +257,14 @@ class Gradients:
 
     @staticmethod
     def _in_host_memory(tensor: torch.Tensor) -> bool:
-        """Whether it is apart from the accelerator's memory."""
+        """Return whether ``tensor`` is in host memory that the accelerator does not share."""
         return not get_accelerator().on_accelerator(tensor)
 
     def _params(self) -> Iterator[Parameter]:
         return (param for group in self._optimizer.fp16_groups for param in group)
 
     def _position(self, param: Parameter) -> tuple[int, int]:
-        """The sub-group, and where in it the parameter begins."""
+        """Return the parameter's sub-group and its first element there."""
         sub_group, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(param)]
         return sub_group, offset
 

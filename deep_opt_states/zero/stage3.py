@@ -52,6 +52,7 @@ from deep_opt_states.zero.planning import Intention, intend
 from deep_opt_states.zero.spans import ActionSpan
 from deep_opt_states.zero.training import Training, describe
 from deep_opt_states.zero.update import Update
+from perf_model.inventory import reserved_in_all
 from perf_model.memory import staging_numel
 from perf_model.placement import Placement
 from perf_model.plan import UpdatePlan
@@ -156,7 +157,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             param_bytes=widths.param,
         )
         outlets = self._training.outlets(self._config, describe(plan, self.ledger)) if dist.get_rank() == 0 else []
-        planned = intention.at_end(widths)
+        planned = f"{intention.at_end(widths)}\n  in all: {reserved_in_all(self.ledger.reserved)}"
         return UpdateReport(work, intention.predict, outlets, self._training.progress, say, planned)
 
     @property
@@ -314,10 +315,11 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         self._gradients.abandon_window()
-        self._buckets.forget()
 
     def backward_prologue(self) -> None:
         """Gradients take the place of those that the update reads."""
+        # The caller may have written to partitions since forward, which backward gathers again.
+        self._gathers.order_after_caller()
         self._update.end()
         if self._stepped:
             self._stepped = False

@@ -86,6 +86,9 @@ class VirtualDevice:
     def held_bytes(self) -> int:
         return self._allocated_bytes + self._cached_bytes + self._slab_bytes
 
+    def enter_thread(self) -> None:
+        """There is one device."""
+
     def stream(self) -> VirtualStream:
         self._streams.append(VirtualStream(self))
         return self._streams[-1]

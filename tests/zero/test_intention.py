@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from deep_opt_states.config import Config
+from deep_opt_states.cores import CoreShare
 from deep_opt_states.device.host import HostDevice
 from deep_opt_states.zero import devices, planning
 from deep_opt_states.zero.devices import AcceleratorChoice
@@ -32,7 +33,7 @@ def alone_on_a_gpu_of_80_gb(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def intention(widths: Widths = BF16, **block: Any) -> Intention:
-    return intend(Config(**block), WORKLOAD, CUDA, widths, threads=1)
+    return intend(Config(**block), WORKLOAD, CUDA, widths, CoreShare(threads=1, reason="a test"))
 
 
 @pytest.mark.parametrize(
