@@ -15,13 +15,13 @@ from perf_model.slab import FP32_BYTES, Widths
 MIB = 2**20
 
 NUM_STAGING_BUFFERS = 3
-"""Of gradients on their way to host memory: one is filled, one is copied down, and one is ready for what comes next."""
+"""The number of buffers for gradients on their way to host memory: one is filled, one is copied down, one is free."""
 
 LARGEST_STAGING_BUFFER_BYTES = 64 * MIB
 """At that size a link is as fast as it can be."""
 
-SMALLEST_STAGING_BUFFER_BYTES = 4 * MIB
-"""Below that size, the latency of a copy would show."""
+SMALLEST_STAGING_BUFFER_BYTES = 64 * 2**10
+"""Smaller buffers would save nothing: PyTorch takes blocks of up to 1 MiB from the device in segments of 2 MiB."""
 
 
 class Where(Enum):
@@ -95,7 +95,8 @@ def staging_numel(plan: UpdatePlan, grad_bytes: int, longest_partition_numel: in
     much, too: where the optimizer is offloaded, it keeps gradients in host memory, and brings each of them back up to
     take its norm, ``grad_bytes`` a parameter, beside the fp32 copy of 4 bytes a parameter that the norm is taken of
     (``stage3.py``, ``partition_grads``). The runtime takes the same norm of what was reduced, without the copy back
-    up. Where that is less than 12 MiB, the buffers are 4 MiB each, or as long as the longest sub-group if that is less.
+    up. Where that is less than 192 KiB, the buffers are 64 KiB each, or as long as the longest sub-group if that is
+    less.
     """
     longest_sub_group = max(_numels_by_placement(plan)[Placement.CPU], default=0)
     share = longest_partition_numel // NUM_STAGING_BUFFERS

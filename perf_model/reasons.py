@@ -21,10 +21,10 @@ from perf_model.sub_group_size import SUB_GROUP_SIZES
 from perf_model.units import GB, gigabytes, seconds
 
 TRIED_STRIDES = (8, 4, 2, 1)
-"""Every so many sub-groups are streamed to see how long that takes; and one sub-group alone."""
+"""Strides to simulate: every n-th sub-group is streamed. One sub-group alone is simulated, too."""
 
 SLOTS_OF_A_REMEDY = 2
-"""Of a smaller ``sub_group_size``: one to work in and one to fill meanwhile. A sub-group may be a parameter longer."""
+"""Slots that must fit when a smaller ``sub_group_size`` is proposed: one is updated while the other is filled."""
 
 
 def why_nothing_is_streamed(

@@ -1,4 +1,4 @@
-"""The CUDA device against a CUDA runtime that is played here; no GPU is needed."""
+"""The CUDA device against a simulated CUDA runtime; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_host_that_waits_for_an_event_sleeps(monkeypatch: pytest.MonkeyPatch) 
     assert runtime.events == [{"enable_timing": True, "blocking": True}]
 
 
-def test_what_the_runtime_is_played_for_is_in_pytorch() -> None:
+def test_what_the_simulated_runtime_stands_for_is_in_pytorch() -> None:
     """Names that only a build of PyTorch for CUDA could call, but every build has."""
     used: Any = torch.cuda
     for name in ("CudaError", "check_error", "cudart", "device", "set_device", "synchronize", "Event"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,7 @@ import torch
 
 from benchmarks import copy
 from benchmarks.harness.suite import Waived
+from tests.gpu import check as gpu_check
 from tests.gpu import test_sanitizer as sanitizer
 from tests.gpu.check import GPU_LIMIT_S, Part, bench_parts, check, measure_parts, parts, pytest_command
 from tests.gpu.time_left import PART_ENDS, REPORT_S, seconds_left
@@ -92,10 +94,28 @@ def test_a_part_that_hangs_is_ended_with_what_it_started_and_the_others_run(tmp_
     assert f"child {child}" in log, "what it had written is kept"
 
 
-def ended(pid: int) -> bool:
+def test_a_part_that_cannot_be_killed_does_not_keep_the_others_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process inside the driver of a GPU that hangs cannot be killed. This one ignores SIGABRT, and is not killed."""
+    monkeypatch.setattr(gpu_check, "kill_all", lambda _: None)
+    ignores = (
+        "import os, signal, time; signal.signal(signal.SIGABRT, signal.SIG_IGN); "
+        "print(os.getpid(), flush=True); time.sleep(600)"
+    )
+    last = python("last", "print('this runs')")
+    assert check([python("stuck", ignores, limit_s=8), last], tmp_path, there) == 1
+    found = summary(tmp_path)
+    pid = int(found["stuck"]["why"].split()[-1])
+    assert not ended(pid, attempts=1)
+    os.kill(pid, signal.SIGKILL)
+    assert [found[name]["status"] for name in ("stuck", "last")] == ["TIMED OUT", "passed"]
+
+
+def ended(pid: int, attempts: int = 100) -> bool:
     """Killed; whoever has to wait for it, may not have yet."""
     status = Path(f"/proc/{pid}/status")
-    for _ in range(100):
+    for _ in range(attempts):
         try:
             state = next(line for line in status.read_text().splitlines() if line.startswith("State:"))
         except OSError:

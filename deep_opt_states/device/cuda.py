@@ -104,7 +104,7 @@ class CudaDevice:
         """Raise ``CudaError`` unless ``result`` is success; CUDA's own record of the error is cleared then.
 
         PyTorch looks at that record after each kernel launch. If the refusal stayed there, the next launch, which may
-        be NCCL's on the way to tell the other ranks, would fail in place of the one that is told.
+        be NCCL's while the ranks agree on the refusal, would raise this stale error instead of the refusal.
         """
         try:
             torch.cuda.check_error(result)

@@ -171,9 +171,10 @@ class HostUpdatesBesideTransfers:
 
 
 class DeviceUpdates:
-    """All that a GPU_STEP of training does: Adam on the accelerator, ``LAUNCHES`` times ``numel`` parameters.
+    """A probe that times Adam on the accelerator as training launches it, ``LAUNCHES`` times ``numel`` parameters.
 
-    With less where memory is short. One launch updates enough to drive its own states out of the GPU's caches.
+    It takes fewer parameters where memory is short. One launch updates enough to drive its own states out of the GPU's
+    caches.
     """
 
     def __init__(self, device: Device[Any], numel: int, kernel: AdamKernel) -> None:

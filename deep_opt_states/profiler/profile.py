@@ -153,7 +153,7 @@ def thread_counts(cores: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Kernels:
-    """What makes the kernels that update: ``cpu`` for threads and their cores."""
+    """Factories of the Adam kernels; ``cpu`` takes the number of threads, and their cores."""
 
     cpu: Callable[[int, Sequence[int]], AdamKernel]
     stock: Callable[[], AdamKernel]
@@ -170,9 +170,9 @@ def _entries(
     make: _Kernels,
     reserved: ExitStack,
 ) -> tuple[list[Entry], Callable[[int], HostUpdates]]:
-    """All probes; and the CPU updates by a number of threads.
+    """Return all probes, and a function that makes the CPU probe for a number of threads.
 
-    All of the CPU's work one after another in the same memory, which ``reserved`` gives back.
+    The CPU's probes work one after another in the same memory, which ``reserved`` gives back.
     """
     cache_bytes = CACHES * (machine.last_level_cache_bytes() or 0) // node.ranks
     copy_bytes = max(effort.copy_bytes, cache_bytes // 2)  # each way has such a buffer

@@ -72,7 +72,7 @@ def fingerprint(provenance: Provenance, node: Node, effort: Effort, world_size: 
     """Changes with whatever may change what is measured: hardware, limits, software, the ranks, and how it is measured.
 
     ``works_with`` names the device's class and the kernels, and says whether threads are pinned. Not with the host's
-    name: nodes of one kind that share a home share their profiles.
+    name: nodes of one kind that share a home directory share their profiles.
     """
     gpu = machine.gpu() if provenance.gpu else None
     facts: dict[str, Any] = {

@@ -103,8 +103,8 @@ class Waits:
 
     @contextmanager
     def _interval(self) -> Iterator[Interval | None]:
-        """On the current stream. It is None where all are used, by an update that was interrupted: nobody asks for its
-        times."""
+        """Record an interval on the current stream. Yield None if all reserved events are used: only an interrupted
+        update needs more, and nobody asks for its times."""
         if self._used == len(self._reserved):
             yield None
             return
@@ -141,10 +141,10 @@ class Exposure:
 
     @property
     def waits(self) -> Waits:
-        """Those for the update that began last; they can be read until the second update after it is prefetched."""
+        """Return the waits for the latest update. They are valid until the second update after it is prefetched."""
         return self._waits
 
     @property
     def count(self) -> int:
-        """How many waits for this update there were so far, each with one exposed span in its phases."""
+        """Return the number of waits for this update so far, each with one exposed span in its phases."""
         return self._waits.count

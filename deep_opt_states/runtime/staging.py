@@ -1,4 +1,4 @@
-"""The way of gradients down to host memory, through a few buffers on the accelerator that are reserved at start."""
+"""Copies gradients to host memory through a few buffers on the accelerator that are reserved at start."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Staging:
         self._d2h = device.stream()
         self._buffers = [device.empty(buffer_numel, dtype) for _ in range(NUM_STAGING_BUFFERS)]
         self._free = [device.event() for _ in self._buffers]
-        """When what was last issued from each buffer is done."""
+        """Events recorded after the last use of each buffer."""
         self._staged, self._gone_down = device.event(), device.event()
         self._current = 0
         """The buffer that is filled next, or is being filled with ``_filled`` elements: they belong to ``_host`` from

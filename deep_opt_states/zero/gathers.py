@@ -113,7 +113,7 @@ class Gathers:
         self._update.wait_for(self._sub_groups_of(param for param in params if self._coordinator.is_partitioned(param)))
         with (
             self._coordinator.prefetching_until(self._is_not_sure_to_be_there, params),
-            # DeepSpeed makes the stream that computes wait for all that was gathered ahead, whoever's parameters it is.
+            # DeepSpeed makes the computing stream wait for every all-gather in flight, not only for this module's.
             self._update.gathers_awaited(),
         ):
             return fetch(module, forward)

@@ -51,9 +51,9 @@ class Update:
         self._finished = finished
         self._failures = FailureAgreement()
         self._waited_for: set[int] = set()
-        """By the stream that computes, for their parameters."""
+        """Sub-groups whose parameters the computing stream has waited for."""
         self._gathered: set[int] = set()
-        """Waited for by the stream that gathers, and not by the one that computes before."""
+        """Sub-groups that only the gathering stream has waited for."""
         self._unreported: Times | None = None
         self._previous_unreported: Times | None = None
         self.settled = True

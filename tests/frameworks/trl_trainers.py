@@ -94,7 +94,7 @@ def texts() -> Dataset:
 
 
 def preferences() -> Dataset:
-    """The line as it is rather than backwards."""
+    """Return pairs that prefer a line to its reversal."""
     pairs = [(line[:10], line[10:]) for line in lines(WORLD_SIZE * BATCH_SIZE * STEPS)]
     return Dataset.from_list([{"prompt": left, "chosen": right, "rejected": right[::-1]} for left, right in pairs])
 

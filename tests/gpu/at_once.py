@@ -1,4 +1,4 @@
-"""A pytest plugin: a failure's traceback is printed when it happens, since a part that is stopped has no end."""
+"""A pytest plugin that prints each failure's traceback at once: a part that is killed never reaches the summary."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ WIDE = Case(
 
 
 def peak_memory() -> dict[str, Any]:
-    """By block, and of stock: the most that was allocated at once on the GPU, and what the plugin reserved there."""
+    """Return the peak and the reserved GPU memory of stock and of each block."""
     found = {}
     for block in (None, *WIDE.blocks):
         torch.cuda.empty_cache()

@@ -24,6 +24,7 @@ from tests.zero.recording.accelerator import RecordedStream
 from tests.zero.recording.collectives import Handle
 from tests.zero.recording.looks import (
     after_each_step,
+    before_each_backward,
     look_at_gathered,
     look_at_kept,
     look_at_masters,
@@ -47,7 +48,7 @@ from tests.zero.recording.missing_order import (
     without_waits_of,
 )
 from tests.zero.recording.recorder import FREED, ILLEGAL, UNORDERED, Finding
-from tests.zero.recording.writes import write_and_partition, write_gathered
+from tests.zero.recording.writes import write_and_partition, write_gathered, write_partitions
 from tests.zero.slots_beyond import FREE, room_for_slots
 
 
@@ -194,6 +195,23 @@ FAULTS = (
         block=at_once(STREAMED),
         world_size=2,
         expected=(UNORDERED, "16-bit parameters", "_partition_param", "all_gather_into_tensor"),
+    ),
+    Fault(
+        name="written by the caller in place while forward gathers",
+        seeded=together(
+            patched(Coordinator, "gather_after_current_stream", nothing), after_each_step(write_partitions)
+        ),
+        block=CPU,
+        world_size=2,
+        expected=(UNORDERED, "16-bit parameters", "mul_", "all_gather_into_tensor"),
+    ),
+    Fault(
+        name="written by the caller in place while backward gathers",
+        seeded=together(patched(Gathers, "order_after_caller", nothing), before_each_backward(write_partitions)),
+        block=CPU,
+        world_size=2,
+        zero={"stage3_max_reuse_distance": 0},
+        expected=(UNORDERED, "16-bit parameters", "mul_", "_all_gather_dtype"),
     ),
     # What DeepSpeed keeps gathered
     Fault(

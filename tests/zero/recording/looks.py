@@ -23,6 +23,17 @@ def after_each_step(look: Callable[[Any], object]) -> Callable[[], AbstractConte
     return patched(DeepSpeedEngine, "step", looked_at)
 
 
+def before_each_backward(look: Callable[[Any], object]) -> Callable[[], AbstractContextManager[object]]:
+    """A user's script that looks at the optimizer between a forward and its backward."""
+    backward = DeepSpeedEngine.backward
+
+    def looked_at(self: Any, *args: Any, **kwargs: Any) -> Any:
+        look(self.optimizer)
+        return backward(self, *args, **kwargs)
+
+    return patched(DeepSpeedEngine, "backward", looked_at)
+
+
 def look_at_masters(optimizer: Any) -> None:
     for master in optimizer.fp32_partitioned_groups_flat:
         master.sum()

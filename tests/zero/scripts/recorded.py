@@ -24,11 +24,11 @@ from tests.zero.parity.cases import CASES, DEPARTURES
 from tests.zero.parity.random_case import simplified
 from tests.zero.process_group import process_group
 from tests.zero.recording.faults import FAULTS, Fault
-from tests.zero.recording.looks import LOOKS, after_each_step
+from tests.zero.recording.looks import LOOKS, after_each_step, before_each_backward
 from tests.zero.recording.names import name_memories
 from tests.zero.recording.recorder import UNORDERED, Recorder
 from tests.zero.recording.recording import recording
-from tests.zero.recording.writes import WRITES, write_gathered
+from tests.zero.recording.writes import WRITES, write_gathered, write_partitions
 from tests.zero.slots_beyond import FREE, room_for_slots
 
 MAX_STEPS = 14
@@ -118,6 +118,16 @@ def run_cases() -> None:
         # After a skipped step a write would meet the prefetch of that step, whose result nobody reads.
         written = replace(first, name=f"{write.__name__} after each step", blocks=(), steps=4, poisoned={})
         run_case(written, (placement,), reference=None, look=after_each_step(write))
+    between = replace(
+        first,
+        name="partitions written between forward and backward",
+        blocks=(),
+        steps=4,
+        poisoned={},
+        # Backward gathers what forward has gathered.
+        zero={**first.zero, "stage3_max_reuse_distance": 0},
+    )
+    run_case(between, (STREAMED,), reference=None, look=before_each_backward(write_partitions))
     growing = replace(first, name="slots added, and given back", blocks=(), steps=len(FREE) + 1)
     run_case(growing, (STREAMED_ONE_SLOT,), reference=STREAMED_ONE_SLOT, look=room_for_slots)
     for case in filter(attrgetter("offload_param"), short_cases()):
