@@ -66,6 +66,25 @@ def test_a_deferred_update_gives_the_serial_bits_whatever_the_timing(
     assert same(deferred(plan, timing, habits, dtype=dtype), serial(plan, habits, dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("params_on_host", [True, False])
+def test_the_cpu_writes_parameters_in_host_memory_where_they_are(params_on_host: bool, dtype: torch.dtype) -> None:
+    """Nothing is copied from host to host; parameters on the accelerator are published, first parts and rest."""
+    plan = UpdatePlan(workload=Workload.of([9, 7]), placements=(CPU, CPU), num_slots=1)
+    device = FakeDevice(Late())
+    states = pinned_states(device, [9, 7], dtype, params_on_host=params_on_host)
+    splits = [Split.of(9, [(0, 2)]), Split.of(7, [(3, 5)])]
+    executor = Executor(plan.schedule, states, device, PlainAdam(), None, worker=FakeWorker(device), splits=splits)
+    before = [state.param.clone() for state in states]
+    for state in states:
+        state.grad.fill_(1)
+    with mock.patch.object(device, "copy", wraps=device.copy) as copy:
+        executor.run([adam_step(1)] * 2)
+    # Of each sub-group: one first part, and what is left before and after it.
+    assert copy.call_count == (0 if params_on_host else 2 + 1 + 2)
+    assert not any(torch.equal(state.param, old) for state, old in zip(states, before, strict=True))
+
+
 PLAN = UpdatePlan(
     workload=Workload.of([9, 7, 8, 6, 5]), placements=(CPU, STREAMED, RESIDENT, STREAMED, CPU), num_slots=1
 )
