@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from tests.launch import run_ranks
+from tests.tiers import thorough
 from tests.zero.scripts.repeated import ARMS, OF_ONE
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, thorough(2)])
 def test_what_arrives_is_added_up_and_stock_loses_some(world_size: int) -> None:
     """When stock raises nothing and loses nothing any more, it has been mended upstream, and our departure can go."""
     for finished in run_ranks(world_size, ["-m", "tests.zero.scripts.repeated"], timeout_s=300):

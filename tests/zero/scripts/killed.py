@@ -9,7 +9,7 @@ import io
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
+from deep_opt_states.device.kernels.adam import PartUpdate
 from deep_opt_states.device.kernels.fused import FusedAdam
 from tests.launch import answer
 from tests.zero.forked import Group, import_late
@@ -75,13 +76,14 @@ def victim(folder: Path, block: Block) -> None:
 
 @contextmanager
 def slowly(engine: Any, mark: Any) -> Iterator[None]:
-    update = FusedAdam.update
+    update_parts = FusedAdam.update_parts
 
-    def marked_update(self: FusedAdam, *args: Any) -> None:
-        mark("update")
-        time.sleep(UPDATE_S)
-        update(self, *args)
-        time.sleep(UPDATE_S)
+    def marked_update(self: FusedAdam, updates: Sequence[PartUpdate]) -> None:
+        for each in updates:
+            mark("update")
+            time.sleep(UPDATE_S)
+            update_parts(self, [each])
+            time.sleep(UPDATE_S)
 
     def marked_save(self: Any, state_dict: Any, path: str) -> None:
         """As a slow disk does. Rank 1's is the slower."""
@@ -96,7 +98,7 @@ def slowly(engine: Any, mark: Any) -> Iterator[None]:
                 file.flush()
 
     with ExitStack() as patched:
-        patched.enter_context(mock.patch.object(FusedAdam, "update", marked_update))
+        patched.enter_context(mock.patch.object(FusedAdam, "update_parts", marked_update))
         patched.enter_context(mock.patch.object(TorchCheckpointEngine, "save", marked_save))
         for layer in engine.module.layers:
             layer.register_forward_pre_hook(lambda *_: time.sleep(FORWARD_S))
