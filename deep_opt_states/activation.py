@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from deep_opt_states.names import CONFIG_KEY, resembles_config_key
+from deep_opt_states.names import CONFIG_KEY, is_about_our_block, resembles_config_key
 
 _state = {"tried": False, "active": False}
 _warned_of: set[tuple[str, str]] = set()
@@ -89,7 +89,7 @@ def _is_misplaced(error: ValueError) -> bool:
     """Return whether ``error`` is pydantic's and refuses our block inside one of DeepSpeed's."""
     # Only pydantic's validation errors list what they refuse; importing its class here would be slow.
     refused: list[dict[str, Any]] = error.errors() if hasattr(error, "errors") else []
-    return any(key == CONFIG_KEY or resembles_config_key(key) for line in refused for key in line["loc"])
+    return any(is_about_our_block(line["loc"]) for line in refused)
 
 
 def _warn_of_misspelled(blocks: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from deep_opt_states.names import CONFIG_KEY, resembles_config_key
+from deep_opt_states.names import CONFIG_KEY, is_about_our_block
 from perf_model.placement import Placement, place_all, place_by_fraction, place_by_stride
 from perf_model.plan import UpdatePlan
 from perf_model.workload import Workload
@@ -114,8 +114,7 @@ def explain_misplaced(error: Any) -> ValidationError:
     lines: list[InitErrorDetails] = []
     for line in error.errors(include_url=False):
         kind: str | PydanticCustomError = line["type"]
-        name = line["loc"][-1]
-        if name == CONFIG_KEY or resembles_config_key(name):
+        if is_about_our_block(line["loc"]):
             kind = PydanticCustomError("extra_forbidden", _MISPLACED)
         lines.append({"type": kind, "loc": line["loc"], "input": line["input"], "ctx": line.get("ctx", {})})
     return ValidationError.from_exception_data(error.title, lines)

@@ -1,6 +1,7 @@
 """Names that users write. Here and not where they are used, since ``activation`` must cost next to nothing."""
 
 import difflib
+from collections.abc import Sequence
 
 CONFIG_KEY = "deep_optimizer_states"
 """The block in the DeepSpeed JSON config."""
@@ -20,6 +21,14 @@ def resembles_config_key(key: object) -> bool:
         return False
     letters, ours = _letters(key), _letters(CONFIG_KEY)
     return letters.startswith("deepopt") or bool(difflib.get_close_matches(letters, [ours], cutoff=0.92))
+
+
+def is_about_our_block(location: Sequence[object]) -> bool:
+    """Return whether a validation error at ``location``, a path of keys, is about our block, however it is spelled.
+
+    ``location`` is empty where the error is about several keys.
+    """
+    return any(key == CONFIG_KEY or resembles_config_key(key) for key in location[-1:])
 
 
 def _letters(key: str) -> str:

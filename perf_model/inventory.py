@@ -1,4 +1,4 @@
-"""What a plan takes of which memory, by placement, in lines for whoever trains."""
+"""The memory that a plan takes, a line per placement, for the log of a training run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forked child finds in its own address space."""
+"""Reports the memory that a forked child finds in its own address space."""
 
 from __future__ import annotations
 

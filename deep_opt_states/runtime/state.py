@@ -43,7 +43,7 @@ class SubGroupState:
 
     @property
     def cpu_writes_param(self) -> bool:
-        """Whether a CPU update rounds to where the model has its parameters, so that there is nothing to publish."""
+        """Return whether a CPU update writes the model's own parameters, so that there is nothing to publish."""
         return self.rounded is self.param or self.staged is not None
 
     def use_param(self, param: torch.Tensor) -> None:

@@ -119,7 +119,7 @@ class Gradients:
     def complete_window(self) -> None:
         """Before the norm: fill in the parameters that the last backward of the window did not reach."""
         for param in self._params():
-            if param.ds_id not in self._written and param.ds_id in self._summed:
+            if param.ds_id in self._summed and param.ds_id not in self._written:
                 self._finish(param)
         self._flush()
         for ds_id, param in self._stale.items():

@@ -171,7 +171,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
 
     @property
     def _params_on_host(self) -> bool:
-        """Whether the model's partitions are in page-locked host memory, though the accelerator has its own."""
+        """Return whether the model's partitions are in page-locked host memory beside an accelerator with its own."""
         return bool(self.offload_param) and not self._accelerator.device.shares_host_memory
 
     def _check_room(self, plan: UpdatePlan, ranks: SharingRanks) -> None:

@@ -21,7 +21,7 @@ Finished = Callable[[tuple[PhaseSpan, ...], Callable[[], Timeline]], None]
 
 @dataclass(frozen=True)
 class Times:
-    """What measured one update; it can be read until the second update after that one is prefetched or begins."""
+    """The measured times of one update, readable until the second update after it is prefetched or begins."""
 
     waits: Waits
     read_timeline: Callable[[], Timeline]

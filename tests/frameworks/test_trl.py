@@ -12,7 +12,7 @@ from tests.launch import Finished, run_ranks
 
 STOCK, PLUGIN = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
 NO_OPTIMIZER = "DeepSpeedZeRoOffload"
-"""What stock DeepSpeed makes for ZeRO-3 where there is no optimizer."""
+"""The class that stock DeepSpeed makes for ZeRO-3 where there is no optimizer."""
 
 WORLD_SIZE, STEPS = 2, 3
 TRAINERS = ["SFT", "SFT with LoRA", "DPO", "DPO with LoRA"]

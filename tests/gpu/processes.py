@@ -48,7 +48,7 @@ FORKS_AT = 3
 
 
 def beside_a_fork(case: Case) -> dict[str, Any]:
-    """By block: what differs from stock, the child's memory, and how much of the states' memory the child maps."""
+    """Return per block the differences from stock, the child's memory, and how much of the states' memory it maps."""
     stock = run_arm(case, None)
     found = {}
     for block in case.blocks:
@@ -114,7 +114,7 @@ class Batches(Dataset):  # type: ignore[type-arg]
 
 
 def beside_workers(case: Case) -> dict[str, Any]:
-    """By block: what differs from stock where two forked workers load the data, again in the middle of training."""
+    """Return per block the differences from stock where two forked workers load the data, forked again half way."""
     stock = run_arm(case, None)
     found = {}
     for block in case.blocks:
