@@ -19,7 +19,7 @@ from benchmarks.harness.picture import draw
 from benchmarks.harness.report import last_runs, render
 from benchmarks.harness.rows import QUICK_RESULTS, RESULTS, Results, Row, told
 from benchmarks.harness.suite import BENCHMARKS, Waived
-from deep_opt_states import machine
+from deep_opt_states.host import machine
 from examples.one_rank import be_the_only_rank_unless_launched
 
 console = Console()

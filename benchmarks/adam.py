@@ -13,8 +13,8 @@ from benchmarks.harness import cpu_adam, gpu_adam
 from benchmarks.harness.machine_profile import measured_profile
 from benchmarks.harness.picture import Bars
 from benchmarks.harness.rows import Row
-from deep_opt_states import machine
-from perf_model.hardware import HardwareProfile
+from deep_opt_states.host import machine
+from perf_model.prediction.hardware import HardwareProfile
 
 NUMEL = 100_000_000
 THREADS = (1, 4, 16)

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.harness.picture import Lines
 from benchmarks.harness.rows import Row
 from benchmarks.harness.suite import Waived
-from deep_opt_states import machine
+from deep_opt_states.host import machine
 from deep_opt_states.profiler import transfers
 from deep_opt_states.profiler.method import FULL, QUICK, Probe, sample
 from deep_opt_states.profiler.ranks import OneRank

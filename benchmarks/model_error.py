@@ -22,7 +22,7 @@ from benchmarks.harness.sizes import Effort, usual
 from benchmarks.harness.turn_rows import all_of, rows_of
 from benchmarks.harness.turns import Turn, take_turns
 from deep_opt_states.report.comparison import UPDATE
-from perf_model.hardware import HardwareProfile
+from perf_model.prediction.hardware import HardwareProfile
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 SIZES = (1, 4)

@@ -1,7 +1,7 @@
 """How good and how fast plans are, on machines that nobody measured.
 
 A plan's update is compared with the least that any plan can take: the work bound with the unavoidable fill and drain
-(``perf_model/fill_and_drain.py``). With up to ten sub-groups it is compared with every plan that fits. Ends with 1 if a
+(``harness/fill_and_drain.py``). With up to ten sub-groups it is compared with every plan that fits. Ends with 1 if a
 plan beats its bound, or is worse than another that fits.
 """
 
@@ -15,21 +15,27 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
+from benchmarks.harness.fill_and_drain import bound_with_fill_and_drain
 from benchmarks.harness.picture import Bars
 from benchmarks.harness.rows import Row
 from benchmarks.harness.synthetic import Machine, machines
-from perf_model.bounds import Room
-from perf_model.fill_and_drain import bound_with_fill_and_drain
-from perf_model.job import PARAM_BYTES
-from perf_model.memory import memory_of
-from perf_model.order import rising_and_falling
-from perf_model.placement import Placement
-from perf_model.plan import UpdatePlan
-from perf_model.planner import EXHAUSTIVE_UP_TO, MAX_SLOTS, plan_updates
-from perf_model.simulate import Simulator
-from perf_model.sub_group_size import MOST_SUB_GROUPS, SUB_GROUP_SIZES, plan_sub_groups
-from perf_model.windows import Windows
-from perf_model.workload import Workload
+from perf_model.prediction.memory import memory_of
+from perf_model.prediction.overlap_windows import Windows
+from perf_model.prediction.simulate import Simulator
+from perf_model.schedule.order import rising_and_falling
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
+from perf_model.search.bounds import Room
+from perf_model.search.planner import (
+    EXHAUSTIVE_UP_TO,
+    MAX_SLOTS,
+    MOST_SUB_GROUPS,
+    SUB_GROUP_SIZES,
+    plan_sub_groups,
+    plan_updates,
+)
+from perf_model.training_run.job import PARAM_BYTES
 
 ROUNDING = 1e-9
 

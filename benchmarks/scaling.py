@@ -25,16 +25,16 @@ from benchmarks.harness.rows import REPOSITORY, Row
 from benchmarks.harness.sizes import effort, usual
 from benchmarks.harness.turn_rows import phases, rows_of
 from benchmarks.harness.turns import take_turns
-from deep_opt_states import machine
-from deep_opt_states.zero.devices import SHARE_OF_GPU_MEMORY
-from perf_model.budgets import DoesNotFit
+from deep_opt_states.host import machine
+from deep_opt_states.zero.start.devices import SHARE_OF_GPU_MEMORY
 from perf_model.cli.inputs import OVERLAPS
-from perf_model.forecast import Iteration, MemoryLimits, forecast
-from perf_model.job import PARAM_BYTES, Job
-from perf_model.placement import Placement
 from perf_model.presets.machines import MACHINES, REACHED
 from perf_model.presets.models import MODELS
-from perf_model.sub_group_size import SUB_GROUP_SIZES
+from perf_model.schedule.placement import Placement
+from perf_model.search.budgets import DoesNotFit
+from perf_model.search.planner import SUB_GROUP_SIZES
+from perf_model.training_run.forecast import Iteration, MemoryLimits, forecast
+from perf_model.training_run.job import PARAM_BYTES, Job
 
 RANKS = (1, 2)
 SIMULATED_RANKS = (4, 8, 16, 32, 64, 128, 256, 512)

@@ -19,7 +19,7 @@ from benchmarks.harness.setting import Setting
 from benchmarks.harness.sizes import Effort, effort, fits, larger, least_effort, usual, with_default_sub_groups
 from benchmarks.harness.turn_rows import all_of, of_arm, phases, rows_of, running, waived
 from benchmarks.harness.turns import Turn, take_turns
-from deep_opt_states import machine
+from deep_opt_states.host import machine
 from deep_opt_states.profiler.peaks import peak_flops
 
 ACCUMULATIONS = (4, 16)

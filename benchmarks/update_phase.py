@@ -21,10 +21,10 @@ from benchmarks.harness.rows import Row
 from benchmarks.harness.sizes import effort, usual, with_default_sub_groups
 from benchmarks.harness.turn_rows import all_of, faster, of_arm, rows_of, running, same_bits, waived
 from benchmarks.harness.turns import Turn, take_turns
-from perf_model.action import ActionKind
-from perf_model.cost import stock_traffic_of, traffic_of
-from perf_model.hardware import HardwareProfile
-from perf_model.job import PARAM_BYTES
+from perf_model.prediction.cost import stock_traffic_of, traffic_of
+from perf_model.prediction.hardware import HardwareProfile
+from perf_model.schedule.action import ActionKind
+from perf_model.training_run.job import PARAM_BYTES
 
 PICTURE = Bars("update", "updates faster than stock", "host memory moved")
 

@@ -94,7 +94,7 @@ def _is_misplaced(error: ValueError) -> bool:
 
 def _warn_of_misspelled(blocks: dict[str, Any]) -> None:
     """Warn once per block, since DeepSpeed may read the config of one engine several times."""
-    from deep_opt_states.zero.log import say
+    from deep_opt_states.zero.internals.log import say
 
     for key, block in blocks.items():
         switched_off = block is False or (isinstance(block, dict) and block.get("enabled") is False)

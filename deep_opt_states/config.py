@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from deep_opt_states.names import CONFIG_KEY, is_about_our_block
-from perf_model.placement import Placement, place_all, place_by_fraction, place_by_stride
-from perf_model.plan import UpdatePlan
-from perf_model.workload import Workload
+from perf_model.schedule.placement import Placement, place_all, place_by_fraction, place_by_stride
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
 
 
 class ConfigError(ValueError):

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from perf_model.grid import grid
-from perf_model.plan import UpdatePlan
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.schedule import grid
 
 
 @dataclass

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from deep_opt_states.device import affinity
-from deep_opt_states.device.affinity import AffinityError, LaunchBinding, allowed_cpus
+from deep_opt_states.host import affinity
+from deep_opt_states.host.affinity import AffinityError, LaunchBinding, allowed_cpus
 from tests.forks import exit_code_of_child
 
 ALLOWED = frozenset(os.sched_getaffinity(0))

@@ -21,7 +21,7 @@ from benchmarks.harness.setting import Setting
 from benchmarks.harness.sizes import with_default_sub_groups
 from benchmarks.harness.suite import BENCHMARKS
 from benchmarks.harness.turns import Turn, Waits
-from perf_model.timeline import Phase, PhaseSpan
+from perf_model.prediction.timeline import Phase, PhaseSpan
 from tests.launch import run_ranks
 from tests.tiers import thorough
 

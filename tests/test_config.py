@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from deep_opt_states.config import Config, ConfigError, parse_config
 from deep_opt_states.names import CONFIG_KEY
-from perf_model.placement import Placement
-from perf_model.workload import Workload
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.workload import Workload
 from tests.launch import REPOSITORY
 
 WORKLOAD = Workload.of([10, 10, 10, 10])

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deep_opt_states.config import ConfigError
-from deep_opt_states.cores import CoreShare, RankPlace, choose_cores, part_of_quota
-from deep_opt_states.topology import Core
+from deep_opt_states.host.cores import CoreShare, RankPlace, choose_cores, part_of_quota
+from deep_opt_states.host.topology import Core
 
 
 def machine_of(cores_per_node: Sequence[int], smt: int = 1, holes: frozenset[int] = frozenset()) -> tuple[Core, ...]:

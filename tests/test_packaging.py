@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points, requires
 
-from deep_opt_states.zero.compat import SUPPORTED_DEEPSPEED
+from deep_opt_states.zero.internals.compat import SUPPORTED_DEEPSPEED
 
 
 def test_the_deepspeed_that_pip_installs_is_one_that_is_supported() -> None:

@@ -12,13 +12,13 @@ import pytest
 from deep_opt_states.report.comparison import Compared, Measured, Predicted, compare
 from deep_opt_states.report.monitor_events import Event, MonitorEvents
 from deep_opt_states.report.progress_line import ProgressLine
-from deep_opt_states.report.update_record import Progress, UpdateRecord, Work
-from deep_opt_states.report.update_report import WARM_UPDATES, Outlet, UpdateReport
-from perf_model.placement import place_by_stride
-from perf_model.plan import UpdatePlan
-from perf_model.timeline import Phase, PhaseSpan, Span, Timeline
-from perf_model.windows import Windows
-from perf_model.workload import Workload
+from deep_opt_states.report.record import Progress, UpdateRecord, Work
+from deep_opt_states.report.reporter import WARM_UPDATES, Outlet, UpdateReport
+from perf_model.prediction.overlap_windows import Windows
+from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline
+from perf_model.schedule.placement import place_by_stride
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
 
 WORKLOAD = Workload.of([10] * 4)
 PLAN = UpdatePlan(workload=WORKLOAD, placements=place_by_stride(WORKLOAD, 2), num_slots=1)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deep_opt_states import machine
-from deep_opt_states.topology import Core, cores_of, format_cpu_list, gpu_node, parse_cpu_list, pci_node
+from deep_opt_states.host import machine
+from deep_opt_states.host.topology import Core, cores_of, format_cpu_list, gpu_node, parse_cpu_list, pci_node
 
 
 def write(path: Path, text: str) -> None:

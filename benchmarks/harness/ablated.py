@@ -12,7 +12,7 @@ import torch
 
 from deep_opt_states.device.kernels import choice
 from deep_opt_states.device.kernels.library import KernelUnavailable
-from deep_opt_states.topology import cores_of
+from deep_opt_states.host.topology import cores_of
 
 
 @contextmanager

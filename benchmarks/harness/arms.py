@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 from benchmarks.harness.ablated import bound_to_physical_cores, stocks_cpu_kernel
 from benchmarks.harness.setting import Setting
-from deep_opt_states import machine
+from deep_opt_states.host import machine
 from perf_model.units import GB
 
 STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"

@@ -22,14 +22,14 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from benchmarks.harness.rows import Row
-from deep_opt_states.device.host import HostDevice
+from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
 from deep_opt_states.device.kernels.choice import cpu_adam
 from deep_opt_states.device.kernels.fused import FusedAdam
-from deep_opt_states.runtime.memory import StateMemory
-from perf_model.placement import Placement
-from perf_model.plan import UpdatePlan
-from perf_model.workload import Workload
+from deep_opt_states.runtime.state_memory import StateMemory
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
 
 BETAS = (0.9, 0.999)
 

@@ -16,9 +16,9 @@ import torch
 
 from benchmarks.harness.cpu_adam import BETAS, step_of
 from benchmarks.harness.rows import Row
-from deep_opt_states import machine
 from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.kernels.adam import AdamTensors
+from deep_opt_states.host import machine
 from deep_opt_states.profiler.device_timer import DeviceTimer
 
 STATE_BYTES_PER_PARAM = 26

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from benchmarks.harness.setting import Setting
-from deep_opt_states import machine
-from perf_model.bounds import Bound, Room, work_bound
-from perf_model.cost import CostModel
-from perf_model.hardware import HardwareProfile
-from perf_model.workload import Workload
+from deep_opt_states.host import machine
+from perf_model.prediction.cost import CostModel
+from perf_model.prediction.hardware import HardwareProfile
+from perf_model.schedule.workload import Workload
+from perf_model.search.bounds import Bound, Room, work_bound
 
 
 def lower_bound(workload: Workload, setting: Setting, profile: HardwareProfile) -> Bound:

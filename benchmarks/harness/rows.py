@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from deep_opt_states import machine
+from deep_opt_states.host import machine
 from perf_model import units
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from benchmarks.harness.setting import Setting
-from deep_opt_states import machine
+from deep_opt_states.host import machine
 
 HOST_BYTES = 26
 """Of a parameter, that must be there: stock's 18, and where the CPU trains the model and what it works with."""

@@ -6,15 +6,15 @@ import random
 from dataclasses import dataclass
 from itertools import product
 
-from perf_model.budgets import Budgets
-from perf_model.cost import CostModel
-from perf_model.hardware import HardwareProfile, Measurement, Provenance
-from perf_model.job import PARAM_BYTES
-from perf_model.memory import resident_bytes_of
-from perf_model.model import ModelShape, gpt
-from perf_model.planner import MAX_SLOTS
+from perf_model.prediction.cost import CostModel
+from perf_model.prediction.hardware import HardwareProfile, Measurement, Provenance
+from perf_model.prediction.memory import resident_bytes_of
 from perf_model.presets.models import MODELS
-from perf_model.workload import Workload
+from perf_model.schedule.workload import Workload
+from perf_model.search.budgets import Budgets
+from perf_model.search.planner import MAX_SLOTS
+from perf_model.training_run.job import PARAM_BYTES
+from perf_model.training_run.model import ModelShape, gpt
 
 LINKS = {"PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9, "NVLink-C2C": 450e9}
 """Bytes a second each way, by specification, of the link of one GPU."""

@@ -30,10 +30,10 @@ from benchmarks.harness.setting import Setting
 from benchmarks.harness.sizes import Effort
 from deep_opt_states.report.comparison import Compared
 from examples.byte_gpt import ByteGPT, StdlibText
-from perf_model.memory import Where
-from perf_model.placement import Placement
-from perf_model.timeline import Phase
-from perf_model.workload import Workload
+from perf_model.prediction.memory import Where
+from perf_model.prediction.timeline import Phase
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.workload import Workload
 
 SEED = 17
 WARM_UP = 3

@@ -14,14 +14,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from deep_opt_states.profiler import profile as profiler
+from deep_opt_states.profiler import measure as profiler
 from deep_opt_states.profiler.cache import replace_file
 from deep_opt_states.profiler.method import FULL, QUICK
 from deep_opt_states.profiler.ranks import ProbeError, launched_ranks
-from perf_model.hardware import HardwareProfile, Measurement, ProfileError
+from perf_model.prediction.hardware import HardwareProfile, Measurement, ProfileError
 
 if TYPE_CHECKING:
-    from deep_opt_states.zero.devices import AcceleratorChoice
+    from deep_opt_states.zero.start.devices import AcceleratorChoice
 
 UNITS = {
     "_bytes_per_s": (1e9, "GB/s"),
@@ -34,8 +34,8 @@ UNITS = {
 
 def run(output: Path, *, quick: bool) -> int:
     """The exit code: 1, and the reason on stderr, if there is no profile. Of several ranks, rank 0 speaks."""
-    from deep_opt_states.zero.cores import default_share
-    from deep_opt_states.zero.refusals import Unsupported
+    from deep_opt_states.zero.start.core_share import default_share
+    from deep_opt_states.zero.start.refusals import Unsupported
 
     first = os.environ.get("RANK", "0") == "0"
     try:
@@ -85,7 +85,7 @@ def _accelerator(local_rank: int) -> AcceleratorChoice:
     """Raises ``ProfileError`` or ``Unsupported``."""
     from deepspeed.accelerator import get_accelerator
 
-    from deep_opt_states.zero.devices import choose_device
+    from deep_opt_states.zero.start.devices import choose_device
 
     accelerator = get_accelerator()
     if accelerator.device_name() == "cuda":

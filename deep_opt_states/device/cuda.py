@@ -113,3 +113,15 @@ class CudaDevice:
             with suppress(RuntimeError):
                 torch.ones(1, device=self._device)
             raise
+
+
+def free_and_retries() -> tuple[int, int]:
+    """Return the bytes of the GPU that were free at PyTorch's peak, and the number of allocations that were retried.
+
+    PyTorch retries an allocation after it has emptied its cache. A script may empty the cache, too, so the memory that
+    is free at one moment does not show the peak.
+    """
+    free_bytes, _ = torch.cuda.mem_get_info()
+    stats = torch.cuda.memory_stats()
+    below_peak = stats.get("reserved_bytes.all.peak", 0) - stats.get("reserved_bytes.all.current", 0)
+    return free_bytes - below_peak, stats.get("num_alloc_retries", 0)

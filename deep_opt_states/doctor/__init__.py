@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from deep_opt_states.doctor import hook, kernels, machine, software
 from deep_opt_states.doctor.finding import Finding, Status
-from deep_opt_states.machine import cores, has_cuda, memlock_limit_bytes, memory
+from deep_opt_states.host.machine import cores, has_cuda, memlock_limit_bytes, memory
 from deep_opt_states.names import SWITCH
 
 __all__ = ["Finding", "Status", "examine"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deep_opt_states.doctor.finding import Finding, Status
-from deep_opt_states.machine import Cores, Memory
+from deep_opt_states.host.machine import Cores, Memory
 
 STREAMS_IN_USE = 8
 """The update's three lanes, DeepSpeed's streams for computing, gathering and reducing, and NCCL's: also the number of

@@ -60,7 +60,7 @@ def import_error(name: str) -> Exception | None:
 
 
 def supported_deepspeed() -> tuple[str, ...]:
-    from deep_opt_states.zero.compat import SUPPORTED_DEEPSPEED
+    from deep_opt_states.zero.internals.compat import SUPPORTED_DEEPSPEED
 
     return SUPPORTED_DEEPSPEED
 

@@ -12,12 +12,12 @@ from typing import Any
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel
 from deep_opt_states.device.kernels.triton_adam import triton_version
-from deep_opt_states.profiler.kernels import CpuAdam, training_cpu_adam, training_gpu_adam
+from deep_opt_states.profiler.adam_kernels import CpuAdam, training_cpu_adam, training_gpu_adam
+from deep_opt_states.profiler.measure import measure
 from deep_opt_states.profiler.method import QUICK, Effort
-from deep_opt_states.profiler.profile import measure
 from deep_opt_states.profiler.provenance import describe, fingerprint, smallest_node
 from deep_opt_states.profiler.ranks import Ranks, agree
-from perf_model.hardware import HardwareProfile, ProfileError
+from perf_model.prediction.hardware import HardwareProfile, ProfileError
 
 
 def quick_profile(

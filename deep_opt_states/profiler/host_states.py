@@ -9,10 +9,10 @@ import torch
 
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamTensors
-from perf_model.placement import Placement
-from perf_model.plan import UpdatePlan
-from perf_model.slab import STATES, Widths, parts_of
-from perf_model.workload import Workload
+from perf_model.schedule.host_layout import STATES, Widths, parts_of
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
 
 SUB_GROUPS = 8
 """Updated in turn, as in a step: when one comes again, the others have driven it out of the caches."""

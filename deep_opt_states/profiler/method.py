@@ -13,7 +13,7 @@ METHOD = 7
 """Raised when a probe comes to measure something else: profiles that were cached before are of no use then."""
 
 Rates: TypeAlias = Mapping[str, float]
-"""By the names in ``perf_model.hardware.QUANTITIES``."""
+"""By the names in ``perf_model.prediction.hardware.QUANTITIES``."""
 
 SLOWEST_IS_LARGEST = frozenset({"copy_latency_s"})
 """Quantities that are a time; all others are rates."""

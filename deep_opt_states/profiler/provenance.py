@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from deep_opt_states import machine
-from deep_opt_states.device.affinity import allowed_cpus
+from deep_opt_states.host import machine
+from deep_opt_states.host.affinity import allowed_cpus
 from deep_opt_states.profiler.method import METHOD, Effort
 from deep_opt_states.profiler.ranks import Ranks, agree
-from perf_model.hardware import VERSION, Provenance
+from perf_model.prediction.hardware import VERSION, Provenance
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from perf_model.action import ActionKind
-from perf_model.timeline import Phase, PhaseSpan, Timeline, seconds_of
+from perf_model.prediction.overlap_windows import Windows
+from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline, seconds_of
+from perf_model.schedule.action import ActionKind
 from perf_model.units import seconds
-from perf_model.windows import Windows
 
 UPDATE = "update"
 EXPOSED = "of it exposed"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from deep_opt_states.report.comparison import EXPOSED, UPDATE
-from deep_opt_states.report.update_record import Numbers, UpdateRecord
-from deep_opt_states.report.update_report import UpdateReport
+from deep_opt_states.report.record import Numbers, UpdateRecord
+from deep_opt_states.report.reporter import UpdateReport
 from perf_model.units import GB
 
 Event = tuple[str, float, int]

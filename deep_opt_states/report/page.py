@@ -13,13 +13,13 @@ from typing import TypeAlias
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from deep_opt_states.report.comparison import Compared
-from deep_opt_states.report.run import Pictured, Run
-from deep_opt_states.report.update_report import WARM_UPDATES
-from perf_model.draw import draw_svg
-from perf_model.memory import Where
-from perf_model.placement import Placement
-from perf_model.plan import UpdatePlan
-from perf_model.timeline import Phase, seconds_of
+from deep_opt_states.report.reporter import WARM_UPDATES
+from deep_opt_states.report.run_data import Pictured, Run
+from perf_model.prediction.draw import draw_svg
+from perf_model.prediction.memory import Where
+from perf_model.prediction.timeline import Phase, seconds_of
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
 from perf_model.units import gigabytes_a_second, params_a_second, percent, seconds, size
 
 

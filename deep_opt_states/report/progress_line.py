@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-from deep_opt_states.report.update_record import UpdateRecord
-from deep_opt_states.report.update_report import UpdateReport
+from deep_opt_states.report.record import UpdateRecord
+from deep_opt_states.report.reporter import UpdateReport
 from perf_model.units import gigabytes_a_second, params_a_second, percent, seconds
 
 MEDIAN_OF_UPDATES = 100

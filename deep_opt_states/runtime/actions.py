@@ -12,11 +12,9 @@ import torch
 
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamTensors, PartUpdate
-from deep_opt_states.runtime.slots import Slot
-from deep_opt_states.runtime.split import Split
-from deep_opt_states.runtime.state import SubGroupState
-from perf_model.action import Action, ActionKind
-from perf_model.schedule import Schedule
+from deep_opt_states.runtime.state import Slot, Split, SubGroupState
+from perf_model.schedule.action import Action, ActionKind
+from perf_model.schedule.schedule import Schedule
 
 
 class Actions:

@@ -22,16 +22,15 @@ from typing import Any
 from deep_opt_states.device.interface import Device, Event, Stream
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep
 from deep_opt_states.runtime.actions import Actions
-from deep_opt_states.runtime.first_parts import FirstParts
-from deep_opt_states.runtime.split import Split
-from deep_opt_states.runtime.state import SubGroupState
+from deep_opt_states.runtime.early_update import FirstParts
+from deep_opt_states.runtime.state import Split, SubGroupState
 from deep_opt_states.runtime.worker import CpuLane, Worker
-from perf_model.action import Action, ActionKind, Lane
-from perf_model.check import check
-from perf_model.dependencies import CHAINS
-from perf_model.schedule import Schedule
-from perf_model.timeline import Span, Timeline
-from perf_model.workload import Workload
+from perf_model.prediction.timeline import Span, Timeline
+from perf_model.schedule.action import Action, ActionKind, Lane
+from perf_model.schedule.check import check
+from perf_model.schedule.happens_before import CHAINS
+from perf_model.schedule.schedule import Schedule
+from perf_model.schedule.workload import Workload
 
 PUBLISHING = (ActionKind.GPU_STEP, ActionKind.PUBLISH)
 """Each sub-group has one of them, which writes its 16-bit parameters."""

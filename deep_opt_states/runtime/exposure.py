@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deep_opt_states.device.interface import Device, Event
-from perf_model.timeline import Phase, PhaseSpan
+from perf_model.prediction.timeline import Phase, PhaseSpan
 
 
 @dataclass(frozen=True)

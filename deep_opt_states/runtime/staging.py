@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deep_opt_states.device.interface import Device
-from perf_model.memory import NUM_STAGING_BUFFERS
+from perf_model.prediction.memory import NUM_STAGING_BUFFERS
 
 
 @dataclass
@@ -32,8 +32,8 @@ class Staging:
     falls behind. DeepSpeed limits how many buckets that may be, and with them the gradients that wait on the
     accelerator.
 
-    How large the buffers are, ``perf_model.memory.staging_numel`` decides: no larger than what DeepSpeed itself takes
-    of the accelerator for the same purpose.
+    ``perf_model.prediction.memory.staging_numel`` decides how large the buffers are: no larger than those that
+    DeepSpeed itself allocates on the accelerator for the same purpose.
     """
 
     def __init__(self, device: Device[Any], buffer_numel: int, dtype: torch.dtype) -> None:

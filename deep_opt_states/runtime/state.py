@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from deep_opt_states.device.kernels.adam import AdamTensors
-from deep_opt_states.runtime.slots import Slot
+from deep_opt_states.device.interface import Device
+from deep_opt_states.device.kernels.adam import AdamTensors, Part
 
 
 @dataclass
@@ -78,4 +80,45 @@ class SubGroupState:
             exp_avg_sq=states.exp_avg_sq,
             grad=self.grad,
             param=self.param if self.staged is None else self.staged,
+        )
+
+
+@dataclass(frozen=True)
+class Slot:
+    """fp32, shape [slot_numel] each; ``narrow`` gives the part that a sub-group of ``numel`` uses."""
+
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+    @classmethod
+    def reserve(cls, device: Device[Any], numel: int) -> Slot:
+        return cls(*(device.empty(numel, torch.float32) for _ in range(3)))
+
+    def narrow(self, numel: int) -> Slot:
+        parts = (self.master, self.exp_avg, self.exp_avg_sq)
+        return Slot(*(tensor.narrow(0, 0, numel) for tensor in parts))
+
+
+@dataclass(frozen=True)
+class Split:
+    """Parts of one sub-group, in order; together all of it. Neither has empty parts."""
+
+    first: tuple[Part, ...]
+    rest: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, numel: int, first: Iterable[tuple[int, int]] = ()) -> Split:
+        """``first``: ranges [begin, end) of the sub-group's ``numel`` elements that do not overlap."""
+        merged: list[tuple[int, int]] = []
+        for begin, end in sorted(first):
+            if merged and merged[-1][1] == begin:
+                begin, _ = merged.pop()
+            if begin < end:
+                merged.append((begin, end))
+        borders = [0, *(border for its in merged for border in its), numel]
+        between = zip(borders[::2], borders[1::2], strict=True)
+        return cls(
+            first=tuple(Part(begin=begin, end=end, of=numel) for begin, end in merged),
+            rest=tuple(Part(begin=begin, end=end, of=numel) for begin, end in between if begin < end),
         )

@@ -14,14 +14,14 @@ from deepspeed.runtime.zero import stage3
 
 from deep_opt_states.config import Config, parse_config
 from deep_opt_states.names import CONFIG_KEY, SWITCH
-from deep_opt_states.zero.agreement import agree
-from deep_opt_states.zero.compat import param_dict
-from deep_opt_states.zero.devices import AcceleratorChoice, choose_device
-from deep_opt_states.zero.log import say
-from deep_opt_states.zero.refusals import refuse_config, refuse_engine
+from deep_opt_states.zero.internals.agreement import agree
+from deep_opt_states.zero.internals.compat import param_dict
+from deep_opt_states.zero.internals.log import say
+from deep_opt_states.zero.internals.timers import end_with_the_step, let_updates_go_on
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
-from deep_opt_states.zero.timers import end_with_the_step, let_updates_go_on
-from deep_opt_states.zero.training import Training
+from deep_opt_states.zero.start.devices import AcceleratorChoice, choose_device
+from deep_opt_states.zero.start.refusals import refuse_config, refuse_engine
+from deep_opt_states.zero.start.reporting import Training
 
 _said_off = False
 

@@ -18,46 +18,43 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DIC
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from deep_opt_states import machine
 from deep_opt_states.config import Config
-from deep_opt_states.cores import CoreShare
-from deep_opt_states.device.affinity import LaunchBinding
 from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.device.kernels.choice import Choice, cpu_adam
+from deep_opt_states.host import machine
+from deep_opt_states.host.affinity import LaunchBinding
+from deep_opt_states.host.cores import CoreShare
 from deep_opt_states.profiler.ranks import training_ranks
-from deep_opt_states.report.update_record import Work
-from deep_opt_states.report.update_report import UpdateReport
+from deep_opt_states.report.record import Work
+from deep_opt_states.report.reporter import UpdateReport
+from deep_opt_states.runtime.accounting import Ledger
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.exposure import Exposure
-from deep_opt_states.runtime.ledger import Ledger
-from deep_opt_states.runtime.memory import StateMemory, widths_of
-from deep_opt_states.runtime.split import Split
 from deep_opt_states.runtime.staging import Staging
-from deep_opt_states.runtime.state import SubGroupState
-from deep_opt_states.zero.adaptive_schedule import AdaptiveSchedule
-from deep_opt_states.zero.agreement import agree
-from deep_opt_states.zero.buckets import Buckets
-from deep_opt_states.zero.compat import forget_gradient_buffers
-from deep_opt_states.zero.cores import share_cores
-from deep_opt_states.zero.devices import AcceleratorChoice
-from deep_opt_states.zero.gathers import Gathers
-from deep_opt_states.zero.gradients import Gradients, Home
-from deep_opt_states.zero.guarded import Guarded
-from deep_opt_states.zero.host_memory import HostRoom, SharingRanks, check_locking, check_room
-from deep_opt_states.zero.lent import lent
-from deep_opt_states.zero.log import say
-from deep_opt_states.zero.norms import Norms
-from deep_opt_states.zero.persistent import ranges_by_sub_group, sub_groups_of_others
-from deep_opt_states.zero.planning import Intention, intend
-from deep_opt_states.zero.spans import ActionSpan
-from deep_opt_states.zero.training import Training, describe
-from deep_opt_states.zero.update import Update
-from perf_model.inventory import reserved_in_all
-from perf_model.memory import staging_numel
-from perf_model.placement import Placement
-from perf_model.plan import UpdatePlan
-from perf_model.slab import Widths
-from perf_model.workload import Workload
+from deep_opt_states.runtime.state import Split, SubGroupState
+from deep_opt_states.runtime.state_memory import StateMemory, widths_of
+from deep_opt_states.zero.internals.agreement import agree
+from deep_opt_states.zero.internals.compat import forget_gradient_buffers, ranges_by_sub_group, sub_groups_of_others
+from deep_opt_states.zero.internals.log import say
+from deep_opt_states.zero.internals.spans import ActionSpan
+from deep_opt_states.zero.start.core_share import share_cores
+from deep_opt_states.zero.start.devices import AcceleratorChoice
+from deep_opt_states.zero.start.host_memory import HostRoom, SharingRanks, check_locking, check_room
+from deep_opt_states.zero.start.planning import Intention, intend
+from deep_opt_states.zero.start.reporting import Training, describe
+from deep_opt_states.zero.step.adaptive_schedule import AdaptiveSchedule
+from deep_opt_states.zero.step.buckets import Buckets
+from deep_opt_states.zero.step.gathers import Gathers
+from deep_opt_states.zero.step.gradients import Gradients, Home
+from deep_opt_states.zero.step.norms import Norms
+from deep_opt_states.zero.step.readers import Guarded, lent
+from deep_opt_states.zero.step.update import Update
+from perf_model.prediction.memory import staging_numel
+from perf_model.prediction.memory_summary import reserved_in_all
+from perf_model.schedule.host_layout import Widths
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

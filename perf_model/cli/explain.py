@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from perf_model.bounds import busy_s_per_param, limits
 from perf_model.cli.inputs import add_arguments, read_inputs
-from perf_model.dependencies import CHAINS
-from perf_model.forecast import Forecast
-from perf_model.job import PARAM_BYTES
-from perf_model.memory import memory_of
-from perf_model.placement import Placement
-from perf_model.planner import evaluate
+from perf_model.prediction.memory import memory_of
+from perf_model.schedule.happens_before import CHAINS
+from perf_model.schedule.placement import Placement
+from perf_model.search.bounds import busy_s_per_param, limits
+from perf_model.search.planner import evaluate
+from perf_model.training_run.forecast import Forecast
+from perf_model.training_run.job import PARAM_BYTES
 from perf_model.units import seconds
 
 

@@ -7,15 +7,15 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from perf_model.budgets import DoesNotFit
-from perf_model.forecast import NO_OVERLAP, Forecast, MemoryLimits, Overlap, forecast, what_would_fit
-from perf_model.hardware import HardwareProfile, ProfileError
-from perf_model.hf_config import read_hf_config
-from perf_model.job import Job
-from perf_model.model import ModelError, ModelShape, require_integer
+from perf_model.prediction.hardware import HardwareProfile, ProfileError
 from perf_model.presets.machines import MACHINES, Machine
 from perf_model.presets.models import MODELS
-from perf_model.sub_group_size import SUB_GROUP_SIZES
+from perf_model.search.budgets import DoesNotFit
+from perf_model.search.planner import SUB_GROUP_SIZES
+from perf_model.training_run.forecast import NO_OVERLAP, Forecast, MemoryLimits, Overlap, forecast, what_would_fit
+from perf_model.training_run.hf_config import read_hf_config
+from perf_model.training_run.job import Job
+from perf_model.training_run.model import ModelError, ModelShape, require_integer
 from perf_model.units import GB
 
 OVERLAPS = {

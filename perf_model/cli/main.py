@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from perf_model.budgets import DoesNotFit
 from perf_model.cli import explain, plan, profile, simulate, sweep, validate
-from perf_model.hardware import ProfileError
-from perf_model.model import ModelError
+from perf_model.prediction.hardware import ProfileError
 from perf_model.published.runs import RunsError
+from perf_model.search.budgets import DoesNotFit
+from perf_model.training_run.model import ModelError
 
 COMMANDS = (plan, sweep, simulate, explain, validate, profile)
 

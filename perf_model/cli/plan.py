@@ -8,10 +8,10 @@ from math import ceil
 from typing import Any
 
 from perf_model.cli.inputs import Inputs, add_arguments, read_inputs
-from perf_model.forecast import Arm, Forecast, Unfit
-from perf_model.placement import Placement
+from perf_model.prediction.overlap_windows import Windows
+from perf_model.schedule.placement import Placement
+from perf_model.training_run.forecast import Arm, Forecast, Unfit
 from perf_model.units import GB, billions, gigabytes, percent, seconds
-from perf_model.windows import Windows
 
 NAMES = {
     "stock": "stock offload",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from perf_model.action import Lane
 from perf_model.cli.inputs import add_arguments, read_inputs
-from perf_model.grid import grid
-from perf_model.model import ModelError
+from perf_model.schedule.action import Lane
+from perf_model.schedule.schedule import grid
+from perf_model.training_run.model import ModelError
 from perf_model.units import seconds
 
 
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     except OSError as error:
         rule = f"--output: must be a folder that can be written, found {options.output}: {error.strerror}."
         raise ModelError(f"{rule}\nName another.") from None
-    from perf_model.draw import draw
+    from perf_model.prediction.draw import draw
 
     draw(timeline, picture, str(plan), phases)
     its = found.predicted

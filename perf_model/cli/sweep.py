@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from perf_model.budgets import DoesNotFit
 from perf_model.cli.inputs import add_arguments, read_inputs
-from perf_model.forecast import Forecast, Unfit
-from perf_model.model import ModelError
-from perf_model.placement import Placement
+from perf_model.schedule.placement import Placement
+from perf_model.search.budgets import DoesNotFit
+from perf_model.training_run.forecast import Forecast, Unfit
+from perf_model.training_run.model import ModelError
 
 Row = dict[str, str | int | float | None]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from perf_model.action import ActionKind
-from perf_model.cost import Traffic, stock_traffic_of, traffic_of
-from perf_model.hardware import HardwareProfile, Measurement, Provenance
+from perf_model.prediction.cost import Traffic, stock_traffic_of, traffic_of
+from perf_model.prediction.hardware import HardwareProfile, Measurement, Provenance
+from perf_model.schedule.action import ActionKind
 
 PARAM_BYTES = 2
 

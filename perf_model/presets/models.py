@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from perf_model.model import ModelShape, gpt
+from perf_model.training_run.model import ModelShape, gpt
 
 _PAPER_VOCAB = 51_200
 """GPT-2's, padded as Megatron-LM does. The logs do not print it."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from perf_model.action import ActionKind
-from perf_model.cost import CostModel, Resource, Traffic, stock_traffic_of, traffic_of
+from perf_model.prediction.cost import CostModel, Resource, Traffic, stock_traffic_of, traffic_of
+from perf_model.prediction.simulate import simulate
 from perf_model.published.runs import Setting
 from perf_model.published.schedules import schedule_of, workload_of
-from perf_model.simulate import simulate
+from perf_model.schedule.action import ActionKind
 
 PARAM_BYTES = 2
 STOCK_TRAFFIC = stock_traffic_of(PARAM_BYTES)

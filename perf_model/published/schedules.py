@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from functools import cache
 
-from perf_model.action import Action, ActionKind
-from perf_model.lowering import needed_slots
-from perf_model.model import gpt
-from perf_model.placement import Placement
 from perf_model.published.runs import Setting
-from perf_model.schedule import Schedule
-from perf_model.stock import serial_schedule
-from perf_model.workload import Workload
+from perf_model.schedule.action import Action, ActionKind
+from perf_model.schedule.lowering import needed_slots, serial_schedule
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.schedule import Schedule
+from perf_model.schedule.workload import Workload
+from perf_model.training_run.model import gpt
 
 VOCAB = 51200
 POSITIONS = 2048

@@ -11,14 +11,14 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from deep_opt_states import machine as host
 from deep_opt_states.cli import doctor as command
 from deep_opt_states.cli import main
 from deep_opt_states.doctor import Finding, Status, hook, kernels, machine, software
 from deep_opt_states.doctor.hook import AfterImport
 from deep_opt_states.doctor.kernels import Op
 from deep_opt_states.doctor.software import Accelerator
-from deep_opt_states.machine import Cores, Memory
+from deep_opt_states.host import machine as host
+from deep_opt_states.host.machine import Cores, Memory
 from tests.launch import Finished, environment
 
 FOLDER = Path("/cache/cpu_adam")

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perf_model.cli.main import main
-from perf_model.hardware import REQUIRED
+from perf_model.prediction.hardware import REQUIRED
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from tests.launch import REPOSITORY

@@ -10,7 +10,7 @@ import pytest
 
 from deep_opt_states.cli import main, profile
 from deep_opt_states.cli.profile import check_output
-from perf_model.hardware import QUANTITIES, REQUIRED, HardwareProfile, Measurement, ProfileError, Provenance
+from perf_model.prediction.hardware import QUANTITIES, REQUIRED, HardwareProfile, Measurement, ProfileError, Provenance
 from tests.launch import environment, free_port
 
 HOST = {

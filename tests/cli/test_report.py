@@ -13,18 +13,18 @@ import pytest
 
 from deep_opt_states.cli import main
 from deep_opt_states.report.comparison import Predicted
-from deep_opt_states.report.run import About, Run, RunError
-from deep_opt_states.report.run_folder import RunFolder
-from deep_opt_states.report.update_record import Progress, UpdateRecord, Work
-from deep_opt_states.report.update_report import WARM_UPDATES, UpdateReport
-from perf_model.action import Lane
-from perf_model.cost import CostModel
-from perf_model.placement import place_by_stride
-from perf_model.plan import UpdatePlan
-from perf_model.simulate import simulate
-from perf_model.timeline import Phase, PhaseSpan, Span, Timeline, seconds_of
-from perf_model.windows import Windows
-from perf_model.workload import Workload
+from deep_opt_states.report.record import Progress, UpdateRecord, Work
+from deep_opt_states.report.reporter import WARM_UPDATES, UpdateReport
+from deep_opt_states.report.run_data import About, Run, RunError
+from deep_opt_states.report.run_writer import RunFolder
+from perf_model.prediction.cost import CostModel
+from perf_model.prediction.overlap_windows import Windows
+from perf_model.prediction.simulate import simulate
+from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline, seconds_of
+from perf_model.schedule.action import Lane
+from perf_model.schedule.placement import place_by_stride
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
 from tests.browser import browsing, find_browser
 from tests.model.profiles import profile
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import deep_opt_states  # noqa: F401 (activates where the package is not installed)
-from perf_model.memory import Where
+from perf_model.prediction.memory import Where
 from tests.gpu.one_by_one import Answers, answer_each, run_each
 from tests.gpu.time_left import seconds_left
 from tests.zero.parity.arm import Record, closing_engine, differences, run_arm, shared_folder, train

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from perf_model.placement import Placement
-from perf_model.plan import UpdatePlan
-from perf_model.workload import Workload
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
 from tests.gpu.kernels import train_both
 from tests.gpu.updates import executed, same, serial
 from tests.kernels.training import steps_of

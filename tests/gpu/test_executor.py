@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from perf_model.placement import Placement, place_all
-from perf_model.plan import UpdatePlan
-from perf_model.workload import Workload
+from perf_model.schedule.placement import Placement, place_all
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
 from tests.gpu.updates import deferred, executed, random_plan, same, serial, serial_of_deferred
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.adam import NUMEL
 from benchmarks.harness import gpu_adam
-from perf_model.hardware import HardwareProfile
+from perf_model.prediction.hardware import HardwareProfile
 from tests.gpu.figures import figure
 from tests.gpu.time_left import seconds_left
 from tests.launch import REPOSITORY

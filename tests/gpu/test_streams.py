@@ -15,9 +15,9 @@ import torch
 
 from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.runtime.executor import Executor
-from perf_model.placement import Placement, place_all
-from perf_model.plan import UpdatePlan
-from perf_model.workload import Workload
+from perf_model.schedule.placement import Placement, place_all
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
 from tests.gpu.figures import figure
 from tests.gpu.kernels import triton_adam
 from tests.gpu.updates import (

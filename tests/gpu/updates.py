@@ -13,11 +13,10 @@ from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.split import Split
-from deep_opt_states.runtime.state import SubGroupState
-from perf_model.placement import Placement
-from perf_model.plan import UpdatePlan
-from perf_model.workload import Workload
+from deep_opt_states.runtime.state import Split, SubGroupState
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
 from tests.gpu.kernels import triton_adam
 from tests.kernels.training import BETAS, machine_arithmetic, steps_of
 from tests.runtime.states import NAMES, gradients, make_states, update_serially

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from perf_model.cost import CostModel, Resource, traffic_of
-from perf_model.windows import Windows
+from perf_model.prediction.cost import CostModel, Resource, traffic_of
+from perf_model.prediction.overlap_windows import Windows
 
 PLENTY = 1e15
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 
-from perf_model.schedule import Schedule
+from perf_model.schedule.schedule import Schedule
 
 
 def without_one_wait(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:

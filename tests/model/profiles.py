@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from perf_model.hardware import HardwareProfile, Measurement, Provenance
+from perf_model.prediction.hardware import HardwareProfile, Measurement, Provenance
 
 RATES = {
     "h2d_bytes_per_s": 25e9,

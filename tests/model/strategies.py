@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from perf_model.action import Action, ActionKind
-from perf_model.dependencies import CHAINS
-from perf_model.lowering import insert_waits
-from perf_model.placement import Placement
-from perf_model.plan import UpdatePlan
-from perf_model.schedule import Schedule, bytes_of_slots
-from perf_model.workload import Workload
+from perf_model.schedule.action import Action, ActionKind
+from perf_model.schedule.happens_before import CHAINS
+from perf_model.schedule.lowering import insert_waits
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.schedule import Schedule, bytes_of_slots
+from perf_model.schedule.workload import Workload
 
 
 def numels(max_numel: int = 10**6) -> st.SearchStrategy[list[int]]:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf_model.action import Action, ActionKind
+from perf_model.schedule.action import Action, ActionKind
 
 indices = st.integers(0, 10**6)
 names = st.builds(lambda kind, index: f"{kind.value} {index}", st.sampled_from(ActionKind), indices)

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf_model.bounds import MOST_SHARED_BYTES, Room, exposed_bound, first_needed_bound, work_bound
-from perf_model.budgets import Budgets
-from perf_model.cost import CostModel, Resource
-from perf_model.fill_and_drain import bound_with_fill_and_drain, fill_and_drain_s
-from perf_model.floor import Floor, MemoryFloor, placed
-from perf_model.memory import cuda_bytes_of, gradients_on_accelerator, memory_of, resident_bytes_of
-from perf_model.placement import Placement
-from perf_model.plan import UpdatePlan
-from perf_model.schedule import Schedule
-from perf_model.simulate import simulate
-from perf_model.windows import Windows
-from perf_model.workload import Workload
+from benchmarks.harness.fill_and_drain import bound_with_fill_and_drain, fill_and_drain_s
+from perf_model.prediction.cost import CostModel, Resource
+from perf_model.prediction.memory import cuda_bytes_of, gradients_on_accelerator, memory_of, resident_bytes_of
+from perf_model.prediction.overlap_windows import Windows
+from perf_model.prediction.simulate import simulate
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.schedule import Schedule
+from perf_model.schedule.workload import Workload
+from perf_model.search.bounds import MOST_SHARED_BYTES, Room, exposed_bound, first_needed_bound, work_bound
+from perf_model.search.budgets import Budgets
+from perf_model.search.pruning import Floor, MemoryFloor, placed
 from tests.model.costs import cost, costs, windows
 from tests.model.strategies import plans, schedules
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from perf_model.action import ActionKind
-from perf_model.cost import CostModel, Resource
-from perf_model.hardware import OF_AN_ACCELERATOR, ProfileError
-from perf_model.placement import Placement
+from perf_model.prediction.cost import CostModel, Resource
+from perf_model.prediction.hardware import OF_AN_ACCELERATOR, ProfileError
+from perf_model.schedule.action import ActionKind
+from perf_model.schedule.placement import Placement
 from tests.model.profiles import RATES, profile
 
 NUMEL = 10**9

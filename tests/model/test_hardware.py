@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf_model.cost import CostModel, Resource
-from perf_model.hardware import QUANTITIES, REQUIRED, HardwareProfile, Measurement, ProfileError, Provenance
+from perf_model.prediction.cost import CostModel, Resource
+from perf_model.prediction.hardware import QUANTITIES, REQUIRED, HardwareProfile, Measurement, ProfileError, Provenance
 from tests.model.profiles import RATES, profile
 
 

@@ -7,8 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from perf_model.budgets import DoesNotFit
-from perf_model.forecast import (
+from perf_model.prediction.hardware import REQUIRED
+from perf_model.prediction.memory import MIB
+from perf_model.prediction.overlap_windows import Windows
+from perf_model.presets.machines import MACHINES
+from perf_model.presets.models import MODELS
+from perf_model.schedule.placement import Placement
+from perf_model.search.budgets import DoesNotFit
+from perf_model.training_run.forecast import (
     NO_ACCELERATOR,
     NO_OVERLAP,
     Forecast,
@@ -20,14 +26,8 @@ from perf_model.forecast import (
     least_world_size_that_fits,
     what_would_fit,
 )
-from perf_model.hardware import REQUIRED
-from perf_model.job import GradientPath, Job
-from perf_model.memory import MIB
-from perf_model.model import ModelError, gpt
-from perf_model.placement import Placement
-from perf_model.presets.machines import MACHINES
-from perf_model.presets.models import MODELS
-from perf_model.windows import Windows
+from perf_model.training_run.job import GradientPath, Job
+from perf_model.training_run.model import ModelError, gpt
 from tests.model.profiles import RATES, profile
 
 GPT_175B = gpt("GPT-3", layers=96, hidden=12288, heads=96, vocab=51200, positions=2048)

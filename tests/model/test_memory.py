@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf_model.memory import (
+from perf_model.prediction.memory import (
     MIB,
     Memory,
     Reservation,
@@ -18,10 +18,10 @@ from perf_model.memory import (
     resident_bytes_of,
     staging_numel,
 )
-from perf_model.placement import Placement
-from perf_model.plan import UpdatePlan
-from perf_model.slab import ALIGNMENT_BYTES, STATES, Widths, parts_of
-from perf_model.workload import Workload
+from perf_model.schedule.host_layout import ALIGNMENT_BYTES, STATES, Widths, parts_of
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
 from tests.model.strategies import plans
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT

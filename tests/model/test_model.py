@@ -10,8 +10,8 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf_model.hf_config import parse_hf_config, read_hf_config
-from perf_model.model import ModelError, ModelShape, gpt
+from perf_model.training_run.hf_config import parse_hf_config, read_hf_config
+from perf_model.training_run.model import ModelError, ModelShape, gpt
 
 LLAMA_LIKE = ("Llama", "Mistral", "Qwen2", "Qwen3")
 SMALL = {

@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf_model.placement import Placement, place_all, place_by_fraction, place_by_stride
-from perf_model.workload import Workload
+from perf_model.schedule.placement import Placement, place_all, place_by_fraction, place_by_stride
+from perf_model.schedule.workload import Workload
 from tests.model.strategies import numels
 
 

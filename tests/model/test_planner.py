@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perf_model.budgets import Budgets, DoesNotFit
-from perf_model.check import check
-from perf_model.cost import CostModel, Resource
-from perf_model.memory import Reservation, Where, cuda_bytes_of, memory_of, resident_bytes_of
-from perf_model.order import rising_and_falling
-from perf_model.placement import Placement, place_all, place_by_fraction, place_by_stride
-from perf_model.plan import UpdatePlan
-from perf_model.planner import MAX_SLOTS, STRIDES, plan_updates
-from perf_model.simulate import Simulator, simulate
-from perf_model.timeline import Timeline
-from perf_model.windows import Windows
-from perf_model.workload import Workload
+from perf_model.prediction.cost import CostModel, Resource
+from perf_model.prediction.memory import Reservation, Where, cuda_bytes_of, memory_of, resident_bytes_of
+from perf_model.prediction.overlap_windows import Windows
+from perf_model.prediction.simulate import Simulator, simulate
+from perf_model.prediction.timeline import Timeline
+from perf_model.schedule.check import check
+from perf_model.schedule.order import rising_and_falling
+from perf_model.schedule.placement import Placement, place_all, place_by_fraction, place_by_stride
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
+from perf_model.search.budgets import Budgets, DoesNotFit
+from perf_model.search.planner import MAX_SLOTS, STRIDES, plan_updates
 from tests.model.costs import cost, costs, windows
 
 NO_WINDOWS = Windows()

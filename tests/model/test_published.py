@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perf_model.check import check
 from perf_model.cli import validate as command
-from perf_model.placement import Placement
 from perf_model.published.fit import TYPICAL, candidates, fit_rates
 from perf_model.published.rates import Rates
 from perf_model.published.runs import Run, RunsError, Setting, read_runs
 from perf_model.published.schedules import artifact_schedule, placements_of, schedule_of, workload_of
 from perf_model.published.validate import Validation, validate
-from perf_model.workload import Workload
+from perf_model.schedule.check import check
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.workload import Workload
 from tests.model.test_published_runs import PUBLISHED, ROW, text_of
 
 SETTING = Setting(real_params=6 * 10**9, hidden=4096, ranks=4, cpu_ratio=1.0, sub_group_size=10**8, update_stride=None)

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 import pytest
 
-from perf_model.budgets import Budgets
-from perf_model.cost import CostModel
-from perf_model.memory import memory_of
-from perf_model.placement import Placement, place_all
-from perf_model.plan import UpdatePlan
-from perf_model.planner import plan_updates
+from perf_model.prediction.cost import CostModel
+from perf_model.prediction.memory import memory_of
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
-from perf_model.reasons import why_nothing_is_streamed
+from perf_model.schedule.placement import Placement, place_all
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
+from perf_model.search.budgets import Budgets
+from perf_model.search.planner import plan_updates
+from perf_model.search.reasons import why_nothing_is_streamed
 from perf_model.units import GB
-from perf_model.workload import Workload
 from tests.model.profiles import RATES, profile
 
 PARAM_BYTES = 2

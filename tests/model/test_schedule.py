@@ -8,15 +8,14 @@ import pytest
 from hypothesis import assume, given, note
 from hypothesis import strategies as st
 
-from perf_model.action import Action, ActionKind
-from perf_model.check import ScheduleError, check
-from perf_model.grid import grid
-from perf_model.lowering import assign_slots, insert_waits, issue_order
-from perf_model.order import as_forward_needs, rising_and_falling
-from perf_model.placement import Placement, place_by_stride
-from perf_model.plan import UpdatePlan
-from perf_model.schedule import Schedule, bytes_of_slots
-from perf_model.workload import Workload
+from perf_model.schedule.action import Action, ActionKind
+from perf_model.schedule.check import ScheduleError, check
+from perf_model.schedule.lowering import assign_slots, insert_waits, issue_order
+from perf_model.schedule.order import as_forward_needs, rising_and_falling
+from perf_model.schedule.placement import Placement, place_by_stride
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.schedule import Schedule, bytes_of_slots, grid
+from perf_model.schedule.workload import Workload
 from tests.model.mutations import with_one_action_dropped, with_one_action_repeated, without_one_wait
 from tests.model.strategies import plans, schedules
 

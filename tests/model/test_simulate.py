@@ -7,16 +7,15 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 
-from perf_model.action import ActionKind, Lane
-from perf_model.cost import CostModel, Load, Resource
-from perf_model.placement import Placement, place_all, place_by_stride
-from perf_model.plan import UpdatePlan
-from perf_model.schedule import Schedule
-from perf_model.sharing import shares
-from perf_model.simulate import simulate
-from perf_model.timeline import Phase
-from perf_model.windows import EARLY, Windows
-from perf_model.workload import Workload
+from perf_model.prediction.cost import CostModel, Load, Resource, shares
+from perf_model.prediction.overlap_windows import EARLY, Windows
+from perf_model.prediction.simulate import simulate
+from perf_model.prediction.timeline import Phase
+from perf_model.schedule.action import ActionKind, Lane
+from perf_model.schedule.placement import Placement, place_all, place_by_stride
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.schedule import Schedule
+from perf_model.schedule.workload import Workload
 from tests.model.costs import cost, costs, windows
 from tests.model.profiles import profile
 from tests.model.strategies import plans, schedules

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from perf_model.action import Action, ActionKind, Lane
-from perf_model.draw import draw, draw_svg
-from perf_model.timeline import Phase, PhaseSpan, Span, Timeline
+from perf_model.prediction.draw import draw, draw_svg
+from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline
+from perf_model.schedule.action import Action, ActionKind, Lane
 
 TIMELINE = Timeline(
     (

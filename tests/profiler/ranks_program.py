@@ -10,8 +10,8 @@ import torch
 import torch.distributed
 
 from deep_opt_states.device.kernels.adam import AdamKernel
+from deep_opt_states.profiler.adam_kernels import CpuAdam, training_cpu_adam
 from deep_opt_states.profiler.cache import quick_profile
-from deep_opt_states.profiler.kernels import CpuAdam, training_cpu_adam
 from deep_opt_states.profiler.ranks import DistributedRanks, launched_ranks, training_ranks
 from tests.launch import answer
 from tests.profiler.test_profile import SMALL

@@ -12,7 +12,7 @@ import pytest
 from deep_opt_states.profiler import cache
 from deep_opt_states.profiler.cache import cached_path, quick_profile, replace_file
 from deep_opt_states.profiler.ranks import OneRank, ProbeError, Ranks
-from perf_model.hardware import REQUIRED, HardwareProfile, Measurement, ProfileError, Provenance
+from perf_model.prediction.hardware import REQUIRED, HardwareProfile, Measurement, ProfileError, Provenance
 from tests.profiler.threads import on_ranks
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deep_opt_states.device.fake.device import FakeDevice, LateAdam
-from deep_opt_states.device.fake.timing import Late, Seeded
-from deep_opt_states.device.host import HostDevice
-from deep_opt_states.profiler import adam
-from deep_opt_states.profiler.adam import LAUNCHES, DeviceUpdates
+from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.profiler import adam_throughput as adam
+from deep_opt_states.profiler.adam_throughput import LAUNCHES, DeviceUpdates
 from deep_opt_states.profiler.device_timer import FIRST_BUSY_S, MOST_BUSY_S, DeviceTimer
 from deep_opt_states.profiler.matrix import MatrixProduct
 from deep_opt_states.profiler.ranks import ProbeError
+from tests.fake_device.device import FakeDevice, LateAdam
+from tests.fake_device.timing import Late, Seeded
 from tests.profiler.virtual import LaunchedAdam, VirtualDevice, virtual_clock
 from tests.runtime.adam import PlainAdam
 

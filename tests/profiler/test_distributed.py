@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from perf_model.hardware import HardwareProfile
+from perf_model.prediction.hardware import HardwareProfile
 from tests.launch import run_ranks
 
 

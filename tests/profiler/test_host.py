@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from deep_opt_states.device.host import HostDevice
+from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamTensors, Part
-from deep_opt_states.profiler.adam import (
+from deep_opt_states.profiler.adam_kernels import stock_cpu_adam, training_cpu_adam
+from deep_opt_states.profiler.adam_throughput import (
     DeviceUpdates,
     HostUpdates,
     HostUpdatesBesideTransfers,
 )
-from deep_opt_states.profiler.host_memory import Copied, CopyLatency, Rounded, UpdateInPlace
+from deep_opt_states.profiler.host_bandwidth import Copied, CopyLatency, Rounded, UpdateInPlace
 from deep_opt_states.profiler.host_states import SUB_GROUPS, HostStates
-from deep_opt_states.profiler.kernels import stock_cpu_adam, training_cpu_adam
 from deep_opt_states.profiler.matrix import MatrixProduct
 from deep_opt_states.profiler.method import Probe
 from deep_opt_states.profiler.ranks import ProbeError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deep_opt_states import machine
+from deep_opt_states.host import machine
 
 
 def test_each_last_level_cache_is_counted_once(tmp_path: Path) -> None:

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from deep_opt_states import machine
+from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.cuda import CudaDevice
-from deep_opt_states.device.host import HostDevice
 from deep_opt_states.device.kernels.adam import AdamTensors, Part
 from deep_opt_states.device.slab import HostMemoryError, HostSlab
+from deep_opt_states.host import machine
+from deep_opt_states.profiler.adam_kernels import training_cpu_adam
 from deep_opt_states.profiler.host_states import SUB_GROUPS, HostStates
-from deep_opt_states.profiler.kernels import training_cpu_adam
-from deep_opt_states.profiler.profile import measure
+from deep_opt_states.profiler.measure import measure
 from deep_opt_states.profiler.ranks import OneRank
-from perf_model.hardware import HardwareProfile, ProfileError
+from perf_model.prediction.hardware import HardwareProfile, ProfileError
 from tests.profiler.test_profile import COPY_LATENCY_S, KERNEL_S, LAUNCH_S, PRODUCT_S, SMALL, TICK_S, UPDATE_S
 from tests.profiler.virtual import LaunchedAdam, TimedAdam, VirtualDevice, virtual_clock
 

@@ -11,18 +11,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deep_opt_states import machine
-from deep_opt_states.device.host import HostDevice
+from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.kernels.library import KernelUnavailable
+from deep_opt_states.host import machine
 from deep_opt_states.profiler import provenance
+from deep_opt_states.profiler.measure import NO_ACCELERATOR, measure, thread_counts, waived_noise
 from deep_opt_states.profiler.method import Effort
 from deep_opt_states.profiler.peaks import peak_flops
-from deep_opt_states.profiler.profile import NO_ACCELERATOR, measure, thread_counts, waived_noise
 from deep_opt_states.profiler.provenance import Node, describe, fingerprint, smallest_node
 from deep_opt_states.profiler.ranks import OneRank
-from perf_model import hardware
-from perf_model.cost import CostModel
-from perf_model.hardware import QUANTITIES, REQUIRED, HardwareProfile, Measurement, ProfileError
+from perf_model.prediction import hardware
+from perf_model.prediction.cost import CostModel
+from perf_model.prediction.hardware import QUANTITIES, REQUIRED, HardwareProfile, Measurement, ProfileError
 from tests.profiler.threads import on_ranks
 from tests.profiler.virtual import LaunchedAdam, TimedAdam, VirtualDevice, virtual_clock
 from tests.runtime.adam import PlainAdam

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from deep_opt_states.device.fake.device import FakeDevice
-from deep_opt_states.device.fake.timing import Late, Seeded
-from deep_opt_states.device.host import HostDevice
+from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.interface import Device
 from deep_opt_states.profiler.method import Probe
 from deep_opt_states.profiler.ranks import ProbeError
@@ -24,6 +22,8 @@ from deep_opt_states.profiler.transfers import (
     pinned_d2h,
     pinned_h2d,
 )
+from tests.fake_device.device import FakeDevice
+from tests.fake_device.timing import Late, Seeded
 from tests.profiler.virtual import VirtualDevice
 
 NBYTES = 4096

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deep_opt_states.device.fake.device import FakeDevice, FakeStream
-from deep_opt_states.device.fake.timing import Timing
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.fake_worker import FakeWorker
-from deep_opt_states.runtime.split import Split
-from deep_opt_states.runtime.state import SubGroupState
-from perf_model.plan import UpdatePlan
+from deep_opt_states.runtime.state import Split, SubGroupState
+from perf_model.schedule.plan import UpdatePlan
+from tests.fake_device.device import FakeDevice, FakeStream
+from tests.fake_device.timing import Timing
+from tests.fake_device.worker import FakeWorker
 from tests.runtime.adam import PlainAdam, adam_step
 from tests.runtime.hostile import LateAdam, pinned_states
 from tests.runtime.states import NAMES, fill_gradients, gradients, make_states, update_serially

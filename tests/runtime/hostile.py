@@ -9,17 +9,17 @@ from itertools import permutations
 import torch
 from hypothesis import strategies as st
 
-from deep_opt_states.device.fake.device import FakeDevice, LateAdam
-from deep_opt_states.device.fake.timing import Late, Seeded, Timing
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.fake_worker import FakeWorker
 from deep_opt_states.runtime.state import SubGroupState
-from perf_model.action import Lane
-from perf_model.placement import Placement
-from perf_model.plan import UpdatePlan
-from perf_model.schedule import Schedule
-from perf_model.timeline import Timeline
-from perf_model.workload import Workload
+from perf_model.prediction.timeline import Timeline
+from perf_model.schedule.action import Lane
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.schedule import Schedule
+from perf_model.schedule.workload import Workload
+from tests.fake_device.device import FakeDevice, LateAdam
+from tests.fake_device.timing import Late, Seeded, Timing
+from tests.fake_device.worker import FakeWorker
 from tests.runtime.adam import PlainAdam, adam_step
 from tests.runtime.states import NAMES, fill_gradients, gradients, make_states, update_serially
 

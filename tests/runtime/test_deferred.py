@@ -12,17 +12,16 @@ import torch
 from hypothesis import given, note
 from hypothesis import strategies as st
 
-from deep_opt_states.device.fake.device import FakeDevice, FakeStream, LateAdam
-from deep_opt_states.device.fake.timing import Late, Seeded, Timing
-from deep_opt_states.device.host import HostDevice
+from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.kernels.adam import Part
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.fake_worker import FakeWorker
-from deep_opt_states.runtime.split import Split
-from deep_opt_states.runtime.state import SubGroupState
-from perf_model.placement import Placement
-from perf_model.plan import UpdatePlan
-from perf_model.workload import Workload
+from deep_opt_states.runtime.state import Split, SubGroupState
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
+from tests.fake_device.device import FakeDevice, FakeStream, LateAdam
+from tests.fake_device.timing import Late, Seeded, Timing
+from tests.fake_device.worker import FakeWorker
 from tests.model.strategies import plans
 from tests.runtime.adam import PlainAdam, adam_step
 from tests.runtime.deferred import Habits, deferred, same, serial

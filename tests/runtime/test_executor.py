@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deep_opt_states.device.host import HostDevice, HostEvent
+from deep_opt_states.device.cpu import HostDevice, HostEvent
 from deep_opt_states.device.kernels.adam import AdamTensors
 from deep_opt_states.device.kernels.stock import StockAdam
 from deep_opt_states.runtime.executor import Executor, UpdateFailed
-from perf_model.action import ActionKind, Lane
-from perf_model.check import ScheduleError
-from perf_model.placement import Placement
-from perf_model.plan import UpdatePlan
-from perf_model.workload import Workload
+from perf_model.schedule.action import ActionKind, Lane
+from perf_model.schedule.check import ScheduleError
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
 from tests.kernels.training import BETAS, fused
 from tests.model.strategies import plans
 from tests.runtime.adam import PlainAdam, adam_step

@@ -8,14 +8,14 @@ from unittest import mock
 import pytest
 import torch
 
-from deep_opt_states.device.fake.device import FakeDevice, FakeStream, LateAdam
-from deep_opt_states.device.fake.queues import Deadlock
-from deep_opt_states.device.fake.timing import Late, Seeded
 from deep_opt_states.runtime.executor import Executor, UpdateFailed
-from deep_opt_states.runtime.fake_worker import FakeWorker
-from perf_model.placement import Placement
-from perf_model.plan import UpdatePlan
-from perf_model.workload import Workload
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
+from tests.fake_device.device import FakeDevice, FakeStream, LateAdam
+from tests.fake_device.queues import Deadlock
+from tests.fake_device.timing import Late, Seeded
+from tests.fake_device.worker import FakeWorker
 from tests.runtime.adam import PlainAdam, adam_step
 from tests.runtime.hostile import pinned_states
 from tests.runtime.states import fill_gradients

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deep_opt_states.device.fake.device import FakeDevice
-from deep_opt_states.device.fake.timing import Late
 from deep_opt_states.runtime.headroom import OBSERVED_STEPS, Headroom
-from perf_model.check import ScheduleError
-from perf_model.placement import Placement
-from perf_model.plan import UpdatePlan
-from perf_model.workload import Workload
+from perf_model.schedule.check import ScheduleError
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
+from tests.fake_device.device import FakeDevice
+from tests.fake_device.timing import Late
 from tests.runtime.adam import PlainAdam, adam_step
 from tests.runtime.hostile import hostile_executor, pinned_states
 from tests.runtime.states import assert_equal, fill_gradients, make_states, update_serially

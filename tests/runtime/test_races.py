@@ -9,16 +9,16 @@ import torch
 from hypothesis import given, note
 from hypothesis import strategies as st
 
-from deep_opt_states.device.fake.device import FakeDevice
-from deep_opt_states.device.fake.timing import Late, Timing
 from deep_opt_states.runtime import executor as executor_module
 from deep_opt_states.runtime.executor import Executor
-from perf_model.action import Lane
-from perf_model.check import ScheduleError, check
-from perf_model.plan import UpdatePlan
-from perf_model.schedule import Schedule
-from perf_model.timeline import Timeline
-from perf_model.workload import Workload
+from perf_model.prediction.timeline import Timeline
+from perf_model.schedule.action import Lane
+from perf_model.schedule.check import ScheduleError, check
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.schedule import Schedule
+from perf_model.schedule.workload import Workload
+from tests.fake_device.device import FakeDevice
+from tests.fake_device.timing import Late, Timing
 from tests.model.mutations import with_two_actions_swapped, without_one_wait
 from tests.model.strategies import plans, schedules, schedules_with_more_waits
 from tests.runtime.hostile import (

@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch
 
-from deep_opt_states.device.fake.device import FakeDevice
-from deep_opt_states.device.fake.timing import Late, Seeded, Timing
-from deep_opt_states.device.host import HostDevice
+from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.runtime.staging import Staging
-from perf_model.memory import NUM_STAGING_BUFFERS
+from perf_model.prediction.memory import NUM_STAGING_BUFFERS
+from tests.fake_device.device import FakeDevice
+from tests.fake_device.timing import Late, Seeded, Timing
 from tests.runtime.test_executor import Allocations, CountingDevice
 
 BUFFER_NUMEL = 7

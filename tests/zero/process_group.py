@@ -17,7 +17,7 @@ import torch.distributed as dist
 def process_group() -> Iterator[None]:
     """Ends the process when the block has succeeded. What our device has not written yet is NaN inside."""
     # Not above: some scripts must not have imported us.
-    from deep_opt_states.device.host import HostDevice
+    from deep_opt_states.device.cpu import HostDevice
 
     for name in ("empty", "empty_host"):
         setattr(HostDevice, name, _poisoned(getattr(HostDevice, name)))

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from unittest import mock
 
 from deep_opt_states.runtime.headroom import Headroom
-from deep_opt_states.zero import adaptive_schedule
-from deep_opt_states.zero.devices import AcceleratorChoice
+from deep_opt_states.zero.start.devices import AcceleratorChoice
+from deep_opt_states.zero.step import adaptive_schedule
 
 FREE = [500, 500, 500, 500, 500, 250, 250, 500]
 """Bytes beside our slots of 100 after each step; 50 stay free."""

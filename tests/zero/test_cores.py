@@ -8,8 +8,8 @@ import subprocess
 import sys
 from typing import Any
 
-from deep_opt_states import machine
-from deep_opt_states.topology import cores_of
+from deep_opt_states.host import machine
+from deep_opt_states.host.topology import cores_of
 from tests.launch import REPOSITORY, Finished, environment
 
 

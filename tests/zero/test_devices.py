@@ -7,15 +7,15 @@ from collections.abc import Collection
 import pytest
 import torch
 
-from deep_opt_states.device.host import HostDevice
+from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.kernels.adam import AdamKernel
-from deep_opt_states.zero import devices
-from deep_opt_states.zero.devices import AcceleratorChoice
-from deep_opt_states.zero.refusals import Unsupported
-from perf_model.memory import accelerator_bytes_with_all_gradients
-from perf_model.placement import Placement
-from perf_model.plan import UpdatePlan
-from perf_model.workload import Workload
+from deep_opt_states.zero.start import devices
+from deep_opt_states.zero.start.devices import AcceleratorChoice
+from deep_opt_states.zero.start.refusals import Unsupported
+from perf_model.prediction.memory import accelerator_bytes_with_all_gradients
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
 from tests.runtime.adam import PlainAdam
 
 CUDA = AcceleratorChoice(HostDevice(), steps_on_host=False)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf_model.timeline import Phase, PhaseSpan, Span, seconds_of
+from perf_model.prediction.timeline import Phase, PhaseSpan, Span, seconds_of
 from tests.zero.virtual_forward import Durations, Iteration, VirtualTraining
 
 

@@ -7,8 +7,8 @@ from collections import Counter
 from typing import Any
 
 from deep_opt_states.config import Config, parse_config
-from perf_model.memory import Where, reserved_by_the_runtime
-from perf_model.workload import Workload
+from perf_model.prediction.memory import Where, reserved_by_the_runtime
+from perf_model.schedule.workload import Workload
 from tests.launch import run_ranks
 
 CPU, STREAMED = {"placement": "cpu"}, {"placement": "streamed"}

@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
-from deep_opt_states import machine
-from deep_opt_states.device.host import HostDevice
+from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.slab import HostMemoryError, HostSlab
+from deep_opt_states.host import machine
 from deep_opt_states.profiler.ranks import Ranks
-from deep_opt_states.zero.host_memory import HostRoom, SharingRanks, check_locking, check_room
+from deep_opt_states.zero.start.host_memory import HostRoom, SharingRanks, check_locking, check_room
 from tests.launch import run_ranks
 from tests.profiler.threads import on_ranks
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from deep_opt_states.config import Config
-from deep_opt_states.cores import CoreShare
-from deep_opt_states.device.host import HostDevice
-from deep_opt_states.zero import devices, planning
-from deep_opt_states.zero.devices import AcceleratorChoice
-from deep_opt_states.zero.planning import Intention, intend
-from perf_model.slab import Widths
-from perf_model.workload import Workload
+from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.host.cores import CoreShare
+from deep_opt_states.zero.start import devices, planning
+from deep_opt_states.zero.start.devices import AcceleratorChoice
+from deep_opt_states.zero.start.planning import Intention, intend
+from perf_model.schedule.host_layout import Widths
+from perf_model.schedule.workload import Workload
 from tests.model.profiles import profile
 
 CUDA = AcceleratorChoice(HostDevice(), steps_on_host=False)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from deep_opt_states.config import Config, parse_config
-from perf_model.memory import Reservation, reserved_by_stock, reserved_by_the_runtime
-from perf_model.plan import UpdatePlan
-from perf_model.workload import Workload
+from perf_model.prediction.memory import Reservation, reserved_by_stock, reserved_by_the_runtime
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
 from tests.launch import run_ranks
 from tests.tiers import thorough
 

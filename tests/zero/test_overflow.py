@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deep_opt_states.zero import norms
+from deep_opt_states.zero.step import norms
 from tests.launch import run_ranks
 
 

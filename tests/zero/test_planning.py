@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from deep_opt_states.config import Config
-from deep_opt_states.cores import CoreShare
-from deep_opt_states.device.host import HostDevice
-from deep_opt_states.zero import planning
-from deep_opt_states.zero.devices import AcceleratorChoice
-from perf_model.hardware import REQUIRED, HardwareProfile
+from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.host.cores import CoreShare
+from deep_opt_states.zero.start import planning
+from deep_opt_states.zero.start.devices import AcceleratorChoice
+from perf_model.prediction.hardware import REQUIRED, HardwareProfile
 from tests.launch import Finished, run_ranks
 from tests.model.profiles import RATES, profile
 

@@ -11,7 +11,7 @@ import torch
 from deepspeed.utils import nvtx
 from torch._C._profiler import _ExperimentalConfig
 
-from deep_opt_states.zero import spans
+from deep_opt_states.zero.internals import spans
 
 
 class Accelerator:

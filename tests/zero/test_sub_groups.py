@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from perf_model.hf_config import parse_hf_config
-from perf_model.workload import Workload
+from perf_model.schedule.workload import Workload
+from perf_model.training_run.hf_config import parse_hf_config
 from tests.launch import run_ranks
 from tests.tiers import thorough
 from tests.zero.scripts.sub_groups import CONFIG

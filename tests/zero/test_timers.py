@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
-from deep_opt_states.zero import timers
+from deep_opt_states.zero.internals import timers
 
 
 class Config:

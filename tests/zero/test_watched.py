@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from deep_opt_states.cli import main
-from deep_opt_states.report.run import Run
+from deep_opt_states.report.run_data import Run
 from tests.launch import Finished, run_ranks
 from tests.model.profiles import RATES, profile
 from tests.zero.scripts.watched import OVERFLOWS_IN, STEPS, STEPS_PER_PRINT

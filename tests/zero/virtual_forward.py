@@ -21,14 +21,14 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deep_opt_states.device.kernels.adam import AdamTensors, Part
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.exposure import Exposure
-from deep_opt_states.zero import update as update_module
-from deep_opt_states.zero.gathers import Gathers
-from deep_opt_states.zero.update import Update
-from perf_model.action import Lane
-from perf_model.placement import Placement
-from perf_model.plan import UpdatePlan
-from perf_model.timeline import PhaseSpan, Timeline
-from perf_model.workload import Workload
+from deep_opt_states.zero.step import update as update_module
+from deep_opt_states.zero.step.gathers import Gathers
+from deep_opt_states.zero.step.update import Update
+from perf_model.prediction.timeline import PhaseSpan, Timeline
+from perf_model.schedule.action import Lane
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
 from tests.profiler.virtual import VirtualDevice, VirtualStream
 from tests.runtime.adam import PlainAdam, adam_step
 from tests.runtime.states import fill_gradients, make_states

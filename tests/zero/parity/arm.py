@@ -15,7 +15,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from deep_opt_states.device.host import HostDevice
+from deep_opt_states.device.cpu import HostDevice
 from tests.zero.parity.case import Case
 from tests.zero.parity.model import Net, batch, param_groups
 

@@ -14,8 +14,8 @@ from deepspeed import comm as dist
 from deep_opt_states.device.kernels.adam import AdamStep, Part, PartUpdate
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.scalars import BetaPowers, Scalars
-from deep_opt_states.zero.gradients import Gradients
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
+from deep_opt_states.zero.step.gradients import Gradients
 
 
 def remember(self: FusedAdam, steps: Sequence[AdamStep]) -> None:

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from deep_opt_states.runtime.early_update import FirstParts
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.first_parts import FirstParts
 from deep_opt_states.runtime.staging import Staging
-from deep_opt_states.zero.buckets import Buckets
-from deep_opt_states.zero.coordinator import Coordinator
-from deep_opt_states.zero.gathers import Gathers
-from deep_opt_states.zero.gradients import Gradients
+from deep_opt_states.zero.internals.coordinator import Coordinator
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
-from perf_model.action import ActionKind
+from deep_opt_states.zero.step.buckets import Buckets
+from deep_opt_states.zero.step.gathers import Gathers
+from deep_opt_states.zero.step.gradients import Gradients
+from perf_model.schedule.action import ActionKind
 from tests.zero.parity.case import CPU, NOT_AHEAD, STREAMED, STREAMED_MANY_SLOTS, STREAMED_ONE_SLOT, Case
 from tests.zero.recording.accelerator import RecordedStream
 from tests.zero.recording.collectives import Handle

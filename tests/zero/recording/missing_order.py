@@ -12,13 +12,13 @@ from unittest import mock
 from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.runtime import executor
+from deep_opt_states.runtime.early_update import FirstParts
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.first_parts import FirstParts
-from deep_opt_states.zero.guarded import Guarded
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
-from deep_opt_states.zero.update import Update
-from perf_model.action import ActionKind
-from perf_model.plan import UpdatePlan
+from deep_opt_states.zero.step.readers import Guarded
+from deep_opt_states.zero.step.update import Update
+from perf_model.schedule.action import ActionKind
+from perf_model.schedule.plan import UpdatePlan
 from tests.zero.recording.collectives import Handle
 
 

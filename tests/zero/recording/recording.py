@@ -20,7 +20,7 @@ from deep_opt_states.device.slab import HostSlab
 from deep_opt_states.runtime import executor
 from deep_opt_states.runtime.worker import Task, Worker
 from deep_opt_states.zero import plugin
-from deep_opt_states.zero.devices import AcceleratorChoice
+from deep_opt_states.zero.start.devices import AcceleratorChoice
 from tests.zero.recording.accelerator import RecordingAccelerator
 from tests.zero.recording.clocks import Clock
 from tests.zero.recording.collectives import recorded_collectives

@@ -27,8 +27,8 @@ from deepspeed.utils import safe_set_local_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch.utils._pytree import tree_flatten
 
-from deep_opt_states.zero import planning
-from deep_opt_states.zero.devices import AcceleratorChoice
+from deep_opt_states.zero.start import planning
+from deep_opt_states.zero.start.devices import AcceleratorChoice
 from tests.launch import answer
 from tests.model.profiles import RATES, profile
 from tests.zero.forked import Group, import_late

@@ -9,13 +9,13 @@ import os
 import torch.distributed as dist
 
 from deep_opt_states.config import ConfigError, parse_config
-from deep_opt_states.device.host import HostDevice
+from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.host.topology import Core
 from deep_opt_states.names import CONFIG_KEY
-from deep_opt_states.topology import Core
-from deep_opt_states.zero import cores
-from deep_opt_states.zero.agreement import RanksDisagree
-from deep_opt_states.zero.cores import share_cores
-from deep_opt_states.zero.devices import AcceleratorChoice, choose_device
+from deep_opt_states.zero.internals.agreement import RanksDisagree
+from deep_opt_states.zero.start import core_share as cores
+from deep_opt_states.zero.start.core_share import share_cores
+from deep_opt_states.zero.start.devices import AcceleratorChoice, choose_device
 from tests.launch import answer
 from tests.zero.process_group import process_group
 

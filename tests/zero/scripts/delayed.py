@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from deep_opt_states.device.kernels.adam import PartUpdate
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.zero.coordinator import Coordinator
+from deep_opt_states.zero.internals.coordinator import Coordinator
 from tests.kernels.intercepted import before_each_update
 from tests.launch import answer
 from tests.zero.parity.arm import Record, differences, run_arm

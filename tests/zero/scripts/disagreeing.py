@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from deep_opt_states.config import ConfigError
 from deep_opt_states.zero import plugin
-from deep_opt_states.zero.agreement import RanksDisagree
-from deep_opt_states.zero.refusals import Unsupported
+from deep_opt_states.zero.internals.agreement import RanksDisagree
+from deep_opt_states.zero.start.refusals import Unsupported
 from tests.launch import answer
 from tests.zero.parity.arm import make_engine
 from tests.zero.parity.case import CPU, STRIDE_2, STRIDE_3, Case

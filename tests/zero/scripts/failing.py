@@ -22,8 +22,8 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from deep_opt_states.device.kernels.adam import PartUpdate
 from deep_opt_states.runtime.executor import UpdateFailed
-from deep_opt_states.zero import update
-from perf_model.placement import Placement
+from deep_opt_states.zero.step import update
+from perf_model.schedule.placement import Placement
 from tests.kernels.intercepted import before_each_update
 from tests.zero.parity.arm import Block, Record, collect, differences, make_engine, shared_folder, train
 from tests.zero.parity.case import AT_ONCE, STRIDE_2, Case

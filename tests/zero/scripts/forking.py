@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero import parameter_offload
 from torch.utils.data import DataLoader, Dataset
 
-from deep_opt_states.device.host import HostDevice
+from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.slab import HostSlab, Register
 from deep_opt_states.runtime.executor import Executor
 from tests.forks import exit_code_of_child, is_mapped

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from perf_model.placement import Placement
+from perf_model.schedule.placement import Placement
 from tests.launch import answer
 from tests.zero.parity.arm import closing_engine, shared_folder, train
 from tests.zero.parity.case import Case

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.slots import Slot
+from deep_opt_states.runtime.state import Slot
 from tests.launch import answer
 from tests.zero.parity.arm import differences, run_arm
 from tests.zero.parity.case import STREAMED_ONE_SLOT, Case

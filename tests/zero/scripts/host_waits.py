@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from perf_model.placement import Placement
+from perf_model.schedule.placement import Placement
 from tests.launch import answer
 from tests.zero.parity.arm import Block, closing_engine, shared_folder, train
 from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case

@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 from deep_opt_states.runtime.executor import Executor
-from perf_model.schedule import Schedule
+from perf_model.schedule.schedule import Schedule
 from tests.launch import answer
 from tests.zero.parity.arm import differences, run_arm
 from tests.zero.parity.case import Case

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 
-from deep_opt_states.zero import refusals
+from deep_opt_states.zero.start import refusals
 from tests.launch import answer
 from tests.zero.behaviour.arm import FP16, Arm, Net, Seen, counters, everything, inputs, loss_of
 from tests.zero.behaviour.states import Alone

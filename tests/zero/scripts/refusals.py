@@ -21,11 +21,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from deep_opt_states.config import ConfigError
-from deep_opt_states.device.host import HostDevice
-from deep_opt_states.zero import devices, plugin
-from deep_opt_states.zero.agreement import RanksDisagree
-from deep_opt_states.zero.refusals import Unsupported
+from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.zero import plugin
+from deep_opt_states.zero.internals.agreement import RanksDisagree
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
+from deep_opt_states.zero.start import devices
+from deep_opt_states.zero.start.refusals import Unsupported
 from tests.launch import answer
 from tests.zero.process_group import process_group
 

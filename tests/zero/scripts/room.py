@@ -11,12 +11,12 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from deep_opt_states import machine
-from deep_opt_states.device.host import HostDevice
+from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.slab import HostMemoryError, HostSlab, Register
-from deep_opt_states.zero.agreement import RanksDisagree
-from deep_opt_states.zero.host_memory import HostRoom
-from perf_model.memory import Where
+from deep_opt_states.host import machine
+from deep_opt_states.zero.internals.agreement import RanksDisagree
+from deep_opt_states.zero.start.host_memory import HostRoom
+from perf_model.prediction.memory import Where
 from tests.zero.parity.arm import closing_engine, make_engine
 from tests.zero.parity.case import CPU, Case
 from tests.zero.process_group import process_group

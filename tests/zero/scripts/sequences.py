@@ -36,8 +36,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.zero.gathers import Gathers
-from deep_opt_states.zero.update import Update
+from deep_opt_states.zero.step.gathers import Gathers
+from deep_opt_states.zero.step.update import Update
 from tests.launch import answer
 from tests.zero.parity.arm import Block, Record, collect, differences, shared_folder
 from tests.zero.parity.case import SERIAL, Case

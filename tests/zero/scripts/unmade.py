@@ -12,12 +12,12 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from deep_opt_states.config import Config
-from deep_opt_states.cores import CoreShare
-from deep_opt_states.runtime.memory import StateMemory
+from deep_opt_states.host.cores import CoreShare
+from deep_opt_states.runtime.state_memory import StateMemory
 from deep_opt_states.zero import stage3
-from deep_opt_states.zero.agreement import RanksDisagree
-from deep_opt_states.zero.cores import share_cores
-from deep_opt_states.zero.devices import AcceleratorChoice
+from deep_opt_states.zero.internals.agreement import RanksDisagree
+from deep_opt_states.zero.start.core_share import share_cores
+from deep_opt_states.zero.start.devices import AcceleratorChoice
 from tests.zero.parity.arm import make_engine
 from tests.zero.parity.case import STRIDE_2, Case
 from tests.zero.process_group import process_group

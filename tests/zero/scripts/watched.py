@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from deep_opt_states.runtime.actions import Actions
-from perf_model.action import Action
+from perf_model.schedule.action import Action
 from tests.launch import answer
 from tests.zero.parity.arm import Block, closing_engine, shared_folder, train
 from tests.zero.parity.case import CPU, STRIDE_2, Case

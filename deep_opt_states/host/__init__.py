@@ -1,0 +1,1 @@
+"""Which cores, NUMA nodes and memory does this machine give to each rank?"""

@@ -1,0 +1,1 @@
+"""Which private parts of DeepSpeed does the plugin use? No other folder uses any."""

@@ -1,0 +1,1 @@
+"""What is checked, planned and reserved once, before the first step?"""

@@ -1,0 +1,1 @@
+"""How long does a schedule take on a given machine, and how much memory does it need?"""

@@ -1,0 +1,139 @@
+"""A ``Timeline`` as a picture: one row a lane, one bar an action, above them what the model does meanwhile."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perf_model.prediction.timeline import MODEL, Phase, PhaseSpan, Timeline, seconds_of
+from perf_model.schedule.action import Action, ActionKind, Lane
+from perf_model.units import seconds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_COLOURS: dict[Phase | ActionKind, str] = {
+    Phase.BACKWARD: "#b9c4d0",
+    Phase.FORWARD: "#b7d8b0",
+    Phase.EXPOSED: "#d9534f",
+    ActionKind.PREFETCH: "#4c9be8",
+    ActionKind.GPU_STEP: "#5bb974",
+    ActionKind.FLUSH_STATES: "#e8804c",
+    ActionKind.CPU_STEP: "#a78bda",
+    ActionKind.PUBLISH: "#e6b422",
+}
+
+_BESIDE = 0.08
+"""Of the update's width, how much of backward and forward is shown before and after it."""
+
+_WIDTH_INCHES, _POINTS_PER_INCH = 13, 72
+_TITLE_CHARACTERS = 180
+_LABEL_POINTS = 8
+_CHARACTER_POINTS = 0.7 * _LABEL_POINTS
+"""A little more than a digit is wide."""
+
+
+def draw(timeline: Timeline, path: Path, title: str, phases: Sequence[PhaseSpan] = ()) -> None:
+    """Write the picture to ``path`` (its suffix chooses the format)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _figure(timeline, title, phases).savefig(path, dpi=120)
+
+
+def draw_svg(timeline: Timeline, title: str, phases: Sequence[PhaseSpan] = ()) -> bytes:
+    """The picture as a file that nothing else is needed for, fonts included."""
+    file = io.BytesIO()
+    # What is told elsewhere already: who made it, and when, for which the file would name schemas on the net.
+    nothing: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    _figure(timeline, title, phases).savefig(file, format="svg", metadata=nothing)
+    return file.getvalue()
+
+
+def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figure:
+    """A bar is labelled with its sub-group and, in brackets, its slot, as far as it has room for them. ``phases`` are
+    in their order in time; behind the bars is the colour of the phase, which tells what is exposed from what is hidden.
+    """
+    # Matplotlib costs a second to import; planning must not pay for it.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    rows = [*([MODEL] if phases else []), *Lane]
+    figure = Figure(figsize=(_WIDTH_INCHES, 1.8 + 0.7 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    start_ms, end_ms = _shown_ms(timeline, phases)
+    ms_per_point = (end_ms - start_ms) / (0.9 * _WIDTH_INCHES * _POINTS_PER_INCH)
+
+    def bar(row: int, left_ms: float, right_ms: float, colour: str, labels: Sequence[str]) -> None:
+        width_points = (right_ms - left_ms) / ms_per_point
+        # Edges of bars that are hardly wider would be all that is seen of them.
+        edge = 0.5 if width_points > 3 else 0.0
+        # Snapped to whole pixels, bars thinner than one would be lost.
+        axes.barh(row, right_ms - left_ms, 0.6, left_ms, color=colour, edgecolor="white", linewidth=edge, snap=edge > 0)
+        if label := _fitting(labels, width_points):
+            axes.text((left_ms + right_ms) / 2, row, label, ha="center", va="center", fontsize=_LABEL_POINTS)
+
+    for its in phases:
+        left_ms, right_ms = max(start_ms, its.start_s * 1e3), min(end_ms, its.end_s * 1e3)
+        name, colour = its.phase.value, _COLOURS[its.phase]
+        axes.axvspan(left_ms, right_ms, color=colour, alpha=0.2, linewidth=0, zorder=0)
+        # Of the whole, also where a part is shown.
+        bar(0, left_ms, right_ms, colour, [f"{name} {seconds(its.end_s - its.start_s)}", name])
+    for span in timeline.spans:
+        row, colour = rows.index(span.action.lane), _COLOURS[span.action.kind]
+        bar(row, span.start_s * 1e3, span.end_s * 1e3, colour, _labels(span.action))
+    axes.set_yticks(range(len(rows)), [_row_label(row, timeline) for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(start_ms, end_ms)
+    if start_ms < 0:
+        axes.axvline(0, color="#555555", linewidth=1)
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("milliseconds since the update was decided")
+    wrapped = textwrap.fill(title, _TITLE_CHARACTERS)
+    axes.set_title(f"{_heading(timeline, phases)}\n{wrapped}", fontsize=9)
+    shown = {span.action.kind for span in timeline.spans} | {its.phase for its in phases}
+    patches = [Patch(color=colour, label=what.value) for what, colour in _COLOURS.items() if what in shown]
+    if patches:
+        figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
+    return figure
+
+
+def _shown_ms(timeline: Timeline, phases: Sequence[PhaseSpan]) -> tuple[float, float]:
+    """The update, and as much of backward and forward as there is beside it, up to a small part of that."""
+    start_s, end_s = min((span.start_s for span in timeline.spans), default=0.0), timeline.end_s
+    beside_s = _BESIDE * (end_s - start_s)
+    if phases:
+        start_s = min(start_s, max(start_s - beside_s, phases[0].start_s))
+        end_s = max(end_s, min(end_s + beside_s, phases[-1].end_s))
+    shown_ms = max((end_s - start_s) * 1e3, 1e-6)
+    return start_s * 1e3, start_s * 1e3 + 1.01 * shown_ms
+
+
+def _heading(timeline: Timeline, phases: Sequence[PhaseSpan]) -> str:
+    update = f"update of {timeline.active_s * 1e3:.1f} ms"
+    if not phases:
+        return update
+    exposed_s = seconds_of(Phase.EXPOSED, phases)
+    return f"{update}: {exposed_s * 1e3:.1f} ms exposed, {timeline.hidden_s(exposed_s) * 1e3:.1f} ms hidden"
+
+
+def _row_label(row: Lane | str, timeline: Timeline) -> str:
+    if isinstance(row, str):
+        return row
+    share = timeline.busy_s(row) / timeline.active_s if timeline.active_s > 0 else 0.0
+    return f"{row.value}\n{share:.0%} busy"
+
+
+def _labels(action: Action) -> list[str]:
+    """The longest first."""
+    alone = str(action.sub_group)
+    return [alone] if action.slot is None else [f"{alone} [{action.slot}]", alone]
+
+
+def _fitting(labels: Sequence[str], width_points: float) -> str:
+    """The first that fits, if any does."""
+    return next((label for label in labels if len(label) * _CHARACTER_POINTS <= width_points), "")

@@ -1,0 +1,98 @@
+"""Decides from the schedule alone whether executing it is safe, by happens-before."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from perf_model.schedule.action import Action, ActionKind
+from perf_model.schedule.happens_before import CHAINS, Clocks, dependencies
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.schedule import Schedule, bytes_of_slots, grid
+from perf_model.schedule.workload import Workload
+
+
+class ScheduleError(ValueError):
+    """A schedule that must not be executed; the message ends with the grid, the failing action marked."""
+
+    def __init__(self, schedule: Schedule, failing: Action | None, rule: str) -> None:
+        self.failing = failing
+        where = "" if failing is None else f" At {failing}."
+        super().__init__(f"{rule}{where}\n{grid(schedule, failing)}")
+
+
+def check(schedule: Schedule, workload: Workload) -> tuple[Placement, ...]:
+    """The placements that ``schedule`` executes. Raises ``ScheduleError`` at its first fault.
+
+    Checked: every sub-group has exactly the actions of one placement, once and in order; waits name actions of
+    other lanes, issued before, so that nothing deadlocks; every action starts after what it reads was written; a
+    slot is taken over only after its previous occupant was flushed, exists, and is large enough; and since an
+    occupant stays in its slot, all that is staged at any moment fits the declared memory if the slots do.
+    """
+    placements = _check_chains(schedule, workload)
+    _check_slots(schedule, workload, placements)
+    _check_order(schedule)
+    return placements
+
+
+def _check_chains(schedule: Schedule, workload: Workload) -> tuple[Placement, ...]:
+    seen = Counter(action.name for action in schedule.actions)
+    kinds: dict[int, list[ActionKind]] = defaultdict(list)
+    for action in schedule.actions:
+        if seen[action.name] > 1:
+            raise ScheduleError(schedule, action, "An action is issued once a step.")
+        if not 0 <= action.sub_group < len(workload.sub_groups):
+            raise ScheduleError(schedule, action, f"There are {len(workload.sub_groups)} sub-groups.")
+        kinds[action.sub_group].append(action.kind)
+    by_chain = {chain: placement for placement, chain in CHAINS.items()}
+    placements = []
+    for sub_group in workload.sub_groups:
+        placement = by_chain.get(tuple(kinds[sub_group.index]))
+        if placement is None:
+            last = [action for action in schedule.actions if action.sub_group == sub_group.index][-1:]
+            chains = " or ".join(" ".join(kind.value for kind in chain) for chain in CHAINS.values())
+            found = " ".join(kind.value for kind in kinds[sub_group.index]) or "nothing"
+            rule = f"Sub-group {sub_group.index} is updated by {chains}, in that order; found {found}."
+            raise ScheduleError(schedule, last[0] if last else None, rule)
+        placements.append(placement)
+    return tuple(placements)
+
+
+def _check_slots(schedule: Schedule, workload: Workload, placements: tuple[Placement, ...]) -> None:
+    needed_bytes = bytes_of_slots(schedule.num_slots, schedule.slot_numel)
+    if needed_bytes > schedule.staging_bytes:
+        rule = (
+            f"The slots must fit the memory that the schedule declares: {schedule.num_slots} of {schedule.slot_numel} "
+            f"parameters take {needed_bytes} bytes, {schedule.staging_bytes} are declared."
+        )
+        raise ScheduleError(schedule, None, rule)
+    slot_of: dict[int, int | None] = {}
+    for action in schedule.actions:
+        if placements[action.sub_group] is not Placement.STREAMED:
+            if action.slot is not None:
+                raise ScheduleError(schedule, action, "Only a streamed sub-group uses a slot.")
+            continue
+        if action.slot is None or not 0 <= action.slot < schedule.num_slots:
+            raise ScheduleError(schedule, action, f"{action.kind.value} needs one of {schedule.num_slots} slots.")
+        if slot_of.setdefault(action.sub_group, action.slot) != action.slot:
+            raise ScheduleError(schedule, action, "A sub-group stays in the slot it was prefetched into.")
+        numel = workload.sub_groups[action.sub_group].numel
+        if numel > schedule.slot_numel:
+            rule = f"A slot holds {schedule.slot_numel} parameters; sub-group {action.sub_group} has {numel}."
+            raise ScheduleError(schedule, action, rule)
+
+
+def _check_order(schedule: Schedule) -> None:
+    needs = dependencies(schedule.actions)
+    by_name = {action.name: action for action in schedule.actions}
+    clocks = Clocks()
+    for action in schedule.actions:
+        for name in action.waits:
+            if not clocks.issued(name):
+                raise ScheduleError(schedule, action, f"A wait names an action issued before; {name} is not.")
+            if by_name[name].lane is action.lane:
+                raise ScheduleError(schedule, action, f"A wait names another lane's action; {name} is on the same.")
+        start = clocks.before(action, action.waits)
+        for producer in needs[action.name]:
+            if not clocks.finished_by(start, producer):
+                raise ScheduleError(schedule, action, f"{action.name} may start before {producer.name} has finished.")
+        clocks.issue(action, start)

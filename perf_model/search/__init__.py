@@ -1,0 +1,1 @@
+"""Which placement of the sub-groups takes the least exposed time within the memory budgets?"""
