@@ -1,27 +1,28 @@
-# Everything runs in .venv of this checkout: the first target that needs it installs it, pinned by constraints.txt.
+# Everything runs in .venv of this checkout. The first target that needs it installs it, with the versions pinned by
+# constraints.txt.
 
 PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
-# DeepSpeed compiles kernels when they are first used: once for this checkout.
+# DeepSpeed compiles its kernels at first use. They are kept in this checkout, so that this happens once.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions
-# The demo and the tests run on the CPU, also where there is a GPU.
+# The demo and the tests run on the CPU, even on a machine with a GPU.
 export DS_ACCELERATOR ?= cpu
-# Ninja, which compiles the kernels, is looked for in PATH only.
+# PyTorch compiles the kernels with Ninja, which it finds only in PATH.
 WITH_NINJA := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
 .PHONY: help demo test test-all stress gpu-check gpu-measure gpu-bench lint wheel clean
 
-help:  ## Say what there is to make
+help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
-	@echo "Installing PyTorch, DeepSpeed and this package into $(VENV) (once, some minutes)"
+	@echo "Installing PyTorch, DeepSpeed and this package into $(VENV) (once; takes a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) setuptools wheel ninja numpy torch
-	@# Its setup.py imports torch; an isolated build would install that a second time.
+	@# DeepSpeed's setup.py imports torch, which an isolated build would install a second time.
 	@$(PIP) --no-build-isolation deepspeed
 	@$(PIP) --no-build-isolation --editable .[test]
 	@touch $@
@@ -30,26 +31,28 @@ demo: $(INSTALLED)  ## Train with stock DeepSpeed and with the plugin, and compa
 	@$(WITH_NINJA) $(VENV)/bin/python examples/demo.py
 
 test: tier = -m "not thorough"
-test: test-all  ## Run the tests, without those marked thorough
+test: test-all  ## Run the tests except those marked thorough
 
 test-all: $(INSTALLED)  ## Run all tests
-	@# Two at a time: much of it is waiting for processes that start. Kernels are compiled before, not by both.
+	@# Two tests run at a time, since they often wait for processes to start. The kernels are compiled before, so that
+	@# the two do not compile them at the same time.
 	@$(WITH_NINJA) $(VENV)/bin/python -c \
 	    'from deep_opt_states.device.kernels.probe_arithmetic import find_arithmetic; print(find_arithmetic())'
-	@$(WITH_NINJA) $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup $(tier)
+	@$(WITH_NINJA) $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder \
+	    $(tier) $(PYTEST_OPTIONS)
 
 MINUTES ?= 10
 
-stress: $(INSTALLED)  ## Look for races with fresh seeds for MINUTES=10; SEED=... begins with that one
+stress: $(INSTALLED)  ## Search for races with new seeds for MINUTES=10; SEED=... sets the first seed
 	@$(WITH_NINJA) $(VENV)/bin/python -m tests.stress --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
-gpu-check:  ## On a machine with a GPU, by its PYTHON=python3: tests/gpu and the profile; 9 minutes
+gpu-check:  ## Run tests/gpu and the profile on a machine with a GPU, with PYTHON=python3; 9 minutes
 	@$(PYTHON) -m tests.gpu.check check
 
-gpu-measure:  ## There, too: small benchmarks, of copies, Adam and overlap; 7 minutes
+gpu-measure:  ## Run small benchmarks of copies, Adam and overlap on a machine with a GPU; 7 minutes
 	@$(PYTHON) -m tests.gpu.check measure
 
-gpu-bench:  ## There, too: predictions and training steps with billions of parameters; 9 minutes
+gpu-bench:  ## Run benchmarks with billions of parameters on a machine with a GPU; 9 minutes
 	@$(PYTHON) -m tests.gpu.check bench
 
 lint: $(INSTALLED)  ## Check style and types
@@ -59,7 +62,7 @@ lint: $(INSTALLED)  ## Check style and types
 
 WHEEL := .cache/wheel
 
-wheel: $(INSTALLED)  ## Build a wheel, and check that installing it installs everything
+wheel: $(INSTALLED)  ## Build a wheel, install it, and check that it is complete
 	rm -rf $(WHEEL) build
 	$(VENV)/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(WHEEL) .
 	$(PYTHON) -m venv $(WHEEL)/venv
@@ -71,6 +74,6 @@ wheel: $(INSTALLED)  ## Build a wheel, and check that installing it installs eve
 	    'from importlib.metadata import entry_points; entry_points(group="torch.backends")["deep_opt_states"]'
 	@ls $(WHEEL)/*.whl
 
-clean:  ## Remove all that make and the tools have made, the virtual environment included
+clean:  ## Remove everything that make and the tools created, including the virtual environment
 	rm -rf $(VENV) .cache build demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

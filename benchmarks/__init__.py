@@ -1,0 +1,17 @@
+"""Measure the plugin against stock DeepSpeed. ``docs/benchmarking.md`` explains how to run and to add a benchmark.
+
+Each benchmark answers one question, which is the first line of its file. It is a module, or a package where it needs
+several files:
+
+- ``adam/``: how fast is one Adam update, on the CPU and on the GPU?
+- ``planner/``: how good are the plans, and how long does planning take?
+- all other modules: see their first lines, or run ``python -m benchmarks --help``.
+
+The other folders:
+
+- ``harness/``: how do all benchmarks run engines, store rows, draw charts and write the page?
+- ``results/``: which values were measured? Rows (``*.jsonl``), charts and traces, by machine.
+- ``data/``: which runs did the authors of the original artifact publish?
+
+``RESULTS.md`` is generated from the rows.
+"""

@@ -1,4 +1,4 @@
-"""Runs a benchmark, or all that this machine can run; renders RESULTS.md from what was measured."""
+"""Run one benchmark, or all that this machine can run, or write RESULTS.md from the rows that were measured."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.picture import draw
-from benchmarks.harness.report import last_runs, render
-from benchmarks.harness.rows import QUICK_RESULTS, RESULTS, Results, Row, told
-from benchmarks.harness.suite import BENCHMARKS, Waived
+from benchmarks.harness.charts import draw
+from benchmarks.harness.results_page import last_runs, render
+from benchmarks.harness.rows import BENCHMARKS, QUICK_RESULTS, RESULTS, Results, Row, Waived, format_row
 from deep_opt_states.host import machine
-from examples.one_rank import be_the_only_rank_unless_launched
+from examples.common.one_rank import be_the_only_rank_unless_launched
 
 console = Console()
 
 
 def run(name: str, folder: Path, *, quick: bool) -> int:
-    """1 if an arm that claims stock's bits has others."""
+    """Run the benchmark ``name`` and append its rows to ``folder``.
+
+    Return the exit code: 1 if a claim does not hold, such as a variant that claims to be bit-identical and is not.
+    """
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if machine.has_cuda() else "cpu")
-    # cuBLAS repeats its bits with it.
+    # cuBLAS gives the same bits in every run only with this setting.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     be_the_only_rank_unless_launched()
     module = _module(name)
@@ -40,22 +42,22 @@ def run(name: str, folder: Path, *, quick: bool) -> int:
             results.add(row)
     except Waived as reason:
         console.print(f"WAIVED: {reason}")
-        results.add(Row(arm="all", quantity=name, waived=str(reason)))
+        results.add(Row(variant="all", quantity=name, waived=str(reason)))
         results.finish()
         return 0
     results.finish()
-    table = Table("arm", "", "median", "20 % to 80 %")
-    for found in results.rows:
-        table.add_row(found["arm"], found["quantity"], *told(found))
+    table = Table("variant", "quantity", "median", "20 % to 80 %")
+    for row_of_run in results.rows:
+        table.add_row(row_of_run["variant"], row_of_run["quantity"], *format_row(row_of_run))
     console.print(table)
     if not quick:
-        console.print(draw(results.rows, folder, module.PICTURE) or "Nothing to draw.")
+        console.print(draw(results.rows, folder, module.CHART) or "There is no number to draw.")
     console.print(f"{results.path}, {time.perf_counter() - start_s:.0f} s")
-    return int(any(found.get("failed") for found in results.rows))
+    return int(any(row_of_run.get("failed") for row_of_run in results.rows))
 
 
 def run_all(folder: Path, *, quick: bool) -> int:
-    """Each in a process of its own; one that fails does not keep the others from running."""
+    """Run each benchmark in a process of its own, and return 1 if any failed. The others still run."""
     failed = []
     for name in BENCHMARKS:
         command = [sys.executable, "-m", "benchmarks", name, "--output", str(folder), *(["--quick"] if quick else [])]
@@ -67,13 +69,13 @@ def run_all(folder: Path, *, quick: bool) -> int:
 
 
 def report(folder: Path) -> None:
-    """RESULTS.md beside ``folder``, and the pictures anew."""
-    last = last_runs(folder)
-    for name, runs in last.items():
+    """Draw the charts of the rows in ``folder``, and write RESULTS.md next to the folder."""
+    runs_by_benchmark = last_runs(folder)
+    for name, runs in runs_by_benchmark.items():
         for rows in runs:
-            draw(rows, folder, _module(name).PICTURE)
+            draw(rows, folder, _module(name).CHART)
     path = folder.parent / "RESULTS.md"
-    path.write_text(render(last))
+    path.write_text(render(runs_by_benchmark))
     console.print(str(path))
 
 
@@ -82,24 +84,25 @@ def _module(name: str) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
     names = "\n".join(f"  {name:<16}{question}" for name, question in BENCHMARKS.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=f"{__doc__}\n\n{names}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=["all", "report", *BENCHMARKS], metavar="all, report, or the name of one")
-    parser.add_argument("--quick", action="store_true", help="tiny, in seconds: shows that it runs, measures nothing")
-    default = "default: benchmarks/results, of quick runs .cache/benchmarks"
-    parser.add_argument("--output", type=Path, help=f"folder of the rows ({default})")
+    parser.add_argument("command", choices=["all", "report", *BENCHMARKS], metavar="all | report | BENCHMARK")
+    parser.add_argument("--quick", action="store_true", help="run tiny models for seconds: a smoke test only")
+    default = "default: benchmarks/results; for quick runs .cache/benchmarks"
+    parser.add_argument("--output", type=Path, help=f"folder for the rows ({default})")
     options = parser.parse_args(arguments)
     folder = options.output or (QUICK_RESULTS if options.quick else RESULTS)
-    if options.what == "report":
+    if options.command == "report":
         report(folder)
         return 0
-    if options.what == "all":
+    if options.command == "all":
         return run_all(folder, quick=options.quick)
-    return run(options.what, folder, quick=options.quick)
+    return run(options.command, folder, quick=options.quick)
 
 
 if __name__ == "__main__":

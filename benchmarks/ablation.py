@@ -1,7 +1,7 @@
-"""What does each part gain by itself? One thing more is switched on from arm to arm.
+"""How much does each part gain by itself? Each variant switches on one more part than the variant before.
 
-Asynchronous gradients, which are DeepSpeed's default; our schedule, with stock's kernel; the fused kernel; streaming,
-where the plan finds that it pays; overlap with backward; overlap with the next forward.
+The parts are asynchronous gradients, which are DeepSpeed's default; our schedule, with stock's kernel; the fused
+kernel; streaming, if the plan finds that it pays off; overlap with backward; overlap with the next forward.
 """
 
 from __future__ import annotations
@@ -11,37 +11,38 @@ from itertools import pairwise
 
 from deepspeed.accelerator import get_accelerator
 
-from benchmarks.harness import arms
-from benchmarks.harness.picture import Bars
+from benchmarks.harness import variants
+from benchmarks.harness.charts import Bars
+from benchmarks.harness.interleaved_runs import EngineRun, run_interleaved
 from benchmarks.harness.rows import Row
-from benchmarks.harness.sizes import effort, usual
-from benchmarks.harness.turn_rows import faster, of_arm, phases, rows_of
-from benchmarks.harness.turns import Turn, take_turns
+from benchmarks.harness.run_rows import labels_of, phase_rows, rows_of_runs, speedups
+from benchmarks.harness.sizes import default_setting, repetitions
 
-GAIN = "iterations faster than the arm before"
+GAIN = "iteration speedup over the previous variant"
 
-PICTURE = Bars(GAIN, ("forward", "backward", "update exposed"))
+CHART = Bars(GAIN, ("forward", "backward", "update exposed"))
 
 
 def measure(*, quick: bool) -> Iterator[Row]:
-    setting = usual(quick=quick)
-    ran = take_turns(list(arms.ABLATION.values()), setting, effort(quick=quick))
-    yield from rows_of(ran, phases)
-    for (_, before), (switch, after) in pairwise(arms.ABLATION.items()):
-        of = of_arm(f"+ {switch}", setting)
-        if before.name in ran.failed or after.name in ran.failed:
+    """Yield the phases of each variant, then the gain of each part."""
+    setting = default_setting(quick=quick)
+    runs = run_interleaved(list(variants.ABLATION.values()), setting, repetitions(quick=quick))
+    yield from rows_of_runs(runs, phase_rows)
+    for (_, before), (part, after) in pairwise(variants.ABLATION.items()):
+        labels = labels_of(f"+ {part}", setting)
+        if before.name in runs.errors or after.name in runs.errors:
             continue
-        if (reason := _nothing_to_gain(switch, ran.turns[after.name][0])) is not None:
-            yield Row(quantity=GAIN, waived=reason, **of)
+        if (reason := _no_gain_reason(part, runs.completed[after.name][0])) is not None:
+            yield Row(quantity=GAIN, waived=reason, **labels)
             continue
-        gains = faster(ran.turns[after.name], ran.turns[before.name], "iteration_s")
-        yield Row(quantity=GAIN, unit="times", samples=gains, **of)
+        gains = speedups(runs.completed[after.name], runs.completed[before.name], "iteration_s")
+        yield Row(quantity=GAIN, unit="times", samples=gains, **labels)
 
 
-def _nothing_to_gain(switch: str, turn: Turn) -> str | None:
-    """Why both arms do the same on this machine."""
-    if switch == "asynchronous gradients" and get_accelerator().device_name() != "cuda":
-        return "nothing is page-locked where the CPU trains"
-    if switch in ("streaming", "overlap with backward") and not turn.streams:
-        return "the plan updates all on the CPU"
+def _no_gain_reason(part: str, run: EngineRun) -> str | None:
+    """Return why both variants do the same on this machine, or None if they differ."""
+    if part == "asynchronous gradients" and get_accelerator().device_name() != "cuda":
+        return "nothing is pinned if the CPU trains"
+    if part in ("streaming", "overlap with backward") and not run.updates_on_accelerator:
+        return "the plan updates everything on the CPU"
     return None

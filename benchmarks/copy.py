@@ -1,6 +1,6 @@
-"""How fast are copies between host and accelerator, by direction, size, page-locked or not, and both ways at once?
+"""How fast are copies between host and accelerator, by direction and size, pinned or pageable, and in both directions?
 
-The probes are the profile's: bytes are verified, and many copies follow each other on a stream.
+The probes are those of the hardware profile: they verify the copied bytes, and time many copies in a row on a stream.
 """
 
 from __future__ import annotations
@@ -9,40 +9,40 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from benchmarks.harness.picture import Lines
-from benchmarks.harness.rows import Row
-from benchmarks.harness.suite import Waived
+from benchmarks.harness.charts import Lines
+from benchmarks.harness.rows import Row, Waived
 from deep_opt_states.host import machine
 from deep_opt_states.profiler import transfers
 from deep_opt_states.profiler.method import FULL, QUICK, Probe, sample
 from deep_opt_states.profiler.ranks import OneRank
 
 SIZES = (2**16, 2**20, 2**24, 2**28)
-TOGETHER_BYTES = 2**30
-"""Moved by one repetition."""
+REPETITION_BYTES = 2**30
+"""Bytes that one repetition moves in total."""
 
-PICTURE = Lines("bandwidth", x="bytes")
+CHART = Lines("bandwidth", x="bytes")
 
 
 def measure(*, quick: bool) -> Iterator[Row]:
+    """Yield the bandwidth of each kind of copy and size. Raise ``Waived`` if there is no GPU."""
     if not machine.has_cuda():
-        raise Waived("no GPU: host memory is the accelerator's here, and nothing is copied between the two")
+        raise Waived("no GPU: the accelerator's memory is host memory, and nothing is copied between the two")
     import torch
 
     from deep_opt_states.device.cuda import CudaDevice
 
     device = CudaDevice(torch.cuda.current_device())
     for nbytes in SIZES[:2] if quick else SIZES:
-        count = max(1, min(256, TOGETHER_BYTES // nbytes))
-        for arm, make in {
-            "host to GPU, page-locked": transfers.pinned_h2d,
-            "GPU to host, page-locked": transfers.pinned_d2h,
+        count = max(1, min(256, REPETITION_BYTES // nbytes))
+        for variant, make in {
+            "host to GPU, pinned": transfers.pinned_h2d,
+            "GPU to host, pinned": transfers.pinned_d2h,
             "host to GPU, pageable": transfers.pageable_h2d,
             "GPU to host, pageable": transfers.pageable_d2h,
         }.items():
-            yield _row(arm, nbytes, partial(_one_way, device, make, nbytes, count), quick)
+            yield _row(variant, nbytes, partial(_one_way, device, make, nbytes, count), quick)
         both = partial(_both_ways, device, nbytes, count)
-        yield _row("both at once, page-locked, their sum", nbytes, both, quick)
+        yield _row("both directions at once, pinned, sum", nbytes, both, quick)
 
 
 def _one_way(device: Any, make: Callable[..., transfers.Copies], nbytes: int, count: int) -> Probe:
@@ -53,6 +53,6 @@ def _both_ways(device: Any, nbytes: int, count: int) -> Probe:
     return transfers.BothWays(device, *transfers.pinned_both(device, nbytes), count)
 
 
-def _row(arm: str, nbytes: int, prepare: Callable[[], Probe], quick: bool) -> Row:
+def _row(variant: str, nbytes: int, prepare: Callable[[], Probe], quick: bool) -> Row:
     rates = [rate for rates in sample(prepare, QUICK if quick else FULL, OneRank()) for rate in rates.values()]
-    return Row(arm=arm, quantity="bandwidth", unit="bytes/s", samples=rates, setting={"bytes": nbytes})
+    return Row(variant=variant, quantity="bandwidth", unit="bytes/s", samples=rates, setting={"bytes": nbytes})

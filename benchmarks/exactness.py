@@ -1,7 +1,7 @@
-"""Are the losses and the weights stock's, over hundreds of steps on real text? And how fast was that?
+"""Are the losses and the weights identical to stock's over hundreds of steps on real text?
 
-All arms that claim Adam's bits, and those that do not, for whom the largest difference of a loss says how far they go.
-Each has one turn: its speed stands beside its bits, and is compared by the other benchmarks.
+All variants run that claim to be bit-identical, and those that do not, whose largest loss difference shows how far
+they deviate. Each variant runs once. Its speed is shown next to its bits; the other benchmarks compare speeds.
 """
 
 from __future__ import annotations
@@ -10,48 +10,50 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.harness import arms
-from benchmarks.harness.picture import Bars
+from benchmarks.harness import variants
+from benchmarks.harness.charts import Bars
+from benchmarks.harness.interleaved_runs import run_variant, try_run
 from benchmarks.harness.rows import Row
-from benchmarks.harness.sizes import exact
-from benchmarks.harness.turn_rows import failures, of_arm, what_it_is
-from benchmarks.harness.turns import attempt, take_turn
+from benchmarks.harness.run_rows import configuration_rows, error_rows, labels_of
+from benchmarks.harness.sizes import exactness_setting
 
 STEPS = 200
 
-PICTURE = Bars("largest difference of a loss", "last loss", "iteration")
+CHART = Bars("largest loss difference", "last loss", "iteration")
 
 
 def measure(*, quick: bool) -> Iterator[Row]:
-    _repeatable()
-    setting = exact(quick=quick)
+    """Yield for each variant whether losses and weights are stock's, the loss differences, and the iteration time."""
+    _make_repeatable()
+    setting = exactness_setting(quick=quick)
     steps = 10 if quick else STEPS
-    stock = take_turn(arms.STOCK, setting, iterations=steps, warm_up=1)
-    ours = (*arms.ABLATION.values(), arms.STREAMED_AND_OVERLAPPED)
-    # Some stand in both.
-    compared = {arm.name: arm for arm in (*ours, *arms.competitors(setting), arms.NO_OFFLOAD)}
-    for arm in compared.values():
-        of = of_arm(arm.name, setting)
-        of["setting"]["steps"] = steps
-        if (reason := arm.waived(setting)) is not None:
-            yield Row(quantity="stock's losses", waived=reason, **of)
+    stock = run_variant(variants.STOCK, setting, iterations=steps, warm_up=1)
+    ours = (*variants.ABLATION.values(), variants.STREAMED_AND_OVERLAPPED)
+    # Some variants are in both lists.
+    compared = {variant.name: variant for variant in (*ours, *variants.competitors(setting), variants.NO_OFFLOAD)}
+    for variant in compared.values():
+        labels = labels_of(variant.name, setting)
+        labels["setting"]["steps"] = steps
+        if (reason := variant.waived_reason(setting)) is not None:
+            yield Row(quantity="losses identical to stock's", waived=reason, **labels)
             continue
-        turn = attempt(arm, setting, iterations=steps, warm_up=1)
-        if isinstance(turn, str):
-            yield from failures({arm.name: turn}, setting)
+        run = try_run(variant, setting, iterations=steps, warm_up=1)
+        if isinstance(run, str):
+            yield from error_rows({variant.name: run}, setting)
             continue
-        claimed = arm.exact
-        yield Row(quantity="stock's losses", said=turn.losses == stock.losses, claimed=claimed, **of)
-        largest = max(abs(its - theirs) for its, theirs in zip(turn.losses, stock.losses, strict=True))
-        yield Row(quantity="largest difference of a loss", unit="nats", samples=[largest], **of)
-        yield Row(quantity="stock's weights", said=turn.digest == stock.digest, claimed=claimed, **of)
-        yield Row(quantity="hash of the weights", said=turn.digest, **of)
-        yield Row(quantity="claims stock's bits", said=claimed, **of)
-        yield Row(quantity="last loss", unit="nats", samples=[turn.losses[-1]], **of)
-        yield Row(quantity="iteration", unit="s", samples=turn.iteration_s, **of)
-        yield from what_it_is([turn], **of)
+        claimed = variant.exact
+        same_losses, same_weights = run.losses == stock.losses, run.digest == stock.digest
+        yield Row(quantity="losses identical to stock's", value=same_losses, claimed=claimed, **labels)
+        largest = max(abs(loss - stock_loss) for loss, stock_loss in zip(run.losses, stock.losses, strict=True))
+        yield Row(quantity="largest loss difference", unit="nats", samples=[largest], **labels)
+        yield Row(quantity="weights identical to stock's", value=same_weights, claimed=claimed, **labels)
+        yield Row(quantity="hash of the weights", value=run.digest, **labels)
+        yield Row(quantity="claims to be bit-identical", value=claimed, **labels)
+        yield Row(quantity="last loss", unit="nats", samples=[run.losses[-1]], **labels)
+        yield Row(quantity="iteration", unit="s", samples=run.iteration_s, **labels)
+        yield from configuration_rows([run], **labels)
 
 
-def _repeatable() -> None:
-    """On a GPU, attention's backward adds in another order in every run, and so would stock's own."""
+def _make_repeatable() -> None:
+    """Make GPU kernels deterministic: attention's backward sums in another order in every run, also in stock's."""
     torch.use_deterministic_algorithms(True)

@@ -1,8 +1,9 @@
-"""How far are predictions from what is measured, over a grid of placements and sizes of sub-groups?
+"""How accurate are the predictions of the update time, over a grid of placements and sub-group sizes?
 
-With a profile of this machine, measured just before, as a user would. The error is of the whole update, done when
-``step()`` returns: predicted over measured, less one; a sample is the median of a turn. All of ``step()`` stands beside
-the least that an update can take. The plan comes first: where time is bounded, the grid may be missing.
+The predictions use a profile of this machine that is measured just before, as users do. The predicted time is that of
+the whole update, which is done when ``step()`` returns. The error is predicted divided by measured, minus 1; one sample
+is the median of a run. The time of ``step()`` is also compared with the lower bound of an update. The planned placement
+runs before the grid: if the run is stopped by a time limit, the grid may be missing.
 """
 
 from __future__ import annotations
@@ -13,52 +14,57 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.arms import AT_ONCE, Arm, ours, planned
-from benchmarks.harness.lower_bound import lower_bound
-from benchmarks.harness.machine_profile import measured_profile
-from benchmarks.harness.picture import Bars
+from benchmarks.harness.charts import Bars
+from benchmarks.harness.interleaved_runs import EngineRun, run_interleaved
 from benchmarks.harness.rows import Row
-from benchmarks.harness.sizes import Effort, usual
-from benchmarks.harness.turn_rows import all_of, rows_of
-from benchmarks.harness.turns import Turn, take_turns
+from benchmarks.harness.run_rows import all_samples, rows_of_runs
+from benchmarks.harness.setting import measured_profile
+from benchmarks.harness.sizes import Repetitions, default_setting
+from benchmarks.harness.variants import NO_OVERLAP, Variant, ours, planned
+from benchmarks.update_phase import lower_bound
 from deep_opt_states.report.comparison import UPDATE
 from perf_model.prediction.hardware import HardwareProfile
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-SIZES = (1, 4)
-"""Of a sub-group, over the usual one."""
+SIZE_FACTORS = (1, 4)
+"""Sub-group sizes, as multiples of the usual one."""
 
-PICTURE = Bars("error of the prediction", "update predicted", "update measured")
+CHART = Bars("prediction error", "predicted update", "measured update")
 
 
 def measure(*, quick: bool) -> Iterator[Row]:
-    base = usual(quick=quick)
-    effort = Effort(iterations=3, rounds=1) if quick else Effort(iterations=8, rounds=2)
+    """Yield predicted and measured times for each placement and sub-group size."""
+    base = default_setting(quick=quick)
+    repetitions = Repetitions(iterations=3, rounds=1) if quick else Repetitions(iterations=8, rounds=2)
     with measured_profile(quick=quick) as path:
         profile = HardwareProfile.read(path)
-        for size in SIZES:
-            setting = replace(base, sub_group_size=size * base.sub_group_size)
-            plan, *grid = _arms(path)
-            for arms in ([plan], grid):
-                yield from rows_of(take_turns(arms, setting, effort), partial(_rows, profile))
+        for factor in SIZE_FACTORS:
+            setting = replace(base, sub_group_size=factor * base.sub_group_size)
+            plan, *grid = _variants(path)
+            for variants in ([plan], grid):
+                runs = run_interleaved(variants, setting, repetitions)
+                yield from rows_of_runs(runs, partial(_rows, profile))
 
 
-def _rows(profile: HardwareProfile, turns: Sequence[Turn], stock: Sequence[Turn], **of: Any) -> Iterator[Row]:
-    """Stock has no part in it."""
-    updates = [its for turn in turns for its in turn.compared if its.what == UPDATE]
-    yield Row(quantity="update predicted", unit="s", samples=[its.predicted_s for its in updates], **of)
-    yield Row(quantity="update measured", unit="s", samples=[its.measured_s for its in updates], **of)
-    errors = [its.predicted_s / its.measured_s - 1 for its in updates]
-    yield Row(quantity="error of the prediction", unit="share", samples=errors, **of)
-    assert turns[0].workload is not None
-    bound = lower_bound(turns[0].workload, turns[0].setting, profile)
-    over = [its / bound.seconds for its in all_of(turns, "step_s")]
-    yield Row(quantity="update over its lower bound", unit="times", samples=over, **of)
+def _rows(
+    profile: HardwareProfile, runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], **labels: Any
+) -> Iterator[Row]:
+    """Yield the rows of one variant. Stock does not run in this benchmark."""
+    updates = [compared for run in runs for compared in run.compared if compared.name == UPDATE]
+    yield Row(quantity="predicted update", unit="s", samples=[update.predicted_s for update in updates], **labels)
+    yield Row(quantity="measured update", unit="s", samples=[update.measured_s for update in updates], **labels)
+    errors = [update.predicted_s / update.measured_s - 1 for update in updates]
+    yield Row(quantity="prediction error", unit="share", samples=errors, **labels)
+    assert runs[0].workload is not None
+    bound = lower_bound(runs[0].workload, runs[0].setting, profile)
+    ratios = [step_s / bound.seconds for step_s in all_samples(runs, "step_s")]
+    yield Row(quantity="update / lower bound", unit="times", samples=ratios, **labels)
 
 
-def _arms(profile: Path) -> list[Arm]:
-    arms = [planned("planned", profile=str(profile), **AT_ONCE)]
+def _variants(profile: Path) -> list[Variant]:
+    """Return the planned variant, then one variant per share of streamed parameters."""
+    variants = [planned("planned", profile=str(profile), **NO_OVERLAP)]
     for share in SHARES:
-        block = {"placement": "fraction", "gpu_fraction": share, "profile": str(profile), **AT_ONCE}
-        arms.append(ours(f"{share:.0%} streamed", **block))
-    return arms
+        block = {"placement": "fraction", "gpu_fraction": share, "profile": str(profile), **NO_OVERLAP}
+        variants.append(ours(f"{share:.0%} streamed", **block))
+    return variants

@@ -1,21 +1,22 @@
-"""How much of the update is seen: with overlap off, in backward only, in forward only, both; beside stock offload?
+"""How much of the update is exposed with overlap off, in backward only, in forward only, and in both?
 
-The same share of the parameters is streamed in all of ours, so that there is something to prefetch in backward.
+All of our variants stream the same share of the parameters, so that there is something to prefetch in backward. Stock
+offloading runs for comparison.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.harness.arms import STOCK, ours
-from benchmarks.harness.picture import Bars
+from benchmarks.harness.charts import Bars
+from benchmarks.harness.interleaved_runs import run_interleaved
 from benchmarks.harness.rows import Row
-from benchmarks.harness.sizes import effort, overlapping
-from benchmarks.harness.turn_rows import phases, rows_of
-from benchmarks.harness.turns import take_turns
+from benchmarks.harness.run_rows import phase_rows, rows_of_runs
+from benchmarks.harness.sizes import overlap_setting, repetitions
+from benchmarks.harness.variants import STOCK, ours
 
 STREAMED = {"placement": "fraction", "gpu_fraction": 0.7}
-ARMS = (
+VARIANTS = (
     STOCK,
     ours("no overlap", **STREAMED, overlap_backward=False, overlap_forward=False),
     ours("backward", **STREAMED, overlap_backward=True, overlap_forward=False),
@@ -23,9 +24,10 @@ ARMS = (
     ours("both", **STREAMED, overlap_backward=True, overlap_forward=True),
 )
 
-PICTURE = Bars(("update exposed", "update hidden"), "iteration")
+CHART = Bars(("update exposed", "update hidden"), "iteration")
 
 
 def measure(*, quick: bool) -> Iterator[Row]:
-    setting = overlapping(quick=quick)
-    yield from rows_of(take_turns(ARMS, setting, effort(quick=quick)), phases)
+    """Yield the phases of each variant."""
+    setting = overlap_setting(quick=quick)
+    yield from rows_of_runs(run_interleaved(VARIANTS, setting, repetitions(quick=quick)), phase_rows)

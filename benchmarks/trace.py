@@ -1,8 +1,8 @@
-"""Where do the seconds of ``step()`` go? A profile trace of two iterations to look at, and what it sums up to.
+"""Where does the time of ``step()`` go? The result is a profiler trace of two iterations, and its sums by operation.
 
-Of stock, ours with all updated on the CPU when ``step()`` returns, and ours as it is. Each trace opens in Perfetto
-(https://ui.perfetto.dev); spans "forward", "backward" and "step", and one for each action of our schedule, are in it.
-Profiling itself takes time: how long a phase takes is for the other benchmarks to say.
+The variants are stock, ours with everything updated on the CPU before ``step()`` returns, and ours with the default
+config. Perfetto (https://ui.perfetto.dev) opens the traces. They have spans named "forward", "backward" and "step", and
+one for each action of our schedule. Profiling itself takes time: the other benchmarks measure how long a phase takes.
 """
 
 from __future__ import annotations
@@ -18,65 +18,67 @@ from torch._C._autograd import DeviceType
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.harness import arms
-from benchmarks.harness.arms import Arm
-from benchmarks.harness.picture import Bars
+from benchmarks.harness import variants
+from benchmarks.harness.charts import Bars
+from benchmarks.harness.interleaved_runs import WARM_UP, batch_for, engine_for
 from benchmarks.harness.rows import Row
-from benchmarks.harness.setting import Setting
-from benchmarks.harness.sizes import usual
-from benchmarks.harness.turn_rows import of_arm
-from benchmarks.harness.turns import WARM_UP, batch_of, engine_of
+from benchmarks.harness.run_rows import labels_of
+from benchmarks.harness.setting import TrainingSetting
+from benchmarks.harness.sizes import default_setting
+from benchmarks.harness.variants import Variant
 
 STEP = "step"
 PROFILED = 2
-"""Iterations."""
+"""Number of iterations in a trace."""
 
 LEAST_SHARE = 0.03
-"""Of ``step()``, to be told by itself."""
+"""Smallest share of ``step()`` for which an operation has a row of its own."""
 
-PICTURE = Bars(("in step(): *",), ("beside, by another thread: *",))
+CHART = Bars(("in step(): *",), ("during step(), on another thread: *",))
 
 
 def measure(*, quick: bool) -> Iterator[Row]:
-    setting = usual(quick=quick)
-    for arm in (arms.STOCK, arms.ALL_CPU, arms.OURS_AS_IT_IS):
-        of = of_arm(arm.name, setting)
-        profiled, said = _profiled(arm, setting)
-        # Spans are told of the device, too.
+    """Yield the trace of each variant, and the seconds of ``step()`` by operation."""
+    setting = default_setting(quick=quick)
+    for variant in (variants.STOCK, variants.ALL_CPU, variants.OURS_DEFAULT):
+        labels = labels_of(variant.name, setting)
+        profiled, configuration = _profile(variant, setting)
+        # Spans also appear as events of the device.
         events = [event for event in profiled.events() if event.device_type == DeviceType.CPU]
         steps = [event for event in events if event.name == STEP]
-        lasted_s = sum(map(_seconds, steps))
-        yield Row(quantity="step(), profiled", unit="s", samples=[_seconds(step) for step in steps], **of)
-        here, beside = _parts(events, steps)
-        parts = {name: spent_s for name, spent_s in here if spent_s >= LEAST_SHARE * lasted_s}
+        total_s = sum(map(_seconds, steps))
+        yield Row(quantity="step(), profiled", unit="s", samples=[_seconds(step) for step in steps], **labels)
+        this_thread, other_threads = _seconds_by_operation(events, steps)
+        parts = {name: spent_s for name, spent_s in this_thread if spent_s >= LEAST_SHARE * total_s}
         for name, spent_s in parts.items():
-            yield Row(quantity=f"in step(): {name}", unit="s", samples=[spent_s / len(steps)], **of)
-        rest_s = lasted_s - sum(parts.values())
-        yield Row(quantity="in step(): the rest", unit="s", samples=[rest_s / len(steps)], **of)
-        for name, spent_s in beside:
-            if spent_s >= LEAST_SHARE * lasted_s:
-                yield Row(quantity=f"beside, by another thread: {name}", unit="s", samples=[spent_s / len(steps)], **of)
-        yield Row(quantity="trace", trace=_trace(profiled), **of)
-        yield Row(quantity="is", said=said, **of)
+            yield Row(quantity=f"in step(): {name}", unit="s", samples=[spent_s / len(steps)], **labels)
+        rest_s = total_s - sum(parts.values())
+        yield Row(quantity="in step(): other", unit="s", samples=[rest_s / len(steps)], **labels)
+        for name, spent_s in other_threads:
+            if spent_s >= LEAST_SHARE * total_s:
+                quantity = f"during step(), on another thread: {name}"
+                yield Row(quantity=quantity, unit="s", samples=[spent_s / len(steps)], **labels)
+        yield Row(quantity="trace", trace=_trace(profiled), **labels)
+        yield Row(quantity="configuration", value=configuration, **labels)
 
 
-def _profiled(arm: Arm, setting: Setting) -> tuple[Any, str]:
-    """And what the engine is."""
+def _profile(variant: Variant, setting: TrainingSetting) -> tuple[Any, str]:
+    """Return the profile of ``PROFILED`` iterations, and the configuration of the engine."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with engine_of(arm, setting) as engine:
-        said = arm.check(engine)
+    with engine_for(variant, setting) as engine:
+        configuration = variant.verify(engine)
         for number in range(WARM_UP):
             _iterate(engine, setting, number)
-        # The worker that updates is a thread of its own.
+        # Our worker thread updates, and the profiler records only the calling thread by default.
         every_thread = _ExperimentalConfig(profile_all_threads=True)
         with profile(activities=activities, experimental_config=every_thread) as profiled:
             for number in range(WARM_UP, WARM_UP + PROFILED):
                 _iterate(engine, setting, number)
-    return profiled, said
+    return profiled, configuration
 
 
-def _iterate(engine: Any, setting: Setting, number: int) -> None:
-    inputs, targets = batch_of(engine, setting, number)
+def _iterate(engine: Any, setting: TrainingSetting, number: int) -> None:
+    inputs, targets = batch_for(engine, setting, number)
     with record_function("forward"):
         loss = engine(inputs, targets)
     with record_function("backward"):
@@ -85,16 +87,23 @@ def _iterate(engine: Any, setting: Setting, number: int) -> None:
         engine.step()
 
 
-def _parts(events: list[Any], steps: list[Any]) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
-    """Seconds by name of what began in one of ``steps``, each without what it called: on its thread, and on others. The
-    step itself is one: Python, and where it waits for the others."""
-    spent_s: dict[bool, defaultdict[str, float]] = {here: defaultdict(float) for here in (True, False)}
+def _seconds_by_operation(
+    events: list[Any], steps: list[Any]
+) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
+    """Return the seconds by operation on the thread of ``steps``, and on all other threads, longest first.
+
+    Events count that begin within a step, each without the events that it called. The time of the step itself, without
+    its calls, is spent in Python and waiting for other threads.
+    """
+    spent_s: dict[bool, defaultdict[str, float]] = {same: defaultdict(float) for same in (True, False)}
     for event in events:
         if any(step.time_range.start <= event.time_range.start < step.time_range.end for step in steps):
-            name = "Python, and waits" if event.name == STEP else event.name.rstrip(" 0123456789")
+            name = "Python and waiting" if event.name == STEP else event.name.rstrip(" 0123456789")
             spent_s[event.thread == steps[0].thread][name] += event.self_cpu_time_total / 1e6
-    here, beside = (sorted(spent_s[its].items(), key=lambda part: part[1], reverse=True) for its in (True, False))
-    return here, beside
+    this_thread, other_threads = (
+        sorted(spent_s[same].items(), key=lambda part: part[1], reverse=True) for same in (True, False)
+    )
+    return this_thread, other_threads
 
 
 def _seconds(event: Any) -> float:

@@ -1,8 +1,8 @@
-"""What does an iteration take, by phase?
+"""How long does an iteration take, by phase?
 
-Forward, backward, what is seen of the update, the iteration, tokens a second, MFU and memory: of stock, its neighbours
-and ours; and of stock and ours with larger micro-batches, more of them a step, larger models, and DeepSpeed's default
-size of sub-groups.
+The rows have forward, backward, the exposed update, the iteration, tokens per second, MFU and memory. They compare
+stock, DeepSpeed's other ways to offload, and ours. Stock and ours also run with larger micro-batches, with more of them
+per step, with larger models, and with DeepSpeed's default sub-group size.
 """
 
 from __future__ import annotations
@@ -11,68 +11,81 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.harness import arms
-from benchmarks.harness.arms import Arm
-from benchmarks.harness.picture import Bars
+from benchmarks.harness import variants
+from benchmarks.harness.charts import Bars
+from benchmarks.harness.interleaved_runs import EngineRun, run_interleaved
 from benchmarks.harness.rows import Row
-from benchmarks.harness.setting import Setting
-from benchmarks.harness.sizes import Effort, effort, fits, larger, least_effort, usual, with_default_sub_groups
-from benchmarks.harness.turn_rows import all_of, of_arm, phases, rows_of, running, waived
-from benchmarks.harness.turns import Turn, take_turns
+from benchmarks.harness.run_rows import all_samples, labels_of, phase_rows, rows_of_runs, runnable, waived_rows
+from benchmarks.harness.setting import TrainingSetting
+from benchmarks.harness.sizes import (
+    Repetitions,
+    default_setting,
+    fewest_repetitions,
+    fits_host_memory,
+    larger_settings,
+    repetitions,
+    with_default_sub_groups,
+)
+from benchmarks.harness.targets import ITERATION_SPEEDUP
+from benchmarks.harness.variants import Variant
 from deep_opt_states.host import machine
 from deep_opt_states.profiler.peaks import peak_flops
 
 ACCUMULATIONS = (4, 16)
 MICRO_BATCH = 8
 
-PICTURE = Bars(("forward", "backward", "update exposed"), "iterations faster than stock")
+CHART = Bars(("forward", "backward", "update exposed"), ITERATION_SPEEDUP)
 
 
 def measure(*, quick: bool) -> Iterator[Row]:
-    setting = usual(quick=quick)
-    times, fewer = effort(quick=quick), least_effort(quick=quick)
-    pair = (arms.STOCK, arms.OURS_AS_IT_IS)
-    # What was aimed for first: where time is bounded, the rest may be missing. The whole field comes last, these two
-    # with it once more, side by side with the others.
-    yield from _compare(setting, pair, times)
-    yield from _compare(replace(setting, micro_batch=MICRO_BATCH), pair, times)
+    """Yield the rows of stock and ours in each setting, then those of all variants in the usual setting."""
+    setting = default_setting(quick=quick)
+    usual, fewest = repetitions(quick=quick), fewest_repetitions(quick=quick)
+    pair = (variants.STOCK, variants.OURS_DEFAULT)
+    # The settings of the targets come first: if the run is stopped by a time limit, later rows may be missing. All
+    # variants come last, with these two among them, since runs are compared within one round only.
+    yield from _compare(setting, pair, usual)
+    yield from _compare(replace(setting, micro_batch=MICRO_BATCH), pair, usual)
     for accumulation in ACCUMULATIONS:
-        yield from _compare(replace(setting, accumulation=accumulation), pair, fewer)
-    for other in [] if quick else larger():
-        yield from _compare_larger(other, pair, fewer)
-    yield from _compare(with_default_sub_groups(setting), pair, times)
-    yield from _compare(setting, (*arms.competitors(setting), *pair[1:], arms.NO_OFFLOAD), times)
+        yield from _compare(replace(setting, accumulation=accumulation), pair, fewest)
+    for larger in [] if quick else larger_settings():
+        yield from _compare_larger(larger, pair, fewest)
+    yield from _compare(with_default_sub_groups(setting), pair, usual)
+    yield from _compare(setting, (*variants.competitors(setting), *pair[1:], variants.NO_OFFLOAD), usual)
 
 
-def _compare_larger(setting: Setting, pair: Sequence[Arm], times: Effort) -> Iterator[Row]:
-    if fits(setting):
-        yield from _compare(setting, pair, times)
+def _compare_larger(setting: TrainingSetting, pair: Sequence[Variant], repetitions: Repetitions) -> Iterator[Row]:
+    if fits_host_memory(setting):
+        yield from _compare(setting, pair, repetitions)
         return
-    for arm in pair:
-        yield Row(quantity="iteration", waived="stock does not fit host memory", **of_arm(arm.name, setting))
+    for variant in pair:
+        labels = labels_of(variant.name, setting)
+        yield Row(quantity="iteration", waived="stock does not fit into host memory", **labels)
 
 
-def _compare(setting: Setting, compared: Sequence[Arm], times: Effort) -> Iterator[Row]:
-    yield from waived(compared, "iteration", setting)
-    yield from rows_of(take_turns(running(compared, setting), setting, times), _rows)
+def _compare(setting: TrainingSetting, compared: Sequence[Variant], repetitions: Repetitions) -> Iterator[Row]:
+    yield from waived_rows(compared, "iteration", setting)
+    yield from rows_of_runs(run_interleaved(runnable(compared, setting), setting, repetitions), _rows)
 
 
-def _rows(turns: Sequence[Turn], stock: Sequence[Turn], **of: Any) -> Iterator[Row]:
-    setting = turns[0].setting
-    yield from phases(turns, stock, **of)
-    iteration_s = all_of(turns, "iteration_s")
-    yield Row(quantity="tokens", unit="tokens/s", samples=[setting.tokens / its for its in iteration_s], **of)
+def _rows(runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], **labels: Any) -> Iterator[Row]:
+    setting = runs[0].setting
+    yield from phase_rows(runs, stock_runs, **labels)
+    iteration_s = all_samples(runs, "iteration_s")
+    rates = [setting.tokens / duration_s for duration_s in iteration_s]
+    yield Row(quantity="throughput", unit="tokens/s", samples=rates, **labels)
     gpu = machine.gpu()
     peak = None if gpu is None else peak_flops(gpu.name)
     if peak is None:
-        yield Row(quantity="MFU", waived="no peak is specified for what trains here", **of)
+        yield Row(quantity="MFU", waived="the peak FLOP/s of this processor is not known", **labels)
     else:
-        yield Row(quantity="MFU", unit="share", samples=[setting.flops / its / peak for its in iteration_s], **of)
-        yield Row(quantity="of a peak of", unit="FLOP/s", samples=[peak], **of)
+        shares = [setting.flops / duration_s / peak for duration_s in iteration_s]
+        yield Row(quantity="MFU", unit="share", samples=shares, **labels)
+        yield Row(quantity="peak that MFU refers to", unit="FLOP/s", samples=[peak], **labels)
     if gpu is None:
-        yield Row(quantity="GPU memory, peak", waived="no GPU", **of)
-        yield Row(quantity="page-locked memory", waived="no GPU", **of)
+        yield Row(quantity="peak GPU memory", waived="no GPU", **labels)
+        yield Row(quantity="pinned memory", waived="no GPU", **labels)
     else:
-        yield Row(quantity="GPU memory, peak", unit="bytes", samples=[turn.gpu_peak_bytes for turn in turns], **of)
-        yield Row(quantity="page-locked memory", unit="bytes", samples=[turn.pinned_bytes for turn in turns], **of)
-    yield Row(quantity="host memory of the process", unit="bytes", samples=[turn.host_bytes for turn in turns], **of)
+        yield Row(quantity="peak GPU memory", unit="bytes", samples=[run.gpu_peak_bytes for run in runs], **labels)
+        yield Row(quantity="pinned memory", unit="bytes", samples=[run.pinned_bytes for run in runs], **labels)
+    yield Row(quantity="host memory of the process", unit="bytes", samples=[run.host_bytes for run in runs], **labels)

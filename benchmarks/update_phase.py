@@ -1,9 +1,12 @@
-"""How long does the update take, and how many parameters a second is that?
+"""How long does the update take, and how many parameters per second is that?
 
-``engine.step()`` of stock ZeRO-3 offload, of its neighbours in DeepSpeed, and of ours by placement; and of stock and
-ours with DeepSpeed's default size of sub-groups. The update is done when it returns; of those that update in backward,
-too, or in the next iterations, it says nothing. Beside the least that ours can take, and the bytes of host memory that
-an update moves by the model of it: where memory binds, and nothing else takes time, stock's over ours is the gain.
+The time is that of ``engine.step()`` of stock ZeRO-3 offloading, of DeepSpeed's other ways to offload, and of ours by
+placement; stock and ours also run with DeepSpeed's default sub-group size. The update is done when ``step()`` returns.
+For variants that also update in backward or in the next iterations, the time is not that of the whole update, and has
+another label.
+
+The times of ours are compared with the lower bound of an update. The rows also have the bytes of host memory that an
+update moves according to the model: if the update is memory-bound, stock's bytes divided by ours are the speedup.
 """
 
 from __future__ import annotations
@@ -12,63 +15,91 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.harness import arms
-from benchmarks.harness.aims import FASTER, FASTER_BY_BYTES
-from benchmarks.harness.lower_bound import lower_bound
-from benchmarks.harness.machine_profile import measured_profile
-from benchmarks.harness.picture import Bars
+from benchmarks.harness import variants
+from benchmarks.harness.charts import Bars
+from benchmarks.harness.interleaved_runs import EngineRun, run_interleaved
 from benchmarks.harness.rows import Row
-from benchmarks.harness.sizes import effort, usual, with_default_sub_groups
-from benchmarks.harness.turn_rows import all_of, faster, of_arm, rows_of, running, same_bits, waived
-from benchmarks.harness.turns import Turn, take_turns
-from perf_model.prediction.cost import stock_traffic_of, traffic_of
+from benchmarks.harness.run_rows import (
+    all_samples,
+    labels_of,
+    rows_of_runs,
+    runnable,
+    same_bits_row,
+    speedups,
+    waived_rows,
+)
+from benchmarks.harness.setting import TrainingSetting, measured_profile
+from benchmarks.harness.sizes import default_setting, repetitions, with_default_sub_groups
+from benchmarks.harness.targets import MEMORY_BOUND_SPEEDUP, UPDATE_SPEEDUP
+from deep_opt_states.host import machine
+from perf_model.prediction.cost import CostModel, stock_traffic_by_action, traffic_by_action
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.schedule.action import ActionKind
+from perf_model.schedule.workload import Workload
+from perf_model.search.bounds import Bound, ResidentCapacity, work_bound
 from perf_model.training_run.job import PARAM_BYTES
 
-PICTURE = Bars("update", "updates faster than stock", "host memory moved")
+CHART = Bars("update", UPDATE_SPEEDUP, "host memory traffic")
 
-MOVED = {
-    arms.STOCK.name: stock_traffic_of(PARAM_BYTES)[ActionKind.CPU_STEP].dram,
-    arms.ALL_CPU.name: traffic_of(PARAM_BYTES)[ActionKind.CPU_STEP].dram,
+TRAFFIC_BYTES = {
+    variants.STOCK.name: stock_traffic_by_action(PARAM_BYTES)[ActionKind.CPU_STEP].dram,
+    variants.ALL_CPU.name: traffic_by_action(PARAM_BYTES)[ActionKind.CPU_STEP].dram,
 }
-"""Bytes a parameter by the CPU's update, of arms that do nothing else."""
+"""Bytes per parameter that the CPU's update moves, for variants that update on the CPU only."""
 
 
 def measure(*, quick: bool) -> Iterator[Row]:
-    setting = usual(quick=quick)
+    """Yield the bandwidth that the profile measures, then the update times of each variant."""
+    setting = default_setting(quick=quick)
     with measured_profile(quick=quick) as path:
         profile = HardwareProfile.read(path)
     in_place = profile.measurements["dram_update_bytes_per_s"].samples
-    yield Row(quantity="host memory moved", unit="bytes/s", samples=in_place, **of_arm("by the profile", setting))
+    labels = labels_of("hardware profile", setting)
+    yield Row(quantity="host memory traffic", unit="bytes/s", samples=in_place, **labels)
     for measured, compared in (
-        (setting, arms.competitors(setting)),
-        (with_default_sub_groups(setting), (arms.STOCK, arms.ALL_CPU, arms.PLANNED)),
+        (setting, variants.competitors(setting)),
+        (with_default_sub_groups(setting), (variants.STOCK, variants.ALL_CPU, variants.PLANNED)),
     ):
-        yield from waived(compared, "update", measured)
-        ran = take_turns(running(compared, measured), measured, effort(quick=quick))
-        yield from rows_of(ran, partial(_rows, profile))
+        yield from waived_rows(compared, "update", measured)
+        runs = run_interleaved(runnable(compared, measured), measured, repetitions(quick=quick))
+        yield from rows_of_runs(runs, partial(_rows, profile))
 
 
-def _rows(profile: HardwareProfile, turns: Sequence[Turn], stock: Sequence[Turn], **of: Any) -> Iterator[Row]:
-    arm, setting = turns[0].arm, turns[0].setting
-    step_s = all_of(turns, "step_s")
-    if not arm.done:
-        yield Row(quantity="step(), not all of the update", unit="s", samples=step_s, **of)
+def _rows(
+    profile: HardwareProfile, runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], **labels: Any
+) -> Iterator[Row]:
+    variant, setting = runs[0].variant, runs[0].setting
+    step_s = all_samples(runs, "step_s")
+    if not variant.done_in_step:
+        yield Row(quantity="step(), a part of the update", unit="s", samples=step_s, **labels)
         return
-    yield Row(quantity="update", unit="s", samples=step_s, **of)
-    per_second = [setting.parameters / its for its in step_s]
-    yield Row(quantity="update rate", unit="parameters/s", samples=per_second, **of)
-    yield Row(quantity=FASTER, unit="times", samples=faster(turns, stock, "step_s"), **of)
-    if (moved := MOVED.get(arm.name)) is not None:
-        yield Row(quantity="host memory moved, by the model", unit="bytes a parameter", samples=[moved], **of)
-        most = MOVED[arms.STOCK.name] / moved
-        yield Row(quantity=FASTER_BY_BYTES, unit="times", samples=[most], **of)
-        yield Row(quantity="host memory moved", unit="bytes/s", samples=[moved * rate for rate in per_second], **of)
-    if (workload := turns[0].workload) is not None:
+    yield Row(quantity="update", unit="s", samples=step_s, **labels)
+    rates = [setting.parameters / duration_s for duration_s in step_s]
+    yield Row(quantity="update rate", unit="parameters/s", samples=rates, **labels)
+    yield Row(quantity=UPDATE_SPEEDUP, unit="times", samples=speedups(runs, stock_runs, "step_s"), **labels)
+    if (traffic_bytes := TRAFFIC_BYTES.get(variant.name)) is not None:
+        quantity = "modelled host memory traffic"
+        yield Row(quantity=quantity, unit="bytes per parameter", samples=[traffic_bytes], **labels)
+        speedup = TRAFFIC_BYTES[variants.STOCK.name] / traffic_bytes
+        yield Row(quantity=MEMORY_BOUND_SPEEDUP, unit="times", samples=[speedup], **labels)
+        bytes_per_s = [traffic_bytes * rate for rate in rates]
+        yield Row(quantity="host memory traffic", unit="bytes/s", samples=bytes_per_s, **labels)
+    if (workload := runs[0].workload) is not None:
         bound = lower_bound(workload, setting, profile)
-        yield Row(quantity="lower bound", unit="s", samples=[bound.seconds], **of)
-        yield Row(quantity="bound by", said=bound.binding.value, **of)
-        over = [its / bound.seconds for its in step_s]
-        yield Row(quantity="update over its lower bound", unit="times", samples=over, **of)
-    yield same_bits(turns, stock, **of)
+        yield Row(quantity="lower bound", unit="s", samples=[bound.seconds], **labels)
+        yield Row(quantity="limiting resource", value=bound.binding.value, **labels)
+        ratios = [duration_s / bound.seconds for duration_s in step_s]
+        yield Row(quantity="update / lower bound", unit="times", samples=ratios, **labels)
+    yield same_bits_row(runs, stock_runs, **labels)
+
+
+def lower_bound(workload: Workload, setting: TrainingSetting, profile: HardwareProfile) -> Bound:
+    """Return the lower bound of an update of ours, according to a profile of this machine.
+
+    Sub-groups may be resident in all the memory that ``setting`` gives to a variant. If the CPU is the accelerator, it
+    has no memory of its own.
+    """
+    gpu_bytes = setting.accelerator_bytes if machine.has_cuda() else 0
+    return work_bound(
+        setting.parameters, CostModel.from_profile(profile), ResidentCapacity.from_gpu_bytes(workload, gpu_bytes)
+    )

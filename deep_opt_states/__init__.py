@@ -1,12 +1,12 @@
-"""Interleaved optimizer offloading for DeepSpeed ZeRO-3, enabled by its JSON config.
+"""Provide interleaved optimizer offloading for DeepSpeed ZeRO-3, enabled by the JSON config.
 
-Importing this package does by hand what the entry point does at ``import torch``: it lets the JSON block
-``deep_optimizer_states`` switch the plugin on. It imports neither torch nor DeepSpeed.
+Importing this package has the same effect as its entry point at ``import torch``: the plugin can then be enabled by the
+JSON block ``deep_optimizer_states``. The import loads neither torch nor DeepSpeed.
 """
 
 from deep_opt_states.activation import activate
+from deep_opt_states.names import __version__
 
-__version__ = "0.1.0"
-__all__ = ["activate"]
+__all__ = ["__version__", "activate"]
 
 activate()

@@ -1,7 +1,7 @@
-"""Lets the JSON config alone switch the plugin on, at next to no cost where DeepSpeed is not used.
+"""Enable the plugin by the JSON config alone, at almost no cost in programs that do not use DeepSpeed.
 
-PyTorch calls ``activate`` at ``import torch`` (entry point group ``torch.backends``). It registers post-import
-hooks and imports nothing of ours that needs torch; only an engine whose config has our block does that.
+PyTorch calls ``activate`` at ``import torch`` (entry point group ``torch.backends``). It registers post-import hooks
+and imports no module of this package that needs torch. Those are imported by an engine whose config has our block.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _log = logging.getLogger("deep_opt_states")
 
 
 def activate() -> None:
-    """Register the hooks, once. Never raises: that would break ``import torch`` for everyone."""
+    """Register the hooks, once per process. Never raise: that would break ``import torch`` for every program."""
     if _state["tried"]:
         return
     _state["tried"] = True
@@ -29,40 +29,40 @@ def activate() -> None:
         register_post_import_hook(_hook_engine, "deepspeed.runtime.engine")
         register_post_import_hook(_hook_config, "deepspeed.runtime.config")
         _state["active"] = True
-    except Exception as error:  # noqa: BLE001 (whatever is broken here must not break torch)
+    except Exception as error:  # noqa: BLE001 (no error here may break torch)
         _log.warning("deep_opt_states cannot be activated: %s: %s", type(error).__name__, error)
 
 
 def is_active() -> bool:
-    """Whether the hooks are registered in this process."""
+    """Return whether the hooks are registered in this process."""
     return _state["active"]
 
 
 def _hook_engine(module: Any) -> None:
-    """Wrap the two methods of an engine from which everything else follows, if its config has our block."""
+    """Wrap the two methods through which an engine creates our optimizer, if its config has our block."""
 
     def do_sanity_check(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
         wrapped(*args, **kwargs)
-        if CONFIG_KEY in engine._config._param_dict:
+        if CONFIG_KEY in _json_of(engine._config):
             from deep_opt_states.zero import plugin
 
             plugin.check_engine(engine)
 
     def configure_zero_optimizer(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
-        if CONFIG_KEY not in engine._config._param_dict:
+        if CONFIG_KEY not in _json_of(engine._config):
             return wrapped(*args, **kwargs)
         from deep_opt_states.zero import plugin
 
         return plugin.configure_zero_optimizer(wrapped, engine, args, kwargs)
 
-    # The first method in which an engine knows its optimizer, before it partitions the model. ZeRO stage 0 never asks
-    # for a ZeRO optimizer, so that the second wrapper alone would ignore our block in silence there.
+    # _do_sanity_check is the first method in which an engine knows its optimizer, before it partitions the model. ZeRO
+    # stage 0 never creates a ZeRO optimizer: with the second wrapper alone, our block would be ignored silently there.
     _wrap(module, "DeepSpeedEngine", "_do_sanity_check", do_sanity_check)
     _wrap(module, "DeepSpeedEngine", "_configure_zero_optimizer", configure_zero_optimizer)
 
 
 def _hook_config(module: Any) -> None:
-    """Wrap the reading of a config. The wrapper only checks it."""
+    """Wrap the method that reads a config. The wrapper only checks the config."""
 
     def initialize_params(wrapped: Any, ds_config: Any, args: Any, kwargs: Any) -> None:
         try:
@@ -73,7 +73,7 @@ def _hook_config(module: Any) -> None:
             from deep_opt_states.config import explain_misplaced
 
             raise explain_misplaced(error).with_traceback(error.__traceback__) from None
-        param_dict = ds_config._param_dict
+        param_dict = _json_of(ds_config)
         misspelled = {key: block for key, block in param_dict.items() if resembles_config_key(key)}
         if misspelled and CONFIG_KEY not in param_dict:
             _warn_of_misspelled(misspelled)
@@ -85,35 +85,45 @@ def _hook_config(module: Any) -> None:
     _wrap(module, "DeepSpeedConfig", "_initialize_params", initialize_params)
 
 
+def _json_of(ds_config: Any) -> dict[str, Any]:
+    """Return the user's JSON that the ``DeepSpeedConfig`` was made from.
+
+    ``zero/internals`` has the other private names of DeepSpeed, but importing it would load the plugin in every process
+    that uses DeepSpeed, also where our block is absent.
+    """
+    param_dict: dict[str, Any] = ds_config._param_dict
+    return param_dict
+
+
 def _is_misplaced(error: ValueError) -> bool:
-    """Return whether ``error`` is pydantic's and refuses our block inside one of DeepSpeed's."""
-    # Only pydantic's validation errors list what they refuse; importing its class here would be slow.
+    """Return whether ``error`` is a pydantic error that refuses our block inside one of DeepSpeed's blocks."""
+    # Only pydantic's validation errors have this method; importing their class here would be slow.
     refused: list[dict[str, Any]] = error.errors() if hasattr(error, "errors") else []
     return any(is_about_our_block(line["loc"]) for line in refused)
 
 
 def _warn_of_misspelled(blocks: dict[str, Any]) -> None:
-    """Warn once per block, since DeepSpeed may read the config of one engine several times."""
-    from deep_opt_states.zero.internals.log import say
+    """Warn once per misspelled block: DeepSpeed may read the config of one engine several times."""
+    from deep_opt_states.zero.internals.log import log_rank_0
 
     for key, block in blocks.items():
         switched_off = block is False or (isinstance(block, dict) and block.get("enabled") is False)
         if not switched_off and (key, repr(block)) not in _warned_of:
             _warned_of.add((key, repr(block)))
-            say(
+            log_rank_0(
                 f'the key "{key}" in the DeepSpeed config has no effect: did you mean "{CONFIG_KEY}"? '
-                f"Without that, stock DeepSpeed trains."
+                f"Until that is changed, stock DeepSpeed trains."
             )
 
 
 def _wrap(module: Any, owner: str, method: str, wrapper: Any) -> None:
-    """A DeepSpeed without the method still imports; then a warning is all that can be said."""
+    """Wrap ``owner.method`` of ``module``. If it does not exist, log a warning: DeepSpeed must still be importable."""
     from wrapt import wrap_function_wrapper
 
     if not hasattr(getattr(module, owner, None), method):
         _log.warning(
-            "deep_opt_states does not know this DeepSpeed: %s has no %s.%s. The block %r has no effect; "
-            "`deep-opt-states doctor` says which versions are supported.",
+            "deep_opt_states does not support this version of DeepSpeed: %s has no %s.%s. The block %r has no effect; "
+            "`deep-opt-states doctor` shows which versions are supported.",
             module.__name__,
             owner,
             method,

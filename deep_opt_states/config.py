@@ -1,4 +1,4 @@
-"""The validated ``deep_optimizer_states`` block of the DeepSpeed JSON config."""
+"""Parse and validate the ``deep_optimizer_states`` block of the DeepSpeed JSON config."""
 
 from __future__ import annotations
 
@@ -16,31 +16,90 @@ from perf_model.schedule.workload import Workload
 
 
 class ConfigError(ValueError):
-    """The block is invalid; every line of the message starts with a dotted key."""
+    """The error for an invalid block.
+
+    Its message has two lines per invalid key: the dotted key with the rule and the value found, and the remedy.
+    """
 
 
 class Config(BaseModel):
+    """The ``deep_optimizer_states`` block of the DeepSpeed config.
+
+    The docstrings of the fields are their pydantic descriptions, from which the table in the documentation is made.
+    """
+
     # Strict: "2" is no integer and 1 is no boolean, so a typo is refused instead of being interpreted.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
     enabled: bool = True
+    """Whether the plugin is active. With `false`, stock DeepSpeed trains."""
+
     placement: (
         Literal["planned", "cpu", "streamed", "stride", "fraction"] | list[Literal["cpu", "streamed", "resident"]]
     ) = "planned"
+    """The rule that decides where each sub-group of the optimizer states is updated. `"planned"` chooses the placement
+    for which the performance model predicts the shortest exposed update time on this machine. `"cpu"` updates
+    all sub-groups on the CPU. `"streamed"` keeps all states in host memory, copies each sub-group to the
+    accelerator, updates it there and copies it back. `"stride"` streams every k-th sub-group, where
+    `update_stride` is k, and updates the others on the CPU. `"fraction"` streams the share of the parameters
+    that `gpu_fraction` sets, and updates the others on the CPU. A list has `"cpu"`, `"streamed"` or `"resident"`
+    for each sub-group, in order; the states of a resident sub-group stay in the memory of the accelerator."""
+
     profile: str | None = Field(default=None, min_length=1)
+    """The path of a hardware profile from which the plugin plans and predicts; `deep-opt-states profile` writes one. By
+    default, the plugin measures a quick profile at start, which takes seconds, and caches it in
+    `~/.cache/deep_opt_states` for this hardware and software. Only `"placement": "planned"` and `report` need one. If
+    one is given, predictions are reported with every placement."""
+
     update_stride: int | None = Field(default=None, ge=2)
+    """The stride k of `"placement": "stride"`, the rule of the paper: sub-group i, counted from 0, is streamed if i + 1
+    is a multiple of k. This placement requires the key, and any other placement refuses it."""
+
     gpu_fraction: float | None = Field(default=None, ge=0.0, le=1.0)
+    """The share of the parameters that `"placement": "fraction"` streams, spread evenly over the sub-groups.
+    This placement requires the key, and any other placement refuses it."""
+
     num_slots: int = Field(default=2, ge=1)
+    """The number of staging slots on the accelerator, through which streamed sub-groups pass. Each slot has the size of
+    the largest streamed sub-group, at 12 bytes per parameter. With 2 slots, transfers overlap with updates.
+    `"placement": "planned"` refuses the key, because it chooses the number itself."""
+
     cpu_threads: int | None = Field(default=None, ge=1)
+    """The number of threads with which each rank updates on the CPU. By default one per physical core of the rank's
+    share of its node, independent of `OMP_NUM_THREADS`."""
+
     bind_cores: bool = True
+    """Whether to pin the threads of the CPU update to cores of their own, near the rank's GPU, and to keep all other
+    threads of the process off these cores. On the CPU accelerator nothing is pinned."""
+
     gpu_memory_gb: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    """The memory of each GPU that `"placement": "planned"` may use for staging slots and resident states, in GB (10^9
+    bytes), in addition to the three staging buffers for gradients. By default a tenth of the GPU's memory, because the
+    need of the activations is not known at start. Any other placement refuses the key. With every placement, gradients
+    are accumulated over micro-batches on the GPU if they fit within this limit together with the slots and the resident
+    states. No effect on the CPU accelerator, which has no memory of its own."""
+
     gpu_memory_margin_gb: float = Field(default=2.0, ge=0.0, allow_inf_nan=False)
+    """The memory of each GPU that stays free when staging slots are added for prefetching during backward, in GB (10^9
+    bytes). Slots are added after some steps, from memory that was free until then, and removed if memory becomes short;
+    the log reports both. No effect if `gpu_memory_gb` is set: then no slots are added."""
+
     overlap_backward: bool = True
+    """Whether to prefetch the states of streamed sub-groups into free staging slots during backward."""
+
     overlap_forward: bool = True
+    """Whether the update overlaps with the next forward. `step()` then returns when the gradient norm is known and the
+    parameters that DeepSpeed keeps gathered are updated. All other sub-groups are updated while forward runs, before it
+    uses their parameters. No effect with `wall_clock_breakdown`, or on a GPU if `timers.throughput.synchronized` is
+    `true`. If the config does not set that key, the throughput timer uses the host's clock and does not synchronize the
+    device."""
+
     report: str | None = Field(default=None, min_length=1)
+    """The path of a folder into which rank 0 writes its measurements, for `deep-opt-states report`. By default, nothing
+    is written. How often the log has a line is set by `steps_per_print` of the DeepSpeed config, outside this block."""
 
     @model_validator(mode="after")
-    def _each_rule_has_its_number(self) -> Config:
+    def _check_keys_that_depend_on_placement(self) -> Config:
         for placement, key, value in (
             ("stride", "update_stride", self.update_stride),
             ("fraction", "gpu_fraction", self.gpu_fraction),
@@ -55,25 +114,25 @@ class Config(BaseModel):
             remedy = 'Remove it, or set another "placement".'
             raise _RuleError("num_slots", 'is chosen by "placement": "planned"', self.num_slots, remedy)
         if self.placement != "planned" and self.gpu_memory_gb is not None:
-            remedy = 'Remove it: what another "placement" takes follows from it and "num_slots".'
+            remedy = 'Remove it: the memory of another "placement" follows from that placement and "num_slots".'
             raise _RuleError("gpu_memory_gb", 'belongs to "placement": "planned"', self.gpu_memory_gb, remedy)
         return self
 
     @property
     def predicts(self) -> bool:
-        """Whether a hardware profile is needed: to plan, or to compare what is predicted with what is measured."""
+        """Return whether a hardware profile is needed, to plan or to compare predictions with measurements."""
         return self.placement == "planned" or self.profile is not None or self.report is not None
 
     def plan(self, workload: Workload) -> UpdatePlan:
-        """The plan that a rule or a list asks for. Raises ``ConfigError`` if a list has not one entry a sub-group.
+        """Return the plan for ``workload`` that a rule or a list defines. ``placement`` must not be ``"planned"``.
 
-        ``"planned"`` asks for what is predicted to be best, which this class does not know.
+        Raise ``ConfigError`` if a list does not have one entry per sub-group.
         """
         assert self.placement != "planned"
         if isinstance(self.placement, list):
             if len(self.placement) != len(workload.sub_groups):
                 raise ConfigError(
-                    f"{CONFIG_KEY}.placement: an explicit list has one entry a sub-group; this model has "
+                    f"{CONFIG_KEY}.placement: an explicit list must have one entry per sub-group; this model has "
                     f"{len(workload.sub_groups)} sub-groups, found {len(self.placement)} entries.\n"
                     f'Change the list, or "sub_group_size" in "zero_optimization", or name a rule '
                     f'such as "placement": "stride".'
@@ -91,14 +150,14 @@ class Config(BaseModel):
 
 
 def parse_config(ds_config: Mapping[str, Any]) -> Config | None:
-    """The block in a DeepSpeed config, or None where there is none. Raises ``ConfigError``."""
+    """Return the block of a DeepSpeed config, or None if it has none. Raise ``ConfigError`` if the block is invalid."""
     if CONFIG_KEY not in ds_config:
         return None
     block = ds_config[CONFIG_KEY]
     if not isinstance(block, Mapping):
         raise ConfigError(
             f"{CONFIG_KEY}: must be an object, found {block!r}.\n"
-            f'The least that enables the plugin is "{CONFIG_KEY}": {{}}.'
+            f'The shortest block that enables the plugin is "{CONFIG_KEY}": {{}}.'
         )
     try:
         return Config.model_validate(dict(block))
@@ -107,9 +166,9 @@ def parse_config(ds_config: Mapping[str, Any]) -> Config | None:
 
 
 def explain_misplaced(error: Any) -> ValidationError:
-    """Return DeepSpeed's ``ValidationError`` about our block inside one of DeepSpeed's own, with the remedy added.
+    """Return ``error``, a ``ValidationError`` of DeepSpeed about our block inside another block, with a remedy added.
 
-    It has the same type and the same lines, so that a caller who handles DeepSpeed's error still does.
+    The new error has the same type and the same lines, so that code that handles DeepSpeed's error still works.
     """
     lines: list[InitErrorDetails] = []
     for line in error.errors(include_url=False):
@@ -122,13 +181,13 @@ def explain_misplaced(error: Any) -> ValidationError:
 
 _MISPLACED = (
     f'"{CONFIG_KEY}" must be at the top level of the DeepSpeed config, found inside another block. '
-    f'Move it out, beside "zero_optimization": '
+    f'Move it out, next to "zero_optimization": '
     f'{{"zero_optimization": {{"stage": 3, ...}}, "{CONFIG_KEY}": {{...}}}}'
 )
 
 
 class _RuleError(ValueError):
-    """A rule between keys."""
+    """The error for a broken rule that involves several keys."""
 
     def __init__(self, key: str, rule: str, found: object, remedy: str) -> None:
         super().__init__(rule)
@@ -137,6 +196,8 @@ class _RuleError(ValueError):
 
 
 class _Rule(NamedTuple):
+    """The rule for one key, as an error message states it."""
+
     rule: str
     remedy: str
     example: str = ""
@@ -147,15 +208,15 @@ _RULES = {
     "placement": _Rule(
         'must be "planned", "cpu", "streamed", "stride", "fraction", '
         'or a list with "cpu", "streamed" or "resident" for each sub-group',
-        "Leave it out for what is predicted to be best on this machine.",
+        "Leave it out for the placement that is predicted to be fastest on this machine.",
     ),
     "profile": _Rule(
         "must be a path",
-        "Write a profile with: deep-opt-states profile --output profile.json; without one a quick one is measured.",
+        "Write a profile with: deep-opt-states profile --output profile.json. Without it, a quick profile is measured.",
     ),
     "update_stride": _Rule(
         "must be an integer of at least 2",
-        'Stride k puts every k-th sub-group on the GPU; for all of them use "placement": "streamed".',
+        'Every k-th sub-group is updated on the GPU; for all of them, use "placement": "streamed".',
         example="2",
     ),
     "gpu_fraction": _Rule(
@@ -165,34 +226,35 @@ _RULES = {
     ),
     "num_slots": _Rule(
         "must be an integer of at least 1",
-        "Streamed sub-groups pass through that many staging slots on the GPU; 2 overlap transfers and update.",
+        "It is the number of staging slots on the GPU for streamed sub-groups; with 2, transfers and updates overlap.",
     ),
     "cpu_threads": _Rule(
         "must be an integer of at least 1",
-        "A rank updates with that many on the CPU; leave it out for one a physical core of the rank's share.",
+        "It is the number of update threads per rank; leave it out for one per physical core of the rank's share.",
     ),
     "bind_cores": _Rule(
-        "must be true or false", "Leave it out to keep the threads of the update and all others on cores of their own."
+        "must be true or false",
+        "Leave it out to pin the update's threads and all other threads to separate cores.",
     ),
     "gpu_memory_gb": _Rule(
         "must be a number of at least 0",
-        "Gigabytes of each GPU that the optimizer may take; leave it out for a tenth of the GPU's memory.",
+        "It is the memory of each GPU, in GB, that the optimizer may use; leave it out for a tenth of that memory.",
     ),
     "gpu_memory_margin_gb": _Rule(
         "must be a number of at least 0",
-        "Gigabytes of each GPU that stay free when slots are added to prefetch into while backward runs.",
+        "It is the memory of each GPU, in GB, that stays free when slots are added for prefetching during backward.",
     ),
     "overlap_backward": _Rule(
-        "must be true or false", "Leave it out to prefetch streamed sub-groups' states while backward runs."
+        "must be true or false", "Leave it out to prefetch the states of streamed sub-groups during backward."
     ),
     "overlap_forward": _Rule(
         "must be true or false",
-        "Leave it out to let the update go on in the next forward, up to where that needs its parameters.",
+        "Leave it out to overlap the update with the next forward, until forward needs the updated parameters.",
     ),
     "report": _Rule(
         "must be a path",
-        'Rank 0 writes what it measures into that folder, for: deep-opt-states report FOLDER. "steps_per_print" of the '
-        "DeepSpeed config, and not of this block, says how often the log has a line.",
+        "Rank 0 writes its measurements into that folder, for: deep-opt-states report FOLDER. To set how often the log "
+        'has a line, use "steps_per_print" in the DeepSpeed config, outside this block.',
     ),
 }
 
@@ -203,7 +265,7 @@ def _message(key: str, rule: str, found: object, remedy: str) -> str:
 
 
 def _messages(error: ValidationError) -> list[str]:
-    """One message a key: the rule, the value found, the remedy."""
+    """Return one message per invalid key, with the rule, the value found and the remedy."""
     by_key: dict[str, str] = {}
     for item in error.errors():
         cause = item.get("ctx", {}).get("error")
@@ -215,8 +277,8 @@ def _messages(error: ValidationError) -> list[str]:
             known = Config.model_fields
             close = difflib.get_close_matches(key, known, n=1)
             remedy = f'Did you mean "{close[0]}"?' if close else f"Known keys: {', '.join(known)}."
-            by_key.setdefault(key, _message(key, "is no known key", item["input"], remedy))
+            by_key.setdefault(key, _message(key, "is not a known key", item["input"], remedy))
         else:
-            # A union fails once for each member that the value is not; one message will do.
+            # Pydantic reports an error for each member of a union; one message per key is enough.
             by_key.setdefault(key, _message(key, _RULES[key].rule, item["input"], _RULES[key].remedy))
     return list(by_key.values())

@@ -1,7 +1,12 @@
-"""Names that users write. Here and not where they are used, since ``activation`` must cost next to nothing."""
+"""Define the version and the names that users write, and recognise misspellings of these names.
+
+They are here and not in the modules that use them, because importing ``activation`` must cost almost nothing.
+"""
 
 import difflib
 from collections.abc import Sequence
+
+__version__ = "0.1.0"
 
 CONFIG_KEY = "deep_optimizer_states"
 """The block in the DeepSpeed JSON config."""
@@ -13,10 +18,10 @@ SWITCH = "DEEP_OPT_STATES"
 def resembles_config_key(key: object) -> bool:
     """Return whether ``key`` is another spelling of ``CONFIG_KEY``, such as ``deep_opt_states``.
 
-    DeepSpeed ignores unknown top-level keys, so a misspelled block would train with stock DeepSpeed unnoticed. No key
-    of DeepSpeed's own comes this close: the nearest, ``fp32_optimizer_states``, has a similarity of 0.89.
+    DeepSpeed ignores unknown top-level keys, so with a misspelled block, stock DeepSpeed would train unnoticed. No key
+    of DeepSpeed itself is as similar: the nearest, ``fp32_optimizer_states``, has a similarity of 0.89.
     """
-    # A key that begins with another sign is commented out.
+    # Users comment a key out by a leading character that is not a letter.
     if not isinstance(key, str) or key == CONFIG_KEY or not key[:1].isalpha():
         return False
     letters, ours = _letters(key), _letters(CONFIG_KEY)
@@ -26,7 +31,7 @@ def resembles_config_key(key: object) -> bool:
 def is_about_our_block(location: Sequence[object]) -> bool:
     """Return whether a validation error at ``location``, a path of keys, is about our block, however it is spelled.
 
-    ``location`` is empty where the error is about several keys.
+    ``location`` is empty if the error is about several keys.
     """
     return any(key == CONFIG_KEY or resembles_config_key(key) for key in location[-1:])
 

@@ -1,4 +1,4 @@
-"""A training loop with Hugging Face's Accelerate, that goes on from the last checkpoint if there is one.
+"""Train a small Llama in a loop with Hugging Face's Accelerate, and resume from the last checkpoint if there is one.
 
 accelerate launch --use_deepspeed --deepspeed_config_file examples/ds_config.json --num_processes 2 \
     examples/accelerated.py --output out/accelerate
@@ -11,23 +11,24 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import DummyOptim, DummyScheduler, InitProcessGroupKwargs
-from byte_llama import ByteWindows, byte_llama
+from common.byte_llama import ByteWindows, byte_llama
 from deepspeed.accelerator import get_accelerator
 from torch.utils.data import DataLoader
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small Llama on the source code of Python's standard library.")
-    parser.add_argument("--output", type=Path, required=True, help="the folder of the checkpoints")
+    parser.add_argument("--output", type=Path, required=True, help="the folder for checkpoints")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save_every", type=int, default=10)
     args = parser.parse_args()
 
-    # On the CPU, Accelerate must be told how processes talk: it takes each for the only one, and all read the same.
+    # On the CPU, Accelerate needs the backend. Without it, every process acts as the only one, and all read the same
+    # batches.
     gloo = [InitProcessGroupKwargs(backend="gloo")] if get_accelerator().device_name() == "cpu" else []
     accelerator = Accelerator(kwargs_handlers=gloo)
     model = byte_llama()
-    # The DeepSpeed config has the optimizer and the scheduler.
+    # The DeepSpeed config defines the optimizer and the scheduler.
     optimizer = DummyOptim(model.parameters())
     scheduler = DummyScheduler(optimizer)
     loader = DataLoader(ByteWindows(10_000), batch_size=8)

@@ -1,9 +1,9 @@
-"""Trains one GPT with stock DeepSpeed and with the plugin, side by side, and compares every bit and every second.
+"""Train one GPT with stock DeepSpeed and with the plugin, and compare every bit and the times.
 
-Both arms start from one seed and read the same batches. They are two engines in one process that take turns, and
-take turns at being first, because only what is measured side by side makes an honest ratio. A third, whose update goes
-on in the next forward, trains alone after them. Nothing here imports ``deep_opt_states``: the block in the JSON config
-enables the plugin. Exits with 1 if any bit differs.
+Both variants start from the same seed and read the same batches. They are two engines in one process that train each
+step in alternating order, because only such interleaved measurements give a fair ratio. A third variant, whose update
+overlaps with the next forward, trains alone after them. This script does not import ``deep_opt_states``: the block in
+the JSON config enables the plugin. It exits with 1 if any bit differs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 
 import deepspeed
 import torch
-from byte_gpt import ByteGPT, Shape, StdlibText
+from common.byte_gpt import ByteGPT, Shape, StdlibText
+from common.demo_report import DemoRun, Record, compare, print_report
+from common.one_rank import be_the_only_rank_unless_launched
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import CPUAdamBuilder
 from deepspeed.utils import set_log_level_from_string
-from demo_report import Record, Run, compare, print_report
-from one_rank import be_the_only_rank_unless_launched
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
@@ -47,35 +47,36 @@ BLOCK: dict[str, Any] = {
     "report": str(OVERLAPPED_RUN),
 }
 SERIAL_BLOCK = {**BLOCK, "report": str(RUN), "overlap_backward": False, "overlap_forward": False}
-"""The update ends with ``step()``: two engines that take turns cannot be timed while one still works in the other's."""
+"""The block for an update that ends with ``step()``. Otherwise it would overlap with the other engine's step."""
 STOCK_CLASS = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 PLUGIN_CLASS = "deep_opt_states.zero.stage3.DeepOptimizerStates_Stage3"
 
 
 def main() -> int:
+    """Train all variants, print the comparison, and return the exit code: 1 if any bit differs."""
     console = Console()
     # DeepSpeed calls collectives by names that this PyTorch deprecates.
     warnings.filterwarnings("ignore", category=FutureWarning)
-    # At "warning" its learning rate schedules complain that nothing has been trained when they are created.
+    # At level "warning", the learning rate schedules of DeepSpeed warn at creation that no step has been trained.
     set_log_level_from_string("error")
     measure_this_machine()
     be_the_only_rank_unless_launched()
-    # One rank needs no collectives in shared memory: spare the newcomer their kernel, and /dev/shm their 66 MB buffer,
-    # which DeepSpeed leaves there.
+    # One rank needs no collectives in shared memory. Do not build their kernel, and do not allocate their buffer of 66
+    # MB in /dev/shm, which DeepSpeed never frees.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with console.status("building DeepSpeed's CPU Adam kernel (once, about a minute)"):
         CPUAdamBuilder().load(verbose=False)
 
     ds_config = json.loads((EXAMPLES / "ds_config.json").read_text())
     del ds_config["deep_optimizer_states"]
-    stock = Arm(make_engine(ds_config, STOCK_CLASS))
-    plugin = Arm(make_engine({**ds_config, "deep_optimizer_states": SERIAL_BLOCK}, PLUGIN_CLASS))
+    stock = Variant(make_engine(ds_config, STOCK_CLASS))
+    plugin = Variant(make_engine({**ds_config, "deep_optimizer_states": SERIAL_BLOCK}, PLUGIN_CLASS))
     console.print(f"stock:  {STOCK_CLASS}\nplugin: {PLUGIN_CLASS}", highlight=False)
     train([stock, plugin], "training both", console)
-    overlapped = Arm(make_engine({**ds_config, "deep_optimizer_states": BLOCK}, PLUGIN_CLASS))
-    train([overlapped], "and overlapped, alone", console)
+    overlapped = Variant(make_engine({**ds_config, "deep_optimizer_states": BLOCK}, PLUGIN_CLASS))
+    train([overlapped], "training overlapped, alone", console)
 
-    run = Run(
+    run = DemoRun(
         stock=stock.record,
         plugin=plugin.record,
         timed=slice(WARM_UP_STEPS, STEPS),
@@ -84,13 +85,13 @@ def main() -> int:
         numel=sum(param.ds_numel for param in plugin.engine.module.parameters()),
         plan=plugin.engine.optimizer.plan,
         accelerator=get_accelerator().device_name(),
-        predicted_and_measured=plugin.engine.optimizer.report.compared(),
-        overlapped_predicted_and_measured=overlapped.engine.optimizer.report.compared(),
+        predicted_and_measured=plugin.engine.optimizer.report.comparison(),
+        overlapped_predicted_and_measured=overlapped.engine.optimizer.report.comparison(),
     )
-    for arm in (overlapped, plugin, stock):
-        arm.engine.destroy()
+    for variant in (overlapped, plugin, stock):
+        variant.engine.destroy()
     print_report(run, console)
-    console.print("What the plugin has measured, with timelines of the last updates, a page each:")
+    console.print("Measurements of the plugin, with timelines of the last updates, one page per variant:")
     for folder in (RUN, OVERLAPPED_RUN):
         subprocess.run([sys.executable, "-m", "deep_opt_states.cli", "report", str(folder)], check=True)
     torch.distributed.destroy_process_group()
@@ -98,33 +99,42 @@ def main() -> int:
 
 
 def measure_this_machine() -> None:
-    """Without a profile the plugin would take the one that it has kept, of another hour; what others do on the
-    machine changes with the hour, and a prediction is held against what is measured in this run."""
+    """Write a hardware profile of this machine for this run.
+
+    Without it, the plugin would use the cached profile of an earlier time. The load of the machine may have changed
+    since then, but predictions are compared with the measurements of this run.
+    """
     OUTPUT.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "deep_opt_states.cli", "profile", "--output", str(PROFILE)]
     subprocess.run(command, check=True)
 
 
 def make_engine(ds_config: dict[str, Any], optimizer_class: str) -> Any:
-    """Raises ``RuntimeError`` if the optimizer is not of exactly that class: the arm would not be what it is called."""
+    """Create an engine. Raise ``RuntimeError`` if its optimizer is not of exactly the class ``optimizer_class``.
+
+    This check makes sure that each variant really is stock DeepSpeed or the plugin.
+    """
     torch.manual_seed(SEED)
     model = ByteGPT(SHAPE)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
-    kind = type(engine.optimizer)
-    if f"{kind.__module__}.{kind.__qualname__}" != optimizer_class:
+    found = type(engine.optimizer)
+    if f"{found.__module__}.{found.__qualname__}" != optimizer_class:
         raise RuntimeError(
-            f"The optimizer must be {optimizer_class}, found {kind.__module__}.{kind.__qualname__}.\n"
+            f"The optimizer must be {optimizer_class}, found {found.__module__}.{found.__qualname__}.\n"
             f"Unset DEEP_OPT_STATES in the environment, and install deep_opt_states in {sys.prefix}."
         )
     return engine
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
+    """An engine and its measurements."""
+
     engine: Any
     record: Record = field(default_factory=Record)
 
     def train_step(self, inputs: Tensor, targets: Tensor) -> None:
+        """Train one step and record its times, its loss and its gradient norm."""
         engine, record = self.engine, self.record
         start_s = now_s()
         loss = engine(inputs.to(engine.device), targets.to(engine.device))
@@ -138,7 +148,7 @@ class Arm:
         record.norms.append(float(engine.get_global_grad_norm()))
 
     def states(self) -> dict[str, list[Tensor]]:
-        """What training has made; one flat tensor a sub-group."""
+        """Return the weights and the optimizer states, with one flat tensor per sub-group."""
         optimizer = self.engine.optimizer
         masters = optimizer.fp32_partitioned_groups_flat
         return {
@@ -150,14 +160,16 @@ class Arm:
 
 
 def now_s() -> float:
+    """Wait for the accelerator and return the time."""
     get_accelerator().synchronize()
     return time.perf_counter()
 
 
-def train(arms: Sequence[Arm], what: str, console: Console) -> None:
+def train(variants: Sequence[Variant], title: str, console: Console) -> None:
+    """Train all steps of the ``variants``, which alternate in who trains a step first."""
     text = StdlibText()
     columns = (
-        TextColumn(what),
+        TextColumn(title),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]}"),
@@ -166,11 +178,11 @@ def train(arms: Sequence[Arm], what: str, console: Console) -> None:
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=STEPS, loss="")
         for step in range(STEPS):
-            batch_size = arms[0].engine.train_micro_batch_size_per_gpu()
+            batch_size = variants[0].engine.train_micro_batch_size_per_gpu()
             inputs, targets = text.batch(seed=SEED, step=step, rank=0, batch_size=batch_size, context=SHAPE.context)
-            for arm in arms if step % 2 == 0 else reversed(arms):
-                arm.train_step(inputs, targets)
-            progress.update(task, advance=1, loss=f"{arms[0].record.losses[-1]:.3f}")
+            for variant in variants if step % 2 == 0 else reversed(variants):
+                variant.train_step(inputs, targets)
+            progress.update(task, advance=1, loss=f"{variants[0].record.losses[-1]:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Trains a small Llama with Hugging Face's ``Trainer``, and goes on from the last checkpoint if there is one.
+"""Train a small Llama with Hugging Face's ``Trainer``, and resume from the last checkpoint if there is one.
 
 deepspeed --num_accelerators 2 examples/hf_trainer.py --deepspeed_config examples/ds_config.json --output out/trainer
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from byte_llama import ByteWindows, byte_llama
+from common.byte_llama import ByteWindows, byte_llama
+from common.one_rank import be_the_only_rank_unless_launched
 from deepspeed.accelerator import get_accelerator
-from one_rank import be_the_only_rank_unless_launched
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -18,7 +18,7 @@ from transformers.trainer_utils import get_last_checkpoint
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small Llama on the source code of Python's standard library.")
     parser.add_argument("--deepspeed_config", required=True)
-    parser.add_argument("--output", type=Path, required=True, help="the folder of the checkpoints")
+    parser.add_argument("--output", type=Path, required=True, help="the folder for checkpoints")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save_every", type=int, default=10)
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
@@ -26,11 +26,11 @@ def main() -> None:
 
     be_the_only_rank_unless_launched()
     args.output.mkdir(parents=True, exist_ok=True)
-    # Before the model: it is partitioned as it is made, by what the DeepSpeed config says.
+    # Create the arguments before the model: with them, the model is partitioned while it is created.
     training = TrainingArguments(
         output_dir=str(args.output),
         deepspeed=args.deepspeed_config,
-        # What the DeepSpeed config has too must be the same there, or "auto".
+        # Values that the DeepSpeed config has, too, must be the same there, or "auto".
         bf16=True,
         per_device_train_batch_size=8,
         learning_rate=6e-4,

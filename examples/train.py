@@ -1,10 +1,10 @@
-"""Trains a small GPT with DeepSpeed: an ordinary script, that leaves everything else to the JSON config.
+"""Train a small GPT with DeepSpeed: an ordinary script, which leaves everything else to the JSON config.
 
 python examples/train.py --deepspeed_config examples/ds_config.json
 torchrun --nproc-per-node 2 examples/train.py --deepspeed_config examples/ds_config.json
 deepspeed --num_accelerators 2 examples/train.py --deepspeed_config examples/ds_config.json
 
-With --output it saves checkpoints, and goes on from the last one if there is one.
+With --output it saves checkpoints, and resumes from the last one if there is one.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import argparse
 
 import deepspeed
 import torch
-from byte_gpt import ByteGPT, Shape, StdlibText
-from one_rank import be_the_only_rank_unless_launched
+from common.byte_gpt import ByteGPT, Shape, StdlibText
+from common.one_rank import be_the_only_rank_unless_launched
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT on the source code of Python's standard library.")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--output", help="the folder of the checkpoints; without it there are none")
+    parser.add_argument("--output", help="the folder for checkpoints; without it, none are saved")
     parser.add_argument("--save_every", type=int, default=10)
     parser.add_argument("--layers", type=int, default=Shape.layers)
     parser.add_argument("--width", type=int, default=Shape.width)
@@ -34,7 +34,7 @@ def main() -> None:
     model = ByteGPT(shape)
     engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
     if args.output:
-        # Where nothing is saved yet it loads nothing.
+        # This loads nothing if no checkpoint has been saved yet.
         engine.load_checkpoint(args.output)
 
     text = StdlibText()

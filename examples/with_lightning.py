@@ -1,4 +1,4 @@
-"""Trains a small Llama with Lightning's DeepSpeed strategy, and goes on from the last checkpoint if there is one.
+"""Train a small Llama with Lightning's DeepSpeed strategy, and resume from the last checkpoint if there is one.
 
 python examples/with_lightning.py --deepspeed_config examples/ds_config.json --output out/lightning --devices 2
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import lightning
 import torch
-from byte_llama import ByteWindows, byte_llama
+from common.byte_llama import ByteWindows, byte_llama
 from deepspeed.accelerator import get_accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 
 class DeepSpeedOnCPU(DeepSpeedStrategy):
-    """Lightning's own refuses what is not CUDA, and wants devices with an index; DeepSpeed trains on the CPU, too."""
+    """A DeepSpeed strategy for the CPU. Lightning's own strategy refuses all devices but CUDA, and needs an index."""
 
     def setup_environment(self) -> None:
         self.parallel_devices = [torch.device("cpu", index) for index in range(len(self.parallel_devices))]
@@ -29,10 +29,14 @@ class DeepSpeedOnCPU(DeepSpeedStrategy):
 
 
 class ResumableLoader(DataLoader[dict[str, Tensor]]):
-    """Lightning saves and restores what has these two methods; a plain ``DataLoader`` begins the text again."""
+    """A data loader that resumes at the batch at which it was saved.
+
+    Lightning saves and restores every loader that has ``state_dict`` and ``load_state_dict``. A plain ``DataLoader``
+    would start the text from the beginning.
+    """
 
     batches = 0
-    """How many were given out."""
+    """The number of batches of this epoch that were returned so far."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for batch in islice(super().__iter__(), self.batches, None):
@@ -48,6 +52,8 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
 
 
 class ByteLlama(lightning.LightningModule):
+    """The Llama of the examples, as a Lightning module."""
+
     def __init__(self) -> None:
         super().__init__()
         self.model = byte_llama()
@@ -58,13 +64,13 @@ class ByteLlama(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> None:
-        """The DeepSpeed config has the optimizer and the scheduler."""
+        """Return no optimizer: the DeepSpeed config defines the optimizer and the scheduler."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small Llama on the source code of Python's standard library.")
     parser.add_argument("--deepspeed_config", required=True)
-    parser.add_argument("--output", type=Path, required=True, help="the folder of the checkpoints")
+    parser.add_argument("--output", type=Path, required=True, help="the folder for checkpoints")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save_every", type=int, default=10)
     parser.add_argument("--devices", type=int, default=1)

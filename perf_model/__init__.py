@@ -1,9 +1,9 @@
-"""Decides where each sub-group of the optimizer state is updated, and in which order.
+"""Plan the optimizer update: decide where each sub-group of the optimizer state is updated, and in which order.
 
-Imports the standard library and numpy (matplotlib in ``draw``, when a picture is asked for), never
-torch: a plan for a machine one does not have is made in well under a second.
+The package imports only the standard library and numpy, ``rich`` in ``cli``, and matplotlib in ``draw`` when a picture
+is requested. It never imports torch, so that a plan takes well under a second, also for a machine that is not at hand.
 
     HardwareProfile -> CostModel + Workload -> UpdatePlan -> Schedule -> Timeline
 
-Every arrow is a value that can be saved, printed and compared.
+Every arrow passes on a value that can be saved, printed and compared.
 """

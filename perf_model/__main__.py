@@ -1,7 +1,36 @@
-"""``python -m perf_model``."""
+"""Run the planning commands of ``deep-opt-states`` where torch is not installed: ``python -m perf_model``."""
 
+from __future__ import annotations
+
+import argparse
 import sys
+from collections.abc import Sequence
 
-from perf_model.cli.main import main
+from perf_model.cli.planning_commands import add_planning_commands
 
-sys.exit(main())
+COMMANDS_THAT_NEED_TORCH = ("profile", "doctor", "report")
+"""Commands that only ``deep-opt-states`` has."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the planning command that ``arguments`` (None: those of the process) name, and return its exit code.
+
+    Raise ``SystemExit(2)``, from argparse, for unknown arguments.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(
+        prog="python -m perf_model", description="Plan and predict interleaved optimizer offloading."
+    )
+    add_planning_commands(parser.add_subparsers(metavar="command", required=True))
+    if arguments and arguments[0] in COMMANDS_THAT_NEED_TORCH:
+        parser.error(
+            f"argument command: must be a planning command, which needs no torch, found {arguments[0]!r}. "
+            f"Run: deep-opt-states {arguments[0]}"
+        )
+    options = parser.parse_args(arguments)
+    code: int = options.run(options)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

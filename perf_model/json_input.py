@@ -1,4 +1,4 @@
-"""What anyone may have written: JSON that is read or refused, and a value of it for a message, however large it is."""
+"""Parse user-supplied JSON and shorten its values for error messages."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+
 
 def read_text(path: Path) -> str:
-    """Raises ``OSError`` or ``ValueError``."""
-    # A byte order mark is not part of the text; some editors write one.
+    """Return the UTF-8 text of the file. Raise ``OSError`` or ``ValueError`` if it cannot be read as such."""
+    # Some editors write a byte order mark, which is not part of the text.
     return path.read_text(encoding="utf-8-sig")
 
 
 def parse_json(text: str) -> Any:
-    """Raises ``ValueError``."""
+    """Return the value that ``text`` spells. Raise ``ValueError`` if it is not JSON, or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
-def shown(value: object) -> str:
+def shorten(value: object) -> str:
+    """Return ``repr(value)`` for an error message, shortened if it is long."""
     return _SHORT.repr(value)
 
 
 def is_printable(text: str) -> bool:
-    """JSON can spell half a character, which no terminal or file takes."""
+    """Return whether ``text`` has no lone surrogates: JSON allows them, UTF-8 output does not."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 200

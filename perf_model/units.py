@@ -1,4 +1,4 @@
-"""The only place that converts units for people; everywhere else they are bytes, seconds and parameters."""
+"""Format quantities for people. Everywhere else, quantities are in bytes, seconds and parameters."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ GB = 10**9
 
 
 def gigabytes(size_bytes: float) -> str:
+    """Return the size in GB with one decimal place."""
     return f"{size_bytes / GB:,.1f} GB"
 
 
 def size(size_bytes: float) -> str:
-    """Three digits, from kilobytes to terabytes."""
+    """Return the size with three significant digits, in a unit from kilobytes to terabytes."""
     for unit, unit_bytes in (("TB", 10**12), ("GB", GB), ("MB", 10**6)):
         if size_bytes >= 0.9995 * unit_bytes:
             return f"{size_bytes / unit_bytes:#.3g}".rstrip(".") + f" {unit}"
@@ -18,7 +19,7 @@ def size(size_bytes: float) -> str:
 
 
 def seconds(duration_s: float) -> str:
-    """Three digits."""
+    """Return the duration with three significant digits, in seconds, milliseconds or microseconds."""
     if duration_s < 0:
         return f"-{seconds(-duration_s)}"
     for unit, unit_s in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
@@ -27,20 +28,22 @@ def seconds(duration_s: float) -> str:
     return "0 s"
 
 
-def gigabytes_a_second(bytes_per_s: float) -> str:
-    """Three digits."""
+def gigabytes_per_second(bytes_per_s: float) -> str:
+    """Return the rate in GB/s with three significant digits."""
     return f"{bytes_per_s / GB:.3g} GB/s"
 
 
-def params_a_second(params_per_s: float) -> str:
-    """Three digits."""
+def params_per_second(params_per_s: float) -> str:
+    """Return the rate with three significant digits, in millions or billions of parameters per second."""
     unit, letter = (1e9, "B") if params_per_s >= 0.9995e9 else (1e6, "M")
     return f"{params_per_s / unit:.3g} {letter} params/s"
 
 
 def billions(count: float) -> str:
+    """Return the count in billions with two decimal places."""
     return f"{count / 1e9:.2f} B"
 
 
 def percent(share: float) -> str:
+    """Return the share in whole percent."""
     return f"{share:.0%}"

@@ -1,3 +1,3 @@
 import tests.processor
 
-tests.processor.asked_once()
+tests.processor.cache_processor_info()

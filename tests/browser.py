@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its debugging pipe: what a reader would see of a page, asked in JavaScript."""
+"""Drive a headless Chromium over its debugging pipe, and ask it in JavaScript for what a reader would see of a page."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _DEADLINE_S = 60.0
 
 
 def find_browser() -> str | None:
+    """Return the path of an installed Chromium, or None."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Page:
-    """Commands and events are JSON with a zero byte after each (Chrome DevTools Protocol)."""
+    """A tab of the browser. Commands and events are JSON, each followed by a zero byte (Chrome DevTools Protocol)."""
 
     def __init__(self, commands: int, events: int) -> None:
         self._commands = os.fdopen(commands, "wb", buffering=0)
@@ -34,14 +35,14 @@ class Page:
         self.complaints: list[str] = []
         """Errors and warnings of the console, exceptions, and requests that failed or were refused."""
         self.requests: list[str] = []
-        """Everything that was asked for, but data that an address holds."""
+        """The addresses that were requested, without data URLs."""
         target = self._send("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._send(f"{domain}.enable")
 
     def open(self, path: Path, width: int) -> None:
-        """In a window ``width`` CSS pixels wide; returns when it has loaded."""
+        """Open the page in a window of ``width`` CSS pixels, and wait until it has loaded."""
         self._send("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
         self._loaded = False
         self._send("Page.navigate", url=path.as_uri())
@@ -49,13 +50,14 @@ class Page:
             self._receive()
 
     def evaluate(self, script: str) -> Any:
-        """What the expression is, by JSON. Raises ``RuntimeError`` if it throws."""
+        """Return the value of the JavaScript expression, as JSON. Raise ``RuntimeError`` if it throws."""
         found = self._send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in found:
             raise RuntimeError(str(found["exceptionDetails"]))
         return found["result"].get("value")
 
     def close(self) -> None:
+        """Close the browser."""
         self._session = None
         self._send("Browser.close")
 
@@ -96,12 +98,16 @@ class Page:
 
 @contextmanager
 def browsing(browser: str) -> Iterator[Page]:
-    """A browser that hangs is killed, and what waits for it raises ``RuntimeError``."""
+    """Start the browser and yield a page.
+
+    A browser that hangs is killed, and the call that waits for it raises ``RuntimeError``.
+    """
     read_commands, commands = os.pipe()
     events, write_events = os.pipe()
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        # The browser reads its descriptor 3 and writes its 4. POSIX's shell need not know numbers of two digits.
+        # The browser reads descriptor 3 and writes descriptor 4. bash is used, because a POSIX shell need not support
+        # descriptors of two digits.
         shell = f'exec "$0" "$@" 3<&{read_commands} 4>&{write_events}'
         process = subprocess.Popen(
             ["bash", "-c", shell, browser, *options, f"--user-data-dir={profile}", "--remote-debugging-pipe"],

@@ -1,3 +1,5 @@
+"""Order the tests, remove shared memory and the processor cache around a session, and provide common fixtures."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -7,39 +9,66 @@ import pytest
 import torch
 
 import tests.hypothesis_profiles  # noqa: F401
-from tests.processor import forget
+from tests.launch import REPOSITORY
+from tests.processor import clear_processor_info
+
+SLOWEST_FIRST = (
+    "tests/zero/races/test_engine_races.py",
+    "tests/zero/parity/test_parity.py",
+    "tests/zero/parity/test_compositions.py",
+    "tests/zero/behaviour",
+    "tests/frameworks",
+    "tests/zero/races",
+    "tests/zero",
+)
+"""Folders and files of the longest tests. If such a test ran last, the other workers of pytest-xdist would be idle."""
+
+BUFFERS_BEFORE = pytest.StashKey[set[Path]]()
 
 
-def buffers() -> set[Path]:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Move the slowest tests to the front, in the order of ``SLOWEST_FIRST``."""
+    places = [str(REPOSITORY / place) for place in SLOWEST_FIRST]
+
+    def place_of(item: pytest.Item) -> int:
+        return next(
+            (position for position, place in enumerate(places) if str(item.path).startswith(place)), len(places)
+        )
+
+    items.sort(key=place_of)
+
+
+def shared_buffers() -> set[Path]:
+    """Return the files of DeepSpeed's buffers in shared memory."""
     return set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    session.stash[BEFORE] = buffers()
+    session.stash[BUFFERS_BEFORE] = shared_buffers()
     if not hasattr(session.config, "workerinput"):
-        forget()
+        clear_processor_info()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """DeepSpeed leaves 66 MB a rank in shared memory when a process ends, also under launchers of its own.
+    """Remove the 66 MB per rank that DeepSpeed leaves in shared memory when a process ends, also under its launchers.
 
-    Only when all tests are done: those of another worker may still need theirs.
+    The buffers are removed after all tests, because the ranks of another worker may still use theirs.
     """
     if not hasattr(session.config, "workerinput"):
-        for path in buffers() - session.stash[BEFORE]:
+        for path in shared_buffers() - session.stash[BUFFERS_BEFORE]:
             path.unlink(missing_ok=True)
 
 
 @pytest.fixture(params=[torch.float64, torch.bfloat16], ids=str)
 def other_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Scripts set PyTorch's for themselves. Memory on the device "meta" holds nothing: what came to lie there shows,
-    where it meets stock's op by a crash."""
+    """Run the test with another default dtype and default device, as scripts may set them.
+
+    Tensors on the device "meta" hold no data: a tensor that was allocated there by mistake makes the test fail, or
+    crashes stock's op.
+    """
     torch.set_default_dtype(request.param)
     try:
         with torch.device("meta"):
             yield
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-BEFORE = pytest.StashKey[set[Path]]()

@@ -1,7 +1,8 @@
-"""Starts a Python program as N ranks on this machine and waits for them."""
+"""Start a Python program as N ranks on this machine, and wait for them."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
@@ -12,38 +13,55 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from tests.fork_server import ForkedProcess, ForkServer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _ANSWER = "ANSWER "
 
+_SET_PER_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_NOT_READ_BY_IMPORTS = _SET_PER_RANK | {
+    "XDG_CACHE_HOME",
+    "PYTEST_CURRENT_TEST",
+    # DeepSpeed and PyTorch set these themselves when they are imported, also in this process.
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "TORCHINDUCTOR_CACHE_DIR",
+}
+"""Variables that may differ between a forked rank and the fork server: no module that is imported reads them."""
+
+Process = subprocess.Popen[str] | ForkedProcess
+
 
 @dataclass
 class Finished:
+    """A process that has ended: its return code, negative for a signal, and everything it wrote."""
+
     returncode: int
     output: str
 
     def answers(self) -> list[Any]:
-        """What the program said with ``answer``, in order, among all that it and its libraries print."""
+        """Return the values that the program passed to ``answer``, in order."""
         lines = [line for line in self.output.splitlines() if line.startswith(_ANSWER)]
         return [json.loads(line.removeprefix(_ANSWER)) for line in lines]
 
 
 def answer(value: Any) -> None:
-    """Called in a program that ``run_ranks`` started."""
+    """Write ``value``, which must be JSON, for ``Finished.answers``; called in a program that ``run_ranks`` started."""
     # One write: print() makes two where nothing is buffered, and another rank's may come between.
     sys.stdout.write(_ANSWER + json.dumps(value) + "\n")
     sys.stdout.flush()
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment, with the CPU accelerator, one thread a rank, and tracebacks of crashes."""
+    """Return this process's environment, with the CPU accelerator, one thread per rank, and tracebacks of crashes."""
     ours = {
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         "PYTHONFAULTHANDLER": "1",
-        # With what is there already: where DeepSpeed may be.
+        # Added to the existing value, which may lead to DeepSpeed.
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
         # One quick hardware profile serves all tests.
         "XDG_CACHE_HOME": str(REPOSITORY / ".cache"),
@@ -51,9 +69,15 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **ours, **changes}
 
 
+_ENVIRONMENT = environment()
+"""The environment of the fork server: read before a test can change this process's."""
+
+
 def free_port() -> int:
-    """Of this worker's of pytest-xdist alone, and none that Linux gives to whoever asks for any: nobody takes it before
-    the rank that listens there, some seconds from now."""
+    """Return a free port that belongs to this worker of pytest-xdist alone, and that Linux assigns to no other socket.
+
+    So no other process takes the port before the rank that listens there, some seconds from now.
+    """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     share = range(10_000 + worker, 32_768, workers)
@@ -65,10 +89,15 @@ def free_port() -> int:
     raise RuntimeError(f"all of the {len(share)} ports of worker {worker} are taken")
 
 
-def run_ranks(world_size: int, arguments: list[str], timeout_s: float, **changes: str) -> list[Finished]:
-    """One process a rank, with the environment that a launcher sets.
+def run_ranks(
+    world_size: int, arguments: list[str], timeout_s: float, *, fresh: bool = False, **changes: str
+) -> list[Finished]:
+    """Run a program as one process per rank, with the environment that a launcher sets, and wait for all ranks.
 
-    A rank that outlives the timeout, counted from the start of all, is killed; its return code is negative then.
+    ``arguments`` are those of ``python``, ``changes`` are environment variables. ``["-m", module, ...]`` is forked from
+    the fork server, unless it needs a fresh interpreter: because it is ``fresh``, or because ``changes``, or the test,
+    set a variable that is read when modules are imported. A rank that outlives the timeout, counted from the start of
+    all ranks, is killed; its return code is negative then.
     """
     port = free_port()
     shared = {
@@ -78,15 +107,18 @@ def run_ranks(world_size: int, arguments: list[str], timeout_s: float, **changes
         "MASTER_PORT": str(port),
         **changes,
     }
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(world_size)]
-    commands = [[sys.executable, *arguments]] * world_size
-    return run_together(commands, port, timeout_s, [environment(**its) for its in ranks])
+    environments = [environment(RANK=str(rank), LOCAL_RANK=str(rank), **shared) for rank in range(world_size)]
+    if fresh or arguments[0] != "-m" or not all(map(_imports_like_fork_server, environments)):
+        return run_together([[sys.executable, *arguments]] * world_size, port, timeout_s, environments)
+    _, module, *others = arguments
+    server = _fork_server()
+    return _wait_for([server.fork(module, others, variables) for variables in environments], port, timeout_s)
 
 
 def run_together(
     commands: list[list[str]], port: int, timeout_s: float, environments: list[dict[str, str]]
 ) -> list[Finished]:
-    """At the same time, from this repository; those that they start meet at ``port``.
+    """Run ``commands`` at the same time, from this repository; the ranks that they start meet at ``port``.
 
     A process that outlives the timeout, counted from the start of all, is killed; its return code is negative then.
     """
@@ -102,7 +134,24 @@ def run_together(
         )
         for command, env in zip(commands, environments, strict=True)
     ]
-    # With what they have started: a launcher that is killed leaves its ranks behind.
+    return _wait_for(processes, port, timeout_s)
+
+
+@cache
+def _fork_server() -> ForkServer:
+    server = ForkServer(_ENVIRONMENT, str(REPOSITORY))
+    atexit.register(server.close)
+    return server
+
+
+def _imports_like_fork_server(variables: dict[str, str]) -> bool:
+    """Return whether a process with the environment ``variables`` imports the same as the fork server has imported."""
+    names = (variables.keys() | _ENVIRONMENT.keys()) - _NOT_READ_BY_IMPORTS
+    return all(variables.get(name) == _ENVIRONMENT.get(name) for name in names)
+
+
+def _wait_for(processes: list[Process], port: int, timeout_s: float) -> list[Finished]:
+    # The whole session is killed, since a launcher that is killed alone leaves its ranks behind.
     killer = threading.Timer(timeout_s, lambda: [kill_session(process) for process in processes])
     killer.start()
     try:
@@ -110,15 +159,19 @@ def run_together(
     finally:
         killer.cancel()
         remove_shared_memory(port)
-    return [Finished(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+    return [Finished(int(process.returncode or 0), output) for process, output in zip(processes, outputs, strict=True)]
 
 
-def kill_session(process: subprocess.Popen[str]) -> None:
+def kill_session(process: Process) -> None:
+    """Kill the process, which leads a session, with all processes that it has started in this session."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def remove_shared_memory(port: int) -> None:
-    """DeepSpeed leaves 66 MB a rank in shared memory when a process ends (``csrc/cpu/comm/shm.cpp``)."""
+    """Remove the 66 MB per rank that DeepSpeed leaves in shared memory when a process ends.
+
+    DeepSpeed allocates them in ``csrc/cpu/comm/shm.cpp``.
+    """
     for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
         path.unlink()

@@ -1,7 +1,7 @@
-"""What py-cpuinfo says of the processor, asked once for all processes of the tests.
+"""Cache the processor information of py-cpuinfo for all processes of the tests.
 
-DeepSpeed asks three times in each process that uses its CPU Adam, and each time py-cpuinfo starts a Python that takes
-more than a second: half of what the tests would take.
+DeepSpeed queries py-cpuinfo three times in each process that uses its CPU Adam. Each query starts a Python process that
+takes more than a second, which would double the duration of the tests.
 """
 
 from __future__ import annotations
@@ -14,29 +14,32 @@ from typing import Any
 
 import cpuinfo
 
-KEPT = Path(__file__).resolve().parent.parent / ".cache" / "processor.json"
+CACHE_FILE = Path(__file__).resolve().parent.parent / ".cache" / "processor.json"
 
 
-def asked_once() -> None:
-    """Imported with the package, so in every program of the tests that is one of its modules."""
-    ask = cpuinfo.get_cpu_info
+def cache_processor_info() -> None:
+    """Replace py-cpuinfo's query by one that reads and writes a file of the cache.
+
+    The package ``tests`` calls this when it is imported, so it applies to every program that is one of its modules.
+    """
+    query = cpuinfo.get_cpu_info
 
     @cache
     def get_cpu_info() -> dict[str, Any]:
         try:
-            answer: dict[str, Any] = json.loads(KEPT.read_text())
+            info: dict[str, Any] = json.loads(CACHE_FILE.read_text())
         except (OSError, ValueError):
-            answer = ask()
-            KEPT.parent.mkdir(exist_ok=True)
-            partial = KEPT.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps(answer))
-            # Whoever reads meanwhile finds all of it or nothing.
-            partial.replace(KEPT)
-        return answer
+            info = query()
+            CACHE_FILE.parent.mkdir(exist_ok=True)
+            partial = CACHE_FILE.with_suffix(f".{os.getpid()}")
+            partial.write_text(json.dumps(info))
+            # The replacement is atomic: a concurrent reader finds a complete file or none.
+            partial.replace(CACHE_FILE)
+        return info
 
     cpuinfo.get_cpu_info = get_cpu_info
 
 
-def forget() -> None:
-    """The next run of the tests may have another processor."""
-    KEPT.unlink(missing_ok=True)
+def clear_processor_info() -> None:
+    """Remove the cached file, because the next run of the tests may have another processor."""
+    CACHE_FILE.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Threads of this process, moved and put back. Some tests ask this machine's kernel, which must have two CPUs."""
+"""Test that the threads of this process are moved and restored. Some tests need a machine with two CPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from deep_opt_states.host import affinity
 from deep_opt_states.host.affinity import AffinityError, LaunchBinding, allowed_cpus
-from tests.forks import exit_code_of_child
+from tests.forked_child import exit_code_of_child
 
 ALLOWED = frozenset(os.sched_getaffinity(0))
 LOW, HIGH = frozenset({min(ALLOWED)}), frozenset({max(ALLOWED)})
@@ -24,7 +24,7 @@ two_cpus = pytest.mark.skipif(len(ALLOWED) < 2, reason="needs two CPUs to move t
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left_behind() -> Iterator[None]:
+def _everything_is_restored() -> Iterator[None]:
     yield
     assert affinity._process.bindings == []
     assert affinity._process.moved == {}
@@ -33,7 +33,7 @@ def _nothing_is_left_behind() -> Iterator[None]:
 
 @contextmanager
 def parked(first: Callable[[], object] = lambda: None) -> Iterator[int]:
-    """A thread that does ``first`` and then waits; its kernel's id."""
+    """Start a thread that calls ``first`` and then waits, and yield its thread id."""
     ready, end = threading.Event(), threading.Event()
 
     def run() -> None:
@@ -53,7 +53,7 @@ def parked(first: Callable[[], object] = lambda: None) -> Iterator[int]:
 
 
 @two_cpus
-def test_threads_that_run_are_moved_and_put_back() -> None:
+def test_running_threads_are_moved_and_restored() -> None:
     with parked() as thread, parked(lambda: os.sched_setaffinity(0, LOW)) as bound:
         binding = LaunchBinding(HIGH)
         assert [os.sched_getaffinity(tid) for tid in (0, thread, bound)] == [HIGH] * 3
@@ -65,7 +65,7 @@ def test_threads_that_run_are_moved_and_put_back() -> None:
 
 
 @two_cpus
-def test_threads_and_programs_that_start_later_inherit_and_threads_are_put_back_too() -> None:
+def test_threads_and_programs_that_start_later_inherit_and_threads_are_restored() -> None:
     binding = LaunchBinding(HIGH)
     with parked() as later:
         assert os.sched_getaffinity(later) == HIGH
@@ -77,12 +77,13 @@ def test_threads_and_programs_that_start_later_inherit_and_threads_are_put_back_
 
 
 def exit_code_if(allowed: frozenset[int]) -> Callable[[], int]:
+    """Return a function that returns 0 in a process that may use exactly the CPUs ``allowed``."""
     return lambda: 0 if (frozenset(os.sched_getaffinity(0)), allowed_cpus()) == (allowed, allowed) else 1
 
 
 @two_cpus
 def test_a_forked_process_may_use_all_cpus_of_its_parent() -> None:
-    """As processes that load data could without the plugin; the parent's threads stay where they are."""
+    """Check it for processes that load data. The parent's threads keep their affinity."""
     first = LaunchBinding(HIGH)
     assert exit_code_of_child(exit_code_if(ALLOWED)) == 0
     second = LaunchBinding(LOW)
@@ -95,7 +96,7 @@ def test_a_forked_process_may_use_all_cpus_of_its_parent() -> None:
 
 @two_cpus
 def test_a_process_that_loads_data_may_use_all_cpus_of_its_parent() -> None:
-    class CpusWhereItIsLoaded(Dataset[list[int]]):
+    class AffinityOfLoader(Dataset[list[int]]):
         def __len__(self) -> int:
             return 4
 
@@ -104,14 +105,14 @@ def test_a_process_that_loads_data_may_use_all_cpus_of_its_parent() -> None:
 
     binding = LaunchBinding(HIGH)
     try:
-        loader = DataLoader(CpusWhereItIsLoaded(), batch_size=None, num_workers=2, multiprocessing_context="fork")
+        loader = DataLoader(AffinityOfLoader(), batch_size=None, num_workers=2, multiprocessing_context="fork")
         assert list(loader) == [sorted(ALLOWED)] * 4
     finally:
         binding.release()
 
 
 @two_cpus
-def test_a_process_that_another_thread_forks_may_use_all_cpus_too() -> None:
+def test_a_process_forked_by_another_thread_may_use_all_cpus() -> None:
     binding = LaunchBinding(HIGH)
     codes: list[int] = []
     with parked(lambda: codes.append(exit_code_of_child(exit_code_if(ALLOWED)))):
@@ -121,7 +122,7 @@ def test_a_process_that_another_thread_forks_may_use_all_cpus_too() -> None:
 
 
 @two_cpus
-def test_a_process_forked_by_a_thread_that_bound_itself_stays_with_it() -> None:
+def test_a_process_forked_by_a_thread_that_bound_itself_inherits_its_cpus() -> None:
     binding = LaunchBinding(HIGH)
     codes: list[int] = []
 
@@ -137,7 +138,7 @@ def test_a_process_forked_by_a_thread_that_bound_itself_stays_with_it() -> None:
 
 @two_cpus
 def test_a_forked_process_can_bind_and_release_while_its_parent_is_binding() -> None:
-    """Another thread of the parent may hold the lock when the process is forked."""
+    """Check it while another thread of the parent holds the lock."""
     inherited = LaunchBinding(HIGH)
 
     def bind() -> int:
@@ -153,7 +154,7 @@ def test_a_forked_process_can_bind_and_release_while_its_parent_is_binding() -> 
 
 
 @two_cpus
-def test_a_thread_that_binds_itself_meanwhile_is_left_alone() -> None:
+def test_a_thread_that_binds_itself_in_the_meantime_is_not_moved() -> None:
     with parked() as early:
         first = LaunchBinding(HIGH)
         os.sched_setaffinity(early, LOW)
@@ -167,7 +168,7 @@ def test_a_thread_that_binds_itself_meanwhile_is_left_alone() -> None:
 
 @two_cpus
 @pytest.mark.parametrize("first_in_first_out", [True, False])
-def test_of_two_bindings_the_last_one_counts(first_in_first_out: bool) -> None:
+def test_of_two_bindings_the_latest_is_in_force(first_in_first_out: bool) -> None:
     with parked() as thread:
         first, second = LaunchBinding(HIGH), LaunchBinding(LOW)
         assert os.sched_getaffinity(thread) == os.sched_getaffinity(0) == LOW
@@ -179,7 +180,7 @@ def test_of_two_bindings_the_last_one_counts(first_in_first_out: bool) -> None:
 
 
 @two_cpus
-def test_pytorch_uses_no_more_threads_than_it_has_cpus() -> None:
+def test_pytorch_uses_at_most_one_thread_per_cpu_of_the_binding() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -196,7 +197,7 @@ def test_pytorch_uses_no_more_threads_than_it_has_cpus() -> None:
 
 
 class Kernel:
-    """Affinities of this process's threads on a machine with 8 CPUs, which nothing is really bound to."""
+    """A fake kernel with 8 CPUs, which records the affinities of this process's threads."""
 
     def __init__(self) -> None:
         self.masks: dict[int, frozenset[int]] = {}
@@ -225,7 +226,7 @@ def kernel() -> Iterator[Kernel]:
         yield kernel
 
 
-def test_a_thread_that_was_bound_stays_as_near_as_it_may(kernel: Kernel) -> None:
+def test_a_thread_that_was_bound_keeps_its_cpus_that_the_binding_allows(kernel: Kernel) -> None:
     with parked() as near, parked() as far:
         kernel.masks |= {near: frozenset({1, 2, 3}), far: frozenset({0, 1})}
         binding = LaunchBinding({2, 3, 4})
@@ -237,7 +238,7 @@ def test_a_thread_that_was_bound_stays_as_near_as_it_may(kernel: Kernel) -> None
         assert kernel.get(os.getpid()) == set(range(8))
 
 
-def test_a_thread_that_ends_meanwhile_is_no_fault(kernel: Kernel) -> None:
+def test_a_thread_that_ends_in_the_meantime_is_ignored(kernel: Kernel) -> None:
     with parked() as early, parked() as late:
         kernel.ended.add(early)
         binding = LaunchBinding({5})
@@ -250,7 +251,9 @@ def test_a_thread_that_ends_meanwhile_is_no_fault(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("refused", [range(1, 1000), {2}], ids=["all", "the second"])
-def test_where_threads_cannot_be_moved_it_says_so_and_moves_none(refused: Container[int], kernel: Kernel) -> None:
+def test_if_a_thread_cannot_be_moved_an_error_is_raised_and_no_thread_is_moved(
+    refused: Container[int], kernel: Kernel
+) -> None:
     with parked() as thread:
         kernel.refused = refused
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""The benchmarks run where there is no GPU, say what they waive, and every exact arm has stock's bits."""
+"""Check that the benchmarks run without a GPU, give reasons for waivers, and that exact variants have stock's bits."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness import arms
-from benchmarks.harness.aims import AIMS
-from benchmarks.harness.picture import draw
-from benchmarks.harness.report import last_runs, render
-from benchmarks.harness.rows import COMPLETE, RESULTS, Results, Row, told
-from benchmarks.harness.setting import Setting
+from benchmarks.harness import variants
+from benchmarks.harness.charts import draw
+from benchmarks.harness.interleaved_runs import EngineRun, ExposedWaits
+from benchmarks.harness.results_page import last_runs, render
+from benchmarks.harness.rows import BENCHMARKS, COMPLETE, RESULTS, Results, Row, format_row, read_rows
+from benchmarks.harness.setting import TrainingSetting
 from benchmarks.harness.sizes import with_default_sub_groups
-from benchmarks.harness.suite import BENCHMARKS
-from benchmarks.harness.turns import Turn, Waits
+from benchmarks.harness.targets import MEMORY_BOUND_SPEEDUP, TARGETS, UPDATE_SPEEDUP
 from perf_model.prediction.timeline import Phase, PhaseSpan
 from tests.launch import run_ranks
 from tests.tiers import thorough
@@ -30,45 +29,51 @@ UPDATE = ("update", "update exposed")
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
+    """Return a folder with the rows of one complete run of ``adam``: a time, a claim and a waiver."""
     results = Results("adam", tmp_path, quick=False)
-    results.add(Row(arm="ours", quantity="update", unit="s", samples=(0.2, 0.1, 0.3, 0.4, 0.5), setting={"threads": 2}))
-    results.add(Row(arm="ours", quantity="stock's bits", said=True, claimed=True, setting={"threads": 2}))
-    results.add(Row(arm="GPU", quantity="update", waived="no GPU | none"))
+    samples = (0.2, 0.1, 0.3, 0.4, 0.5)
+    results.add(Row(variant="ours", quantity="update", unit="s", samples=samples, setting={"threads": 2}))
+    results.add(
+        Row(variant="ours", quantity="bit-identical to stock", value=True, claimed=True, setting={"threads": 2})
+    )
+    results.add(Row(variant="GPU", quantity="update", waived="no GPU | none"))
     results.finish()
     return tmp_path
 
 
 def page_of(folder: Path) -> str:
+    """Return the page that shows the rows of ``folder``."""
     return render(last_runs(folder))
 
 
-def quickly(name: str, folder: Path) -> list[dict[str, Any]]:
-    """Its rows."""
+def run_quickly(name: str, folder: Path) -> list[dict[str, Any]]:
+    """Run a benchmark with ``--quick`` in a process of its own, and return its rows."""
     arguments = ["-m", "benchmarks", name, "--quick", "--output", str(folder)]
     (finished,) = run_ranks(1, arguments, timeout_s=250)
     assert finished.returncode == 0, finished.output[-4000:]
-    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    return read_rows(folder / f"{name}.jsonl")
 
 
 @pytest.mark.parametrize("name", [thorough("update_phase"), "overlap"])
-def test_every_exact_arm_has_the_bits_of_stock(name: str, tmp_path: Path) -> None:
-    rows = quickly(name, tmp_path)
+def test_every_exact_variant_is_bit_identical_to_stock(name: str, tmp_path: Path) -> None:
+    rows = run_quickly(name, tmp_path)
     assert not [row for row in rows if row.get("failed")]
-    bits = {row["arm"]: row["said"] for row in rows if row["quantity"] == "stock's bits"}
-    seconds = {row["arm"]: row["median"] for row in rows if row["quantity"] in UPDATE and "median" in row}
+    bits = {row["variant"]: row["value"] for row in rows if row["quantity"] == "bit-identical to stock"}
+    seconds = {row["variant"]: row["median"] for row in rows if row["quantity"] in UPDATE and "median" in row}
     assert len(bits) >= 5
     assert bits.keys() <= seconds.keys()
     assert all(value > 0 for value in seconds.values())
-    # What forward and backward wait for an update is taken from them once.
+    # The time for which forward and backward wait for an update is subtracted from them only once.
     assert not [row for row in rows if row.get("unit") == "s" and row["p20"] < 0]
-    assert {arm for arm, same in bits.items() if not same} <= {"Twin-Flow", "stock, cores bound", "stock, no clipping"}
-    classes = {row["arm"]: row["said"].split()[0] for row in rows if row["quantity"] == "is"}
+    inexact = {"Twin-Flow", "stock, bound to cores", "stock, no clipping"}
+    assert {variant for variant, same in bits.items() if not same} <= inexact
+    classes = {row["variant"]: row["value"].split()[0] for row in rows if row["quantity"] == "configuration"}
     assert classes.keys() == bits.keys()
     assert classes["stock"] == "DeepSpeedZeroOptimizer_Stage3"
-    waived = {row["arm"]: row["waived"] for row in rows if "waived" in row}
+    waived = {row["variant"]: row["waived"] for row in rows if "waived" in row}
     if name == "update_phase":
         assert set(waived) == {"SuperOffload", "SuperOffload, no clipping", "ZenFlow (approximate)"}
-        assert set(waived.values()) == {"runs on CUDA only, says DeepSpeed 0.19.8"}
+        assert set(waived.values()) == {"DeepSpeed 0.19.8 supports it on CUDA only"}
 
 
 @pytest.mark.thorough
@@ -76,84 +81,118 @@ def test_every_exact_arm_has_the_bits_of_stock(name: str, tmp_path: Path) -> Non
     "name",
     ["adam", "training_step", "ablation", "trace", "exactness", "model_error", "overhead", "planner", "scaling"],
 )
-def test_it_runs(name: str, tmp_path: Path) -> None:
-    rows = quickly(name, tmp_path)
+def test_quick_run_gives_numbers_and_no_failed_claim(name: str, tmp_path: Path) -> None:
+    rows = run_quickly(name, tmp_path)
     assert any("median" in row for row in rows)
     assert not [row for row in rows if row.get("failed")]
 
 
-def test_rows_say_where_and_when_and_the_spread(results: Path) -> None:
-    first, said, waived, _ = map(json.loads, (results / "adam.jsonl").read_text().splitlines())
+@pytest.mark.thorough
+def test_worked_example_of_the_documentation_runs(tmp_path: Path) -> None:
+    page = RESULTS.parents[1] / "docs" / "benchmarking.md"
+    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    script = tmp_path / "clipping.py"
+    script.write_text(example + RUN_EXAMPLE)
+    (finished,) = run_ranks(1, [str(script)], timeout_s=250)
+    assert finished.returncode == 0, finished.output[-4000:]
+    quantities = {tuple(answer) for answer in finished.answers()}
+    assert {variant for variant, _ in quantities} == {
+        "stock",
+        "stock, no clipping",
+        "ours, all on the CPU",
+        "ours, no clipping",
+    }
+    assert "error" not in {quantity for _, quantity in quantities}
+
+
+RUN_EXAMPLE = """
+if __name__ == "__main__":
+    from tests.launch import answer
+
+    for row in measure(quick=True):
+        answer([row.variant, row.quantity])
+"""
+
+
+def test_rows_have_machine_date_and_spread(results: Path) -> None:
+    first, claim, waived, _ = read_rows(results / "adam.jsonl")
     assert {"date", "commit", "cpu", "cores", "gpu", "versions", "benchmark", "quick"} < first.keys()
     assert (first["median"], first["p20"], first["p80"], first["samples"]) == (0.3, 0.2, 0.4, 5)
-    assert (first["unit"], first["setting"], said["said"], waived["waived"]) == (
+    assert (first["unit"], first["setting"], claim["value"], waived["waived"]) == (
         "s",
         {"threads": 2},
         True,
         "no GPU | none",
     )
-    assert told(first) == ("300 ms", "200 ms to 400 ms")
-    assert "failed" not in said
+    assert format_row(first) == ("300 ms", "200 ms to 400 ms")
+    assert "failed" not in claim
 
 
-def test_a_claim_that_does_not_hold_has_failed() -> None:
-    assert Row(arm="ours", quantity="stock's bits", said=False, claimed=True).to_json()["failed"] is True
-    assert "failed" not in Row(arm="ZenFlow", quantity="stock's bits", said=False).to_json()
+def test_new_rows_have_the_keys_of_the_committed_rows(results: Path) -> None:
+    """Check that new and committed rows can be read from one file."""
+    first, *_ = map(json.loads, (results / "adam.jsonl").read_text().splitlines())
+    committed = json.loads((RESULTS / "overhead.jsonl").read_text().splitlines()[0])
+    assert first.keys() >= committed.keys()
 
 
-def test_every_number_of_the_page_is_of_a_row(results: Path) -> None:
+def test_claim_that_does_not_hold_is_marked_as_failed() -> None:
+    claim = Row(variant="ours", quantity="bit-identical to stock", value=False, claimed=True)
+    assert claim.as_dict()["failed"] is True
+    assert "failed" not in Row(variant="ZenFlow", quantity="bit-identical to stock", value=False).as_dict()
+
+
+def test_every_number_of_the_page_comes_from_a_row(results: Path) -> None:
     page = page_of(results)
-    assert "threads 2:\n\n| arm | update | stock's bits |\n" in page
+    assert "Setting of all rows: threads 2\n\n| variant | update | bit-identical to stock |\n" in page
     assert "| ours | 300 ms (200 ms to 400 ms) | yes |" in page
-    assert "- Waived, no GPU | none: GPU" in page
+    assert "- Waived (no GPU | none): GPU" in page
     for name in BENCHMARKS:
         assert f"## {name}: " in page
-        assert (f"**Unmeasured**: `python -m benchmarks {name}`" in page) == (name != "adam")
+        assert (f"**Not measured**: run `python -m benchmarks {name}`" in page) == (name != "adam")
 
 
-@pytest.mark.parametrize(("median", "said"), [(1.7, "| holds |"), (1.5, "| **falls short** |")])
-def test_aims_are_judged_by_the_rows(median: float, said: str, tmp_path: Path) -> None:
-    arm = "ours, all on the CPU"
+@pytest.mark.parametrize(("median", "status"), [(1.7, "| met |"), (1.5, "| **missed** |")])
+def test_targets_are_checked_against_the_rows(median: float, status: str, tmp_path: Path) -> None:
+    all_cpu = "ours, all on the CPU"
     results = Results("update_phase", tmp_path, quick=False)
     setting = {"sub_group_size": 10_000_000}
-    for name, samples in (("stock", [1.0]), (arm, [median, 9.0, 0.1])):
-        row = Row(arm=name, quantity="updates faster than stock", unit="times", samples=samples, setting=setting)
-        results.add(row)
+    for name, samples in (("stock", [1.0]), (all_cpu, [median, 9.0, 0.1])):
+        results.add(Row(variant=name, quantity=UPDATE_SPEEDUP, unit="times", samples=samples, setting=setting))
     for size, most in ((1, 9.0), (10_000_000, 1.42)):
-        of = {"arm": arm, "setting": {"sub_group_size": size}}
-        results.add(Row(quantity="stock's bytes over its", unit="times", samples=[most], **of))
+        labels = {"variant": all_cpu, "setting": {"sub_group_size": size}}
+        results.add(Row(quantity=MEMORY_BOUND_SPEEDUP, unit="times", samples=[most], **labels))
     page = page_of(tmp_path)
     (line,) = (line for line in page.splitlines() if "1.6 times as fast" in line)
-    # Other machines answer other questions.
-    answers = results.rows[0]["gpu"] is None and results.rows[0]["cores"] == 2
-    assert (said in line) == answers
-    assert ("stock's bytes over its: 1.42x" in line) == (answers and median == 1.5)
-    assert page.count("**unmeasured**") == len(AIMS) - answers
+    # The target is only for machines with 2 cores and no GPU.
+    applies = results.rows[0]["gpu"] is None and results.rows[0]["cores"] == 2
+    assert (status in line) == applies
+    assert ("speedup if memory-bound: 1.42x" in line) == (applies and median == 1.5)
+    assert page.count("**not measured**") == len(TARGETS) - applies
 
 
-def test_the_farthest_setting_counts(tmp_path: Path) -> None:
+def test_target_is_checked_against_its_worst_setting(tmp_path: Path) -> None:
     results = Results("model_error", tmp_path, quick=False)
     results.rows = []
     for size, error in ((1, 0.02), (4, -0.3), (8, 0.2)):
         setting = {"sub_group_size": size}
-        row = Row(arm="planned", quantity="error of the prediction", unit="share", samples=[error], setting=setting)
+        row = Row(variant="planned", quantity="prediction error", unit="share", samples=[error], setting=setting)
         results.add(row)
-    (aim,) = (its for its in AIMS if its.quantity == "error of the prediction")
-    verdict = aim.judge([{**row, "gpu": "a GPU"} for row in results.rows])
+    (target,) = (target for target in TARGETS if target.quantity == "prediction error")
+    verdict = target.check([{**row, "gpu": "a GPU"} for row in results.rows])
     assert verdict is not None
-    assert (verdict.holds, str(verdict)) == (False, "-30%, the farthest of 3: planned")
-    assert aim.judge([]) is None
+    assert (verdict.is_met, str(verdict)) == (False, "-30%, the worst of 3 results (variant: planned)")
+    assert target.check([]) is None
 
 
-def test_the_page_that_is_committed_is_of_the_rows_that_are() -> None:
-    assert (RESULTS.parent / "RESULTS.md").read_text() == page_of(RESULTS), "python -m benchmarks report"
+def test_committed_page_shows_the_committed_rows() -> None:
+    assert (RESULTS.parent / "RESULTS.md").read_text() == page_of(RESULTS), "run python -m benchmarks report"
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
-def test_rows_can_be_drawn(path: Path, tmp_path: Path) -> None:
-    picture = importlib.import_module(f"benchmarks.{path.stem}").PICTURE
+def test_committed_rows_can_be_drawn(path: Path, tmp_path: Path) -> None:
+    chart = importlib.import_module(f"benchmarks.{path.stem}").CHART
     for rows in last_runs(RESULTS)[path.stem]:
-        drawn = draw(rows, tmp_path, picture)
+        drawn = draw(rows, tmp_path, chart)
         if drawn is None:
             assert any("waived" in row for row in rows)
             continue
@@ -162,17 +201,17 @@ def test_rows_can_be_drawn(path: Path, tmp_path: Path) -> None:
         assert drawn.stat().st_size > 10_000, "not an empty figure"
 
 
-def test_a_trace_is_kept_beside_the_rows(tmp_path: Path) -> None:
+def test_trace_is_written_next_to_the_rows(tmp_path: Path) -> None:
     results = Results("trace", tmp_path, quick=False)
-    results.add(Row(arm="ours, all on the CPU", quantity="trace", trace=b"compressed"))
-    name = results.rows[0]["said"]
+    results.add(Row(variant="ours, all on the CPU", quantity="trace", trace=b"compressed"))
+    name = results.rows[0]["value"]
     assert name.startswith("trace-")
     assert name.endswith("-ours-all-on-the-cpu.json.gz")
     assert (tmp_path / name).read_bytes() == b"compressed"
     assert f"[trace](results/{name})" in page_of(tmp_path)
 
 
-def test_a_run_that_was_stopped_does_not_hide_one_that_was_not(results: Path) -> None:
+def test_stopped_run_does_not_replace_a_complete_run(results: Path) -> None:
     path = results / "adam.jsonl"
     stopped = {**json.loads(path.read_text().splitlines()[0]), "date": "2999-01-01T00:00:00+00:00", "median": 0.7}
     path.write_text(path.read_text() + json.dumps(stopped) + "\n")
@@ -181,126 +220,133 @@ def test_a_run_that_was_stopped_does_not_hide_one_that_was_not(results: Path) ->
     assert "| ours | 700 ms" in page_of(results)
 
 
-def test_what_is_measured_twice_counts_as_it_was_last(tmp_path: Path) -> None:
+def test_last_measurement_counts_if_a_run_measures_twice(tmp_path: Path) -> None:
     results = Results("adam", tmp_path, quick=False)
     for seconds in (0.3, 0.4):
-        results.add(Row(arm="ours", quantity="update", unit="s", samples=[seconds]))
+        results.add(Row(variant="ours", quantity="update", unit="s", samples=[seconds]))
     page = page_of(tmp_path)
     assert "| ours | 400 ms |" in page
     assert "300 ms" not in page
 
 
-SETTING = Setting(layers=4, width=1024, context=64, micro_batch=1, sub_group_size=10_000_000)
+SETTING = TrainingSetting(layers=4, width=1024, context=64, micro_batch=1, sub_group_size=10_000_000)
 
 
-def test_arms_are_configured_as_they_are_called() -> None:
-    """DeepSpeed clips to 1.0 where nothing is said."""
-    assert arms.SUPER_UNCLIPPED.configure(SETTING)["gradient_clipping"] == 0.0
-    assert arms.STOCK.configure(SETTING)["gradient_clipping"] == 1.0
-    assert "offload_optimizer" not in arms.NO_OFFLOAD.configure(SETTING)["zero_optimization"]
-    by_default = arms.STOCK.configure(with_default_sub_groups(SETTING))["zero_optimization"]
+def test_variants_have_the_config_that_their_names_promise() -> None:
+    # DeepSpeed clips to 1.0 unless the config sets a value, so that 0.0 has to be written out.
+    assert variants.SUPER_UNCLIPPED.config_for(SETTING)["gradient_clipping"] == 0.0
+    assert variants.STOCK.config_for(SETTING)["gradient_clipping"] == 1.0
+    assert "offload_optimizer" not in variants.NO_OFFLOAD.config_for(SETTING)["zero_optimization"]
+    by_default = variants.STOCK.config_for(with_default_sub_groups(SETTING))["zero_optimization"]
     assert by_default["sub_group_size"] == 10**9
-    memory = arms.PLANNED.configure(SETTING)["deep_optimizer_states"]["gpu_memory_gb"]
+    memory = variants.PLANNED.config_for(SETTING)["deep_optimizer_states"]["gpu_memory_gb"]
     assert memory * 1e9 == pytest.approx(24 * 10_000_000 + 2 * SETTING.parameters)
-    # As many of the six sub-groups as fit that, with 16 bytes a parameter.
-    ratio = arms.twin_flow(SETTING).configure(SETTING)["zero_optimization"]["offload_optimizer"]["ratio"]
+    # Two of the six sub-groups fit into that memory, with 16 bytes per parameter.
+    ratio = variants.twin_flow(SETTING).config_for(SETTING)["zero_optimization"]["offload_optimizer"]["ratio"]
     assert int((1 - ratio) * 6) == 2
 
 
-def test_no_offload_is_waived_where_it_does_not_fit() -> None:
-    assert arms.NO_OFFLOAD.waived(SETTING) is None
+def test_no_offload_is_waived_if_it_does_not_fit_into_memory() -> None:
+    assert variants.NO_OFFLOAD.waived_reason(SETTING) is None
     huge = replace(SETTING, layers=1000, width=16384)
-    assert arms.NO_OFFLOAD.waived(huge) == "does not fit"
+    assert variants.NO_OFFLOAD.waived_reason(huge) == "does not fit into memory"
 
 
 @pytest.mark.parametrize(
-    ("arm", "claim"),
+    ("variant", "message"),
     [
-        (replace(arms.STOCK, name="stock that clips otherwise", clipping=0.5), "clips to 1.0"),
-        (replace(arms.STOCK, name="ours, not there", optimizer_class=arms.OURS), "the optimizer is"),
-        (replace(arms.ALL_CPU, name="stock's kernel, not there", kernel="StockAdam"), "the CPU updates by FusedAdam"),
-        (replace(arms.STOCK, name="Twin-Flow, not there", offload={"ratio": 0.5}), "ratio 1.0"),
+        (replace(variants.STOCK, name="stock with other clipping", clipping=0.5), "clips to 1.0"),
+        (replace(variants.STOCK, name="ours, missing", optimizer_class=variants.OURS_STAGE_3), "the optimizer is"),
+        (
+            replace(variants.ALL_CPU, name="stock's kernel, missing", cpu_kernel="StockAdam"),
+            "the CPU kernel is FusedAdam",
+        ),
+        (replace(variants.STOCK, name="Twin-Flow, missing", offload={"ratio": 0.5}), "ratio 1.0"),
     ],
-    ids=lambda its: its.name if isinstance(its, arms.Arm) else "",
+    ids=lambda parameter: parameter.name if isinstance(parameter, variants.Variant) else "",
 )
-def test_an_engine_that_is_not_its_arm_s_is_refused(arm: arms.Arm, claim: str) -> None:
-    named = replace(arms.STOCK if arm.block is None else arms.ALL_CPU, name=arm.name)
-    with pytest.raises(AssertionError, match=claim):
-        arm.check(Engine(named))
+def test_engine_of_another_variant_is_refused(variant: variants.Variant, message: str) -> None:
+    actual = replace(variants.STOCK if variant.block is None else variants.ALL_CPU, name=variant.name)
+    with pytest.raises(AssertionError, match=message):
+        variant.verify(FakeEngine(actual))
 
 
-class Engine:
-    """What ``check`` looks at of one that ``arm`` is right about."""
+class FakeEngine:
+    """The attributes of an engine of ``variant`` that ``Variant.verify`` reads."""
 
-    def __init__(self, arm: arms.Arm) -> None:
+    def __init__(self, variant: variants.Variant) -> None:
         groups, config = [None] * 6, SimpleNamespace(overlap_backward=False, overlap_forward=False)
-        adam = type(arm.kernel or "None", (), {})()
-        inner = type(arm.inner, (), {})()
+        kernel = type(variant.cpu_kernel or "None", (), {})()
+        inner = type(variant.inner_optimizer, (), {})()
         attributes = {
             "optimizer": inner,
             "partial_offload": 1.0,
             "fp16_groups": groups,
             "_config": config,
-            "_adam": adam,
+            "_assembly": SimpleNamespace(kernels=(kernel,)),
         }
-        self.optimizer = type(arm.optimizer_class, (), attributes)()
-        assert arm.check(self).startswith(arm.optimizer_class)
+        self.optimizer = type(variant.optimizer_class, (), attributes)()
+        assert variant.verify(self).startswith(variant.optimizer_class)
 
     def gradient_clipping(self) -> float:
+        """Return DeepSpeed's default."""
         return 1.0
 
     def zero_overlap_comm(self) -> bool:
+        """Return DeepSpeed's default for stage 3."""
         return True
 
     def zero_offload_optimizer(self) -> Any:
+        """Return the offloading config."""
         return SimpleNamespace(pin_memory=True)
 
 
-def test_waits_are_taken_from_the_phase_that_they_are_in() -> None:
-    """Two updates that go on in the next forward, and end in its backward; a third that ends with ``step()``."""
-    exposure, told = SimpleNamespace(count=0), []
+def test_waits_are_subtracted_from_the_phase_in_which_they_occur() -> None:
+    """Check two updates that continue in the next forward and end in its backward, and one that ends in ``step()``."""
+    exposure, reported = SimpleNamespace(count=0), []
     optimizer = SimpleNamespace(
-        _exposure=exposure, report=SimpleNamespace(updated=lambda phases, timeline: told.append(phases))
+        _assembly=SimpleNamespace(exposure=exposure),
+        report=SimpleNamespace(updated=lambda phases, timeline: reported.append(phases)),
     )
-    waits = Waits()
+    waits = ExposedWaits()
     waits.watch(optimizer)
     for in_step, by_forward, end in ((2, 3, 4), (1, 4, 4), (1, 1, 1)):
         exposure.count = in_step
-        waits.stepped()
+        waits.after_step()
         exposure.count = by_forward
         if in_step < by_forward:
-            waits.forwarded()
-            # Of the same step's second micro-batch.
+            waits.after_forward()
+            # The same step's second micro-batch follows.
             exposure.count = end
-            waits.forwarded()
+            waits.after_forward()
         seconds = [0.1 * 2**number for number in range(end)]
-        spans = [PhaseSpan(Phase.EXPOSED, 10.0 * at, 10.0 * at + its) for at, its in enumerate(seconds)]
+        spans = [PhaseSpan(Phase.EXPOSED, 10.0 * at, 10.0 * at + wait_s) for at, wait_s in enumerate(seconds)]
         optimizer.report.updated(
             (PhaseSpan(Phase.BACKWARD, -1.0, 0.0), *spans),
             lambda: SimpleNamespace(hidden_s=lambda exposed_s: exposed_s),
         )
-    turn = Turn(arms.OURS_AS_IT_IS, SETTING)
-    turn.step_s, turn.forward_s, turn.backward_s = [1.0, 1.0, 1.0], [3.0, 3.0, 3.0], [5.0, 5.0, 5.0]
-    waits.account(turn)
-    # 0.1 and 0.2 in the first step, 0.4 in the forward and 0.8 in the backward after it; and so on.
-    assert turn.exposed_s == pytest.approx([1.0 + 0.4 + 0.8, 1.0 + 0.2 + 0.4 + 0.8, 1.0])
-    assert turn.forward_s == pytest.approx([3.0, 3.0 - 0.4, 3.0 - 0.2 - 0.4 - 0.8])
-    assert turn.backward_s == pytest.approx([5.0, 5.0 - 0.8, 5.0])
-    assert turn.hidden_s == pytest.approx([1.5, 1.5, 0.1])
-    assert len(told) == 3
+    run = EngineRun(variants.OURS_DEFAULT, SETTING)
+    run.step_s, run.forward_s, run.backward_s = [1.0, 1.0, 1.0], [3.0, 3.0, 3.0], [5.0, 5.0, 5.0]
+    waits.account(run)
+    # The first update waits 0.1 and 0.2 in its step, 0.4 in the next forward and 0.8 in the backward after it.
+    assert run.exposed_s == pytest.approx([1.0 + 0.4 + 0.8, 1.0 + 0.2 + 0.4 + 0.8, 1.0])
+    assert run.forward_s == pytest.approx([3.0, 3.0 - 0.4, 3.0 - 0.2 - 0.4 - 0.8])
+    assert run.backward_s == pytest.approx([5.0, 5.0 - 0.8, 5.0])
+    assert run.hidden_s == pytest.approx([1.5, 1.5, 0.1])
+    assert len(reported) == 3
 
 
-def test_every_aim_asks_for_what_a_benchmark_tells() -> None:
-    """On the CPU, where rows of all of them are committed; the GPU's are of other sizes only."""
-    for aim in AIMS:
-        rows = [{**row, "gpu": "a GPU" if aim.on_gpu else None} for row in last_runs(RESULTS)[aim.benchmark][0]]
-        assert aim.judge(rows) is not None, aim.what
+def test_every_target_names_a_quantity_that_its_benchmark_measures() -> None:
+    """Check against rows of the CPU, since rows of all benchmarks are committed: rows of a GPU differ in sizes only."""
+    for target in TARGETS:
+        rows = [{**row, "gpu": "a GPU" if target.on_gpu else None} for row in last_runs(RESULTS)[target.benchmark][0]]
+        assert target.check(rows) is not None, target.description
 
 
-def test_quick_runs_measure_nothing_and_the_last_run_counts(results: Path) -> None:
+def test_page_shows_the_last_run_and_no_quick_run(results: Path) -> None:
     path = results / "adam.jsonl"
     last = {**json.loads(path.read_text().splitlines()[0]), "date": "2999-01-01T00:00:00+00:00", "median": 0.7}
-    end = {**last, "quantity": COMPLETE, "said": True}
+    end = {**last, "quantity": COMPLETE, "value": True}
     quick = {**last, "date": "2999-02-01T00:00:00+00:00", "quick": True, "median": 0.9}
     path.write_text(path.read_text() + "".join(json.dumps(row) + "\n" for row in (last, end, quick)))
     page = page_of(results)

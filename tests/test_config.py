@@ -1,7 +1,8 @@
+"""Test the config block: the plan that it defines, and the errors for invalid blocks."""
+
 from __future__ import annotations
 
 import contextlib
-import re
 from typing import Any
 
 import pytest
@@ -12,9 +13,8 @@ from deep_opt_states.config import Config, ConfigError, parse_config
 from deep_opt_states.names import CONFIG_KEY
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.workload import Workload
-from tests.launch import REPOSITORY
 
-WORKLOAD = Workload.of([10, 10, 10, 10])
+WORKLOAD = Workload.from_numels([10, 10, 10, 10])
 CPU, STREAMED = Placement.CPU, Placement.STREAMED
 
 
@@ -24,11 +24,11 @@ def parse(block: Any) -> Config:
     return config
 
 
-def test_no_block_is_no_config() -> None:
+def test_a_config_without_the_block_is_accepted() -> None:
     assert parse_config({"train_batch_size": 1}) is None
 
 
-def test_the_least_block_enables_the_plugin() -> None:
+def test_an_empty_block_enables_the_plugin() -> None:
     assert parse({}) == Config()
     assert parse({}).enabled
 
@@ -47,16 +47,16 @@ def test_the_least_block_enables_the_plugin() -> None:
         ({"placement": ["streamed", "cpu", "resident", "streamed"]}, (STREAMED, CPU, Placement.RESIDENT, STREAMED)),
     ],
 )
-def test_placements(block: dict[str, Any], placements: tuple[Placement, ...]) -> None:
+def test_each_rule_gives_its_placements(block: dict[str, Any], placements: tuple[Placement, ...]) -> None:
     assert parse(block).plan(WORKLOAD).placements == placements
 
 
-def test_the_error_of_the_design_page() -> None:
+def test_an_error_has_the_rule_the_value_and_the_remedy() -> None:
     with pytest.raises(ConfigError) as caught:
         parse({"placement": "stride", "update_stride": 1})
     assert str(caught.value) == (
         "deep_optimizer_states.update_stride: must be an integer of at least 2, found 1.\n"
-        'Stride k puts every k-th sub-group on the GPU; for all of them use "placement": "streamed".'
+        'Every k-th sub-group is updated on the GPU; for all of them, use "placement": "streamed".'
     )
 
 
@@ -99,7 +99,8 @@ def test_the_error_of_the_design_page() -> None:
         ({"placment": "cpu"}, "placment", "'cpu'"),
     ],
 )
-def test_bad_values_are_refused_by_dotted_key(block: Any, key: str, found: str) -> None:
+@pytest.mark.promise("P6")
+def test_an_invalid_value_is_refused_with_its_dotted_key(block: Any, key: str, found: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(block)
     dotted = f"{CONFIG_KEY}.{key}" if key else CONFIG_KEY
@@ -109,12 +110,12 @@ def test_bad_values_are_refused_by_dotted_key(block: Any, key: str, found: str) 
     assert remedy
 
 
-def test_a_misspelt_key_is_met_with_the_right_one() -> None:
+def test_the_error_for_a_misspelt_key_suggests_the_right_one() -> None:
     with pytest.raises(ConfigError, match='Did you mean "placement"'):
         parse({"placment": "cpu"})
 
 
-def test_every_fault_is_named_at_once() -> None:
+def test_all_invalid_keys_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         parse({"enabled": 1, "num_slots": 0})
     assert f"{CONFIG_KEY}.enabled" in str(caught.value)
@@ -139,14 +140,6 @@ def test_any_json_is_a_config_or_a_config_error(block: dict[str, Any]) -> None:
         parse(block)
 
 
-def test_the_readme_documents_every_key_with_its_default() -> None:
-    """The table's rows: | `key` | type | default | meaning |."""
-    readme = (REPOSITORY / "README.md").read_text()
-    rows = re.findall(r"^\| `([a-z_]+)` \|[^|]+\|\s*`?([^|`]*?)`?\s*\|", readme, re.MULTILINE)
-    documented = dict(rows)
-    expected = {name: field.default for name, field in Config.model_fields.items()}
-    as_json = {None: "", True: "true"}
-    assert documented == {
-        key: as_json[value] if value in (None, True) else f'"{value}"' if isinstance(value, str) else str(value)
-        for key, value in expected.items()
-    }
+def test_every_key_has_a_description() -> None:
+    for key, field in Config.model_fields.items():
+        assert field.description, key

@@ -1,4 +1,4 @@
-"""The CUDA device against a simulated CUDA runtime; no GPU is needed."""
+"""Check the CUDA device against a simulated CUDA runtime, which needs no GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class CudaError(RuntimeError):
 
 
 class Runtime:
-    """What our device uses of ``torch``, with an error that stays until somebody asks for it, as CUDA's last error."""
+    """A test double for the parts of ``torch`` that our device uses.
+
+    As in CUDA, the last error stays until a call reads it.
+    """
 
     def __init__(self, register: int = SUCCESS, unregister: int = SUCCESS) -> None:
         self._results = {"register": register, "unregister": unregister}
@@ -63,7 +66,7 @@ class Runtime:
         return SimpleNamespace()
 
     def ones(self, numel: int, device: torch.device) -> None:
-        """``C10_CUDA_KERNEL_LAUNCH_CHECK``: a launch raises, and clears, the last error of any call."""
+        """Raise and clear the last error of any call, as ``C10_CUDA_KERNEL_LAUNCH_CHECK`` does after a launch."""
         self.calls.append("launch")
         error, self.last_error = self.last_error, SUCCESS
         if error != SUCCESS:
@@ -80,7 +83,7 @@ def test_a_refused_lock_leaves_no_error_for_the_next_launch(monkeypatch: pytest.
     slab = device_on(runtime, monkeypatch).host_slab(1000)
     with pytest.raises(HostMemoryError, match=r"refused: refused \(2\)"):
         slab.lock()
-    # As the collective by which the other ranks are told.
+    # The next launch may be that of the collective in which the ranks agree on the error.
     runtime.ones(1, torch.device("cuda"))
 
 
@@ -92,7 +95,7 @@ def test_a_lock_that_succeeds_launches_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_memory_is_unregistered_once_nothing_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by a thread whose current device is another, such as one that happens to collect garbage."""
+    """Check it on a thread whose current device is another one, such as a thread that collects garbage."""
     runtime = Runtime()
     slab = device_on(runtime, monkeypatch, index=3).host_slab(1000)
     slab.lock()
@@ -122,8 +125,8 @@ def test_a_host_that_waits_for_an_event_sleeps(monkeypatch: pytest.MonkeyPatch) 
     assert runtime.events == [{"enable_timing": True, "blocking": True}]
 
 
-def test_what_the_simulated_runtime_stands_for_is_in_pytorch() -> None:
-    """Names that only a build of PyTorch for CUDA could call, but every build has."""
+def test_pytorch_has_the_names_that_the_simulated_runtime_replaces() -> None:
+    """Check the names. Only a build of PyTorch for CUDA can call them, but every build has them."""
     used: Any = torch.cuda
     for name in ("CudaError", "check_error", "cudart", "device", "set_device", "synchronize", "Event"):
         assert hasattr(used, name), name

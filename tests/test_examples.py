@@ -1,3 +1,5 @@
+"""Test that the examples are five scripts, and that the plain one trains with the config next to it."""
+
 from __future__ import annotations
 
 import re
@@ -7,9 +9,14 @@ import pytest
 from tests.launch import REPOSITORY, run_ranks
 
 
+def test_only_the_five_scripts_lie_next_to_their_config() -> None:
+    scripts = {"accelerated.py", "demo.py", "hf_trainer.py", "train.py", "with_lightning.py"}
+    assert {path.name for path in (REPOSITORY / "examples").iterdir() if path.is_file()} == {*scripts, "ds_config.json"}
+
+
 @pytest.mark.thorough
 def test_the_plain_script_trains_with_its_config() -> None:
-    """On two ranks; the script never mentions the plugin, its JSON enables it."""
+    """Check it on two ranks. The script does not mention the plugin: the JSON config enables it."""
     assert "deep_opt" not in (REPOSITORY / "examples" / "train.py").read_text()
     script = ["examples/train.py", "--deepspeed_config", "examples/ds_config.json", "--steps", "2"]
     first, second = run_ranks(2, script, timeout_s=180)

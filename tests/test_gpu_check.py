@@ -1,4 +1,4 @@
-"""``make gpu-check`` on any machine: honest without a GPU, bounded where a part hangs, and it keeps what was done."""
+"""Test ``make gpu-check`` on any machine: it reports a missing GPU, stops parts that hang, and keeps all results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from benchmarks import copy
-from benchmarks.harness.suite import Waived
+from benchmarks.harness.rows import Waived
 from tests.gpu import check as gpu_check
 from tests.gpu import test_sanitizer as sanitizer
 from tests.gpu.check import GPU_LIMIT_S, Part, bench_parts, check, measure_parts, parts, pytest_command
@@ -36,11 +36,14 @@ def summary(out: Path) -> dict[str, dict]:
     return {outcome["name"]: outcome for outcome in json.loads((out / "summary.json").read_text())}
 
 
-def there() -> str:
+def gpu_found() -> str:
+    """Return no reason against a GPU, as on a machine that has one."""
     return ""
 
 
-def test_without_a_gpu_nothing_runs_and_the_remedy_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_nothing_runs_and_the_remedy_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ran = tmp_path / "ran"
     code = check([python("one", f"open({str(ran)!r}, 'w')")], tmp_path / "out", lambda: "none here")
     assert code == 2
@@ -53,7 +56,7 @@ def test_without_a_gpu_nothing_runs_and_the_remedy_is_said(tmp_path: Path, capsy
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize("target", LISTS)
-def test_this_machine_has_none(target: str, tmp_path: Path) -> None:
+def test_every_target_reports_that_this_machine_has_no_gpu(target: str, tmp_path: Path) -> None:
     done = subprocess.run(
         ["make", "--silent", target, f"PYTHON={sys.executable}"],
         cwd=REPOSITORY,
@@ -69,12 +72,12 @@ def test_this_machine_has_none(target: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_the_benchmark_says_so_too() -> None:
+def test_a_benchmark_without_a_gpu_is_waived() -> None:
     with pytest.raises(Waived, match="no GPU"):
         next(copy.measure(quick=True))
 
 
-def test_a_part_that_hangs_is_ended_with_what_it_started_and_the_others_run(tmp_path: Path) -> None:
+def test_a_part_that_hangs_is_killed_with_its_children_and_the_other_parts_run(tmp_path: Path) -> None:
     hangs = (
         "import subprocess, sys, time; "
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
@@ -83,28 +86,28 @@ def test_a_part_that_hangs_is_ended_with_what_it_started_and_the_others_run(tmp_
     first = python("first", "print('all is well')", limit_s=5)
     last = python("last", "print('so is this')")
     start_s = time.monotonic()
-    assert check([first, python("hangs", hangs, limit_s=2), last], tmp_path, there) == 1
-    assert time.monotonic() - start_s < 300, "not the 600 s for which it sleeps"
+    assert check([first, python("hangs", hangs, limit_s=2), last], tmp_path, gpu_found) == 1
+    assert time.monotonic() - start_s < 300, "the part sleeps for 600 s"
     found = summary(tmp_path)
     assert [found[name]["status"] for name in ("first", "hangs", "last")] == ["passed", "TIMED OUT", "passed"]
     child = int(found["hangs"]["why"].split()[-1])
     assert ended(child)
     log = (tmp_path / "log.txt").read_text()
     assert "all is well" in log
-    assert f"child {child}" in log, "what it had written is kept"
+    assert f"child {child}" in log, "the output of the killed part is kept"
 
 
-def test_a_part_that_cannot_be_killed_does_not_keep_the_others_waiting(
+def test_a_part_that_cannot_be_killed_does_not_delay_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process inside the driver of a GPU that hangs cannot be killed. This one ignores SIGABRT, and is not killed."""
+    """Check this with a process that ignores SIGABRT and is not killed, as if it were inside the driver of a GPU."""
     monkeypatch.setattr(gpu_check, "kill_all", lambda _: None)
     ignores = (
         "import os, signal, time; signal.signal(signal.SIGABRT, signal.SIG_IGN); "
         "print(os.getpid(), flush=True); time.sleep(600)"
     )
     last = python("last", "print('this runs')")
-    assert check([python("stuck", ignores, limit_s=8), last], tmp_path, there) == 1
+    assert check([python("stuck", ignores, limit_s=8), last], tmp_path, gpu_found) == 1
     found = summary(tmp_path)
     pid = int(found["stuck"]["why"].split()[-1])
     assert not ended(pid, attempts=1)
@@ -113,7 +116,7 @@ def test_a_part_that_cannot_be_killed_does_not_keep_the_others_waiting(
 
 
 def ended(pid: int, attempts: int = 100) -> bool:
-    """Killed; whoever has to wait for it, may not have yet."""
+    """Return whether the process ends within 0.1 s per attempt. A zombie counts as ended."""
     status = Path(f"/proc/{pid}/status")
     for _ in range(attempts):
         try:
@@ -126,17 +129,17 @@ def ended(pid: int, attempts: int = 100) -> bool:
     return False
 
 
-def test_what_was_done_is_written_before_the_next_part_starts(tmp_path: Path) -> None:
+def test_the_outcome_of_a_part_is_written_before_the_next_part_starts(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     looks = f"import json; found, = json.load(open({str(path)!r})); assert found['status'] == 'passed'; print('seen')"
-    assert check([python("first", "print('done')"), python("second", looks)], tmp_path, there) == 0
+    assert check([python("first", "print('done')"), python("second", looks)], tmp_path, gpu_found) == 0
     assert summary(tmp_path)["second"]["why"] == "seen"
     assert (tmp_path / "summary.txt").read_text().count("passed") == 2
 
 
 def test_a_part_that_fails_makes_the_check_fail(tmp_path: Path) -> None:
     broken = Part(name="broken", command=(sys.executable, "-c", "raise SystemExit('no such thing')"), limit_s=60)
-    assert check([broken, python("fine", "")], tmp_path, there) == 1
+    assert check([broken, python("fine", "")], tmp_path, gpu_found) == 1
     found = summary(tmp_path)
     assert (found["broken"]["status"], found["broken"]["why"]) == ("FAILED", "no such thing")
     assert found["fine"]["status"] == "passed"
@@ -144,38 +147,39 @@ def test_a_part_that_fails_makes_the_check_fail(tmp_path: Path) -> None:
 
 def test_tests_that_are_all_skipped_are_waived_with_the_reason(tmp_path: Path) -> None:
     test = tmp_path / "test_none.py"
-    test.write_text("import pytest\n\n\n@pytest.mark.skip(reason='no such tool')\ndef test_it(): pass\n")
+    test.write_text("import pytest\n\n\n@pytest.mark.skip(reason='no such tool')\ndef test_tool(): pass\n")
     command = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", str(test))
-    assert check([Part(name="skipped", command=command, limit_s=60)], tmp_path / "out", there) == 0
+    assert check([Part(name="skipped", command=command, limit_s=60)], tmp_path / "out", gpu_found) == 0
     found = summary(tmp_path / "out")["skipped"]
     assert found["status"] == "WAIVED"
     assert "no such tool" in found["why"]
 
 
-def test_rows_that_a_part_appends_are_its_result(tmp_path: Path) -> None:
+def test_rows_that_a_part_appends_are_in_its_outcome(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"old": 1}\n')
     appends = f"open({str(rows)!r}, 'a').write('{{\"new\": 2}}\\n')"
-    assert check([python("measures", appends, rows=rows)], tmp_path / "out", there) == 0
+    assert check([python("measures", appends, rows=rows)], tmp_path / "out", gpu_found) == 0
     assert summary(tmp_path / "out")["measures"]["rows"] == [{"new": 2}]
 
 
-def test_half_a_row_of_a_part_that_was_killed_is_left_out(tmp_path: Path) -> None:
+def test_an_incomplete_row_of_a_killed_part_is_left_out(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     writes = f"import os; open({str(rows)!r}, 'w').write('{{\"whole\": 1}}\\n{{\"ha'); os.abort()"
-    assert check([python("torn", writes, rows=rows), python("last", "print('here')")], tmp_path / "out", there) == 1
+    chosen = [python("killed", writes, rows=rows), python("last", "print('here')")]
+    assert check(chosen, tmp_path / "out", gpu_found) == 1
     found = summary(tmp_path / "out")
-    assert found["torn"]["rows"] == [{"whole": 1}]
+    assert found["killed"]["rows"] == [{"whole": 1}]
     assert found["last"]["status"] == "passed"
 
 
 @every_list
-def test_all_of_it_is_bounded_by_nine_minutes(which: Callable[[], list[Part]]) -> None:
+def test_all_parts_together_take_at_most_nine_minutes(which: Callable[[], list[Part]]) -> None:
     assert GPU_LIMIT_S + sum(part.limit_s for part in which()) < 9 * 60
 
 
 @every_list
-def test_each_part_runs_what_is_there(which: Callable[[], list[Part]]) -> None:
+def test_each_part_runs_files_that_exist(which: Callable[[], list[Part]]) -> None:
     for part in which():
         for argument in part.command:
             if argument.startswith("tests/"):
@@ -188,8 +192,8 @@ def test_every_gpu_test_is_in_a_part() -> None:
     assert files <= arguments
 
 
-def test_a_part_has_the_time_that_others_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check([python("first", "", limit_s=500), python("second", "", limit_s=10)], tmp_path, there) == 0
+def test_a_part_may_use_the_time_that_earlier_parts_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check([python("first", "", limit_s=500), python("second", "", limit_s=10)], tmp_path, gpu_found) == 0
     (limit_s,) = (float(line.split()[3]) for line in capsys.readouterr().out.splitlines() if "second: at" in line)
     assert 10 < limit_s <= 510
 
@@ -200,7 +204,7 @@ def written(path: Path, code: str) -> Path:
 
 
 def pytest_part(name: str, path: Path, limit_s: float = 100) -> Part:
-    """As ``gpu-check`` runs its own tests."""
+    """Return a part that runs the tests of a file as ``gpu-check`` does."""
     return Part(name=name, command=(*pytest_command(), str(path)), limit_s=limit_s)
 
 
@@ -267,9 +271,9 @@ CASES = """
 
     @pytest.mark.parametrize("name", NAMES)
     def test_case(name, found):
-        assert found.of(name)["result"] > 0
+        assert found.result(name)["result"] > 0
 
-    def test_the_process_ends_well(found):
+    def test_the_process_exits_without_an_error(found):
         assert found.ending == ""
 """
 
@@ -289,11 +293,11 @@ FAILS_AND_HANGS = """
 """
 
 
-def test_every_part_survives_the_failure_of_those_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is killed while it compiles, one crashes, one hangs, in one a case fails, and tests do both."""
+def test_every_part_runs_after_failures_of_earlier_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check this for parts that are killed while they compile, crash, hang or have failing tests and cases."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     written(tmp_path / "program.py", PROGRAM)
-    # Each of the first three is stopped at its own limit: what they leave is for the others.
+    # The first two parts are stopped at their own limits. The locks and processes of all parts must not stop others.
     chosen = [
         python("hangs", textwrap.dedent(HANGS), limit_s=4),
         pytest_part("fails and hangs", written(tmp_path / "test_hangs.py", FAILS_AND_HANGS), limit_s=14),
@@ -304,7 +308,7 @@ def test_every_part_survives_the_failure_of_those_before_it(tmp_path: Path, monk
         python("last", "print('all is well')"),
     ]
     out = tmp_path / "out"
-    assert check(chosen, out, there) == 1
+    assert check(chosen, out, gpu_found) == 1
     found, log = summary(out), by_part(out / "log.txt")
     assert {name: outcome["status"] for name, outcome in found.items()} == {
         "hangs": "TIMED OUT",
@@ -317,7 +321,7 @@ def test_every_part_survives_the_failure_of_those_before_it(tmp_path: Path, monk
     }, log
 
     assert found["hangs"]["why"].endswith("at: here")
-    assert "in waiting" in log["hangs"], "the stack of what hangs"
+    assert "in waiting" in log["hangs"], "the stack of the hanging thread is written"
 
     assert "assert missing == 42" in log["fails and hangs"]
     assert "what it had printed" in log["fails and hangs"]
@@ -325,14 +329,14 @@ def test_every_part_survives_the_failure_of_those_before_it(tmp_path: Path, monk
     assert "in stuck" in log["fails and hangs"]
 
     assert "SIGKILL" in found["killed"]["why"]
-    assert found["compiles"]["why"] == "compiled", "the lock that the killed part left is gone"
+    assert found["compiles"]["why"] == "compiled", "the lock of the killed part was removed"
 
     assert "SIGSEGV" in found["crashes"]["why"]
     assert "Fatal Python error: Segmentation fault" in log["crashes"]
     (rank,) = re.findall(r"^rank (\d+)$", log["crashes"], re.MULTILINE)
-    assert ended(int(rank)), "a rank has a session of its own"
+    assert ended(int(rank)), "a rank in a session of its own is killed as well"
 
-    # pytest prints the name of a test before it runs, and its result after what the test has left in the log.
+    # pytest prints the name of a test before it runs, and its result after the output of the test.
     assert "2 failed, 4 passed" in found["cases"]["why"]
     failed = set(re.findall(r"^----- at once: .*::test_case\[(.+)\]$", log["cases"], re.MULTILINE))
     assert failed == {"raises", "ends the process"}
@@ -341,27 +345,29 @@ def test_every_part_survives_the_failure_of_those_before_it(tmp_path: Path, monk
 
 
 def by_part(log: Path) -> dict[str, str]:
-    """What each part has written."""
+    """Return the output of each part."""
     texts = re.split(r"^===== (.+?): /", log.read_text(), flags=re.MULTILINE)
     return dict(zip(texts[1::2], texts[2::2], strict=True))
 
 
 def test_a_failed_collection_is_shown_at_once(tmp_path: Path) -> None:
     test = written(tmp_path / "test_none.py", "import no_such_module_anywhere")
-    assert check([pytest_part("collected", test)], tmp_path / "out", there) == 1
+    assert check([pytest_part("collected", test)], tmp_path / "out", gpu_found) == 1
     log = (tmp_path / "out" / "log.txt").read_text()
     assert "no_such_module_anywhere" in log.split("----- at once")[1].split("= ERRORS =")[0]
 
 
-def test_a_test_has_less_time_than_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_a_test_is_shorter_than_that_of_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PART_ENDS, str(time.time() + 30))
     assert 0 < seconds_left() <= 30 - REPORT_S
 
 
-def test_a_slow_sanitizer_says_so_before_its_part_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_sanitizer_is_skipped_before_its_part_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tool = written(tmp_path / "compute-sanitizer", "#!/bin/sh\nexec sleep 600")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv(PART_ENDS, str(time.time() + REPORT_S + 1))
     with pytest.raises(pytest.skip.Exception, match="says nothing about the kernel"):
-        sanitizer.test_compute_sanitizer_finds_nothing()
+        sanitizer.test_compute_sanitizer_finds_no_access_out_of_bounds()

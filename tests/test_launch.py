@@ -1,16 +1,22 @@
-"""The ports on which ranks meet."""
+"""Check how ranks are started: the ports of their rendezvous, and which ranks are forked."""
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import socket
+from pathlib import Path
 
 import pytest
 
-from tests.launch import free_port
+from tests import launch
+from tests.launch import free_port, run_ranks
+
+RANKS = "tests.launched_ranks"
 
 
-def test_no_two_workers_have_a_port_in_common_nor_with_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_two_workers_share_a_port_with_each_other_or_with_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "3")
     ports: list[set[int]] = []
     for worker in range(3):
@@ -20,9 +26,91 @@ def test_no_two_workers_have_a_port_in_common_nor_with_the_system(monkeypatch: p
     assert max(set().union(*ports)) < 32_768
 
 
-def test_a_port_that_is_taken_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_in_use_is_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     free = free_port()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setattr(random.SystemRandom, "sample", lambda *_: [taken.getsockname()[1], free])
         assert free_port() == free
+
+
+def test_a_forked_rank_has_the_environment_arguments_and_threads_of_a_fresh_rank(tmp_path: Path) -> None:
+    arguments = ["-m", RANKS, "describe", "a b", ""]
+    forked = run_ranks(2, arguments, timeout_s=60, XDG_CACHE_HOME=str(tmp_path))
+    fresh = run_ranks(2, arguments, timeout_s=60, XDG_CACHE_HOME=str(tmp_path), fresh=True)
+    for rank, (ours, reference) in enumerate(zip(forked, fresh, strict=True)):
+        assert (ours.returncode, reference.returncode) == (0, 0), ours.output + reference.output
+        (found,), (expected,) = ours.answers(), reference.answers()
+        assert found.pop("forked")
+        assert not expected.pop("forked")
+        # Each call of run_ranks has its own port.
+        assert found["environment"].pop("MASTER_PORT") != expected["environment"].pop("MASTER_PORT")
+        assert found == expected
+        assert found["environment"]["RANK"] == str(rank)
+        assert found["environment"]["XDG_CACHE_HOME"] == str(tmp_path)
+
+
+def test_forked_ranks_draw_different_numbers() -> None:
+    drawn = [finished.answers()[0] for finished in run_ranks(3, ["-m", RANKS, "draw"], timeout_s=60)]
+    for library in ("random", "numpy", "torch"):
+        assert len({numbers[library] for numbers in drawn}) == 3, library
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "written"),
+    [
+        ("return", 0, "exit callback"),
+        ("exit 7", 7, "exit callback"),
+        ("raise", 1, "ValueError: raised on purpose"),
+        ("kill", -signal.SIGKILL, ""),
+        ("_exit 3", 3, ""),
+    ],
+)
+def test_the_end_of_a_forked_rank_is_reported(ending: str, code: int, written: str) -> None:
+    (finished,) = run_ranks(1, ["-m", RANKS, *ending.split()], timeout_s=60)
+    assert finished.returncode == code
+    assert written in finished.output
+    assert "written to stdout" in finished.output
+    assert "written to stderr" in finished.output
+
+
+def test_forked_ranks_that_outlive_the_timeout_are_killed_with_their_children() -> None:
+    ranks = run_ranks(2, ["-m", RANKS, "hang"], timeout_s=3)
+    for finished in ranks:
+        assert finished.returncode == -signal.SIGKILL
+        (child,) = finished.answers()
+        assert not _is_running(child)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_module_is_forked_unless_it_must_be_fresh_or_a_variable_is_read_by_imports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Check, too, that no library has set another variable in this process: it would prevent all forks."""
+
+    def are_forked(*arguments: str, fresh: bool = False, **changes: str) -> bool:
+        (finished,) = run_ranks(1, list(arguments), timeout_s=60, fresh=fresh, **changes)
+        assert finished.returncode == 0, finished.output
+        forked: bool = finished.answers()[0]["forked"]
+        return forked
+
+    assert are_forked("-m", RANKS, "describe")
+    assert not are_forked("-m", RANKS, "describe", fresh=True)
+    assert not are_forked("-m", RANKS, "describe", OMP_NUM_THREADS="2")
+    assert not are_forked(RANKS.replace(".", os.sep) + ".py", "describe")
+    monkeypatch.setenv("SET_BY_A_TEST", "1")
+    assert not are_forked("-m", RANKS, "describe")
+
+
+def test_a_fork_server_that_has_ended_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = {**launch.environment(), "PYTHONPATH": str(tmp_path)}
+    server = launch.ForkServer(broken, str(tmp_path))
+    with pytest.raises((RuntimeError, OSError)):
+        server.fork(RANKS, [], broken)
+    server.close()

@@ -1,4 +1,4 @@
-"""The host memory that states lie in."""
+"""Check the slab of host memory that holds the states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 from deep_opt_states.device import slab as slab_module
 from deep_opt_states.device.slab import HUGE_PAGE_BYTES, HostMemoryError, HostSlab
-from tests.forks import exit_code_of_child, is_mapped
+from tests.forked_child import exit_code_of_child, is_mapped
 from tests.launch import REPOSITORY
 
 
@@ -25,30 +25,30 @@ def fail_with(code: int) -> OSError:
     return OSError(code, os.strerror(code))
 
 
-def test_huge_pages_are_asked_for_where_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def test_huge_pages_are_requested_if_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
 
     def madvise(mapping: mmap.mmap, advice: int) -> None:
-        asked.append((len(mapping), advice))
+        calls.append((len(mapping), advice))
 
-    monkeypatch.setattr(slab_module.Mapping, "madvise", madvise)
+    monkeypatch.setattr(slab_module.HostMapping, "madvise", madvise)
     for size_bytes in (HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES):
         HostSlab(size_bytes)
     huge = [(size_bytes, mmap.MADV_HUGEPAGE) for size_bytes in (HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES)]
-    assert [call for call in asked if call[1] == mmap.MADV_HUGEPAGE] == huge
+    assert [call for call in calls if call[1] == mmap.MADV_HUGEPAGE] == huge
 
 
-def test_a_kernel_without_huge_pages_gives_memory_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slab_is_allocated_by_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     def madvise(mapping: mmap.mmap, advice: int) -> None:
         if advice == mmap.MADV_HUGEPAGE:
             raise fail_with(errno.EINVAL)
 
-    monkeypatch.setattr(slab_module.Mapping, "madvise", madvise)
+    monkeypatch.setattr(slab_module.HostMapping, "madvise", madvise)
     slab = HostSlab(HUGE_PAGE_BYTES)
     assert not slab.tensor(0, HUGE_PAGE_BYTES, torch.uint8).any()
 
 
-def test_memory_that_the_system_refuses_is_told_with_the_remedy() -> None:
+def test_memory_that_the_system_refuses_is_reported_with_the_remedy() -> None:
     with pytest.raises(HostMemoryError) as caught:
         HostSlab(2**50)  # more than there are addresses
     assert str(caught.value) == (
@@ -58,16 +58,16 @@ def test_memory_that_the_system_refuses_is_told_with_the_remedy() -> None:
     )
 
 
-def test_another_failure_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_raised_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     def mapped(*args: object, **kwargs: object) -> mmap.mmap:
         raise fail_with(errno.EPERM)
 
-    monkeypatch.setattr(slab_module, "Mapping", mapped)
+    monkeypatch.setattr(slab_module, "HostMapping", mapped)
     with pytest.raises(PermissionError, match=re.escape(os.strerror(errno.EPERM))):
         HostSlab(HUGE_PAGE_BYTES)
 
 
-def test_the_whole_slab_is_locked_when_it_is_asked_for_and_until_it_is_closed() -> None:
+def test_whole_slab_is_locked_from_lock_until_close() -> None:
     calls: list[object] = []
 
     def register(address: int, size_bytes: int) -> Callable[[], object]:
@@ -83,7 +83,7 @@ def test_the_whole_slab_is_locked_when_it_is_asked_for_and_until_it_is_closed() 
     assert calls[1:] == ["undone"]
 
 
-def test_a_lock_that_the_driver_refuses_is_told_with_the_remedy() -> None:
+def test_lock_that_the_driver_refuses_is_reported_with_the_remedy() -> None:
     def refuse(address: int, size_bytes: int) -> Callable[[], object]:
         raise RuntimeError("CUDA error: out of memory")
 
@@ -100,7 +100,7 @@ def test_a_lock_that_the_driver_refuses_is_told_with_the_remedy() -> None:
 
 @pytest.mark.parametrize("size_bytes", [1, mmap.PAGESIZE + 1, HUGE_PAGE_BYTES + 1])
 def test_a_forked_child_does_not_inherit_the_slab(size_bytes: int) -> None:
-    """Otherwise the parent's next write would move a page elsewhere, while the accelerator copies from the old one."""
+    """Check it because the parent's next write would move a page, while the accelerator copies from the old one."""
     slab = HostSlab(size_bytes)
     whole = slab.tensor(0, size_bytes, torch.uint8).fill_(7)
     first, last = whole.data_ptr(), whole[-1:].data_ptr()
@@ -111,7 +111,7 @@ def test_a_forked_child_does_not_inherit_the_slab(size_bytes: int) -> None:
 
 
 def test_a_forked_child_that_drops_the_slab_unmaps_nothing_of_its_own() -> None:
-    """The addresses are free in the child, and the system may give them to whatever the child maps next."""
+    """Check it because the addresses are free in the child, so the child's next mapping may have them."""
     unregistered_by: list[int] = []
     slab = HostSlab(16 * mmap.PAGESIZE, lambda address, size_bytes: lambda: unregistered_by.append(os.getpid()))
     tensor = slab.tensor(0, 16 * mmap.PAGESIZE, torch.uint8)
@@ -167,11 +167,11 @@ def test_a_forked_child_that_holds_the_slab_ends_normally(ending: str) -> None:
 
 
 LARGE_BYTES = 32 * HUGE_PAGE_BYTES
-"""Once unmapped, others may get the last of these addresses at once, but not the first."""
+"""A size at which the first address is not mapped again at once after it is unmapped, though the last may be."""
 
 
 class Registered:
-    """A driver that notes whether the memory is still there when it is unregistered."""
+    """A driver that records whether the memory is still mapped when it is unregistered."""
 
     def __init__(self) -> None:
         self.mapped_when_unregistered: list[bool] = []
@@ -182,7 +182,7 @@ class Registered:
         return lambda: self.mapped_when_unregistered.append(is_mapped(address))
 
 
-def test_memory_that_nobody_holds_is_unregistered_and_then_unmapped() -> None:
+def test_memory_without_references_is_unregistered_and_then_unmapped() -> None:
     driver = Registered()
     slab = HostSlab(LARGE_BYTES, driver.register)
     first, second = slab.tensor(0, 8, torch.uint8), slab.tensor(8, 8, torch.uint8)
@@ -191,7 +191,7 @@ def test_memory_that_nobody_holds_is_unregistered_and_then_unmapped() -> None:
     gc.collect()
     del first
     second.fill_(7)
-    assert driver.mapped_when_unregistered == [], "a tensor over it is left, from which may be copied"
+    assert driver.mapped_when_unregistered == [], "a tensor over the memory is left, and may still be copied"
     assert is_mapped(driver.address)
     del second
     assert driver.mapped_when_unregistered == [True]
@@ -225,7 +225,7 @@ def test_memory_that_was_closed_is_unregistered_once() -> None:
 
 
 def test_nothing_is_unregistered_when_the_interpreter_shuts_down() -> None:
-    """The driver may be gone by then, and the system takes the pages back."""
+    """Check it because the driver may be gone by then, and the system takes the pages back."""
     code = (
         "import torch\n"
         "from deep_opt_states.device.slab import HostSlab\n"

@@ -1,4 +1,4 @@
-"""What ``make test`` leaves out, and ``make test-all`` runs too: see the README."""
+"""Mark the test parameters that ``make test`` omits and ``make test-all`` runs: see docs/testing.md."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import pytest
 
 
 def thorough(value: Any, *marks: pytest.MarkDecorator) -> Any:
-    """A parameter of a test that is one world size, or one way, more than its others show."""
+    """Return a test parameter that only ``make test-all`` runs: another world size, or another way to the same code."""
     return pytest.param(value, id=str(value), marks=[pytest.mark.thorough, *marks])

@@ -1,7 +1,7 @@
 """Refuse docstrings, comments and identifiers that do not follow the style of this project.
 
 ``python tools/lint_prose.py [FILE...]`` checks the files, or every Python file of the repository, and prints how the
-prose compares with the figures that we aim for. ``docs/contributing.md`` explains the style.
+prose compares with the figures that we aim for. ``docs/style.md`` explains the style.
 """
 
 from __future__ import annotations

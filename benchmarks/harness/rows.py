@@ -1,4 +1,9 @@
-"""Rows of results: one JSON object a line, with when, where and of what commit it was measured."""
+"""Store results as rows: one JSON object per line, with the machine, the date and the commit of the measurement.
+
+``BENCHMARKS`` lists every benchmark. Each is a module of ``benchmarks`` with two names: ``measure(quick=...)`` yields
+``Row`` objects or raises ``Waived``, and ``CHART`` selects the quantities to draw. ``docs/benchmarking.md`` shows how
+to add one.
+"""
 
 from __future__ import annotations
 
@@ -21,54 +26,77 @@ from perf_model import units
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "benchmarks" / "results"
 QUICK_RESULTS = REPOSITORY / ".cache" / "benchmarks"
-"""They measure nothing, and must not replace a trace that was measured."""
+"""The folder of quick runs. They measure nothing, and must not replace a trace that was measured."""
+
+BENCHMARKS = {
+    "copy": "How fast are copies between host and accelerator, by direction and size?",
+    "adam": "How fast is one Adam update, on the CPU and on the GPU?",
+    "update_phase": "How long does the update take, compared with stock and DeepSpeed's other ways to offload?",
+    "overlap": "How much of the update is exposed, with overlap off, in backward, in forward, and in both?",
+    "training_step": "How long does an iteration take, by phase, micro-batch, accumulation and model size?",
+    "ablation": "How much does each part gain by itself?",
+    "trace": "Where does the time of a step go?",
+    "exactness": "Are losses and weights identical to stock's over hundreds of steps?",
+    "model_error": "How accurate are the predictions, by placement?",
+    "planner": "How good are the plans, and how long does planning take?",
+    "overhead": "How much does the plugin cost where it cannot gain anything?",
+    "scaling": "How does the gain change with more ranks?",
+}
+"""The question that each benchmark answers."""
 
 PACKAGES = ("torch", "deepspeed", "triton", "numpy")
+"""The packages whose versions each row records."""
+
+
+class Waived(Exception):
+    """Raised by ``measure`` with the reason why this machine cannot answer the benchmark's question."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """``samples`` of a ``quantity`` in ``unit``, of an ``arm`` under a ``setting``.
+    """One result: the ``samples`` of a ``quantity`` in ``unit``, measured for a ``variant`` in a ``setting``.
 
-    ``said`` instead of samples: what is no number, and ``waived`` why there is nothing. What is ``claimed`` must hold.
-    ``trace`` is a gzipped Chrome trace, which is kept beside the rows under the name that is then said.
+    A result that is no number has a ``value`` instead of samples, and a result that this machine cannot measure has
+    the reason in ``waived``. If a ``claimed`` value is False, the run of the benchmark fails. ``trace`` is a gzipped
+    Chrome trace: it is written to a file next to the rows, whose name becomes the value.
     """
 
-    arm: str
+    variant: str
     quantity: str
     unit: str = ""
     samples: Sequence[float] = ()
-    said: str | bool | None = None
+    value: str | bool | None = None
     waived: str | None = None
     claimed: bool = False
     trace: bytes | None = None
     setting: Mapping[str, object] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, object]:
-        row: dict[str, object] = {"setting": dict(self.setting), "arm": self.arm, "quantity": self.quantity}
+    def as_dict(self) -> dict[str, object]:
+        """Return the row without the description of the machine. ``failed`` marks a claim that does not hold."""
+        row: dict[str, object] = {"setting": dict(self.setting), "variant": self.variant, "quantity": self.quantity}
         if self.waived is not None:
             return {**row, "waived": self.waived}
-        if self.said is not None:
-            return {**row, "said": self.said, **({"failed": True} if self.claimed and self.said is False else {})}
+        if self.value is not None:
+            return {**row, "value": self.value, **({"failed": True} if self.claimed and self.value is False else {})}
         return {**row, "unit": self.unit, **spread(self.samples), "samples": len(self.samples)}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """The median, and the 20th and 80th percentile by nearest rank."""
+    """Return the median, and the 20th and 80th percentile by nearest rank."""
     ordered = sorted(values)
     last = len(ordered) - 1
     return {"median": median(ordered), "p20": ordered[round(0.2 * last)], "p80": ordered[round(0.8 * last)]}
 
 
 COMPLETE = "complete"
-"""What the last row of a run says."""
+"""The quantity of the last row of a run that was not stopped."""
 
 
 class Results:
-    """Of one run of a benchmark, appended to ``<benchmark>.jsonl`` in ``folder`` as they come."""
+    """The rows of one run of a benchmark, appended to ``<benchmark>.jsonl`` in ``folder`` as soon as they exist."""
 
     def __init__(self, benchmark: str, folder: Path, *, quick: bool) -> None:
-        # Nothing of it is measured where the CPU trains.
+        # Nothing is measured on the GPU if the model trains on the CPU.
         gpu = None if os.environ.get("DS_ACCELERATOR") == "cpu" else machine.gpu()
         self.path = folder / f"{benchmark}.jsonl"
         self.rows: list[dict[str, Any]] = []
@@ -86,68 +114,71 @@ class Results:
         }
 
     def add(self, row: Row) -> None:
+        """Append ``row`` to the file and to ``rows``; write its trace, if it has one, to a file of its own."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if row.trace is not None:
-            name = f"{self.path.stem}-{machine_of(self._described)}-{file_name_of(row.arm)}.json.gz"
+            name = f"{self.path.stem}-{machine_of(self._described)}-{file_name_of(row.variant)}.json.gz"
             self.path.with_name(name).write_bytes(row.trace)
-            row = replace(row, said=name)
-        described = {**self._described, **row.to_json()}
+            row = replace(row, value=name)
+        described = {**self._described, **row.as_dict()}
         self.rows.append(described)
         self._write(described)
 
     def finish(self) -> None:
-        """All rows of the run are there."""
-        self._write({**self._described, "setting": {}, "arm": "", "quantity": COMPLETE, "said": True})
+        """Append the row that marks the run as complete."""
+        self._write({**self._described, "setting": {}, "variant": "", "quantity": COMPLETE, "value": True})
 
     def _write(self, described: dict[str, Any]) -> None:
         with self.path.open("a") as results:
             results.write(json.dumps(described) + "\n")
 
 
-_TELLERS: Mapping[str, Callable[[float], str]] = {
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+_FORMATS: Mapping[str, Callable[[float], str]] = {
     "s": units.seconds,
     "bytes": units.size,
-    "bytes/s": units.gigabytes_a_second,
-    "parameters/s": units.params_a_second,
+    "bytes/s": units.gigabytes_per_second,
+    "parameters/s": units.params_per_second,
     "share": units.percent,
     "times": "{:.3g}x".format,
 }
 
 
-def told(row: Mapping[str, Any]) -> tuple[str, str]:
-    """The median and the spread, for people."""
+def format_row(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the median or the value as text, and the spread or the reason for a waiver, which may be empty."""
     if "waived" in row:
         return "WAIVED", row["waived"]
-    if "said" in row:
-        value = row["said"]
+    if "value" in row:
+        value = row["value"]
         return ("yes" if value else "no") if isinstance(value, bool) else value, ""
-    median, low, high = (_number(row[name], row["unit"]) for name in ("median", "p20", "p80"))
+    median, low, high = (_format_number(row[name], row["unit"]) for name in ("median", "p20", "p80"))
     return median, f"{low} to {high}" if row["samples"] > 1 else ""
 
 
-def _number(value: float, unit: str) -> str:
-    return _TELLERS[unit](value) if unit in _TELLERS else f"{value:.4g} {unit}".strip()
+def _format_number(value: float, unit: str) -> str:
+    return _FORMATS[unit](value) if unit in _FORMATS else f"{value:.4g} {unit}".strip()
 
 
 def machine_of(row: Mapping[str, Any]) -> str:
-    """For the name of a file: rows are compared with those of the same machine."""
+    """Return the machine's name for file names. Rows are compared only with rows of the same machine."""
     return file_name_of(f"{row['gpu'] or row['cpu']} {row['cores']}")
 
 
 def file_name_of(text: str) -> str:
+    """Return ``text`` in lower case, with hyphens for everything that is no letter or digit."""
     return re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-def said(key: str, value: object) -> str:
-    """A setting, for people."""
+def format_setting(key: str, value: object) -> str:
+    """Return one entry of a setting as text, such as "micro batch 8"."""
     words = key.replace("_", " ")
     if isinstance(value, bool):
         return words if value else f"not {words}"
     return f"{words} {value:,}" if isinstance(value, int) else f"{words} {value}"
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _versions() -> dict[str, str]:
@@ -161,7 +192,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """With a + where the tree is not as committed; results themselves do not count."""
+    """Return the short commit, with a ``+`` if the tree has changes other than results."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(REPOSITORY), *arguments]

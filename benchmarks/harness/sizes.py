@@ -1,4 +1,4 @@
-"""How large the benchmarks are and how long they take, by what trains."""
+"""Choose how large the models are and how often they run, by the kind of accelerator that trains."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from benchmarks.harness.setting import Setting
+from benchmarks.harness.setting import TrainingSetting
 from deep_opt_states.host import machine
 
-HOST_BYTES = 26
-"""Of a parameter, that must be there: stock's 18, and where the CPU trains the model and what it works with."""
+HOST_BYTES_PER_PARAM = 26
+"""Bytes per parameter that host memory must have: stock's 18, plus the model and its temporaries if the CPU trains."""
 
-QUICK = Setting(layers=2, width=128, context=64, micro_batch=2, sub_group_size=100_000)
-"""Shows that a benchmark runs, and nothing else."""
+QUICK = TrainingSetting(layers=2, width=128, context=64, micro_batch=2, sub_group_size=100_000)
+"""A model that only shows that a benchmark runs."""
 
-ON_CPU = Setting(layers=4, width=1024, context=64, micro_batch=1, sub_group_size=10_000_000)
+ON_CPU = TrainingSetting(layers=4, width=1024, context=64, micro_batch=1, sub_group_size=10_000_000)
 """51.0 M parameters."""
 
-ON_GPU = Setting(layers=20, width=2048, context=2048, micro_batch=1, sub_group_size=100_000_000)
+ON_GPU = TrainingSetting(layers=20, width=2048, context=2048, micro_batch=1, sub_group_size=100_000_000)
 """1.0 B parameters."""
 
 
@@ -29,62 +29,67 @@ LARGER_ON_CPU = [replace(ON_CPU, layers=layers, width=width) for layers, width i
 LARGER_ON_GPU = [replace(ON_GPU, layers=layers, width=width) for layers, width in ((28, 2560), (32, 3200), (32, 4608))]
 """2.2, 3.9 and 8.2 B parameters."""
 
-EXACT = Setting(layers=6, width=256, context=128, micro_batch=4, sub_group_size=1_000_000)
+EXACTNESS = TrainingSetting(layers=6, width=256, context=128, micro_batch=4, sub_group_size=1_000_000)
 """4.9 M parameters, for hundreds of steps."""
 
 
-OVERLAPPING_ON_GPU = Setting(layers=16, width=1024, context=1024, micro_batch=8, sub_group_size=25_000_000)
-"""203 M parameters: five arms within two minutes."""
+OVERLAP_ON_GPU = TrainingSetting(layers=16, width=1024, context=1024, micro_batch=8, sub_group_size=25_000_000)
+"""203 M parameters: five variants run within two minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Effort:
-    """Of each arm so many ``rounds``, each a turn of so many ``iterations`` that count."""
+class Repetitions:
+    """How often each variant runs: once per round, with ``iterations`` counted iterations per run."""
 
     iterations: int
     rounds: int
 
 
-def effort(*, quick: bool) -> Effort:
+def repetitions(*, quick: bool) -> Repetitions:
+    """Return the usual number of rounds and iterations for this accelerator."""
     if quick:
-        return Effort(iterations=2, rounds=1)
-    # Where the CPU trains, turns differ more than iterations do: memory is faster in some of them, whoever's they are.
-    # On a GPU an engine of a billion parameters takes most of its turn to be made; ZenFlow updates all of them every
-    # fourth iteration.
+        return Repetitions(iterations=2, rounds=1)
+    # If the CPU trains, runs differ more than iterations do: other processes use the memory bandwidth, too.
+    # On a GPU, creating an engine of a billion parameters takes most of a run. ZenFlow updates all parameters in every
+    # fourth iteration only.
     on_gpu = get_accelerator().device_name() == "cuda"
-    return Effort(iterations=8, rounds=2) if on_gpu else Effort(iterations=3, rounds=8)
+    return Repetitions(iterations=8, rounds=2) if on_gpu else Repetitions(iterations=3, rounds=8)
 
 
-def least_effort(*, quick: bool) -> Effort:
-    """For what takes long."""
-    return effort(quick=quick) if quick else Effort(iterations=3, rounds=2)
+def fewest_repetitions(*, quick: bool) -> Repetitions:
+    """Return the number of rounds and iterations for settings that take long."""
+    return repetitions(quick=quick) if quick else Repetitions(iterations=3, rounds=2)
 
 
-def usual(*, quick: bool) -> Setting:
+def default_setting(*, quick: bool) -> TrainingSetting:
+    """Return the setting that most benchmarks use on this accelerator."""
     if quick:
         return QUICK
     return ON_GPU if get_accelerator().device_name() == "cuda" else ON_CPU
 
 
-def with_default_sub_groups(setting: Setting) -> Setting:
-    """Those that stock has where the config says nothing: a billion parameters each."""
+def with_default_sub_groups(setting: TrainingSetting) -> TrainingSetting:
+    """Return ``setting`` with DeepSpeed's default sub-group size: a billion parameters."""
     return replace(setting, sub_group_size=DeepSpeedZeroConfig().sub_group_size)
 
 
-def larger() -> list[Setting]:
-    """Up to one that stock offload does not fit this machine's memory with."""
+def larger_settings() -> list[TrainingSetting]:
+    """Return larger models, up to one whose stock offloading does not fit into this machine's memory."""
     return LARGER_ON_GPU if get_accelerator().device_name() == "cuda" else LARGER_ON_CPU
 
 
-def fits(setting: Setting) -> bool:
-    return HOST_BYTES * setting.parameters < machine.memory().usable_bytes
+def fits_host_memory(setting: TrainingSetting) -> bool:
+    """Return whether stock offloading of this model fits into the host memory of this machine."""
+    return HOST_BYTES_PER_PARAM * setting.parameters < machine.memory().usable_bytes
 
 
-def overlapping(*, quick: bool) -> Setting:
+def overlap_setting(*, quick: bool) -> TrainingSetting:
+    """Return the setting of the ``overlap`` benchmark, which is smaller than the usual one on a GPU."""
     if not quick and get_accelerator().device_name() == "cuda":
-        return OVERLAPPING_ON_GPU
-    return usual(quick=quick)
+        return OVERLAP_ON_GPU
+    return default_setting(quick=quick)
 
 
-def exact(*, quick: bool) -> Setting:
-    return QUICK if quick else EXACT
+def exactness_setting(*, quick: bool) -> TrainingSetting:
+    """Return the setting of the ``exactness`` benchmark."""
+    return QUICK if quick else EXACTNESS

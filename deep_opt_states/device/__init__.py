@@ -1,1 +1,1 @@
-"""What the runtime needs of a machine: streams, events, memory and Adam kernels. Knows torch, never a plan."""
+"""Provide streams, events, memory and Adam kernels to the runtime. This package knows torch, but no plan."""

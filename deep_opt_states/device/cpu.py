@@ -1,4 +1,4 @@
-"""Host execution, for the CPU accelerator: its streams and events are None, so all work happens at once."""
+"""Implement the device interface for the CPU accelerator, where every operation runs when it is issued."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deep_opt_states.device.slab import HostSlab
 
 
 class HostEvent:
-    """The time at which it was recorded; what it marks had finished by then."""
+    """An event that holds the time at which it was recorded. The work that it marks had finished by then."""
 
     def __init__(self) -> None:
         self._at_s = 0.0
@@ -30,7 +30,7 @@ class HostEvent:
 
 
 class HostStream:
-    """Runs each operation when it is issued, on the issuing thread."""
+    """A stream that runs each operation when it is issued, on the issuing thread."""
 
     def record(self, event: HostEvent) -> None:
         event.record()
@@ -43,6 +43,8 @@ class HostStream:
 
 
 class HostDevice:
+    """The CPU as an accelerator, whose memory is host memory."""
+
     shares_host_memory = True
     runs_when_issued = True
 
@@ -65,14 +67,14 @@ class HostDevice:
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def host_slab(self, size_bytes: int) -> HostSlab:
-        # Nothing is transferred here, so there is nothing to lock it for.
+        # No transfer needs this memory, so it is not page-locked.
         return HostSlab(size_bytes)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source)
 
     def occupy(self, seconds: float) -> None:
-        """Do nothing: what is issued next would wait on this thread, and not be queued."""
+        """Do nothing: there is no queue, so the next operation would wait on this thread."""
 
     def release_cached(self) -> None:
         """Do nothing: PyTorch does not cache the CPU's memory."""

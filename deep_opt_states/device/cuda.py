@@ -1,4 +1,4 @@
-"""CUDA by torch streams and events."""
+"""Implement the device interface for CUDA with torch's streams and events."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from deep_opt_states.device.slab import HostSlab
 
 CLOCK_HZ = 2e9
-"""A GPU's clock is about that fast: ``torch.cuda._sleep`` counts in its cycles."""
+"""An approximate GPU clock rate. ``torch.cuda._sleep`` takes its duration in clock cycles."""
 
 
 class CudaEvent:
-    """A host thread that waits for it sleeps. Spinning, it would take a core from the threads that launch kernels.
+    """A CUDA event with timing. A host thread that waits for it sleeps instead of spinning.
 
-    A rank has few cores to launch from, and on them also run the threads of autograd, NCCL and pinned batches.
+    A spinning thread would take a core from the threads that launch kernels. A rank has few cores to launch from, and
+    the threads of autograd, NCCL and of pinning batches run on them, too.
     """
 
     def __init__(self) -> None:
@@ -34,6 +35,8 @@ class CudaEvent:
 
 
 class CudaStream:
+    """A CUDA stream of the device interface."""
+
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
 
@@ -48,6 +51,8 @@ class CudaStream:
 
 
 class CudaDevice:
+    """The GPU with the given ``index`` in this process."""
+
     shares_host_memory = False
     runs_when_issued = False
 
@@ -55,8 +60,8 @@ class CudaDevice:
         self._device = torch.device("cuda", index)
 
     def enter_thread(self) -> None:
-        # The current device is each thread's own, and is at first GPU 0: what the thread asks CUDA for without naming
-        # a device would create a context there, half a gigabyte of GPU 0 for each rank.
+        # Every thread has its own current device, which is GPU 0 at first. A CUDA call that names no device would
+        # create a context there: half a gigabyte of GPU 0 per rank.
         torch.cuda.set_device(self._device)
 
     def stream(self) -> CudaStream:
@@ -72,7 +77,7 @@ class CudaDevice:
         return torch.empty(numel, dtype=dtype, device=self._device)
 
     def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        # Pageable memory would make every copy wait for the host, and overlap nothing.
+        # With pageable memory every copy would block the host, so that nothing could overlap.
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
     def host_slab(self, size_bytes: int) -> HostSlab:
@@ -89,27 +94,30 @@ class CudaDevice:
         torch._C._host_emptyCache()
 
     def _page_lock(self, address: int, size_bytes: int) -> Callable[[], object]:
-        """Raises ``CudaError`` where the driver or the memlock limit does not allow it."""
+        """Register the memory at ``address``, and return a function that unregisters it.
+
+        Raise ``CudaError`` if the driver or the memlock limit does not allow it.
+        """
         self._check(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
         return partial(self._page_unlock, address)
 
     def _page_unlock(self, address: int) -> None:
         """Wait for the copies from and to the memory at ``address``, and unregister it."""
-        # On the thread that collects garbage, this may not be the current device.
+        # Garbage may be collected on a thread whose current device is another one.
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             self._check(torch.cuda.cudart().cudaHostUnregister(address))
 
     def _check(self, result: int) -> None:
-        """Raise ``CudaError`` unless ``result`` is success; CUDA's own record of the error is cleared then.
+        """Raise ``CudaError`` unless ``result`` is success. Clear CUDA's own record of the error before that.
 
-        PyTorch looks at that record after each kernel launch. If the refusal stayed there, the next launch, which may
-        be NCCL's while the ranks agree on the refusal, would raise this stale error instead of the refusal.
+        PyTorch reads that record after each kernel launch. If the error stayed there, the next launch would raise this
+        stale error. That may be a launch of NCCL, while the ranks agree to raise the error that is raised here.
         """
         try:
             torch.cuda.check_error(result)
         except torch.cuda.CudaError:
-            # PyTorch has no binding for cudaGetLastError. A launch that finds an error raises and clears it.
+            # PyTorch has no binding for cudaGetLastError. A launch that finds an error raises it and clears the record.
             with suppress(RuntimeError):
                 torch.ones(1, device=self._device)
             raise

@@ -1,8 +1,8 @@
-"""The device interface that the executor is written against.
+"""Define the device interface that the executor is written against: streams, events, memory and copies.
 
-Semantics are CUDA's. Work issued on a stream runs in issue order, later than the call returns; an event marks
-the work issued on a stream so far; a stream or the host can wait for an event. An event that was never
-recorded holds nobody back.
+The semantics are CUDA's. Work that is issued on a stream runs in the order of issue, possibly after the call has
+returned. An event marks the work that has been issued on a stream so far. A stream or the host can wait for an event.
+Waiting for an event that was never recorded returns at once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from deep_opt_states.device.slab import HostSlab
 
 
 class Event(Protocol):
+    """A mark in the work of a stream, which streams and the host can wait for."""
+
     def synchronize(self) -> None:
         """Block the host until the work that the event marks has finished."""
 
@@ -23,7 +25,7 @@ class Event(Protocol):
         """Return whether that work has finished, without waiting for it."""
 
     def seconds_after(self, origin: Any) -> float:
-        """Seconds between two finished events of one device."""
+        """Return the seconds from ``origin`` to this event. Both must be finished and of one device."""
 
 
 EventT = TypeVar("EventT", bound=Event)
@@ -31,55 +33,58 @@ EventT_contra = TypeVar("EventT_contra", bound=Event, contravariant=True)
 
 
 class Stream(Protocol[EventT_contra]):
+    """A queue of operations that run in order, concurrently with those of other streams."""
+
     def record(self, event: EventT_contra) -> None:
-        """Let ``event`` mark everything issued on this stream so far."""
+        """Mark everything that has been issued on this stream so far with ``event``."""
 
     def wait(self, event: EventT_contra) -> None:
-        """Hold back what is issued on this stream from now on until ``event`` has finished."""
+        """Make the operations that are issued on this stream from now on wait until ``event`` has finished."""
 
     def issue(self) -> AbstractContextManager[object]:
-        """Torch operations inside the context are issued on this stream."""
+        """Return a context inside which torch operations are issued on this stream."""
 
 
 class Device(Protocol[EventT]):
-    """Inside a step only ``copy`` and ``current_stream`` are called; all that is reserved is reserved at start-up.
+    """An accelerator, with its memory, its streams, and host memory that it can copy from and to.
 
-    ``shares_host_memory``: whether the CPU can write what the accelerator computes with. ``runs_when_issued``: whether
-    operations run on the thread that issues them, so that nothing is ever queued.
+    Everything is reserved at start. Inside a step only ``copy`` and ``current_stream`` are called.
     """
 
     @property
-    def shares_host_memory(self) -> bool: ...
+    def shares_host_memory(self) -> bool:
+        """Return whether the CPU can write to the memory that the accelerator computes with."""
 
     @property
-    def runs_when_issued(self) -> bool: ...
+    def runs_when_issued(self) -> bool:
+        """Return whether operations run on the thread that issues them, so that nothing is ever queued."""
 
     def enter_thread(self) -> None:
-        """Make this device the calling thread's own, before the thread waits for any of its events."""
+        """Make this device current on the calling thread. Call this before the thread waits for any of its events."""
 
     def stream(self) -> Stream[EventT]:
-        """A new stream."""
+        """Return a new stream."""
 
     def current_stream(self) -> Stream[EventT]:
-        """The stream that the training loop computes on."""
+        """Return the current stream of the calling thread, on which the training loop computes."""
 
     def event(self) -> EventT:
-        """A new event that measures time."""
+        """Return a new event that measures time."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised memory on the accelerator, shape [numel]."""
+        """Return uninitialised memory on the accelerator, of shape [numel]."""
 
     def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised host memory, shape [numel], that ``copy`` moves without blocking the host."""
+        """Return uninitialised host memory, of shape [numel], that ``copy`` moves without blocking the host."""
 
     def host_slab(self, size_bytes: int) -> HostSlab:
-        """Host memory for many tensors, that ``copy`` moves without blocking the host once it is locked."""
+        """Return host memory for many tensors. Once it is locked, ``copy`` moves it without blocking the host."""
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between host and accelerator on the issuing stream; converts where the dtypes differ."""
+        """Copy between host and accelerator on the current stream, and convert if the dtypes differ."""
 
     def occupy(self, seconds: float) -> None:
-        """Keep the issuing stream busy for about this long, so that what is issued next is queued behind it."""
+        """Keep the current stream busy for about ``seconds``, so that later operations are queued behind that."""
 
     def release_cached(self) -> None:
-        """Return memory, page-locked and on the accelerator, that no tensor uses any more to the system."""
+        """Return memory that no tensor uses any more to the system: page-locked memory and accelerator memory."""

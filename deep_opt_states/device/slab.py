@@ -1,4 +1,4 @@
-"""Host memory in one allocation, registered once, in which every tensor has a storage of its own."""
+"""Allocate host memory once, page-lock it once, and lay tensors over it that each have their own storage."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ import torch
 HUGE_PAGE_BYTES = 2 * 2**20
 
 Register: TypeAlias = Callable[[int, int], Callable[[], object]]
-"""Page-locks an address range, given as its start and its bytes, and returns what undoes that.
+"""A function that page-locks an address range, given as start and size in bytes, and returns a function that undoes it.
 
-What it returns waits first for the copies that the accelerator still makes from or to the range. It may be called on
-any thread.
+The returned function first waits for the accelerator's copies from and to the range. It may be called on any thread.
 """
 
 LOCK_REMEDY = (
@@ -29,40 +28,42 @@ LOCK_REMEDY = (
 
 
 class HostMemoryError(RuntimeError):
-    """The host has no room for the states, or may not give it."""
+    """The error that the host does not have enough memory for the states, or may not provide it."""
 
 
-class Mapping(mmap.mmap):
+class HostMapping(mmap.mmap):
     """Anonymous memory of this process that is unregistered before it is unmapped.
 
-    The slab and each tensor over it hold a reference to it. Whichever is dropped last, the pages are not given back to
-    the system while the driver still has them registered: an engine may be collected without ``destroy()``.
+    The slab and each tensor over it hold a reference to the mapping. Without these references the pages could return to
+    the system while the driver still has them registered, since an engine may be collected without ``destroy()``. The
+    last reference that is dropped unregisters them first.
 
-    A ``weakref.finalize`` would come too late: ``mmap.mmap`` unmaps before it calls the callbacks of weak references.
+    A ``weakref.finalize`` would be too late: ``mmap.mmap`` unmaps before it calls the callbacks of weak references.
     """
 
     unregister_once: Callable[[], object] | None = None
 
     def unregister(self) -> None:
-        """Undo the registration, if there is one that is not undone yet."""
+        """Undo the registration, unless it is undone already or there is none."""
         unregister, self.unregister_once = self.unregister_once, None
         if unregister is not None:
             unregister()
 
     def __del__(self) -> None:
-        # While the interpreter shuts down, the driver may be gone, and the process is about to give everything back.
+        # While the interpreter shuts down, the driver may be gone, and the system takes all memory back soon.
         if not sys.is_finalizing():
             self.unregister()
 
 
-_mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
+_mappings: weakref.WeakSet[HostMapping] = weakref.WeakSet()
 
 
 def _keep_mappings_in_forked_child() -> None:
-    """Keep a forked child from unmapping addresses that it did not inherit, and may have given to other memory.
+    """Keep a forked child from unmapping addresses that it did not inherit, and where it may have mapped other memory.
 
-    The child has the Python objects of its parent, without the memory behind them. An object whose reference count
-    never drops to zero is never finalized, also not when the child's interpreter shuts down.
+    The child has the Python objects of its parent, but not the memory behind them. One additional reference per object
+    keeps the reference count above zero, so that the object is never finalized, not even when the interpreter of the
+    child shuts down.
     """
     for mapping in _mappings:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
@@ -72,32 +73,36 @@ os.register_at_fork(after_in_child=_keep_mappings_in_forked_child)
 
 
 class HostSlab:
-    """``size_bytes`` of zeros; pageable, or page-locked by ``register`` when ``lock`` is called.
+    """Host memory of ``size_bytes`` zero bytes. It is pageable until ``lock`` page-locks it with ``register``.
 
-    Raises ``HostMemoryError`` where the system refuses them.
+    Raise ``HostMemoryError`` if the system refuses the memory.
 
-    The pages are not there before something touches them, and then near the core that did (NUMA).
+    A page is allocated when a thread first touches it, on the NUMA node of that thread's core.
 
-    A forked child does not inherit them: a child that reads or writes a tensor over them is ended by SIGSEGV.
+    A forked child does not inherit the pages: a child that reads or writes a tensor over them ends by SIGSEGV.
     """
 
     def __init__(self, size_bytes: int, register: Register | None = None) -> None:
         self.size_bytes = size_bytes
         self._register = register
-        self._memory: Mapping | None = None
+        self._memory: HostMapping | None = None
         if size_bytes > 0:
-            self._memory = _mapped(size_bytes)
+            self._memory = _map(size_bytes)
 
     def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Shape [numel]. It keeps the memory, and has a storage of its own: ``torch.save`` writes whole storages, also
-        for a view of one."""
+        """Return a tensor of shape [numel] over the slab's bytes from ``offset_bytes`` on.
+
+        The tensor keeps the memory alive. It has its own storage, because ``torch.save`` writes whole storages, even
+        for a view.
+        """
         assert self._memory is not None
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset_bytes)
 
     def lock(self) -> None:
-        """To be called once all is touched: registering touches the rest, near the core that registers.
+        """Register the memory with the driver. Call this once all pages are touched.
 
-        Raises ``HostMemoryError`` where the driver refuses.
+        Registering touches the remaining pages, which places them near the core that registers. Raise
+        ``HostMemoryError`` if the driver refuses.
         """
         if self._register is None or self._memory is None:
             return
@@ -111,16 +116,16 @@ class HostSlab:
             ) from error
 
     def close(self) -> None:
-        """The system has the pages back once no tensor over them is left."""
+        """Unregister the memory. The pages return to the system once no tensor over them is left."""
         if self._memory is not None:
             self._memory.unregister()
         self._memory = None
 
 
-def _mapped(size_bytes: int) -> Mapping:
+def _map(size_bytes: int) -> HostMapping:
     try:
-        # Private: what is shared is a file in memory, which container limits and huge pages treat otherwise.
-        memory = Mapping(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A shared mapping would be a file in memory, for which container limits and huge pages have other rules.
+        memory = HostMapping(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         if error.errno != errno.ENOMEM:
             raise
@@ -129,13 +134,13 @@ def _mapped(size_bytes: int) -> Mapping:
             f"refused: {error.strerror}.\n"
             "Raise ulimit -v, or vm.overcommit_ratio where vm.overcommit_memory is 2, or train on more ranks."
         ) from error
-    # A fork would leave each page to whichever process writes to it last, and give the parent a copy. The accelerator
-    # would go on to copy from and to the page that was registered, which is no longer the parent's. Newer kernels copy
-    # registered pages at once instead: the whole slab, for each process that loads data.
+    # After a fork, the process that writes to a page first would get a copy of it. If that were the parent, then the
+    # accelerator would still copy from and to the registered page, which would no longer be the parent's. Newer kernels
+    # copy registered pages at once instead: the whole slab, for each process that loads data.
     memory.madvise(mmap.MADV_DONTFORK)
     _mappings.add(memory)
     if size_bytes >= HUGE_PAGE_BYTES:
-        # They only make it faster; a kernel built without them refuses to be asked.
+        # Huge pages only make access faster. A Linux kernel that is built without them refuses this advice.
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

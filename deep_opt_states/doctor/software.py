@@ -1,4 +1,4 @@
-"""Versions of what we need, whether DeepSpeed can be imported, and the accelerator it finds."""
+"""Check the versions of the required packages, the import of DeepSpeed, and the accelerator that it finds."""
 
 from __future__ import annotations
 
@@ -12,31 +12,35 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from deep_opt_states.doctor.finding import Finding, Status
+from perf_model.units import gigabytes
 
 OURS = "deep_opt_states"
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """``gpus`` has name and memory in bytes of each one that this process sees."""
+    """The accelerator that DeepSpeed finds."""
 
     name: str
     device_count: int
     gpus: Sequence[tuple[str, int]] = ()
+    """The name and the memory in bytes of each GPU that this process can use."""
 
 
 def python_version() -> str:
+    """Return the version of this interpreter."""
     return platform.python_version()
 
 
 def python_required() -> SpecifierSet:
-    """From our own metadata, as all requirements; anything if we are not installed."""
+    """Return the required versions of Python, from our own metadata; any version if the plugin is not installed."""
     if installed_version(OURS) is None:
         return SpecifierSet()
     return SpecifierSet(metadata.metadata(OURS)["Requires-Python"])
 
 
 def installed_version(name: str) -> str | None:
+    """Return the version of the installed package ``name``; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -44,7 +48,10 @@ def installed_version(name: str) -> str | None:
 
 
 def requirements() -> list[Requirement]:
-    """What setup.cfg asks for, extras left out, the two that matter most first; those two if we are not installed."""
+    """Return the required packages without extras, from our own metadata, the two most important ones first.
+
+    Return only these two if the plugin is not installed.
+    """
     if installed_version(OURS) is None:
         return [Requirement("torch"), Requirement("deepspeed")]
     found = [Requirement(line) for line in metadata.requires(OURS) or () if "extra ==" not in line]
@@ -52,21 +59,23 @@ def requirements() -> list[Requirement]:
 
 
 def import_error(name: str) -> Exception | None:
+    """Import the module ``name`` and return the exception that this raises, if any."""
     try:
         importlib.import_module(name)
-    except Exception as error:  # noqa: BLE001 - DeepSpeed's import also probes the accelerator, with errors of any type
+    except Exception as error:  # noqa: BLE001 - DeepSpeed's import also probes the accelerator, which can raise any type
         return error
     return None
 
 
 def supported_deepspeed() -> tuple[str, ...]:
+    """Return the supported versions of DeepSpeed."""
     from deep_opt_states.zero.internals.compat import SUPPORTED_DEEPSPEED
 
     return SUPPORTED_DEEPSPEED
 
 
 def accelerator() -> Accelerator:
-    """Raises what importing DeepSpeed raises."""
+    """Return the accelerator that DeepSpeed finds. Raise any exception that importing DeepSpeed raises."""
     import torch
     from deepspeed.accelerator import get_accelerator
 
@@ -79,20 +88,23 @@ def accelerator() -> Accelerator:
 
 
 def check_python(version: str, required: SpecifierSet) -> Finding:
+    """Check the version of Python."""
     if not required.contains(version, prereleases=True):
-        found, remedy = f"{version}; must be {required}", f"Make an environment with Python {required}."
+        found, remedy = f"{version}; must be {required}", f"Create an environment with Python {required}."
         return Finding("python", Status.FAIL, found, remedy)
     return Finding("python", Status.OK, version)
 
 
 def check_ours(version: str | None) -> Finding:
+    """Check that this package is installed; ``version`` is None if it is not."""
     if version is None:
-        found = "importable, but not installed; must be installed, since its entry point is what PyTorch calls"
-        return Finding(OURS, Status.FAIL, found, "Install it with pip; pip install -e . in a checkout.")
+        found = "importable, but not installed; must be installed, because PyTorch calls its entry point"
+        return Finding(OURS, Status.FAIL, found, "Install it with pip; in a checkout, run pip install -e .")
     return Finding(OURS, Status.OK, version)
 
 
 def check_package(requirement: Requirement, version: str | None) -> Finding:
+    """Check the version of a required package; ``version`` is None if it is not installed."""
     remedy = f'pip install --upgrade "{requirement}"'
     if version is None:
         return Finding(requirement.name, Status.FAIL, "not installed; must be", remedy)
@@ -103,31 +115,40 @@ def check_package(requirement: Requirement, version: str | None) -> Finding:
 
 
 def check_deepspeed(version: str | None, error: Exception | None, supported: Sequence[str]) -> Finding:
-    """The plugin overrides internals, so the version must be one of ``supported`` exactly, local build tag aside."""
+    """Check that DeepSpeed has a supported version and can be imported.
+
+    The plugin overrides internals, so the version must be exactly one of ``supported``, apart from a local build tag.
+    ``version`` is None if DeepSpeed is not installed, and ``error`` is the exception that importing it raised.
+    """
     remedy = f"pip install deepspeed=={supported[-1]}"
     if version is None:
         return Finding("deepspeed", Status.FAIL, f"not installed; must be {' or '.join(supported)}", remedy)
     if version.split("+")[0] not in supported:
-        found = f"{version}; must be {' or '.join(supported)}, whose internals this release knows"
+        found = f"{version}; must be {' or '.join(supported)}, whose internals this release supports"
         return Finding("deepspeed", Status.FAIL, found, remedy)
     if error is not None:
         found = f"{version}, but import deepspeed fails with {type(error).__name__}: {error}"
-        return Finding("deepspeed", Status.FAIL, found, f'See all of it with python -c "import deepspeed", or {remedy}')
+        return Finding(
+            "deepspeed", Status.FAIL, found, f'Run python -c "import deepspeed" to see the full error, or {remedy}'
+        )
     return Finding("deepspeed", Status.OK, version)
 
 
 def check_accelerator(found: Accelerator, chosen: str | None) -> Finding:
-    """``chosen`` is DS_ACCELERATOR: who asks for the CPU gets no warning about it."""
+    """Check that the accelerator is supported.
+
+    ``chosen`` is the value of DS_ACCELERATOR: if the user has chosen the CPU, there is no warning about it.
+    """
     text = f"{found.name}, {found.device_count} device{'' if found.device_count == 1 else 's'}"
     if found.gpus:
-        text += ": " + ", ".join(f"{name} ({memory_bytes / 1e9:.1f} GB)" for name, memory_bytes in found.gpus)
+        text += ": " + ", ".join(f"{name} ({gigabytes(memory_bytes)})" for name, memory_bytes in found.gpus)
     if found.name not in ("cuda", "cpu"):
         remedy = 'Train on a CUDA GPU, or with stock DeepSpeed: "enabled": false in "deep_optimizer_states".'
         return Finding("accelerator", Status.FAIL, f"{text}; must be cuda (or cpu, for tests)", remedy)
     if found.device_count == 0:
-        remedy = "See nvidia-smi, CUDA_VISIBLE_DEVICES, and whether torch was built for CUDA (torch.version.cuda)."
+        remedy = "Check nvidia-smi, CUDA_VISIBLE_DEVICES, and whether torch was built for CUDA (torch.version.cuda)."
         return Finding("accelerator", Status.FAIL, f"{text}; must be at least 1", remedy)
     if found.name == "cpu" and chosen != "cpu":
-        remedy = "With a GPU in this machine: see nvidia-smi and torch.version.cuda. Without: set DS_ACCELERATOR=cpu."
-        return Finding("accelerator", Status.WARN, f"{text}; DeepSpeed found no GPU and fell back to it", remedy)
+        remedy = "If this machine has a GPU, check nvidia-smi and torch.version.cuda. If not, set DS_ACCELERATOR=cpu."
+        return Finding("accelerator", Status.WARN, f"{text}; DeepSpeed found no GPU and fell back to the CPU", remedy)
     return Finding("accelerator", Status.OK, text)

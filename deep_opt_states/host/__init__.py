@@ -1,1 +1,1 @@
-"""Which cores, NUMA nodes and memory does this machine give to each rank?"""
+"""Find the cores, NUMA nodes and memory of this host, and divide them among the ranks on it."""

@@ -1,12 +1,15 @@
-"""Which cores the CPU update of a rank runs on: a pure choice, from what all ranks of its node may use.
+"""Choose the cores for a rank's CPU updates, as a pure function of the cores that all ranks of its node may use.
 
-An update is as fast as host memory, and a second thread on a physical core loads no more of it: one thread a core. The
-ranks of a node update at the same time, and the slowest decides when the step ends: every rank has cores of its own,
-about as many as the others. And what a thread touches first lies in the memory of its NUMA node, from where the rank's
-GPU copies it: the cores are near the GPU.
+- One thread per physical core: the update is limited by the bandwidth of host memory, and a second thread on the same
+  core adds none.
+- Cores of its own for every rank, about as many as the others have: the ranks of a node update at the same time, and
+  the slowest one determines when the step ends.
+- Cores near the rank's GPU: first touch places memory on the NUMA node of the touching thread, and the GPU copies it
+  from there.
 
-``OMP_NUM_THREADS`` is deliberately not consulted. torchrun sets it to 1 where the user has not set it, so that
-PyTorch's operations of several ranks do not fight over cores: a 1 says nothing about the update. ``cpu_threads`` does.
+``OMP_NUM_THREADS`` is deliberately not used. torchrun sets it to 1 if the user has not set it, so that PyTorch's
+operations in several ranks do not compete for cores. A value of 1 has no meaning for the update: ``cpu_threads`` sets
+its threads.
 """
 
 from __future__ import annotations
@@ -21,29 +24,31 @@ from deep_opt_states.host.topology import Core, format_cpu_list
 from deep_opt_states.names import CONFIG_KEY
 
 CORES_PER_LAUNCH_CORE = 8
-"""A guess, not measured. Of many cores, fewer than all use up the bandwidth of host memory in an update."""
+"""The number of cores per launch core on large shares. It is an estimate, not measured.
+
+With many cores, fewer than all of them already use the full bandwidth of host memory in an update.
+"""
 
 CORES_FOR_A_SECOND_LAUNCH_CORE = 4
-"""The least number of cores of which two launch.
+"""The smallest number of cores of which two are launch cores.
 
-Backward keeps a core busy with autograd's thread, and forward with the main thread. NCCL's threads and the one that
-pins batches run beside it: on a single core they delay launches, and the GPU idles in all of the step. Of 4 cores, the
-second costs the CPU's part of the update at most a third of its speed, and the planner moves work to the GPU for that.
-With fewer cores, it would be half of it, or all.
+Backward keeps one core busy with autograd's thread, and forward with the main thread. NCCL's threads and the thread
+that pins batches run concurrently. On a single core they delay launches, so that the GPU idles throughout the step.
+With 4 cores, the second launch core reduces the speed of the CPU's updates by at most a third, and the planner
+compensates for that by moving work to the GPU. With fewer cores, it would reduce the speed by half or more.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """What one rank may use.
-
-    ``cores`` by its affinity; ``quota`` is its part of the cgroup's CPU time, in whole cores, None if unlimited;
-    ``gpu_node`` is the NUMA node of its GPU, None if unknown.
-    """
+    """The CPU resources that one rank may use."""
 
     cores: tuple[Core, ...]
+    """The physical cores that its affinity allows."""
     quota: int | None = None
+    """Its part of the CPU time that the cgroup allows, in whole cores; None if unlimited."""
     gpu_node: int | None = None
+    """The NUMA node of its GPU; None if unknown."""
 
     def __post_init__(self) -> None:
         assert self.cores
@@ -51,25 +56,27 @@ class RankPlace:
 
     @property
     def cpus(self) -> frozenset[int]:
+        """Return the logical CPUs of all its cores."""
         return frozenset(cpu for core in self.cores for cpu in core.cpus)
 
     @property
     def max_threads(self) -> int:
+        """Return how many threads can run at the same time."""
         return len(self.cpus) if self.quota is None else min(len(self.cpus), self.quota)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoreShare:
-    """What one rank was given.
-
-    ``threads`` update sub-groups, the i-th pinned to the logical CPU ``cores[i]``; all other threads of the process run
-    on ``launch_cores``, logical CPUs too. Both are empty where nothing is bound. ``reason`` is for the log.
-    """
+    """The threads and cores that one rank uses."""
 
     threads: int
+    """The number of threads that update sub-groups."""
     cores: tuple[int, ...] = ()
+    """The logical CPUs to which these threads are pinned, in order. Empty if nothing is bound."""
     launch_cores: tuple[int, ...] = ()
+    """The logical CPUs for all other threads of the process. Empty if nothing is bound."""
     reason: str
+    """The reason for this choice, for the log."""
 
     def __post_init__(self) -> None:
         assert self.threads >= 1
@@ -85,11 +92,11 @@ class CoreShare:
 
 
 def part_of_quota(quota: float | None, rank: int, ranks: int) -> int | None:
-    """What one of ``ranks`` may use of the CPU time that a cgroup gives them all, in whole cores; at least 1."""
+    """Return the part of a cgroup's ``quota`` that one of ``ranks`` may use, in whole cores; at least 1."""
     if quota is None:
         return None
-    each, more = divmod(int(quota), ranks)
-    return max(1, each + (rank < more))
+    each, remainder = divmod(int(quota), ranks)
+    return max(1, each + (rank < remainder))
 
 
 def choose_cores(
@@ -100,36 +107,37 @@ def choose_cores(
     bind: bool = True,
     cpu_threads: int | None = None,
 ) -> CoreShare:
-    """For one of the ``ranks`` of a node, which are given by local rank; what the others choose is disjoint.
+    """Return the share of one rank. The shares of all ``ranks`` of a node, in the order of local ranks, are disjoint.
 
-    Raises ``ConfigError`` for more ``cpu_threads`` than the rank may use CPUs.
+    ``on_accelerator`` is whether the model computes on an accelerator other than the CPU. ``bind`` and ``cpu_threads``
+    are the config's. Raise ``ConfigError`` if ``cpu_threads`` exceeds the number of CPUs that the rank may use.
     """
-    me = ranks[local_rank]
-    if cpu_threads is not None and cpu_threads > me.max_threads:
-        raise _too_many(me, cpu_threads)
-    # Who binds ranks (deepspeed --bind_cores_to_rank, torchrun --numa-binding) gives CPUs to one rank or to several.
-    mates = [rank for rank, place in enumerate(ranks) if place.cpus == me.cpus]
-    rivals = [rank for rank, place in enumerate(ranks) if place.cpus & me.cpus]
+    own_place = ranks[local_rank]
+    if cpu_threads is not None and cpu_threads > own_place.max_threads:
+        raise _too_many(own_place, cpu_threads)
+    # Launchers that bind (deepspeed --bind_cores_to_rank, torchrun --numa-binding) assign CPUs to one or more ranks.
+    same_affinity = [rank for rank, place in enumerate(ranks) if place.cpus == own_place.cpus]
+    overlapping = [rank for rank, place in enumerate(ranks) if place.cpus & own_place.cpus]
     own: tuple[Core, ...] = ()
-    if len(rivals) > len(mates):
+    if len(overlapping) > len(same_affinity):
         not_bound = "the ranks' affinities overlap in part"
-    elif len(me.cores) < len(mates):
-        not_bound = f"{len(mates)} ranks share them"
+    elif len(own_place.cores) < len(same_affinity):
+        not_bound = f"{len(same_affinity)} ranks share them"
     else:
-        own = _own_cores(ranks, mates, local_rank)
+        own = _own_cores(ranks, same_affinity, local_rank)
         not_bound = _why_not_to_bind(own, on_accelerator, bind, cpu_threads)
 
-    num_cores = len(own) or max(1, len(me.cores) // len(rivals))
-    budget = num_cores if me.quota is None else min(num_cores, me.quota)
+    num_cores = len(own) or max(1, len(own_place.cores) // len(overlapping))
+    budget = num_cores if own_place.quota is None else min(num_cores, own_place.quota)
     threads = cpu_threads or budget - (_num_launch_cores(budget) if on_accelerator else 0)
 
-    reasons = [f"{num_cores} of {len(me.cores)} physical cores"]
-    if not not_bound and me.gpu_node is not None and {core.node for core in own} == {me.gpu_node}:
-        reasons.append(f"on NUMA node {me.gpu_node} like its GPU")
+    reasons = [f"{num_cores} of {len(own_place.cores)} physical cores"]
+    if not not_bound and own_place.gpu_node is not None and {core.node for core in own} == {own_place.gpu_node}:
+        reasons.append(f"on NUMA node {own_place.gpu_node} like its GPU")
     if budget < num_cores:
-        reasons.append(f"of which the cgroup's limit leaves {budget}")
+        reasons.append(f"of which the cgroup's limit allows {budget}")
     if cpu_threads is not None:
-        reasons.append('threads by "cpu_threads"')
+        reasons.append('number of threads set by "cpu_threads"')
     if not_bound:
         reasons.append(not_bound)
         return CoreShare(threads=threads, reason=", ".join(reasons))
@@ -144,37 +152,37 @@ def _too_many(place: RankPlace, cpu_threads: int) -> ConfigError:
     return ConfigError(
         f"{CONFIG_KEY}.cpu_threads: must be at most the {place.max_threads} CPUs that a rank may use "
         f"(affinity {len(place.cpus)}, cgroup limit {limit}), found {cpu_threads}.\n"
-        f"Leave it out for one a physical core, or give the rank more CPUs (taskset, docker --cpus, "
+        f"Leave it out for one per physical core, or give the rank more CPUs (taskset, docker --cpus, "
         f"Slurm --cpus-per-task)."
     )
 
 
 def _why_not_to_bind(own: tuple[Core, ...], on_accelerator: bool, bind: bool, cpu_threads: int | None) -> str:
-    """Empty if nothing speaks against it."""
+    """Return the reason not to bind threads; empty if there is none."""
     if not on_accelerator:
         return "forward and backward run on them, too"
     if not bind:
         return '"bind_cores" is false'
     if cpu_threads is not None and cpu_threads > sum(len(core.cpus) for core in own):
-        return "which are fewer"
+        return "more threads than they have CPUs"
     return ""
 
 
-def _own_cores(ranks: Sequence[RankPlace], mates: list[int], local_rank: int) -> tuple[Core, ...]:
-    if len(mates) == 1 < len(ranks):
-        # Somebody chose these cores for this rank, also those that are far from its GPU.
+def _own_cores(ranks: Sequence[RankPlace], same_affinity: list[int], local_rank: int) -> tuple[Core, ...]:
+    if len(same_affinity) == 1 < len(ranks):
+        # The launcher bound this rank to cores of its own. Use all of them, even those that are far from its GPU.
         return ranks[local_rank].cores
-    # One of them counts, should they see the machine differently.
-    shares = _divide(ranks[mates[0]].cores, [ranks[mate].gpu_node for mate in mates])
-    return shares[mates.index(local_rank)]
+    # Use the cores of the first rank for all of them, in case the ranks see the machine differently.
+    shares = _divide(ranks[same_affinity[0]].cores, [ranks[rank].gpu_node for rank in same_affinity])
+    return shares[same_affinity.index(local_rank)]
 
 
 def _divide(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[tuple[Core, ...]]:
-    """Disjoint shares of ``cores``, at least one each, for GPUs on those nodes.
+    """Return disjoint shares of ``cores``, with at least one core each, for ranks whose GPUs are on ``gpu_nodes``.
 
-    The cores of a NUMA node go to the ranks whose GPU is there; unless the nodes are so unequal that a rank would have
-    less than half of an even share, for which all would wait. Then, and where the nodes are unknown, even shares of
-    all cores, by NUMA node as far as it goes.
+    The cores of a NUMA node are divided among the ranks whose GPU is on that node. But if the nodes are so unequal that
+    a rank would have less than half of an even share, all ranks would wait for that rank. Then, and if the nodes are
+    unknown, all cores are divided evenly, as far as possible by NUMA node.
     """
     cores_on: dict[int | None, list[Core]] = defaultdict(list)
     for core in cores:
@@ -183,10 +191,11 @@ def _divide(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[tupl
     for rank, node in enumerate(gpu_nodes):
         ranks_at[node].append(rank)
 
-    # A rank cannot have more than one node's cores near its GPU, so nodes without a GPU do not make it poor.
-    even = len(cores) // max(len(gpu_nodes), len(cores_on))
-    poorest = min(len(cores_on.get(node, ())) // len(ranks) for node, ranks in ranks_at.items())
-    if poorest >= 1 and 2 * poorest >= even:
+    # NUMA nodes without a GPU do not count against a rank's fair share: a rank has at most one node's cores near its
+    # GPU.
+    even_share = len(cores) // max(len(gpu_nodes), len(cores_on))
+    smallest_share = min(len(cores_on.get(node, ())) // len(ranks) for node, ranks in ranks_at.items())
+    if smallest_share >= 1 and 2 * smallest_share >= even_share:
         groups = [(ranks, cores_on[node]) for node, ranks in ranks_at.items()]
     else:
         in_order = [rank for node in sorted(ranks_at, key=_unknown_last) for rank in ranks_at[node]]
@@ -202,13 +211,14 @@ def _unknown_last(node: int | None) -> tuple[bool, int]:
 
 
 def _split(cores: Sequence[Core], parts: int) -> list[tuple[Core, ...]]:
-    """In order; the first parts have one more where it does not come out even."""
-    size, more = divmod(len(cores), parts)
-    cuts = [part * size + min(part, more) for part in range(parts + 1)]
+    """Split ``cores`` into consecutive parts. The first parts have one more core if they cannot be equal."""
+    size, remainder = divmod(len(cores), parts)
+    cuts = [part * size + min(part, remainder) for part in range(parts + 1)]
     return [tuple(cores[start:end]) for start, end in pairwise(cuts)]
 
 
 def _num_launch_cores(num_cores: int) -> int:
+    """Return how many of a rank's ``num_cores`` cores are for the threads that do not update."""
     if num_cores < 2:
         return 0
     least = 2 if num_cores >= CORES_FOR_A_SECOND_LAUNCH_CORE else 1
@@ -216,13 +226,19 @@ def _num_launch_cores(num_cores: int) -> int:
 
 
 def _first_of_each_core(cores: Sequence[Core]) -> tuple[int, ...]:
-    """Their logical CPUs; the siblings come last, for a user who asks for more threads than there are cores."""
+    """Return all logical CPUs of ``cores``, the first one of each core before their hyperthread siblings.
+
+    The siblings are used only if the user sets more threads than there are cores.
+    """
     firsts = [core.cpus[0] for core in cores]
     return (*firsts, *(cpu for core in cores for cpu in core.cpus[1:]))
 
 
 def _launch_cores(own: Sequence[Core], taken: frozenset[int]) -> tuple[int, ...]:
-    """Cores that update nothing; or else the siblings of those that do; or else, with one core for all, that one."""
+    """Return the logical CPUs for all other threads: the cores on which no update runs.
+
+    If there are none, return the hyperthread siblings of the CPUs in ``taken``, and if there are none, all CPUs.
+    """
     free = [core for core in own if not taken.intersection(core.cpus)]
     everything = [cpu for core in own for cpu in core.cpus]
     chosen = (

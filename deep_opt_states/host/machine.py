@@ -1,4 +1,4 @@
-"""Facts about the host and its GPU, and how much of them this process may use."""
+"""Describe the host and its GPU, and how much of the cores and the memory this process may use."""
 
 from __future__ import annotations
 
@@ -13,54 +13,70 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Cores:
-    """``allowed`` by affinity; ``quota`` is the cgroup's share of CPU time, in cores, None if unlimited."""
+class CoreCounts:
+    """The numbers of CPU cores of the host and of this process."""
 
     physical: int | None
+    """Physical cores of the host; None if unknown."""
     logical: int | None
+    """Logical CPUs of the host; None if unknown."""
     allowed: int
+    """Logical CPUs that the affinity of this process allows."""
     quota: float | None
+    """The CPU time that the cgroup allows, in cores; None if unlimited."""
 
     @property
     def usable(self) -> int:
+        """Return how many logical CPUs this process can keep busy."""
         return self.allowed if self.quota is None else max(1, min(self.allowed, int(self.quota)))
 
 
 @dataclass(frozen=True)
-class Memory:
-    """``limit_bytes`` is the cgroup's, None if unlimited."""
+class HostMemory:
+    """The memory of the host and of this process's cgroup."""
 
     total_bytes: int
+    """All memory of the host."""
     available_bytes: int
+    """Memory of the host that is available now."""
     limit_bytes: int | None
+    """The limit of the cgroup; None if unlimited."""
 
     @property
     def usable_bytes(self) -> int:
+        """Return the smaller of the host's memory and the cgroup's limit."""
         return self.total_bytes if self.limit_bytes is None else min(self.total_bytes, self.limit_bytes)
 
 
 @dataclass(frozen=True)
 class Gpu:
+    """The name and the memory of a GPU."""
+
     name: str
     memory_bytes: int
 
 
-def cores() -> Cores:
+def cores() -> CoreCounts:
+    """Return the numbers of CPU cores of the host and of this process."""
     import psutil
 
     quota = core_quota(cgroup_folders("cpu"))
-    return Cores(psutil.cpu_count(logical=False), psutil.cpu_count(), len(os.sched_getaffinity(0)), quota)
+    return CoreCounts(psutil.cpu_count(logical=False), psutil.cpu_count(), len(os.sched_getaffinity(0)), quota)
 
 
-def memory() -> Memory:
+def memory() -> HostMemory:
+    """Return the memory of the host and of this process's cgroup."""
     import psutil
 
     host = psutil.virtual_memory()
-    return Memory(host.total, host.available, memory_limit_bytes(cgroup_folders("memory")))
+    return HostMemory(host.total, host.available, memory_limit_bytes(cgroup_folders("memory")))
 
 
 def kernel_id(boot_id: Path = Path("/proc/sys/kernel/random/boot_id")) -> str:
-    """The same in all containers on one running kernel, which number its CPUs alike; or the host's name."""
+    """Return an identifier of the running kernel, or the host's name if it has none.
+
+    It is the same in all containers on this kernel, and all of them number the CPUs alike.
+    """
     try:
         return boot_id.read_text().strip()
     except OSError:
@@ -68,18 +84,20 @@ def kernel_id(boot_id: Path = Path("/proc/sys/kernel/random/boot_id")) -> str:
 
 
 def memlock_limit_bytes() -> int | None:
+    """Return how much memory this process may lock with mlock; None if unlimited."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def has_cuda() -> bool:
+    """Return whether PyTorch finds a CUDA GPU."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def gpu() -> Gpu | None:
-    """The GPU that is current in this process; None where PyTorch sees none."""
+    """Return the current GPU of this process; None if PyTorch finds none."""
     if not has_cuda():
         return None
     import torch
@@ -89,27 +107,30 @@ def gpu() -> Gpu | None:
 
 
 def driver_version(loaded: Path = Path("/sys/module/nvidia/version")) -> str:
-    """NVIDIA's driver; empty where there is none, or none that can be asked."""
+    """Return the version of NVIDIA's driver; empty if there is none, or if it cannot be determined."""
     try:
         return loaded.read_text().strip()
     except OSError:
         pass
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    return said.splitlines()[0].strip() if said else ""
+    return output.splitlines()[0].strip() if output else ""
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The model's name, or the architecture's where the kernel does not know it (as on ARM)."""
+    """Return the model name of the CPU, or the architecture if the kernel does not report a name (as on ARM)."""
     names = re.findall(r"^model name\s*:\s*(.+)$", cpuinfo.read_text() if cpuinfo.is_file() else "", re.MULTILINE)
     return names[0].strip() if names else platform.machine()
 
 
 def last_level_cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int | None:
-    """Of all cores together, each cache once however many cores share it; None where the kernel does not tell."""
+    """Return the size of all last-level caches together; None if the kernel does not report it.
+
+    A cache that several cores share counts once.
+    """
     caches: dict[int, dict[str, int]] = {}
     for folder in cpus.glob("cpu[0-9]*/cache/index[0-9]*"):
         try:
@@ -123,18 +144,22 @@ def last_level_cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int 
 def cgroup_folders(
     controller: str, membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[Path]:
-    """This process's cgroup and all above it, of version 2 and of the version 1 controller: all limits hold."""
+    """Yield the folders of this process's cgroup and of all its ancestors, whose limits all apply.
+
+    These are the cgroups of version 2 and of the version 1 ``controller``.
+    """
     for line in membership.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         top = root / controller if controllers else root
         folder = top / path.lstrip("/")
-        # Inside a container the path may be the host's, of which only the top is mounted.
+        # Inside a container, the path may be that of the host, of which only the top folder is mounted.
         yield from (level for level in (folder, *folder.parents) if level.is_relative_to(top) and level.is_dir())
 
 
 def core_quota(folders: Iterable[Path]) -> float | None:
+    """Return the smallest limit of CPU time of the cgroups in ``folders``, in cores; None if unlimited."""
     quotas = []
     for folder in folders:
         if (folder / "cpu.max").is_file():
@@ -149,11 +174,16 @@ def core_quota(folders: Iterable[Path]) -> float | None:
 
 
 def memory_limit_bytes(folders: Iterable[Path]) -> int | None:
+    """Return the smallest memory limit of the cgroups in ``folders``; None if unlimited."""
     return min((limit_bytes for _, limit_bytes in _memory_limits(folders)), default=None)
 
 
 def memory_left_bytes(folders: Iterable[Path]) -> int | None:
-    """By the limit that leaves least, None without limits: what else a job runs counts for the job's, not for ours."""
+    """Return the memory that the limits of the cgroups in ``folders`` leave free; None if unlimited.
+
+    The memory use of each cgroup counts against its own limit. Other processes of a job count for the job's cgroup, but
+    not for that of this process.
+    """
     return min((limit_bytes - _in_use_bytes(folder) for folder, limit_bytes in _memory_limits(folders)), default=None)
 
 
@@ -161,13 +191,13 @@ def _memory_limits(folders: Iterable[Path]) -> Iterator[tuple[Path, int]]:
     for folder in folders:
         for file in (folder / "memory.max", folder / "memory.limit_in_bytes"):
             limit = file.read_text().strip() if file.is_file() else "max"
-            # Version 1 says "unlimited" with the largest multiple of the page size.
+            # In version 1, the largest multiple of the page size means unlimited.
             if limit != "max" and int(limit) < 2**62:
                 yield folder, int(limit)
 
 
 def _in_use_bytes(folder: Path) -> int:
-    """Without the file cache that it can give back at once; 0 where the folder does not tell."""
+    """Return the memory in use without the file cache that can be reclaimed at once; 0 if there are no counters."""
     for usage, cache in (("memory.current", "inactive_file"), ("memory.usage_in_bytes", "total_inactive_file")):
         if (folder / usage).is_file() and (folder / "memory.stat").is_file():
             pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())

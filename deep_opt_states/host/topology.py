@@ -1,4 +1,4 @@
-"""Which physical cores there are, and what is near them: the kernel's numbers, from /sys."""
+"""Read the physical cores and their NUMA nodes, and the NUMA nodes of GPUs, from /sys."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from deep_opt_states.host import machine
 
 @dataclass(frozen=True, kw_only=True)
 class Core:
-    """A physical core.
-
-    ``cpus`` are its logical CPUs (hyperthread siblings), ascending, as far as this process may use them; ``node`` is
-    its NUMA node, None where the kernel does not tell.
-    """
+    """A physical core."""
 
     cpus: tuple[int, ...]
+    """Its logical CPUs (hyperthread siblings) that this process may use, in ascending order."""
     node: int | None
+    """Its NUMA node; None if the kernel does not report it."""
 
 
 def cores_of(
@@ -27,9 +25,9 @@ def cores_of(
     cpus: Path = Path("/sys/devices/system/cpu"),
     nodes: Path = Path("/sys/devices/system/node"),
 ) -> tuple[Core, ...]:
-    """The cores that the logical CPUs ``allowed`` are on, ascending by their first one.
+    """Return the physical cores of the logical CPUs ``allowed``, in ascending order of their first CPU.
 
-    Where the kernel tells nothing of a CPU, as in some sandboxes, it is taken for a core of its own.
+    If the kernel does not report the siblings of a CPU, as in some sandboxes, the CPU counts as a core of its own.
     """
     folders = {int(folder.name.removeprefix("node")): folder for folder in nodes.glob("node[0-9]*")}
     node_of = {cpu: node for node, folder in folders.items() for cpu in _list_in(folder / "cpulist")}
@@ -42,7 +40,7 @@ def cores_of(
 
 
 def gpu_node(devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """The NUMA node of the GPU that is current in this process; None where there is no GPU, or no telling."""
+    """Return the NUMA node of the current GPU of this process; None if there is no GPU or its node is unknown."""
     if not machine.has_cuda():
         return None
     import torch
@@ -53,16 +51,17 @@ def gpu_node(devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
 
 
 def pci_node(domain: int, bus: int, device: int, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """Return the NUMA node of the PCI device; None if it is unknown."""
     try:
         node = int((devices / f"{domain:04x}:{bus:02x}:{device:02x}.0" / "numa_node").read_text())
     except (OSError, ValueError):
         return None
-    # The kernel says -1 where the firmware has not told it, which virtual machines' often has not.
+    # The kernel reports -1 if the firmware does not define the node, as is common in virtual machines.
     return node if node >= 0 else None
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """``"0-2,8"`` is (0, 1, 2, 8), as the kernel writes it; raises ``ValueError`` for anything else."""
+    """Parse the kernel's format of a list: ``"0-2,8"`` gives (0, 1, 2, 8). Raise ``ValueError`` for anything else."""
     cpus: list[int] = []
     for part in text.strip().split(",") if text.strip() else ():
         first, _, last = part.partition("-")
@@ -71,7 +70,7 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def format_cpu_list(cpus: Iterable[int]) -> str:
-    """(0, 1, 2, 8) is ``"0-2,8"``."""
+    """Format a list as the kernel does: (0, 1, 2, 8) gives ``"0-2,8"``."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and runs[-1][-1] == cpu - 1:
@@ -82,7 +81,7 @@ def format_cpu_list(cpus: Iterable[int]) -> str:
 
 
 def _list_in(file: Path) -> tuple[int, ...]:
-    """Empty where the kernel does not tell."""
+    """Return the list in ``file``; empty if the kernel does not report it."""
     try:
         return parse_cpu_list(file.read_text())
     except (OSError, ValueError):

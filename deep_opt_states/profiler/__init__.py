@@ -1,8 +1,8 @@
-"""Measures this machine: probes in, a ``HardwareProfile`` out.
+"""Measure this machine: run probes and return a ``HardwareProfile``.
 
-Measured as an instrument does (``method``): warm-up, repetitions, every sample kept, results verified, and what
-cannot be measured waived with the reason. The probes (``transfers``, ``host_memory``, ``adam``, ``matrix``) move and
-compute through the ``Device`` interface and the Adam kernels that training uses. All ranks run each repetition at once
-(``ranks``), and the slowest counts. ``profile`` says which probes there are; ``cache`` keeps a quick profile for the
-next training run on such a machine.
+The method (``method``) is that of an instrument: warm up, repeat, keep every sample and verify the results; a quantity
+that cannot be measured is waived with the reason. The probes (``transfers``, ``host_bandwidth``, ``adam_throughput``,
+``matrix``) copy and compute through the ``Device`` interface and the Adam kernels that training uses. All ranks run
+each repetition at the same time (``ranks``), and the slowest rank counts. ``measure`` lists the probes; ``cache`` keeps
+a quick profile for the next training run on an equal machine.
 """

@@ -1,7 +1,7 @@
-"""The kernels of training, ours and stock's, outside of training.
+"""Create the Adam kernels of training, the plugin's and stock DeepSpeed's, outside of training.
 
-Those of the CPU raise what DeepSpeed raises where it cannot build its op. The first call on a machine builds it, and
-ours.
+The functions that create CPU kernels raise the error that DeepSpeed raises if it cannot build its op. The first call on
+a machine compiles that op and the plugin's library.
 """
 
 from __future__ import annotations
@@ -11,32 +11,34 @@ from typing import TypeAlias
 
 import torch
 
-from deep_opt_states.device.kernels.adam import AdamKernel
+from deep_opt_states.device.kernels.adam import DEFAULT_BETAS, AdamKernel
 
-BETAS = (0.9, 0.999)
-
-CpuAdam: TypeAlias = Callable[[int, int, Sequence[int]], AdamKernel]
-"""Makes a kernel for a number of sub-groups and one of threads, the i-th pinned to the i-th of the logical CPUs that
-are given; none is pinned where none are given."""
+CpuAdamFactory: TypeAlias = Callable[[int, int, Sequence[int]], AdamKernel]
+"""A function that creates a CPU kernel from the number of sub-groups, the number of threads, and logical CPUs: thread i
+is pinned to the i-th CPU; no thread is pinned if the sequence is empty."""
 
 
 def training_cpu_adam(num_sub_groups: int, num_threads: int, cores: Sequence[int]) -> AdamKernel:
+    """Return the CPU kernel that training uses; ``cores`` are the logical CPUs that its threads are pinned to."""
     from deep_opt_states.device.kernels.choice import cpu_adam
 
-    return cpu_adam(num_sub_groups, BETAS, adamw=True, num_threads=num_threads, cores=cores).kernel
+    return cpu_adam(num_sub_groups, DEFAULT_BETAS, adamw=True, num_threads=num_threads, cores=cores).kernel
 
 
 def training_gpu_adam() -> AdamKernel:
-    """Compiled for what the probe updates. Raises ``KernelUnavailable``."""
+    """Return the GPU kernel that training uses, compiled for bf16 gradients and parameters.
+
+    Raise ``KernelUnavailable`` if there is no such kernel on this machine.
+    """
     from deep_opt_states.device.kernels.choice import gpu_adam
 
-    kernel = gpu_adam(BETAS, adamw=True)
+    kernel = gpu_adam(DEFAULT_BETAS, adamw=True)
     kernel.compile([torch.bfloat16], [torch.bfloat16])
     return kernel
 
 
 def stock_cpu_adam(num_sub_groups: int) -> AdamKernel:
-    """Stock's three passes, with as many threads as PyTorch has; the gradient, fp32, is scaled in place."""
+    """Return stock's kernel of three passes, which runs on PyTorch's threads and scales the fp32 gradient in place."""
     from deep_opt_states.device.kernels.stock import StockAdam
 
     class StockPasses(StockAdam):
@@ -44,4 +46,4 @@ def stock_cpu_adam(num_sub_groups: int) -> AdamKernel:
             assert grad.dtype == torch.float32
             return grad.mul_(grad_scale)
 
-    return StockPasses(num_sub_groups, BETAS, adamw=True)
+    return StockPasses(num_sub_groups, DEFAULT_BETAS, adamw=True)

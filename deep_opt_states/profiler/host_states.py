@@ -1,4 +1,4 @@
-"""Host memory for the probes of the CPU: reserved, touched and page-locked as training does it (``StateMemory``)."""
+"""Reserve host memory for the CPU's probes, and touch and page-lock it as training does (``StateMemory``)."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ import torch
 
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamTensors
-from perf_model.schedule.host_layout import STATES, Widths, parts_of
+from perf_model.schedule.host_layout import Widths, slab_tensors
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import Workload
+from perf_model.schedule.workload import STATES, Workload
 
 SUB_GROUPS = 8
-"""Updated in turn, as in a step: when one comes again, the others have driven it out of the caches."""
+"""The number of sub-groups, updated one after another as in a step: when an update returns to the first, the others
+have driven it out of the caches."""
 
 WIDTHS = Widths(param=2, grad=2)
-"""A bf16 model, whose gradients DeepSpeed accumulates in bf16 by default."""
+"""The widths of a bf16 model, whose gradients DeepSpeed accumulates in bf16 by default."""
 
 
 class HostStates:
-    """States of ``SUB_GROUPS`` sub-groups, ``numel`` parameters together, in one slab.
+    """The states of ``SUB_GROUPS`` sub-groups, ``numel`` parameters in total, in one slab.
 
-    ``kernel`` touches the pages first, called by ``thread``, and both of them are there to update the states: a page
-    lies near the core that touches it first, which on a machine with several sockets decides how fast it is updated.
-    The thread is not the caller's, since a kernel that pins its threads also pins the one that calls it.
+    ``kernel`` touches the pages first, called on ``thread``, and both are used to update the states later: a page is
+    placed near the core that touches it first, which decides how fast it is updated on a machine with several sockets.
+    The thread is not the caller's, because a kernel that pins its threads also pins the thread that calls it.
 
-    Raises ``HostMemoryError`` where the memory cannot be had or not be page-locked.
+    Raise ``HostMemoryError`` if the memory cannot be reserved or page-locked.
     """
 
     def __init__(self, device: Device[Any], numel: int, kernel: AdamKernel) -> None:
         plan = UpdatePlan(
-            workload=Workload.of([numel // SUB_GROUPS] * SUB_GROUPS),
+            workload=Workload.from_numels([numel // SUB_GROUPS] * SUB_GROUPS),
             placements=(Placement.CPU,) * SUB_GROUPS,
             num_slots=1,
         )
@@ -41,7 +42,7 @@ class HostStates:
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.slab = device.host_slab(WIDTHS.slab_bytes(plan))
         on_host: list[dict[str, torch.Tensor]] = [{} for _ in plan.placements]
-        for part in parts_of(plan, WIDTHS):
+        for part in slab_tensors(plan, WIDTHS):
             dtype = torch.float32 if part.name in STATES else torch.bfloat16
             on_host[part.sub_group][part.name] = self.slab.tensor(part.offset_bytes, part.numel, dtype)
         self.sub_groups = [AdamTensors(param=tensors.pop("rounded"), **tensors) for tensors in on_host]
@@ -54,7 +55,7 @@ class HostStates:
             raise
 
     def close(self) -> None:
-        """Give the memory back, once no probe works in it."""
+        """Free the memory. No probe may use it afterwards."""
         self.thread.shutdown()
         self.sub_groups = []
         self.slab.close()

@@ -1,4 +1,4 @@
-"""How anything is measured: warm-up, repetitions by all ranks at once, and a result that is verified."""
+"""Sample a probe: warm up, repeat on all ranks at the same time, and verify the results."""
 
 from __future__ import annotations
 
@@ -7,33 +7,38 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from deep_opt_states.profiler.ranks import Ranks, agree
+from deep_opt_states.profiler.ranks import Ranks, call_on_all_ranks
 
 METHOD = 7
-"""Raised when a probe comes to measure something else: profiles that were cached before are of no use then."""
+"""The version of the method, increased when a probe begins to measure something else: cached profiles are then measured
+again."""
 
 Rates: TypeAlias = Mapping[str, float]
-"""By the names in ``perf_model.prediction.hardware.QUANTITIES``."""
+"""Values by the names in ``perf_model.prediction.hardware.QUANTITIES``."""
 
 SLOWEST_IS_LARGEST = frozenset({"copy_latency_s"})
-"""Quantities that are a time; all others are rates."""
+"""Quantities that are times; all others are rates."""
 
 
 class Probe(Protocol):
+    """One measurement of one or more quantities that can be repeated."""
+
     def repeat(self) -> Rates:
-        """One repetition, timed inside."""
+        """Run one repetition, time it, and return the values."""
 
     def verify(self) -> None:
-        """Raises ``ProbeError`` if the repetitions did not do what they should have."""
+        """Raise ``ProbeError`` if the repetitions did not compute or copy correctly."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Effort:
-    """``budget_s`` is for all repetitions of one probe; there are at least ``min_samples`` of them, however long.
+class ProbeEffort:
+    """The sizes and the number of repetitions of the probes.
 
-    ``update_numel`` and ``copy_bytes`` are what a rank updates and copies at a time; more where caches could help.
-    ``launch_numel`` is what one launch updates on the accelerator: so much that the kernel takes far longer than what
-    lies between two launches. ``matrix_size`` is the number of rows of a square matrix.
+    ``budget_s`` is the time for all repetitions of one probe; at least ``min_samples`` are run, however long they take.
+    ``update_numel`` and ``copy_bytes`` are the amounts that a rank updates and copies at a time; the probes use more if
+    the caches could hold them. ``launch_numel`` is the number of parameters that one launch updates on the accelerator:
+    so many that the kernel takes far longer than the gap between two launches. ``matrix_size`` is the number of rows of
+    a square matrix.
     """
 
     warm_ups: int
@@ -46,10 +51,11 @@ class Effort:
     matrix_size: int
 
     def repetitions(self, one_s: float) -> int:
+        """Return how many repetitions of ``one_s`` seconds to run."""
         return max(self.min_samples, min(self.max_samples, int(self.budget_s / max(one_s, 1e-9))))
 
 
-QUICK = Effort(
+QUICK = ProbeEffort(
     warm_ups=1,
     min_samples=3,
     max_samples=15,
@@ -59,7 +65,7 @@ QUICK = Effort(
     copy_bytes=32 * 2**20,
     matrix_size=4096,
 )
-FULL = Effort(
+FULL = ProbeEffort(
     warm_ups=3,
     min_samples=7,
     max_samples=50,
@@ -71,25 +77,26 @@ FULL = Effort(
 )
 
 
-def sample(prepare: Callable[[], Probe], effort: Effort, ranks: Ranks) -> list[Rates]:
-    """One ``Rates`` a repetition, of the slowest rank; the same on all ranks. A collective.
+def sample(prepare: Callable[[], Probe], effort: ProbeEffort, ranks: Ranks) -> list[Rates]:
+    """Return the values of the slowest rank for each repetition; the result is the same on all ranks.
 
-    Each repetition starts on all ranks at once, so that they load what they share as in training. Raises
-    ``ProbeError`` on every rank if the probe fails on any.
+    This is a collective. Each repetition starts on all ranks at the same time, so that they load shared resources as
+    training does. Raise ``ProbeError`` on every rank if the probe fails on any rank.
     """
-    probe = agree(ranks, prepare)
+    probe = call_on_all_ranks(ranks, prepare)
     last_s = 0.0
     for _ in range(effort.warm_ups):
         start_s = time.perf_counter()
-        agree(ranks, probe.repeat)
+        call_on_all_ranks(ranks, probe.repeat)
         last_s = time.perf_counter() - start_s
     repetitions = effort.repetitions(max(ranks.gather(last_s)))
-    samples = [_slowest(ranks.gather(agree(ranks, probe.repeat))) for _ in range(repetitions)]
-    agree(ranks, probe.verify)
+    samples = [_slowest(ranks.gather(call_on_all_ranks(ranks, probe.repeat))) for _ in range(repetitions)]
+    call_on_all_ranks(ranks, probe.verify)
     return samples
 
 
-def _slowest(of_ranks: list[Rates]) -> Rates:
+def _slowest(rates_by_rank: list[Rates]) -> Rates:
     return {
-        name: (max if name in SLOWEST_IS_LARGEST else min)(rates[name] for rates in of_ranks) for name in of_ranks[0]
+        name: (max if name in SLOWEST_IS_LARGEST else min)(rates[name] for rates in rates_by_rank)
+        for name in rates_by_rank[0]
     }

@@ -1,4 +1,4 @@
-"""What GPUs reach by specification, which utilisation is told of: nothing that could be measured."""
+"""Look up the peak FLOP/s that a GPU's specification states; utilisation is reported relative to it."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _PEAK_FLOPS = {
     "V100": 112e12,
     "T4": 65e12,
 }
-"""Dense 16-bit matrix products that are summed in fp32, by the words of a name, most specific first.
+"""Peak FLOP/s of dense 16-bit matrix products with fp32 accumulation, by the words of the name, most specific first.
 
-bf16, fp16 on those without it (V100, T4). NVIDIA's data sheets; for GeForce its architecture white papers. Figures that
-are given with sparsity are halved.
+The format is bf16, or fp16 on GPUs without bf16 (V100, T4). The figures are from NVIDIA's data sheets, and for GeForce
+from the architecture white papers; figures that are given with sparsity are halved.
 """
 
 _REDUCED = {"MIG", "LAPTOP", "MAX", "MOBILE", "D", "TI"}
-"""A slice of a GPU, or another one with almost the same name."""
+"""Words in the names of slices of a GPU, and of other GPUs with almost the same name."""
 
 
 def peak_flops(gpu: str) -> float | None:
-    """``gpu`` is the name as the driver reports it; None where that is not known."""
+    """Return the peak FLOP/s of ``gpu``, a name as the driver reports it, or None if it is unknown."""
     words = set(re.findall(r"[A-Z0-9]+", gpu.upper()))
     if words & _REDUCED:
         return None

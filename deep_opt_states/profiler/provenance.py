@@ -1,4 +1,4 @@
-"""Where and when, on what hardware, with what software; and the fingerprint under which a profile is found again."""
+"""Describe the hardware and software of a measurement, and compute the fingerprint of a cached profile."""
 
 from __future__ import annotations
 
@@ -15,44 +15,49 @@ import torch
 
 from deep_opt_states.host import machine
 from deep_opt_states.host.affinity import allowed_cpus
-from deep_opt_states.profiler.method import METHOD, Effort
-from deep_opt_states.profiler.ranks import Ranks, agree
+from deep_opt_states.profiler.method import METHOD, ProbeEffort
+from deep_opt_states.profiler.ranks import Ranks, call_on_all_ranks
 from perf_model.prediction.hardware import VERSION, Provenance
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """What the ranks on one machine have between them: ``ranks`` of them, and ``cores``, as many as all may use."""
+    """A machine that ``ranks`` ranks share, which together may use ``cores`` of its cores."""
 
     ranks: int
     cores: int
 
     @property
     def cores_per_rank(self) -> int:
+        """Return each rank's share of the cores, at least 1."""
         return max(1, self.cores // self.ranks)
 
 
 def smallest_node(ranks: Ranks, environ: Mapping[str, str]) -> Node:
-    """Of the nodes that the ranks are on, the one with the fewest cores a rank; the same on all ranks. A collective.
+    """Return the node with the fewest cores per rank; the result is the same on all ranks. This is a collective.
 
-    The ranks of a node are those with one host name, unless LOCAL_WORLD_SIZE (torchrun's) says how many they are.
-    Ranks that are bound to cores of their own have the union of these; a cgroup's limit is for all of them together.
+    Ranks with the same host name are on the same node; LOCAL_WORLD_SIZE, which torchrun sets, overrides their number.
+    If ranks are bound to cores of their own, the node has the union of these cores; a cgroup's limit applies to all
+    ranks of the node together.
     """
 
     def here() -> tuple[str, set[int], float | None, str | None]:
         return platform.node(), set(allowed_cpus()), machine.cores().quota, environ.get("LOCAL_WORLD_SIZE")
 
-    everybody = ranks.gather(agree(ranks, here))
+    facts_of_ranks = ranks.gather(call_on_all_ranks(ranks, here))
     nodes = []
-    for host in {host for host, *_ in everybody}:
-        allowed, quotas, told = zip(*(facts for other, *facts in everybody if other == host), strict=True)
+    for host in {host for host, *_ in facts_of_ranks}:
+        allowed, quotas, local_sizes = zip(*(facts for other, *facts in facts_of_ranks if other == host), strict=True)
         limits = [len(set().union(*allowed)), *(int(quota) for quota in quotas if quota is not None)]
-        nodes.append(Node(ranks=int(told[0] or len(told)), cores=max(1, min(limits))))
+        nodes.append(Node(ranks=int(local_sizes[0] or len(local_sizes)), cores=max(1, min(limits))))
     return min(nodes, key=lambda node: (node.cores_per_rank, node.ranks))
 
 
 def describe(*, on_accelerator: bool, node: Node, threads: int) -> Provenance:
-    """Now, here; ``threads`` of each rank update on the CPU, each on a core."""
+    """Return the provenance of a measurement that is made now on this machine.
+
+    ``threads`` threads per rank update on the CPU, each on a core of its own.
+    """
     gpu = machine.gpu() if on_accelerator else None
     return Provenance(
         source="measured",
@@ -68,11 +73,12 @@ def describe(*, on_accelerator: bool, node: Node, threads: int) -> Provenance:
     )
 
 
-def fingerprint(provenance: Provenance, node: Node, effort: Effort, world_size: int, works_with: str) -> str:
-    """Changes with whatever may change what is measured: hardware, limits, software, the ranks, and how it is measured.
+def fingerprint(provenance: Provenance, node: Node, effort: ProbeEffort, world_size: int, works_with: str) -> str:
+    """Return a hash of everything that may change the measured values.
 
-    ``works_with`` names the device's class and the kernels, and says whether threads are pinned. Not with the host's
-    name: nodes of one kind that share a home directory share their profiles.
+    These are the hardware, its limits, the software, the ranks, and the method. ``works_with`` names the device's class
+    and the kernels, and whether threads are pinned. The date and the host's name are left out: equal nodes that share a
+    home directory share their profiles.
     """
     gpu = machine.gpu() if provenance.gpu else None
     facts: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Predicted against measured: seconds of the update, what is seen of them, and of its actions by kind."""
+"""Compare predicted with measured seconds: of the whole update, of its exposed part, and of its actions by kind."""
 
 from __future__ import annotations
 
@@ -13,30 +13,35 @@ from perf_model.schedule.action import ActionKind
 from perf_model.units import seconds
 
 UPDATE = "update"
-EXPOSED = "of it exposed"
+EXPOSED = "exposed"
 
 
 @dataclass(frozen=True)
-class Compared:
-    """``what`` is a kind of action, all of whose actions count, or the whole update, or what is seen of it."""
+class ComparisonRow:
+    """The predicted and the measured seconds of ``name``.
 
-    what: str
+    ``name`` is a kind of action, for the sum of all its actions, ``UPDATE`` for the whole update, or ``EXPOSED`` for
+    the part of it that the model waited for.
+    """
+
+    name: str
     predicted_s: float
     measured_s: float
 
     @property
     def error(self) -> float:
-        """Relative to what was measured; positive where the prediction was too high."""
+        """Return the error relative to the measured seconds; it is positive if the prediction was too high."""
         return self.predicted_s / self.measured_s - 1 if self.measured_s > 0 else 0.0
 
     def __str__(self) -> str:
         return (
-            f"{self.what:<13} predicted {seconds(self.predicted_s):>8}, measured {seconds(self.measured_s):>8}, "
+            f"{self.name:<13} predicted {seconds(self.predicted_s):>8}, measured {seconds(self.measured_s):>8}, "
             f"error {self.error:+.0%}"
         )
 
 
 def seconds_by_kind(timeline: Timeline) -> dict[ActionKind, float]:
+    """Return the summed seconds of the actions of each kind."""
     busy_s: dict[ActionKind, float] = defaultdict(float)
     for span in timeline.spans:
         busy_s[span.action.kind] += span.end_s - span.start_s
@@ -44,8 +49,8 @@ def seconds_by_kind(timeline: Timeline) -> dict[ActionKind, float]:
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """``exposed_s`` of it are seen; ``phases`` say when, and what the model does otherwise."""
+class PredictedUpdate:
+    """The timeline of an update, the seconds of it that are exposed, and the phases of the model in the meantime."""
 
     timeline: Timeline
     exposed_s: float
@@ -53,9 +58,13 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One update: seconds by kind of action, from the decision to its end, that the model waited for it, and that it
-    went on beside it."""
+class MeasuredUpdate:
+    """The seconds of one update.
+
+    ``by_kind`` sums the actions of each kind. ``update_s`` is the time from the decision that the step is not skipped
+    to the end of the update, ``exposed_s`` the time that the model waited for the update, and ``windows`` the backward
+    and forward time that it overlapped with.
+    """
 
     by_kind: Mapping[ActionKind, float]
     update_s: float
@@ -63,33 +72,35 @@ class Measured:
     windows: Windows
 
     @classmethod
-    def of(cls, timeline: Timeline, phases: Sequence[PhaseSpan]) -> Measured:
+    def from_timeline(cls, timeline: Timeline, phases: Sequence[PhaseSpan]) -> MeasuredUpdate:
+        """Return the seconds of the update with this timeline, during which the model was in ``phases``."""
         exposed_s = seconds_of(Phase.EXPOSED, phases)
         windows = Windows(backward_s=seconds_of(Phase.BACKWARD, phases), forward_s=seconds_of(Phase.FORWARD, phases))
-        # All that is seen of an update that nothing goes on beside is what it takes.
+        # An update that does not overlap with the next forward ends when the model stops waiting for it.
         update_s = timeline.end_s if windows.forward_s > 0 else exposed_s
         return cls(seconds_by_kind(timeline), update_s, exposed_s, windows)
 
 
-def median_windows(measured: Sequence[Measured]) -> Windows:
+def median_windows(measured: Sequence[MeasuredUpdate]) -> Windows:
+    """Return the medians of the backward and the forward time that the updates overlapped with."""
     return Windows(
-        backward_s=median(its.windows.backward_s for its in measured),
-        forward_s=median(its.windows.forward_s for its in measured),
+        backward_s=median(update.windows.backward_s for update in measured),
+        forward_s=median(update.windows.forward_s for update in measured),
     )
 
 
-def compare(predict: Callable[[Windows], Predicted], measured: Sequence[Measured]) -> list[Compared]:
-    """Medians of what was measured, and what is predicted beside their windows."""
+def compare(predict: Callable[[Windows], PredictedUpdate], measured: Sequence[MeasuredUpdate]) -> list[ComparisonRow]:
+    """Return the medians of the measured updates next to the prediction for the medians of their windows."""
     windows = median_windows(measured)
     predicted = predict(windows)
-    rows = [Compared(UPDATE, predicted.timeline.end_s, median(its.update_s for its in measured))]
+    rows = [ComparisonRow(UPDATE, predicted.timeline.end_s, median(update.update_s for update in measured))]
     if windows.forward_s > 0:
-        rows.append(Compared(EXPOSED, predicted.exposed_s, median(its.exposed_s for its in measured)))
+        rows.append(ComparisonRow(EXPOSED, predicted.exposed_s, median(update.exposed_s for update in measured)))
     by_kind = seconds_by_kind(predicted.timeline)
     rows.extend(
-        Compared(kind.value, by_kind[kind], median(its.by_kind[kind] for its in measured))
+        ComparisonRow(kind.value, by_kind[kind], median(update.by_kind[kind] for update in measured))
         for kind in ActionKind
-        # Nothing is published where the CPU updates what the model reads.
+        # A kind without predicted seconds has no error, such as PUBLISH if the CPU updates the model's parameters.
         if by_kind.get(kind, 0.0) > 0
     )
     return rows

@@ -1,4 +1,4 @@
-"""Events for DeepSpeed's monitor: TensorBoard, W&B, Comet, CSV files."""
+"""Write events of each update to DeepSpeed's monitor: TensorBoard, W&B, Comet, CSV files."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 
 from deep_opt_states.report.comparison import EXPOSED, UPDATE
 from deep_opt_states.report.record import Numbers, UpdateRecord
-from deep_opt_states.report.reporter import UpdateReport
+from deep_opt_states.report.reporter import UpdateReporter
 from perf_model.units import GB
 
 Event = tuple[str, float, int]
-"""A name, a value, and the samples that training had seen: the axis of DeepSpeed's own events."""
+"""A name, a value, and the number of samples that training had seen, which is the axis of DeepSpeed's own events."""
 
 PREFIX = "Train/Update/"
 
 
 class MonitorEvents:
-    """``write`` takes them; measured ones of every update, predictions when DeepSpeed prints."""
+    """A sink that passes events to ``write``: the numbers of every update, and predictions when DeepSpeed prints."""
 
     name = "monitor"
 
@@ -24,30 +24,31 @@ class MonitorEvents:
         self._every_n_steps = every_n_steps
         self._write = write
 
-    def updated(self, record: UpdateRecord, report: UpdateReport) -> None:
-        values = _measured(record.numbers)
-        # A prediction is a simulation, which takes its time.
+    def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None:
+        """Write the events of one update."""
+        values = _values(record.numbers)
+        # A prediction is a simulation, which is too slow for every step.
         if record.is_due(self._every_n_steps):
-            rows = {row.what: row for row in report.compared()}
-            for what, name in ((UPDATE, "update"), (EXPOSED, "exposed")):
-                if what in rows:
-                    values[f"predicted_{name}_s"] = rows[what].predicted_s
-                    values[f"predicted_{name}_error"] = rows[what].error
-        self._write([(f"{PREFIX}{name}", value, record.progress.samples) for name, value in values.items()])
+            rows = {row.name: row for row in reporter.comparison()}
+            for row_name, name in ((UPDATE, "update"), (EXPOSED, "exposed")):
+                if row_name in rows:
+                    values[f"predicted_{name}_s"] = rows[row_name].predicted_s
+                    values[f"predicted_{name}_error"] = rows[row_name].error
+        self._write([(f"{PREFIX}{name}", value, record.counts.samples) for name, value in values.items()])
 
-    def close(self, report: UpdateReport) -> None:
-        """The monitor is DeepSpeed's."""
+    def close(self, reporter: UpdateReporter) -> None:
+        """Do nothing: DeepSpeed closes its monitor."""
 
 
-def _measured(its: Numbers) -> dict[str, float]:
+def _values(numbers: Numbers) -> dict[str, float]:
     values: dict[str, float | None] = {
-        "exposed_s": its.exposed_s,
-        "hidden_s": its.hidden_s,
-        "update_s": its.update_s,
-        "cpu_adam_s": its.cpu_adam_s,
-        "params_per_s": its.params_per_s,
-        "h2d_gb_per_s": None if its.h2d_bytes_per_s is None else its.h2d_bytes_per_s / GB,
-        "d2h_gb_per_s": None if its.d2h_bytes_per_s is None else its.d2h_bytes_per_s / GB,
-        "gpu_share": its.gpu_share,
+        "exposed_s": numbers.exposed_s,
+        "hidden_s": numbers.hidden_s,
+        "update_s": numbers.update_s,
+        "cpu_adam_s": numbers.cpu_adam_s,
+        "params_per_s": numbers.params_per_s,
+        "h2d_gb_per_s": None if numbers.h2d_bytes_per_s is None else numbers.h2d_bytes_per_s / GB,
+        "d2h_gb_per_s": None if numbers.d2h_bytes_per_s is None else numbers.d2h_bytes_per_s / GB,
+        "gpu_share": numbers.gpu_share,
     }
     return {name: value for name, value in values.items() if value is not None}

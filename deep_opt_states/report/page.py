@@ -1,4 +1,4 @@
-"""A ``Run`` as one HTML page that needs nothing else: no scripts, and nothing from the net."""
+"""Render a ``RecordedRun`` as one HTML page that needs nothing else: no scripts, and no network."""
 
 from __future__ import annotations
 
@@ -12,39 +12,41 @@ from typing import TypeAlias
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from deep_opt_states.report.comparison import Compared
+from deep_opt_states.report.comparison import ComparisonRow
 from deep_opt_states.report.reporter import WARM_UPDATES
-from deep_opt_states.report.run_data import Pictured, Run
+from deep_opt_states.report.run_data import RecordedRun, TimelineAndPhases
 from perf_model.prediction.draw import draw_svg
-from perf_model.prediction.memory import Where
+from perf_model.prediction.memory import MemoryKind
 from perf_model.prediction.timeline import Phase, seconds_of
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.units import gigabytes_a_second, params_a_second, percent, seconds, size
+from perf_model.units import gigabytes_per_second, params_per_second, percent, seconds, size
 
 
 @dataclass(frozen=True)
 class Number:
-    """``value`` as the run has it, ``text`` for people."""
+    """A number as the run has it, and as text for readers."""
 
     value: float
     text: str
 
 
 Cell: TypeAlias = "Number | str"
-"""The first of a row is its heading."""
+"""A cell of a table; the first cell of a row is its heading."""
 
 
 @dataclass(frozen=True)
 class Table:
+    """A table of the page."""
+
     caption: str
     headings: Sequence[str]
     rows: Sequence[Sequence[Cell]]
 
 
 @dataclass(frozen=True)
-class Picture:
-    """``address`` has the whole picture in it; ``text`` is for whoever cannot see it."""
+class Figure:
+    """A figure of the page. ``address`` is a data URL of the whole image; ``text`` describes it for screen readers."""
 
     caption: str
     address: str
@@ -55,17 +57,17 @@ Unit: TypeAlias = Callable[[float], str]
 
 _QUANTITIES: dict[str, tuple[str, Unit]] = {
     "exposed_s": ("exposed: the model waits", seconds),
-    "hidden_s": ("hidden beside backward and forward", seconds),
-    "update_s": ("from the decision to the end", seconds),
+    "hidden_s": ("hidden behind backward and forward", seconds),
+    "update_s": ("duration of the update", seconds),
     "cpu_adam_s": ("CPU Adam", seconds),
-    "params_per_s": ("update throughput", params_a_second),
-    "h2d_bytes_per_s": ("host to device", gigabytes_a_second),
-    "d2h_bytes_per_s": ("device to host", gigabytes_a_second),
+    "params_per_s": ("update throughput", params_per_second),
+    "h2d_bytes_per_s": ("host to device", gigabytes_per_second),
+    "d2h_bytes_per_s": ("device to host", gigabytes_per_second),
 }
 
 
-def render(run: Run, name: str) -> str:
-    """``name`` is what the page calls the run."""
+def render(run: RecordedRun, name: str) -> str:
+    """Return the page as HTML; ``name`` is the title of the run."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -76,61 +78,66 @@ def render(run: Run, name: str) -> str:
     environment.tests["number"] = lambda cell: isinstance(cell, Number)
     return environment.get_template("page.html.jinja").render(
         name=name,
-        about=run.about,
+        info=run.info,
         tables=list(_tables(run)),
-        pictures=list(_pictures(run)),
-        sub_groups=_sub_groups(run.about.plan),
+        figures=list(_figures(run)),
+        sub_groups=_sub_groups(run.info.plan),
     )
 
 
-def _tables(run: Run) -> Iterable[Table]:
+def _tables(run: RecordedRun) -> Iterable[Table]:
     warm = run.steps[WARM_UPDATES:] or run.steps
     if run.steps:
-        of = f"{len(warm)} of {len(run.steps)} updates" if len(run.steps) > len(warm) else f"{len(warm)} updates"
+        count = f"{len(warm)} of {len(run.steps)} updates" if len(run.steps) > len(warm) else f"{len(warm)} updates"
         rows: list[list[Cell]] = [
             [label, Number(median(values), unit(median(values))), Number(values[-1], unit(values[-1]))]
             for key, (label, unit) in _QUANTITIES.items()
             if (values := [value for step in warm if (value := step.get(key)) is not None])
         ]
-        yield Table("Updates", ["", f"median of {of}", "the last"], rows)
+        yield Table("Updates", ["", f"median of {count}", "last update"], rows)
     if run.compared:
         caption = f"Predicted against measured, median of {run.compared_updates} updates"
         yield Table(caption, ["", "predicted", "measured", "error"], list(map(_compared, run.compared)))
-    yield Table("Plan", ["updated", "sub-groups", "parameters of rank 0", "share"], list(_placed(run.about.plan)))
-    numel = max(1, run.about.plan.workload.numel)
+    headings = ["placement", "sub-groups", "parameters of rank 0", "share"]
+    yield Table("Plan", headings, list(_placements(run.info.plan)))
+    numel = max(1, run.info.plan.workload.numel)
     memory: list[list[Cell]] = [
-        [_MEMORY.get(where, where), Number(taken, size(taken)), Number(taken / numel, f"{taken / numel:.1f} bytes")]
-        for where, taken in run.about.memory_bytes.items()
+        [
+            _MEMORY.get(kind, kind),
+            Number(reserved, size(reserved)),
+            Number(reserved / numel, f"{reserved / numel:.1f} bytes"),
+        ]
+        for kind, reserved in run.info.memory_bytes.items()
     ]
-    yield Table("Memory that rank 0 has reserved for the update", ["", "taken", "a parameter"], memory)
+    yield Table("Memory that rank 0 reserved for the update", ["", "reserved", "per parameter"], memory)
 
 
-def _compared(row: Compared) -> list[Cell]:
+def _compared(row: ComparisonRow) -> list[Cell]:
     return [
-        row.what,
+        row.name,
         Number(row.predicted_s, seconds(row.predicted_s)),
         Number(row.measured_s, seconds(row.measured_s)),
         Number(row.error, f"{row.error:+.0%}"),
     ]
 
 
-_WHERE = {
-    Placement.CPU: "on the CPU",
-    Placement.STREAMED: "on the accelerator, streamed through slots",
-    Placement.RESIDENT: "on the accelerator, resident",
+_PLACEMENTS = {
+    Placement.CPU: "updated on the CPU",
+    Placement.STREAMED: "streamed: updated on the accelerator, through staging slots",
+    Placement.RESIDENT: "resident: kept and updated on the accelerator",
 }
 
 
-_MEMORY = {Where.PINNED.value: "page-locked host memory", Where.ACCELERATOR.value: "accelerator memory"}
+_MEMORY = {MemoryKind.PINNED.value: "page-locked host memory", MemoryKind.ACCELERATOR.value: "accelerator memory"}
 
 
-def _placed(plan: UpdatePlan) -> Iterable[list[Cell]]:
+def _placements(plan: UpdatePlan) -> Iterable[list[Cell]]:
     for placement in Placement:
         if count := plan.placements.count(placement):
             numel = plan.numel(placement)
             share = numel / max(1, plan.workload.numel)
             yield [
-                _WHERE[placement],
+                _PLACEMENTS[placement],
                 Number(count, str(count)),
                 Number(numel, f"{numel:,}"),
                 Number(share, percent(share)),
@@ -145,29 +152,27 @@ def _sub_groups(plan: UpdatePlan) -> Table:
     return Table("Every sub-group", ["sub-group", "placement", "parameters"], rows)
 
 
-def _pictures(run: Run) -> Iterable[Picture]:
-    picture = partial(_picture, str(run.about.plan))
+def _figures(run: RecordedRun) -> Iterable[Figure]:
+    figure = partial(_figure, str(run.info.plan))
     if run.measured is not None:
-        yield picture("The last update, as measured", run.measured)
+        yield figure("The last update, as measured", run.measured)
     if run.predicted is not None:
-        yield picture(
-            "The update as predicted, beside a backward and a forward as long as were measured", run.predicted
-        )
+        yield figure("The update as predicted for the measured lengths of backward and forward", run.predicted)
 
 
-def _picture(plan: str, caption: str, pictured: Pictured) -> Picture:
-    timeline, phases = pictured
+def _figure(plan: str, caption: str, update: TimelineAndPhases) -> Figure:
+    timeline, phases = update
     exposed_s = seconds_of(Phase.EXPOSED, phases) if phases else timeline.end_s
-    busy = ", ".join(f"{lane} {busy}" for lane, busy in _busy(pictured))
+    busy = ", ".join(f"{lane} {busy}" for lane, busy in _busy(update))
     text = (
         f"A row for each lane, a bar for each action, over time. {seconds(timeline.active_s)} of work, of which "
         f"{seconds(exposed_s)} are exposed. Busy: {busy}."
     )
     encoded = base64.b64encode(draw_svg(timeline, plan, phases)).decode()
-    return Picture(caption, f"data:image/svg+xml;base64,{encoded}", text)
+    return Figure(caption, f"data:image/svg+xml;base64,{encoded}", text)
 
 
-def _busy(pictured: Pictured) -> Iterable[tuple[str, str]]:
-    timeline, _ = pictured
+def _busy(update: TimelineAndPhases) -> Iterable[tuple[str, str]]:
+    timeline, _ = update
     for lane in dict.fromkeys(span.action.lane for span in timeline.spans):
         yield lane.value, seconds(timeline.busy_s(lane))

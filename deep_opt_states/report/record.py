@@ -1,4 +1,4 @@
-"""One update that ran, as it is reported: its phases and its timeline, and the numbers that follow from them."""
+"""Derive the reported numbers of one update from its phases and its timeline."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from deep_opt_states.report.comparison import Measured
-from perf_model.prediction.cost import traffic_of
+from deep_opt_states.report.comparison import MeasuredUpdate
+from perf_model.prediction.cost import traffic_by_action
 from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline, seconds_of
 from perf_model.schedule.action import Lane
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Steps, and samples of all ranks, that training has done: DeepSpeed's ``global_steps`` and ``global_samples``."""
+class StepCounts:
+    """The steps and the samples of all ranks that training has done: ``global_steps``, ``global_samples``."""
 
     step: int
     samples: int
@@ -22,11 +22,11 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What each update does on this rank.
+    """The work of each update on this rank.
 
-    ``numel`` parameters are updated, ``gpu_share`` of them on the accelerator. ``numels``, by sub-group, are what the
-    schedule's actions work on: less than the sub-group where the step updates some of it at once. The model's
-    parameters have ``param_bytes`` each.
+    ``numel`` parameters are updated, ``gpu_share`` of them on the accelerator. ``numels`` has the parameters of each
+    sub-group that the schedule's actions update; they are fewer than the sub-group has if early ranges are updated
+    before ``step()`` returns. The model's parameters have ``param_bytes`` bytes each.
     """
 
     numel: int
@@ -35,8 +35,8 @@ class Work:
     param_bytes: int
 
     def bytes_moved(self, lane: Lane, timeline: Timeline) -> float:
-        """By the actions of ``lane``, which is of a direction of PCIe."""
-        traffic = traffic_of(self.param_bytes)
+        """Return the bytes that the actions on ``lane``, one direction of PCIe, moved."""
+        traffic = traffic_by_action(self.param_bytes)
         moved = 0.0
         for span in timeline.spans:
             if span.action.lane is lane:
@@ -46,11 +46,12 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """Of one update. Rates are None where nothing was moved, or in no time that could be measured.
+    """The numbers of one update. Rates are None if nothing was moved or the time was too short to measure.
 
-    ``exposed_s`` is how long the model stood still for it, ``hidden_s`` what nobody saw of it, and ``update_s`` the
-    time from the decision to its end, over which ``params_per_s`` is taken; ``cpu_adam_s`` is what the CPU's updates
-    took, and each direction's bytes are over the seconds in which it was busy.
+    ``exposed_s`` is the time that the model waited for the update, ``hidden_s`` the time of its work that overlapped
+    with backward and forward, and ``update_s`` the time from the decision that the step is not skipped to the end of
+    the update, which ``params_per_s`` is relative to. ``cpu_adam_s`` is the time of the CPU's updates. Each direction's
+    bytes are divided by the seconds in which that direction was busy.
     """
 
     update_s: float
@@ -65,29 +66,37 @@ class Numbers:
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """``progress`` is of the step that it belongs to; ``number`` counts from 1 since this process began to train."""
+    """One update that ran.
+
+    ``number`` counts the updates of this process from 1, and ``counts`` belongs to the step of the update. ``phases``
+    says when the model waited for the update and when it ran concurrently with it.
+    """
 
     number: int
-    progress: Progress
+    counts: StepCounts
     phases: Sequence[PhaseSpan]
     work: Work
     read_timeline: Callable[[], Timeline]
-    """Of two device events an action: not free, and not asked before somebody needs it."""
+    """The function that reads two device events per action; it is only called if a number needs the timeline."""
 
     @cached_property
     def timeline(self) -> Timeline:
+        """Return the measured timeline, which is read once."""
         return self.read_timeline()
 
     @cached_property
     def exposed_s(self) -> float:
+        """Return the seconds that the model waited for the update."""
         return seconds_of(Phase.EXPOSED, self.phases)
 
     @cached_property
-    def measured(self) -> Measured:
-        return Measured.of(self.timeline, self.phases)
+    def measured(self) -> MeasuredUpdate:
+        """Return the seconds that are compared with the prediction."""
+        return MeasuredUpdate.from_timeline(self.timeline, self.phases)
 
     @cached_property
     def numbers(self) -> Numbers:
+        """Return the reported numbers."""
         timeline, work = self.timeline, self.work
 
         def bytes_per_s(lane: Lane) -> float | None:
@@ -105,8 +114,8 @@ class UpdateRecord:
         )
 
     def is_due(self, every_n_steps: float | None) -> bool:
-        """Whether DeepSpeed prints at this step. Frameworks set infinity, to print never."""
-        return every_n_steps is not None and self.progress.step % every_n_steps == 0
+        """Return whether DeepSpeed prints at this step. Frameworks set ``every_n_steps`` to infinity to never print."""
+        return every_n_steps is not None and self.counts.step % every_n_steps == 0
 
 
 def _rate(amount: float, duration_s: float) -> float | None:

@@ -1,4 +1,4 @@
-"""Tells every outlet of each update; keeps what is compared with the prediction, and says that at the end."""
+"""Report each update to all sinks, and compare the updates with the prediction at the end of training."""
 
 from __future__ import annotations
 
@@ -10,118 +10,127 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Protocol
 
-from deep_opt_states.report.comparison import Compared, Measured, Predicted, compare, median_windows
-from deep_opt_states.report.record import Progress, UpdateRecord, Work
+from deep_opt_states.report.comparison import (
+    ComparisonRow,
+    MeasuredUpdate,
+    PredictedUpdate,
+    compare,
+    median_windows,
+)
+from deep_opt_states.report.record import StepCounts, UpdateRecord, Work
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 
 WARM_UPDATES = 2
-"""The first ones touch memory and wake threads; they are not compared."""
+"""The number of first updates, which touch memory and wake threads, that are not compared."""
 
 COMPARED_UPDATES = 100
-"""The last ones are kept."""
+"""The number of last updates that are compared."""
 
 
-class Outlet(Protocol):
-    """Where a report goes."""
+class ReportSink(Protocol):
+    """A destination of reports: the log, DeepSpeed's monitor, or a folder."""
 
     name: str
-    """What switches it on, in the user's words."""
+    """The setting that enables the sink, as the user wrote it."""
 
-    def updated(self, record: UpdateRecord, report: UpdateReport) -> None: ...
+    def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None:
+        """Report one update."""
 
-    def close(self, report: UpdateReport) -> None:
-        """Training is over; ``updated`` was not called before if nothing was updated."""
+    def close(self, reporter: UpdateReporter) -> None:
+        """Finish the report at the end of training; ``updated`` was never called if nothing was updated."""
 
 
-class UpdateReport:
-    """``log`` prints a line; ``predict``: None predicts nothing; ``progress`` is that of the update that is told.
-    ``planned`` describes the placements, for the end of the log.
+class UpdateReporter:
+    """A reporter of all updates of one engine.
 
-    An outlet that fails is said, once, and hears no more; it must not end the training.
+    ``predict`` predicts an update for given windows; None disables predictions. ``read_counts`` returns the counts of
+    the update that is being reported. ``log`` prints a line. ``planned`` describes the placements and is logged at the
+    end. A sink that fails is logged once and then disabled, since a report must not end the training.
     """
 
     def __init__(
         self,
         work: Work,
-        predict: Callable[[Windows], Predicted] | None,
-        outlets: Sequence[Outlet],
-        progress: Callable[[], Progress],
+        predict: Callable[[Windows], PredictedUpdate] | None,
+        sinks: Sequence[ReportSink],
+        read_counts: Callable[[], StepCounts],
         log: Callable[[str], None],
         planned: str = "",
     ) -> None:
         self._work = work
-        # A simulation; the outlets and the end ask for the same one.
+        # A prediction is a simulation. The sinks and the end of training request the same one.
         self._predict = None if predict is None else lru_cache(maxsize=1)(predict)
-        self._outlets = list(outlets)
-        self._progress = progress
+        self._sinks = list(sinks)
+        self._read_counts = read_counts
         self._log = log
         self._planned = planned
-        self._compared: deque[Measured] = deque(maxlen=COMPARED_UPDATES)
+        self._measured: deque[MeasuredUpdate] = deque(maxlen=COMPARED_UPDATES)
         self._updates = 0
         self._closed = False
-        # A script that ends without destroying its engine has trained all the same.
+        # A script may end without destroying its engine.
         atexit.register(self.close)
         _ALIVE.add(self)
 
     def updated(self, phases: Sequence[PhaseSpan], timeline: Callable[[], Timeline]) -> None:
-        """After each update, what the model did around it; ``timeline`` is asked for only when it is used."""
+        """Report one update, around which the model was in ``phases``; ``timeline`` is called only if it is needed."""
         self._updates += 1
-        record = UpdateRecord(self._updates, self._progress(), phases, self._work, timeline)
+        record = UpdateRecord(self._updates, self._read_counts(), phases, self._work, timeline)
         if self._predict is not None and self._updates > WARM_UPDATES:
-            self._compared.append(record.measured)
-        self._tell(lambda outlet: outlet.updated(record, self))
+            self._measured.append(record.measured)
+        self._call_sinks(lambda sink: sink.updated(record, self))
 
     @property
     def compared_updates(self) -> int:
-        return len(self._compared)
+        """Return the number of updates that are compared with the prediction."""
+        return len(self._measured)
 
-    def compared(self) -> list[Compared]:
-        """Predicted against measured, of the updates so far; empty if nothing was predicted or measured."""
-        if self._predict is None or not self._compared:
+    def comparison(self) -> list[ComparisonRow]:
+        """Compare the updates so far with the prediction; the list is empty without prediction or measurement."""
+        if self._predict is None or not self._measured:
             return []
-        return compare(self._predict, self._compared)
+        return compare(self._predict, self._measured)
 
-    def predicted(self) -> Predicted | None:
-        """As it is compared."""
-        if self._predict is None or not self._compared:
+    def prediction(self) -> PredictedUpdate | None:
+        """Return the prediction that ``comparison`` uses, or None without prediction or measurement."""
+        if self._predict is None or not self._measured:
             return None
-        return self._predict(median_windows(self._compared))
+        return self._predict(median_windows(self._measured))
 
     def close(self) -> None:
-        """Log, once, what was planned and how good the prediction was: training is over."""
+        """Log the plan and the accuracy of the prediction at the end of training; later calls do nothing."""
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self.close)
         if self._planned and self._updates:
             self._log(self._planned)
-        if rows := self.compared():
+        if rows := self.comparison():
             lines = "\n".join(f"  {row}" for row in rows)
             self._log(
-                f"predicted against measured, median of {len(self._compared)} of {self._updates} updates:\n{lines}"
+                f"predicted against measured, median of {len(self._measured)} of {self._updates} updates:\n{lines}"
             )
-        self._tell(lambda outlet: outlet.close(self))
+        self._call_sinks(lambda sink: sink.close(self))
 
-    def _tell(self, tell: Callable[[Outlet], None]) -> None:
-        for outlet in list(self._outlets):
+    def _call_sinks(self, call: Callable[[ReportSink], None]) -> None:
+        for sink in list(self._sinks):
             try:
-                tell(outlet)
+                call(sink)
             except Exception as error:  # noqa: BLE001
-                self._outlets.remove(outlet)
+                self._sinks.remove(sink)
                 self._log(
-                    f"{outlet.name}: the update cannot be reported there: {type(error).__name__}: {error}. "
-                    f"There will be no more reports there; training goes on."
+                    f"{sink.name}: the update cannot be reported there: {type(error).__name__}: {error}. "
+                    f"This report is disabled now; training continues."
                 )
 
 
-_ALIVE: weakref.WeakSet[UpdateReport] = weakref.WeakSet()
+_ALIVE: weakref.WeakSet[UpdateReporter] = weakref.WeakSet()
 
 
 def _close_in_forked_child() -> None:
-    """Keep a forked child that runs its exit callbacks from writing its parent's report."""
-    for report in _ALIVE:
-        report._closed = True
+    """Prevent a forked child that runs its exit callbacks from writing its parent's report."""
+    for reporter in _ALIVE:
+        reporter._closed = True
 
 
 os.register_at_fork(after_in_child=_close_in_forked_child)

@@ -1,8 +1,7 @@
-"""``Run``: what a training run leaves in a folder of its updates, in files that people and programs read.
+"""Read and write the folder in which a training run records its updates, in files for people and programs.
 
-``run.json`` has the plan, the memory and the software, and what was predicted against what was measured;
-``steps.jsonl`` a line for each update; ``timeline.json`` and ``predicted.json`` are traces, of the last update and of
-its prediction.
+``run.json`` has the plan, the memory, the software, and the prediction next to the measurement. ``steps.jsonl`` has one
+line per update. ``timeline.json`` and ``predicted.json`` are traces of the last update and of its prediction.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deep_opt_states.report.comparison import Compared
-from perf_model.json_input import parse_json, read_text, shown
+from deep_opt_states.report.comparison import ComparisonRow
+from perf_model.json_input import parse_json, read_text, shorten
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -22,17 +21,21 @@ from perf_model.schedule.workload import Workload
 
 FORMAT = 1
 
-ABOUT, STEPS, MEASURED, PREDICTED = "run.json", "steps.jsonl", "timeline.json", "predicted.json"
+INFO, STEPS, MEASURED, PREDICTED = "run.json", "steps.jsonl", "timeline.json", "predicted.json"
 PAGE = "report.html"
 
 
 class RunError(ValueError):
-    """The folder has no run that can be read; the message has the rule, what was found, and the remedy."""
+    """An error for a folder that has no readable run: the rule, the value found, and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class About:
-    """``began`` is local time, ISO 8601; ``memory_bytes`` is what rank 0 has reserved at start, by where."""
+class RunInfo:
+    """The facts about a run that are known at its start.
+
+    ``began`` is local time in ISO 8601; ``memory_bytes`` has the bytes that rank 0 reserved at start, by kind of
+    memory.
+    """
 
     began: str
     world_size: int
@@ -42,6 +45,7 @@ class About:
     memory_bytes: Mapping[str, int]
 
     def to_json_dict(self) -> dict[str, Any]:
+        """Return the content of ``run.json`` at the start of the run."""
         plan = self.plan
         return {
             "format": FORMAT,
@@ -59,7 +63,11 @@ class About:
         }
 
     @classmethod
-    def from_json_dict(cls, found: Mapping[str, Any]) -> About:
+    def from_json_dict(cls, found: Mapping[str, Any]) -> RunInfo:
+        """Return the facts from the content of ``run.json``.
+
+        Raise ``KeyError``, ``TypeError``, ``ValueError`` or ``AttributeError`` if it has another shape.
+        """
         plan = found["plan"]
         return cls(
             began=str(found["began"]),
@@ -67,47 +75,50 @@ class About:
             accelerator=str(found["accelerator"]),
             software={str(name): str(version) for name, version in found["software"].items()},
             plan=UpdatePlan(
-                workload=Workload.of([int(numel) for numel in plan["numels"]]),
+                workload=Workload.from_numels([int(numel) for numel in plan["numels"]]),
                 placements=tuple(map(Placement, plan["placements"])),
                 num_slots=int(plan["num_slots"]),
                 order=None if plan["order"] is None else tuple(map(int, plan["order"])),
             ),
-            memory_bytes={str(where): int(size) for where, size in found["memory_bytes"].items()},
+            memory_bytes={str(kind): int(size) for kind, size in found["memory_bytes"].items()},
         )
 
 
-Pictured = tuple[Timeline, Sequence[PhaseSpan]]
+TimelineAndPhases = tuple[Timeline, Sequence[PhaseSpan]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """``steps``: the lines of ``steps.jsonl``. ``compared`` is empty, and ``predicted`` None, where nothing was
-    predicted; ``measured`` is None before the first update was written."""
+class RecordedRun:
+    """A run as its folder describes it.
 
-    about: About
+    ``steps`` has the lines of ``steps.jsonl``. ``compared`` is empty and ``predicted`` is None if nothing was
+    predicted; ``measured`` is None until the first update is written.
+    """
+
+    info: RunInfo
     steps: Sequence[Mapping[str, float | None]]
     compared_updates: int
-    compared: Sequence[Compared]
-    measured: Pictured | None
-    predicted: Pictured | None
+    compared: Sequence[ComparisonRow]
+    measured: TimelineAndPhases | None
+    predicted: TimelineAndPhases | None
 
     @classmethod
-    def read(cls, folder: Path) -> Run:
-        """Raises ``RunError``."""
+    def read(cls, folder: Path) -> RecordedRun:
+        """Return the run in ``folder``, as far as it is written. Raise ``RunError`` if there is none."""
         try:
-            about = _parsed(folder / ABOUT)
-            if about["format"] != FORMAT:
-                raise ValueError(f"format {shown(about['format'])}")
+            info = _parsed(folder / INFO)
+            if info["format"] != FORMAT:
+                raise ValueError(f"format {shorten(info['format'])}")
             return cls(
-                about=About.from_json_dict(about),
+                info=RunInfo.from_json_dict(info),
                 steps=_steps(folder / STEPS),
-                compared_updates=int(about.get("compared_updates", 0)),
+                compared_updates=int(info.get("compared_updates", 0)),
                 compared=[
-                    Compared(str(row["what"]), float(row["predicted_s"]), float(row["measured_s"]))
-                    for row in about.get("compared", [])
+                    ComparisonRow(str(row["what"]), float(row["predicted_s"]), float(row["measured_s"]))
+                    for row in info.get("compared", [])
                 ],
-                measured=_pictured(folder / MEASURED),
-                predicted=_pictured(folder / PREDICTED),
+                measured=_trace(folder / MEASURED),
+                predicted=_trace(folder / PREDICTED),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             found = f"{type(error).__name__}: {error}"
@@ -123,7 +134,7 @@ def _parsed(path: Path) -> Any:
 
 def _steps(path: Path) -> list[Mapping[str, float | None]]:
     lines = read_text(path).splitlines()
-    # A process that was killed may have left a part of the last.
+    # A process that was killed may have written only a part of the last line.
     complete = [line for line in lines if line.endswith("}")]
     return [_step(parse_json(line)) for line in complete]
 
@@ -132,9 +143,10 @@ def _step(found: Any) -> dict[str, float | None]:
     return {str(name): None if value is None else float(value) for name, value in found.items()}
 
 
-def _pictured(path: Path) -> Pictured | None:
+def _trace(path: Path) -> TimelineAndPhases | None:
     return Timeline.from_chrome_trace(_parsed(path)) if path.exists() else None
 
 
 def to_json(value: Any) -> str:
+    """Return ``value`` as indented JSON that ends with a newline."""
     return json.dumps(value, indent=2) + "\n"

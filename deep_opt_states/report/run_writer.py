@@ -1,72 +1,70 @@
-"""Writes a ``Run``, while it is trained: one line at each update, all the rest when DeepSpeed prints and at the end."""
+"""Write a run's folder during training: one line per update, the other files when DeepSpeed prints and at the end."""
 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
+from deep_opt_states.files import replace_file
 from deep_opt_states.report.record import UpdateRecord
-from deep_opt_states.report.reporter import UpdateReport
-from deep_opt_states.report.run_data import ABOUT, MEASURED, PAGE, PREDICTED, STEPS, About, to_json
+from deep_opt_states.report.reporter import UpdateReporter
+from deep_opt_states.report.run_data import INFO, MEASURED, PAGE, PREDICTED, STEPS, RunInfo, to_json
 
 _TAKEN: set[Path] = set()
-"""By the engines of this process that train."""
+"""The folders that engines of this process write to."""
 
 
-class RunFolder:
-    """Begins with the first update: what another run has left in the folder is replaced then."""
+class RunWriter:
+    """A sink that writes the files of a ``RecordedRun``; the first update deletes those of an earlier run."""
 
     name = "deep_optimizer_states.report"
 
-    def __init__(self, folder: Path, every_n_steps: float | None, about: About) -> None:
+    def __init__(self, folder: Path, every_n_steps: float | None, info: RunInfo) -> None:
         self._folder = folder
         self._every_n_steps = every_n_steps
-        self._about = about.to_json_dict()
+        self._info = info.to_json_dict()
         self._steps: TextIO | None = None
         self._last: UpdateRecord | None = None
 
-    def updated(self, record: UpdateRecord, report: UpdateReport) -> None:
+    def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None:
+        """Write the line of one update. Raise ``FileExistsError`` if another engine of this process uses the folder."""
         if self._steps is None:
             self._steps = self._begin()
-        self._steps.write(json.dumps({"step": record.progress.step, **asdict(record.numbers)}) + "\n")
+        self._steps.write(json.dumps({"step": record.counts.step, **asdict(record.numbers)}) + "\n")
         self._last = record
         if record.is_due(self._every_n_steps):
-            self._write(record, report)
+            self._write(record, reporter)
 
-    def close(self, report: UpdateReport) -> None:
+    def close(self, reporter: UpdateReporter) -> None:
+        """Write the last update, and release the folder."""
         if self._steps is not None and self._last is not None:
             self._steps.close()
             _TAKEN.discard(self._folder.resolve())
-            self._write(self._last, report)
+            self._write(self._last, reporter)
 
     def _begin(self) -> TextIO:
         folder = self._folder.resolve()
         if folder in _TAKEN:
             raise FileExistsError(
                 "must be a folder of its own for each engine, found one that another engine of this process writes to. "
-                "Give each its own config"
+                "Give each engine its own config"
             )
         _TAKEN.add(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         for name in (MEASURED, PREDICTED, PAGE):
             (self._folder / name).unlink(missing_ok=True)
-        self._replace(ABOUT, to_json(self._about))
-        # A line at a time, so that a process that is killed has written what it has trained.
+        replace_file(self._folder / INFO, to_json(self._info))
+        # Buffer a line at a time, so that the file of a killed process has all updates that it ran.
         return (self._folder / STEPS).open("w", buffering=1)
 
-    def _write(self, last: UpdateRecord, report: UpdateReport) -> None:
-        self._replace(MEASURED, json.dumps(last.timeline.chrome_trace(last.phases)))
-        predicted, compared = report.predicted(), report.compared()
+    def _write(self, last: UpdateRecord, reporter: UpdateReporter) -> None:
+        replace_file(self._folder / MEASURED, json.dumps(last.timeline.chrome_trace(last.phases)))
+        predicted, compared = reporter.prediction(), reporter.comparison()
         if predicted is not None:
-            self._replace(PREDICTED, json.dumps(predicted.timeline.chrome_trace(predicted.phases)))
-        rows = [{"what": row.what, "predicted_s": row.predicted_s, "measured_s": row.measured_s} for row in compared]
-        self._replace(ABOUT, to_json({**self._about, "compared_updates": report.compared_updates, "compared": rows}))
-
-    def _replace(self, name: str, text: str) -> None:
-        """Whoever reads meanwhile finds all of the old or all of the new text."""
-        partial = self._folder / f".{name}.partial"
-        partial.write_text(text)
-        os.replace(partial, self._folder / name)
+            trace = predicted.timeline.chrome_trace(predicted.phases)
+            replace_file(self._folder / PREDICTED, json.dumps(trace))
+        rows = [{"what": row.name, "predicted_s": row.predicted_s, "measured_s": row.measured_s} for row in compared]
+        info = {**self._info, "compared_updates": reporter.compared_updates, "compared": rows}
+        replace_file(self._folder / INFO, to_json(info))

@@ -1,1 +1,1 @@
-"""Executes a schedule on a device. Never plans, and does not know DeepSpeed."""
+"""Execute a schedule on a device. This package never plans, and does not know DeepSpeed."""

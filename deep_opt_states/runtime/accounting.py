@@ -1,4 +1,4 @@
-"""A device that keeps account of what is reserved on it."""
+"""Record every reservation that is made on a device."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import torch
 
 from deep_opt_states.device.interface import Device, Stream
 from deep_opt_states.device.slab import HostSlab
-from perf_model.prediction.memory import Reservation, Where
+from perf_model.prediction.memory import MemoryKind, Reservation
 
 
-class Ledger:
-    """Wraps ``device``; ``reserved`` has one entry a tensor or slab, with its bytes, also of what was given back."""
+class AccountingDevice:
+    """A wrapper around ``device`` that records what is reserved on it, and forwards every call.
+
+    ``reserved`` has one entry per tensor or slab, with its size in bytes. Memory that has been freed is still listed.
+    """
 
     def __init__(self, device: Device[Any]) -> None:
         self._device = device
@@ -27,13 +30,13 @@ class Ledger:
         return self._device.runs_when_issued
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._account(Where.ACCELERATOR, self._device.empty(numel, dtype))
+        return self._account(MemoryKind.ACCELERATOR, self._device.empty(numel, dtype))
 
     def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._account(Where.PINNED, self._device.empty_host(numel, dtype))
+        return self._account(MemoryKind.PINNED, self._device.empty_host(numel, dtype))
 
     def host_slab(self, size_bytes: int) -> HostSlab:
-        self.reserved.append(Reservation(where=Where.PINNED, each_bytes=size_bytes))
+        self.reserved.append(Reservation(kind=MemoryKind.PINNED, each_bytes=size_bytes))
         return self._device.host_slab(size_bytes)
 
     def enter_thread(self) -> None:
@@ -57,6 +60,6 @@ class Ledger:
     def release_cached(self) -> None:
         self._device.release_cached()
 
-    def _account(self, where: Where, tensor: torch.Tensor) -> torch.Tensor:
-        self.reserved.append(Reservation(where=where, each_bytes=tensor.untyped_storage().nbytes()))
+    def _account(self, kind: MemoryKind, tensor: torch.Tensor) -> torch.Tensor:
+        self.reserved.append(Reservation(kind=kind, each_bytes=tensor.untyped_storage().nbytes()))
         return tensor

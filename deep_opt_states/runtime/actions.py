@@ -1,6 +1,7 @@
-"""What each kind of action does to its sub-group, by a dispatch table; and the slots that they work in.
+"""Execute the kinds of action, each by one method that a dispatch table selects, and hold the slots they work in.
 
-Of the first parts nothing is written here: somebody may read their parameters by now, or have written to them.
+The actions update and publish only the rest of each sub-group. They do not write to the early ranges, whose parameters
+the model may already read or write.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ from typing import Any
 import torch
 
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.adam import AdamKernel, AdamTensors, PartUpdate
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamTensors, RangeUpdate
 from deep_opt_states.runtime.state import Slot, Split, SubGroupState
 from perf_model.schedule.action import Action, ActionKind
 from perf_model.schedule.schedule import Schedule
 
 
 class Actions:
-    """``host_adam`` updates in host memory, ``device_adam`` in slots and where residents are."""
+    """The operations that the actions of a schedule stand for.
+
+    ``host_adam`` updates in host memory. ``device_adam`` updates on the accelerator: in slots, and in place where a
+    sub-group is resident. It may be None if every sub-group is updated on the CPU.
+    """
 
     def __init__(
         self,
@@ -35,7 +40,7 @@ class Actions:
         self._device_adam = device_adam
         self._slots: list[Slot] = []
         self._slot_of: dict[str, Slot] = {}
-        """By action name: the part of its slot that the action works on."""
+        """The views of its slot that an action works on, keyed by the action's name."""
         self._bodies: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.PREFETCH: self._prefetch,
             ActionKind.GPU_STEP: self._gpu_step,
@@ -46,11 +51,15 @@ class Actions:
 
     @property
     def num_slots(self) -> int:
+        """Return the number of slots that are reserved."""
         return len(self._slots)
 
-    def use_slots_of(self, schedule: Schedule) -> None:
-        """Reserves those that are missing, gives back those that are left over. Raises what the device raises that has
-        no room; nothing has changed then."""
+    def reserve_slots_for(self, schedule: Schedule) -> None:
+        """Reserve the slots that ``schedule`` needs in addition, and free the slots that it does not need.
+
+        Raise the device's out-of-memory error if memory is short; then nothing has changed. The caller makes sure that
+        no stream still copies from or to a slot that is freed here.
+        """
         missing = range(self.num_slots, schedule.num_slots)
         slots = [*self._slots, *(Slot.reserve(self._device, schedule.slot_numel) for _ in missing)]
         self._slots = slots[: schedule.num_slots]
@@ -61,31 +70,33 @@ class Actions:
         }
 
     def run(self, action: Action) -> None:
-        """On the current stream, or the current thread."""
+        """Issue ``action`` on the current stream, or run it on the current thread if it is a CPU step."""
         self._bodies[action.kind](action)
 
     def close(self) -> None:
-        """Gives the slots back."""
+        """Free the slots, and drop the references to the states."""
         self._slots.clear()
         self._slot_of.clear()
         self._states = ()
 
     def _prefetch(self, action: Action) -> None:
-        self._copy_states(action.sub_group, to=self._slot_of[action.name], of=self._states[action.sub_group])
+        self._copy_states(action.sub_group, to=self._slot_of[action.name], source=self._states[action.sub_group])
 
     def _gpu_step(self, action: Action) -> None:
         assert self._device_adam is not None
         state = self._states[action.sub_group]
-        self._update(self._device_adam, action.sub_group, state.at(self._slot_of.get(action.name, state)))
+        tensors = state.accelerator_tensors(self._slot_of.get(action.name, state))
+        self._update(self._device_adam, action.sub_group, tensors)
         if state.staged is not None:
-            # On the stream of the update: the next one that is staged in this memory waits for the copy.
+            # The copy is issued on the update's stream. The next sub-group that is staged in the same memory is updated
+            # on that stream, too, so it cannot overwrite the parameters before they are copied.
             self._copy(action.sub_group, state.param, state.staged)
 
     def _flush_states(self, action: Action) -> None:
-        self._copy_states(action.sub_group, to=self._states[action.sub_group], of=self._slot_of[action.name])
+        self._copy_states(action.sub_group, to=self._states[action.sub_group], source=self._slot_of[action.name])
 
     def _cpu_step(self, action: Action) -> None:
-        self._update(self._host_adam, action.sub_group, self._states[action.sub_group].on_host)
+        self._update(self._host_adam, action.sub_group, self._states[action.sub_group].cpu_tensors)
 
     def _publish(self, action: Action) -> None:
         state = self._states[action.sub_group]
@@ -93,14 +104,19 @@ class Actions:
         if not state.cpu_writes_param:
             self._copy(action.sub_group, state.param, state.rounded)
 
-    def _copy_states(self, sub_group: int, *, to: SubGroupState | Slot, of: SubGroupState | Slot) -> None:
+    def _copy_states(self, sub_group: int, *, to: SubGroupState | Slot, source: SubGroupState | Slot) -> None:
         for name in ("master", "exp_avg", "exp_avg_sq"):
-            self._copy(sub_group, getattr(to, name), getattr(of, name))
+            self._copy(sub_group, getattr(to, name), getattr(source, name))
 
-    def _copy(self, sub_group: int, to: torch.Tensor, of: torch.Tensor) -> None:
-        for part in self._splits[sub_group].rest:
-            self._device.copy(part.view(to), part.view(of))
+    def _copy(self, sub_group: int, to: torch.Tensor, source: torch.Tensor) -> None:
+        for element_range in self._splits[sub_group].rest:
+            self._device.copy(element_range.view(to), element_range.view(source))
 
     def _update(self, adam: AdamKernel, sub_group: int, tensors: AdamTensors) -> None:
-        parts = self._splits[sub_group].rest
-        adam.update_parts([PartUpdate(sub_group=sub_group, tensors=tensors.part(part), part=part) for part in parts])
+        ranges = self._splits[sub_group].rest
+        adam.update_ranges(
+            [
+                RangeUpdate(sub_group=sub_group, tensors=tensors.narrow(element_range), element_range=element_range)
+                for element_range in ranges
+            ]
+        )

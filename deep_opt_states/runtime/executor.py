@@ -1,11 +1,12 @@
-"""Executes a schedule: a loop over its actions, no decisions.
+"""Execute a schedule: loop over its actions in order, and decide nothing.
 
-Lanes h2d, compute and d2h are a stream each, so that transfers in both directions and the update overlap; the
-cpu lane is a worker thread. An action that waits for a stream's action is held back on its stream by an event;
-one that waits for the cpu lane is not issued before the worker is done, since no stream can wait for a thread.
+Each lane is one stream or one thread, so that all lanes can overlap: the h2d, compute and d2h lanes are streams, and
+the cpu lane is a worker thread. Where an action waits for an action on a stream, an event holds back its stream, and
+the host goes on. Where it waits for an action of the cpu lane, it is not issued before the worker has finished that
+action, because a stream cannot wait for a thread.
 
-All is issued by the caller's thread, in the schedule's order, from ``begin`` to ``finish``. In between the caller goes
-on: ``publish`` is for what it reads next, and ``advance`` keeps the streams busy.
+The caller's thread issues every action, in the schedule's order, between ``begin`` and ``finish``. Meanwhile the caller
+goes on training: it calls ``publish`` for the parameters that it reads next, and ``advance`` to keep the streams busy.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 from deep_opt_states.device.interface import Device, Event, Stream
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep
 from deep_opt_states.runtime.actions import Actions
-from deep_opt_states.runtime.early_update import FirstParts
+from deep_opt_states.runtime.early_update import EarlyUpdate
 from deep_opt_states.runtime.state import Split, SubGroupState
 from deep_opt_states.runtime.worker import CpuLane, Worker
 from perf_model.prediction.timeline import Span, Timeline
@@ -33,28 +34,34 @@ from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
 
 PUBLISHING = (ActionKind.GPU_STEP, ActionKind.PUBLISH)
-"""Each sub-group has one of them, which writes its 16-bit parameters."""
+"""The kinds of action that write a sub-group's 16-bit parameters. Each sub-group has exactly one such action."""
 
 _PLACEMENTS = {chain[0]: placement for placement, chain in CHAINS.items()}
-"""By the first action of a sub-group."""
+"""The placement of a sub-group, by the kind of its first action."""
 
 
 class UpdateFailed(RuntimeError):
-    """An update stopped half way: some sub-groups are updated, others are not."""
+    """The error that an update stopped half way: some sub-groups are updated, others are not."""
 
 
-class Marks:
-    """Events around each action of one update that runs on a stream, and the times of those that the worker runs."""
+class ActionEvents:
+    """The events around each stream action of one update, and the times of the actions that the worker runs."""
 
     def __init__(self, device: Device[Any], names: Sequence[str]) -> None:
         self.started: dict[str, Event] = {name: device.event() for name in names}
+        """Events recorded before each action. Only ``timeline`` reads them."""
         self.finished: dict[str, Event] = {name: device.event() for name in names}
+        """Producer -> consumer: recorded after each action. The streams and the worker wait for them where an action
+        waits for this one, and the caller's current stream waits for them in ``publish``."""
         self.origin = device.event()
+        """Caller's stream -> host: recorded when the update begins. It marks second 0 of the timeline."""
         self.origin_s = 0.0
+        """The host's clock, in seconds, when the host has waited for ``origin``."""
         self.on_worker: dict[str, tuple[float, float]] = {}
+        """Start and end of each action of the worker, in seconds after ``origin_s``."""
 
     def timeline(self, actions: Sequence[Action]) -> Timeline:
-        """Return when each of the actions ran, all of which have finished."""
+        """Return when each of ``actions`` ran. All of them must have finished."""
         spans = []
         for action in actions:
             if action.lane is Lane.CPU:
@@ -67,15 +74,34 @@ class Marks:
 
 
 class Executor:
-    """Reserves streams, events and the worker once, slots here and in ``use``; an update reserves nothing.
+    """The runtime that executes one schedule per optimizer step, on the accelerator's streams and one worker thread.
 
-    ``schedule`` is executed until ``use`` gives another; ``host_adam`` updates in host memory, ``device_adam`` in
-    slots; ``worker`` is the cpu lane. ``splits`` say what of each sub-group ``begin`` updates at once, which is nothing
-    without them. An action is issued, or run by the worker, inside a ``span`` of its name. Raises ``ScheduleError`` for
-    a schedule that is not safe to execute.
+    Streams, events and the worker are reserved in the constructor, slots there and in ``set_schedule``. An update
+    allocates nothing. ``host_adam`` updates in host memory, and ``device_adam`` on the accelerator; it may be None if
+    every sub-group is updated on the CPU. ``worker`` is the cpu lane, a new ``Worker`` by default. ``splits`` has the
+    ranges of each sub-group that ``begin`` updates early; by default there are none. Every action is issued, or run by
+    the worker, inside the context ``span(name)``. Raise ``ScheduleError`` if the schedule is not safe to execute.
 
-    A failure of any lane ends the update and is kept in ``failure``: the states are torn between two steps, and nothing
-    is updated before ``forget_failure``. Only ``run`` raises it; a caller that must not stop alone asks.
+    **Order of calls.** One thread makes all calls. ``begin`` starts an update and ``finish`` ends it; ``run`` does
+    both. Between them the caller may call ``publish``, ``publish_early_ranges``, ``mark_requested``, ``may_block``,
+    ``may_advance`` and ``advance``, in any order and any number of times. ``prefetch``, ``set_schedule`` and ``touch``
+    are called only while no update is pending, and ``close`` comes last.
+
+    **Memory.** Between updates all tensors belong to the caller. From ``prefetch`` to ``begin`` the caller must not
+    write to the optimizer states, unless it calls ``discard`` afterwards. From ``begin`` to ``finish`` gradients,
+    optimizer states and parameters belong to the executor: the caller must neither write to gradients and states nor
+    read parameters. There are two exceptions: the parameters of early ranges may be read and written once ``begin`` has
+    returned, and the parameters of a sub-group may be read after ``publish``, both only on the stream that is current
+    in ``begin`` or ``publish``. On any other stream, call ``publish_early_ranges`` or ``publish`` first. ``finish``
+    blocks the host until nothing is in flight, so that afterwards every stream and thread may use the tensors.
+
+    **Failure.** Any exception in any lane is fatal for the update: parameters and states may already be updated for
+    some sub-groups and not for others. The executor stops, waits for the operations in flight and keeps the exception
+    in ``failure``. From then on ``prefetch``, ``publish``, ``advance`` and ``finish`` issue nothing. Only ``run``
+    raises ``UpdateFailed``. The other methods do not, since a rank that raised alone would leave the other ranks
+    waiting in a collective; their caller reads ``failure`` and agrees with the other ranks first. No update may begin
+    before all states have been restored from a checkpoint and ``forget_failure`` has been called. Exceptions that are
+    not an ``Exception``, such as an interrupt, are kept and also raised at once.
     """
 
     def __init__(
@@ -93,45 +119,58 @@ class Executor:
         self._device = device
         self._host_adam = host_adam
         self._device_adam = device_adam
-        self._splits = splits or [Split.of(state.numel) for state in states]
+        self._splits = splits or [Split.create(state.numel) for state in states]
         self._span = span
         self._streams: dict[Lane, Stream[Any]] = {}
+        """One stream per lane: h2d overlaps prefetches and publishing with everything else, compute overlaps the update
+        with the transfers, and d2h overlaps flushes and the copies of gradients with transfers in the other
+        direction."""
         self._actions = Actions(states, self._splits, device, host_adam, device_adam)
         self._prefetched: set[str] = set()
+        """Names of the actions that ``prefetch`` has issued, which the update does not issue again."""
         self.pending = False
-        """Whether an update has begun and ``finish`` was not called, also if it has failed."""
-        self.use(schedule)
+        """Whether an update has begun and ``finish`` has not been called since, even if the update has failed."""
+        self.set_schedule(schedule)
         self._streams = {lane: device.stream() for lane in Lane if lane is not Lane.CPU}
         self._reserved = device.event()
+        """Caller's stream -> all lanes: the memory of new slots is free of the caller's kernels."""
         self._lanes_wait_for_caller()
         on_streams = [action.name for action in schedule.actions if action.lane is not Lane.CPU]
-        self._marks, self._next_marks = Marks(device, on_streams), Marks(device, on_streams)
+        # There are two sets: the timeline of one update can still be read while the next one records the other set.
+        self._events, self._next_events = ActionEvents(device, on_streams), ActionEvents(device, on_streams)
         self._drained: dict[Lane, Event] = {lane: device.event() for lane in self._streams}
+        """Each lane's stream -> host: everything that was issued on it has finished."""
         self._worker = worker or Worker(device.enter_thread)
         begins_with = {action.sub_group: action.kind for action in reversed(schedule.actions)}
-        first = [
-            (_PLACEMENTS[begins_with[index]], index, part)
+        early = [
+            (_PLACEMENTS[begins_with[index]], index, element_range)
             for index, split in enumerate(self._splits)
-            for part in split.first
+            for element_range in split.early
         ]
-        self._first_parts = FirstParts(first, states, device, self._streams, self._worker)
+        self._early_update = EarlyUpdate(early, states, device, self._streams, self._worker)
         self._stop = threading.Event()
+        """Set by a failure: the host issues no further action, and the worker starts none."""
         self._updated: dict[str, Future[None]] = {}
-        self._issued = self._asked_for = 0
+        """The futures of this update's CPU steps, by the action's name. ``_issue`` and ``finish`` wait for them;
+        without them an exception of the worker would be lost."""
+        self._issued = self._requested = 0
+        """Positions in the schedule: the actions before ``_issued`` have been issued, and every rank has requested the
+        publication of the actions before ``_requested``."""
         self.failure: BaseException | None = None
+        """The exception that ended an update and left the states inconsistent, until ``forget_failure``."""
 
-    def use(self, schedule: Schedule) -> None:
-        """From the next update on, with more or fewer slots, which are reserved or given back here.
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Execute ``schedule`` from the next update on, and reserve or free slots as it needs them.
 
-        ``schedule`` is of the same placements, in an order that is the same on every rank. Raises ``ScheduleError``, or
-        what the device raises that has no room; nothing has changed then.
+        ``schedule`` must have the same placements, and the same order on every rank. Raise ``ScheduleError`` if it is
+        not safe to execute, or the device's out-of-memory error; then nothing has changed.
         """
         assert not self.pending
-        check(schedule, Workload.of([state.numel for state in self._states]))
+        check(schedule, Workload.from_numels([state.numel for state in self._states]))
         if schedule.num_slots < self._actions.num_slots:
-            # What a lane still copies into a slot must not end up in its next owner's memory.
+            # A lane may still copy into a slot that is freed here. The next owner of the memory must not receive it.
             self._drain_streams()
-        self._actions.use_slots_of(schedule)
+        self._actions.reserve_slots_for(schedule)
         if self._streams:
             self._lanes_wait_for_caller()
         self.discard()
@@ -143,107 +182,121 @@ class Executor:
             (position for position, action in enumerate(schedule.actions) if action.lane is not Lane.CPU),
             len(schedule.actions),
         )
-        """How many actions of the worker come first."""
+        """The number of actions of the worker that precede the first action on a stream."""
         on_cpu = {action.name for action in schedule.actions if action.lane is Lane.CPU}
         waiting = [not on_cpu.isdisjoint(action.waits) for action in schedule.actions]
         self._waiting_before = list(accumulate(waiting, initial=0))
-        """By position: how many actions before it wait for the worker."""
+        """The number of actions before each position that wait for the worker."""
 
     def run(self, steps: Sequence[AdamStep]) -> None:
-        """One update phase; returns when every action has finished. Raises ``UpdateFailed`` from what has failed."""
+        """Run one whole update, and return when every action has finished.
+
+        ``steps`` has one entry per sub-group. Raise ``UpdateFailed``, with its cause, if this or an earlier update has
+        failed.
+        """
         if self.failure is None:
             self.begin(steps)
             self.finish()
         if self.failure is not None:
-            raise self.torn()
+            raise self.inconsistent_states_error()
 
     def prefetch(self) -> None:
-        """What the slots hold first of an update that has not begun. The states must not be written to before it has,
-        or ``discard`` be called."""
+        """Issue the first prefetch into each slot for an update that has not begun, to overlap them with backward.
+
+        The optimizer states must not be written to before that update begins, or ``discard`` must be called after they
+        are.
+        """
         assert not self.pending
         if self.failure is not None:
             return
-        with self._torn_by_failure():
+        with self._keep_failure():
             for action in self._schedule.actions:
-                # Those that wait take over a slot.
+                # A prefetch that waits for another action reuses a slot, which the update must release first.
                 if action.kind is ActionKind.PREFETCH and not action.waits and action.name not in self._prefetched:
-                    self._on_stream(action, self._next_marks)
+                    self._on_stream(action, self._next_events)
                     self._prefetched.add(action.name)
 
     def discard(self) -> None:
-        """Somebody is about to write to the states in host memory: what was prefetched will be prefetched again."""
-        # A copy that is still under way is harmless: the next one into its slot is on the same stream.
+        """Discard the prefetched states, because the caller writes to the states in host memory.
+
+        They are prefetched again, by the update or by ``prefetch``.
+        """
+        # A copy that is still in flight is harmless: the next copy into its slot follows on the same stream.
         self._prefetched.clear()
 
     def begin(self, steps: Sequence[AdamStep]) -> None:
-        """Of an update with one entry of ``steps`` a sub-group: the first parts, and what the worker does first.
+        """Begin an update: update and publish the early ranges, and submit the first actions of the worker.
 
-        Nothing else is issued before ``advance``, ``publish`` or ``finish``: the caller may have to wait for the whole
-        device before it goes on.
+        ``steps`` has one entry per sub-group. The host waits for the caller's stream, and for the early ranges that are
+        updated in host memory. Nothing else is issued before ``advance``, ``publish`` or ``finish``, because the caller
+        may have to wait for the whole device before it goes on. A failure is kept in ``failure``, not raised.
 
-        From now on gradients and states must not be written to, nor parameters be read, before ``finish``; but the
-        first parts' may be read at once, and a sub-group's after ``publish``, each on the stream that is current there.
+        The class docstring has the rules for reading and writing tensors until ``finish``.
         """
         assert not self.pending
         assert self.failure is None
         self._stop.clear()
         self._updated = {}
-        self._issued = self._asked_for = 0
-        self._marks, self._next_marks = self._next_marks, self._marks
+        self._issued = self._requested = 0
+        self._events, self._next_events = self._next_events, self._events
         self.pending = True
-        with self._torn_by_failure():
+        with self._keep_failure():
             for kernel in {id(kernel): kernel for kernel in (self._host_adam, self._device_adam)}.values():
                 if kernel is not None:
                     kernel.begin_step(steps)
             self._wait_for_caller()
-            self._first_parts.update(self._host_adam, self._device_adam)
+            self._early_update.update(self._host_adam, self._device_adam)
             self._issue(self._on_streams_from, blocks=False)
 
     def may_advance(self) -> bool:
-        """Whether ``advance`` would issue anything."""
+        """Return whether ``advance`` would issue anything."""
         if not self.pending or self.failure is not None or self._issued == len(self._schedule.actions):
             return False
         following = self._schedule.actions[self._issued]
         return all(self._updated[name].done() for name in following.waits if name in self._updated)
 
     def advance(self) -> None:
-        """Issue what no longer has to wait for the worker."""
+        """Issue the next actions, up to the first that has to wait for the worker. The host does not wait."""
         if self.pending and self.failure is None:
-            with self._torn_by_failure():
+            with self._keep_failure():
                 self._issue(len(self._schedule.actions), blocks=False)
 
     def publish(self, sub_group: int) -> None:
-        """The current stream waits for the sub-group's parameters; the host for the worker, if it updates them."""
+        """Issue the actions up to the publication of ``sub_group``, and make the current stream wait for it.
+
+        The host waits for the worker where one of these actions depends on it.
+        """
         if not self.pending or self.failure is not None or not self._splits[sub_group].rest:
             return
         position = self._publishing[sub_group]
-        with self._torn_by_failure():
+        with self._keep_failure():
             self._issue(position + 1, blocks=True)
-            self._device.current_stream().wait(self._marks.finished[self._schedule.actions[position].name])
+            self._device.current_stream().wait(self._events.finished[self._schedule.actions[position].name])
 
-    def publish_first_parts(self) -> None:
-        """The current stream waits for them."""
+    def publish_early_ranges(self) -> None:
+        """Make the current stream wait for the parameters of all early ranges."""
         if self.pending:
-            self._first_parts.wait()
+            self._early_update.wait()
 
     def may_block(self, sub_group: int) -> bool:
-        """Whether the host could have to wait in ``publish`` of an update that is under way.
+        """Return whether the host may have to wait in ``publish(sub_group)`` while an update is pending.
 
-        A function of placements, order and what was asked for, on every rank the same: how far this rank's worker is,
-        whether somebody here has waited for the end, or has seen a failure, and how many slots there are, play no part.
+        The result is the same on every rank: it depends only on the placements, the order, and the sub-groups that were
+        passed to ``mark_requested``. The progress of this rank's worker, a failure or an end of the update on this
+        rank, and the number of slots do not matter.
         """
         if not self._splits[sub_group].rest:
             return False
-        return self._waiting_before[self._publishing[sub_group] + 1] > self._waiting_before[self._asked_for]
+        return self._waiting_before[self._publishing[sub_group] + 1] > self._waiting_before[self._requested]
 
-    def ask_for(self, sub_group: int) -> None:
-        """Its parameters are about to be published, on every rank."""
-        self._asked_for = max(self._asked_for, self._publishing[sub_group] + 1)
+    def mark_requested(self, sub_group: int) -> None:
+        """Record that every rank is about to publish the parameters of ``sub_group``."""
+        self._requested = max(self._requested, self._publishing[sub_group] + 1)
 
     def finish(self) -> None:
-        """Returns when every action has finished."""
+        """Issue the remaining actions, and block the host until every action has finished."""
         if self.pending and self.failure is None:
-            with self._torn_by_failure():
+            with self._keep_failure():
                 self._issue(len(self._schedule.actions), blocks=True)
                 for future in self._updated.values():
                     future.result()
@@ -252,73 +305,93 @@ class Executor:
         self.pending = False
 
     def touch(self, states: Sequence[SubGroupState]) -> None:
-        """Zeros ``states``, which are updated on the CPU, on the threads that will update them."""
+        """Zero ``states``, which are updated on the CPU, on the threads that will update them.
+
+        The first touch of a page decides its NUMA node, so this places the pages near these threads.
+        """
         for state in states:
-            self._worker.submit(partial(self._host_adam.zero, state.in_slab)).result()
+            self._worker.submit(partial(self._host_adam.zero, state.slab_tensors)).result()
 
     def timeline(self) -> Timeline:
-        """Return when each action of the last update ran, which has finished; some may have run before it began."""
+        """Return when each action of the last update ran.
+
+        The update must have finished. Actions that were prefetched may have run before it began.
+        """
         return self.timeline_reader()()
 
     def timeline_reader(self) -> Callable[[], Timeline]:
-        """Return what gives the ``timeline`` of the update that began last, once that has finished.
+        """Return a function that returns the ``timeline`` of the update that began last, once that has finished.
 
-        It can be read while the next update goes on, until the one after that is prefetched or begins.
+        The function may be called while the next update goes on, until the update after that is prefetched or begins,
+        which records the events anew.
         """
-        return partial(self._marks.timeline, self._schedule.actions)
+        return partial(self._events.timeline, self._schedule.actions)
 
     def failed_within(self, timeout_s: float) -> bool:
-        """Also where nobody will call ``finish``: waits so long for what the worker has begun."""
+        """Return whether the update has failed, after waiting at most ``timeout_s`` seconds for the worker.
+
+        This also works where ``finish`` will not be called, such as when the process exits.
+        """
         done, _ = wait(self._updated.values(), timeout_s)
         failures = [failure for future in done if (failure := future.exception()) is not None]
         if self.failure is None and failures:
             self.fail(failures[0])
         return self.failure is not None
 
-    def torn(self) -> UpdateFailed:
-        """What every later use of the states is answered with, after a failure; carries its cause's traceback."""
+    def inconsistent_states_error(self) -> UpdateFailed:
+        """Return the exception that every use of the states raises after a failed update.
+
+        Its cause is the failure itself, with the traceback.
+        """
         error = UpdateFailed(
             f"The optimizer update stopped half way ({type(self.failure).__name__}: {self.failure}). Parameters and "
-            f"optimizer states are torn between two steps and will not be used or saved. Mend the cause below, "
-            f"and continue from the last checkpoint."
+            f"optimizer states are inconsistent, since some are updated and others are not: they will not be used or "
+            f"saved. Fix the cause below, and continue from the last checkpoint."
         )
         error.__cause__ = self.failure
         return error
 
     def fail(self, cause: BaseException) -> None:
-        """For the caller that knows the states to be torn, here or on another rank."""
+        """Record that the states are inconsistent because of ``cause``, on this rank or on another one."""
         self.failure = cause
 
     def forget_failure(self) -> None:
-        """For the caller that has restored every state, from a checkpoint."""
+        """Allow updates again, after the caller has restored every state from a checkpoint."""
         self.failure = None
         self.pending = False
         self._updated = {}
 
     def close(self) -> None:
-        """End the worker and give the slots back; the executor is of no use after that."""
+        """End the worker, and free the slots. The executor cannot be used afterwards."""
         self._worker.close()
         self._actions.close()
         self._states = ()
 
     def _lanes_wait_for_caller(self) -> None:
-        """To whose stream new slots belong: its kernels may still use what the memory was before."""
+        """Make all lanes wait for the caller's stream, on which new slots are allocated.
+
+        The allocator may have reused memory that kernels on that stream still read or write.
+        """
         self._device.current_stream().record(self._reserved)
         for stream in self._streams.values():
             stream.wait(self._reserved)
 
     def _wait_for_caller(self) -> None:
-        """The host waits for the caller's stream, so that nothing it issues later can start before that is done.
+        """Block the host until the caller's stream is done, so that nothing issued later can start before that.
 
-        Backward's kernels may still read the 16-bit parameters, and write gradients to host memory that the worker
-        reads. DeepSpeed has joined its reduction stream to the caller's by then. The two clocks share an origin here.
+        Backward's kernels may still read the 16-bit parameters, and gradients may still be copied to host memory, where
+        the worker reads them. DeepSpeed has joined its reduction stream to the caller's stream by then. The clocks of
+        the host and of the device get a common origin here.
         """
-        self._device.current_stream().record(self._marks.origin)
-        self._marks.origin.synchronize()
-        self._marks.origin_s = time.perf_counter()
+        self._device.current_stream().record(self._events.origin)
+        self._events.origin.synchronize()
+        self._events.origin_s = time.perf_counter()
 
     def _issue(self, until: int, *, blocks: bool) -> None:
-        """The actions before position ``until``; where one waits for the worker, ``blocks`` or goes no further."""
+        """Issue the actions before position ``until``.
+
+        Where an action has to wait for the worker, block the host if ``blocks``; otherwise return without issuing it.
+        """
         while self._issued < until and not self._stop.is_set():
             action = self._schedule.actions[self._issued]
             for name in action.waits:
@@ -329,59 +402,66 @@ class Executor:
                     return
                 future.result()
             if self._stop.is_set():
-                return  # what was waited for did not run
+                return  # the action that was waited for did not run
             if action.lane is Lane.CPU:
                 self._updated[action.name] = self._worker.submit(partial(self._on_worker, action))
             elif action.name not in self._prefetched:
-                self._on_stream(action, self._marks)
+                self._on_stream(action, self._events)
             self._issued += 1
 
-    def _on_stream(self, action: Action, marks: Marks) -> None:
+    def _on_stream(self, action: Action, events: ActionEvents) -> None:
         stream = self._streams[action.lane]
         for name in action.waits:
-            # The host has waited for those of the worker.
-            if name in marks.finished:
-                stream.wait(marks.finished[name])
-        stream.record(marks.started[action.name])
+            # Actions of the worker have no event here: the host has already waited for them.
+            if name in events.finished:
+                stream.wait(events.finished[name])
+        stream.record(events.started[action.name])
         with stream.issue(), self._span(action.name):
             self._actions.run(action)
-        stream.record(marks.finished[action.name])
+        stream.record(events.finished[action.name])
 
     def _on_worker(self, action: Action) -> None:
         if self._stop.is_set():
             return
         try:
             for name in action.waits:
-                self._marks.finished[name].synchronize()
+                self._events.finished[name].synchronize()
             start_s = time.perf_counter()
             with self._span(action.name):
                 self._actions.run(action)
-            origin_s = self._marks.origin_s
-            self._marks.on_worker[action.name] = (start_s - origin_s, time.perf_counter() - origin_s)
+            origin_s = self._events.origin_s
+            self._events.on_worker[action.name] = (start_s - origin_s, time.perf_counter() - origin_s)
         except BaseException:
-            # The host must not issue, and the worker not start, another action.
+            # From here on the host must not issue another action, and the worker must not start one.
             self._stop.set()
             raise
 
     def _drain_streams(self) -> None:
-        """The next forward gathers on a stream of DeepSpeed's that does not wait for ours: the host does."""
+        """Block the host until nothing is in flight on any lane.
+
+        The next forward gathers parameters on a stream of DeepSpeed that does not wait for our streams.
+        """
         for lane, stream in self._streams.items():
             stream.record(self._drained[lane])
         for event in self._drained.values():
             event.synchronize()
 
     @contextmanager
-    def _torn_by_failure(self) -> Iterator[None]:
-        """Keeps what is raised inside; raises only what is no ``Exception``, such as an interrupt."""
+    def _keep_failure(self) -> Iterator[None]:
+        """Keep an exception that is raised inside in ``failure``, and stop the update.
+
+        Raise it only if it is not an ``Exception``, such as an interrupt.
+        """
         try:
             yield
         except BaseException as error:
             self._stop.set()
-            # At once: what follows waits, and may be interrupted.
+            # The failure is kept at once, because the following lines wait and may be interrupted.
             self.fail(error)
             self.fail(self._first_error(error))
-            # What was issued before the failure still writes: to states that a checkpoint will be loaded into, from
-            # slots that will be given back. A device that fails here, too, has its own failure told already.
+            # Operations that were issued before the failure still write to states, into which a checkpoint will be
+            # loaded, and still use slots, which will be freed. If the device fails here, too, then the failure that is
+            # kept already reports it.
             with suppress(Exception):
                 self._drain_streams()
             self._prefetched.clear()
@@ -389,6 +469,9 @@ class Executor:
                 raise
 
     def _first_error(self, error: BaseException) -> BaseException:
-        """The worker's exception, if it had one: what the host saw may only follow from it. Waits for the worker."""
+        """Return the worker's exception if there is one, since ``error`` may only follow from it; otherwise ``error``.
+
+        Wait for the worker to finish its actions.
+        """
         failures = [failure for future in self._updated.values() if (failure := future.exception()) is not None]
         return failures[0] if failures else error

@@ -1,11 +1,14 @@
-"""How long the caller's stream stands still for an update, and how long it goes on beside it.
+"""Measure how long the caller's stream stands still for an update, and how long it computes concurrently with it.
 
-The caller's stream computes. It waits for an update in two ways. Either it waits for the update itself, and events on
-that stream mark where the wait begins and ends: a host that waits while the stream still has work delays nothing, since
-the second event follows the first at once. Or it waits for the gathering stream, on which parameters that are needed
-later are gathered ahead, and which may wait for the update itself. Then events on both streams mark the waits, and a
-moment counts where both streams wait: an all-gather is no part of the update, and neither is what the gathering stream
-waits for while the caller's stream still computes.
+The caller's stream, on which the model computes, waits for an update in two ways.
+
+1. It waits for the update itself. Events on that stream mark where the wait begins and ends. A host that waits while
+the
+   stream still has work delays nothing: then the second event follows the first at once.
+2. It waits for the gathering stream, which gathers parameters that are needed later, and which may itself wait for the
+   update. Then events on both streams mark the waits, and only the time in which both streams wait counts. An
+   all-gather is not part of the update, and neither is a wait of the gathering stream while the caller's stream still
+   computes.
 """
 
 from __future__ import annotations
@@ -21,31 +24,34 @@ from perf_model.prediction.timeline import Phase, PhaseSpan
 
 @dataclass(frozen=True)
 class Interval:
-    """Two events on one stream, around what it waits for."""
+    """Two events on one stream, recorded before and after it waits."""
 
     start: Event
     end: Event
 
 
-class Waits:
-    """The waits for one update, at most ``max_intervals`` of them, whose events are reserved here."""
+class UpdateWaits:
+    """The waits for one update: at most ``max_intervals`` intervals, whose events are reserved in the constructor."""
 
     def __init__(self, device: Device[Any], max_intervals: int) -> None:
         self._device = device
         self._reserved = [Interval(device.event(), device.event()) for _ in range(max_intervals)]
         self._used = 0
         self._waits: list[tuple[Interval, ...]] = []
-        """In the order of the caller's stream, which stands still where all intervals of an entry overlap."""
+        """The waits in the order of the caller's stream, which stands still while all intervals of an entry overlap."""
         self._in_flight: list[Interval] = []
         """Waits of the gathering stream that the caller's stream has not waited for yet."""
         self.prefetch = device.event()
+        """Recorded on the caller's stream where prefetching for this update begins; read only by ``phases``."""
         self.prefetched = False
 
     @property
     def count(self) -> int:
+        """Return the number of waits so far."""
         return len(self._waits)
 
     def begin(self, *, prefetched: bool) -> None:
+        """Begin with the waits for a new update. ``prefetched``: ``prefetch`` was recorded for that update."""
         self._used = 0
         self._waits.clear()
         self._in_flight.clear()
@@ -53,6 +59,7 @@ class Waits:
 
     @contextmanager
     def direct(self) -> Iterator[None]:
+        """Record a wait of the caller's stream for the update itself, inside the context."""
         with self._interval() as interval:
             yield
         if interval is not None:
@@ -60,6 +67,7 @@ class Waits:
 
     @contextmanager
     def on_gathering_stream(self) -> Iterator[None]:
+        """Record a wait of the gathering stream, which is current, for the update itself, inside the context."""
         with self._interval() as interval:
             yield
         if interval is not None:
@@ -67,7 +75,8 @@ class Waits:
 
     @contextmanager
     def for_gathering_stream(self) -> Iterator[None]:
-        # What is issued on the gathering stream meanwhile is for later: the next wait for that stream covers it.
+        """Record a wait of the caller's stream for the gathering stream, inside the context."""
+        # Waits that are issued on the gathering stream inside the context are covered by the next wait for that stream.
         in_flight = tuple(self._in_flight)
         self._in_flight.clear()
         if not in_flight:
@@ -79,10 +88,10 @@ class Waits:
             self._waits.extend((interval, gathering) for gathering in in_flight)
 
     def phases(self) -> tuple[PhaseSpan, ...]:
-        """Return what the model did around the update, which is finished, in order and without overlaps.
+        """Return the phases of training around the update, in order and without overlaps. The update must be finished.
 
-        These are backward since the first prefetch, a span for each wait, and forward in between. Second 0 is where
-        the first wait starts. The host waits for the events.
+        They are backward since the first prefetch, one exposed span per wait, and forward in between. Second 0 is the
+        start of the first wait. The host waits for the events.
         """
         ((first,), *_) = self._waits
         for own, *_ in self._waits:
@@ -103,8 +112,10 @@ class Waits:
 
     @contextmanager
     def _interval(self) -> Iterator[Interval | None]:
-        """Record an interval on the current stream. Yield None if all reserved events are used: only an interrupted
-        update needs more, and nobody asks for its times."""
+        """Record an interval on the current stream, and yield it, or None if all reserved events are used.
+
+        Only an interrupted update needs more events, and its times are never reported.
+        """
         if self._used == len(self._reserved):
             yield None
             return
@@ -117,30 +128,31 @@ class Waits:
 
 
 class Exposure:
-    """The waits for the update that has begun, and those for the one before it.
+    """The waits for the update that has begun, and the waits for the update before it.
 
-    Both sets of events are reserved here, so that the waits for an update can be read while the next one goes on.
+    Both sets of events are reserved in the constructor. With two sets, the waits for an update can still be read while
+    the next update goes on.
     """
 
     def __init__(self, device: Device[Any], max_intervals: int) -> None:
         self._device = device
-        self._waits, self._others = Waits(device, max_intervals), Waits(device, max_intervals)
-        self._prefetches = False
+        self._waits, self._others = UpdateWaits(device, max_intervals), UpdateWaits(device, max_intervals)
+        self._prefetch_marked = False
 
-    def prefetches(self) -> None:
-        """Mark where the next update begins to be prefetched. The waits for the last update but one are lost."""
-        if not self._prefetches:
-            self._prefetches = True
+    def mark_prefetch(self) -> None:
+        """Mark where prefetching for the next update begins. This discards the waits for the update before the last."""
+        if not self._prefetch_marked:
+            self._prefetch_marked = True
             self._device.current_stream().record(self._others.prefetch)
 
-    def begins(self) -> None:
-        """Begin with the waits for another update."""
+    def begin_update(self) -> None:
+        """Begin with the waits for a new update."""
         self._waits, self._others = self._others, self._waits
-        self._waits.begin(prefetched=self._prefetches)
-        self._prefetches = False
+        self._waits.begin(prefetched=self._prefetch_marked)
+        self._prefetch_marked = False
 
     @property
-    def waits(self) -> Waits:
+    def waits(self) -> UpdateWaits:
         """Return the waits for the latest update. They are valid until the second update after it is prefetched."""
         return self._waits
 

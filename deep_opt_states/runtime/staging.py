@@ -1,4 +1,4 @@
-"""Copies gradients to host memory through a few buffers on the accelerator that are reserved at start."""
+"""Copy gradients to host memory through a few buffers on the accelerator that are reserved at start."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from perf_model.prediction.memory import NUM_STAGING_BUFFERS
 
 
 @dataclass
-class Traffic:
-    """Bytes of gradients that were copied between host memory and the accelerator, by direction, and in how many
-    copies."""
+class GradientTraffic:
+    """The bytes of gradients copied between host memory and the accelerator, and the number of copies, by direction."""
 
     d2h_bytes: int = 0
     d2h_copies: int = 0
@@ -23,39 +22,46 @@ class Traffic:
 
 
 class Staging:
-    """A ring of buffers, of ``buffer_numel`` elements each, and a stream that copies from them to host memory.
+    """A ring of buffers on the accelerator, of ``buffer_numel`` elements each, and a stream that copies them to the
+    host.
 
-    A gradient is copied into a buffer on the stream that has reduced it, so that its own memory can be used again, and
-    from there to host memory on a stream of its own, so that the next reduction need not wait for the link. Before a
-    buffer is written to again, the writing stream waits until the buffer has been copied down; the host never waits.
-    So no more than these buffers is ever in flight, and where the link is slower than backward, the reduction's stream
-    falls behind. DeepSpeed limits how many buckets that may be, and with them the gradients that wait on the
-    accelerator.
+    A gradient is copied into a buffer on the stream that has reduced it, so that the gradient's own memory can be
+    reused. From the buffer it is copied to host memory on a separate stream, so that the next reduction does not wait
+    for the link: the copies overlap with backward and with the reductions.
 
-    ``perf_model.prediction.memory.staging_numel`` decides how large the buffers are: no larger than those that
-    DeepSpeed itself allocates on the accelerator for the same purpose.
+    Before a buffer is overwritten, the writing stream waits until the buffer has been copied to the host. The host
+    never waits. Therefore at most these buffers are in flight, and where the link is slower than backward, the
+    reduction's stream falls behind. DeepSpeed limits by how many buckets it may fall behind, and with them the
+    gradients that wait on the accelerator.
+
+    ``perf_model.prediction.memory.staging_numel`` decides the size of the buffers. They are no larger than the buffers
+    that DeepSpeed itself allocates on the accelerator for the same purpose.
     """
 
     def __init__(self, device: Device[Any], buffer_numel: int, dtype: torch.dtype) -> None:
-        self.traffic = Traffic()
+        self.traffic = GradientTraffic()
         self._device = device
         self._d2h = device.stream()
         self._buffers = [device.empty(buffer_numel, dtype) for _ in range(NUM_STAGING_BUFFERS)]
         self._free = [device.event() for _ in self._buffers]
-        """Events recorded after the last use of each buffer."""
-        self._staged, self._gone_down = device.event(), device.event()
+        """Last reader of each buffer -> its next writer: the buffer may be overwritten."""
+        self._staged = device.event()
+        """Writing stream -> d2h stream: the buffer is filled and may be copied to the host."""
+        self._copied_to_host = device.event()
+        """The d2h stream -> current stream or host: all flushed gradients are in host memory."""
         self._current = 0
-        """The buffer that is filled next, or is being filled with ``_filled`` elements: they belong to ``_host`` from
-        ``_begin`` on."""
+        """The buffer that is filled now or next. Its first ``_filled`` elements are to be copied to ``_host``, from
+        element ``_begin`` on."""
         self._filled = 0
         self._host: torch.Tensor | None = None
+        """The destination of the elements that have not been flushed. It must stay referenced until they are."""
         self._begin = 0
 
     def send(self, host: torch.Tensor, offset: int, values: torch.Tensor) -> None:
-        """Copy ``values``, shape [numel], to ``host`` from ``offset`` on.
+        """Copy ``values``, of shape [numel], to the elements of ``host`` from ``offset`` on.
 
-        They may be written to as soon as this returns, on the stream that is current now. What lies next to each other
-        in host memory and is sent one after another goes down in one copy, which is issued by ``flush`` at the latest.
+        Once this returns, ``values`` may be overwritten on the stream that is current now. Values that are sent one
+        after another to adjacent elements of ``host`` are combined into one copy, which ``flush`` issues at the latest.
         """
         if host is not self._host or offset != self._begin + self._filled:
             self.flush()
@@ -72,7 +78,10 @@ class Staging:
                 self.flush()
 
     def flush(self) -> None:
-        """Issue the copy of what is in a buffer and has not been sent yet; on the stream that has sent it."""
+        """Issue the copy of the values that are in a buffer only.
+
+        The current stream must be the one that was current in ``send``.
+        """
         if self._filled == 0:
             return
         assert self._host is not None
@@ -89,11 +98,11 @@ class Staging:
         self._current = self._next
 
     def add_to(self, values: torch.Tensor, host: torch.Tensor) -> None:
-        """Add ``host`` to ``values`` on the accelerator, shape [numel] both, on the current stream.
+        """Add ``host`` to ``values`` on the accelerator, on the current stream. Both have shape [numel].
 
-        What was sent to ``host`` must have arrived there on that stream.
+        That stream must already wait for the copies to ``host``: call ``wait_for_copies`` first.
         """
-        # Not through the buffer that is being filled.
+        # The current buffer may hold values that have not been flushed, so the next one is used.
         buffer = self._buffers[self._next]
         self._wait_until_free(self._next)
         for begin in range(0, host.numel(), buffer.numel()):
@@ -105,24 +114,24 @@ class Staging:
             self.traffic.h2d_copies += 1
         self._device.current_stream().record(self._free[self._next])
 
-    def arrive(self) -> None:
-        """Let the current stream wait until all that was flushed is in host memory."""
-        self._d2h.record(self._gone_down)
-        self._device.current_stream().wait(self._gone_down)
+    def wait_for_copies(self) -> None:
+        """Make the current stream wait until all flushed gradients are in host memory."""
+        self._d2h.record(self._copied_to_host)
+        self._device.current_stream().wait(self._copied_to_host)
 
-    def wait(self) -> None:
-        """Let the host wait until all that was flushed is in host memory."""
-        self._d2h.record(self._gone_down)
-        self._gone_down.synchronize()
+    def synchronize(self) -> None:
+        """Block the host until all flushed gradients are in host memory."""
+        self._d2h.record(self._copied_to_host)
+        self._copied_to_host.synchronize()
 
     def close(self) -> None:
-        """Give the buffers back, once nothing is in flight."""
-        self.wait()
+        """Wait until nothing is in flight, and free the buffers."""
+        self.synchronize()
         self._buffers.clear()
         self._host = None
 
     def _wait_until_free(self, index: int) -> None:
-        """Let the current stream wait: what is copied from the buffer must not be overwritten before it is there."""
+        """Make the current stream wait for the last copy from the buffer, before it overwrites the buffer."""
         self._device.current_stream().wait(self._free[index])
 
     @property

@@ -1,4 +1,4 @@
-"""The CPU lane: one thread that runs tasks in the order they were submitted."""
+"""Run the tasks of the CPU lane on one thread, in the order in which they were submitted."""
 
 from __future__ import annotations
 
@@ -12,22 +12,29 @@ from typing import Protocol, TypeAlias
 Task: TypeAlias = Callable[[], None]
 Tasks: TypeAlias = "queue.SimpleQueue[tuple[Task, Future[None]] | None]"
 
-_EXIT_TIMEOUT_S = 4.0
+EXIT_TIMEOUT_S = 4.0
+"""The longest wait for the lane's thread at exit, and likewise for an update that still runs. Both waits together are
+shorter than the 10 s that launchers wait before they kill a process."""
+"""Seconds to wait for the thread, so that a task that hangs does not delay the end of the process for long."""
 
 
 class CpuLane(Protocol):
+    """The interface of the CPU lane that the executor submits its CPU steps to."""
+
     def submit(self, task: Task, /) -> Future[None]:
-        """The future carries the task's exception, with its traceback."""
+        """Enqueue ``task``. The returned future carries the task's exception, with its traceback."""
 
     def close(self) -> object:
-        """End after the tasks submitted so far."""
+        """End the lane after the tasks that have been submitted so far."""
 
 
 class Worker:
-    """A daemon thread, unlike a ``ThreadPoolExecutor``'s: a task that never ends cannot keep the process alive.
+    """The CPU lane on a daemon thread.
 
-    ``enter`` is called on the thread before any task, and the constructor raises what it raises. The thread ends with
-    ``close``, with the last reference to the worker, or before the interpreter shuts down.
+    A ``ThreadPoolExecutor`` has no daemon threads, so a task that never ends would keep the process alive.
+
+    ``enter`` is called on the thread before any task; the constructor waits for it and raises its exception. The thread
+    ends when ``close`` is called, when the last reference to the worker is gone, or before the interpreter shuts down.
     """
 
     def __init__(self, enter: Task = lambda: None) -> None:
@@ -37,17 +44,20 @@ class Worker:
         thread = threading.Thread(target=_run, args=(tasks,), name="deep_opt_states-cpu-lane", daemon=True)
         thread.start()
         self._tasks = tasks
+        # Neither the thread nor the finalizer refers to the worker. If one did, the worker would never be collected,
+        # and a worker that was not closed would keep its thread.
         self.close = weakref.finalize(self, _end, tasks, thread)
         entered.result()
 
     def submit(self, task: Task) -> Future[None]:
+        """Enqueue ``task``. The returned future carries the task's exception, with its traceback."""
         future: Future[None] = Future()
         self._tasks.put((task, future))
         return future
 
 
-def settle(future: Future[None], task: Task) -> None:
-    """Run the task and give the future what came of it; whoever waits for the future raises its exception."""
+def complete_future(future: Future[None], task: Task) -> None:
+    """Run ``task``, and set the result or the exception of ``future``, which its waiters receive."""
     try:
         task()
     except BaseException as error:  # noqa: BLE001
@@ -57,14 +67,15 @@ def settle(future: Future[None], task: Task) -> None:
 
 
 def _end(tasks: Tasks, thread: threading.Thread) -> None:
-    """End the thread after the tasks submitted so far, and do not wait for one that hangs."""
+    """End the thread after the tasks submitted so far, and wait for it, but not for a task that hangs."""
     tasks.put(None)
-    thread.join(_EXIT_TIMEOUT_S)
+    thread.join(EXIT_TIMEOUT_S)
 
 
 def _run(tasks: Tasks) -> None:
     while (item := tasks.get()) is not None:
         task, future = item
-        settle(future, task)
-        # A blocked get() would keep the last task's tensors alive until the next step.
+        complete_future(future, task)
+        # Without this, the local variables would keep the last task's tensors alive while get() blocks, until the next
+        # step.
         del item, task, future

@@ -1,1 +1,1 @@
-"""The one package that knows DeepSpeed's ZeRO-3: what we touch of it, what we refuse, and the subclass."""
+"""Adapt DeepSpeed ZeRO-3 to interleaved offloading: the only package that depends on its internals."""

@@ -1,4 +1,7 @@
-"""The seam: swaps the stage-3 class while DeepSpeed configures an engine whose config has our block."""
+"""Create our optimizer where DeepSpeed would create its own, if the engine's config has our block.
+
+``activation.py`` calls the functions here from wrappers of DeepSpeed's methods.
+"""
 
 from __future__ import annotations
 
@@ -8,101 +11,109 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401 (a subclass of stock's, also later)
+# SuperOffload's optimizer inherits from stock's class. It must be defined before that name is replaced.
+from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401
 from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero import stage3
 
 from deep_opt_states.config import Config, parse_config
 from deep_opt_states.names import CONFIG_KEY, SWITCH
-from deep_opt_states.zero.internals.agreement import agree
-from deep_opt_states.zero.internals.compat import param_dict
-from deep_opt_states.zero.internals.log import say
-from deep_opt_states.zero.internals.timers import end_with_the_step, let_updates_go_on
+from deep_opt_states.zero.internals.agreement import same_on_all_ranks
+from deep_opt_states.zero.internals.compat import config_of, param_dict
+from deep_opt_states.zero.internals.log import log_rank_0
+from deep_opt_states.zero.internals.timers import breakdown_forbids_deferring, unsynchronize_throughput_timer
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.start.devices import AcceleratorChoice, choose_device
 from deep_opt_states.zero.start.refusals import refuse_config, refuse_engine
-from deep_opt_states.zero.start.reporting import Training
+from deep_opt_states.zero.start.reporting import EngineProgress
 
-_said_off = False
+_logged_switched_off = False
 
 
 def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
-    """Stands for ``DeepSpeedEngine._configure_zero_optimizer`` of an engine whose config has our block.
+    """Replace ``DeepSpeedEngine._configure_zero_optimizer`` for an engine whose config has our block.
 
-    A rank whose config lacks the block does not come here; it cannot be told from one that is late.
+    A collective over all ranks. A rank whose config lacks the block does not call it; the other ranks cannot
+    distinguish that rank from a late one, and wait.
     """
     basic_optimizer = args[0] if args else kwargs.get("optimizer")
     if basic_optimizer is None or isinstance(basic_optimizer, DummyOptim):
         return wrapped(*args, **kwargs)
-    # Before stock's constructor, which has collectives of its own that a refused rank would never reach.
-    choice = agree(lambda: _choose(engine, basic_optimizer), lambda choice: "off" if choice is None else "on")
+    # Before stock's constructor, whose collectives a rank that refuses would never reach.
+    choice = same_on_all_ranks(
+        lambda: _choose(engine, basic_optimizer), lambda choice: "off" if choice is None else "on"
+    )
     if choice is None:
         return wrapped(*args, **kwargs)
     config, accelerator = choice
-    if config.overlap_forward and end_with_the_step(engine._config):
+    if config.overlap_forward and breakdown_forbids_deferring(config_of(engine)):
         config = config.model_copy(update={"overlap_forward": False})
-    if config.overlap_forward and not accelerator.steps_on_host:
-        let_updates_go_on(engine._config)
-    with _stage3_class(partial(DeepOptimizerStates_Stage3, config, accelerator, Training(engine))):
+    if config.overlap_forward and not accelerator.slots_on_host:
+        unsynchronize_throughput_timer(config_of(engine))
+    with _stage3_class(partial(DeepOptimizerStates_Stage3, config, accelerator, EngineProgress(engine))):
         return wrapped(*args, **kwargs)
 
 
 def _choose(engine: Any, basic_optimizer: Any) -> tuple[Config, AcceleratorChoice] | None:
-    """None where the plugin is off. Raises ``ConfigError`` or ``Unsupported``."""
-    config = _enabled_config(engine._config)
+    """Return our block and the accelerator, or None if the plugin is off. Raise ``ConfigError`` or ``Unsupported``."""
+    config = _enabled_config(config_of(engine))
     if config is None:
         return None
-    refuse_config(engine._config)
+    refuse_config(config_of(engine))
     refuse_engine(engine, basic_optimizer)
     return config, choose_device()
 
 
 def check_config(ds_config: Any) -> None:
-    """Check every ``DeepSpeedConfig`` with our block. Raises ``ConfigError`` or ``Unsupported``.
+    """Check every ``DeepSpeedConfig`` that has our block. Raise ``ConfigError`` or ``Unsupported``.
 
-    ``deepspeed.zero.Init`` reads the config, too, and partitions the model by it: an error before that beats one after.
-    What the plugin needs is needed only by an engine that has an optimizer, which nothing but ``"optimizer"`` in the
-    config tells here; ``check_engine`` decides about all others.
+    ``deepspeed.zero.Init`` also reads the config, and partitions the model by it: an error before that is better than
+    an error after it. The requirements of the plugin only concern an engine with an optimizer. Here, only
+    ``"optimizer"`` in the config shows that there will be one; ``check_engine`` checks all other engines.
     """
     if _enabled_config(ds_config) is not None and ds_config.optimizer_name is not None:
         refuse_config(ds_config)
 
 
 def check_engine(engine: Any) -> None:
-    """Check an engine whose config has our block, before it partitions the model. Raises what ``check_config`` does.
+    """Check an engine whose config has our block, before it partitions the model.
 
-    An engine without an optimizer inherits the block where its config is made from that of the training: TRL's
-    reference model, a teacher, an evaluation. It is stock DeepSpeed's, whatever else its config says.
+    An engine without an optimizer has the block if its config is derived from the config of the training: TRL's
+    reference model, a teacher, an evaluation. It runs as stock DeepSpeed, whatever else its config contains. Raise
+    ``ConfigError`` or ``Unsupported``.
     """
-    if _enabled_config(engine._config) is None:
+    if _enabled_config(config_of(engine)) is None:
         return
     if engine.client_optimizer or engine.optimizer_name():
-        refuse_config(engine._config)
+        refuse_config(config_of(engine))
     else:
-        say(f'an engine without an optimizer is stock DeepSpeed\'s: "{CONFIG_KEY}" has no update to schedule there')
+        log_rank_0(
+            f'an engine without an optimizer runs as stock DeepSpeed: "{CONFIG_KEY}" has no update to schedule there'
+        )
 
 
 def switched_off() -> bool:
+    """Return whether the environment switches the plugin off."""
     return os.environ.get(SWITCH) == "0"
 
 
 def _enabled_config(ds_config: Any) -> Config | None:
-    """Raises ``ConfigError`` for an invalid block, also one that is not enabled."""
-    global _said_off
+    """Return our block if the plugin is on. Raise ``ConfigError`` for an invalid block, even if it is not enabled."""
+    global _logged_switched_off
     config = parse_config(param_dict(ds_config))
     if config is None or not config.enabled:
         return None
     if switched_off():
-        if not _said_off:
-            say(f"switched off by {SWITCH}=0: training with stock DeepSpeed")
-            _said_off = True
+        if not _logged_switched_off:
+            log_rank_0(f"switched off by {SWITCH}=0: training with stock DeepSpeed")
+            _logged_switched_off = True
         return None
     return config
 
 
 @contextmanager
 def _stage3_class(replacement: Callable[..., Any]) -> Iterator[None]:
-    """The engine imports the class late, by name: what the module holds during the call is what it builds."""
+    """Replace stock's optimizer class in its module: the engine imports it by name when it creates its optimizer."""
     stock = stage3.DeepSpeedZeroOptimizer_Stage3
     stage3.DeepSpeedZeroOptimizer_Stage3 = replacement
     try:

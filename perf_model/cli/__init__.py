@@ -1,1 +1,5 @@
-"""``python -m perf_model``: one file a command. Rich and matplotlib are imported when something is printed or drawn."""
+"""The planning commands: how they are parsed, and one module per command, named ``..._command.py``.
+
+Both ``python -m perf_model`` and ``deep-opt-states`` offer them. Rich and matplotlib are imported only when a command
+prints a table or draws a picture.
+"""

@@ -1,8 +1,9 @@
-"""``CostModel``: what an action uses of each shared resource, and how long it takes alone.
+"""Model the cost of an action: the amount of each shared resource that it uses, and the time that it takes alone.
 
-Actions that overlap share resources (DESIGN 5): the two PCIe directions, their joint limit, the driver's staging of
-pageable copies, CPU cores, the GPU, and host memory bandwidth, which CPU updates and every transfer use. Which of these
-slows whom follows from the amounts; there is no factor for it.
+Actions that overlap share resources: the two PCIe directions, their joint limit, the driver's staging of pageable
+copies, CPU cores, the GPU, and host memory bandwidth, which CPU updates and every transfer use. The slowdown follows
+from the amounts alone (``relative_speeds``); there is no factor for it. ``CostModel`` holds the amounts per parameter
+and the capacities of one rank; ``docs/design.md`` explains the model.
 """
 
 from __future__ import annotations
@@ -16,13 +17,21 @@ from perf_model.schedule.action import ActionKind
 from perf_model.schedule.happens_before import CHAINS
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.schedule import STAGED_BYTES_PER_PARAM
+from perf_model.schedule.workload import FP32_BYTES
 
-FP32_BYTES = 4
 PROBED_PARAM_BYTES = 2
-"""Of the model whose update is probed: bf16."""
+"""Bytes per parameter of the model whose update the profiler measures: bf16."""
+
+COPIES_PER_ACTION = {ActionKind.PREFETCH: 3, ActionKind.FLUSH_STATES: 3, ActionKind.PUBLISH: 1}
+"""The number of copies that an action consists of. Each copy begins with the latency of a copy."""
+
+_FULL = 1e-12
+"""The relative tolerance with which a resource counts as full."""
 
 
 class Resource(Enum):
+    """A resource that concurrent actions share."""
+
     H2D = "h2d"
     D2H = "d2h"
     BOTH = "both directions"
@@ -33,8 +42,8 @@ class Resource(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """Bytes a parameter, by resource."""
+class BytesPerParam:
+    """Bytes per parameter that an action moves, by resource."""
 
     h2d: float = 0.0
     d2h: float = 0.0
@@ -42,47 +51,46 @@ class Traffic:
     dram: float = 0.0
 
 
-def traffic_of(param_bytes: int, *, params_on_host: bool = False) -> dict[ActionKind, Traffic]:
-    """What the runtime moves. ``param_bytes``: 2 for 16-bit models; 4 for fp32, whose CPU update has nothing to round.
+def traffic_by_action(param_bytes: int, *, params_on_host: bool = False) -> dict[ActionKind, BytesPerParam]:
+    """Return the bytes per parameter that our runtime moves in each kind of action.
 
-    CPU_STEP is one pass: p, m and v read and written (24), the gradient read in the model's dtype, in which DeepSpeed
-    accumulates it by default, and the 16-bit parameter written. ``params_on_host``: DeepSpeed offloads parameters: the
-    CPU update writes them where they are, in fp32 too, and an update on the accelerator is copied down to them.
+    ``param_bytes`` is 2 for 16-bit models and 4 for fp32 models, whose CPU update has nothing to round. CPU_STEP is one
+    pass: p, m and v are read and written (24), the gradient is read in the dtype of the model, in which DeepSpeed
+    accumulates it by default, and the 16-bit parameter is written. ``params_on_host``: DeepSpeed offloads parameters,
+    so the CPU update writes them in place, in fp32 models too, and an update on the accelerator is copied down to them.
     """
     writes_param = params_on_host or param_bytes < FP32_BYTES
     published, copied_down = (0, param_bytes) if params_on_host else (param_bytes, 0)
     return {
-        ActionKind.PREFETCH: Traffic(h2d=STAGED_BYTES_PER_PARAM, dram=STAGED_BYTES_PER_PARAM),
-        ActionKind.GPU_STEP: Traffic(d2h=copied_down, dram=copied_down),
-        ActionKind.FLUSH_STATES: Traffic(d2h=12, dram=12),
-        ActionKind.CPU_STEP: Traffic(dram=24 + param_bytes + (param_bytes if writes_param else 0)),
-        ActionKind.PUBLISH: Traffic(h2d=published, dram=published),
+        ActionKind.PREFETCH: BytesPerParam(h2d=STAGED_BYTES_PER_PARAM, dram=STAGED_BYTES_PER_PARAM),
+        ActionKind.GPU_STEP: BytesPerParam(d2h=copied_down, dram=copied_down),
+        ActionKind.FLUSH_STATES: BytesPerParam(d2h=12, dram=12),
+        ActionKind.CPU_STEP: BytesPerParam(dram=24 + param_bytes + (param_bytes if writes_param else 0)),
+        ActionKind.PUBLISH: BytesPerParam(h2d=published, dram=published),
     }
 
 
-def stock_traffic_of(param_bytes: int) -> dict[ActionKind, Traffic]:
-    """What stock DeepSpeed moves: its CPU update takes three passes, and publishes from pageable memory.
+def stock_traffic_by_action(param_bytes: int) -> dict[ActionKind, BytesPerParam]:
+    """Return the bytes per parameter that stock DeepSpeed moves in each kind of action.
 
-    The gradient is scaled in place (8), Adam reads and writes (28), the parameter is rounded (4 read, 2 written). The
-    driver copies what is published to memory that it has pinned (read, written) before the device reads that.
+    Its CPU update takes three passes: the gradient is scaled in place (8), Adam reads and writes (28), and the
+    parameter is rounded (4 read, 2 written). It publishes from pageable memory: the driver copies the parameters to
+    memory that it has pinned (read, written) before the device reads that memory.
     """
     rounding = 4 + param_bytes if param_bytes < FP32_BYTES else 0
     return {
-        **traffic_of(param_bytes),
-        ActionKind.CPU_STEP: Traffic(dram=8 + 28 + rounding),
-        ActionKind.PUBLISH: Traffic(h2d=param_bytes, pageable=param_bytes, dram=3 * param_bytes),
+        **traffic_by_action(param_bytes),
+        ActionKind.CPU_STEP: BytesPerParam(dram=8 + 28 + rounding),
+        ActionKind.PUBLISH: BytesPerParam(h2d=param_bytes, pageable=param_bytes, dram=3 * param_bytes),
     }
-
-
-COPIES = {ActionKind.PREFETCH: 3, ActionKind.FLUSH_STATES: 3, ActionKind.PUBLISH: 1}
-"""Copies that an action consists of; each starts with the latency of a copy."""
 
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """Of one action: what it takes of shared resources, in their units, and the seconds for that if nothing else runs.
+    """The cost of one action.
 
-    ``latency_s`` comes before that, and uses nothing but the lane.
+    ``amounts`` of the shared resources are in the units of the resources. ``alone_s`` is the time that they take if
+    nothing else runs. ``latency_s`` comes before that and occupies only the lane.
     """
 
     alone_s: float
@@ -91,157 +99,17 @@ class Load:
 
     @property
     def total_s(self) -> float:
+        """Return the time of the action if nothing else runs."""
         return self.latency_s + self.alone_s
 
 
-@dataclass(frozen=True, kw_only=True)
-class CostModel:
-    """``capacities`` of one rank a second, ``per_param`` what an action takes of them for each parameter.
+def relative_speeds(loads: Sequence[Load], capacities: Mapping[Resource, float]) -> list[float]:
+    """Return each running action's speed relative to running alone (max-min fair sharing).
 
-    CPU and GPU are counted in seconds of the rank's whole share, a capacity of 1; the others in bytes. ``blocks``: the
-    host itself does what it issues on a stream, and issues nothing meanwhile.
-    """
-
-    capacities: Mapping[Resource, float]
-    per_param: Mapping[ActionKind, Mapping[Resource, float]]
-    copy_latency_s: float = 0.0
-    blocks: bool = False
-
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """Those whose actions have a cost: without a GPU's Adam, all is updated on the CPU."""
-        return tuple(placement for placement, chain in CHAINS.items() if all(kind in self.per_param for kind in chain))
-
-    @classmethod
-    def of_rates(
-        cls,
-        *,
-        cpu_adam_params_per_s: float,
-        gpu_adam_params_per_s: float | None,
-        capacities: Mapping[Resource, float],
-        traffic: Mapping[ActionKind, Traffic],
-        copy_latency_s: float = 0.0,
-    ) -> CostModel:
-        """``capacities`` are of what ``traffic`` counts, in bytes a second. Without ``gpu_adam_params_per_s`` nothing
-        can be updated on the accelerator."""
-        per_param = {kind: _amounts(its) for kind, its in traffic.items()}
-        per_param[ActionKind.CPU_STEP][Resource.CPU] = 1 / cpu_adam_params_per_s
-        if gpu_adam_params_per_s is None:
-            del per_param[ActionKind.GPU_STEP]
-        else:
-            per_param[ActionKind.GPU_STEP][Resource.GPU] = 1 / gpu_adam_params_per_s
-        return cls(
-            capacities={**capacities, Resource.CPU: 1.0, Resource.GPU: 1.0},
-            per_param=per_param,
-            copy_latency_s=copy_latency_s,
-        )
-
-    @classmethod
-    def of_stock(cls, profile: HardwareProfile, param_bytes: int = 2) -> CostModel:
-        """Of stock DeepSpeed's update. Raises ``ProfileError`` as ``of`` does."""
-        return cls._of(profile, stock_traffic_of(param_bytes), profile.rate("stock_cpu_adam_params_per_s"))
-
-    @classmethod
-    def of(cls, profile: HardwareProfile, param_bytes: int = 2, *, params_on_host: bool = False) -> CostModel:
-        """Of our update.
-
-        Without any rate of transfers the accelerator is the CPU itself. Raises ``ProfileError`` where some of them
-        are there and others are not.
-        """
-        # Where the accelerator is the CPU, all parameters are in host memory.
-        traffic = traffic_of(param_bytes, params_on_host=params_on_host or not profile.has_accelerator)
-        return cls._of(profile, traffic, profile.rate("cpu_adam_params_per_s"))
-
-    @classmethod
-    def _of(cls, profile: HardwareProfile, traffic: Mapping[ActionKind, Traffic], cpu: float) -> CostModel:
-        if not profile.has_accelerator:
-            return cls._of_cpu_accelerator(profile, traffic, cpu)
-        h2d, both = profile.rate("h2d_bytes_per_s"), profile.rate("both_bytes_per_s")
-        return cls.of_rates(
-            cpu_adam_params_per_s=cpu,
-            gpu_adam_params_per_s=profile.get("gpu_adam_params_per_s"),
-            capacities={
-                Resource.H2D: h2d,
-                Resource.D2H: profile.rate("d2h_bytes_per_s"),
-                Resource.BOTH: both,
-                Resource.PAGEABLE: profile.get("pageable_h2d_bytes_per_s") or h2d,
-                Resource.DRAM: max(_dram_capacity(profile), traffic[ActionKind.CPU_STEP].dram * cpu),
-            },
-            traffic=traffic,
-            copy_latency_s=profile.get("copy_latency_s") or 0.0,
-        )
-
-    @classmethod
-    def _of_cpu_accelerator(
-        cls, profile: HardwareProfile, traffic: Mapping[ActionKind, Traffic], cpu: float
-    ) -> CostModel:
-        """Slots are host memory and every action is the host's: copies and Adam take turns at its cores.
-
-        A copied byte is one read and one written; GPU_STEP does in a slot what CPU_STEP does in place. The CPU writes
-        parameters where the model has them, as it updates: there is nothing to publish.
-        """
-        adam_s = 1 / cpu
-        copied_byte_s = 2 / (profile.get("dram_copy_bytes_per_s") or profile.rate("dram_update_bytes_per_s"))
-        seconds = {
-            kind: adam_s if kind in (ActionKind.CPU_STEP, ActionKind.GPU_STEP) else copied_byte_s * (its.h2d + its.d2h)
-            for kind, its in traffic.items()
-        }
-        if traffic[ActionKind.PUBLISH].h2d < FP32_BYTES:
-            seconds[ActionKind.PUBLISH] = 0.0
-        per_param = {kind: {Resource.CPU: param_s} for kind, param_s in seconds.items()}
-        return cls(
-            capacities={Resource.CPU: 1.0},
-            per_param=per_param,
-            copy_latency_s=profile.get("copy_latency_s") or 0.0,
-            blocks=True,
-        )
-
-    def load(self, kind: ActionKind, numel: int) -> Load:
-        amounts = {resource: each * numel for resource, each in self.per_param[kind].items() if each > 0}
-        busiest_s = max((amount / self.capacities[resource] for resource, amount in amounts.items()), default=0.0)
-        copies = COPIES.get(kind, 0) if amounts else 0
-        return Load(busiest_s, amounts, self.copy_latency_s * copies)
-
-    def busiest(self, kind: ActionKind) -> Resource:
-        """What binds it alone."""
-        each = self.per_param[kind]
-        return max(each, key=lambda resource: each[resource] / self.capacities[resource])
-
-
-def _amounts(traffic: Traffic) -> dict[Resource, float]:
-    return {
-        Resource.H2D: traffic.h2d,
-        Resource.D2H: traffic.d2h,
-        Resource.BOTH: traffic.h2d + traffic.d2h,
-        Resource.PAGEABLE: traffic.pageable,
-        Resource.DRAM: traffic.dram,
-    }
-
-
-def _dram_capacity(profile: HardwareProfile) -> float:
-    """What host memory gave to a CPU update and to transfers both ways while they ran beside each other.
-
-    If neither slowed the other, host memory did not bind: then at least that much. What either reaches alone is
-    less than the capacity in any case; a CPU update that the caches help may beat the plain probe.
-    """
-    cpu, both = profile.rate("cpu_adam_params_per_s"), profile.rate("both_bytes_per_s")
-    step_bytes = traffic_of(PROBED_PARAM_BYTES)[ActionKind.CPU_STEP].dram
-    alone = max(profile.rate("dram_update_bytes_per_s"), step_bytes * cpu, both)
-    beside_cpu = profile.get("cpu_adam_beside_transfers_params_per_s")
-    beside_both = profile.get("both_beside_cpu_adam_bytes_per_s")
-    if beside_cpu is None or beside_both is None:
-        return alone
-    return max(alone, step_bytes * min(beside_cpu, cpu) + min(beside_both, both))
-
-
-_FULL = 1e-12
-
-
-def shares(loads: Sequence[Load], capacities: Mapping[Resource, float]) -> list[float]:
-    """Of each running action, its speed as a share of its speed alone. Max-min fair: progressive filling.
-
-    All shares rise together until a resource is full; whoever uses that stays where it is, and the others rise on.
-    They follow from what the actions are, not from how large: amounts and seconds alone grow alike.
+    This is progressive filling: all speeds rise together until a resource is full. The actions that use this resource
+    keep their speed, and the others rise further. For example, two actions that would each use two thirds of host
+    memory's capacity alone both run at 0.75, and an action that uses another resource runs at 1. The result depends on
+    the kinds of the actions, not on their lengths, because amounts and seconds alone grow in proportion.
     """
     result = [1.0] * len(loads)
     rising = {index for index, load in enumerate(loads) if load.alone_s > 0}
@@ -261,3 +129,156 @@ def shares(loads: Sequence[Load], capacities: Mapping[Resource, float]) -> list[
             result[index] = share
         rising -= stay
     return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """The capacities of one rank, and the amounts of them that each kind of action uses.
+
+    ``capacities`` are per second, and ``per_param`` are amounts per parameter. CPU and GPU are counted in seconds of
+    the rank's whole share, so that their capacity is 1; the other resources are counted in bytes. ``blocks``: the host
+    itself executes the actions that it issues on a stream, and issues nothing meanwhile.
+    """
+
+    capacities: Mapping[Resource, float]
+    per_param: Mapping[ActionKind, Mapping[Resource, float]]
+    copy_latency_s: float = 0.0
+    blocks: bool = False
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Return the placements whose actions all have a cost: only the CPU if the GPU's Adam has no rate."""
+        return tuple(placement for placement, chain in CHAINS.items() if all(kind in self.per_param for kind in chain))
+
+    @classmethod
+    def from_rates(
+        cls,
+        *,
+        cpu_adam_params_per_s: float,
+        gpu_adam_params_per_s: float | None,
+        capacities: Mapping[Resource, float],
+        traffic: Mapping[ActionKind, BytesPerParam],
+        copy_latency_s: float = 0.0,
+    ) -> CostModel:
+        """Return the cost model for these rates.
+
+        ``capacities``, in bytes per second, are those of the resources that ``traffic`` counts. Without
+        ``gpu_adam_params_per_s`` nothing can be updated on the accelerator.
+        """
+        per_param = {kind: _amounts(moved) for kind, moved in traffic.items()}
+        per_param[ActionKind.CPU_STEP][Resource.CPU] = 1 / cpu_adam_params_per_s
+        if gpu_adam_params_per_s is None:
+            del per_param[ActionKind.GPU_STEP]
+        else:
+            per_param[ActionKind.GPU_STEP][Resource.GPU] = 1 / gpu_adam_params_per_s
+        return cls(
+            capacities={**capacities, Resource.CPU: 1.0, Resource.GPU: 1.0},
+            per_param=per_param,
+            copy_latency_s=copy_latency_s,
+        )
+
+    @classmethod
+    def for_stock(cls, profile: HardwareProfile, param_bytes: int = 2) -> CostModel:
+        """Return the cost model of stock DeepSpeed's update. Raise ``ProfileError`` as ``from_profile`` does."""
+        return cls._from_traffic(
+            profile, stock_traffic_by_action(param_bytes), profile.rate("stock_cpu_adam_params_per_s")
+        )
+
+    @classmethod
+    def from_profile(cls, profile: HardwareProfile, param_bytes: int = 2, *, params_on_host: bool = False) -> CostModel:
+        """Return the cost model of our update.
+
+        If the profile has no rate of an accelerator at all, the accelerator is the CPU itself. Raise ``ProfileError``
+        if it has some of these rates and lacks others that are needed.
+        """
+        # Where the accelerator is the CPU, all parameters are in host memory.
+        traffic = traffic_by_action(param_bytes, params_on_host=params_on_host or not profile.has_accelerator)
+        return cls._from_traffic(profile, traffic, profile.rate("cpu_adam_params_per_s"))
+
+    @classmethod
+    def _from_traffic(
+        cls, profile: HardwareProfile, traffic: Mapping[ActionKind, BytesPerParam], cpu: float
+    ) -> CostModel:
+        if not profile.has_accelerator:
+            return cls._for_cpu_accelerator(profile, traffic, cpu)
+        h2d, both = profile.rate("h2d_bytes_per_s"), profile.rate("both_bytes_per_s")
+        return cls.from_rates(
+            cpu_adam_params_per_s=cpu,
+            gpu_adam_params_per_s=profile.get("gpu_adam_params_per_s"),
+            capacities={
+                Resource.H2D: h2d,
+                Resource.D2H: profile.rate("d2h_bytes_per_s"),
+                Resource.BOTH: both,
+                Resource.PAGEABLE: profile.get("pageable_h2d_bytes_per_s") or h2d,
+                Resource.DRAM: max(_dram_capacity(profile), traffic[ActionKind.CPU_STEP].dram * cpu),
+            },
+            traffic=traffic,
+            copy_latency_s=profile.get("copy_latency_s") or 0.0,
+        )
+
+    @classmethod
+    def _for_cpu_accelerator(
+        cls, profile: HardwareProfile, traffic: Mapping[ActionKind, BytesPerParam], cpu: float
+    ) -> CostModel:
+        """Return the cost model for an accelerator that is the CPU itself, at ``cpu`` parameters per second.
+
+        Slots are host memory, and the host executes every action, so that copies and Adam take turns on the same cores.
+        A copied byte is one byte read and one written. GPU_STEP does in a slot the work that CPU_STEP does in place.
+        The CPU writes the parameters of the model itself as it updates, so there is nothing to publish.
+        """
+        adam_s = 1 / cpu
+        copied_byte_s = 2 / (profile.get("dram_copy_bytes_per_s") or profile.rate("dram_update_bytes_per_s"))
+        seconds = {
+            kind: adam_s
+            if kind in (ActionKind.CPU_STEP, ActionKind.GPU_STEP)
+            else copied_byte_s * (moved.h2d + moved.d2h)
+            for kind, moved in traffic.items()
+        }
+        if traffic[ActionKind.PUBLISH].h2d < FP32_BYTES:
+            seconds[ActionKind.PUBLISH] = 0.0
+        per_param = {kind: {Resource.CPU: param_s} for kind, param_s in seconds.items()}
+        return cls(
+            capacities={Resource.CPU: 1.0},
+            per_param=per_param,
+            copy_latency_s=profile.get("copy_latency_s") or 0.0,
+            blocks=True,
+        )
+
+    def load(self, kind: ActionKind, numel: int) -> Load:
+        """Return the cost of an action of that kind on a sub-group of ``numel`` parameters."""
+        amounts = {resource: each * numel for resource, each in self.per_param[kind].items() if each > 0}
+        busiest_s = max((amount / self.capacities[resource] for resource, amount in amounts.items()), default=0.0)
+        copies = COPIES_PER_ACTION.get(kind, 0) if amounts else 0
+        return Load(busiest_s, amounts, self.copy_latency_s * copies)
+
+    def busiest(self, kind: ActionKind) -> Resource:
+        """Return the resource that limits an action of that kind if nothing else runs."""
+        each = self.per_param[kind]
+        return max(each, key=lambda resource: each[resource] / self.capacities[resource])
+
+
+def _amounts(moved: BytesPerParam) -> dict[Resource, float]:
+    return {
+        Resource.H2D: moved.h2d,
+        Resource.D2H: moved.d2h,
+        Resource.BOTH: moved.h2d + moved.d2h,
+        Resource.PAGEABLE: moved.pageable,
+        Resource.DRAM: moved.dram,
+    }
+
+
+def _dram_capacity(profile: HardwareProfile) -> float:
+    """Return the bytes per second that host memory reached while a CPU update and transfers both ways ran concurrently.
+
+    If neither slowed the other, host memory was not the limit, and its capacity is at least that much. The bandwidth
+    that either reaches alone is a lower bound in any case; a CPU update that the caches help may exceed the plain
+    probe.
+    """
+    cpu, both = profile.rate("cpu_adam_params_per_s"), profile.rate("both_bytes_per_s")
+    step_bytes = traffic_by_action(PROBED_PARAM_BYTES)[ActionKind.CPU_STEP].dram
+    alone = max(profile.rate("dram_update_bytes_per_s"), step_bytes * cpu, both)
+    concurrent_cpu = profile.get("cpu_adam_beside_transfers_params_per_s")
+    concurrent_both = profile.get("both_beside_cpu_adam_bytes_per_s")
+    if concurrent_cpu is None or concurrent_both is None:
+        return alone
+    return max(alone, step_bytes * min(concurrent_cpu, cpu) + min(concurrent_both, both))

@@ -1,4 +1,4 @@
-"""A ``Timeline`` as a picture: one row a lane, one bar an action, above them what the model does meanwhile."""
+"""Draw a ``Timeline``: one row per lane, one bar per action, and above them the phases of the model."""
 
 from __future__ import annotations
 
@@ -26,36 +26,38 @@ _COLOURS: dict[Phase | ActionKind, str] = {
     ActionKind.PUBLISH: "#e6b422",
 }
 
-_BESIDE = 0.08
-"""Of the update's width, how much of backward and forward is shown before and after it."""
+_CONTEXT_SHARE = 0.08
+"""The share of the update's width that is shown of backward before it, and of forward after it."""
 
 _WIDTH_INCHES, _POINTS_PER_INCH = 13, 72
 _TITLE_CHARACTERS = 180
 _LABEL_POINTS = 8
 _CHARACTER_POINTS = 0.7 * _LABEL_POINTS
-"""A little more than a digit is wide."""
+"""A little more than the width of a digit."""
 
 
 def draw(timeline: Timeline, path: Path, title: str, phases: Sequence[PhaseSpan] = ()) -> None:
-    """Write the picture to ``path`` (its suffix chooses the format)."""
+    """Write the picture to ``path``, whose suffix selects the format, and create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _figure(timeline, title, phases).savefig(path, dpi=120)
 
 
 def draw_svg(timeline: Timeline, title: str, phases: Sequence[PhaseSpan] = ()) -> bytes:
-    """The picture as a file that nothing else is needed for, fonts included."""
+    """Return the picture as an SVG file that needs no other file: fonts are drawn as paths."""
     file = io.BytesIO()
-    # What is told elsewhere already: who made it, and when, for which the file would name schemas on the net.
-    nothing: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    _figure(timeline, title, phases).savefig(file, format="svg", metadata=nothing)
+    # Omit the author and the date: the page states them, and in the file they would refer to schemas on the internet.
+    no_metadata: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    _figure(timeline, title, phases).savefig(file, format="svg", metadata=no_metadata)
     return file.getvalue()
 
 
 def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figure:
-    """A bar is labelled with its sub-group and, in brackets, its slot, as far as it has room for them. ``phases`` are
-    in their order in time; behind the bars is the colour of the phase, which tells what is exposed from what is hidden.
+    """Return the figure of ``timeline``.
+
+    A bar is labelled with its sub-group and, in brackets, its slot, as far as they fit. ``phases`` are in order of
+    time. The background of the bars has the colour of the phase, which distinguishes exposed from hidden actions.
     """
-    # Matplotlib costs a second to import; planning must not pay for it.
+    # Importing matplotlib takes a second, which planning must not take.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -69,19 +71,19 @@ def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figu
 
     def bar(row: int, left_ms: float, right_ms: float, colour: str, labels: Sequence[str]) -> None:
         width_points = (right_ms - left_ms) / ms_per_point
-        # Edges of bars that are hardly wider would be all that is seen of them.
+        # The edge would cover a bar that is hardly wider than it.
         edge = 0.5 if width_points > 3 else 0.0
-        # Snapped to whole pixels, bars thinner than one would be lost.
+        # If bars were snapped to whole pixels, those thinner than a pixel would disappear.
         axes.barh(row, right_ms - left_ms, 0.6, left_ms, color=colour, edgecolor="white", linewidth=edge, snap=edge > 0)
         if label := _fitting(labels, width_points):
             axes.text((left_ms + right_ms) / 2, row, label, ha="center", va="center", fontsize=_LABEL_POINTS)
 
-    for its in phases:
-        left_ms, right_ms = max(start_ms, its.start_s * 1e3), min(end_ms, its.end_s * 1e3)
-        name, colour = its.phase.value, _COLOURS[its.phase]
+    for phase_span in phases:
+        left_ms, right_ms = max(start_ms, phase_span.start_s * 1e3), min(end_ms, phase_span.end_s * 1e3)
+        name, colour = phase_span.phase.value, _COLOURS[phase_span.phase]
         axes.axvspan(left_ms, right_ms, color=colour, alpha=0.2, linewidth=0, zorder=0)
-        # Of the whole, also where a part is shown.
-        bar(0, left_ms, right_ms, colour, [f"{name} {seconds(its.end_s - its.start_s)}", name])
+        # The label gives the length of the whole phase, also where only a part of it is shown.
+        bar(0, left_ms, right_ms, colour, [f"{name} {seconds(phase_span.end_s - phase_span.start_s)}", name])
     for span in timeline.spans:
         row, colour = rows.index(span.action.lane), _COLOURS[span.action.kind]
         bar(row, span.start_s * 1e3, span.end_s * 1e3, colour, _labels(span.action))
@@ -95,20 +97,20 @@ def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figu
     axes.set_xlabel("milliseconds since the update was decided")
     wrapped = textwrap.fill(title, _TITLE_CHARACTERS)
     axes.set_title(f"{_heading(timeline, phases)}\n{wrapped}", fontsize=9)
-    shown = {span.action.kind for span in timeline.spans} | {its.phase for its in phases}
-    patches = [Patch(color=colour, label=what.value) for what, colour in _COLOURS.items() if what in shown]
+    shown = {span.action.kind for span in timeline.spans} | {phase_span.phase for phase_span in phases}
+    patches = [Patch(color=colour, label=entry.value) for entry, colour in _COLOURS.items() if entry in shown]
     if patches:
         figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
     return figure
 
 
 def _shown_ms(timeline: Timeline, phases: Sequence[PhaseSpan]) -> tuple[float, float]:
-    """The update, and as much of backward and forward as there is beside it, up to a small part of that."""
+    """Return the limits of the time axis: the update, and a little of backward before it and of forward after it."""
     start_s, end_s = min((span.start_s for span in timeline.spans), default=0.0), timeline.end_s
-    beside_s = _BESIDE * (end_s - start_s)
+    context_s = _CONTEXT_SHARE * (end_s - start_s)
     if phases:
-        start_s = min(start_s, max(start_s - beside_s, phases[0].start_s))
-        end_s = max(end_s, min(end_s + beside_s, phases[-1].end_s))
+        start_s = min(start_s, max(start_s - context_s, phases[0].start_s))
+        end_s = max(end_s, min(end_s + context_s, phases[-1].end_s))
     shown_ms = max((end_s - start_s) * 1e3, 1e-6)
     return start_s * 1e3, start_s * 1e3 + 1.01 * shown_ms
 
@@ -129,11 +131,11 @@ def _row_label(row: Lane | str, timeline: Timeline) -> str:
 
 
 def _labels(action: Action) -> list[str]:
-    """The longest first."""
-    alone = str(action.sub_group)
-    return [alone] if action.slot is None else [f"{alone} [{action.slot}]", alone]
+    """Return the labels of a bar, the longest first."""
+    sub_group = str(action.sub_group)
+    return [sub_group] if action.slot is None else [f"{sub_group} [{action.slot}]", sub_group]
 
 
 def _fitting(labels: Sequence[str], width_points: float) -> str:
-    """The first that fits, if any does."""
+    """Return the first label that fits the width, or an empty string."""
     return next((label for label in labels if len(label) * _CHARACTER_POINTS <= width_points), "")

@@ -1,7 +1,7 @@
-"""``HardwareProfile``: what a machine was measured to do, with where each figure comes from. JSON in and out.
+"""Define ``HardwareProfile``: the measured rates of a machine, with the origin of each, read from and written to JSON.
 
-All rates are per rank, measured (or, in a preset, divided) with all ranks of the node at work at once: that is how
-training uses them. A rate that could not be measured is *waived*, with the reason.
+All rates are per rank, measured (or, in a preset, divided) with all ranks of the node at work at the same time, as in
+training. A rate that could not be measured is *waived*, with the reason.
 """
 
 from __future__ import annotations
@@ -16,17 +16,24 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from perf_model.json_input import is_printable, parse_json, read_text, shown
+from perf_model.json_input import is_printable, parse_json, read_text, shorten
 
 VERSION = 2
+"""The version of the JSON format."""
+
+_REMEDY = "Write a profile with: deep-opt-states profile --output profile.json"
+_THREADS = re.compile("[1-9][0-9]{0,4}")
 
 
 class ProfileError(ValueError):
-    """A profile that cannot be used: the rule, the value found, the remedy."""
+    """A profile that cannot be used. The message gives the rule, the value found, and the remedy."""
 
 
 class Quantity(NamedTuple):
-    """``low`` and ``high`` bound what any machine does; a unit that is wrong by 1e3 falls outside."""
+    """A quantity of a profile.
+
+    Every machine is between ``low`` and ``high``; a value whose unit is wrong by a factor of 1e3 is outside.
+    """
 
     meaning: str
     low: float
@@ -36,60 +43,73 @@ class Quantity(NamedTuple):
 QUANTITIES: dict[str, Quantity] = {
     "h2d_bytes_per_s": Quantity("host to accelerator, pinned, alone", 3e8, 2e12),
     "d2h_bytes_per_s": Quantity("accelerator to host, pinned, alone", 3e8, 2e12),
-    "both_bytes_per_s": Quantity("both directions at once, pinned, their sum", 3e8, 4e12),
+    "both_bytes_per_s": Quantity("both directions concurrently, pinned, their sum", 3e8, 4e12),
     "pageable_h2d_bytes_per_s": Quantity("host to accelerator, pageable", 1e8, 2e12),
     "pageable_d2h_bytes_per_s": Quantity("accelerator to host, pageable", 1e8, 2e12),
-    "copy_latency_s": Quantity("of one small copy", 1e-7, 5e-3),
-    "cpu_adam_params_per_s": Quantity("all that a CPU update does to a parameter, alone", 1e7, 1e11),
-    "cpu_adam_beside_transfers_params_per_s": Quantity("the same while transfers run both ways", 1e7, 1e11),
-    "both_beside_cpu_adam_bytes_per_s": Quantity("both directions at once while the CPU updates", 1e8, 4e12),
-    "stock_cpu_adam_params_per_s": Quantity("what stock DeepSpeed does instead: three passes", 1e7, 1e11),
+    "copy_latency_s": Quantity("latency of one small copy", 1e-7, 5e-3),
+    "cpu_adam_params_per_s": Quantity("the whole update on the CPU, alone", 1e7, 1e11),
+    "cpu_adam_beside_transfers_params_per_s": Quantity(
+        "the whole update on the CPU, while transfers run both ways", 1e7, 1e11
+    ),
+    "both_beside_cpu_adam_bytes_per_s": Quantity("both directions concurrently, while the CPU updates", 1e8, 4e12),
+    "stock_cpu_adam_params_per_s": Quantity("the update of stock DeepSpeed on the CPU: three passes", 1e7, 1e11),
     "dram_update_bytes_per_s": Quantity("host memory, read and written in place", 1e9, 5e12),
     "dram_copy_bytes_per_s": Quantity("host memory, copied: bytes read and written", 1e9, 5e12),
-    "rounding_params_per_s": Quantity("fp32 to 16 bit in host memory", 1e7, 1e12),
     "gpu_adam_params_per_s": Quantity("Adam on the accelerator", 2e9, 1e13),
     "matmul_flops_per_s": Quantity("bf16 matrix product on the accelerator, achieved", 1e9, 1e17),
 }
 
-WHOLE_NUMBERS = {"gpu_memory_bytes": (10**9, 10**13), "host_memory_bytes": (10**9, 10**14)}
+RETIRED_QUANTITIES = frozenset({"rounding_params_per_s"})
+"""Quantities that earlier versions measured and no prediction reads: they are ignored in saved profiles."""
+
+INTEGER_BOUNDS = {"gpu_memory_bytes": (10**9, 10**13), "host_memory_bytes": (10**9, 10**14)}
+"""The values that are integers, with their bounds."""
+
 PEAK_FLOPS = (1e12, 1e17)
+"""The bounds of ``gpu_peak_flops``, in FLOP/s."""
+
 PEAK_TOLERANCE = 1.2
-"""Clocks may be above those of the specification."""
+"""The tolerance of ``gpu_peak_flops``: clocks may be above those of the specification."""
 
 REQUIRED = ("cpu_adam_params_per_s", "stock_cpu_adam_params_per_s", "dram_update_bytes_per_s")
-"""Without these nothing can be predicted; without the transfers' rates the accelerator is the CPU itself."""
+"""The quantities without which nothing can be predicted. Without the rates of transfers, the accelerator is the CPU
+itself."""
 
-LEAST_MATMUL_OF_A_GPU, MOST_MATMUL_OF_A_CPU = 1e12, 2e14
-"""In FLOP/s; with a unit that is wrong by 1e3 one would look like the other. A CPU with AMX reaches 1e14."""
+MIN_GPU_MATMUL_FLOPS_PER_S, MAX_CPU_MATMUL_FLOPS_PER_S = 1e12, 2e14
+"""Bounds of a matrix product: with a unit that is wrong by 1e3, a CPU would look like a GPU or a GPU like a CPU. A CPU
+with AMX reaches 1e14."""
 
-NOT_ABOVE = {
+CONCURRENT_TO_ALONE = {
     "cpu_adam_beside_transfers_params_per_s": "cpu_adam_params_per_s",
     "both_beside_cpu_adam_bytes_per_s": "both_bytes_per_s",
 }
-BESIDE_TOLERANCE = 1.5
-"""What runs beside something else is no faster than alone, but for noise."""
+"""Rates that are measured concurrently with other work, each with the same rate measured alone."""
+
+CONCURRENT_TOLERANCE = 1.5
+"""The tolerance for noise: work that runs concurrently with other work is not faster than alone."""
 
 BOTH_TOLERANCE = 1.2
-"""What both directions reach at once is no more than the sum of what they reach alone, but for noise."""
+"""The tolerance for noise: both directions together do not exceed the sum of the rates that they reach alone."""
 
-OF_AN_ACCELERATOR = ("h2d_bytes_per_s", "d2h_bytes_per_s", "both_bytes_per_s", "gpu_adam_params_per_s")
-"""Any of these says that there is one."""
+ACCELERATOR_RATES = ("h2d_bytes_per_s", "d2h_bytes_per_s", "both_bytes_per_s", "gpu_adam_params_per_s")
+"""The rates of an accelerator: a profile that has any of them describes a machine with an accelerator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Samples of one quantity, or why there are none."""
+    """The samples of one quantity, or the reason why there are none."""
 
     samples: tuple[float, ...] = ()
     waived: str | None = None
 
     @property
     def median(self) -> float:
+        """Return the median of the samples."""
         return median(self.samples)
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The 20th and the 80th percentile of the samples, by nearest rank."""
+        """Return the 20th and the 80th percentile of the samples, by nearest rank."""
         ordered = sorted(self.samples)
         last = len(ordered) - 1
         return ordered[round(0.2 * last)], ordered[round(0.8 * last)]
@@ -97,7 +117,10 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """Where and when; ``source`` is "measured", or where the figures of a preset are from."""
+    """The origin of a profile: the machine, the software and the date.
+
+    ``source`` is "measured", or names the origin of the figures of a preset.
+    """
 
     source: str
     date: str = ""
@@ -113,7 +136,11 @@ class Provenance:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
-    """``measurements`` by the names in ``QUANTITIES``; ``cpu_adam_by_threads`` are params/s by thread count."""
+    """The rates of one rank on one machine.
+
+    ``measurements`` are keyed by the names in ``QUANTITIES``, and ``cpu_adam_by_threads`` gives parameters per second
+    by the number of threads. Raise ``ProfileError`` if a value is missing or implausible.
+    """
 
     name: str
     provenance: Provenance
@@ -125,18 +152,24 @@ class HardwareProfile:
 
     def __post_init__(self) -> None:
         for name in self.measurements:
-            _require(name in QUANTITIES, "measurements", f"are of {', '.join(QUANTITIES)}", name, "Measure anew.")
+            _require(
+                name in QUANTITIES,
+                "measurements",
+                f"must only have the keys {', '.join(QUANTITIES)}",
+                name,
+                "Measure again.",
+            )
         for name in REQUIRED:
             known = name in self.measurements and self.measurements[name].samples
-            _require(bool(known), name, "is needed for every prediction", "nothing", "Measure it: profile.")
+            _require(bool(known), name, "is needed for every prediction", "nothing", _REMEDY)
         for name, measurement in self.measurements.items():
             _check(name, measurement, QUANTITIES[name])
         for threads, measurement in self.cpu_adam_by_threads.items():
             _check(f"cpu_adam_by_threads.{threads}", measurement, QUANTITIES["cpu_adam_params_per_s"])
-        for key, (low, high) in WHOLE_NUMBERS.items():
-            _check_whole(key, getattr(self, key), low, high)
-        _check_whole("provenance.ranks", self.provenance.ranks, 1, 10**5)
-        _check_whole("provenance.cores", self.provenance.cores, 0, 10**5)
+        for key, (low, high) in INTEGER_BOUNDS.items():
+            _check_integer(key, getattr(self, key), low, high)
+        _check_integer("provenance.ranks", self.provenance.ranks, 1, 10**5)
+        _check_integer("provenance.cores", self.provenance.cores, 0, 10**5)
         self._check_matmul()
         self._check_together()
 
@@ -149,36 +182,36 @@ class HardwareProfile:
             return
         low, high = QUANTITIES["matmul_flops_per_s"][1:]
         if self.gpu_memory_bytes is not None:
-            low = LEAST_MATMUL_OF_A_GPU
+            low = MIN_GPU_MATMUL_FLOPS_PER_S
         elif not self.has_accelerator:
-            high = MOST_MATMUL_OF_A_CPU
-        rule = f"must be from {low:g} to {high:g} on {'this CPU' if high == MOST_MATMUL_OF_A_CPU else 'this GPU'}"
+            high = MAX_CPU_MATMUL_FLOPS_PER_S
+        rule = f"must be from {low:g} to {high:g} on {'this CPU' if high == MAX_CPU_MATMUL_FLOPS_PER_S else 'this GPU'}"
         _require(low <= achieved <= high, "matmul_flops_per_s", rule, achieved, "Its unit is FLOP/s.")
         most = math.inf if peak is None else PEAK_TOLERANCE * peak
         rule = f"cannot exceed gpu_peak_flops, {most:.3g} with a tolerance"
         _require(achieved <= most, "matmul_flops_per_s", rule, achieved, "Correct one of them.")
 
     def _check_together(self) -> None:
-        for beside, of in NOT_ABOVE.items():
-            slowed, free = self.get(beside), self.get(of)
+        for concurrent, alone in CONCURRENT_TO_ALONE.items():
+            slowed, free = self.get(concurrent), self.get(alone)
             if slowed is not None and free is not None:
-                most = BESIDE_TOLERANCE * free
-                rule = f"cannot exceed {of}, {most:.3g} with a tolerance"
-                _require(slowed <= most, beside, rule, slowed, "Measure anew, with nothing else at work.")
-        both, alone = self.get("both_bytes_per_s"), (self.get("h2d_bytes_per_s"), self.get("d2h_bytes_per_s"))
-        if both is not None and None not in alone:
-            most = BOTH_TOLERANCE * sum(rate for rate in alone if rate is not None)
-            rule = f"cannot exceed what the directions reach alone, {most:.3g} with a tolerance"
-            _require(both <= most, "both_bytes_per_s", rule, both, "It is the sum of both directions; measure anew.")
+                most = CONCURRENT_TOLERANCE * free
+                rule = f"cannot exceed {alone}, {most:.3g} with a tolerance"
+                _require(slowed <= most, concurrent, rule, slowed, "Measure again, with nothing else running.")
+        both, directions = self.get("both_bytes_per_s"), (self.get("h2d_bytes_per_s"), self.get("d2h_bytes_per_s"))
+        if both is not None and None not in directions:
+            most = BOTH_TOLERANCE * sum(rate for rate in directions if rate is not None)
+            rule = f"cannot exceed the sum of the two directions alone, {most:.3g} with a tolerance"
+            _require(both <= most, "both_bytes_per_s", rule, both, "It is the sum of both directions; measure again.")
 
     def get(self, name: str) -> float | None:
-        """The median, or None where it is waived or not there."""
+        """Return the median of the quantity, or None if it is waived or missing."""
         assert name in QUANTITIES, name
         measurement = self.measurements.get(name)
         return None if measurement is None or not measurement.samples else measurement.median
 
     def rate(self, name: str) -> float:
-        """The median. Raises ``ProfileError`` where it is waived."""
+        """Return the median of the quantity. Raise ``ProfileError`` if it is waived or missing."""
         value = self.get(name)
         if value is None:
             reason = self.measurements[name].waived if name in self.measurements else "not in the profile"
@@ -187,105 +220,105 @@ class HardwareProfile:
 
     @property
     def has_accelerator(self) -> bool:
-        """Whether there is one beside the CPU itself."""
-        return any(self.get(name) is not None for name in OF_AN_ACCELERATOR)
+        """Return whether the machine has an accelerator in addition to the CPU."""
+        return any(self.get(name) is not None for name in ACCELERATOR_RATES)
 
     def to_json(self) -> str:
+        """Return the profile as JSON, which ``from_json`` reads."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> HardwareProfile:
-        """Raises ``ProfileError`` for whatever is not a profile of this version."""
+        """Return the profile that ``text`` describes. Raise ``ProfileError`` if it is not a profile of this version."""
         try:
             raw = parse_json(text)
         except ValueError as error:
-            raise ProfileError(f"A profile is JSON, found a text that is not: {error}.\n{_ANEW}") from None
+            raise ProfileError(f"A profile must be JSON, found other text: {error}.\n{_REMEDY}") from None
         return _from_mapping(cls, raw)
 
     @classmethod
     def read(cls, path: Path) -> HardwareProfile:
+        """Return the profile in the file ``path``. Raise ``ProfileError`` if it cannot be read."""
         try:
             text = read_text(path)
         except (OSError, ValueError) as error:
-            raise ProfileError(f"A profile must be a readable file, found {path}: {error}.\n{_ANEW}") from None
+            raise ProfileError(f"A profile must be a readable file, found {path}: {error}.\n{_REMEDY}") from None
         return cls.from_json(text)
-
-
-_ANEW = "Write one with: deep-opt-states profile --output profile.json"
 
 
 def _require(holds: bool, key: str, rule: str, found: object, remedy: str) -> None:
     if not holds:
-        raise ProfileError(f"{key}: {rule}, found {found if found == 'nothing' else shown(found)}.\n{remedy}")
+        raise ProfileError(f"{key}: {rule}, found {found if found == 'nothing' else shorten(found)}.\n{remedy}")
 
 
 def _check(key: str, measurement: Measurement, quantity: Quantity) -> None:
     one_of_both = bool(measurement.samples) != (measurement.waived is not None)
-    _require(one_of_both, key, "has samples or a reason why not", asdict(measurement), _ANEW)
+    _require(
+        one_of_both, key, "must have either `samples` or a `waived` reason, not both", asdict(measurement), _REMEDY
+    )
     for sample in measurement.samples:
         rule = f"must be from {quantity.low:g} to {quantity.high:g} ({quantity.meaning})"
         _require(quantity.low <= sample <= quantity.high, key, rule, sample, "Units are bytes, seconds and parameters.")
 
 
 def _from_mapping(cls: type[HardwareProfile], raw: Any) -> HardwareProfile:
-    _require(isinstance(raw, dict), "profile", "must be an object", raw, _ANEW)
+    _require(isinstance(raw, dict), "profile", "must be an object", raw, _REMEDY)
     is_ours = raw.get("version") == VERSION and type(raw["version"]) is int
-    _require(is_ours, "version", f"must be the integer {VERSION}", raw.get("version", "nothing"), _ANEW)
-    known = {"version", "name", "provenance", "measurements", "cpu_adam_by_threads", *WHOLE_NUMBERS, "gpu_peak_flops"}
+    _require(is_ours, "version", f"must be the integer {VERSION}", raw.get("version", "nothing"), _REMEDY)
+    known = {"version", "name", "provenance", "measurements", "cpu_adam_by_threads", *INTEGER_BOUNDS, "gpu_peak_flops"}
     unknown = sorted(set(raw) - known)
-    _require(not unknown, "profile", f"has the keys {', '.join(sorted(known))}", unknown, _ANEW)
+    _require(not unknown, "profile", f"must only have the keys {', '.join(sorted(known))}", unknown, _REMEDY)
     name = raw.get("name")
-    _require(_is_text(name), "name", "must be a text", name, _ANEW)
+    _require(_is_string(name), "name", "must be a string", name, _REMEDY)
     for key in ("provenance", "measurements"):
-        _require(isinstance(raw.get(key), dict), key, "must be an object", raw.get(key, "nothing"), _ANEW)
+        _require(isinstance(raw.get(key), dict), key, "must be an object", raw.get(key, "nothing"), _REMEDY)
     by_threads = raw.get("cpu_adam_by_threads", {})
-    _require(isinstance(by_threads, dict), "cpu_adam_by_threads", "must be an object", by_threads, _ANEW)
+    _require(isinstance(by_threads, dict), "cpu_adam_by_threads", "must be an object", by_threads, _REMEDY)
     counts = [threads for threads in by_threads if not _THREADS.fullmatch(threads)]
-    _require(not counts, "cpu_adam_by_threads", "has thread counts for keys", counts, _ANEW)
+    _require(not counts, "cpu_adam_by_threads", "must have thread counts as keys", counts, _REMEDY)
     return cls(
         name=name,
         provenance=_provenance(raw["provenance"]),
-        measurements={key: _measurement(key, value) for key, value in raw["measurements"].items()},
+        measurements={
+            key: _measurement(key, value) for key, value in raw["measurements"].items() if key not in RETIRED_QUANTITIES
+        },
         cpu_adam_by_threads={
             int(key): _measurement(f"cpu_adam_by_threads.{key}", value) for key, value in by_threads.items()
         },
         gpu_peak_flops=raw.get("gpu_peak_flops"),
-        **{key: raw.get(key) for key in WHOLE_NUMBERS},
+        **{key: raw.get(key) for key in INTEGER_BOUNDS},
     )
-
-
-_THREADS = re.compile("[1-9][0-9]{0,4}")
 
 
 def _provenance(raw: dict[str, Any]) -> Provenance:
     types = {name: int if name in ("cores", "ranks") else str for name in Provenance.__dataclass_fields__}
     for key, value in raw.items():
-        _require(key in types, "provenance", f"has the keys {', '.join(types)}", key, _ANEW)
-        fits = _is_text(value) if types[key] is str else type(value) is int
-        _require(fits, f"provenance.{key}", f"must be {types[key].__name__}", value, _ANEW)
-    _require("source" in raw, "provenance.source", "says where the figures are from", "nothing", _ANEW)
+        _require(key in types, "provenance", f"must only have the keys {', '.join(types)}", key, _REMEDY)
+        fits = _is_string(value) if types[key] is str else type(value) is int
+        _require(fits, f"provenance.{key}", f"must be {types[key].__name__}", value, _REMEDY)
+    _require("source" in raw, "provenance.source", "must name the origin of the figures", "nothing", _REMEDY)
     return Provenance(**raw)
 
 
 def _measurement(key: str, raw: Any) -> Measurement:
     shape = isinstance(raw, dict) and set(raw) <= {"samples", "waived"}
-    _require(shape, key, 'must be {"samples": [...]} or {"waived": "why"}', raw, _ANEW)
+    _require(shape, key, 'must be {"samples": [...]} or {"waived": "reason"}', raw, _REMEDY)
     samples, waived = raw.get("samples", ()), raw.get("waived")
     numbers = isinstance(samples, (list, tuple)) and all(map(_is_number, samples))
-    _require(numbers, key, "has numbers for samples", samples, _ANEW)
-    _require(waived is None or _is_text(waived), key, "is waived with a reason", waived, _ANEW)
+    _require(numbers, key, "must have numbers as samples", samples, _REMEDY)
+    _require(waived is None or _is_string(waived), key, "must be waived with a reason", waived, _REMEDY)
     return Measurement(samples=tuple(map(float, samples)), waived=waived)
 
 
-def _check_whole(key: str, value: Any, low: int, high: int) -> None:
+def _check_integer(key: str, value: Any, low: int, high: int) -> None:
     fits = value is None or (type(value) is int and low <= value <= high)
-    _require(fits, key, f"must be an integer from {low:g} to {high:g}", value, _ANEW)
+    _require(fits, key, f"must be an integer from {low:g} to {high:g}", value, _REMEDY)
 
 
 def _is_number(value: Any) -> bool:
-    """That a float can hold; JSON also has whole numbers that none can."""
+    """Return whether ``value`` is a number that a float can represent. JSON also allows integers that none can."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _is_text(value: Any) -> bool:
+def _is_string(value: Any) -> bool:
     return isinstance(value, str) and is_printable(value)

@@ -1,10 +1,10 @@
-"""The memory that a plan takes, a line per placement, for the log of a training run."""
+"""Summarize the memory that a plan needs, one line per placement, for the log of a training run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from perf_model.prediction.memory import Reservation, Where
+from perf_model.prediction.memory import MemoryKind, Reservation
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -12,8 +12,8 @@ from perf_model.schedule.schedule import STAGED_BYTES_PER_PARAM, bytes_of_slots
 from perf_model.units import size
 
 
-def inventory(plan: UpdatePlan, widths: Widths) -> list[str]:
-    """Return a line for each placement of the plan, with the bytes of one rank."""
+def summary_by_placement(plan: UpdatePlan, widths: Widths) -> list[str]:
+    """Return one line per placement of the plan, with the bytes of one rank."""
     return [
         f"{placement.value}: {_counted(plan.placements.count(placement), 'sub-group')}, "
         f"{plan.numel(placement):,} parameters, {', '.join(_taken(plan, widths, placement))}"
@@ -22,14 +22,16 @@ def inventory(plan: UpdatePlan, widths: Widths) -> list[str]:
     ]
 
 
-def reserved_in_all(reservations: Iterable[Reservation]) -> str:
-    """Return the bytes of all that one rank has reserved, by memory: sums of gradients and staging buffers, too, which
-    belong to no placement."""
-    taken_bytes = dict.fromkeys(Where, 0)
+def total_reserved(reservations: Iterable[Reservation]) -> str:
+    """Return the bytes that one rank has reserved, by kind of memory.
+
+    They include gradient accumulators and staging buffers, which belong to no placement.
+    """
+    taken_bytes = dict.fromkeys(MemoryKind, 0)
     for reservation in reservations:
-        taken_bytes[reservation.where] += reservation.count * reservation.each_bytes
-    names = {Where.PINNED: "of page-locked host memory", Where.ACCELERATOR: "on the accelerator"}
-    return ", ".join(f"{size(taken_bytes[where])} {name}" for where, name in names.items())
+        taken_bytes[reservation.kind] += reservation.count * reservation.each_bytes
+    names = {MemoryKind.PINNED: "of page-locked host memory", MemoryKind.ACCELERATOR: "on the accelerator"}
+    return ", ".join(f"{size(taken_bytes[kind])} {name}" for kind, name in names.items())
 
 
 def _taken(plan: UpdatePlan, widths: Widths, placement: Placement) -> Iterator[str]:
@@ -46,5 +48,5 @@ def _taken(plan: UpdatePlan, widths: Widths, placement: Placement) -> Iterator[s
     yield f"on the accelerator {states} and {size(widths.grad * numel)} of gradients"
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,4 +1,4 @@
-"""``Windows``: seconds beside the update in which its work is not seen (DESIGN 6)."""
+"""Define ``Windows``: the seconds of backward and forward that can hide the update."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.workload import Workload
 
-EARLY = ActionKind.PREFETCH
-"""The one kind that may start before the gradients' norm is known: the states that it reads, the last step wrote."""
+ALLOWED_IN_BACKWARD = ActionKind.PREFETCH
+"""The only kind of action that may start before the norm of the gradients is known: it reads nothing but the states,
+which the previous step wrote."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """``backward_s``: the tail of backward in which states may be prefetched. ``forward_s``: the next forward.
+    """The windows that overlap with the update.
 
-    A forward window is used in the order of the sub-groups, which is forward's: what is updated late hides the longer
-    the later forward needs it. Both are 0 where the update has to be over when ``step()`` returns. Neither backward nor
-    forward is taken to be slowed by what runs beside it.
+    ``backward_s`` is the tail of backward in which states may be prefetched, and ``forward_s`` is the next forward.
+    Forward is assumed to use the sub-groups in their order, so an update can be hidden the longer, the later forward
+    needs its parameters. Both windows are 0 if the update has to finish before ``step()`` returns. Neither backward nor
+    forward is assumed to be slowed by the update.
     """
 
     backward_s: float = 0.0
     forward_s: float = 0.0
 
     def exposed_s(self, timeline: Timeline, workload: Workload) -> float:
-        """Seconds of the update, 0 being the moment the step is decided, by which the iteration grows.
+        """Return the exposed seconds of the update: those by which the iteration grows.
 
-        Forward stands still until the parameters it needs next are there, and is later by as much from then on; all
-        work is done before the next backward, whose gradients take the place of these. ``phases`` has it moment by
-        moment.
+        Second 0 is the moment at which the step is decided. Forward blocks until the parameters that it needs next are
+        updated, and everything after that is delayed as much. All work finishes before the next backward, whose
+        gradients overwrite the present ones. ``phases`` gives the same result moment by moment.
         """
         if self.forward_s == 0.0:
             return timeline.end_s
@@ -42,7 +44,7 @@ class Windows:
         return exposed_s
 
     def phases(self, timeline: Timeline, workload: Workload) -> tuple[PhaseSpan, ...]:
-        """What the model does beside the update: backward, forward, and where it waits for it."""
+        """Return the phases of the model during the update: backward, forward, and the waits for the update."""
         ready_s, numel = _ready_s(timeline), workload.numel
         ends_s, now_s = [(Phase.BACKWARD, 0.0)], 0.0
         for sub_group in workload.sub_groups:
@@ -54,17 +56,18 @@ class Windows:
         before_s = -self.backward_s
         for phase, end_s in ends_s:
             if end_s > before_s:
-                alike = spans and spans[-1].phase is phase
-                start_s = spans.pop().start_s if alike else before_s
+                continues = spans and spans[-1].phase is phase
+                start_s = spans.pop().start_s if continues else before_s
                 spans.append(PhaseSpan(phase, start_s, end_s))
                 before_s = end_s
         return tuple(spans)
 
 
 def _ready_s(timeline: Timeline) -> dict[int, float]:
-    """By sub-group, when forward can have its parameters.
+    """Return, by sub-group, when its parameters are ready for forward.
 
-    The host issues in the schedule's order and blocks in between, so that is after whatever is issued before.
+    The host issues actions in the order of the schedule and blocks in between, so the parameters are ready only after
+    every action that was issued before.
     """
     return {
         span.action.sub_group: span.end_s

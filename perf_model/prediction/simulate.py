@@ -1,9 +1,15 @@
-"""Event-driven simulation of a schedule: the very actions that the executor runs, with the costs of a ``CostModel``.
+"""Simulate a schedule event by event: the actions that the executor runs, with the costs of a ``CostModel``.
 
-As the executor does: the host issues actions in order, and before one that waits for the cpu lane it stands still until
-that is done; a lane runs its actions one at a time in issue order; an action starts when its waits are over. Speeds are
-recomputed whenever an action starts or ends. With a window in backward, prefetches start before second 0, at which the
-step is decided and everything else may start: in the tail of backward, no earlier than it takes to fill the slots.
+The rules are those of the executor. The host issues the actions in order, and before an action that waits for the CPU
+lane it blocks until that wait is over. A lane runs its actions one at a time, in issue order. An action starts when its
+waits are over. Speeds are recomputed whenever an action starts or ends.
+
+An action is *waiting* until the host has *issued* it on its lane, the earlier actions of the lane have ended, and its
+waits are over. Then it is *running*, and finally it has *ended*. In the terms of SimPy, a waiting action may happen, a
+running action is going to happen, and an ended action has happened.
+
+Second 0 is the moment at which the step is decided. Everything may start from then on; with a window in backward,
+prefetches start earlier, in the tail of backward, by no more than the time that it takes to fill the slots.
 """
 
 from __future__ import annotations
@@ -11,8 +17,8 @@ from __future__ import annotations
 from functools import cache
 from itertools import takewhile
 
-from perf_model.prediction.cost import CostModel, Load, shares
-from perf_model.prediction.overlap_windows import EARLY, Windows
+from perf_model.prediction.cost import CostModel, Load, relative_speeds
+from perf_model.prediction.overlap_windows import ALLOWED_IN_BACKWARD, Windows
 from perf_model.prediction.timeline import Span, Timeline
 from perf_model.schedule.action import ActionKind, Lane
 from perf_model.schedule.schedule import Schedule
@@ -24,25 +30,31 @@ _NEVER_S = float("inf")
 
 
 def simulate(schedule: Schedule, workload: Workload, cost: CostModel, windows: Windows = NO_WINDOWS) -> Timeline:
-    """The predicted timeline of a checked schedule, seconds since the step was decided."""
+    """Return the predicted timeline of a checked schedule, in seconds since the step was decided."""
     return Simulator(cost, windows).run(schedule, workload)
 
 
 class Simulator:
-    """Remembers what it has worked out, for many simulations with one cost model."""
+    """A simulator that caches loads and relative speeds, for many simulations with one cost model."""
 
     def __init__(self, cost: CostModel, windows: Windows = NO_WINDOWS) -> None:
         self.windows = windows
         self.blocks = cost.blocks
         self.load = cache(cost.load)
-        self.shares = cache(lambda *kinds: shares([cost.load(kind, 1) for kind in kinds], cost.capacities))
+        self.relative_speeds = cache(
+            lambda *kinds: relative_speeds([cost.load(kind, 1) for kind in kinds], cost.capacities)
+        )
 
     def run(self, schedule: Schedule, workload: Workload) -> Timeline:
+        """Return the predicted timeline of a checked schedule, in seconds since the step was decided."""
         return _Simulation(schedule, workload, self).run()
 
 
 class _Running:
-    """An action that has started: seconds until it moves anything, then seconds alone that are left of it."""
+    """An action that has started.
+
+    It moves nothing until ``moves_at_s``, and then has ``alone_s`` seconds left at the speed of running alone.
+    """
 
     __slots__ = ("alone_s", "kind", "moves_at_s", "position")
 
@@ -54,13 +66,17 @@ class _Running:
 
 
 class _Simulation:
-    """Actions are known by their positions in the schedule."""
+    """One simulation. Actions are identified by their positions in the schedule.
+
+    Positions below ``_issued`` are issued. ``_waiting`` holds, per lane, the positions that have not started, with the
+    next one last. ``_running`` holds the action that each lane runs. ``_ended_s`` is finite for ended actions.
+    """
 
     def __init__(self, schedule: Schedule, workload: Workload, simulator: Simulator) -> None:
         self._actions = schedule.actions
         self._simulator = simulator
         self._numels = {sub_group.index: sub_group.numel for sub_group in workload.sub_groups}
-        self._now_s = 0.0 - min(simulator.windows.backward_s, self._early_s())
+        self._now_s = 0.0 - min(simulator.windows.backward_s, self._fill_s())
         self._issued = 0
         self._started_s = [_NEVER_S] * len(self._actions)
         self._ended_s = [_NEVER_S] * len(self._actions)
@@ -85,13 +101,19 @@ class _Simulation:
         assert not any(self._waiting.values()), "a checked schedule does not deadlock"
         return Timeline(tuple(map(Span, self._actions, self._started_s, self._ended_s)))
 
-    def _early_s(self) -> float:
-        """Seconds of the prefetches that wait for no flush: they run one after another, and nothing beside them."""
-        on_lane = (action for action in self._actions if action.lane is EARLY.lane)
-        early = takewhile(lambda action: action.kind is EARLY and not action.waits, on_lane)
-        return sum(self._simulator.load(EARLY, self._numels[action.sub_group]).total_s for action in early)
+    def _fill_s(self) -> float:
+        """Return the seconds of the prefetches that wait for no flush and so fill the slots.
+
+        They run one after another, and nothing runs concurrently with them.
+        """
+        on_lane = (action for action in self._actions if action.lane is ALLOWED_IN_BACKWARD.lane)
+        filling = takewhile(lambda action: action.kind is ALLOWED_IN_BACKWARD and not action.waits, on_lane)
+        return sum(
+            self._simulator.load(ALLOWED_IN_BACKWARD, self._numels[action.sub_group]).total_s for action in filling
+        )
 
     def _issue(self) -> None:
+        """Issue actions until the host blocks."""
         while self._issued < len(self._actions):
             if self._simulator.blocks and self._issued and self._is_blocked_by(self._issued - 1):
                 return
@@ -101,9 +123,11 @@ class _Simulation:
             self._issued += 1
 
     def _is_blocked_by(self, position: int) -> bool:
+        """Return whether a host that executes its actions itself is still executing the one at ``position``."""
         return self._ended_s[position] == _NEVER_S and self._actions[position].lane is not Lane.CPU
 
     def _start(self) -> None:
+        """Start the next action of each free lane, if it may start."""
         for lane, waiting in self._waiting.items():
             if waiting and lane not in self._running and self._may_start(waiting[-1]):
                 position = waiting.pop()
@@ -113,7 +137,7 @@ class _Simulation:
                 self._started_s[position] = self._now_s
 
     def _may_start(self, position: int) -> bool:
-        if position >= self._issued or (self._now_s < 0.0 and self._actions[position].kind is not EARLY):
+        if position >= self._issued or (self._now_s < 0.0 and self._actions[position].kind is not ALLOWED_IN_BACKWARD):
             return False
         # A generator here would cost a fifth of the simulation's time.
         for producer in self._waits[position]:  # noqa: SIM110
@@ -122,7 +146,7 @@ class _Simulation:
         return True
 
     def _advance(self) -> None:
-        """To the next end of an action or of its latency, or to the moment the step is decided."""
+        """Advance to the next end of an action or of its latency, or to the moment at which the step is decided."""
         now_s = self._now_s
         then_s = 0.0 if now_s < 0.0 else _NEVER_S
         moving = []
@@ -131,13 +155,13 @@ class _Simulation:
                 moving.append(running)
             elif running.moves_at_s < then_s:
                 then_s = running.moves_at_s
-        speeds = self._simulator.shares(*[running.kind for running in moving])
+        speeds = self._simulator.relative_speeds(*[running.kind for running in moving])
         ends_s = [now_s + running.alone_s / speed for running, speed in zip(moving, speeds, strict=True)]
         then_s = min(then_s, *ends_s, _NEVER_S)
         almost_s = then_s + 1e-9 * (then_s - now_s)
         for running, speed, end_s in zip(moving, speeds, ends_s, strict=True):
             running.alone_s -= speed * (then_s - now_s)
-            # The first to end ends, whatever is left of it by rounding.
+            # The action that ends first ends now, even if rounding leaves a little of it.
             if end_s <= almost_s:
                 self._ended_s[running.position] = then_s
                 del self._running[running.kind.lane]

@@ -1,4 +1,4 @@
-"""A ``Timeline``: when each action of a schedule ran, predicted or measured; and what the model did meanwhile."""
+"""Define ``Timeline``: when each action of a schedule ran, predicted or measured, and in which phase the model was."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from perf_model.schedule.action import Action, Lane
 
 @dataclass(frozen=True)
 class Span:
-    """Seconds since the update was decided; before that for what was prefetched during backward."""
+    """The time of one action, in seconds since the step was decided; negative if it was prefetched during backward."""
 
     action: Action
     start_s: float
@@ -22,21 +22,21 @@ class Span:
 
 
 MODEL = "model"
-"""Whose phases are shown above the lanes."""
+"""The name of the row above the lanes, which shows the phases of the model."""
 
 
 class Phase(Enum):
-    """What the model does beside the update."""
+    """The state of the model while the update runs."""
 
     BACKWARD = "backward"
     FORWARD = "forward"
     EXPOSED = "exposed update"
-    """It stands still, and waits for the update."""
+    """The model is blocked and waits for the update."""
 
 
 @dataclass(frozen=True)
 class PhaseSpan:
-    """Seconds since the update was decided, as a ``Span`` has them."""
+    """The time of one phase, in seconds since the step was decided, as in ``Span``."""
 
     phase: Phase
     start_s: float
@@ -44,26 +44,29 @@ class PhaseSpan:
 
 
 def seconds_of(phase: Phase, phases: Sequence[PhaseSpan]) -> float:
+    """Return the total seconds of ``phase``."""
     return sum(span.end_s - span.start_s for span in phases if span.phase is phase)
 
 
 @dataclass(frozen=True)
 class Timeline:
+    """The spans of the actions of one update, in the order of the schedule."""
+
     spans: tuple[Span, ...]
 
     @property
     def end_s(self) -> float:
-        """The end of the last action."""
+        """Return the end of the last action."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     @property
     def makespan_s(self) -> float:
-        """From 0, or from the first action where one is earlier, to the end of the last action."""
+        """Return the seconds from 0, or from the first action if that is earlier, to the end of the last action."""
         return self.end_s - min((span.start_s for span in self.spans if span.start_s < 0), default=0.0)
 
     @property
     def active_s(self) -> float:
-        """Seconds in which any action ran."""
+        """Return the seconds in which at least one action ran."""
         active_s, until_s = 0.0, float("-inf")
         for span in sorted(self.spans, key=lambda span: span.start_s):
             active_s += max(0.0, span.end_s - max(span.start_s, until_s))
@@ -71,15 +74,18 @@ class Timeline:
         return active_s
 
     def hidden_s(self, exposed_s: float) -> float:
-        """What nobody saw of it, where so many seconds were seen."""
+        """Return the seconds of the update that were hidden, given the seconds that were exposed."""
         return max(0.0, self.active_s - exposed_s)
 
     def busy_s(self, lane: Lane) -> float:
-        """Seconds in which ``lane`` ran an action. Actions of one lane never overlap."""
+        """Return the seconds in which ``lane`` ran an action. Actions of one lane never overlap."""
         return sum(span.end_s - span.start_s for span in self.spans if span.action.lane is lane)
 
     def chrome_trace(self, phases: Sequence[PhaseSpan] = ()) -> dict[str, object]:
-        """The Trace Event Format that Perfetto and chrome://tracing open; a thread for the model, and one a lane."""
+        """Return the Trace Event Format that Perfetto and chrome://tracing open.
+
+        It has one thread per lane and, if there are ``phases``, one for the model.
+        """
         threads = [*([MODEL] if phases else []), *(lane.value for lane in Lane)]
         events: list[dict[str, object]] = [
             {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": thread}}
@@ -99,20 +105,24 @@ class Timeline:
                 }
             )
 
-        for its in phases:
-            add(MODEL, its.phase.value, its)
+        for phase_span in phases:
+            add(MODEL, phase_span.phase.value, phase_span)
         for span in self.spans:
             action = span.action
             add(action.lane.value, action.name, span, slot=action.slot, after=list(action.waits))
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def write_chrome_trace(self, path: Path, phases: Sequence[PhaseSpan] = ()) -> None:
+        """Write ``chrome_trace`` to ``path`` as JSON, and create its folder. Raise ``OSError`` if that fails."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.chrome_trace(phases)))
 
     @classmethod
     def from_chrome_trace(cls, trace: Any) -> tuple[Timeline, tuple[PhaseSpan, ...]]:
-        """The inverse of ``chrome_trace``. Raises ``ValueError`` for what is no such trace."""
+        """Return the timeline and the phases of ``trace``; the inverse of ``chrome_trace``.
+
+        Raise ``ValueError`` if ``trace`` is not such a trace.
+        """
         spans: list[Span] = []
         phases: list[PhaseSpan] = []
         try:
@@ -127,5 +137,5 @@ class Timeline:
                 else:
                     phases.append(PhaseSpan(Phase(name), start_s, end_s))
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"no trace of an update: {type(error).__name__}: {error}") from None
+            raise ValueError(f"not the trace of an update: {type(error).__name__}: {error}") from None
         return cls(tuple(spans)), tuple(phases)

@@ -1,1 +1,1 @@
-"""Machines and models by name, for planning without having them. No preset is a measurement of the user's machine."""
+"""Presets of machines and models, to plan without having them. They are not measurements of the user's machine."""

@@ -1,5 +1,5 @@
-"""The published runs of the original artifact, and what the cost model predicts of them.
+"""Predict the published runs of the original artifact with the cost model.
 
-Its schedules are schedules of ours; the rates of a machine are fitted on a few runs and predict the others.
-Source: arXiv 2410.21316 and its logs, github.com/mauryaavinash95/deep-optimizer-states-results.
+The updates of the artifact are expressed as schedules of ours. The rates of a machine are fitted on a few runs, and
+predict the other runs. Source: arXiv 2410.21316 and its logs, github.com/mauryaavinash95/deep-optimizer-states-results.
 """

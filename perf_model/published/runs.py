@@ -1,4 +1,4 @@
-"""Measured runs, read from a CSV file with the columns of ``published_runs.csv``."""
+"""Read measured runs from a CSV file with the columns of ``published_runs.csv``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ class RunsError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """All that a prediction may know of a run: two runs of one machine with equal settings should take equally long.
+class RunSetting:
+    """The inputs of a prediction: two runs on one machine with equal settings should take equally long.
 
-    ``real_params`` of the whole model, divided among ``ranks`` ranks; ``sub_group_size`` in parameters of one rank.
-    ``cpu_ratio``: share of the sub-groups that is offloaded. ``update_stride``: None where updates are not interleaved.
+    ``real_params`` are those of the whole model, divided among ``ranks`` ranks, and ``sub_group_size`` is in parameters
+    of one rank. ``cpu_ratio`` is the share of the sub-groups that is offloaded. ``update_stride`` is None if updates
+    are not interleaved.
     """
 
     real_params: int
@@ -33,19 +34,24 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class MeasuredRun:
+    """One measured run, and the names by which runs are grouped."""
+
     machine: str
     sweep: str
     model_name: str
     tp: int
     dp: int
-    setting: Setting
+    setting: RunSetting
     measured_s: float
     """Seconds of the update."""
 
 
 class Column(NamedTuple):
-    """``low`` and ``high`` bound what is accepted; ``whole`` numbers only; ``needed`` to predict the update."""
+    """The numbers that a column accepts: from ``low`` to ``high``, and integers only if ``whole``.
+
+    A column is ``needed`` if the update cannot be predicted without it.
+    """
 
     low: float
     high: float
@@ -54,6 +60,7 @@ class Column(NamedTuple):
 
 
 NAMES = ("machine", "sweep", "model_name")
+"""The columns with text."""
 
 NUMBERS: dict[str, Column] = {
     "real_params": Column(1, 1e13, whole=True, needed=True),
@@ -76,80 +83,85 @@ NUMBERS: dict[str, Column] = {
     "iteration_s": Column(0, 1e6),
     "tflops_per_gpu": Column(0, 1e6),
 }
-"""What is not needed may be blank or missing, but a field that is there and no number shows a broken row."""
+"""The columns with numbers. Fields that are not needed may be blank or missing, but a field that is not a number shows
+that the row is broken."""
 
 REQUIRED = (*NAMES, *(name for name, column in NUMBERS.items() if column.needed), "update_stride")
 
-MOST_SUB_GROUPS = 10_000
-"""Each is simulated a few hundred times: so many take half a minute."""
+MAX_SIMULATED_SUB_GROUPS = 10_000
+"""The largest number of sub-groups in a file. Each is simulated a few hundred times, half a minute in all."""
 
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
-def read_runs(path: Path) -> list[Run]:
-    """The runs in the order of the file. Raises ``RunsError``."""
+def read_runs(path: Path) -> list[MeasuredRun]:
+    """Return the runs in the order of the file. Raise ``RunsError`` if the file cannot be used."""
     try:
-        # A byte order mark is not part of the first column's name.
+        # utf-8-sig, because a byte order mark is not part of the name of the first column.
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise RunsError(f"--runs: must be a readable file, found {str(path)!r}: {error}.\n{_EXPORT}") from None
+        raise RunsError(f"--runs: must be a readable file, found {str(path)!r}: {error}.\n{_FORMAT}") from None
     except UnicodeDecodeError as error:
         raise RunsError(f"{path}: must be text in UTF-8, found {error}.\nConvert the file to UTF-8.") from None
     return parse_runs(text, str(path))
 
 
-def parse_runs(text: str, source: str) -> list[Run]:
-    """``source`` names the text in errors. Raises ``RunsError``."""
+def parse_runs(text: str, source: str) -> list[MeasuredRun]:
+    """Return the runs in ``text``. Raise ``RunsError``, which names ``source``, if the text cannot be used."""
     try:
-        # Not line by line: a quoted field may hold a line break.
+        # Do not split the text into lines here, because a quoted field may contain a line break.
         reader = csv.reader(io.StringIO(text, newline=""), strict=True)
         lines = [(reader.line_num, row) for row in reader if row]
     except csv.Error as error:
-        raise RunsError(f"{source}: must be a CSV file, found a line that is not CSV: {error}.\n{_EXPORT}") from None
+        raise RunsError(f"{source}: must be a CSV file, found a line that is not CSV: {error}.\n{_FORMAT}") from None
     if not lines:
-        raise RunsError(f"{source}: starts with a line of column names, found nothing.\n{_EXPORT}")
+        raise RunsError(f"{source}: must start with a line of column names, found nothing.\n{_FORMAT}")
     header = [name.strip() for name in lines[0][1]]
     for name in REQUIRED:
         if header.count(name) != 1:
             found = f"{header.count(name)} in {', '.join(header)[:200]!r}"
-            raise RunsError(f"{source}: must have one column {name}, found {found}.\n{_EXPORT}")
+            raise RunsError(f"{source}: must have one column {name}, found {found}.\n{_FORMAT}")
     if len(lines) == 1:
-        raise RunsError(f"{source}: has at least one run, found only column names.\nAdd a line for each run.")
+        raise RunsError(f"{source}: must have at least one run, found only column names.\nAdd a line for each run.")
     runs = [_run(f"{source}, line {number}", header, row) for number, row in lines[1:]]
     _check_sub_groups(source, {run.setting: number for run, (number, _) in zip(runs, lines[1:], strict=True)})
     return runs
 
 
-def _check_sub_groups(source: str, lines: Mapping[Setting, int]) -> None:
+def _check_sub_groups(source: str, lines: Mapping[RunSetting, int]) -> None:
     count, line = sum(map(_sub_groups, lines)), lines[max(lines, key=_sub_groups)]
-    if count > MOST_SUB_GROUPS:
-        rule = f"has at most {MOST_SUB_GROUPS:,} sub-groups of a rank in all its different runs"
-        remedy = "real_params / (tp * dp * sub_group_size) is a run's; correct them, or validate fewer runs at once."
+    if count > MAX_SIMULATED_SUB_GROUPS:
+        rule = f"must have at most {MAX_SIMULATED_SUB_GROUPS:,} sub-groups per rank in all different runs together"
+        remedy = (
+            "A run has real_params / (tp * dp * sub_group_size); correct these fields, or validate fewer runs at once."
+        )
         raise RunsError(f"{source}: {rule}, found {count:,}, most of them in line {line}.\n{remedy}")
 
 
-def _sub_groups(setting: Setting) -> int:
+def _sub_groups(setting: RunSetting) -> int:
     return -(-setting.real_params // (setting.ranks * setting.sub_group_size))
 
 
-_EXPORT = f"A file of runs is CSV with the columns {', '.join(REQUIRED)}; benchmarks/data/README.md explains them."
+_FORMAT = f"A file of runs is CSV with the columns {', '.join(REQUIRED)}; benchmarks/data/README.md explains them."
 
 
-def _run(where: str, header: list[str], row: list[str]) -> Run:
+def _run(where: str, header: list[str], row: list[str]) -> MeasuredRun:
     if len(row) != len(header):
-        rule = f"has a field for each of {len(header)} columns, found {len(row)} fields"
+        rule = f"must have a field for each of {len(header)} columns, found {len(row)} fields"
         raise RunsError(f"{where}: {rule}.\nAdd the missing ones or remove the surplus; a field may be blank.")
     fields = {name: field.strip() for name, field in zip(header, row, strict=True)}
     for name in NAMES:
         if not fields[name]:
-            raise RunsError(f"{where}, {name}: must be a text, found nothing.\nRuns are grouped by it; name it.")
+            raise RunsError(f"{where}, {name}: must not be blank, found nothing.\nRuns are grouped by it: add a name.")
     numbers = {
         name: _number(f"{where}, {name}", column, fields[name]) for name, column in NUMBERS.items() if fields.get(name)
     }
     for name, column in NUMBERS.items():
         if column.needed and name not in numbers:
-            raise RunsError(f"{where}, {name}: must be a number, found nothing.\nNo update is predicted without it.")
-    return Run(
+            raise RunsError(
+                f"{where}, {name}: must be a number, found nothing.\nThe update cannot be predicted without it: add it."
+            )
+    return MeasuredRun(
         **{name: fields[name] for name in NAMES},
         tp=int(numbers["tp"]),
         dp=int(numbers["dp"]),
@@ -158,15 +170,15 @@ def _run(where: str, header: list[str], row: list[str]) -> Run:
     )
 
 
-def _setting(where: str, numbers: Mapping[str, float]) -> Setting:
+def _setting(where: str, numbers: Mapping[str, float]) -> RunSetting:
     stride = int(numbers.get("update_stride", 0))
     if numbers["interleaved"] and stride < 1:
         found = "nothing" if "update_stride" not in numbers else str(stride)
         raise RunsError(
             f"{where}, update_stride: must be at least 1 where interleaved is 1, found {found}.\n"
-            "Give the stride of the run, or interleaved 0 if no sub-group was updated on the GPU in turn."
+            "Give the stride of the run, or interleaved 0 if the run streamed no sub-group through the GPU."
         )
-    return Setting(
+    return RunSetting(
         real_params=int(numbers["real_params"]),
         hidden=int(numbers["hidden"]),
         ranks=int(numbers["tp"]) * int(numbers["dp"]),
@@ -177,11 +189,11 @@ def _setting(where: str, numbers: Mapping[str, float]) -> Setting:
 
 
 def _number(where: str, column: Column, field: str) -> float:
-    # float() also reads nan, infinity, 1_000 and digits of other scripts.
+    # Check the spelling, because float() also accepts nan, infinity, 1_000 and digits of other scripts.
     value = float(field) if _NUMBER.fullmatch(field) else math.nan
     fits = column.low <= value <= column.high and (value.is_integer() or not column.whole)
     if not fits:
         kind = "whole number" if column.whole else "number"
         rule = f"must be a {kind} from {column.low:g} to {column.high:g}"
-        raise RunsError(f"{where}: {rule}, found {field!r}.\nCorrect the field, or leave out the run.")
+        raise RunsError(f"{where}: {rule}, found {field!r}.\nCorrect the field, or remove the run.")
     return value

@@ -1,14 +1,14 @@
-"""What the measured programs did in an update, as schedules of ours.
+"""Express the updates of the measured programs as schedules of ours.
 
-Twin-Flow (DeepSpeed's ``ratio``; ``stage3.py``, ``subgroup_to_device``) offloads the first sub-groups; the others stay
-on the accelerator, and are updated there after them.
+Twin-Flow (DeepSpeed's ``ratio``; ``stage3.py``, ``subgroup_to_device``) offloads the first sub-groups. The others stay
+on the accelerator, which updates them after the first ones.
 """
 
 from __future__ import annotations
 
 from functools import cache
 
-from perf_model.published.runs import Setting
+from perf_model.published.runs import RunSetting
 from perf_model.schedule.action import Action, ActionKind
 from perf_model.schedule.lowering import needed_slots, serial_schedule
 from perf_model.schedule.placement import Placement
@@ -18,27 +18,29 @@ from perf_model.training_run.model import gpt
 
 VOCAB = 51200
 POSITIONS = 2048
-MOST_LAYERS = 256
-"""More than any model has; keeps a mistake in a file from becoming millions of sub-groups."""
+MAX_LAYERS = 256
+"""More than any model has, so that a mistake in a file does not make millions of sub-groups."""
 
 
 @cache
-def workload_of(setting: Setting) -> Workload:
-    """The sub-groups of one rank.
+def workload_of(setting: RunSetting) -> Workload:
+    """Return the sub-groups of one rank.
 
-    Of a GPT that has the run's width and as many layers as bring it near ``real_params``, its tensors scaled to meet
-    them: their sizes only matter for where sub-groups are cut. What the logs print as layers fits the parameters less.
+    They are those of a GPT with the width of the run and as many layers as bring it near ``real_params``. Its tensors
+    are scaled to match ``real_params``; their sizes only matter for the cuts between sub-groups. The number of layers
+    in the logs matches the parameters less well.
     """
     one, two = (gpt("published", layers, setting.hidden, 1, VOCAB, POSITIONS).numel for layers in (1, 2))
-    layers = min(MOST_LAYERS, max(1, 1 + round((setting.real_params - one) / (two - one))))
+    layers = min(MAX_LAYERS, max(1, 1 + round((setting.real_params - one) / (two - one))))
     tensors = gpt("published", layers, setting.hidden, 1, VOCAB, POSITIONS).parameters()
     scale = setting.real_params / sum(tensors)
     scaled = [max(1, round(scale * numel)) for numel in tensors]
-    return Workload.of_parameters(scaled, setting.ranks, setting.sub_group_size)
+    return Workload.from_parameters(scaled, setting.ranks, setting.sub_group_size)
 
 
 @cache
-def placements_of(setting: Setting) -> tuple[Placement, ...]:
+def placements_of(setting: RunSetting) -> tuple[Placement, ...]:
+    """Return the placement of each sub-group of one rank."""
     count = len(workload_of(setting).sub_groups)
     offloaded = int(setting.cpu_ratio * count)
     placements = [Placement.CPU] * offloaded + [Placement.RESIDENT] * (count - offloaded)
@@ -49,7 +51,8 @@ def placements_of(setting: Setting) -> tuple[Placement, ...]:
 
 
 @cache
-def schedule_of(setting: Setting) -> Schedule:
+def schedule_of(setting: RunSetting) -> Schedule:
+    """Return the schedule of the update, interleaved if the setting has a stride."""
     placements = placements_of(setting)
     if setting.update_stride is None:
         return serial_schedule(placements)
@@ -57,10 +60,11 @@ def schedule_of(setting: Setting) -> Schedule:
 
 
 def artifact_schedule(workload: Workload, placements: tuple[Placement, ...]) -> Schedule:
-    """The original's interleaving: all streamed sub-groups pass through a single buffer.
+    """Return the interleaved schedule of the original artifact: all streamed sub-groups share one buffer.
 
-    While the CPU updates those in between, and their publishing does not hold it up, the buffer's occupant is flushed
-    and then the next one prefetched, in series. The accelerator's turn comes when the CPU has updated those before.
+    While the CPU updates the sub-groups in between, the sub-group in the buffer is flushed, and then the next one is
+    prefetched; both wait while the host publishes. The accelerator updates a sub-group after the CPU has updated those
+    before it.
     """
     waiting = [index for index, placement in enumerate(placements) if placement is Placement.STREAMED]
     actions: list[Action] = []
@@ -72,7 +76,7 @@ def artifact_schedule(workload: Workload, placements: tuple[Placement, ...]) -> 
     prefetch_next()
     for index, placement in enumerate(placements):
         if placement is Placement.CPU:
-            # The host stands still at PUBLISH until the CPU is done, and only then issues what follows.
+            # The host blocks at PUBLISH until the CPU step has finished, and only then issues the actions that follow.
             step = Action(ActionKind.CPU_STEP, index)
             actions += [step, Action(ActionKind.PUBLISH, index, None, (step.name,))]
         elif placement is Placement.STREAMED:
@@ -86,7 +90,7 @@ def artifact_schedule(workload: Workload, placements: tuple[Placement, ...]) -> 
     return Schedule(
         num_slots=num_slots,
         slot_numel=slot_numel,
-        # p, m, v and the gradient, all fp32.
+        # 4 bytes each for p, m, v and the gradient.
         staging_bytes=num_slots * slot_numel * 16,
         actions=tuple(actions),
     )

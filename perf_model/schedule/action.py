@@ -1,6 +1,6 @@
-"""The vocabulary of a schedule: what can be done to one sub-group, and on which lane.
+"""Define the actions of a schedule: the steps of the update of one sub-group, and the lane that runs each of them.
 
-An action's text reads back: ``PREFETCH 3 slot 0 after FLUSH_STATES 1``.
+The text of an action can be parsed again: ``PREFETCH 3 slot 0 after FLUSH_STATES 1``.
 """
 
 from __future__ import annotations
@@ -12,33 +12,35 @@ from functools import cached_property
 
 
 class Lane(Enum):
-    """Executes its actions in the order they were issued; lanes run beside each other."""
+    """A queue that executes its actions in the order in which they were issued. Lanes run concurrently."""
 
     H2D = "h2d"
     COMPUTE = "compute"
     D2H = "d2h"
     CPU = "cpu"
 
-    # Enum hashes names in Python; a plan is found by simulations that look lanes up millions of times.
+    # Enum computes hashes in Python, from names. The search for a plan looks lanes up millions of times.
     __hash__ = object.__hash__
 
 
 class ActionKind(Enum):
     PREFETCH = "PREFETCH"
-    """fp32 p, m, v into a slot; the gradient is on the accelerator already."""
+    """Copy of fp32 p, m and v to a staging slot. The gradient is already on the accelerator."""
     GPU_STEP = "GPU_STEP"
-    """Unscale, clip and Adam on the slot, or on a resident's states; writes the 16-bit parameters in place."""
+    """Unscaling, clipping and Adam on the states in a slot, or on those of a resident sub-group. Writes the 16-bit
+    parameters in place."""
     FLUSH_STATES = "FLUSH_STATES"
-    """p, m, v from the slot back to host memory."""
+    """Copy of p, m and v from the slot back to host memory."""
     CPU_STEP = "CPU_STEP"
-    """Unscale, clip, Adam and rounding to 16 bit in host memory."""
+    """Unscaling, clipping, Adam and rounding to 16 bit, in host memory."""
     PUBLISH = "PUBLISH"
-    """16-bit parameters of a CPU sub-group to the accelerator."""
+    """Copy of the 16-bit parameters of a CPU sub-group to the accelerator."""
 
     __hash__ = object.__hash__
 
     @property
     def lane(self) -> Lane:
+        """Return the lane that runs actions of this kind."""
         return _LANES[self]
 
 
@@ -55,10 +57,10 @@ _TEXT = re.compile(r"(?P<kind>[A-Z_]+) (?P<sub_group>\d+)( slot (?P<slot>\d+))?(
 
 @dataclass(frozen=True)
 class Action:
-    """One piece of work on one sub-group.
+    """One step of the update of one sub-group.
 
-    ``slot`` is the staging slot it reads or writes (streamed sub-groups only). ``waits`` names actions of
-    *other* lanes that must have finished first; what is earlier on the same lane needs no wait.
+    ``slot`` is the staging slot that the action reads or writes (streamed sub-groups only). ``waits`` names the actions
+    of *other* lanes that must have finished before this one starts. Earlier actions of the same lane need no wait.
     """
 
     kind: ActionKind
@@ -68,11 +70,12 @@ class Action:
 
     @cached_property
     def name(self) -> str:
-        """Unique in a schedule; joins predicted with measured times."""
+        """Return the name, which is unique in a schedule: predicted and measured times are joined by it."""
         return f"{self.kind.value} {self.sub_group}"
 
     @property
     def lane(self) -> Lane:
+        """Return the lane that runs this action."""
         return _LANES[self.kind]
 
     def __str__(self) -> str:
@@ -82,11 +85,11 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The inverse of ``str``. Raises ``ValueError`` for text that is no action."""
+        """Return the action that ``text`` describes; the inverse of ``str``. Raise ``ValueError`` for other text."""
         match = _TEXT.fullmatch(text.strip())
         if match is None or match["kind"] not in ActionKind.__members__:
             raise ValueError(
-                f"An action reads 'KIND sub_group [slot N] [after NAME, NAME]' with KIND one of "
+                f"An action has the form 'KIND sub_group [slot N] [after NAME, NAME]', where KIND is one of "
                 f"{', '.join(ActionKind.__members__)}; found {text.strip()!r}."
             )
         return cls(

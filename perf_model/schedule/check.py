@@ -1,4 +1,4 @@
-"""Decides from the schedule alone whether executing it is safe, by happens-before."""
+"""Decide from the schedule alone, by happens-before, whether executing it is safe."""
 
 from __future__ import annotations
 
@@ -7,26 +7,29 @@ from collections import Counter, defaultdict
 from perf_model.schedule.action import Action, ActionKind
 from perf_model.schedule.happens_before import CHAINS, Clocks, dependencies
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.schedule import Schedule, bytes_of_slots, grid
+from perf_model.schedule.schedule import Schedule, bytes_of_slots, format_grid
 from perf_model.schedule.workload import Workload
 
 
 class ScheduleError(ValueError):
-    """A schedule that must not be executed; the message ends with the grid, the failing action marked."""
+    """A schedule that must not be executed. The message ends with its grid, in which the failing action is marked."""
 
     def __init__(self, schedule: Schedule, failing: Action | None, rule: str) -> None:
         self.failing = failing
-        where = "" if failing is None else f" At {failing}."
-        super().__init__(f"{rule}{where}\n{grid(schedule, failing)}")
+        location = "" if failing is None else f" At {failing}."
+        super().__init__(f"{rule}{location}\n{format_grid(schedule, failing)}")
 
 
 def check(schedule: Schedule, workload: Workload) -> tuple[Placement, ...]:
-    """The placements that ``schedule`` executes. Raises ``ScheduleError`` at its first fault.
+    """Return the placements that ``schedule`` executes. Raise ``ScheduleError`` at its first fault.
 
-    Checked: every sub-group has exactly the actions of one placement, once and in order; waits name actions of
-    other lanes, issued before, so that nothing deadlocks; every action starts after what it reads was written; a
-    slot is taken over only after its previous occupant was flushed, exists, and is large enough; and since an
-    occupant stays in its slot, all that is staged at any moment fits the declared memory if the slots do.
+    These rules are checked:
+
+    - Every sub-group has exactly the actions of one placement, each once and in order.
+    - Waits name actions of other lanes that were issued before, so that nothing deadlocks.
+    - Every action starts after the data that it reads was written.
+    - A slot exists, is large enough, and is reused only after the states of its previous occupant were flushed.
+    - The slots fit the declared memory. An occupant stays in its slot, so this holds for all staged data at any moment.
     """
     placements = _check_chains(schedule, workload)
     _check_slots(schedule, workload, placements)
@@ -39,7 +42,7 @@ def _check_chains(schedule: Schedule, workload: Workload) -> tuple[Placement, ..
     kinds: dict[int, list[ActionKind]] = defaultdict(list)
     for action in schedule.actions:
         if seen[action.name] > 1:
-            raise ScheduleError(schedule, action, "An action is issued once a step.")
+            raise ScheduleError(schedule, action, "An action is issued once per step.")
         if not 0 <= action.sub_group < len(workload.sub_groups):
             raise ScheduleError(schedule, action, f"There are {len(workload.sub_groups)} sub-groups.")
         kinds[action.sub_group].append(action.kind)
@@ -74,7 +77,7 @@ def _check_slots(schedule: Schedule, workload: Workload, placements: tuple[Place
         if action.slot is None or not 0 <= action.slot < schedule.num_slots:
             raise ScheduleError(schedule, action, f"{action.kind.value} needs one of {schedule.num_slots} slots.")
         if slot_of.setdefault(action.sub_group, action.slot) != action.slot:
-            raise ScheduleError(schedule, action, "A sub-group stays in the slot it was prefetched into.")
+            raise ScheduleError(schedule, action, "A sub-group stays in the slot that it was prefetched to.")
         numel = workload.sub_groups[action.sub_group].numel
         if numel > schedule.slot_numel:
             rule = f"A slot holds {schedule.slot_numel} parameters; sub-group {action.sub_group} has {numel}."
@@ -87,12 +90,12 @@ def _check_order(schedule: Schedule) -> None:
     clocks = Clocks()
     for action in schedule.actions:
         for name in action.waits:
-            if not clocks.issued(name):
-                raise ScheduleError(schedule, action, f"A wait names an action issued before; {name} is not.")
+            if not clocks.is_issued(name):
+                raise ScheduleError(schedule, action, f"A wait names an action that was issued before; {name} was not.")
             if by_name[name].lane is action.lane:
-                raise ScheduleError(schedule, action, f"A wait names another lane's action; {name} is on the same.")
-        start = clocks.before(action, action.waits)
+                raise ScheduleError(schedule, action, f"A wait names an action of another lane; {name} is on the same.")
+        start = clocks.start_clock(action, action.waits)
         for producer in needs[action.name]:
-            if not clocks.finished_by(start, producer):
+            if not clocks.has_finished(producer, start):
                 raise ScheduleError(schedule, action, f"{action.name} may start before {producer.name} has finished.")
         clocks.issue(action, start)

@@ -1,4 +1,10 @@
-"""Happens-before over a schedule, by vector clocks: one counter a lane."""
+"""Relate the actions of a schedule by happens-before: the order that is required, and the order that is guaranteed.
+
+``CHAINS`` and ``dependencies`` give the required order: the actions that must have finished before an action starts,
+because it reads or overwrites the memory that they write or read. ``Clocks`` gives the guaranteed order, by vector
+clocks with one counter per lane. ``lowering`` adds the waits without which the second would not imply the first, and
+``check`` verifies that it does.
+"""
 
 from __future__ import annotations
 
@@ -7,64 +13,20 @@ from collections.abc import Iterable, Sequence
 from perf_model.schedule.action import Action, ActionKind, Lane
 from perf_model.schedule.placement import Placement
 
-Clock = tuple[int, ...]
-"""How many actions of each lane have surely finished, in the order of ``Lane``."""
-
-_INDEX = {lane: index for index, lane in enumerate(Lane)}
-
-
-class Clocks:
-    """Vector clocks of actions, issued one by one.
-
-    Two rules order actions, both those of streams and events: a lane runs its actions in issue order, and an
-    action starts after every action that it waits for. That the host, too, may block while it issues is not
-    relied upon.
-    """
-
-    def __init__(self) -> None:
-        self._finished: dict[str, Clock] = {}
-        self._lane_clock: dict[Lane, Clock] = dict.fromkeys(Lane, (0,) * len(Lane))
-
-    def issue(self, action: Action, start: Clock) -> None:
-        """``start``: what ``before`` says of it and its waits."""
-        index = _INDEX[action.lane]
-        clock = (*start[:index], start[index] + 1, *start[index + 1 :])
-        self._finished[action.name] = clock
-        self._lane_clock[action.lane] = clock
-
-    def before(self, action: Action, waits: Iterable[str] = ()) -> Clock:
-        """The clock at which ``action``, issued now with these waits, would start.
-
-        Waits must name actions issued before: an event not yet recorded holds nobody back.
-        """
-        clock = self._lane_clock[action.lane]
-        for name in waits:
-            clock = tuple(map(max, clock, self._finished[name]))
-        return clock
-
-    def issued(self, name: str) -> bool:
-        return name in self._finished
-
-    def finished_by(self, clock: Clock, producer: Action) -> bool:
-        """Whether ``producer`` has surely finished at ``clock``."""
-        finished = self._finished.get(producer.name)
-        index = _INDEX[producer.lane]
-        return finished is not None and clock[index] >= finished[index]
-
-
 CHAINS: dict[Placement, tuple[ActionKind, ...]] = {
     Placement.CPU: (ActionKind.CPU_STEP, ActionKind.PUBLISH),
     Placement.STREAMED: (ActionKind.PREFETCH, ActionKind.GPU_STEP, ActionKind.FLUSH_STATES),
     Placement.RESIDENT: (ActionKind.GPU_STEP,),
 }
-"""The actions of one sub-group by placement; each reads what the one before it wrote."""
+"""The actions of one sub-group for each placement. Each action reads the output of the action before it."""
 
 
 def dependencies(actions: Sequence[Action]) -> dict[str, tuple[Action, ...]]:
-    """By action name, the actions that must have finished before it starts, of a well-formed schedule.
+    """Return, by action name, the actions that must have finished before the action starts.
 
-    The predecessor in the sub-group's chain; and for a PREFETCH the FLUSH_STATES of the slot's previous
-    occupant, which still reads what the prefetch overwrites.
+    These are the predecessor in the chain of the sub-group and, for a PREFETCH, the FLUSH_STATES of the previous
+    occupant of the slot, which still reads the memory that the prefetch overwrites. ``actions`` must be well-formed:
+    every sub-group has the actions of one chain, in order.
     """
     by_name = {action.name: action for action in actions}
     latest: dict[int, Action] = {}
@@ -79,3 +41,49 @@ def dependencies(actions: Sequence[Action]) -> dict[str, tuple[Action, ...]]:
             occupant[action.slot] = action
         needs[action.name] = tuple(required)
     return needs
+
+
+Clock = tuple[int, ...]
+"""The number of actions of each lane that have certainly finished, in the order of ``Lane``."""
+
+_INDEX = {lane: index for index, lane in enumerate(Lane)}
+
+
+class Clocks:
+    """The vector clocks of actions that are issued one by one.
+
+    Two rules order actions, and both are the rules of streams and events: a lane runs its actions in issue order, and
+    an action starts after every action that it waits for. The host may also block while it issues; the clocks do not
+    rely on that.
+    """
+
+    def __init__(self) -> None:
+        self._finished: dict[str, Clock] = {}
+        self._lane_clock: dict[Lane, Clock] = dict.fromkeys(Lane, (0,) * len(Lane))
+
+    def issue(self, action: Action, start: Clock) -> None:
+        """Record that ``action`` is issued. ``start`` is the result of ``start_clock`` for it and its waits."""
+        index = _INDEX[action.lane]
+        clock = (*start[:index], start[index] + 1, *start[index + 1 :])
+        self._finished[action.name] = clock
+        self._lane_clock[action.lane] = clock
+
+    def start_clock(self, action: Action, waits: Iterable[str] = ()) -> Clock:
+        """Return the clock at which ``action``, issued now with these waits, would start.
+
+        Waits must name actions that were issued before: waiting for an event that is not yet recorded has no effect.
+        """
+        clock = self._lane_clock[action.lane]
+        for name in waits:
+            clock = tuple(map(max, clock, self._finished[name]))
+        return clock
+
+    def is_issued(self, name: str) -> bool:
+        """Return whether the action of that name was issued."""
+        return name in self._finished
+
+    def has_finished(self, producer: Action, clock: Clock) -> bool:
+        """Return whether ``producer`` has certainly finished at ``clock``."""
+        finished = self._finished.get(producer.name)
+        index = _INDEX[producer.lane]
+        return finished is not None and clock[index] >= finished[index]

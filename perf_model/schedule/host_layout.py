@@ -1,7 +1,7 @@
-"""How one rank's page-locked slab is laid out: sub-group by sub-group, a part for each tensor in host memory.
+"""Lay out one rank's page-locked slab: sub-group by sub-group, with one part for each tensor in host memory.
 
-One allocation is registered once. PyTorch's caching allocator of pinned memory would round each tensor up to a power
-of two (``ATen/core/CachingHostAllocator.h``).
+One allocation is registered with the driver once. PyTorch's caching allocator of pinned memory would round each tensor
+up to a power of two (``ATen/core/CachingHostAllocator.h``).
 """
 
 from __future__ import annotations
@@ -12,21 +12,19 @@ from dataclasses import dataclass
 
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-
-FP32_BYTES = 4
+from perf_model.schedule.workload import FP32_BYTES, STATES
 
 ALIGNMENT_BYTES = 64
-"""A cache line: vectors are aligned, and no two tensors share one."""
-
-STATES = ("master", "exp_avg", "exp_avg_sq")
+"""The size of a cache line: vectors are aligned, and no two tensors share a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
-    """Bytes of an element: 2, or 4 for the parameters of an fp32 model and for gradients accumulated in fp32.
+    """Bytes per element of the parameters and of the gradients.
 
-    ``publishes``: not where the CPU writes the model's own parameters, because the accelerator shares host memory or
-    because DeepSpeed offloads parameters.
+    They are 2, or 4 for the parameters of an fp32 model and for gradients that are accumulated in fp32. ``publishes``
+    is false if the CPU writes the parameters of the model itself, because the accelerator shares host memory or because
+    DeepSpeed offloads parameters.
     """
 
     param: int
@@ -34,8 +32,11 @@ class Widths:
     publishes: bool = True
 
     def on_host(self, placement: Placement) -> dict[str, int]:
-        """The tensors of a sub-group in host memory: none of a resident; of what the CPU updates its gradient, too, and
-        the rounded parameters to publish; those that are fp32 are published from ``master``."""
+        """Return the tensors that a sub-group has in host memory, with their bytes per element.
+
+        A resident sub-group has none. A CPU sub-group also has its gradient and, if they are published, the rounded
+        parameters; parameters that are fp32 are published from ``master``.
+        """
         if placement is Placement.RESIDENT:
             return {}
         widths = dict.fromkeys(STATES, FP32_BYTES)
@@ -46,13 +47,13 @@ class Widths:
         return widths
 
     def slab_bytes(self, plan: UpdatePlan) -> int:
-        """Of one rank."""
+        """Return the size of one rank's slab."""
         return sum(self.host_bytes(plan, placement) for placement in Placement)
 
     def host_bytes(self, plan: UpdatePlan, placement: Placement) -> int:
-        """Return what the sub-groups with that placement take of one rank's slab."""
+        """Return the bytes of one rank's slab that the sub-groups with that placement take."""
         placed = zip(plan.workload.sub_groups, plan.placements, strict=True)
-        numels = Counter(sub_group.numel for sub_group, its in placed if its is placement)
+        numels = Counter(sub_group.numel for sub_group, candidate in placed if candidate is placement)
         return sum(
             count * _aligned(numel * width)
             for numel, count in numels.items()
@@ -61,8 +62,8 @@ class Widths:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """A tensor of ``numel`` elements."""
+class SlabTensor:
+    """A tensor of ``numel`` elements in the slab: one of ``STATES``, ``"grad"`` or ``"rounded"`` of a sub-group."""
 
     sub_group: int
     name: str
@@ -70,12 +71,12 @@ class Part:
     numel: int
 
 
-def parts_of(plan: UpdatePlan, widths: Widths) -> Iterator[Part]:
-    """In the slab of ``plan``, in order, each aligned to ``ALIGNMENT_BYTES``."""
+def slab_tensors(plan: UpdatePlan, widths: Widths) -> Iterator[SlabTensor]:
+    """Yield the tensors in the slab of ``plan`` in order, each aligned to ``ALIGNMENT_BYTES``."""
     offset_bytes = 0
     for index, (sub_group, placement) in enumerate(zip(plan.workload.sub_groups, plan.placements, strict=True)):
         for name, width in widths.on_host(placement).items():
-            yield Part(sub_group=index, name=name, offset_bytes=offset_bytes, numel=sub_group.numel)
+            yield SlabTensor(sub_group=index, name=name, offset_bytes=offset_bytes, numel=sub_group.numel)
             offset_bytes += _aligned(sub_group.numel * width)
 
 

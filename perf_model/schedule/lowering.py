@@ -1,4 +1,8 @@
-"""Lowering passes: placement and order -> slots -> issue order -> waits. Pure functions, one after another."""
+"""Lower a placement to a schedule: assign slots, order the actions, and insert the waits.
+
+``lower`` runs the passes, which are pure functions, one after another. ``serial_schedule`` builds the schedule of stock
+DeepSpeed instead, in which nothing overlaps, so that its update is predicted by the same simulation.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from perf_model.schedule.workload import Workload
 
 
 def lower(workload: Workload, placements: Sequence[Placement], num_slots: int, order: Sequence[int]) -> Schedule:
-    """The schedule that executes ``placements``; the host turns to the sub-groups in ``order``."""
+    """Return the schedule that executes ``placements``, with the sub-groups processed in ``order``."""
     num_slots, slot_numel = needed_slots(workload, placements, num_slots)
     slots = assign_slots([index for index in order if placements[index] is Placement.STREAMED], num_slots)
     return Schedule(
@@ -24,22 +28,22 @@ def lower(workload: Workload, placements: Sequence[Placement], num_slots: int, o
 
 
 def needed_slots(workload: Workload, placements: Sequence[Placement], num_slots: int) -> tuple[int, int]:
-    """How many, never more than streamed sub-groups, and the length in parameters of each."""
+    """Return the number of slots, at most one per streamed sub-group, and the length of each in parameters."""
     placed = zip(workload.sub_groups, placements, strict=True)
     streamed = [sub_group.numel for sub_group, placement in placed if placement is Placement.STREAMED]
     return min(num_slots, len(streamed)), max(streamed, default=0)
 
 
 def assign_slots(streamed: Sequence[int], num_slots: int) -> dict[int, int]:
-    """Slot of each streamed sub-group, round robin in update order."""
+    """Return the slot of each streamed sub-group: round robin in update order."""
     return {index: position % num_slots for position, index in enumerate(streamed)}
 
 
 def issue_order(order: Sequence[int], placements: Sequence[Placement], slots: dict[int, int]) -> list[Action]:
-    """Actions, without waits, in the order the host issues them.
+    """Return the actions, without waits, in the order in which the host issues them.
 
-    CPU updates wait for nobody and go first, so that the CPU lane is never idle. A prefetch is issued as soon as the
-    flush that frees its slot has been, so that the h2d lane runs ahead by the number of slots.
+    CPU updates wait for nothing and are issued first, so that the CPU lane is never idle. A prefetch is issued right
+    after the flush that frees its slot, so that the h2d lane runs ahead by the number of slots.
     """
     on_cpu = [index for index in order if placements[index] is Placement.CPU]
     streamed = [index for index in order if placements[index] is Placement.STREAMED]
@@ -63,30 +67,34 @@ def issue_order(order: Sequence[int], placements: Sequence[Placement], slots: di
 
 
 def insert_waits(actions: Sequence[Action]) -> list[Action]:
-    """Add the wait of every dependency that lane order and the waits before it do not imply already."""
+    """Return the actions with a wait for each dependency that lane order and the earlier waits do not imply."""
     needs = dependencies(actions)
     clocks = Clocks()
     lowered = []
     for action in actions:
         waits: tuple[str, ...] = ()
-        start = clocks.before(action)
-        # Latest producer first: its clock may cover the others.
+        start = clocks.start_clock(action)
+        # Begin with the latest producer: its clock may cover the others.
         for producer in reversed(needs[action.name]):
-            if not clocks.finished_by(start, producer):
+            if not clocks.has_finished(producer, start):
                 waits = (producer.name, *waits)
-                start = clocks.before(action, waits)
+                start = clocks.start_clock(action, waits)
         clocks.issue(action, start)
         lowered.append(Action(action.kind, action.sub_group, action.slot, waits) if waits else action)
     return lowered
 
 
 def serial_schedule(placements: Sequence[Placement]) -> Schedule:
-    """Each action waits for the one before it. ``RESIDENT`` sub-groups are Twin-Flow's; nothing is streamed."""
+    """Return the schedule of stock DeepSpeed, in which each action waits for the action before it.
+
+    Resident sub-groups are those that Twin-Flow keeps on the accelerator. Stock streams nothing: ``placements`` must
+    not contain ``STREAMED``.
+    """
     assert Placement.STREAMED not in placements
     actions: list[Action] = []
     for sub_group, placement in enumerate(placements):
         for kind in CHAINS[placement]:
-            # What is earlier on the same lane needs no wait.
+            # An earlier action of the same lane needs no wait.
             waits = tuple(before.name for before in actions[-1:] if before.lane is not kind.lane)
             actions.append(Action(kind, sub_group, waits=waits))
     return Schedule(num_slots=0, slot_numel=0, staging_bytes=0, actions=tuple(actions))

@@ -1,7 +1,7 @@
-"""Orders in which the host turns to the sub-groups: to update a streamed or a resident one, to publish a CPU one.
+"""Order the sub-groups of an update: the streamed and resident ones by their update, the CPU ones by their publish.
 
-All lanes are to finish together. The host blocks until a CPU sub-group is updated before it publishes it, so before
-that it issues the share of the others that should be done by then, counted in parameters.
+All lanes should finish together. Before the host publishes a CPU sub-group, it blocks until the CPU has updated it. So
+before each publish the host issues the share of the other sub-groups that should be done by then, in parameters.
 """
 
 from __future__ import annotations
@@ -12,22 +12,29 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.workload import Workload
 
 
-def as_forward_needs(
+def forward_order(
     workload: Workload, placements: Sequence[Placement], first_use: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Those of each placement in the order of ``first_use``, which names every sub-group, or by index where it is not
-    known; residents first, as they are ready at once."""
+    """Return an order in which forward finds the sub-groups of each placement ready in the order of their first use.
+
+    ``first_use`` names every sub-group once, in the order in which forward uses them; None stands for the order of the
+    indices. Resident sub-groups come first: they are ready immediately.
+    """
     in_order = range(len(placements)) if first_use is None else first_use
-    by_placement = {its: [index for index in in_order if placements[index] is its] for its in Placement}
+    by_placement = {
+        placement: [index for index in in_order if placements[index] is placement] for placement in Placement
+    }
     residents = by_placement.pop(Placement.RESIDENT)
     return (*residents, *_merge_by_progress(workload, by_placement))
 
 
-def rising_and_falling(workload: Workload, placements: Sequence[Placement]) -> tuple[int, ...]:
-    """Of each placement, the longer the nearer to the middle; residents between the streamed, which need the GPU, too.
+def longest_in_the_middle(workload: Workload, placements: Sequence[Placement]) -> tuple[int, ...]:
+    """Return an order in which, for each placement, a sub-group is the nearer to the middle the longer it is.
 
-    When the first is prefetched nothing can be flushed yet, and when the last is flushed nothing is left to prefetch:
-    there a long one, often the embedding, costs the most.
+    While the first sub-group is prefetched, nothing can be flushed yet, and while the last one is flushed, nothing is
+    left to prefetch. In these positions a long sub-group, often the embedding, costs the most. Resident sub-groups are
+    spread among the streamed ones, because both need the GPU. For example, streamed sub-groups of lengths 500, 10, 20,
+    30, 40 and 600 are ordered 10, 30, 500, 600, 40, 20.
     """
     by_placement: dict[Placement, list[int]] = {}
     for placement in Placement:
@@ -37,11 +44,14 @@ def rising_and_falling(workload: Workload, placements: Sequence[Placement]) -> t
 
 
 def _placed(placements: Sequence[Placement], placement: Placement) -> list[int]:
-    return [index for index, its in enumerate(placements) if its is placement]
+    return [index for index, candidate in enumerate(placements) if candidate is placement]
 
 
 def _merge_by_progress(workload: Workload, by_placement: dict[Placement, list[int]]) -> Iterable[int]:
-    """CPU sub-groups when they should be done, the others when they should be half done."""
+    """Merge the sub-groups: those of the CPU at the time they should be done, the others when they should be half done.
+
+    Time is the share of the parameters of the same placement that are updated by then.
+    """
     due: list[tuple[float, bool, int]] = []
     for placement, indices in by_placement.items():
         total = sum(workload.sub_groups[index].numel for index in indices)

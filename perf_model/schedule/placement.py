@@ -1,4 +1,4 @@
-"""Where a sub-group is updated, and the rules that place sub-groups without a measurement."""
+"""Define where a sub-group is updated, and the rules that place sub-groups without a measurement."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from perf_model.schedule.workload import Workload
 
 
 class Placement(Enum):
+    """The place where the states of a sub-group are kept and updated."""
+
     CPU = "cpu"
-    """State stays in host memory; Adam runs on the host."""
+    """The states stay in host memory, and Adam runs on the host."""
     STREAMED = "streamed"
-    """State goes from host memory to a slot on the accelerator and back, each step."""
+    """The states are copied from host memory to a slot on the accelerator and back in each step."""
     RESIDENT = "resident"
-    """State stays in accelerator memory, and is updated there."""
+    """The states stay in accelerator memory and are updated there."""
 
 
 def place_all(workload: Workload, placement: Placement) -> tuple[Placement, ...]:
+    """Return ``placement`` for every sub-group."""
     return tuple(placement for _ in workload.sub_groups)
 
 
 def place_by_stride(workload: Workload, stride: int) -> tuple[Placement, ...]:
-    """Every ``stride``-th sub-group streamed: index i with (i + 1) % stride == 0 (arXiv 2410.21316)."""
+    """Stream every ``stride``-th sub-group: index i with (i + 1) % stride == 0 (arXiv 2410.21316)."""
     return tuple(
         Placement.STREAMED if (sub_group.index + 1) % stride == 0 else Placement.CPU
         for sub_group in workload.sub_groups
@@ -31,9 +34,9 @@ def place_by_stride(workload: Workload, stride: int) -> tuple[Placement, ...]:
 def place_by_fraction(workload: Workload, gpu_fraction: float) -> tuple[Placement, ...]:
     """Stream about ``gpu_fraction`` of the *parameters*, spread evenly over the sub-groups.
 
-    Error diffusion: a sub-group is streamed when that brings the parameters streamed so far nearer to their
-    share of the parameters seen so far. At every prefix, and so in all, the streamed parameters are within
-    half of the largest sub-group of their share.
+    The rule is error diffusion: a sub-group is streamed if that brings the parameters streamed so far nearer to their
+    share of the parameters seen so far. At every prefix, and so overall, the streamed parameters differ from their
+    share by at most half of the largest sub-group.
     """
     placements = []
     owed = 0.0

@@ -1,4 +1,4 @@
-"""An ``UpdatePlan``: a placement for each sub-group, and the slots that streaming goes through."""
+"""Define ``UpdatePlan``: a placement for each sub-group, and the number of slots that streaming uses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from perf_model.schedule.lowering import lower
-from perf_model.schedule.order import as_forward_needs
+from perf_model.schedule.order import forward_order
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
@@ -15,10 +15,11 @@ from perf_model.schedule.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan:
-    """``order``: in which the host turns to the sub-groups; None is as forward needs them (``order.py``).
+    """A placement for each sub-group of ``workload``, and at most ``num_slots`` slots for the streamed ones.
 
-    Raises ``ValueError`` if there is not exactly one placement a sub-group, or no slot, or an order that names not
-    each sub-group once.
+    ``order`` is the order in which the host processes the sub-groups; None stands for ``order.forward_order``. The
+    actions of the plan are in ``schedule``, which is derived on first use. Raise ``ValueError`` unless there is exactly
+    one placement per sub-group, at least one slot, and an order that names each sub-group once.
     """
 
     workload: Workload
@@ -29,7 +30,7 @@ class UpdatePlan:
     def __post_init__(self) -> None:
         if len(self.placements) != len(self.workload.sub_groups):
             raise ValueError(
-                f"A plan has one placement a sub-group: {len(self.workload.sub_groups)} sub-groups, "
+                f"A plan has one placement per sub-group: {len(self.workload.sub_groups)} sub-groups, "
                 f"found {len(self.placements)} placements."
             )
         if self.num_slots < 1:
@@ -41,28 +42,41 @@ class UpdatePlan:
 
     @cached_property
     def schedule(self) -> Schedule:
-        order = self.order or as_forward_needs(self.workload, self.placements)
+        """Lower the plan to its schedule, on first use, and return the same value from then on.
+
+        This property is the arrow "plan -> schedule" of the design: the executor, the simulation, the check and the
+        grid take the actions of an update from here, and decide nothing themselves. It is lazy because the search drops
+        most plans without looking at their actions.
+        """
+        order = self.order or forward_order(self.workload, self.placements)
         return lower(self.workload, self.placements, self.num_slots, order)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal on two ranks exactly if they execute the same actions on sub-groups of the same lengths."""
+        """Return a hash of the actions and of the lengths of the sub-groups.
+
+        It is equal on two ranks if and only if they execute the same actions on sub-groups of the same lengths.
+        """
         numels = " ".join(str(sub_group.numel) for sub_group in self.workload.sub_groups)
         return hashlib.sha256(f"{numels}\n{self.schedule}".encode()).hexdigest()[:16]
 
     def numel(self, placement: Placement) -> int:
-        """Parameters of this rank with that placement."""
+        """Return the number of this rank's parameters with that placement."""
         placed = zip(self.workload.sub_groups, self.placements, strict=True)
-        return sum(sub_group.numel for sub_group, its in placed if its is placement)
+        return sum(sub_group.numel for sub_group, candidate in placed if candidate is placement)
 
     @property
     def largest_on_accelerator(self) -> int:
-        """Return the length of the largest sub-group that is updated on the accelerator, 0 where there is none."""
+        """Return the length of the largest sub-group that is updated on the accelerator, 0 if there is none."""
         placed = zip(self.workload.sub_groups, self.placements, strict=True)
-        return max((sub_group.numel for sub_group, where in placed if where is not Placement.CPU), default=0)
+        return max((sub_group.numel for sub_group, placement in placed if placement is not Placement.CPU), default=0)
 
     def __str__(self) -> str:
-        counts = ", ".join(f"{self.placements.count(its)} {its.value}" for its in Placement if its in self.placements)
+        counts = ", ".join(
+            f"{self.placements.count(placement)} {placement.value}"
+            for placement in Placement
+            if placement in self.placements
+        )
         share = 1 - self.numel(Placement.CPU) / max(1, self.workload.numel)
         return (
             f"{len(self.placements)} sub-groups, {self.workload.numel:,} parameters: {counts} "

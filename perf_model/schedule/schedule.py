@@ -1,6 +1,6 @@
-"""A ``Schedule``: the actions of one update phase, as a value.
+"""Define ``Schedule``, the actions of one update as a value, and format it as a grid.
 
-It is executed, simulated, checked and drawn; none of these adds a decision of its own.
+A schedule is executed, simulated, checked and drawn. None of these adds a decision of its own.
 """
 
 from __future__ import annotations
@@ -9,24 +9,26 @@ import re
 from dataclasses import dataclass
 
 from perf_model.schedule.action import Action, Lane
+from perf_model.schedule.workload import FP32_BYTES, STATES
 
 _HEADER = re.compile(r"schedule slots (?P<slots>\d+) slot_numel (?P<numel>\d+) staging_bytes (?P<bytes>\d+)")
 
-STAGED_BYTES_PER_PARAM = 12
-"""What a slot holds of a parameter: fp32 p, m and v. The gradient is on the accelerator already."""
+STAGED_BYTES_PER_PARAM = len(STATES) * FP32_BYTES
+"""Bytes per parameter that a slot holds: fp32 p, m and v. The gradient is already on the accelerator."""
 
 
 def bytes_of_slots(num_slots: int, slot_numel: int) -> int:
+    """Return the bytes of ``num_slots`` staging slots of ``slot_numel`` parameters each."""
     return num_slots * slot_numel * STAGED_BYTES_PER_PARAM
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Actions in the order the host issues them, and the staging memory they need.
+    """The actions in the order in which the host issues them, and the staging memory that they need.
 
     ``slot_numel`` is the length, in parameters, of each of the ``num_slots`` staging slots. ``staging_bytes`` is the
-    accelerator memory that the schedule declares: the runtime reserves the slots in it, once, and nothing beside.
-    The text form (``str``) reads back with ``parse``.
+    accelerator memory that the schedule declares: the runtime reserves the slots within it, once, and nothing else.
+    The text form (``str``) can be parsed again with ``parse``.
     """
 
     num_slots: int
@@ -40,7 +42,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """The inverse of ``str``. Raises ``ValueError`` for text that is no schedule."""
+        """Return the schedule that ``text`` describes; the inverse of ``str``. Raise ``ValueError`` for other text."""
         header, *lines = text.strip().splitlines() or [""]
         match = _HEADER.fullmatch(header)
         if match is None:
@@ -55,8 +57,11 @@ class Schedule:
         )
 
 
-def grid(schedule: Schedule, failing: Action | None = None) -> str:
-    """The grid; the row of ``failing`` (that very object) is marked with ``>``."""
+def format_grid(schedule: Schedule, failing: Action | None = None) -> str:
+    """Return the schedule as text: one row per action in issue order, one column per lane.
+
+    The row of ``failing``, compared by identity, is marked with ``>``.
+    """
 
     def cell(action: Action) -> str:
         return action.name if action.slot is None else f"{action.name} [{action.slot}]"

@@ -1,1 +1,5 @@
-"""Which placement of the sub-groups takes the least exposed time within the memory budgets?"""
+"""Search for the placement of the sub-groups that exposes the least time within the memory budgets.
+
+Begin with ``planner.py``. It simulates candidate placements; ``bounds.py`` and ``pruning.py`` rule candidates out
+without a simulation, and ``spread.py`` makes candidates.
+"""

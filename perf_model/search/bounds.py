@@ -1,10 +1,11 @@
-"""What no schedule can beat: each limit must have its seconds, however well everything overlaps (DESIGN 5).
+"""Compute lower bounds: no schedule can finish before its busiest resource has done its work.
 
-With shares x of the parameters streamed, r resident and the rest updated on the CPU, a limit (``limits.py``) takes
-T(x, r) = (x * streamed + r * resident + (1 - x - r) * cpu) * numel seconds; the update takes at least the maximum over
-the limits, and no placement less than the minimum of that over x and r. A resident share takes nothing that a streamed
-one does not take as well, so the minimum streams nothing or has as many residents as fit: it is on one of two straight
-lines, where two limits cross or at an end.
+Let x be the share of the parameters that is streamed, and r the resident share; the CPU updates the rest. A constraint
+(``resource_constraints.py``) is then busy for T(x, r) = (x * streamed + r * resident + (1 - x - r) * cpu) * numel
+seconds. The update takes at least the maximum of T over the constraints, and the best update takes at least the minimum
+of that maximum over x and r. A resident share uses nothing that a streamed share does not use as well. So at the
+minimum, either nothing is streamed or as many parameters are resident as fit. Hence the minimum is on one of two
+straight lines: at an end, or where two constraints cross.
 """
 
 from __future__ import annotations
@@ -16,68 +17,77 @@ import numpy as np
 
 from perf_model.prediction.cost import CostModel, Resource
 from perf_model.prediction.memory import cuda_bytes_of, gradients_on_accelerator, resident_bytes_of
-from perf_model.prediction.overlap_windows import EARLY, Windows
+from perf_model.prediction.overlap_windows import ALLOWED_IN_BACKWARD, Windows
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.happens_before import CHAINS
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.workload import Workload
-from perf_model.search.limits import KINDS, Array, Limits
+from perf_model.search.resource_constraints import KINDS, Array, ResourceConstraints
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mix:
-    """Shares of the parameters; the rest is updated on the CPU."""
+class PlacementShares:
+    """The shares of the parameters that are streamed and resident; the rest is updated on the CPU."""
 
     streamed: float = 0.0
     resident: float = 0.0
 
-    def of(self, placement: Placement) -> float:
+    def share(self, placement: Placement) -> float:
+        """Return the share of the parameters with ``placement``."""
         shares = {Placement.STREAMED: self.streamed, Placement.RESIDENT: self.resident}
         return shares.get(placement, 1.0 - self.streamed - self.resident)
 
-    def towards(self, other: Mix, way: float) -> Mix:
-        return Mix(
-            streamed=self.streamed + way * (other.streamed - self.streamed),
-            resident=self.resident + way * (other.resident - self.resident),
+    def interpolate(self, other: PlacementShares, weight: float) -> PlacementShares:
+        """Return the point on the straight line to ``other``: these shares for weight 0, ``other`` for weight 1."""
+        return PlacementShares(
+            streamed=self.streamed + weight * (other.streamed - self.streamed),
+            resident=self.resident + weight * (other.resident - self.resident),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
-    """The share of the parameters that can be resident at most: where nothing is streamed, and beside one slot.
+class ResidentCapacity:
+    """Upper bounds of the shares of the parameters whose states fit in GPU memory.
 
-    ``prefetched``: the share whose states can be on the accelerator when the step is decided.
+    ``alone`` is the share that can be resident if nothing is streamed, ``with_a_slot`` the share next to one staging
+    slot. ``prefetched`` is the share whose states can be on the accelerator when the step is decided.
     """
 
     alone: float = 0.0
-    beside_a_slot: float = 0.0
+    with_a_slot: float = 0.0
     prefetched: float = 1.0
 
     @classmethod
-    def same(cls, share: float) -> Room:
-        return cls(alone=share, beside_a_slot=share)
+    def uniform(cls, share: float) -> ResidentCapacity:
+        """Return the capacity of ``share``, with or without a slot, and no limit for prefetches."""
+        return cls(alone=share, with_a_slot=share)
 
     @classmethod
-    def of(cls, workload: Workload, gpu_bytes: int | None) -> Room:
-        """With so many bytes of accelerator memory, None for any number; room for the gradients is kept free."""
+    def from_gpu_bytes(cls, workload: Workload, gpu_bytes: int | None) -> ResidentCapacity:
+        """Return the capacity of ``gpu_bytes`` of GPU memory (None: unlimited), after reserving the gradients."""
         if gpu_bytes is None:
-            return cls.same(1.0)
+            return cls.uniform(1.0)
         numels = (sub_group.numel for sub_group in workload.sub_groups)
-        gpu_bytes -= cuda_bytes_of(gradients_on_accelerator(numels, LEAST_GRADIENT_BYTES)) - MOST_SHARED_BYTES
+        gpu_bytes -= cuda_bytes_of(gradients_on_accelerator(numels, MIN_GRADIENT_BYTES)) - MAX_SHARED_BYTES
         slot_bytes = min(resident_bytes_of(sub_group.numel) for sub_group in workload.sub_groups)
-        alone = _share_in(gpu_bytes, workload)
-        return cls(alone=alone, beside_a_slot=_share_in(gpu_bytes - slot_bytes, workload), prefetched=alone)
+        alone = _share_that_fits(gpu_bytes, workload)
+        return cls(alone=alone, with_a_slot=_share_that_fits(gpu_bytes - slot_bytes, workload), prefetched=alone)
 
 
-LEAST_GRADIENT_BYTES = 2
-"""Of a parameter."""
+MIN_GRADIENT_BYTES = 2
+"""Bytes per parameter that a gradient takes at least."""
 
-MOST_SHARED_BYTES = 22 * 2**20
-"""Of the segments that gradients are in, states can be in the last ones, too."""
+MAX_SHARED_BYTES = 22 * 2**20
+"""Bytes that states can take at most in the segments that the allocator reserves for gradients: in the last segment of
+each size, 2 and 20 MiB."""
 
 
-def _share_in(gpu_bytes: int, workload: Workload) -> float:
-    """No more can be resident than is densest, nor than as many as the least, if they were the largest, have."""
+def _share_that_fits(gpu_bytes: int, workload: Workload) -> float:
+    """Return an upper bound of the share that fits.
+
+    The share is at most that of the sub-groups with the fewest bytes per parameter, filled up to ``gpu_bytes``. It is
+    also at most that of the N largest sub-groups, where N is the number of the smallest sub-groups that would fit.
+    """
     numels = np.sort([sub_group.numel for sub_group in workload.sub_groups])
     each_bytes = np.array([resident_bytes_of(numel) for numel in numels.tolist()])
     count = int(np.searchsorted(np.cumsum(np.sort(each_bytes)), max(0, gpu_bytes), side="right"))
@@ -89,117 +99,156 @@ def _share_in(gpu_bytes: int, workload: Workload) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """``mix`` reaches it; ``binding`` is the resource that has most to do in it."""
+    """A lower bound of the time of an update.
+
+    ``shares`` reach it if nothing else slows them, and ``binding`` is the resource that is busiest then.
+    """
 
     seconds: float
     binding: Resource
-    mix: Mix
+    shares: PlacementShares
 
 
-NO_ROOM = Room()
+NO_CAPACITY = ResidentCapacity()
+"""No GPU memory for residents."""
 
 
-def work_bound(numel: int, cost: CostModel, room: Room = NO_ROOM) -> Bound:
-    """Of all the update's work, exposed and hidden together. ``room``: for residents."""
-    return exposed_bound(numel, cost, Windows(), room)
+def work_bound(numel: int, cost: CostModel, capacity: ResidentCapacity = NO_CAPACITY) -> Bound:
+    """Return a lower bound of all the work of the update: exposed and hidden time together."""
+    return exposed_bound(numel, cost, Windows(), capacity)
 
 
-def exposed_bound(numel: int, cost: CostModel, windows: Windows, room: Room = NO_ROOM) -> Bound:
-    """Of what is left to be seen when each limit has used its windows; 0 seconds if nothing is.
+def exposed_bound(numel: int, cost: CostModel, windows: Windows, capacity: ResidentCapacity = NO_CAPACITY) -> Bound:
+    """Return a lower bound of the exposed time of the update, at least 0 s.
 
-    Of what a limit has to do, backward can hide no more than it lasts, nothing but prefetches, and of these no more
-    than the accelerator has room for beside the residents: three rows for each limit.
+    It is the busy time of each constraint minus the time that backward and forward can hide. Forward can hide any work
+    while it lasts. For backward there are three rows per constraint: it hides at most as long as it lasts, it hides
+    nothing but prefetches, and it hides only the prefetches that fit on the accelerator next to the residents.
     """
-    limits = Limits.of(cost)
-    early_s = limits.seconds[:, KINDS.index(EARLY)]
+    constraints = ResourceConstraints.from_cost(cost)
+    prefetch_s = constraints.seconds[:, KINDS.index(ALLOWED_IN_BACKWARD)]
     per_param = {}
-    for its in Placement:
-        all_s = limits.of_placement(its)
-        resident, streamed = its is Placement.RESIDENT, its is Placement.STREAMED
-        per_param[its] = np.concatenate([all_s, all_s - early_s * streamed, all_s + early_s * resident])
-    nothing_s = np.zeros(len(early_s))
-    in_backward_s = np.concatenate([nothing_s + windows.backward_s, nothing_s, room.prefetched * numel * early_s])
+    for placement in Placement:
+        all_s = constraints.seconds_per_param(placement)
+        resident, streamed = placement is Placement.RESIDENT, placement is Placement.STREAMED
+        per_param[placement] = np.concatenate([all_s, all_s - prefetch_s * streamed, all_s + prefetch_s * resident])
+    nothing_s = np.zeros(len(prefetch_s))
+    in_backward_s = np.concatenate(
+        [nothing_s + windows.backward_s, nothing_s, capacity.prefetched * numel * prefetch_s]
+    )
     rows = {
-        row + block * len(early_s): resource for block in range(3) for row, resource in limits.rows_of_resources.items()
+        row + block * len(prefetch_s): resource
+        for block in range(3)
+        for row, resource in constraints.resource_rows.items()
     }
-    return least(numel, per_param, rows, -windows.forward_s - in_backward_s, lines(cost.placements, room))
+    return least_bound(
+        numel, per_param, rows, -windows.forward_s - in_backward_s, candidate_lines(cost.placements, capacity)
+    )
 
 
-def first_needed_bound(workload: Workload, cost: CostModel, windows: Windows, room: Room = NO_ROOM) -> Bound:
-    """Of what is seen, too: forward needs the first sub-group before it can hide anything."""
+def first_needed_bound(
+    workload: Workload, cost: CostModel, windows: Windows, capacity: ResidentCapacity = NO_CAPACITY
+) -> Bound:
+    """Return a second lower bound of the exposed time: forward needs the first sub-group before it can hide anything.
+
+    The bound is the time of the fastest placement that the first sub-group can have, minus the prefetch that backward
+    can hide.
+    """
     numel = workload.sub_groups[0].numel
-    possible = {Placement.CPU: True, Placement.STREAMED: room.prefetched > 0, Placement.RESIDENT: room.alone > 0}
+    possible = {
+        Placement.CPU: True,
+        Placement.STREAMED: capacity.prefetched > 0,
+        Placement.RESIDENT: capacity.alone > 0,
+    }
     found = []
-    for its in filter(possible.get, cost.placements):
-        # It does not wait for the flush.
-        kinds = [kind for kind in CHAINS[its] if kind is not ActionKind.FLUSH_STATES]
+    for placement in filter(possible.get, cost.placements):
+        # Forward does not wait for the flush of the states.
+        kinds = [kind for kind in CHAINS[placement] if kind is not ActionKind.FLUSH_STATES]
         seconds = {kind: cost.load(kind, numel).total_s for kind in kinds}
-        if EARLY in seconds:
-            seconds[EARLY] = max(0.0, seconds[EARLY] - windows.backward_s)
+        if ALLOWED_IN_BACKWARD in seconds:
+            seconds[ALLOWED_IN_BACKWARD] = max(0.0, seconds[ALLOWED_IN_BACKWARD] - windows.backward_s)
         binding = cost.busiest(max(kinds, key=lambda kind: seconds[kind]))
-        mix = Mix(streamed=float(its is Placement.STREAMED), resident=float(its is Placement.RESIDENT))
-        found.append(Bound(seconds=sum(seconds.values()), binding=binding, mix=mix))
+        shares = PlacementShares(
+            streamed=float(placement is Placement.STREAMED), resident=float(placement is Placement.RESIDENT)
+        )
+        found.append(Bound(seconds=sum(seconds.values()), binding=binding, shares=shares))
     return min(found, key=lambda bound: bound.seconds)
 
 
-def lines(occurring: Collection[Placement], room: Room) -> list[tuple[Mix, Mix]]:
-    """The mixes of these placements among which a least one is; none if they cannot take all of the parameters."""
-    alone, beside = (room.alone, room.beside_a_slot) if Placement.RESIDENT in occurring else (0.0, 0.0)
+def candidate_lines(
+    occurring: Collection[Placement], capacity: ResidentCapacity
+) -> list[tuple[PlacementShares, PlacementShares]]:
+    """Return the ends of the lines that contain a minimum over the placements ``occurring``.
+
+    There is no line if these placements cannot take all of the parameters.
+    """
+    alone, with_a_slot = (capacity.alone, capacity.with_a_slot) if Placement.RESIDENT in occurring else (0.0, 0.0)
     on_cpu, streamed = Placement.CPU in occurring, Placement.STREAMED in occurring
     found = []
     if on_cpu or alone >= 1.0:
-        found.append((Mix(resident=0.0 if on_cpu else 1.0), Mix(resident=alone)))
+        found.append((PlacementShares(resident=0.0 if on_cpu else 1.0), PlacementShares(resident=alone)))
     if streamed:
         found.append(
-            (Mix(resident=beside) if on_cpu else Mix(streamed=1.0), Mix(streamed=1.0 - beside, resident=beside))
+            (
+                PlacementShares(resident=with_a_slot) if on_cpu else PlacementShares(streamed=1.0),
+                PlacementShares(streamed=1.0 - with_a_slot, resident=with_a_slot),
+            )
         )
     return found
 
 
-def least(
+def least_bound(
     numel: int,
     per_param: Mapping[Placement, Array],
-    rows_of_resources: Mapping[int, Resource],
-    beside_s: Array,
-    lines: Iterable[tuple[Mix, Mix]],
+    resource_rows: Mapping[int, Resource],
+    added_s: Array,
+    lines: Iterable[tuple[PlacementShares, PlacementShares]],
 ) -> Bound:
-    """The mix on the lines whose highest limit is the least; each has ``beside_s`` to be added, below 0 if hidden.
+    """Return the bound at the point of ``lines`` at which the busiest constraint is the least busy.
 
-    ``per_param``: seconds by placement, a row a limit.
+    ``per_param`` has, for each placement, the seconds per parameter of each constraint. ``added_s`` are seconds to add
+    to each constraint, negative if they are hidden.
     """
 
-    def busy_s(mix: Mix) -> Array:
-        seconds: Array = numel * np.sum([mix.of(its) * per_param[its] for its in Placement], axis=0)
+    def busy_s(shares: PlacementShares) -> Array:
+        seconds: Array = numel * np.sum(
+            [shares.share(placement) * per_param[placement] for placement in Placement], axis=0
+        )
         return seconds
 
     found = []
     for start, end in lines:
-        at_start, at_end = busy_s(start) + beside_s, busy_s(end) + beside_s
-        ways = _crossings(at_start, at_end)
-        highest_s = (at_start + ways[:, None] * (at_end - at_start)).max(axis=1)
-        found.append((float(highest_s.min()), start.towards(end, float(ways[highest_s.argmin()]))))
-    seconds, mix = min(found, key=lambda pair: pair[0])
-    left_s = busy_s(mix) + beside_s
-    binding = max(rows_of_resources, key=lambda row: left_s[row])
-    return Bound(seconds=max(0.0, seconds), binding=rows_of_resources[binding], mix=mix)
+        start_s, end_s = busy_s(start) + added_s, busy_s(end) + added_s
+        weights = _crossings(start_s, end_s)
+        highest_s = (start_s + weights[:, None] * (end_s - start_s)).max(axis=1)
+        found.append((float(highest_s.min()), start.interpolate(end, float(weights[highest_s.argmin()]))))
+    seconds, shares = min(found, key=lambda pair: pair[0])
+    total_s = busy_s(shares) + added_s
+    binding = max(resource_rows, key=lambda row: total_s[row])
+    return Bound(seconds=max(0.0, seconds), binding=resource_rows[binding], shares=shares)
 
 
-def _crossings(at_start: Array, at_end: Array) -> Array:
-    """Where two lines cross between their ends, and the ends; a minimum of the highest line is among them."""
-    apart_at_start = (at_start[:, None] - at_start[None, :]).ravel()
-    apart_at_end = (at_end[:, None] - at_end[None, :]).ravel()
-    cross = apart_at_start * apart_at_end < 0.0
-    ways: Array = np.concatenate([[0.0, 1.0], apart_at_start[cross] / (apart_at_start - apart_at_end)[cross]])
-    return ways
+def _crossings(start_s: Array, end_s: Array) -> Array:
+    """Return the weights at which two constraints cross between the ends of a line, and the ends 0 and 1.
+
+    The maximum over the constraints is convex and piecewise linear, so one of these weights minimises it.
+    """
+    difference_at_start = (start_s[:, None] - start_s[None, :]).ravel()
+    difference_at_end = (end_s[:, None] - end_s[None, :]).ravel()
+    cross = difference_at_start * difference_at_end < 0.0
+    weights: Array = np.concatenate(
+        [[0.0, 1.0], difference_at_start[cross] / (difference_at_start - difference_at_end)[cross]]
+    )
+    return weights
 
 
-def limits(cost: CostModel) -> list[Resource]:
-    """What each entry of ``busy_s_per_param`` is of."""
+def resources(cost: CostModel) -> list[Resource]:
+    """Return the resources in the order of the entries of ``busy_s_per_param``."""
     return list(cost.capacities)
 
 
 def busy_s_per_param(cost: CostModel) -> dict[Placement, list[float]]:
-    """By placement and resource, the seconds in which it has something to do for one parameter."""
-    of_resources = Limits.of(cost)
-    rows = list(of_resources.rows_of_resources)
-    return {its: of_resources.of_placement(its)[rows].tolist() for its in cost.placements}
+    """Return, by placement, the seconds per parameter that each of ``resources`` is busy."""
+    constraints = ResourceConstraints.from_cost(cost)
+    rows = list(constraints.resource_rows)
+    return {placement: constraints.seconds_per_param(placement)[rows].tolist() for placement in cost.placements}

@@ -1,23 +1,23 @@
-"""``Budgets``: the memory that a plan may take, and what to say when nothing fits."""
+"""Define ``Budgets``, the memory that a plan may take, and the error that is raised if no plan fits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from perf_model.prediction.memory import Memory
+from perf_model.prediction.memory import MemoryUse
 from perf_model.units import gigabytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """Bytes that one rank's optimizer may take; None is no limit. ``host_bytes`` includes the pinned ones."""
+    """Bytes that the optimizer of one rank may take; None is unlimited. ``host_bytes`` includes the pinned bytes."""
 
     gpu_bytes: int | None = None
     host_bytes: int | None = None
     pinned_bytes: int | None = None
 
-    def missing(self, memory: Memory) -> dict[str, int]:
-        """By budget, the bytes by which ``memory`` exceeds it; empty if it fits."""
+    def missing(self, memory: MemoryUse) -> dict[str, int]:
+        """Return, for each budget that ``memory`` exceeds, the excess in bytes; empty if ``memory`` fits."""
         missing = {}
         for budget in fields(self):
             allowed = getattr(self, budget.name)
@@ -28,12 +28,12 @@ class Budgets:
 
 
 class DoesNotFit(ValueError):
-    """No plan fits the budgets. ``missing`` are the bytes, by budget, that the nearest one lacks."""
+    """No plan fits the budgets. ``missing`` are the bytes, by budget, by which the nearest plan exceeds them."""
 
     def __init__(self, missing: dict[str, int], remedy: str = "Use more ranks, or smaller sub-groups.") -> None:
         self.missing = missing
-        lacks = " and ".join(
-            f"{name.removesuffix('_bytes')} memory by {gigabytes(lack)} a rank" for name, lack in missing.items()
+        excesses = " and ".join(
+            f"{name.removesuffix('_bytes')} memory by {gigabytes(excess)} per rank" for name, excess in missing.items()
         )
-        self.rule = f"Nothing fits: the nearest plan exceeds {lacks}."
+        self.rule = f"Nothing fits: the nearest plan exceeds {excesses}."
         super().__init__(f"{self.rule}\n{remedy}")

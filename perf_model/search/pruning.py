@@ -1,6 +1,7 @@
-"""What placements cannot go below, many at once: ``Floor`` in exposed seconds, in whatever order, and ``MemoryFloor``.
+"""Compute lower bounds of many placements at once, so that the planner simulates only those that may be better.
 
-The planner looks closer at a placement only if both leave it a chance.
+``TimeLowerBounds`` bounds the exposed seconds whatever the order of the sub-groups, and ``MemoryLowerBounds`` bounds
+the memory. The planner skips a placement if either bound rules it out.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from perf_model.prediction.cost import CostModel
-from perf_model.prediction.memory import Memory, memory_of
-from perf_model.prediction.overlap_windows import EARLY, Windows
+from perf_model.prediction.memory import MemoryUse, memory_of
+from perf_model.prediction.overlap_windows import ALLOWED_IN_BACKWARD, Windows
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.happens_before import CHAINS
 from perf_model.schedule.placement import Placement
@@ -21,98 +22,111 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import STAGED_BYTES_PER_PARAM
 from perf_model.schedule.workload import Workload
 from perf_model.search.budgets import Budgets
-from perf_model.search.limits import KINDS, Limits
+from perf_model.search.resource_constraints import KINDS, Array, ResourceConstraints
 
-Array = npt.NDArray[np.float64]
-
-Placed = Mapping[Placement, npt.NDArray[np.bool_]]
-"""By placement, which sub-groups (columns) of each candidate (rows) have it."""
+PlacementMasks = Mapping[Placement, npt.NDArray[np.bool_]]
+"""For each placement, a mask of the sub-groups (columns) of each candidate (rows) that have it."""
 
 _BEFORE_FORWARD: dict[Placement, tuple[ActionKind, ActionKind | None]] = {
     Placement.CPU: (ActionKind.CPU_STEP, ActionKind.PUBLISH),
     Placement.STREAMED: (ActionKind.PREFETCH, ActionKind.GPU_STEP),
     Placement.RESIDENT: (ActionKind.GPU_STEP, None),
 }
-"""What forward waits for: an action in series with its like, and one that follows it."""
+"""The actions that forward waits for: the first kind runs one sub-group after another, the second kind follows it."""
 
 
-def placed(candidates: Sequence[tuple[Placement, ...]]) -> Placed:
+def placement_masks(candidates: Sequence[tuple[Placement, ...]]) -> PlacementMasks:
+    """Return the masks of ``candidates``, which are placements of the same sub-groups."""
     known = list(Placement)
-    codes = np.array([[known.index(its) for its in candidate] for candidate in candidates])
-    return {its: codes == code for code, its in enumerate(known)}
+    codes = np.array([[known.index(placement) for placement in candidate] for candidate in candidates])
+    return {placement: codes == code for code, placement in enumerate(known)}
 
 
-class Floor:
+class TimeLowerBounds:
+    """Lower bounds of the exposed seconds of placements of one workload."""
+
     def __init__(self, workload: Workload, cost: CostModel, windows: Windows) -> None:
         self._numels = np.array([sub_group.numel for sub_group in workload.sub_groups], dtype=np.float64)
         self._windows = windows
-        limits = Limits.of(cost)
-        self._busy_s = {its: limits.of_placement(its) for its in cost.placements}
-        self._early_s = limits.seconds[:, KINDS.index(EARLY)]
+        constraints = ResourceConstraints.from_cost(cost)
+        self._busy_s = {placement: constraints.seconds_per_param(placement) for placement in cost.placements}
+        self._prefetch_s = constraints.seconds[:, KINDS.index(ALLOWED_IN_BACKWARD)]
         self._needed_s = windows.forward_s * (np.cumsum(self._numels) - self._numels) / self._numels.sum()
-        loads = {kind: cost.load(kind, 1) for its in cost.placements for kind in CHAINS[its]}
+        loads = {kind: cost.load(kind, 1) for placement in cost.placements for kind in CHAINS[placement]}
         self._total_s: dict[ActionKind, Array] = {
             kind: load.latency_s + load.alone_s * self._numels for kind, load in loads.items()
         }
 
-    def at_least_s(self, candidates: Placed, most_slots: int) -> Array:
-        """Of each: the work, of which backward hides what it fills the slots with; what is done before the first flush;
-        and that of the sub-groups that forward needs by some moment, whatever their order, one is ready last, after the
-        updates of all on its lane."""
+    def exposed_s(self, candidates: PlacementMasks, max_slots: int) -> Array:
+        """Return a lower bound of the exposed seconds of each candidate, with up to ``max_slots`` slots.
+
+        It is the maximum of three bounds:
+
+        - All the work, of which backward hides only the prefetches that fill the slots, and forward all that it can.
+        - The flushes, which run one after another, after the prefetch and the update of one sub-group.
+        - The sub-groups that forward needs by some moment. Whatever the order, one of them is finished last, after the
+          updates of all of them on its lane.
+        """
         windows = self._windows
         count = len(candidates[Placement.CPU])
-        busy_s, seen_s = np.zeros((count, len(self._busy_s[Placement.CPU]))), np.zeros(count)
-        for placement, of_limits in self._busy_s.items():
-            has = candidates[placement]
-            busy_s += np.outer(has @ self._numels, of_limits)
+        busy_s, exposed_s = np.zeros((count, len(self._busy_s[Placement.CPU]))), np.zeros(count)
+        for placement, per_param_s in self._busy_s.items():
+            mask = candidates[placement]
+            busy_s += np.outer(mask @ self._numels, per_param_s)
             first, second = (self._total_s[kind] if kind else 0.0 * self._numels for kind in _BEFORE_FORWARD[placement])
-            early_s = windows.backward_s if placement is Placement.STREAMED else 0.0
-            # What is updated from a prefetch during backward still waits for the step to be decided.
-            last_s = np.minimum.accumulate(np.where(has, second, np.inf), axis=1)
-            ready_s = np.maximum(0.0, np.cumsum(has * first, axis=1) - early_s) + last_s
-            seen_s = np.maximum(seen_s, np.where(has, ready_s - self._needed_s, 0.0).max(axis=1))
+            prefetch_s = windows.backward_s if placement is Placement.STREAMED else 0.0
+            # Also an update of states that were prefetched in backward has to wait until the step is decided.
+            last_s = np.minimum.accumulate(np.where(mask, second, np.inf), axis=1)
+            ready_s = np.maximum(0.0, np.cumsum(mask * first, axis=1) - prefetch_s) + last_s
+            exposed_s = np.maximum(exposed_s, np.where(mask, ready_s - self._needed_s, 0.0).max(axis=1))
             if placement is Placement.STREAMED:
-                before_s = np.where(has, np.maximum(0.0, first - early_s) + second, np.inf).min(axis=1)
-                flushed_s = np.where(has.any(axis=1), before_s + has @ self._total_s[ActionKind.FLUSH_STATES], 0.0)
-                seen_s = np.maximum(seen_s, flushed_s - windows.forward_s)
+                before_s = np.where(mask, np.maximum(0.0, first - prefetch_s) + second, np.inf).min(axis=1)
+                flushed_s = np.where(mask.any(axis=1), before_s + mask @ self._total_s[ActionKind.FLUSH_STATES], 0.0)
+                exposed_s = np.maximum(exposed_s, flushed_s - windows.forward_s)
         streamed = candidates[Placement.STREAMED] * self._numels
-        in_slots = np.minimum(streamed.sum(axis=1), most_slots * streamed.max(axis=1))
-        hidden_s = np.minimum(windows.backward_s, np.outer(in_slots, self._early_s))
-        least_s: Array = np.maximum(seen_s, (busy_s - hidden_s).max(axis=1) - windows.forward_s)
+        in_slots = np.minimum(streamed.sum(axis=1), max_slots * streamed.max(axis=1))
+        hidden_s = np.minimum(windows.backward_s, np.outer(in_slots, self._prefetch_s))
+        least_s: Array = np.maximum(exposed_s, (busy_s - hidden_s).max(axis=1) - windows.forward_s)
         return least_s
 
-    def in_slots_at_least_s(self, placements: tuple[Placement, ...], num_slots: int) -> float:
-        """Of a candidate with so many slots: each is in use by one sub-group from its prefetch to its flush, of which
-        backward hides the first prefetch."""
-        streamed = np.array([its is Placement.STREAMED for its in placements])
+    def exposed_s_with_slots(self, placements: tuple[Placement, ...], num_slots: int) -> float:
+        """Return a lower bound of the exposed seconds of one candidate with ``num_slots`` slots.
+
+        One sub-group occupies a slot from its prefetch to its flush. Backward can hide only the first prefetch into
+        each slot.
+        """
+        streamed = np.array([placement is Placement.STREAMED for placement in placements])
         if not streamed.any():
             return 0.0
         chain_s = sum(float(self._total_s[kind][streamed].sum()) for kind in CHAINS[Placement.STREAMED])
-        first_s = float(np.sort(self._total_s[EARLY][streamed])[-num_slots:].sum())
+        first_s = float(np.sort(self._total_s[ALLOWED_IN_BACKWARD][streamed])[-num_slots:].sum())
         return (chain_s - min(self._windows.backward_s, first_s)) / num_slots - self._windows.forward_s
 
 
-class MemoryFloor:
-    """Host and pinned bytes are sums over the sub-groups; of the accelerator's, what one slot and residents
-    hold, and the gradients where there is either."""
+class MemoryLowerBounds:
+    """Lower bounds of the memory that placements of one workload take.
+
+    Host and pinned bytes are sums over the sub-groups. The bound of the GPU memory is that of the residents and one
+    slot, and of the gradients if there is either.
+    """
 
     def __init__(self, workload: Workload, param_bytes: int) -> None:
         self._numels = np.array([sub_group.numel for sub_group in workload.sub_groups])
         self._param_bytes = param_bytes
 
     @cached_property
-    def _alone(self) -> dict[Placement, list[Memory]]:
-        """Of each sub-group; only where a budget asks for it, as it takes its time."""
+    def _per_sub_group(self) -> dict[Placement, list[MemoryUse]]:
+        """Return the memory of each sub-group alone; computed only if a budget needs it, because it is slow."""
 
         @cache
-        def memory(numel: int, its: Placement) -> Memory:
-            plan = UpdatePlan(workload=Workload.of([numel]), placements=(its,), num_slots=1)
+        def memory(numel: int, placement: Placement) -> MemoryUse:
+            plan = UpdatePlan(workload=Workload.from_numels([numel]), placements=(placement,), num_slots=1)
             return memory_of(plan, self._param_bytes)
 
-        return {its: [memory(numel, its) for numel in self._numels.tolist()] for its in Placement}
+        return {placement: [memory(numel, placement) for numel in self._numels.tolist()] for placement in Placement}
 
-    def missing_bytes(self, candidates: Placed, budgets: Budgets) -> npt.NDArray[np.int64]:
-        """Of each: at least so many bytes more than the budgets, in all; 0 for what may fit."""
+    def missing_bytes(self, candidates: PlacementMasks, budgets: Budgets) -> npt.NDArray[np.int64]:
+        """Return a lower bound of the bytes by which each candidate exceeds all budgets; 0 if it may fit."""
         missing_bytes = np.zeros(len(candidates[Placement.CPU]), dtype=np.int64)
         if budgets.gpu_bytes is not None:
             resident = candidates[Placement.RESIDENT] @ self._numels
@@ -123,8 +137,9 @@ class MemoryFloor:
         for name in ("host_bytes", "pinned_bytes"):
             if (budget := getattr(budgets, name)) is not None:
                 each_bytes = {
-                    its: np.array([getattr(memory, name) for memory in self._alone[its]]) for its in candidates
+                    placement: np.array([getattr(memory, name) for memory in self._per_sub_group[placement]])
+                    for placement in candidates
                 }
-                taken_bytes = sum(has @ each_bytes[its] for its, has in candidates.items())
+                taken_bytes = sum(mask @ each_bytes[placement] for placement, mask in candidates.items())
                 missing_bytes += np.maximum(0, taken_bytes - budget)
         return missing_bytes

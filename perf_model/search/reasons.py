@@ -1,7 +1,7 @@
-"""Why a plan streams nothing, in a sentence for whoever trains: the planner's inputs say so, and its candidates.
+"""Explain in one sentence why a plan streams nothing, from the inputs of the planner and from its candidates.
 
-``plan_updates`` looks for the least exposed time within the budgets; what it finds does not say what kept it from
-streaming. These functions look at the same rates, memory and simulation, with one sub-group or more streamed.
+``plan_updates`` returns the plan with the least exposed time within the budgets, but not the reason why this plan does
+not stream. These functions look at the same rates, memory and simulation, with one or more sub-groups streamed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import STAGED_BYTES_PER_PARAM
 from perf_model.search.budgets import Budgets
-from perf_model.search.planner import MAX_SLOTS, SUB_GROUP_SIZES
+from perf_model.search.planner import SUB_GROUP_SIZES
+from perf_model.search.starting_points import MAX_SLOTS
 from perf_model.units import GB, gigabytes, seconds
 
 TRIED_STRIDES = (8, 4, 2, 1)
-"""Strides to simulate: every n-th sub-group is streamed. One sub-group alone is simulated, too."""
+"""Strides to simulate: every n-th sub-group is streamed. One streamed sub-group alone is simulated, too."""
 
-SLOTS_OF_A_REMEDY = 2
+SLOTS_IN_A_REMEDY = 2
 """Slots that must fit when a smaller ``sub_group_size`` is proposed: one is updated while the other is filled."""
 
 
@@ -35,10 +36,11 @@ def why_nothing_is_streamed(
     extra_gradient_bytes: int = 0,
     unavailable: str = "",
 ) -> str | None:
-    """Return the reason, or None where ``plan``, which was found with the other arguments, streams something.
+    """Return the reason, or None if ``plan``, which was found with the other arguments, streams something.
 
-    ``budgets`` allow what the user does, including ``extra_gradient_bytes``, which gradients take beyond those in the
-    model's dtype. ``unavailable`` says what keeps the accelerator from updating anything, if something does.
+    ``budgets`` are those of the user. They include ``extra_gradient_bytes``, the bytes that gradients take in addition
+    to gradients in the model's dtype. ``unavailable`` is the reason why the accelerator cannot update anything, if
+    there is one.
     """
     if Placement.STREAMED in plan.placements:
         return None
@@ -47,14 +49,14 @@ def why_nothing_is_streamed(
     if set(plan.placements) == {Placement.RESIDENT}:
         return "Nothing is streamed: the states of all sub-groups fit into GPU memory, and stay there."
     if Placement.STREAMED not in cost.placements:
-        return "Nothing is streamed: the hardware profile has no rate of Adam on the GPU. Profile this machine anew."
+        return "Nothing is streamed: the hardware profile has no rate of Adam on the GPU. Profile this machine again."
     return _too_little_memory(plan, budgets, param_bytes, extra_gradient_bytes) or _slower(
         plan, cost, budgets, param_bytes, extra_gradient_bytes
     )
 
 
 def _too_little_memory(plan: UpdatePlan, budgets: Budgets, param_bytes: int, extra_gradient_bytes: int) -> str | None:
-    """Nothing fits if the shortest sub-group, streamed alone, does not."""
+    """Return the reason if not even the shortest sub-group, streamed alone, fits in GPU memory; else None."""
     allowed_bytes = budgets.gpu_bytes
     if allowed_bytes is None:
         return None
@@ -64,27 +66,28 @@ def _too_little_memory(plan: UpdatePlan, budgets: Budgets, param_bytes: int, ext
     if needed_bytes <= allowed_bytes:
         return None
     gradient_bytes = extra_gradient_bytes + sum(
-        its.count * its.each_bytes for its in gradients_on_accelerator(numels, param_bytes)
+        reservation.count * reservation.each_bytes for reservation in gradients_on_accelerator(numels, param_bytes)
     )
     remedy = f'Set "gpu_memory_gb" to at least {math.ceil(10 * needed_bytes / GB) / 10:.1f}'
     if size := _smaller_sub_groups(allowed_bytes - gradient_bytes, numels[shortest]):
         remedy += f', or "sub_group_size" to {size}'
     else:
-        remedy += ", or use more ranks, each of which has fewer gradients then"
+        remedy += ", or use more ranks, so that each has fewer gradients"
     return (
-        f"Nothing is streamed: the budget of {gigabytes(allowed_bytes)} of GPU memory has no room for a slot of "
-        f"{gigabytes(numels[shortest] * STAGED_BYTES_PER_PARAM)} beside {gigabytes(gradient_bytes)} of gradients. "
-        f"{remedy}."
+        f"Nothing is streamed: the budget of {gigabytes(allowed_bytes)} of GPU memory cannot hold a slot of "
+        f"{gigabytes(numels[shortest] * STAGED_BYTES_PER_PARAM)} in addition to {gigabytes(gradient_bytes)} of "
+        f"gradients. {remedy}."
     )
 
 
-def _smaller_sub_groups(room_bytes: int, shortest_numel: int) -> int | None:
-    """Return the largest usual size with which slots fit into the room, if it is smaller than the sub-groups are."""
-    most = min(shortest_numel - 1, room_bytes // (SLOTS_OF_A_REMEDY * STAGED_BYTES_PER_PARAM))
+def _smaller_sub_groups(free_bytes: int, shortest_numel: int) -> int | None:
+    """Return the largest usual size whose slots fit in ``free_bytes``, if it is smaller than the sub-groups are."""
+    most = min(shortest_numel - 1, free_bytes // (SLOTS_IN_A_REMEDY * STAGED_BYTES_PER_PARAM))
     return max((size for size in SUB_GROUP_SIZES if size <= most), default=None)
 
 
 def _slower(plan: UpdatePlan, cost: CostModel, budgets: Budgets, param_bytes: int, extra_gradient_bytes: int) -> str:
+    """Return the reason with the predicted times of ``plan`` and of the best candidate that streams."""
     simulator = Simulator(cost)
 
     def update_s(candidate: UpdatePlan) -> float:
@@ -107,7 +110,7 @@ def _slower(plan: UpdatePlan, cost: CostModel, budgets: Budgets, param_bytes: in
 
 
 def _candidates(plan: UpdatePlan) -> Iterator[UpdatePlan]:
-    """One sub-group streamed, or every few of them; of those that the plan updates on the CPU, and of all."""
+    """Yield plans that stream one sub-group, or every n-th: of those that ``plan`` updates on the CPU, and of all."""
     numels = [sub_group.numel for sub_group in plan.workload.sub_groups]
     every = range(len(numels))
     on_cpu = [index for index in every if plan.placements[index] is Placement.CPU]
@@ -123,8 +126,8 @@ def _streaming(
 ) -> UpdatePlan:
     """Return a plan like ``plan`` with these sub-groups streamed and the others on the CPU."""
     placements = [
-        Placement.RESIDENT if keeps_residents and its is Placement.RESIDENT else Placement.CPU
-        for its in plan.placements
+        Placement.RESIDENT if keeps_residents and placement is Placement.RESIDENT else Placement.CPU
+        for placement in plan.placements
     ]
     for index in streamed:
         placements[index] = Placement.STREAMED

@@ -1,1 +1,1 @@
-"""How long does a training run of a given model take with each way to update, and does it fit in memory?"""
+"""Predict the iteration time and the memory of a training run with each way to update its optimizer states."""

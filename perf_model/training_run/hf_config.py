@@ -1,4 +1,4 @@
-"""A ``ModelShape`` from a Hugging Face ``config.json``, of families whose parameters are counted to the last one."""
+"""Read a ``ModelShape`` from a Hugging Face ``config.json``. The count of parameters is exact for these families."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from perf_model.json_input import parse_json, read_text, shown
-from perf_model.training_run.model import MOST, ModelError, ModelShape, gpt, head_dim_of, require_integer
+from perf_model.json_input import parse_json, read_text, shorten
+from perf_model.training_run.model import MAX_SIZES, ModelError, ModelShape, divide_among_heads, gpt, require_integer
 
 
 def read_hf_config(path: Path) -> ModelShape:
-    """Raises ``ModelError`` for what is not the config of such a model."""
+    """Return the shape of the model at ``path``. Raise ``ModelError`` if it is not the config of a known family."""
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
@@ -23,42 +23,46 @@ def read_hf_config(path: Path) -> ModelShape:
 
 
 def parse_hf_config(text: str, name: str) -> ModelShape:
+    """Return the shape of the model ``text``, named ``name``. Raise ``ModelError`` as ``read_hf_config``."""
     try:
         config = parse_json(text)
     except ValueError as error:
-        raise ModelError(f"A model's config is JSON, found a text that is not: {error}.\n{_FAMILIES}") from None
+        raise ModelError(
+            f"A model's config must be JSON, found a text that is not JSON: {error}.\n{_FAMILIES}"
+        ) from None
     if not isinstance(config, dict):
-        raise ModelError(f"A model's config must be an object, found {shown(config)}.\n{_FAMILIES}")
+        raise ModelError(f"A model's config must be an object, found {shorten(config)}.\n{_FAMILIES}")
     family = config.get("model_type")
     if not isinstance(family, str) or family not in _READERS:
-        raise ModelError(f"model_type: must be one of {', '.join(_READERS)}, found {shown(family)}.\n{_FAMILIES}")
+        raise ModelError(f"model_type: must be one of {', '.join(_READERS)}, found {shorten(family)}.\n{_FAMILIES}")
     return _READERS[family](_Config(config), name)
 
 
 class _Config:
-    """Hugging Face has defaults of its own where a key is missing, and others where it is null."""
+    """The values of a config. Hugging Face has one default if a key is missing, and another if the value is null."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
 
-    def integer(self, key: str, of: str, *, missing: int | None = None, null: int | None = None) -> int:
-        """``of``: what of a ``ModelShape`` it is."""
+    def integer(self, key: str, field: str, *, missing: int | None = None, null: int | None = None) -> int:
+        """Return the value of ``key``, which becomes ``field`` of the ``ModelShape``."""
         value = self._values.get(key, missing)
-        return require_integer(key, null if value is None else value, 1, MOST[of], "Correct the config.json.")
+        return require_integer(key, null if value is None else value, 1, MAX_SIZES[field], "Correct the config.json.")
 
     def flag(self, key: str, default: bool) -> bool:
+        """Return the value of ``key``, or ``default`` if it is missing or null."""
         value = self._values.get(key)
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise ModelError(f"{key}: must be true or false, found {shown(value)}.\nCorrect the config.json.")
+            raise ModelError(f"{key}: must be true or false, found {shorten(value)}.\nCorrect the config.json.")
         return value
 
     def require_flag(self, key: str, counted: bool) -> None:
-        """That biases are where they are counted, which is also Hugging Face's default."""
+        """Raise ``ModelError`` unless the biases are those that are counted here, which are Hugging Face's default."""
         if self.flag(key, default=counted) is not counted:
             rule = f"{key}: must be {str(counted).lower()}, found {str(not counted).lower()}"
-            raise ModelError(f"{rule}.\nSuch biases are not counted here; set it so, for a plan of almost this model.")
+            raise ModelError(f"{rule}.\nOther biases are not counted. Set it to that, for a plan of almost this model.")
 
     def has(self, key: str) -> bool:
         return self._values.get(key) is not None
@@ -73,10 +77,13 @@ def _llama_like(
     qkv_bias: bool = False,
     qk_norm: bool = False,
 ) -> ModelShape:
-    """``kv_heads`` and ``head_dim`` where the config has no such key; by default they follow from the heads."""
+    """Return the shape of a model like Llama.
+
+    ``kv_heads`` and ``head_dim`` are used if the config lacks these keys; by default they follow from the heads.
+    """
     hidden, heads = config.integer("hidden_size", "hidden"), config.integer("num_attention_heads", "heads")
     if head_dim is None and not config.has("head_dim"):
-        head_dim = head_dim_of(hidden, heads)
+        head_dim = divide_among_heads(hidden, heads)
     return ModelShape(
         name=name,
         layers=config.integer("num_hidden_layers", "layers"),
@@ -146,4 +153,4 @@ _READERS: dict[str, Callable[[_Config, str], ModelShape]] = {
     "gpt_neox": _gpt_neox,
 }
 
-_FAMILIES = f"Families that are read: {', '.join(_READERS)}. For another, use a preset of about its size."
+_FAMILIES = f"Supported families: {', '.join(_READERS)}. For another family, use a preset of a similar size."

@@ -1,6 +1,6 @@
-"""``Job``: a training run as far as a plan depends on it: its memory beside the optimizer, forward and backward.
+"""Define ``Job``, the parts of a training run that a plan depends on: memory without the optimizer, forward, backward.
 
-Everything is of one rank. Communication between GPUs is taken to be hidden under the arithmetic.
+All figures are per rank. Communication between GPUs is assumed to be hidden by the arithmetic.
 """
 
 from __future__ import annotations
@@ -14,44 +14,53 @@ from perf_model.schedule.workload import Workload
 from perf_model.training_run.model import ModelError, ModelShape, require_integer
 
 PARAM_BYTES = 2
-"""bf16."""
+"""Bytes per parameter of a bf16 model."""
 
 MAX_LIVE_PARAMETERS = 1_000_000_000
 REDUCE_BUCKET_SIZE = 500_000_000
-"""DeepSpeed's defaults of ``stage3_max_live_parameters`` and ``reduce_bucket_size``."""
+"""The number of parameters per bucket and, above, of gathered parameters: DeepSpeed's defaults of
+``reduce_bucket_size`` and ``stage3_max_live_parameters``."""
 
-MOST_TOKENS = 10**7
-"""Of a rank in a step; with any model, bytes stay below 2^63."""
+MAX_TOKENS = 10**7
+"""Tokens per rank and step. With any model, all numbers of bytes stay below 2^63."""
 
 CUDA_CONTEXT_BYTES = 2**30
-"""Of driver, cuBLAS and NCCL; an assumption."""
+"""GPU memory that the driver, cuBLAS and NCCL take; an assumption."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPath:
-    """Bytes of gradients that pass a rank's link in a backward."""
+    """Bytes of gradients that one rank copies down to host memory and up again in one backward."""
 
     down: int = 0
     up: int = 0
 
     @classmethod
-    def of(cls, plan: UpdatePlan) -> GradientPath:
-        """Ours: down to what the CPU updates, once; what is updated on the accelerator keeps its gradients there."""
+    def for_plan(cls, plan: UpdatePlan) -> GradientPath:
+        """Return the bytes of our runtime.
+
+        Gradients are copied down once if the CPU updates them, and stay on the accelerator if it updates them.
+        """
         return cls(down=PARAM_BYTES * plan.numel(Placement.CPU))
 
     @classmethod
-    def of_stock(cls, plan: UpdatePlan) -> GradientPath:
-        """Every one goes down to the buffer that sums it, and up again; and down once more, as fp32, if its states are
-        in host memory (``stage3.py``, ``partition_grads``). Twin-Flow's residents are beside their states."""
+    def for_stock(cls, plan: UpdatePlan) -> GradientPath:
+        """Return the bytes of stock DeepSpeed and Twin-Flow.
+
+        Each gradient is copied down to the buffer that accumulates it, and up again (``stage3.py``,
+        ``partition_grads``). If the states are in host memory, it is then copied down once more, in fp32. The residents
+        of Twin-Flow have their states on the GPU.
+        """
         numel = plan.workload.numel
         return cls(down=PARAM_BYTES * numel + 4 * (numel - plan.numel(Placement.RESIDENT)), up=PARAM_BYTES * numel)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """ZeRO-3 over ``world_size`` ranks; each trains ``micro_batch`` sequences of ``sequence`` tokens a step.
+    """A training run with ZeRO-3: each of ``world_size`` ranks trains ``micro_batch`` sequences per step.
 
-    ``recompute``: activations are recomputed in backward. Raises ``ModelError`` for an impossible number.
+    A sequence has ``sequence`` tokens. ``recompute``: activations are recomputed in backward. Raise ``ModelError`` for
+    an impossible number.
     """
 
     shape: ModelShape
@@ -62,52 +71,57 @@ class Job:
     recompute: bool = True
 
     def __post_init__(self) -> None:
-        most = {"world_size": 10**6, "ranks_per_node": 10**4, "micro_batch": 10**6, "sequence": MOST_TOKENS}
-        for key, limit in most.items():
+        maxima = {"world_size": 10**6, "ranks_per_node": 10**4, "micro_batch": 10**6, "sequence": MAX_TOKENS}
+        for key, limit in maxima.items():
             require_integer(key, getattr(self, key), 1, limit, f"Correct --{key.replace('_', '-')}.")
-        if self.micro_batch * self.sequence > MOST_TOKENS:
-            rule = f"micro_batch: must be at most {MOST_TOKENS:,} tokens with these sequences, {self.sequence} each"
+        if self.micro_batch * self.sequence > MAX_TOKENS:
+            rule = (
+                f"micro_batch: must be at most {MAX_TOKENS:,} tokens in all, with {self.sequence} tokens per sequence"
+            )
             raise ModelError(f"{rule}, found {self.micro_batch}.\nCorrect --micro-batch or --sequence.")
-        if self.world_size % self.ranks_of_a_node:
+        if self.world_size % self.ranks_on_node:
             raise ModelError(
                 f"ranks_per_node: must divide the world size, {self.world_size}, found {self.ranks_per_node}.\n"
                 f"Correct --ranks-per-node or --world-size."
             )
 
     def workload(self, sub_group_size: int) -> Workload:
-        return Workload.of_parameters(self.shape.parameters(), self.world_size, sub_group_size)
+        """Return the sub-groups of one rank; ``sub_group_size`` is in parameters, as in DeepSpeed's config."""
+        return Workload.from_parameters(self.shape.parameters(), self.world_size, sub_group_size)
 
     @property
-    def ranks_of_a_node(self) -> int:
+    def ranks_on_node(self) -> int:
+        """Return the number of ranks on each node."""
         return min(self.ranks_per_node, self.world_size)
 
     @property
     def tokens(self) -> int:
-        """A step, over all ranks."""
+        """Return the tokens per step, over all ranks."""
         return self.world_size * self.micro_batch * self.sequence
 
     def forward_s(self, flops_per_s: float) -> float:
+        """Return the seconds of forward."""
         return self.shape.forward_flops(self.micro_batch, self.sequence) / flops_per_s
 
     def backward_s(self, flops_per_s: float) -> float:
-        """Recomputation included; without the gradients' way to host memory."""
+        """Return the seconds of backward, including recomputation, but not the copies of the gradients."""
         flops = self.shape.iteration_flops(self.micro_batch, self.sequence, self.recompute)
         return flops / flops_per_s - self.forward_s(flops_per_s)
 
     def gradients_s(self, path: GradientPath, profile: HardwareProfile) -> float:
-        """Seconds in which the gradients pass the link; backward hides them."""
+        """Return the seconds of the copies of the gradients, which backward hides; 0 if a rate is waived."""
         d2h, h2d, both = map(profile.get, ("d2h_bytes_per_s", "h2d_bytes_per_s", "both_bytes_per_s"))
         if d2h is None or h2d is None or both is None:
             return 0.0
         return max(path.down / d2h, path.up / h2d, (path.down + path.up) / both)
 
     def mfu(self, iteration_s: float, peak_flops: float) -> float:
-        """Model FLOPs utilisation: forward and backward once, without recomputation, of the GPU's peak."""
+        """Return the model FLOPs utilisation: forward and backward, without recomputation, over the GPU's peak."""
         return self.shape.iteration_flops(self.micro_batch, self.sequence, recompute=False) / (iteration_s * peak_flops)
 
     @property
     def gpu_bytes(self) -> int:
-        """The GPU's peak in training, beside all optimizer states."""
+        """Return the peak of the GPU memory that training takes in addition to the optimizer."""
         numel = self.shape.numel
         partition_bytes = PARAM_BYTES * -(-numel // self.world_size)
         gathered_bytes = PARAM_BYTES * min(numel, MAX_LIVE_PARAMETERS) if self.world_size > 1 else 0
@@ -116,10 +130,10 @@ class Job:
 
     @property
     def activation_bytes(self) -> int:
-        """16-bit activations of a transformer (arXiv 2205.05198, section 4.1), attention scores never stored.
+        """Return the bytes of the 16-bit activations of a transformer (arXiv 2205.05198, section 4.1).
 
-        34 bytes a token and hidden unit in a layer; with recomputation 2 in every layer and one layer's all. Logits
-        in 16 bit, and in fp32 with their gradient.
+        A layer takes 34 bytes per token and hidden unit; attention scores are never stored. With recomputation, every
+        layer takes 2 bytes, and one layer takes all 34. Logits are stored in 16 bits, and in fp32 with their gradient.
         """
         tokens = self.micro_batch * self.sequence
         layer_bytes = 34 * tokens * self.shape.hidden

@@ -1,21 +1,22 @@
-"""``ModelShape``: a decoder-only transformer as far as its parameters and its arithmetic go.
+"""Define ``ModelShape``: the shape of a decoder-only transformer, which determines its parameters and its arithmetic.
 
-Floating-point operations are those of Megatron-LM (arXiv 2104.04473, section 5.1, equations 2 to 4), written for any
-feed-forward width, grouped key-value heads and gated feed-forwards; for its own shapes they give its own numbers.
+Floating-point operations are counted as in Megatron-LM (arXiv 2104.04473, section 5.1, equations 2 to 4). The equations
+are generalised to any feed-forward width, grouped key-value heads and gated feed-forwards; for the shapes of the paper
+they give the numbers of the paper.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from perf_model.json_input import shown
+from perf_model.json_input import shorten
 
 
 class ModelError(ValueError):
-    """A model that cannot be planned for: the rule, the value found, the remedy."""
+    """A model or a job that cannot be planned for: the rule, the value found, the remedy."""
 
 
-MOST = {
+MAX_SIZES = {
     "layers": 2_000,
     "hidden": 10**6,
     "heads": 10**5,
@@ -25,16 +26,17 @@ MOST = {
     "vocab": 10**8,
     "learned_positions": 10**8,
 }
-"""More than any model has; a slip of the pen is refused, and not planned for hours."""
+"""More than any model has. Typos are rejected, because planning for them would take hours."""
 
-MOST_PARAMETERS = 10**14
+MAX_PARAMETERS = 10**14
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """``bias`` is of every linear layer, ``qkv_bias`` of query, key and value alone.
+    """The shape of a decoder-only transformer.
 
-    ``norm_params_per_hidden``: 1 for RMSNorm, 2 for LayerNorm. Raises ``ModelError`` for an impossible shape.
+    ``bias`` belongs to every linear layer, ``qkv_bias`` only to query, key and value. ``norm_params_per_hidden`` is 1
+    for RMSNorm and 2 for LayerNorm. Raise ``ModelError`` for an impossible shape.
     """
 
     name: str
@@ -54,19 +56,19 @@ class ModelShape:
     learned_positions: int = 0
 
     def __post_init__(self) -> None:
-        for key, most in MOST.items():
+        for key, most in MAX_SIZES.items():
             least = 0 if key == "learned_positions" else 1
             require_integer(key, getattr(self, key), least, most, "Correct the model's shape.")
         if self.heads % self.kv_heads:
             raise ModelError(
                 f"kv_heads: must divide heads, found {self.kv_heads} for {self.heads}.\nCorrect the model's shape."
             )
-        if self.numel > MOST_PARAMETERS:
-            rule = f"parameters: must be at most {MOST_PARAMETERS:,} in all, found {self.numel:,}"
+        if self.numel > MAX_PARAMETERS:
+            rule = f"parameters: must be at most {MAX_PARAMETERS:,} in all, found {self.numel:,}"
             raise ModelError(f"{rule}.\nCorrect the model's shape.")
 
     def parameters(self) -> list[int]:
-        """Numbers of elements of the parameter tensors, in Hugging Face's order for Llama and its like."""
+        """Return the number of elements of each parameter, in the order of Hugging Face's Llama and similar models."""
         norm = [self.hidden] * self.norm_params_per_hidden
         tensors = [self.vocab * self.hidden]
         if self.learned_positions:
@@ -80,10 +82,11 @@ class ModelShape:
 
     @property
     def numel(self) -> int:
+        """Return the number of parameters of the model."""
         return sum(self.parameters())
 
     def forward_flops(self, batch: int, sequence: int) -> float:
-        """Multiplications and additions of matrix products; ``batch`` sequences of ``sequence`` tokens."""
+        """Return the multiplications and additions of all matrix products for ``batch`` sequences in forward."""
         tokens = batch * sequence
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         feed_forward = (3 if self.gated else 2) * self.hidden * self.intermediate
@@ -92,7 +95,10 @@ class ModelShape:
         return float(tokens) * (layers + 2 * self.hidden * self.vocab)
 
     def iteration_flops(self, batch: int, sequence: int, recompute: bool) -> float:
-        """Forward and backward, which is twice forward; with activation recomputation the layers' forward again."""
+        """Return the operations of forward and backward, which is twice forward.
+
+        With activation recomputation, the forward of the layers is added once more.
+        """
         forward = self.forward_flops(batch, sequence)
         again = forward - 2.0 * batch * sequence * self.hidden * self.vocab if recompute else 0.0
         return 3 * forward + again
@@ -124,24 +130,24 @@ class ModelShape:
 
 
 def require_integer(key: str, value: object, least: int, most: int, remedy: str) -> int:
-    """Raises ``ModelError``."""
+    """Return ``value``. Raise ``ModelError`` unless it is an integer from ``least`` to ``most``."""
     if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
         return value
-    raise ModelError(f"{key}: must be an integer from {least} to {most:,}, found {shown(value)}.\n{remedy}")
+    raise ModelError(f"{key}: must be an integer from {least} to {most:,}, found {shorten(value)}.\n{remedy}")
 
 
-def head_dim_of(hidden: int, heads: int) -> int:
-    """Of heads that share the width. Raises ``ModelError``."""
+def divide_among_heads(hidden: int, heads: int) -> int:
+    """Return the width of each head if the heads share ``hidden``. Raise ``ModelError`` if they cannot."""
     if hidden % heads:
-        rule = f"hidden: must be a multiple of heads where they share it, found {hidden} for {heads}"
-        raise ModelError(f"{rule}.\nCorrect the model's shape, or give its head_dim if it has one of its own.")
+        rule = f"hidden: must be a multiple of heads if they share it, found {hidden} for {heads}"
+        raise ModelError(f"{rule}.\nCorrect the model's shape, or give head_dim if it is independent of hidden.")
     return hidden // heads
 
 
 def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, positions: int) -> ModelShape:
-    """GPT as in the Megatron-LM paper: feed-forward of four times the width, biases, tied embeddings.
+    """Return a GPT as in the Megatron-LM paper: feed-forward of four times the width, biases, tied embeddings.
 
-    ``positions``: how many have a learned embedding; 0 for rotary ones.
+    ``positions`` is the number of learned position embeddings, 0 for rotary ones.
     """
     return ModelShape(
         name=name,
@@ -149,7 +155,7 @@ def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, positions: 
         hidden=hidden,
         heads=heads,
         kv_heads=heads,
-        head_dim=head_dim_of(hidden, heads),
+        head_dim=divide_among_heads(hidden, heads),
         intermediate=4 * hidden,
         vocab=vocab,
         gated=False,

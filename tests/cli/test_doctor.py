@@ -1,4 +1,4 @@
-"""``deep-opt-states doctor``: each condition that keeps training from starting is found, named and given a remedy."""
+"""Test ``deep-opt-states doctor``: it finds each condition that keeps training from starting, and names a remedy."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from deep_opt_states.cli import doctor as command
-from deep_opt_states.cli import main
-from deep_opt_states.doctor import Finding, Status, hook, kernels, machine, software
+from deep_opt_states.cli import doctor_command
+from deep_opt_states.cli.main import main
+from deep_opt_states.doctor import Finding, Status, compiled_kernels, hook, host_limits, software
+from deep_opt_states.doctor.compiled_kernels import CpuAdamOp
 from deep_opt_states.doctor.hook import AfterImport
-from deep_opt_states.doctor.kernels import Op
 from deep_opt_states.doctor.software import Accelerator
 from deep_opt_states.host import machine as host
-from deep_opt_states.host.machine import Cores, Memory
+from deep_opt_states.host.machine import CoreCounts, HostMemory
 from tests.launch import Finished, environment
 
 FOLDER = Path("/cache/cpu_adam")
@@ -33,31 +33,35 @@ FAILS: dict[str, Callable[[], Finding]] = {
     "broken deepspeed": lambda: software.check_deepspeed("0.19.8", ImportError("no [hjson]"), ("0.19.8",)),
     "no supported accelerator": lambda: software.check_accelerator(Accelerator("xpu", 8), None),
     "no GPU": lambda: software.check_accelerator(Accelerator("cuda", 0), None),
-    "autoload off": lambda: hook.check_hook(AfterImport(live=False), "0"),
-    "hook not live": lambda: hook.check_hook(AfterImport(live=False), None),
-    "hook fails": lambda: hook.check_hook(AfterImport(live=False, said="ImportError: wrapt"), "1"),
-    "no compiler": lambda: kernels.check_compiler("c++", None, Op(folder=FOLDER)),
-    "no ninja": lambda: kernels.check_ninja(None, Op(folder=FOLDER, built=True)),
-    "cpu_adam cannot be built": lambda: kernels.check_cpu_adam(Op(folder=FOLDER), can_build=False),
-    "cpu_adam is of no use": lambda: kernels.check_cpu_adam(Op(problem="PyTorch version mismatch"), can_build=True),
+    "autoload off": lambda: hook.check_hook(AfterImport(active=False), "0"),
+    "hook not active": lambda: hook.check_hook(AfterImport(active=False), None),
+    "hook fails": lambda: hook.check_hook(AfterImport(active=False, message="ImportError: wrapt"), "1"),
+    "no compiler": lambda: compiled_kernels.check_compiler("c++", None, CpuAdamOp(folder=FOLDER)),
+    "no ninja": lambda: compiled_kernels.check_ninja(None, CpuAdamOp(folder=FOLDER, built=True)),
+    "cpu_adam cannot be built": lambda: compiled_kernels.check_cpu_adam(CpuAdamOp(folder=FOLDER), can_build=False),
+    "cpu_adam is of no use": lambda: compiled_kernels.check_cpu_adam(
+        CpuAdamOp(problem="PyTorch version mismatch"), can_build=True
+    ),
 }
 
 WARNS: dict[str, Callable[[], Finding]] = {
     "cpu by accident": lambda: software.check_accelerator(Accelerator("cpu", 1), None),
     "switched off": lambda: hook.check_switch("0"),
     "switch without meaning": lambda: hook.check_switch("false"),
-    "one core": lambda: machine.check_cores(Cores(physical=8, logical=16, allowed=16, quota=1.5)),
-    "too many threads": lambda: machine.check_omp("16,2", 8),
-    "not a number of threads": lambda: machine.check_omp("all", 8),
-    "memlock": lambda: machine.check_memlock(8 * 2**20, has_cuda=True),
-    "one hardware queue": lambda: machine.check_connections("1", has_cuda=True),
-    "few hardware queues": lambda: machine.check_connections("4", has_cuda=True),
-    "not a number of hardware queues": lambda: machine.check_connections("all", has_cuda=True),
-    "no compiler yet": lambda: kernels.check_compiler("c++", None, Op(folder=FOLDER, built=True)),
-    "no ninja yet": lambda: kernels.check_ninja(None, Op(prebuilt=True)),
-    "locked": lambda: kernels.check_cpu_adam(Op(folder=FOLDER, built=True, locked=True), can_build=True),
-    "no triton": lambda: kernels.check_triton("", has_cuda=True),
-    "not built yet": lambda: kernels.check_cpu_adam(Op(folder=FOLDER), can_build=True),
+    "one core": lambda: host_limits.check_cores(CoreCounts(physical=8, logical=16, allowed=16, quota=1.5)),
+    "too many threads": lambda: host_limits.check_omp("16,2", 8),
+    "not a number of threads": lambda: host_limits.check_omp("all", 8),
+    "memlock": lambda: host_limits.check_memlock(8 * 2**20, has_cuda=True),
+    "one hardware queue": lambda: host_limits.check_connections("1", has_cuda=True),
+    "few hardware queues": lambda: host_limits.check_connections("4", has_cuda=True),
+    "not a number of hardware queues": lambda: host_limits.check_connections("all", has_cuda=True),
+    "no compiler yet": lambda: compiled_kernels.check_compiler("c++", None, CpuAdamOp(folder=FOLDER, built=True)),
+    "no ninja yet": lambda: compiled_kernels.check_ninja(None, CpuAdamOp(prebuilt=True)),
+    "locked": lambda: compiled_kernels.check_cpu_adam(
+        CpuAdamOp(folder=FOLDER, built=True, locked=True), can_build=True
+    ),
+    "no triton": lambda: compiled_kernels.check_triton("", has_cuda=True),
+    "not built yet": lambda: compiled_kernels.check_cpu_adam(CpuAdamOp(folder=FOLDER), can_build=True),
 }
 
 GPUS = Accelerator("cuda", 2, [("NVIDIA H100", 85 * 10**9)] * 2)
@@ -67,33 +71,39 @@ OKS: dict[str, tuple[Callable[[], Finding], str]] = {
     "deepspeed": (lambda: software.check_deepspeed("0.19.8+abc", None, ("0.19.8",)), "0.19.8+abc"),
     "cpu": (lambda: software.check_accelerator(Accelerator("cpu", 1), "cpu"), "cpu, 1 device"),
     "cuda": (lambda: software.check_accelerator(GPUS, None), "NVIDIA H100 (85.0 GB), NVIDIA H100 (85.0 GB)"),
-    "hook": (lambda: hook.check_hook(AfterImport(live=True), None), "live"),
+    "hook": (lambda: hook.check_hook(AfterImport(active=True), None), "active"),
     "cost": (lambda: hook.check_cost([0.004, 0.003, 0.009]), "4.0 ms, median of 3 fresh interpreters (3.0 to 9.0 ms)"),
-    "cores": (lambda: machine.check_cores(Cores(8, 16, allowed=12, quota=6.5)), "may use 6 "),
-    "threads": (lambda: machine.check_omp("4", 8), "4 of 8"),
-    "one thread": (lambda: machine.check_omp("1", 8), "updates have threads of their own"),
-    "no OMP_NUM_THREADS": (lambda: machine.check_omp(None, 8), "updates have their own threads"),
-    "memory": (lambda: machine.check_memory(Memory(64 * 10**9, 10**9, 32 * 10**9)), "container limit 32.0 GB"),
-    "all memory": (lambda: machine.check_memory(Memory(64 * 10**9, 10**9, 2**60)), "no container limit"),
-    "memlock": (lambda: machine.check_memlock(None, has_cuda=True), "unlimited"),
-    "no CUDA_DEVICE_MAX_CONNECTIONS": (lambda: machine.check_connections(None, has_cuda=True), "unset: 8 hardware"),
-    "hardware queues": (lambda: machine.check_connections("32", has_cuda=True), "32 hardware queues"),
-    "no GPU for hardware queues": (lambda: machine.check_connections("1", has_cuda=False), "1; only a GPU has"),
-    "triton": (lambda: kernels.check_triton("3.6.0", has_cuda=True), "3.6.0"),
-    "no GPU for triton": (lambda: kernels.check_triton("", has_cuda=False), "not installed; only GPUs update by it"),
-    "prebuilt": (lambda: kernels.check_cpu_adam(Op(prebuilt=True), can_build=False), "prebuilt"),
-    "built": (lambda: kernels.check_cpu_adam(Op(folder=FOLDER, built=True), can_build=False), f"built in {FOLDER}"),
+    "cores": (lambda: host_limits.check_cores(CoreCounts(8, 16, allowed=12, quota=6.5)), "may use 6 "),
+    "threads": (lambda: host_limits.check_omp("4", 8), "4 of 8"),
+    "one thread": (lambda: host_limits.check_omp("1", 8), "updates have threads of their own"),
+    "no OMP_NUM_THREADS": (lambda: host_limits.check_omp(None, 8), "updates have their own threads"),
+    "memory": (lambda: host_limits.check_memory(HostMemory(64 * 10**9, 10**9, 32 * 10**9)), "container limit 32.0 GB"),
+    "all memory": (lambda: host_limits.check_memory(HostMemory(64 * 10**9, 10**9, 2**60)), "no container limit"),
+    "memlock": (lambda: host_limits.check_memlock(None, has_cuda=True), "unlimited"),
+    "no CUDA_DEVICE_MAX_CONNECTIONS": (lambda: host_limits.check_connections(None, has_cuda=True), "unset: 8 hardware"),
+    "hardware queues": (lambda: host_limits.check_connections("32", has_cuda=True), "32 hardware queues"),
+    "no GPU for hardware queues": (lambda: host_limits.check_connections("1", has_cuda=False), "1; only a GPU has"),
+    "triton": (lambda: compiled_kernels.check_triton("3.6.0", has_cuda=True), "3.6.0"),
+    "no GPU for triton": (
+        lambda: compiled_kernels.check_triton("", has_cuda=False),
+        "not installed; only GPUs need it",
+    ),
+    "prebuilt": (lambda: compiled_kernels.check_cpu_adam(CpuAdamOp(prebuilt=True), can_build=False), "prebuilt"),
+    "built": (
+        lambda: compiled_kernels.check_cpu_adam(CpuAdamOp(folder=FOLDER, built=True), can_build=False),
+        f"built in {FOLDER}",
+    ),
 }
 
 
 def page_of(finding: Finding, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    monkeypatch.setattr(command, "examine", lambda environ: {"Section": [finding]})
+    monkeypatch.setattr(doctor_command, "examine", lambda environ: {"Section": [finding]})
     monkeypatch.setenv("COLUMNS", "300")
     return main(["doctor"]), capsys.readouterr().out
 
 
 @pytest.mark.parametrize("check", FAILS.values(), ids=FAILS)
-def test_what_keeps_training_from_starting_fails(
+def test_a_condition_that_keeps_training_from_starting_fails(
     check: Callable[[], Finding], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finding = check()
@@ -105,7 +115,7 @@ def test_what_keeps_training_from_starting_fails(
 
 
 @pytest.mark.parametrize("check", WARNS.values(), ids=WARNS)
-def test_what_only_costs_time_warns(
+def test_a_condition_that_only_costs_time_warns(
     check: Callable[[], Finding], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finding = check()
@@ -116,7 +126,7 @@ def test_what_only_costs_time_warns(
 
 
 @pytest.mark.parametrize(("check", "found"), OKS.values(), ids=OKS)
-def test_what_is_in_order_is_shown(check: Callable[[], Finding], found: str) -> None:
+def test_a_good_condition_is_shown_as_ok(check: Callable[[], Finding], found: str) -> None:
     finding = check()
     assert finding.status is Status.OK
     assert found in finding.found
@@ -130,7 +140,7 @@ def test_requirements_come_from_our_own_metadata() -> None:
     assert str(software.python_required()) == ">=3.10"
 
 
-def test_limits_of_cgroup_version_2_and_of_all_above(tmp_path: Path) -> None:
+def test_the_limits_of_a_cgroup_version_2_include_those_of_its_parents(tmp_path: Path) -> None:
     membership = tmp_path / "membership"
     membership.write_text("0::/job/step\n")
     (tmp_path / "job/step").mkdir(parents=True)
@@ -142,7 +152,7 @@ def test_limits_of_cgroup_version_2_and_of_all_above(tmp_path: Path) -> None:
     assert host.memory_limit_bytes(host.cgroup_folders("memory", membership, tmp_path)) == 8 * 10**9
 
 
-def test_limits_of_cgroup_version_1_where_only_the_top_is_mounted(tmp_path: Path) -> None:
+def test_the_limits_of_a_cgroup_version_1_are_read_where_only_the_top_is_mounted(tmp_path: Path) -> None:
     membership = tmp_path / "membership"
     membership.write_text("5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n")
     for name, text in {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}.items():
@@ -155,7 +165,7 @@ def test_limits_of_cgroup_version_1_where_only_the_top_is_mounted(tmp_path: Path
 
 
 def doctor(**changes: str) -> Finished:
-    """The installed command, on this machine."""
+    """Run the installed command on this machine."""
     command = [str(Path(sys.executable).with_name("deep-opt-states")), "doctor"]
     env = environment(COLUMNS="300", **changes)
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
@@ -163,7 +173,7 @@ def doctor(**changes: str) -> Finished:
 
 
 def rows(page: Finished) -> dict[str, str]:
-    """Status by topic."""
+    """Return the status of each topic."""
     topics = (
         "deepspeed",
         "activation hook",
@@ -178,7 +188,7 @@ def rows(page: Finished) -> dict[str, str]:
     return {topic: status for status, row in lines for topic in topics if row.startswith(topic + " ")}
 
 
-def test_this_machine(tmp_path: Path) -> None:
+def test_this_machine_can_train(tmp_path: Path) -> None:
     page = doctor(TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert page.returncode == 0, page.output
     found = rows(page)
@@ -195,11 +205,11 @@ def test_this_machine(tmp_path: Path) -> None:
         "CUDA_DEVICE_MAX_CONNECTIONS",
     ):
         assert topic in page.output
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "it only looks, and builds nothing"
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "the doctor must not build anything"
     assert "Training can start." in page.output
 
 
-def test_deepspeed_that_cannot_be_imported_and_no_autoload(tmp_path: Path) -> None:
+def test_a_broken_deepspeed_and_a_disabled_autoload_fail(tmp_path: Path) -> None:
     (tmp_path / "deepspeed.py").write_text("raise ImportError('broken on purpose')\n")
     page = doctor(PYTHONPATH=str(tmp_path), TORCH_DEVICE_BACKEND_AUTOLOAD="0", CXX="no-such-compiler", PATH="")
     assert page.returncode == 1
@@ -210,7 +220,7 @@ def test_deepspeed_that_cannot_be_imported_and_no_autoload(tmp_path: Path) -> No
     assert "no-such-compiler" in page.output
 
 
-def test_unsupported_deepspeed_and_broken_wrapt(tmp_path: Path) -> None:
+def test_an_unsupported_deepspeed_and_a_broken_wrapt_fail(tmp_path: Path) -> None:
     (tmp_path / "wrapt.py").write_text("raise RuntimeError('broken on purpose')\n")
     (tmp_path / "deepspeed.py").write_text("__version__ = '0.18.2'\n")
     (tmp_path / "deepspeed-0.18.2.dist-info").mkdir()
@@ -223,6 +233,6 @@ def test_unsupported_deepspeed_and_broken_wrapt(tmp_path: Path) -> None:
         "activation hook",
         "accelerator",
     ]
-    assert "0.18.2; must be 0.19.8, whose internals this release knows" in page.output
+    assert "0.18.2; must be 0.19.8, whose internals this release supports" in page.output
     assert "-> pip install deepspeed==0.19.8" in page.output
     assert "deep_opt_states cannot be activated: RuntimeError: broken on purpose" in page.output

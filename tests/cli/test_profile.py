@@ -1,4 +1,4 @@
-"""``deep-opt-states profile``: as a program on this machine, alone and under torchrun."""
+"""Test ``deep-opt-states profile``, as a program on this machine, alone and under torchrun."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from deep_opt_states.cli import main, profile
-from deep_opt_states.cli.profile import check_output
+from deep_opt_states.cli import profile_command
+from deep_opt_states.cli.main import main
+from deep_opt_states.cli.profile_command import check_output
 from perf_model.prediction.hardware import QUANTITIES, REQUIRED, HardwareProfile, Measurement, ProfileError, Provenance
 from tests.launch import environment, free_port
 
@@ -19,7 +20,6 @@ HOST = {
     "stock_cpu_adam_params_per_s",
     "dram_update_bytes_per_s",
     "dram_copy_bytes_per_s",
-    "rounding_params_per_s",
     "matmul_flops_per_s",
 }
 
@@ -43,7 +43,7 @@ def check(output: Path, page: str, ranks: int) -> None:
     assert f"Written: {output}" in page
 
 
-def test_this_machine(tmp_path: Path) -> None:
+def test_the_profile_of_this_machine_is_written_and_printed(tmp_path: Path) -> None:
     output = tmp_path / "profile.json"
     done = finished([installed("deep-opt-states"), "profile", "--quick", "--output", str(output)])
     assert done.returncode == 0, done.stderr
@@ -52,49 +52,49 @@ def test_this_machine(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
 
 
-def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
+def test_two_ranks_under_torchrun_write_one_profile(tmp_path: Path) -> None:
     output = tmp_path / "profile.json"
     launcher = [installed("torchrun"), "--nproc-per-node=2", f"--master-port={free_port()}"]
     done = finished([*launcher, "-m", "deep_opt_states.cli", "profile", "--quick", "--output", str(output)])
     assert done.returncode == 0, done.stderr
     check(output, done.stdout, ranks=2)
-    assert done.stdout.count("2 ranks at once on a node; each figure is a rank's, the slowest") == 1, "rank 0 prints"
+    assert done.stdout.count("2 ranks at once on each node; each figure is of the slowest rank") == 1, "rank 0 prints"
 
 
 @pytest.mark.parametrize(
     ("path", "found"),
     [("nowhere/profile.json", "found no folder"), ("folder", "which is not a regular file")],
 )
-def test_an_output_that_cannot_be_written_is_found_before_measuring(
+def test_an_output_that_cannot_be_written_is_refused_before_measuring(
     path: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(profile.profiler, "measure", None)
+    monkeypatch.setattr(profile_command, "measure", None)
     (tmp_path / "folder").mkdir()
     assert main(["profile", "--output", str(tmp_path / path)]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(
+    message = capsys.readouterr().err
+    assert message.startswith(
         "--output: must be a file, to be written or replaced, in a folder that can be written; found"
     )
-    assert found in said
-    assert "Give another path" in said
+    assert found in message
+    assert "Give another path" in message
 
 
-def test_a_file_system_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_on_a_read_only_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_only(path: Path, text: str) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(profile, "replace_file", read_only)
+    monkeypatch.setattr(profile_command, "replace_file", read_only)
     with pytest.raises(ProfileError, match="Read-only file system"):
         check_output(tmp_path / "profile.json")
 
 
-def test_an_existing_profile_is_kept_until_there_is_a_new_one(
+def test_an_existing_profile_is_kept_if_the_measurement_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def cannot(*arguments: object, **options: object) -> HardwareProfile:
         raise ProfileError("no [kernel]: rule, value.\nRemedy.")
 
-    monkeypatch.setattr(profile.profiler, "measure", cannot)
+    monkeypatch.setattr(profile_command, "measure", cannot)
     output = tmp_path / "profile.json"
     output.write_text("old")
     assert main(["profile", "--output", str(output)]) == 1
@@ -106,14 +106,14 @@ def test_an_existing_profile_is_kept_until_there_is_a_new_one(
 def test_only_rank_0_writes_and_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another rank may be on a node that does not have the folder."""
+    """Check that rank 1 does not need the folder: it may run on a node that does not have it."""
     names = REQUIRED
     profile_of_all = HardwareProfile(
         name="here",
         provenance=Provenance(source="measured"),
         measurements={name: Measurement(samples=(1e9,)) for name in names},
     )
-    monkeypatch.setattr(profile.profiler, "measure", lambda *arguments, **options: profile_of_all)
+    monkeypatch.setattr(profile_command, "measure", lambda *arguments, **options: profile_of_all)
     monkeypatch.setenv("RANK", "1")
     assert main(["profile", "--output", str(tmp_path / "nowhere/profile.json")]) == 0
     assert capsys.readouterr().out == ""
@@ -122,7 +122,7 @@ def test_only_rank_0_writes_and_prints(
     assert HardwareProfile.read(tmp_path / "profile.json") == profile_of_all
 
 
-def test_quantities_are_printed_in_units_that_are_read(
+def test_quantities_are_printed_in_readable_units(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def measured(*arguments: object, **options: object) -> HardwareProfile:
@@ -144,7 +144,7 @@ def test_quantities_are_printed_in_units_that_are_read(
             cpu_adam_by_threads={1: Measurement(samples=(2e8,)), 8: Measurement(samples=(1.2345e9,))},
         )
 
-    monkeypatch.setattr(profile.profiler, "measure", measured)
+    monkeypatch.setattr(profile_command, "measure", measured)
     assert main(["profile", "--output", str(tmp_path / "profile.json")]) == 0
     rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     for row in (

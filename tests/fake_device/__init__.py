@@ -1,1 +1,1 @@
-"""A device whose work happens late: CUDA's semantics on the CPU, for finding races without a GPU."""
+"""A test double of a device: it has CUDA's semantics on the CPU and does its work late, to find races without a GPU."""

@@ -1,8 +1,8 @@
-"""``FakeDevice``: the device interface over queues and blocks.
+"""Implement the device interface as a test double, over queues and allocations that no GPU is needed for.
 
-What is issued on a stream is only queued. It runs when the host waits for it, or unasked, in an order that the
-``Timing`` chooses among those that streams and events permit. Everything runs on the thread that issues or waits, also
-what the CPU lane is given, so that a run is a function of its timing.
+An operation that is issued on a stream is only queued. It runs when the host waits for it, or unprompted, in an order
+that the ``Timing`` chooses among those that streams and events permit. Everything, including the tasks of the CPU lane,
+runs on the thread that issues or waits, so that a run is a function of its timing.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors, OneByOne, Part
-from tests.fake_device.memory import Block
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors, ElementRange, OneRangePerCall
+from tests.fake_device.memory import Allocation
 from tests.fake_device.queues import Lanes, Operation, Queue, Ready
 from tests.fake_device.timing import Late, Timing
 
 
 class FakeEvent:
-    """Never recorded, it holds nobody back, as in CUDA."""
+    """A test double of a CUDA event. As in CUDA, an event that was never recorded makes nothing wait."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
@@ -29,6 +29,8 @@ class FakeEvent:
         self._tick = 0
 
     def record_on(self, queue: Queue) -> None:
+        """Record the event on ``queue``, behind the operations issued so far."""
+
         def stamp() -> None:
             self._tick = self._lanes.ticks
 
@@ -36,7 +38,10 @@ class FakeEvent:
         self._reached = queue.mark()
 
     def reached(self) -> Ready:
-        """Whether the work marked *by now* has finished; a later record does not change what is meant."""
+        """Return a function that returns whether the work marked *by now* has finished.
+
+        A later record does not change its result.
+        """
         return self._reached
 
     def synchronize(self) -> None:
@@ -46,11 +51,14 @@ class FakeEvent:
         return self._reached()
 
     def seconds_after(self, origin: FakeEvent) -> float:
-        """Operations of the device between the two; its time has no other unit."""
+        """Return the number of operations between the two events: the fake device's unit of time, in place of
+        seconds."""
         return float(self._tick - origin._tick)
 
 
 class FakeStream:
+    """A test double of a CUDA stream, over one queue."""
+
     def __init__(self, device: FakeDevice, queue: Queue) -> None:
         self._device = device
         self.queue = queue
@@ -71,7 +79,10 @@ class FakeStream:
 
 
 class FakeDevice:
-    """All memory is NaN until it is written. ``allocated_bytes`` counts device memory that is not freed."""
+    """A test double of a GPU. All memory is NaN until it is written.
+
+    ``allocated_bytes`` counts device memory that has not been freed.
+    """
 
     shares_host_memory = False
     runs_when_issued = False
@@ -80,15 +91,15 @@ class FakeDevice:
         self.lanes = Lanes(timing or Late())
         self.caller = FakeStream(self, self.lanes.caller)
         self.issuing = self.caller
-        self._on_device: list[Block] = []
-        self._pinned: list[Block] = []
+        self._on_device: list[Allocation] = []
+        self._pinned: list[Allocation] = []
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(block.nbytes for block in self._on_device if not block.freed)
+        return sum(allocation.nbytes for allocation in self._on_device if not allocation.freed)
 
     def enter_thread(self) -> None:
-        """There is one device, for the one thread that issues and runs everything."""
+        """Do nothing: one thread issues and runs everything, on the only device."""
 
     def stream(self) -> FakeStream:
         return FakeStream(self, self.lanes.add_stream())
@@ -100,67 +111,71 @@ class FakeDevice:
         return FakeEvent(self.lanes)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        block = Block(self.lanes, numel * dtype.itemsize, self.issuing.queue)
-        self._on_device = [*(other for other in self._on_device if not other.freed), block]
-        return block.hand_out(dtype)
+        allocation = Allocation(self.lanes, numel * dtype.itemsize, self.issuing.queue)
+        self._on_device = [*(other for other in self._on_device if not other.freed), allocation]
+        return allocation.hand_out(dtype)
 
     def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        block = Block(self.lanes, numel * dtype.itemsize, None)
-        self._pinned = [*(other for other in self._pinned if not other.freed), block]
-        return block.hand_out(dtype)
+        allocation = Allocation(self.lanes, numel * dtype.itemsize, None)
+        self._pinned = [*(other for other in self._pinned if not other.freed), allocation]
+        return allocation.hand_out(dtype)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """``cudaMemcpyAsync``: queued. A pageable source (host memory that is not from ``empty_host``) is staged now.
+        """Queue the copy, as ``cudaMemcpyAsync`` does. A pageable source is read at once.
 
-        With pageable memory it "might be synchronous" ("API synchronization behavior", CUDA runtime), or not: the host
-        does not wait here. The conversion of another dtype happens on the device (PyTorch's ``Copy.cpp``), late, too.
+        Pageable memory is host memory that is not from ``empty_host``. With it the copy "might be synchronous" ("API
+        synchronization behavior", CUDA runtime) or not; here the host does not wait. A conversion to another dtype
+        happens on the device (PyTorch's ``Copy.cpp``), so it is late, too.
         """
-        if self._block(source) is None:
+        if self._allocation(source) is None:
             source = source.clone()
         for tensor in (destination, source):
-            block = self._block(tensor)
-            if block in self._pinned:
-                block.record(self.issuing.queue)
+            allocation = self._allocation(tensor)
+            if allocation in self._pinned:
+                allocation.record(self.issuing.queue)
         target, origin = self._address_of(destination), self._address_of(source)
         self._issue(lambda: target.copy_(origin))
 
     def occupy(self, seconds: float) -> None:
-        """Queue one operation that does nothing: how long the stream is busy is for the ``Timing`` to choose."""
+        """Queue one operation that does nothing. The ``Timing`` chooses for how long the stream is busy."""
         self._issue(lambda: None)
 
     def release_cached(self) -> None:
         """Do nothing: no memory is cached."""
 
     def launch(self, kernel: Callable[..., Any], *arguments: Any) -> None:
-        """Queue a kernel on the issuing stream; its tensors are in device or in pinned memory."""
+        """Queue a kernel on the issuing stream. Raise ``AssertionError`` if a tensor is in pageable memory."""
         for argument in arguments:
             if isinstance(argument, torch.Tensor):
-                assert self._block(argument) is not None, "illegal memory access: a kernel was given pageable memory"
-        addresses = [self._address_of(it) if isinstance(it, torch.Tensor) else it for it in arguments]
+                assert self._allocation(argument) is not None, (
+                    "illegal memory access: a kernel was given pageable memory"
+                )
+        addresses = [self._address_of(value) if isinstance(value, torch.Tensor) else value for value in arguments]
         self._issue(lambda: kernel(*addresses))
 
     def record_stream(self, tensor: torch.Tensor, stream: FakeStream) -> None:
-        """``torch.Tensor.record_stream``: once freed, the memory is not reused before ``stream`` is done with it."""
-        block = self._block(tensor)
-        assert block is not None
-        block.record(stream.queue)
+        """Do as ``torch.Tensor.record_stream``: once freed, the memory is not reused before ``stream`` is done with
+        it."""
+        allocation = self._allocation(tensor)
+        assert allocation is not None
+        allocation.record(stream.queue)
 
     def _issue(self, operation: Operation) -> None:
         self.issuing.queue.add(operation)
         self.lanes.run_unasked()
 
-    def _block(self, tensor: torch.Tensor) -> Block | None:
-        """None for pageable memory."""
-        blocks = (block for block in (*self._on_device, *self._pinned) if block.holds(tensor))
-        return next(blocks, None)
+    def _allocation(self, tensor: torch.Tensor) -> Allocation | None:
+        """Return the allocation that holds ``tensor``, or None if it is in pageable memory."""
+        allocations = (allocation for allocation in (*self._on_device, *self._pinned) if allocation.holds(tensor))
+        return next(allocations, None)
 
     def _address_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        block = self._block(tensor)
-        return tensor if block is None else block.address_of(tensor)
+        allocation = self._allocation(tensor)
+        return tensor if allocation is None else allocation.address_of(tensor)
 
 
-class LateAdam(OneByOne):
-    """``kernel``, launched on the issuing stream."""
+class LateAdam(OneRangePerCall):
+    """A test double of a GPU kernel: ``kernel``, launched on the issuing stream."""
 
     def __init__(self, device: FakeDevice, kernel: AdamKernel) -> None:
         self._device = device
@@ -172,11 +187,11 @@ class LateAdam(OneByOne):
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         self._kernel.begin_step(steps)
 
-    def update(self, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
+    def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
         names = [field.name for field in fields(tensors) if getattr(tensors, field.name) is not None]
 
         def update(*arguments: torch.Tensor) -> None:
-            self._kernel.update(sub_group, replace(tensors, **dict(zip(names, arguments, strict=True))), part)
+            self._kernel.update(sub_group, replace(tensors, **dict(zip(names, arguments, strict=True))), element_range)
 
         self._device.launch(update, *(getattr(tensors, name) for name in names))
 

@@ -1,12 +1,13 @@
-"""Memory that is given back, as PyTorch's caching allocators do it, while work that was issued may still use it.
+"""Emulate memory that is freed, as by PyTorch's caching allocators, while operations in flight may still use it.
 
-A tensor's memory is free as soon as the last Python reference to it is gone: an operation that was issued keeps an
-address, not a reference. What is freed is overwritten with NaN as early as a next owner could:
+The memory of a tensor is free as soon as the last Python reference to it is gone: an operation that was issued keeps an
+address, not a reference. Freed memory is overwritten with NaN as early as its next owner could write to it:
 
-- Device memory belongs to the stream it was allocated on. That stream's next operation may be the next owner's, so its
-  own earlier work is safe; another stream's is safe only if ``record`` was called with it (CUDACachingAllocator).
-- Pinned host memory belongs to the host, which may write at once. Asynchronous copies record their stream by
-  themselves (CachingHostAllocator); kernels that read it through its address do not.
+- Device memory belongs to the stream it was allocated on. That stream's next operation may be the next owner's, so the
+  stream's own earlier operations are safe. Operations of another stream are safe only if ``record`` was called with it
+  (CUDACachingAllocator).
+- Pinned host memory belongs to the host, which may write at once. Asynchronous copies record their stream by themselves
+  (CachingHostAllocator); kernels that read the memory through its address do not.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _NAN_BYTE = 0xFF
 """All bits set is a NaN in fp32, fp16 and bf16."""
 
 
-class Block:
-    """``nbytes`` of device memory that belongs to the stream ``owner``, or of pinned memory where that is None."""
+class Allocation:
+    """A block of ``nbytes`` bytes: device memory of the stream ``owner``, or pinned memory if ``owner`` is None."""
 
     def __init__(self, lanes: Lanes, nbytes: int, owner: Queue | None) -> None:
         self.nbytes = nbytes
@@ -35,21 +36,23 @@ class Block:
         self._overwrite()
 
     def hand_out(self, dtype: torch.dtype) -> torch.Tensor:
-        """The user's tensor, called once. The block is freed with the last tensor that shares its storage."""
+        """Return the user's tensor. Call this once: the block is freed with the last tensor that shares the storage."""
         buffer = (ctypes.c_uint8 * len(self._memory)).from_buffer(self._memory)
         weakref.finalize(buffer, self._free).atexit = False
         return torch.frombuffer(buffer, dtype=torch.uint8)[: self.nbytes].view(dtype)
 
     def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether the memory of ``tensor`` is in this block."""
         return not self.freed and 0 <= tensor.data_ptr() - self._bytes.data_ptr() < len(self._memory)
 
     def address_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same elements, shape and dtype, but not a reference that keeps the block from being freed."""
+        """Return the same elements, shape and dtype, without a reference that keeps the block from being freed."""
         assert tensor.is_contiguous()
         offset = tensor.data_ptr() - self._bytes.data_ptr()
         return self._bytes[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def record(self, stream: Queue) -> None:
+        """Keep the memory from being reused before ``stream`` has done the operations issued so far."""
         self._users.add(stream)
 
     def _free(self) -> None:

@@ -1,4 +1,4 @@
-"""Queues of work that has been issued and has not happened yet; a ``Timing`` says which of them is served next."""
+"""Queue operations that have been issued and not run yet. A ``Timing`` chooses the queue that is served next."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Ready = Callable[[], bool]
 
 
 class Deadlock(AssertionError):
-    """Something waits for what nothing can finish."""
+    """The error that the host waits for work that no operation can finish."""
 
 
 class Queue:
-    """Operations in order, one at a time. ``issued`` and ``finished`` count them."""
+    """Operations that run in order, one at a time. ``issued`` and ``finished`` count them."""
 
     def __init__(self) -> None:
         self.issued = 0
@@ -25,18 +25,18 @@ class Queue:
         self._running = False
 
     def add(self, operation: Operation, ready: Ready = lambda: True) -> None:
-        """Until it is ready and has run, the operation holds back those behind it."""
+        """Enqueue ``operation``. Until it is ready and has run, it holds back the operations behind it."""
         self._operations.append((ready, operation))
         self.issued += 1
 
     def mark(self) -> Ready:
-        """Whether all that has been issued *by now* has finished."""
+        """Return a function that returns whether all operations issued *by now* have finished."""
         issued = self.issued
         return lambda: self.finished >= issued
 
     def run_one(self) -> bool:
-        """Whether the next operation was ready, and has run."""
-        # An operation of the CPU lane may wait, and let the others work meanwhile; its own lane stands still.
+        """Run the next operation if it is ready. Return whether it has run."""
+        # An operation of the CPU lane may wait, and let other queues run meanwhile. Its own queue must not run then.
         if self._running or not self._operations or not self._operations[0][0]():
             return False
         _, operation = self._operations.popleft()
@@ -50,7 +50,7 @@ class Queue:
 
 
 class Lanes:
-    """All queues of a device. ``ticks`` counts the operations that have run."""
+    """All queues of a fake device. ``ticks`` counts the operations that have run."""
 
     def __init__(self, timing: Timing) -> None:
         self.ticks = 0
@@ -62,27 +62,28 @@ class Lanes:
         self._working = False
 
     def add_stream(self) -> Queue:
+        """Return the queue of a new stream."""
         self._streams.append(Queue())
         return self._streams[-1]
 
     def as_soon_as(self, ready: Ready, operation: Operation) -> None:
-        """Runs ``operation`` before anything else that may run, once it is ready. Nobody can wait for it."""
+        """Run ``operation`` as soon as it is ready, before any other operation. No stream can wait for it."""
         self._whenever.append((ready, operation))
         self._run_whenever()
 
     def idle(self) -> bool:
-        """Whether all that was issued has finished."""
+        """Return whether all operations that were issued have finished."""
         return all(queue.finished == queue.issued for queue in self._queues())
 
     def run_until(self, done: Ready) -> None:
-        """Let the device work until ``done``. Raises ``Deadlock``."""
+        """Run operations until ``done``. Raise ``Deadlock`` if none can run before that."""
         while not done():
             if not self._run_one():
                 raise Deadlock("the host waits for work that nothing can finish")
         self._run_whenever()
 
     def run_unasked(self) -> None:
-        """Something was issued: a prompt device starts on it."""
+        """Run as many operations as the timing lets a prompt device run by itself after an operation was issued."""
         if not self._working:
             while self._timing.runs_unasked() and self._run_one():
                 pass

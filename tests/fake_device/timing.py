@@ -1,4 +1,4 @@
-"""When queued work happens: any order that streams and events permit is one that a GPU may choose."""
+"""Choose when queued operations run. A GPU may choose any order that streams and events permit."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ from typing import Protocol
 
 
 class Timing(Protocol):
-    def lanes(self, count: int) -> Sequence[int]:
-        """Asked before each operation: numbers below ``count``, the lane to be served first in front.
+    """The choices that the hardware is free to make."""
 
-        Streams are numbered in the order of their creation, after them come the CPU lane and the caller's stream.
+    def lanes(self, count: int) -> Sequence[int]:
+        """Return the lanes below ``count`` in the order in which they are tried. This is called before each operation.
+
+        Streams are numbered in the order of their creation. After them come the CPU lane and the caller's stream.
         """
 
     def runs_unasked(self) -> bool:
-        """Asked again and again after something was issued: does the device finish one more operation by itself?"""
+        """Return whether the device finishes one more operation by itself.
+
+        After an operation is issued, this is called until it returns False.
+        """
 
 
 class Late:
-    """As late as possible: nothing happens before the host waits for it, and then by strict priority.
+    """A timing that is as late as possible: nothing runs before the host waits, and then by strict priority.
 
-    Whatever no wait holds back overtakes. Lanes that ``priorities`` does not name come last.
+    Operations that no wait holds back overtake others. Lanes that ``priorities`` does not name come last.
     """
 
     def __init__(self, priorities: Sequence[int] = ()) -> None:
@@ -38,7 +43,7 @@ class Late:
 
 
 class Seeded:
-    """Interleaved at random, the same for the same seed: lanes by lot, and a device that is prompt or lazy by lot."""
+    """A random timing, the same for the same seed: it draws the lanes, and how promptly the device works by itself."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

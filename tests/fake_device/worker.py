@@ -1,37 +1,40 @@
-"""The CPU lane of the fake device: a task runs when somebody waits for it, or when the device lets its lane work."""
+"""Emulate the CPU lane as a test double: a task runs when the host waits for it, or when the timing chooses its
+lane."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 
-from deep_opt_states.runtime.worker import Task, settle
+from deep_opt_states.runtime.worker import Task, complete_future
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.queues import Ready
 
 
 class FakeWorker:
+    """A test double of ``Worker`` that runs its tasks on the fake device's CPU lane, without a thread."""
+
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
 
     def submit(self, task: Task, /) -> Future[None]:
         future = _LateFuture(self._device)
         lanes = self._device.lanes
-        lanes.cpu.add(lambda: settle(future, task))
-        future.settled = lanes.cpu.mark()
+        lanes.cpu.add(lambda: complete_future(future, task))
+        future.task_has_run = lanes.cpu.mark()
         lanes.run_unasked()
         return future
 
     def close(self) -> None:
-        """There is no thread to end."""
+        """Do nothing: there is no thread to end."""
 
 
 class _LateFuture(Future[None]):
-    """Asking for its result or its exception lets the device work until the task has run."""
+    """A future whose ``result`` and ``exception`` run the device's operations until the task has run."""
 
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()
         self._device = device
-        self.settled: Ready = lambda: False
+        self.task_has_run: Ready = lambda: False
 
     def result(self, timeout: float | None = None) -> None:
         self._run()
@@ -42,4 +45,4 @@ class _LateFuture(Future[None]):
         return super().exception(timeout=0)
 
     def _run(self) -> None:
-        self._device.lanes.run_until(self.settled)
+        self._device.lanes.run_until(self.task_has_run)

@@ -1,4 +1,4 @@
-"""What DeepSpeed has saved in a folder, whoever asked it to."""
+"""Read the checkpoints that DeepSpeed saved in a folder, for any framework."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """Every tensor, and every number of the optimizer, by the file and the keys that lead to it; tensors as bytes."""
+    """Return every tensor as bytes, and every number of the optimizer, by its file and its keys in that file."""
     return {
         f"{file.relative_to(folder)}{keys}": leaf
         for file in sorted(folder.rglob("*_states.pt"))

@@ -1,4 +1,4 @@
-"""The examples, by their frameworks' launchers: the DeepSpeed JSON alone makes the plugin update, with stock's bits."""
+"""Test the examples with their frameworks' launchers: the JSON config alone enables the plugin, with stock's bits."""
 
 from __future__ import annotations
 
@@ -37,15 +37,16 @@ PLUGIN = "DeepOptimizerStates_Stage3"
         pytest.param(lightning, "with_lightning.py", [], 1, id="Lightning"),
     ],
 )
+@pytest.mark.promise("P1", "P3", "P4")
 def test_the_plugin_updates_and_resumes_with_the_bits_of_stock(
     commands: Commands, example: str, arguments: list[str], processes: int, tmp_path: Path
 ) -> None:
-    """Saved after half of the steps and after all of them; the update goes on when ``step()`` has returned."""
+    """Compare checkpoints after half of the steps and after all steps, with updates that outlast ``step()``."""
     script = ["tests/frameworks/in_turn.py", f"examples/{example}", str(tmp_path), *arguments]
     config = write_config(tmp_path, auto=example == "hf_trainer.py")
     finished = launch(commands, script, config, timeout_s=560)
-    answers = [answer for its in finished for answer in its.answers()]
-    output = "\n".join(its.output for its in finished)
+    answers = [answer for process in finished for answer in process.answers()]
+    output = "\n".join(process.output for process in finished)
     stock = {"run": "stock", "optimizer": "DeepSpeedZeroOptimizer_Stage3", "steps": STEPS, "deferred": 0}
     plugin = {"run": "plugin", "optimizer": PLUGIN, "steps": STEPS, "deferred": STEPS}
     half = {"run": "resumed", "optimizer": PLUGIN, "steps": SAVE_EVERY, "deferred": SAVE_EVERY}
@@ -65,41 +66,45 @@ def test_the_plugin_updates_and_resumes_with_the_bits_of_stock(
         pytest.param(lightning_ranks, "with_lightning.py", [], id="Lightning"),
     ],
 )
-def test_the_readmes_commands_with_the_block_and_without(
+@pytest.mark.promise("P3")
+def test_the_commands_of_the_readme_have_the_bits_of_stock_with_and_without_the_block(
     commands: Commands, example: str, arguments: list[str], tmp_path: Path
 ) -> None:
-    """On two ranks, and with nothing of the tests in between; resumed by a process that did not save."""
+    """Run the examples unchanged on two ranks, and resume in a process other than the one that saved."""
 
     def run(name: str, steps: int, block: bool = True) -> str:
         folder = tmp_path / name
         script = [f"examples/{example}", *arguments, "--output", str(folder), "--steps", str(steps)]
         config = write_config(tmp_path, block=block)
         finished = launch(commands, [*script, "--save_every", str(SAVE_EVERY)], config, timeout_s=560)
-        return said(finished)
+        return output_of(finished)
 
     plan = r"\[deep_opt_states\] \d+ sub-groups, .* [1-9]\d* streamed"
     assert "[deep_opt_states]" not in run("stock", STEPS, block=False)
     assert re.search(plan, run("resumed", SAVE_EVERY))
     saved = {file: file.stat().st_mtime_ns for file in tmp_path.glob("resumed/**/*_states.pt")}
     assert re.search(plan, run("resumed", STEPS))
-    # Had it begun anew, it would have saved these again.
+    # A run that did not resume would have saved these files again.
     assert {file: file.stat().st_mtime_ns for file in saved} == saved
     assert_equal_checkpoints(tmp_path / "resumed", tmp_path / "stock")
 
 
-def said(finished: list[Finished]) -> str:
-    """Not by return codes: PyTorch and Gloo abort now and then at the interpreter's end."""
-    output = "\n".join(its.output for its in finished)
+def output_of(finished: list[Finished]) -> str:
+    """Return the output, which must not have a traceback.
+
+    Return codes are not checked, because PyTorch and Gloo sometimes abort when the interpreter exits.
+    """
+    output = "\n".join(process.output for process in finished)
     assert "Traceback" not in output, output[-5000:]
     return output
 
 
 def assert_equal_checkpoints(found: Path, expected: Path) -> None:
-    ours, stocks = contents(found), contents(expected)
-    assert len({re.search(r"\d+", key)[0] for key in stocks}) == STEPS // SAVE_EVERY
-    assert any("exp_avg_sq" in key for key in stocks)
-    assert ours.keys() == stocks.keys()
-    assert [key for key in stocks if ours[key] != stocks[key]] == []
+    plugin_contents, stock_contents = contents(found), contents(expected)
+    assert len({re.search(r"\d+", key)[0] for key in stock_contents}) == STEPS // SAVE_EVERY
+    assert any("exp_avg_sq" in key for key in stock_contents)
+    assert plugin_contents.keys() == stock_contents.keys()
+    assert [key for key in stock_contents if plugin_contents[key] != stock_contents[key]] == []
 
 
 @pytest.mark.parametrize("example", ["train.py", "hf_trainer.py", "accelerated.py", "with_lightning.py"])
@@ -108,14 +113,14 @@ def test_no_example_mentions_the_plugin(example: str) -> None:
 
 
 def write_config(folder: Path, auto: bool = False, block: bool = True) -> str:
-    """The examples' own, with parameters that are not all kept gathered, in more sub-groups.
+    """Write the examples' config with more sub-groups and fewer persistent parameters, and return its path.
 
-    ``auto``: the values that the Trainer can fill in are left to it.
+    With ``auto``, the Trainer fills in all values that it can. Without ``block``, the plugin is not enabled.
     """
     config = json.loads((REPOSITORY / "examples" / "ds_config.json").read_text())
     zero = config["zero_optimization"]
     zero.update(sub_group_size=300_000, stage3_param_persistence_threshold=10_000)
-    # From the first step on: what is resumed must not be what the model began with.
+    # The learning rate is positive from the first step on, so that the resumed parameters differ from the initial ones.
     config["scheduler"]["params"]["warmup_min_lr"] = 1e-4
     if auto:
         config.update(

@@ -1,4 +1,4 @@
-"""TRL's trainers on two ranks: the DeepSpeed JSON alone makes the plugin update, and what is saved has stock's bits."""
+"""Test TRL's trainers on two ranks: the DeepSpeed JSON alone enables the plugin, and checkpoints have stock's bits."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.launch import Finished, run_ranks
 
 STOCK, PLUGIN = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
 NO_OPTIMIZER = "DeepSpeedZeRoOffload"
-"""The class that stock DeepSpeed makes for ZeRO-3 where there is no optimizer."""
+"""The class that stock DeepSpeed creates for ZeRO-3 without an optimizer."""
 
 WORLD_SIZE, STEPS = 2, 3
 TRAINERS = ["SFT", "SFT with LoRA", "DPO", "DPO with LoRA"]
 
-# One worker of pytest-xdist makes the fixture, once.
+# One worker of pytest-xdist runs all tests, so that the fixture is created once.
 pytestmark = pytest.mark.xdist_group("trl")
 
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[Finished]:
-    # Without a GPU, which frameworks take wherever they see one.
+    # GPUs are hidden, because frameworks would use them.
     ranks = run_ranks(WORLD_SIZE, ["-m", "tests.frameworks.trl_trainers", str(folder)], 400, CUDA_VISIBLE_DEVICES="")
     for finished in ranks:
         assert finished.returncode == 0, finished.output[-5000:]
@@ -41,27 +41,28 @@ def answers(ranks: list[Finished]) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_same_bits_as_stock(name: str, answers: list[list[dict[str, Any]]], folder: Path) -> None:
+@pytest.mark.promise("P1", "P3")
+def test_every_trainer_saves_the_bits_of_stock(name: str, answers: list[list[dict[str, Any]]], folder: Path) -> None:
     reference = NO_OPTIMIZER if name == "DPO" else None
     engines = [reference] if reference else []
     same = {"trainer": name, "reference": reference, "steps": STEPS, "several sub-groups": True}
-    stock = {**same, "arm": "stock", "engines": [*engines, STOCK]}
-    plugin = {**same, "arm": "plugin", "engines": [*engines, PLUGIN]}
+    stock = {**same, "variant": "stock", "engines": [*engines, STOCK]}
+    plugin = {**same, "variant": "plugin", "engines": [*engines, PLUGIN]}
     for rank in answers:
         assert [run for run in rank if run.get("trainer") == name] == [stock, plugin]
-    ours, stocks = contents(folder / name / "plugin"), contents(folder / name / "stock")
-    assert any("exp_avg_sq" in key for key in stocks)
-    assert ours.keys() == stocks.keys()
-    assert [key for key in stocks if ours[key] != stocks[key]] == []
+    plugin_contents, stock_contents = contents(folder / name / "plugin"), contents(folder / name / "stock")
+    assert any("exp_avg_sq" in key for key in stock_contents)
+    assert plugin_contents.keys() == stock_contents.keys()
+    assert [key for key in stock_contents if plugin_contents[key] != stock_contents[key]] == []
 
 
 def test_the_log_has_one_line_about_the_reference_model(ranks: list[Finished]) -> None:
     output = "".join(finished.output for finished in ranks)
-    assert output.count("an engine without an optimizer is stock DeepSpeed's") == 1
+    assert output.count("an engine without an optimizer runs as stock DeepSpeed") == 1
 
 
 def test_an_optimizer_that_is_not_adam_is_refused_before_the_first_update(answers: list[list[dict[str, Any]]]) -> None:
-    """Accelerate makes DeepSpeedCPUAdam of Adafactor, with Adafactor's pair as eps."""
+    """Check the error for Adafactor, which Accelerate replaces by DeepSpeedCPUAdam with Adafactor's pair as eps."""
     for rank in answers:
         refused = rank[-1]
         assert refused["error"] == "Unsupported"

@@ -1,7 +1,7 @@
-"""Trains a small model with TRL's trainers in turn, with stock and with the plugin, and reports what updated it.
+"""Train a small model with each of TRL's trainers, with stock and with the plugin, and report the engines used.
 
-All runs share one process per rank, since most of the seconds of a run go into imports. The last run asks for an
-optimizer that the plugin refuses.
+All runs share one process per rank, since imports take most of the time of a run. The last run requests an optimizer
+that the plugin refuses.
 
     trl_trainers.py FOLDER   each run saves a checkpoint in FOLDER/TRAINER/stock or FOLDER/TRAINER/plugin
 """
@@ -44,7 +44,7 @@ DEEPSPEED: dict[str, Any] = {
     "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-3, "warmup_num_steps": 10}},
     "zero_optimization": {
         "stage": 3,
-        # Several sub-groups, also of LoRA's parameters, and parameters that are not all kept gathered.
+        # LoRA's parameters, too, form several sub-groups, and not all parameters are persistent.
         "sub_group_size": 1_000,
         "stage3_param_persistence_threshold": 1_000,
         "offload_optimizer": {"device": "cpu"},
@@ -56,7 +56,7 @@ Report = dict[str, Any]
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token is a byte; nothing is downloaded."""
+    """Return a tokenizer whose tokens are bytes, so that nothing is downloaded."""
     specials = ["<pad>", "<eos>"]
     tokens = [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -67,6 +67,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def llama(seed: int = SEED) -> LlamaForCausalLM:
+    """Return a small Llama model with random weights."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=258,
@@ -84,12 +85,13 @@ def llama(seed: int = SEED) -> LlamaForCausalLM:
 
 
 def lines(count: int) -> list[str]:
-    """Lines of code, which every machine with Python has."""
+    """Return lines of Python's standard library, which every machine has, as training data."""
     code = Path(argparse.__file__).read_text().splitlines()
     return [line.strip() for line in code if len(line.strip()) > 20][:count]
 
 
 def texts() -> Dataset:
+    """Return the training data of SFT."""
     return Dataset.from_dict({"text": lines(WORLD_SIZE * BATCH_SIZE * STEPS)})
 
 
@@ -100,6 +102,7 @@ def preferences() -> Dataset:
 
 
 def arguments(output: Path) -> dict[str, Any]:
+    """Return the arguments that all trainers share."""
     return {
         "output_dir": str(output),
         "deepspeed": copy.deepcopy(DEEPSPEED),
@@ -119,11 +122,13 @@ def arguments(output: Path) -> dict[str, Any]:
 
 
 def sft(output: Path, peft: LoraConfig | None = None, **changes: Any) -> Trainer:
+    """Return an SFT trainer."""
     config = SFTConfig(**{**arguments(output), **changes})
     return SFTTrainer(llama(), config, train_dataset=texts(), processing_class=byte_tokenizer(), peft_config=peft)
 
 
 def dpo(output: Path, peft: LoraConfig | None = None, reference: LlamaForCausalLM | None = None) -> Trainer:
+    """Return a DPO trainer."""
     return DPOTrainer(
         llama(),
         reference,
@@ -134,8 +139,8 @@ def dpo(output: Path, peft: LoraConfig | None = None, reference: LlamaForCausalL
     )
 
 
-def made_by_the_trainer(output: Path, optim: str, peft: LoraConfig | None = None) -> Trainer:
-    """Leave the optimizer and the scheduler to the trainer instead of the DeepSpeed config."""
+def sft_with_optimizer(output: Path, optim: str, peft: LoraConfig | None = None) -> Trainer:
+    """Return an SFT trainer that creates the optimizer and the scheduler itself, without the DeepSpeed config."""
     config = {key: value for key, value in DEEPSPEED.items() if key not in ("optimizer", "scheduler")}
     return sft(output, peft, deepspeed=copy.deepcopy(config), optim=optim)
 
@@ -144,23 +149,24 @@ LORA = LoraConfig(r=8, target_modules="all-linear", lora_dropout=0.0, task_type=
 
 TRAINERS: dict[str, Callable[[Path], Trainer]] = {
     "SFT": sft,
-    "SFT with LoRA": lambda output: made_by_the_trainer(output, "adamw_torch", LORA),
-    # The reference has other parameters than the model, so that the loss depends on it from the first step on.
+    "SFT with LoRA": lambda output: sft_with_optimizer(output, "adamw_torch", LORA),
+    # The reference model has other parameters than the model, so that the loss depends on it from the first step on.
     "DPO": lambda output: dpo(output, reference=llama(SEED + 1)),
-    # The reference is the model without its adapters.
+    # The reference model is the model without its adapters.
     "DPO with LoRA": lambda output: dpo(output, LORA),
 }
 
 
-def run(name: str, arm: str, folder: Path) -> Report:
-    begin(plugin=arm == "plugin")
-    trainer = TRAINERS[name](folder / name / arm)
+def run(name: str, variant: str, folder: Path) -> Report:
+    """Train with stock or with the plugin, and report the engines and the steps."""
+    begin(plugin=variant == "plugin")
+    trainer = TRAINERS[name](folder / name / variant)
     trainer.train()
     engine, reference = trainer.model_wrapped, getattr(trainer, "ref_model", None)
     return {
         "trainer": name,
-        "arm": arm,
-        "engines": [type(each.optimizer).__name__ for each in engines],
+        "variant": variant,
+        "engines": [type(other.optimizer).__name__ for other in engines],
         "reference": type(reference.optimizer).__name__ if reference in engines else None,
         "steps": engine.global_steps,
         "several sub-groups": len(engine.optimizer.fp16_groups) > 2,
@@ -168,8 +174,9 @@ def run(name: str, arm: str, folder: Path) -> Report:
 
 
 def try_adafactor(folder: Path) -> Report:
+    """Train with Adafactor, and report the error."""
     begin(plugin=True)
-    trainer = made_by_the_trainer(folder / "adafactor", "adafactor")
+    trainer = sft_with_optimizer(folder / "adafactor", "adafactor")
     try:
         trainer.train()
     except ValueError as error:
@@ -178,8 +185,9 @@ def try_adafactor(folder: Path) -> Report:
 
 
 def begin(plugin: bool) -> None:
+    """Prepare a run: enable or disable the plugin, and forget the previous run."""
     os.environ["DEEP_OPT_STATES"] = "1" if plugin else "0"
-    # Accelerate and Transformers keep the config that they have read.
+    # Accelerate and Transformers cache the config.
     AcceleratorState._reset_state(reset_partial_state=True)
     unset_hf_deepspeed_config()
     engines.clear()
@@ -190,19 +198,21 @@ engines: list[DeepSpeedEngine] = []
 
 @wrapt.patch_function_wrapper("deepspeed.runtime.engine", "DeepSpeedEngine.__init__")
 def remember_engine(construct: Any, engine: Any, args: Any, kwargs: Any) -> None:
+    """Construct the engine and record it in ``engines``."""
     construct(*args, **kwargs)
     engines.append(engine)
 
 
 def main() -> None:
+    """Run all trainers, and answer with a report of each run."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
-    # Accelerate ends it after each run.
+    # Accelerate destroys the process group after each run.
     PartialState.destroy_process_group = lambda *_: None
     for name in TRAINERS:
-        for arm in ("stock", "plugin"):
-            answer(run(name, arm, folder))
+        for variant in ("stock", "plugin"):
+            answer(run(name, variant, folder))
     answer(try_adafactor(folder))
     end_process()
 

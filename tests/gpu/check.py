@@ -1,11 +1,11 @@
-"""What needs a GPU, in parts that are bounded one by one, within 9 minutes together.
+"""Run the tests and benchmarks that need a GPU, in parts that each have a time limit, within 9 minutes in total.
 
-``make gpu-check``: the tests and the profile. ``make gpu-measure``: small benchmarks. ``make gpu-bench``: benchmarks
-with billions of parameters. Text and JSON are written after each part, into the folder that OUT names or into
-``.cache``, so that a run that is killed leaves what was done. The exit code: 0 where every part passed, 1 where one did
-not, 2 where there is no GPU.
+``make gpu-check`` runs the tests and the profile, ``make gpu-measure`` small benchmarks, and ``make gpu-bench``
+benchmarks with billions of parameters. Text and JSON are written after each part, into the folder named by OUT or into
+``.cache``, so that a killed run leaves the results of the finished parts. The exit code is 0 if every part passed, 1 if
+one did not, and 2 if there is no GPU.
 
-A part has its own limit whatever happened to the parts before it, and the time that they did not use.
+Each part may use its own limit, whatever happened to the parts before it, plus the time that they did not use.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from tests.launch import REPOSITORY
 RESULTS = REPOSITORY / "benchmarks" / "results"
 
 GPU_LIMIT_S = 25
-"""For PyTorch to say whether there is one."""
+"""The limit for PyTorch to report whether there is a GPU."""
 
 ABORT_S = 1.0
-"""Within a part's limit: for the stacks of all its threads to be written, before it is killed."""
+"""The end of a part's limit, in which it writes the stacks of all its threads before it is killed."""
 
 HANG_S = 25
-"""pytest writes the stacks of a test that runs for so long, and lets it run on."""
+"""pytest writes the stacks of a test that runs for this long, and lets it continue."""
 
 REMEDY = (
-    "Run it on a machine with a GPU, by a Python whose PyTorch is built for CUDA: make gpu-check PYTHON=python3, "
-    "or another Python that has torch, deepspeed and what else setup.cfg names, its [test] included."
+    "Run it on a machine with a GPU, with a Python whose PyTorch is built for CUDA: make gpu-check PYTHON=python3, "
+    "or another Python that has torch, deepspeed and all other packages that setup.cfg lists, including [test]."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """``rows``: a file to which the part appends JSON lines; those that it adds are its result."""
+    """A command with a time limit. The JSON lines that it appends to the file ``rows`` are its result."""
 
     name: str
     command: tuple[str, ...]
@@ -55,6 +55,8 @@ class Part:
 
 
 class Status(Enum):
+    """The outcome of a part in one word."""
+
     PASSED = "passed"
     FAILED = "FAILED"
     TIMED_OUT = "TIMED OUT"
@@ -63,6 +65,8 @@ class Status(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
+    """The result of a part; ``why`` explains its status."""
+
     name: str
     status: Status
     seconds: float
@@ -74,7 +78,7 @@ class Outcome:
 
 
 def pytest_command(*paths: str) -> tuple[str, ...]:
-    """The name of each test is printed before it runs, and its traceback as soon as it fails."""
+    """Return a pytest command that prints the name of each test before it runs and its traceback when it fails."""
     plugins = ("-p", "no:cacheprovider", "-p", "tests.gpu.at_once")
     shown = ("-vv", "-rs", "--tb=short", "-o", f"faulthandler_timeout={HANG_S}")
     return (sys.executable, "-m", "pytest", *plugins, *shown, *(f"tests/{path}.py" for path in paths))
@@ -94,11 +98,11 @@ BUILD = Part(
     ),
     limit_s=150,
 )
-"""Compiling stock's Adam and ours took 60 s on 2 cores. What it leaves is the others'."""
+"""The part that compiles stock's Adam and the plugin's, which took 60 s on 2 cores. All other parts use the result."""
 
 
 def parts() -> list[Part]:
-    """What the others need first, then the shortest first."""
+    """Return the parts of ``make gpu-check``: first the build, which the others need, then roughly the shortest."""
     return [
         BUILD,
         Part(name="kernel", command=pytest_command("gpu/test_kernel"), limit_s=40),
@@ -115,18 +119,21 @@ def parts() -> list[Part]:
 
 
 def measure_parts() -> list[Part]:
-    """Small benchmarks, at full effort."""
+    """Return the parts of ``make gpu-measure``: small benchmarks at full effort."""
     return [BUILD, _benchmark("copy", 45), _benchmark("adam", 60), _benchmark("overlap", 90)]
 
 
 def bench_parts() -> list[Part]:
-    """What the product aims for on a GPU. Each writes its rows as arms have had all their turns, first what is aimed
-    for: one that is stopped leaves what it has."""
+    """Return the parts of ``make gpu-bench``, which measure the targets for a GPU.
+
+    Each benchmark writes its rows as soon as their variants have finished, beginning with the targets, so that a
+    benchmark that is stopped leaves the rows so far.
+    """
     return [BUILD, _benchmark("training_step", 195), _benchmark("model_error", 115), _benchmark("trace", 50)]
 
 
 def no_gpu() -> str:
-    """What keeps this Python from a GPU; empty where nothing does."""
+    """Return the reason why this Python cannot use a GPU, or an empty string if it can."""
     code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'none')"
     try:
         done = subprocess.run(
@@ -138,7 +145,7 @@ def no_gpu() -> str:
             timeout=GPU_LIMIT_S,
         )
     except subprocess.TimeoutExpired:
-        return f"PyTorch does not say within {GPU_LIMIT_S} s whether there is one"
+        return f"PyTorch does not report within {GPU_LIMIT_S} s whether there is one"
     if done.returncode != 0:
         return (done.stderr.strip().splitlines() or ["PyTorch cannot be imported"])[-1]
     if done.stdout.split("\n")[-2:-1] == ["none"]:
@@ -147,7 +154,10 @@ def no_gpu() -> str:
 
 
 def check(chosen: Sequence[Part], out: Path, missing: Callable[[], str] = no_gpu) -> int:
-    """The exit code. ``missing`` says what keeps it from a GPU."""
+    """Run the parts, write their outcomes to ``out``, and return the exit code.
+
+    ``missing`` returns the reason why no GPU can be used, or an empty string.
+    """
     out.mkdir(parents=True, exist_ok=True)
     log = out / "log.txt"
     log.write_text("")
@@ -177,7 +187,7 @@ def _run(part: Part, log: Path, limit_s: float) -> Outcome:
     remove_compiler_locks(Path(environment["TORCH_EXTENSIONS_DIR"]))
     before = _lines(part.rows)
     start_s = time.monotonic()
-    # All that the part starts inherits it, and no other part does.
+    # The value identifies the part: all processes that the part starts inherit it, and no other process has it.
     ends = str(time.time() + limit_s - ABORT_S)
     with log.open("ab") as text:
         text.write(f"\n===== {part.name}: {' '.join(part.command)}\n".encode())
@@ -203,7 +213,7 @@ def _run(part: Part, log: Path, limit_s: float) -> Outcome:
                 process.wait(timeout=ABORT_S)
         finally:
             kill_all(f"{PART_ENDS}={ends}")
-            # A process that is inside the driver of a GPU that hangs cannot be killed: no other part waits for it.
+            # A process inside the driver of a GPU that hangs cannot be killed: do not let other parts wait for it.
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=ABORT_S)
     if returncode is None:
@@ -220,8 +230,11 @@ def _run(part: Part, log: Path, limit_s: float) -> Outcome:
 
 
 def remove_compiler_locks(extensions: Path) -> None:
-    """Remove what a killed process leaves behind: PyTorch waits for ever for the lock of an extension that somebody
-    compiles, and nothing of ours compiles between two parts."""
+    """Remove the locks of killed processes in the folder ``extensions``.
+
+    PyTorch waits forever for the lock of an extension that another process compiles. Nothing compiles between two
+    parts, so every lock that exists then is left over.
+    """
     for lock in extensions.rglob("lock"):
         lock.unlink(missing_ok=True)
 
@@ -229,7 +242,7 @@ def remove_compiler_locks(extensions: Path) -> None:
 def kill_all(variable: str) -> None:
     """Kill every process that was started with this ``NAME=value`` in its environment.
 
-    Ranks have sessions of their own, and would go on using the GPU when the test that waits for them is killed.
+    Ranks have sessions of their own, and would continue to use the GPU if only the test that started them were killed.
     """
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # has ended, or is another user's
@@ -242,7 +255,7 @@ def _written(log: Path, begin: int) -> list[str]:
 
 
 def _whole_rows(lines: Sequence[str]) -> tuple[object, ...]:
-    """A part that is killed while it writes leaves half a line."""
+    """Return the rows without a line that a killed part wrote incompletely."""
     rows: list[object] = []
     for line in lines:
         with suppress(json.JSONDecodeError):
@@ -255,7 +268,7 @@ def _lines(path: Path | None) -> list[str]:
 
 
 def _write(out: Path, outcomes: Sequence[Outcome]) -> None:
-    """All or nothing: a run that is killed leaves a file that can be read."""
+    """Write the outcomes so far; the JSON file is replaced at once, so that a killed run leaves a readable file."""
     summary = [{**asdict(outcome), "status": outcome.status.value} for outcome in outcomes]
     partial = out / ".summary.json"
     partial.write_text(json.dumps(summary, indent=2) + "\n")
@@ -276,6 +289,7 @@ def _environment() -> Mapping[str, str]:
 
 
 def main() -> int:
+    """Run the list of parts that the command line names, and return the exit code."""
     which = {"check": parts, "measure": measure_parts, "bench": bench_parts}[sys.argv[1]]
     out = Path(os.environ.get("OUT") or REPOSITORY / ".cache" / f"gpu-{sys.argv[1]}").resolve()
     return check(which(), out)

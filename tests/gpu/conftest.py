@@ -1,3 +1,5 @@
+"""Skip the tests of this folder on machines without a GPU."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -7,7 +9,7 @@ import torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All of this folder needs a GPU. The hook sees every test of the session."""
+    """Skip all tests of this folder without a GPU. The hook receives every test of the session."""
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA device: run make gpu-check on a machine with one")

@@ -1,7 +1,7 @@
-"""Trains the real engine on CUDA: cases compared with stock, and 200 steps again and again.
+"""Train the real engine on CUDA, in cases that are compared with stock and in repeated runs of 200 steps.
 
-Started by tests of this folder; answers with what differs, what gradients moved, what is page-locked, and how much of
-the GPU's memory was taken.
+Tests of this folder start this program. It answers with the differences, the bytes that gradients moved, whether the
+states are page-locked, and the GPU memory that was used.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import Any
 
 import torch
 
-import deep_opt_states  # noqa: F401 (activates where the package is not installed)
-from perf_model.prediction.memory import Where
+import deep_opt_states  # noqa: F401 (activates the plugin if the package is not installed)
+from perf_model.prediction.memory import MemoryKind
 from tests.gpu.one_by_one import Answers, answer_each, run_each
 from tests.gpu.time_left import seconds_left
-from tests.zero.parity.arm import Record, closing_engine, differences, run_arm, shared_folder, train
+from tests.zero.gradients.gradient_traffic_ranks import traffic
+from tests.zero.gradients.test_gradient_traffic import CASES as TRAFFIC_CASES
 from tests.zero.parity.case import CPU, EVERY_PLACEMENT, SERIAL, STREAMED, STRIDE_2, Case
 from tests.zero.parity.cases import CASES
-from tests.zero.parity.worker import result, same_as_stock
+from tests.zero.parity.parity_ranks import result, same_as_stock
+from tests.zero.parity.training import Record, closing_engine, differences, run_variant, shared_folder, train
 from tests.zero.process_group import process_group
-from tests.zero.scripts.gradient_traffic import traffic
-from tests.zero.test_gradient_traffic import CASES as TRAFFIC_CASES
 
 OVERLAP = {"overlap_comm": True}
 
 RESIDENTS = {"placement": ["resident"] * 5}
 MIXED = {"placement": ["streamed", "resident", "cpu", "resident", "streamed"], "num_slots": 1}
 
-OF_THE_CPU_SUITE = (
+CPU_SUITE_CASES = (
     "residents, clipping, reload in process",
     "fp32, Adam, two groups, frozen, accumulation 3",
     "fp16, overflow, clipping",
-    "parameters offloaded too",
+    "offloaded parameters",
     "resume",
 )
 
@@ -48,10 +48,10 @@ PLACEMENTS = Case(
 )
 COMPARED = (
     Case(name="planned", blocks=({}, {"gpu_memory_gb": 0.5}), zero=OVERLAP),
-    *(replace(case, zero={**case.zero, **OVERLAP}) for case in CASES if case.name in OF_THE_CPU_SUITE),
+    *(replace(case, zero={**case.zero, **OVERLAP}) for case in CASES if case.name in CPU_SUITE_CASES),
 )
 
-# Sub-groups of about a million parameters: what is copied takes longer than what is computed.
+# Sub-groups have about a million parameters, so that copies take longer than kernels.
 LONG = Case(
     name="200 steps",
     blocks=(
@@ -71,26 +71,29 @@ REPETITIONS = 3
 
 @cache
 def stock_of_placements() -> Record:
-    return run_arm(PLACEMENTS, None)
+    """Train ``PLACEMENTS`` with stock, once per process."""
+    return run_variant(PLACEMENTS, None)
 
 
 def placement(block: dict[str, Any]) -> dict[str, Any]:
-    return result(stock_of_placements(), {str(block): run_arm(PLACEMENTS, block)})
+    """Train ``PLACEMENTS`` with the block, and compare with stock."""
+    return result(stock_of_placements(), {str(block): run_variant(PLACEMENTS, block)})
 
 
 @cache
 def long_run(number: int | None) -> Record:
-    """Train with the block of this number, or with stock, once in a process."""
-    return run_arm(LONG, None if number is None else LONG.blocks[number])
+    """Train with the block of this number, or with stock, once per process."""
+    return run_variant(LONG, None if number is None else LONG.blocks[number])
 
 
 def long_against_stock(number: int) -> dict[str, Any]:
+    """Compare the long run with the block of this number with stock's."""
     return result(long_run(None), {str(LONG.blocks[number]): long_run(number)})
 
 
 def long_again() -> dict[str, Any]:
-    """The first block, once more."""
-    first, again = long_run(0), run_arm(LONG, LONG.blocks[0])
+    """Repeat the long run with the first block, and compare both runs."""
+    first, again = long_run(0), run_variant(LONG, LONG.blocks[0])
     return {"numbers": first.numbers, "differences": {"again": differences(first, again)}}
 
 
@@ -101,17 +104,19 @@ LONG_RUNS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def page_locked() -> dict[str, Any]:
-    """Whether the states in host memory are, while an engine lives and after its ``destroy``; of one engine after
-    another."""
+    """Return for two engines, one after the other, whether their states in host memory are page-locked.
+
+    The states are checked while the engine is alive and after its ``destroy``.
+    """
     case = Case(name="page-locked", blocks=(STRIDE_2,))
     engines = []
     for _ in range(2):
         with closing_engine(case, STRIDE_2) as engine:
-            states = [its for state in engine.optimizer._states for its in vars(state).values() if its is not None]
-            on_host = [its for its in states if its.is_cpu]
-            alive = [its.is_pinned() for its in on_host]
-        # The tensors, which are still here, keep the memory.
-        engines.append({"alive": alive, "destroyed": [its.is_pinned() for its in on_host]})
+            tensors = [tensor for state in engine.optimizer._assembly.states for tensor in vars(state).values()]
+            on_host = [tensor for tensor in tensors if tensor is not None and tensor.is_cpu]
+            alive = [tensor.is_pinned() for tensor in on_host]
+        # The references to the tensors keep the memory alive.
+        engines.append({"alive": alive, "destroyed": [tensor.is_pinned() for tensor in on_host]})
     return {"engines": engines}
 
 
@@ -122,7 +127,7 @@ WIDE = Case(
     sub_group_size=9_000_000,
     zero={**OVERLAP, "reduce_bucket_size": 5 * 10**6, "stage3_prefetch_bucket_size": 5 * 10**6},
 )
-"""33 million parameters in eight layers."""
+"""A case with 33 million parameters in eight layers."""
 
 
 def peak_memory() -> dict[str, Any]:
@@ -136,9 +141,10 @@ def peak_memory() -> dict[str, Any]:
             train(engine, WIDE, folder)
             peak_bytes = torch.cuda.max_memory_allocated() - before_bytes
             reservations = [] if block is None else engine.optimizer.ledger.reserved
-            reserved = [its.count * its.each_bytes for its in reservations if its.where is Where.ACCELERATOR]
-        found["stock" if block is None else str(block)] = {"peak_bytes": peak_bytes, "reserved_bytes": sum(reserved)}
-    return {"arms": found}
+            on_gpu = [reservation for reservation in reservations if reservation.kind is MemoryKind.ACCELERATOR]
+            reserved_bytes = sum(reservation.count * reservation.each_bytes for reservation in on_gpu)
+        found["stock" if block is None else str(block)] = {"peak_bytes": peak_bytes, "reserved_bytes": reserved_bytes}
+    return {"variants": found}
 
 
 TRAFFIC, PAGE_LOCKED = "gradient traffic", "page-locked"
@@ -154,7 +160,7 @@ WORK: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def trained(names: Sequence[str], program: Sequence[str] = ("-m", "tests.gpu.engine"), **changes: str) -> Answers:
-    """Start the cases on one GPU. cuBLAS repeats its bits only with a workspace of its own."""
+    """Run the cases on one GPU. cuBLAS is only reproducible with a configured workspace."""
     cuda = {"DS_ACCELERATOR": "cuda", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "4", **changes}
     return run_each(program, names, seconds_left(), **cuda)
 

@@ -1,4 +1,4 @@
-"""Numbers that a test measures without judging them: printed, and kept beside the part's outcome."""
+"""Print and keep numbers that a test measures without a bound; they are stored with the outcome of the part."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ FIGURES = REPOSITORY / ".cache" / "gpu-figures.jsonl"
 
 
 def figure(name: str, value: float, unit: str) -> None:
+    """Print the number and append it to ``FIGURES``."""
     print(f"{name}: {value:.4g} {unit}", flush=True)
     FIGURES.parent.mkdir(exist_ok=True)
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,4 +1,4 @@
-"""The GPU kernel beside the CPU kernel, on the same inputs."""
+"""Run the GPU kernel and the CPU kernel on the same inputs."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ from tests.kernels.training import (
 
 
 def device() -> torch.device:
+    """Return the current GPU."""
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def on_gpu(tensors: AdamTensors) -> AdamTensors:
-    """A copy."""
-    return tensors.each(lambda its: its.to(device(), copy=True))
+    """Return copies of the tensors on the GPU."""
+    return tensors.map(lambda tensor: tensor.to(device(), copy=True))
 
 
 def on_cpu(tensors: AdamTensors) -> AdamTensors:
-    return tensors.each(torch.Tensor.cpu)
+    """Return the tensors in host memory."""
+    return tensors.map(torch.Tensor.cpu)
 
 
 def triton_adam(*, adamw: bool = True, arithmetic: Arithmetic | None = None) -> TritonAdam:
+    """Return the GPU kernel with this machine's arithmetic, or with another."""
     return TritonAdam(arithmetic or machine_arithmetic(), BETAS, adamw=adamw, device=device())
 
 
@@ -49,19 +52,22 @@ def train_both(
     infinities: bool = False,
     placed: Callable[[AdamTensors], AdamTensors] = on_gpu,
 ) -> list[str]:
-    """What differs after any of the steps; ``placed`` copies the tensors to the GPU."""
+    """Train with both kernels and return the differences after the first step with any.
+
+    ``placed`` copies the tensors to the GPU.
+    """
     arithmetic = arithmetic or machine_arithmetic()
-    theirs, gradient = random_tensors(numel, grad_dtype, param_dtype, seed)
-    ours = placed(copied(theirs))
+    cpu_tensors, gradient = random_tensors(numel, grad_dtype, param_dtype, seed)
+    gpu_tensors = placed(copied(cpu_tensors))
     gpu = triton_adam(adamw=adamw, arithmetic=arithmetic)
     cpu = FusedAdam(arithmetic, BETAS, adamw=adamw, num_threads=4)
     for step in steps:
         grad = with_infinities(gradient(), step.step) if infinities else gradient()
-        theirs.grad.copy_(grad)
-        ours.grad.copy_(grad)
-        for kernel, tensors in ((gpu, ours), (cpu, theirs)):
+        cpu_tensors.grad.copy_(grad)
+        gpu_tensors.grad.copy_(grad)
+        for kernel, tensors in ((gpu, gpu_tensors), (cpu, cpu_tensors)):
             kernel.begin_step([step])
             kernel.update(0, tensors)
-        if found := differences(on_cpu(ours), theirs):
+        if found := differences(on_cpu(gpu_tensors), cpu_tensors):
             return [f"step {step.step}", *found]
     return []

@@ -1,6 +1,7 @@
-"""Cases that share a process, since starting one takes seconds, and that fail one by one.
+"""Run cases that share a process, since starting one takes seconds, and that nevertheless fail one by one.
 
-A case that raises answers with its traceback. One that ends the process is lost alone: a new process begins behind it.
+A case that raises answers with its traceback. If a case ends the process, only its result is lost: a new process
+continues with the next case.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.launch import Finished, answer, run_ranks
 
 
 def answer_each(work: Mapping[str, Callable[[], dict[str, Any]]], names: Sequence[str]) -> None:
-    """Run in the process: do the work of each name, and answer with what it returns or with its traceback."""
+    """Do the work of each name in this process, and answer with its result or with its traceback."""
     for name in names:
         try:
             found = work[name]()
@@ -30,13 +31,13 @@ def answer_each(work: Mapping[str, Callable[[], dict[str, Any]]], names: Sequenc
 
 @dataclass
 class Answers:
-    """``of`` fails the test whose case has no result; ``ending`` is what a process said that ended badly after its last
-    case."""
+    """The answers of all cases; ``ending`` is the output of a process that failed after its last case."""
 
     by_name: dict[str, dict[str, Any]] = field(default_factory=dict)
     ending: str = ""
 
-    def of(self, name: str) -> dict[str, Any]:
+    def result(self, name: str) -> dict[str, Any]:
+        """Return the result of a case, or fail the calling test if there is none."""
         found = self.by_name[name]
         if "error" in found:
             pytest.fail(f"{name}:\n{found['error']}", pytrace=False)
@@ -44,22 +45,24 @@ class Answers:
 
 
 def run_each(program: Sequence[str], names: Sequence[str], timeout_s: float, **changes: str) -> Answers:
-    """Start ``program``, which passes its arguments to ``answer_each``, as often as is needed for all ``names``."""
+    """Start ``program``, which passes its arguments to ``answer_each``, as often as all ``names`` need it."""
     answers, left = Answers(), list(names)
     end_s = time.monotonic() + timeout_s
     while left:
-        (finished,) = run_ranks(1, [*program, *left], timeout_s=max(1.0, end_s - time.monotonic()), **changes)
+        left_s = max(1.0, end_s - time.monotonic())
+        # A forked process could not use CUDA if the process that it is forked from has initialized it.
+        (finished,) = run_ranks(1, [*program, *left], timeout_s=left_s, fresh=True, **changes)
         answered = _answered(finished)
         answers.by_name |= answered
         left = [name for name in left if name not in answered]
-        what = f"the process ended with {finished.returncode}:\n{finished.output[-5000:]}"
+        ending = f"the process ended with {finished.returncode}:\n{finished.output[-5000:]}"
         if left:
-            answers.by_name[left.pop(0)] = {"error": what}
+            answers.by_name[left.pop(0)] = {"error": ending}
         elif finished.returncode != 0:
-            answers.ending = what
-        # Without any answer it is not the case that ends the process.
+            answers.ending = ending
+        # A process without any answer does not end because of the case: do not try the others.
         if not answered or time.monotonic() >= end_s:
-            answers.by_name |= {name: {"error": f"was not started, since before it {what}"} for name in left}
+            answers.by_name |= {name: {"error": f"the case was not started, because {ending}"} for name in left}
             break
     return answers
 
@@ -67,7 +70,7 @@ def run_each(program: Sequence[str], names: Sequence[str], timeout_s: float, **c
 def _answered(finished: Finished) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for line in finished.output.splitlines():
-        # The last one may have been cut off.
+        # The last line may be incomplete.
         with suppress(json.JSONDecodeError):
-            found |= {its["name"]: its for its in Finished(finished.returncode, line).answers()}
+            found |= {case["name"]: case for case in Finished(finished.returncode, line).answers()}
     return found

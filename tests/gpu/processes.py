@@ -1,6 +1,6 @@
-"""Trains the real engine beside other processes: a forked child, workers that load data, and a second rank.
+"""Train the real engine next to other processes: a forked child, workers that load data, and a second rank.
 
-Started by ``test_processes.py``, on the CPU accelerator, too.
+``test_processes.py`` starts this program, which also runs on the CPU accelerator.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-import deep_opt_states  # noqa: F401 (activates where the package is not installed)
+import deep_opt_states  # noqa: F401 (activates the plugin if the package is not installed)
 from tests.gpu.one_by_one import answer_each
-from tests.zero.parity import arm
-from tests.zero.parity.arm import Record, closing_engine, differences, run_arm, shared_folder, train
+from tests.zero.parity import training
 from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case
 from tests.zero.parity.model import batch
-from tests.zero.parity.worker import same_as_stock
+from tests.zero.parity.parity_ranks import same_as_stock
+from tests.zero.parity.training import Record, closing_engine, differences, run_variant, shared_folder, train
 from tests.zero.process_group import process_group
 
 OVERLAP = {"overlap_comm": True}
 
 CASE = Case(
-    name="beside other processes",
+    name="next to other processes",
     blocks=(CPU, STREAMED, STRIDE_2),
     steps=12,
     widths=(512, 1024, 1024, 512),
     sub_group_size=500_000,
     zero={**OVERLAP, "reduce_bucket_size": 10**6, "stage3_prefetch_bucket_size": 10**6},
 )
-"""Slabs of some 30 MB: pages that a child inherits would be copied when the next update writes to them."""
+"""A case with slabs of about 30 MB: pages that a child inherited would be copied when the next update writes them."""
 
 TWO_RANKS = Case(name="2 ranks", blocks=(CPU, STREAMED, STRIDE_2), world_size=2, clip=0.5, zero=OVERLAP)
 
@@ -47,26 +47,29 @@ FORKS_AT = 3
 """The step before which a child is forked."""
 
 
-def beside_a_fork(case: Case) -> dict[str, Any]:
+def train_with_fork(case: Case) -> dict[str, Any]:
     """Return per block the differences from stock, the child's memory, and how much of the states' memory it maps."""
-    stock = run_arm(case, None)
+    stock = run_variant(case, None)
     found = {}
     for block in case.blocks:
         with shared_folder() as folder, closing_engine(case, block) as engine, forking(engine) as child:
             record = train(engine, case, folder)
             found[str(block)] = {**child, "differences": differences(stock, record)}
-    return {"arms": found}
+    return {"variants": found}
 
 
 @contextmanager
 def forking(engine: Any) -> Iterator[dict[str, Any]]:
-    """Forks a child in the middle of training, which writes to memory of its own and sleeps until training is over."""
+    """Fork a child in the middle of training, and yield the facts about it.
+
+    The child writes to memory of its own and sleeps until training is over.
+    """
     child: dict[str, Any] = {}
     before = psutil.Process().memory_info().rss
 
     def forking_batch(case: Case, rank: int, micro_batch: int, dtype: torch.dtype) -> Any:
         if micro_batch == FORKS_AT:
-            on_host = [state.master for state in engine.optimizer._states if state.master.is_cpu]
+            on_host = [state.master for state in engine.optimizer._assembly.states if state.master.is_cpu]
             child["pid"] = pid = os.fork()
             if pid == 0:
                 own = bytearray(2**20)
@@ -83,7 +86,7 @@ def forking(engine: Any) -> Iterator[dict[str, Any]]:
         return batch(case, rank, micro_batch, dtype)
 
     try:
-        with mock.patch.object(arm, "batch", forking_batch):
+        with mock.patch.object(training, "batch", forking_batch):
             yield child
     finally:
         if "pid" in child:
@@ -92,6 +95,7 @@ def forking(engine: Any) -> Iterator[dict[str, Any]]:
 
 
 def is_mapped(pid: int, address: int) -> bool:
+    """Return whether the process has memory at this address."""
     with open(f"/proc/{pid}/maps") as maps:
         for line in maps:
             begin, end = (int(border, 16) for border in line.split()[0].split("-"))
@@ -101,7 +105,7 @@ def is_mapped(pid: int, address: int) -> bool:
 
 
 class Batches(Dataset):  # type: ignore[type-arg]
-    """The case's batches, by their number."""
+    """The batches of the case, by their number."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -113,19 +117,19 @@ class Batches(Dataset):  # type: ignore[type-arg]
         return batch(self._case, 0, index, torch.bfloat16)
 
 
-def beside_workers(case: Case) -> dict[str, Any]:
+def train_with_workers(case: Case) -> dict[str, Any]:
     """Return per block the differences from stock where two forked workers load the data, forked again half way."""
-    stock = run_arm(case, None)
+    stock = run_variant(case, None)
     found = {}
     for block in case.blocks:
         with shared_folder() as folder, closing_engine(case, block) as engine, loading(case):
             found[str(block)] = {"differences": differences(stock, train(engine, case, folder))}
-    return {"arms": found}
+    return {"variants": found}
 
 
 @contextmanager
 def loading(case: Case) -> Iterator[None]:
-    """Batches come from workers that are forked by the first batch, and by the first of the second half."""
+    """Load the batches in workers that are forked before the first batch, and again before the second half."""
     pinned = torch.cuda.is_available()
     loader = DataLoader(
         Batches(case), batch_size=None, num_workers=2, pin_memory=pinned, multiprocessing_context="fork"
@@ -142,23 +146,24 @@ def loading(case: Case) -> Iterator[None]:
                 next(loaded)
         return next(loaded)
 
-    with mock.patch.object(arm, "batch", loaded_batch):
+    with mock.patch.object(training, "batch", loaded_batch):
         yield
 
 
 def memory_of_gpu_0() -> dict[str, Any]:
-    """What a rank on the second GPU adds to what is used of the first."""
-    before_bytes = used_of_gpu_0_bytes()
+    """Return the memory of the first GPU that a rank on the second GPU uses."""
+    before_bytes = gpu_0_used_bytes()
     with shared_folder() as folder, closing_engine(CASE, STRIDE_2) as engine:
         record: Record = train(engine, CASE, folder)
         return {
             "device": str(engine.device),
-            "added_bytes": used_of_gpu_0_bytes() - before_bytes,
+            "added_bytes": gpu_0_used_bytes() - before_bytes,
             "optimizer": record.optimizer_class,
         }
 
 
-def used_of_gpu_0_bytes() -> int:
+def gpu_0_used_bytes() -> int:
+    """Return the bytes of the first GPU's memory that all processes use."""
     command = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     return int(done.stdout.split()[0]) * 2**20
@@ -167,14 +172,15 @@ def used_of_gpu_0_bytes() -> int:
 FORK, WORKERS, GPU_0 = "fork", "workers", "memory of GPU 0"
 
 WORK: dict[str, Callable[[], dict[str, Any]]] = {
-    FORK: lambda: beside_a_fork(CASE),
-    WORKERS: lambda: beside_workers(CASE),
+    FORK: lambda: train_with_fork(CASE),
+    WORKERS: lambda: train_with_workers(CASE),
     TWO_RANKS.name: lambda: same_as_stock(TWO_RANKS),
     GPU_0: memory_of_gpu_0,
 }
 
 
 def has_nvidia_smi() -> bool:
+    """Return whether nvidia-smi is installed."""
     return shutil.which("nvidia-smi") is not None
 
 

@@ -1,4 +1,4 @@
-"""What compute-sanitizer watches: the kernel on odd lengths, and the executor on a plan of every placement."""
+"""Run the kernel on odd lengths, and the executor on a plan with every placement, for compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from tests.kernels.training import steps_of
 
 
 def main() -> None:
+    """Run both, and check the bits."""
     for numel in (1, 17, 4099):
         assert train_both(steps_of(1), numel, torch.bfloat16, torch.bfloat16) == []
     plan = UpdatePlan(
-        workload=Workload.of([33, 5000, 4096, 17]), placements=(*Placement, Placement.STREAMED), num_slots=1
+        workload=Workload.from_numels([33, 5000, 4096, 17]), placements=(*Placement, Placement.STREAMED), num_slots=1
     )
     found = executed(plan, torch.bfloat16, torch.bfloat16, seed=0, count=2)
     assert same(found, serial(plan, torch.bfloat16, torch.bfloat16, seed=0, count=2))

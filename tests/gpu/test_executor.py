@@ -1,4 +1,7 @@
-"""The executor on CUDA streams gives the serial bits: a wait that is missing shows where copies are nearly all."""
+"""Test that the executor on CUDA streams gives the serial bits.
+
+The updates consist of little but copies, so that a missing wait gives wrong numbers.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def test_every_plan_gives_the_serial_bits_while_forward_gathers(seed: int) -> No
 
 @pytest.mark.parametrize("seed", range(100, 112))
 def test_gradients_of_two_dtypes_give_the_serial_bits(seed: int) -> None:
-    """Also those of the first parts, which go down side by side."""
+    """Check this also for the early ranges, whose gradients are copied to the host in one buffer."""
     plan = random_plan(seed)
     chosen = random.Random(seed)
     grad_dtypes = [chosen.choice((torch.bfloat16, torch.float32)) for _ in plan.placements]
@@ -42,8 +45,8 @@ def test_gradients_of_two_dtypes_give_the_serial_bits(seed: int) -> None:
     assert same(deferred(plan, torch.bfloat16, grad_dtypes, seed), expected), f"{plan.schedule}, {grad_dtypes}"
 
 
-def test_a_gradient_set_in_fp32_beside_bf16_ones_of_the_first_parts() -> None:
-    workload = Workload.of([64, 4096, 700_001, 33])
+def test_an_fp32_gradient_among_bf16_gradients_of_early_ranges_gives_the_serial_bits() -> None:
+    workload = Workload.from_numels([64, 4096, 700_001, 33])
     plan = UpdatePlan(workload=workload, placements=place_all(workload, Placement.STREAMED), num_slots=2)
     for at in range(4):
         grad_dtypes = [torch.float32 if at == index else torch.bfloat16 for index in range(4)]
@@ -52,16 +55,16 @@ def test_a_gradient_set_in_fp32_beside_bf16_ones_of_the_first_parts() -> None:
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
-def test_equal_sub_groups_streamed_through_few_slots_again_and_again(num_slots: int) -> None:
-    """The same copies each time: whoever comes too early finds the numbers of the sub-group before."""
-    workload = Workload.of([700_001] * 8)
+def test_equal_sub_groups_streamed_repeatedly_through_few_slots_give_the_serial_bits(num_slots: int) -> None:
+    """Check that no action starts too early: it would read the previous sub-group's numbers, of equal shape."""
+    workload = Workload.from_numels([700_001] * 8)
     plan = UpdatePlan(workload=workload, placements=place_all(workload, Placement.STREAMED), num_slots=num_slots)
     expected = serial(plan, torch.bfloat16, torch.bfloat16, seed=1, count=10)
     for _ in range(3):
         assert same(executed(plan, torch.bfloat16, torch.bfloat16, seed=1, count=10), expected)
 
 
-def test_a_number_that_is_wrong_is_seen() -> None:
+def test_the_comparison_detects_wrong_numbers() -> None:
     plan = random_plan(3)
     expected = serial(plan, torch.bfloat16, torch.bfloat16, seed=3)
     assert not same(serial(plan, torch.bfloat16, torch.bfloat16, seed=4), expected)

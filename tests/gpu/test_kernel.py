@@ -1,4 +1,4 @@
-"""The GPU kernel has the CPU kernel's bits, which are stock's (``tests/kernels/test_fused.py``)."""
+"""Test that the GPU kernel has the CPU kernel's bits, which are stock's (``tests/kernels/test_fused.py``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from deep_opt_states.device.kernels.adam import AdamTensors
 from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
 from deep_opt_states.device.kernels.fused import FusedAdam
-from deep_opt_states.device.kernels.triton_adam import Block, TritonAdam
+from deep_opt_states.device.kernels.triton_adam import BlockShape, TritonAdam
 from tests.gpu.kernels import device, on_cpu, on_gpu, train_both, triton_adam
 from tests.kernels.training import (
     BETAS,
@@ -32,14 +32,16 @@ ARITHMETICS = [Arithmetic(width, tail) for width, tail in product((16, 8, 1), Ta
 
 @pytest.mark.parametrize("grad_dtype", GRADS)
 @pytest.mark.parametrize("param_dtype", PARAMS)
-def test_every_combination_of_dtypes(grad_dtype: torch.dtype, param_dtype: torch.dtype | None) -> None:
+def test_every_combination_of_dtypes_has_the_bits_of_the_cpu_kernel(
+    grad_dtype: torch.dtype, param_dtype: torch.dtype | None
+) -> None:
     for adamw in (True, False):
         assert train_both(steps_of(8), 10_007, grad_dtype, param_dtype, adamw=adamw) == []
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS, ids=str)
-def test_tails_of_every_length_and_arithmetic(arithmetic: Arithmetic) -> None:
-    """Also those that no compiler here has made of stock's tail; after whole blocks and without any."""
+def test_tails_of_every_length_and_arithmetic_have_the_bits_of_the_cpu_kernel(arithmetic: Arithmetic) -> None:
+    """Check all arithmetics, also those that no compiler here uses for stock's tail, with and without whole blocks."""
     for numel in (*range(1, 33), *(4096 + tail for tail in range(16))):
         for adamw in (True, False):
             found = train_both(
@@ -60,7 +62,7 @@ def test_tails_of_every_length_and_arithmetic(arithmetic: Arithmetic) -> None:
     infinities=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_odd_lengths_and_every_option(
+def test_odd_lengths_and_every_option_have_the_bits_of_the_cpu_kernel(
     numel: int,
     grad_dtype: torch.dtype,
     param_dtype: torch.dtype | None,
@@ -75,11 +77,11 @@ def test_odd_lengths_and_every_option(
     assert train_both(steps, numel, grad_dtype, param_dtype, adamw=adamw, seed=seed, infinities=infinities) == []
 
 
-def test_many_steps_of_a_large_sub_group() -> None:
+def test_many_steps_of_a_large_sub_group_have_the_bits_of_the_cpu_kernel() -> None:
     assert train_both(steps_of(60), 1_000_003, torch.bfloat16, torch.bfloat16) == []
 
 
-def test_betas_change_and_a_checkpoint_is_loaded() -> None:
+def test_bits_stay_equal_when_betas_change_and_a_checkpoint_changes_the_step() -> None:
     plain = steps_of(12)
     changed = [replace(step, beta1=0.8) if 3 <= step.step < 6 else step for step in plain]
     jumped = [replace(step, step=step.step + 40 if step.step > 8 else step.step) for step in changed]
@@ -87,8 +89,8 @@ def test_betas_change_and_a_checkpoint_is_loaded() -> None:
 
 
 @pytest.mark.parametrize("offsets", [(0, 1), (1, 0), (1, 1), (3, 5)])
-def test_gradients_and_parameters_begin_anywhere(offsets: tuple[int, int]) -> None:
-    """As views of DeepSpeed's flat buffers do."""
+def test_gradients_and_parameters_may_begin_at_any_element(offsets: tuple[int, int]) -> None:
+    """Check tensors without alignment, such as views of DeepSpeed's flat buffers."""
 
     def placed(tensors: AdamTensors) -> AdamTensors:
         moved = on_gpu(tensors)
@@ -102,8 +104,8 @@ def test_gradients_and_parameters_begin_anywhere(offsets: tuple[int, int]) -> No
 
 
 @pytest.mark.parametrize("param_dtype", [torch.bfloat16, torch.float16])
-def test_rounding_is_that_of_pytorch_for_every_upper_half(param_dtype: torch.dtype) -> None:
-    """All 65,536 upper halves with lower halves at, above and below a tie; infinities too, and where NaN is."""
+def test_rounding_equals_that_of_pytorch_for_every_upper_half(param_dtype: torch.dtype) -> None:
+    """Check all 65,536 upper halves, with lower halves at, above and below a tie, including infinities and NaN."""
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) * 2**16
     lower = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     master = (upper[:, None] + lower[None, :].int()).flatten().view(torch.float32).contiguous()
@@ -118,28 +120,30 @@ def test_rounding_is_that_of_pytorch_for_every_upper_half(param_dtype: torch.dty
         )
     )
     kernel = triton_adam()
-    kernel.begin_step([replace(STEP, weight_decay=0.0)])  # nothing moves
+    kernel.begin_step([replace(STEP, weight_decay=0.0)])  # the master does not change
     kernel.update(0, tensors)
     found = on_cpu(tensors)
     assert differences(found, replace(found, master=master, param=master.to(param_dtype))) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_gradient_of_every_16_bit_pattern(dtype: torch.dtype) -> None:
+def test_gradients_of_every_16_bit_pattern_have_the_bits_of_the_cpu_kernel(dtype: torch.dtype) -> None:
     grad = torch.arange(-(2**15), 2**15, dtype=torch.int32).short().view(dtype)
     zeros = torch.zeros(len(grad))
-    theirs = AdamTensors(master=zeros.clone(), exp_avg=zeros.clone(), exp_avg_sq=zeros.clone(), grad=grad, param=None)
-    ours = on_gpu(theirs)
+    cpu_tensors = AdamTensors(
+        master=zeros.clone(), exp_avg=zeros.clone(), exp_avg_sq=zeros.clone(), grad=grad, param=None
+    )
+    gpu_tensors = on_gpu(cpu_tensors)
     for kernel, tensors in (
-        (triton_adam(), ours),
-        (FusedAdam(machine_arithmetic(), BETAS, adamw=True, num_threads=1), theirs),
+        (triton_adam(), gpu_tensors),
+        (FusedAdam(machine_arithmetic(), BETAS, adamw=True, num_threads=1), cpu_tensors),
     ):
         kernel.begin_step([STEP])
         kernel.update(0, tensors)
-    assert differences(on_cpu(ours), theirs) == []
+    assert differences(on_cpu(gpu_tensors), cpu_tensors) == []
 
 
-def test_a_compiled_kernel_neither_compiles_nor_allocates_nor_waits() -> None:
+def test_a_compiled_kernel_neither_compiles_nor_allocates_nor_blocks_the_host() -> None:
     import triton
 
     compiled: list[object] = []
@@ -176,58 +180,60 @@ def test_a_compiled_kernel_neither_compiles_nor_allocates_nor_waits() -> None:
                     assert not torch.cuda.current_stream().query(), "the host waited for the kernel"
                     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
         assert len(compiled) == at_start
-        other = TritonAdam(machine_arithmetic(), BETAS, adamw=True, device=device(), block=Block(elements=256, warps=2))
+        other = TritonAdam(
+            machine_arithmetic(), BETAS, adamw=True, device=device(), block=BlockShape(elements=256, warps=2)
+        )
         other.compile([torch.float16], [None])
-        assert len(compiled) > at_start, "the hook sees a compilation"
+        assert len(compiled) > at_start, "the hook is called for a compilation"
     finally:
         triton.knobs.runtime.jit_cache_hook = before
 
 
-def test_it_runs_on_the_current_stream() -> None:
+def test_the_kernel_runs_on_the_current_stream() -> None:
     plain, gradient = random_tensors(100_003, torch.float32, torch.bfloat16, seed=1)
     plain.grad.copy_(gradient())
-    ours, stream = on_gpu(plain), torch.cuda.Stream()
+    gpu_tensors, stream = on_gpu(plain), torch.cuda.Stream()
     kernel = triton_adam()
     kernel.compile([torch.float32], [torch.bfloat16])
     kernel.begin_step([STEP])
-    before = ours.master.clone()
+    before = gpu_tensors.master.clone()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)
-        kernel.update(0, ours)
-    early = ours.master.clone()  # on the default stream, while the other sleeps
+        kernel.update(0, gpu_tensors)
+    early = gpu_tensors.master.clone()  # on the default stream, while the other stream sleeps
     torch.cuda.current_stream().synchronize()
-    assert not stream.query(), "it slept too little for this test"
+    assert not stream.query(), "the other stream slept too little for this test"
     stream.synchronize()
     assert torch.equal(early, before)
-    assert not torch.equal(ours.master, before)
+    assert not torch.equal(gpu_tensors.master, before)
 
 
-def test_more_elements_than_an_int32_counts() -> None:
+def test_more_elements_than_an_int32_counts_have_the_bits_of_the_cpu_kernel() -> None:
     numel = 2**31 + 5
     free_bytes, _ = torch.cuda.mem_get_info()
     if free_bytes < 18 * numel:
         pytest.skip(f"takes {18 * numel / 1e9:.0f} GB of GPU memory, {free_bytes / 1e9:.0f} GB are free")
-    part = 4096 + numel % 16  # as many whole vectors, and the same tail
+    part = 4096 + numel % 16  # whole vectors and the same tail
     small, gradient = random_tensors(part, torch.bfloat16, torch.bfloat16, seed=2)
     small.grad.copy_(gradient())
 
     def large(tensor: torch.Tensor) -> torch.Tensor:
-        its = torch.zeros(numel, dtype=tensor.dtype, device="cuda")
-        its[-part:].copy_(tensor)
-        return its
+        longer = torch.zeros(numel, dtype=tensor.dtype, device="cuda")
+        longer[-part:].copy_(tensor)
+        return longer
 
-    ours = replace(small, **{name: large(tensor) for name, tensor in vars(small).items()})
-    theirs = copied(small)
+    gpu_tensors = replace(small, **{name: large(tensor) for name, tensor in vars(small).items()})
+    cpu_tensors = copied(small)
     for kernel, tensors in (
-        (triton_adam(), ours),
-        (FusedAdam(machine_arithmetic(), BETAS, adamw=True, num_threads=1), theirs),
+        (triton_adam(), gpu_tensors),
+        (FusedAdam(machine_arithmetic(), BETAS, adamw=True, num_threads=1), cpu_tensors),
     ):
         kernel.begin_step([STEP])
         kernel.update(0, tensors)
-    found = replace(ours, **{name: tensor[-part:].cpu() for name, tensor in vars(ours).items()})
-    assert differences(found, theirs) == []
-    assert not bool(ours.master[:-part].any()), "zeros stay zeros"
+    found = replace(gpu_tensors, **{name: tensor[-part:].cpu() for name, tensor in vars(gpu_tensors).items()})
+    assert differences(found, cpu_tensors) == []
+    assert not bool(gpu_tensors.master[:-part].any()), "zeros stay zeros"
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""A sub-group of more than 10^9 parameters: each of its states is more than 4 GiB, and so is each copy."""
+"""Test a sub-group of more than 10^9 parameters: each of its states is larger than 4 GiB, and so is each copy."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.state import SubGroupState
 from perf_model.schedule.placement import Placement, place_all
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import Workload
+from perf_model.schedule.workload import STATES, Workload
 from tests.gpu.figures import figure
 from tests.gpu.kernels import triton_adam
 from tests.gpu.updates import host_adam, steps_for
 
 NUMELS = (2**30 + 5, 4099)
-STATES = ("master", "exp_avg", "exp_avg_sq")
 ALIGNED_NUMEL = 64
 
 HOST_BYTES = 16 * 2**30
@@ -31,7 +30,7 @@ def test_a_sub_group_of_a_billion_parameters_is_streamed() -> None:
     if free_bytes < GPU_BYTES:
         pytest.skip(f"takes {GPU_BYTES / 1e9:.0f} GB of GPU memory, {free_bytes / 1e9:.0f} GB are free")
     device = CudaDevice(torch.cuda.current_device())
-    workload = Workload.of(list(NUMELS))
+    workload = Workload.from_numels(list(NUMELS))
     plan = UpdatePlan(workload=workload, placements=place_all(workload, Placement.STREAMED), num_slots=1)
     reference = [on_gpu(numel, seed) for seed, numel in enumerate(NUMELS)]
     sizes = [-(-numel // ALIGNED_NUMEL) * ALIGNED_NUMEL for numel in NUMELS]
@@ -71,7 +70,10 @@ def test_a_sub_group_of_a_billion_parameters_is_streamed() -> None:
 
 
 def on_gpu(numel: int, seed: int) -> AdamTensors:
-    """What the kernel updates in place, to be compared with: its bits are those of the CPU kernel (test_kernel.py)."""
+    """Return random tensors for the reference, which the kernel updates in place.
+
+    The bits of the kernel are those of the CPU kernel (test_kernel.py).
+    """
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def random(dtype: torch.dtype = torch.float32) -> torch.Tensor:

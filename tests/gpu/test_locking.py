@@ -1,4 +1,4 @@
-"""What the driver says of a little more than the memlock limit is what it then says of the states."""
+"""Test that the driver accepts the states if and only if it accepts a trial slightly above the memlock limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATES_BYTES = 64 * 2**20
 
 @pytest.fixture
 def low_limit() -> Iterator[None]:
-    """The soft one, which may be raised again."""
+    """Lower the soft memlock limit, which may be raised again."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (LIMIT_BYTES, hard))
     try:
@@ -27,6 +27,7 @@ def low_limit() -> Iterator[None]:
 
 
 def is_refused(device: CudaDevice) -> bool:
+    """Return whether the driver refuses to page-lock the states."""
     states = device.host_slab(STATES_BYTES)
     try:
         states.lock()
@@ -38,9 +39,9 @@ def is_refused(device: CudaDevice) -> bool:
 
 
 @pytest.mark.usefixtures("low_limit")
-def test_what_is_tried_is_what_the_states_meet() -> None:
+def test_the_trial_predicts_whether_the_states_can_be_page_locked() -> None:
     device = CudaDevice(0)
-    # Again and again: what is tried is given back.
+    # Repeat it, because the trial must release its memory.
     for _ in range(3):
         try:
             check_locking(STATES_BYTES, STATES_BYTES // 16, device, LIMIT_BYTES)

@@ -1,4 +1,4 @@
-"""The real engine on CUDA: 200 steps have stock's bits, and so has every repetition."""
+"""Test the real engine on CUDA: 200 steps have stock's bits, and so has every repetition."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def found() -> Answers:
 
 @pytest.mark.parametrize("name", LONG_RUNS)
 def test_200_steps_have_the_same_bits(name: str, found: Answers) -> None:
-    answer = found.of(name)
+    answer = found.result(name)
     assert len(answer["numbers"]["step"]) == len(LONG.blocks[0]["placement"])
-    assert len(set(answer["numbers"]["loss"])) > 100, "it trains"
-    for what, differ in answer["differences"].items():
-        assert differ == [], what
+    assert len(set(answer["numbers"]["loss"])) > 100, "the loss changes"
+    for variant, differ in answer["differences"].items():
+        assert differ == [], variant
 
 
-def test_the_process_ends_well(found: Answers) -> None:
+def test_the_process_exits_without_an_error(found: Answers) -> None:
     assert found.ending == ""

@@ -1,4 +1,4 @@
-"""The real engine on CUDA: every placement has stock's bits, with ``overlap_comm``."""
+"""Test the real engine on CUDA with ``overlap_comm``: every placement has stock's bits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def found() -> Answers:
 
 
 @pytest.mark.parametrize("block", PLACEMENTS.blocks, ids=str)
-def test_a_placement_has_the_bits_of_stock(block: dict[str, object], found: Answers) -> None:
-    check_bits(found.of(str(block)))
+def test_every_placement_has_the_bits_of_stock(block: dict[str, object], found: Answers) -> None:
+    check_bits(found.result(str(block)))
 
 
-def test_the_process_ends_well(found: Answers) -> None:
+def test_the_process_exits_without_an_error(found: Answers) -> None:
     assert found.ending == ""

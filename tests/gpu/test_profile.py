@@ -1,4 +1,4 @@
-"""The quick profile of this machine, and its probe of the GPU's Adam beside the benchmark of the same kernel."""
+"""Test the quick profile of this machine, and report its rate of the GPU's Adam next to the benchmark's."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from statistics import median
 import pytest
 import torch
 
-from benchmarks.adam import NUMEL
-from benchmarks.harness import gpu_adam
+from benchmarks.adam import NUMEL, gpu
 from perf_model.prediction.hardware import HardwareProfile
 from tests.gpu.figures import figure
 from tests.gpu.time_left import seconds_left
 from tests.launch import REPOSITORY
 
 BENCHMARK_S = 8.0
-"""For the benchmark, after the profile."""
+"""The time for the benchmark, which runs after the profile."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def profile() -> HardwareProfile:
     return HardwareProfile.from_json(path.read_text())
 
 
-def test_what_needs_a_gpu_is_measured(profile: HardwareProfile) -> None:
+def test_every_quantity_of_the_gpu_is_measured(profile: HardwareProfile) -> None:
     for name, measurement in profile.measurements.items():
         if measurement.waived is None:
             figure(name, measurement.median, "SI units")
@@ -48,11 +47,11 @@ def test_what_needs_a_gpu_is_measured(profile: HardwareProfile) -> None:
         assert profile.measurements[name].waived is None, name
 
 
-def test_the_probe_of_the_gpu_s_adam_stands_beside_the_benchmark_s_rate(profile: HardwareProfile) -> None:
-    """A probe that timed Python's launches would report a quarter of the rate or less."""
-    rows = list(gpu_adam.compare(NUMEL, torch.bfloat16, repetitions=5))
-    (samples,) = (row.samples for row in rows if row.arm == "GPU, ours" and row.quantity == "update rate")
+def test_the_gpu_adam_rate_of_the_profile_is_reported_next_to_the_benchmark_s(profile: HardwareProfile) -> None:
+    """Report both rates: a probe that timed Python's launches would find a quarter of the rate or less."""
+    rows = list(gpu.compare(NUMEL, torch.bfloat16, repetitions=5))
+    (samples,) = (row.samples for row in rows if row.variant == "GPU, ours" and row.quantity == "update rate")
     rate, probed = median(samples), profile.measurements["gpu_adam_params_per_s"].median
-    figure("GPU Adam, by the benchmark", rate, "parameters/s")
-    figure("GPU Adam, by the profile", probed, "parameters/s")
-    figure("GPU Adam, by the profile over by the benchmark", probed / rate, "1")
+    figure("GPU Adam, rate of the benchmark", rate, "parameters/s")
+    figure("GPU Adam, rate of the profile", probed, "parameters/s")
+    figure("GPU Adam, rate of the profile relative to the benchmark's", probed / rate, "1")

@@ -1,4 +1,4 @@
-"""compute-sanitizer finds no access out of bounds, where it is installed."""
+"""Test that compute-sanitizer, if it is installed, finds no access out of bounds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.launch import REPOSITORY, environment
 
 
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer in PATH")
-def test_compute_sanitizer_finds_nothing() -> None:
-    # PyTorch asks CUDA for things that it may refuse: failing calls say nothing about us.
+def test_compute_sanitizer_finds_no_access_out_of_bounds() -> None:
+    # PyTorch makes CUDA calls that may fail, so failed calls are not reported.
     sanitizer = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", "--report-api-errors", "no"]
     timeout_s = seconds_left()
     try:
-        # PyTorch's caching allocator would hide what is out of bounds.
+        # PyTorch's caching allocator would hide accesses out of bounds.
         done = subprocess.run(
             [*sanitizer, sys.executable, "-m", "tests.gpu.small"],
             cwd=REPOSITORY,
@@ -29,6 +29,6 @@ def test_compute_sanitizer_finds_nothing() -> None:
             timeout=timeout_s,
         )
     except subprocess.TimeoutExpired:
-        pytest.skip(f"not done in {timeout_s:.0f} s: says nothing about the kernel")
+        pytest.skip(f"compute-sanitizer did not finish in {timeout_s:.0f} s: this says nothing about the kernel")
     assert done.returncode == 0, done.stdout[-8000:]
     assert "same bits" in done.stdout

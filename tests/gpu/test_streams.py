@@ -1,4 +1,4 @@
-"""What an update's streams do on a GPU: they overlap, nobody waits for them unasked, and events tell their order."""
+"""Test the streams of an update on a GPU: they overlap, the host does not block, and events give their order."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ SMALL_BYTES = 1024
 
 
 @contextmanager
-def no_unasked_waits() -> Iterator[None]:
-    """PyTorch raises where it would wait for the GPU by itself, as for a copy from pageable memory."""
+def no_implicit_synchronization() -> Iterator[None]:
+    """Make PyTorch raise if it would wait for the GPU implicitly, such as for a copy from pageable memory."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -45,22 +45,22 @@ def no_unasked_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_an_unasked_wait_is_seen() -> None:
+def test_an_implicit_synchronization_is_detected() -> None:
     one = torch.ones(1, device="cuda")
-    with pytest.raises(RuntimeError, match="synchronizing"), no_unasked_waits():
+    with pytest.raises(RuntimeError, match="synchronizing"), no_implicit_synchronization():
         one.item()
 
 
 @pytest.mark.parametrize("seed", range(200, 206))
-def test_an_update_is_issued_without_unasked_waits(seed: int) -> None:
+def test_an_update_is_issued_without_implicit_synchronization(seed: int) -> None:
     plan = random_plan(seed)
     expected = serial_of_deferred(plan, torch.bfloat16, torch.bfloat16, seed)
-    found = deferred(plan, torch.bfloat16, torch.bfloat16, seed, issuing=no_unasked_waits)
+    found = deferred(plan, torch.bfloat16, torch.bfloat16, seed, issuing=no_implicit_synchronization)
     assert same(found, expected), str(plan.schedule)
 
 
 def test_an_event_before_the_origin_is_at_a_negative_second() -> None:
-    """Prefetches begin before the update whose timeline has them, which counts from its own beginning."""
+    """Check this, because a timeline counts from the beginning of the update, and prefetches begin before that."""
     device = CudaDevice(torch.cuda.current_device())
     stream, early, late = device.current_stream(), device.event(), device.event()
     stream.record(early)
@@ -74,8 +74,8 @@ def test_an_event_before_the_origin_is_at_a_negative_second() -> None:
 
 @contextmanager
 def streamed(count: int, numel: int, num_slots: int) -> Iterator[tuple[Executor, UpdatePlan]]:
-    """An executor of equal sub-groups, all of them streamed, after its first update; gradients are there."""
-    workload = Workload.of([numel] * count)
+    """Yield an executor of equal sub-groups, all of them streamed, after its first update; gradients are written."""
+    workload = Workload.from_numels([numel] * count)
     plan = UpdatePlan(workload=workload, placements=place_all(workload, Placement.STREAMED), num_slots=num_slots)
     device = CudaDevice(torch.cuda.current_device())
     states = cuda_states(device, plan, torch.bfloat16, torch.bfloat16, seed=0)
@@ -104,13 +104,13 @@ def test_copies_in_both_directions_and_kernels_overlap(tmp_path: Path) -> None:
     for (one, other), seconds in found_s.items():
         figure(f"overlap in an update, {one} and {other}", seconds, "s")
     assert found_s["h2d", "d2h"] > 0
-    # A kernel takes a thirtieth of a copy: one direction may just be done when it starts, but not both.
+    # A kernel takes a thirtieth of the time of a copy: one direction may be idle when it starts, but not both.
     assert found_s["h2d", "kernel"] + found_s["d2h", "kernel"] > 0
 
 
 def intervals(events: Sequence[dict]) -> dict[str, list[Interval]]:  # type: ignore[type-arg]
-    """By lane, in seconds: the copies between host and GPU, and the launches of the Adam kernel."""
-    # By the event's category, and what its name contains.
+    """Return the intervals of each lane in seconds: the copies between host and GPU, and the Adam kernels."""
+    # An event belongs to a lane by its category and by a word in its name.
     kinds = {"h2d": ("gpu_memcpy", "HtoD"), "d2h": ("gpu_memcpy", "DtoH"), "kernel": ("kernel", "update")}
     lanes: dict[str, list[Interval]] = {lane: [] for lane in kinds}
     for event in events:
@@ -122,26 +122,26 @@ def intervals(events: Sequence[dict]) -> dict[str, list[Interval]]:  # type: ign
 
 
 def overlap_s(one: Sequence[Interval], other: Sequence[Interval]) -> float:
-    """Return the seconds in which both lanes work; neither has two intervals at once."""
+    """Return the seconds in which both lanes work. The intervals of a lane must not overlap."""
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in one for b in other)
 
 
-def test_latency_of_a_small_copy_beside_the_lanes() -> None:
-    """Reported: the copies of whole tensors hold up every other copy in their direction."""
+def test_the_latency_of_a_small_copy_during_an_update_is_reported() -> None:
+    """Report the latency, because copies of whole tensors delay every other copy in their direction."""
     with streamed(count=3, numel=16_000_000, num_slots=2) as (executor, plan):
         alone_s = small_copies_s(20)
         executor.begin(steps_for(plan, 2)[1])
         executor.advance()
-        beside_s = small_copies_s(20)
+        during_update_s = small_copies_s(20)
         executor.finish()
         assert executor.failure is None, executor.failure
-    for what, seconds in (("alone", alone_s), ("beside an update", beside_s)):
-        figure(f"latency of a copy of {SMALL_BYTES} bytes, {what}, median", median(seconds), "s")
-        figure(f"latency of a copy of {SMALL_BYTES} bytes, {what}, longest", max(seconds), "s")
+    for condition, seconds in (("alone", alone_s), ("during an update", during_update_s)):
+        figure(f"latency of a copy of {SMALL_BYTES} bytes, {condition}, median", median(seconds), "s")
+        figure(f"latency of a copy of {SMALL_BYTES} bytes, {condition}, longest", max(seconds), "s")
 
 
 def small_copies_s(count: int) -> list[float]:
-    """How long each copy to the GPU took, on a stream of its own, until the host knew."""
+    """Return the seconds of each copy to the GPU on a stream of its own, including the host's wait for its end."""
     source = torch.zeros(SMALL_BYTES, dtype=torch.uint8).pin_memory()
     destination = torch.empty_like(source, device="cuda")
     stream = torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""Schedules executed on a CUDA device with shapes that are nearly all copy, and the serial reference."""
+"""Execute schedules on a CUDA device, with shapes for which copies take most of the time, and the serial reference."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from tests.kernels.training import BETAS, machine_arithmetic, steps_of
 from tests.runtime.states import NAMES, gradients, make_states, update_serially
 
 GATHER_CYCLES = 20_000_000
-"""Of the GPU's clock: some ten milliseconds, longer than the host needs to issue an update."""
+"""Cycles of the GPU's clock, about ten milliseconds: longer than the host needs to issue an update."""
 
 
 def random_plan(seed: int) -> UpdatePlan:
-    """Copies of up to some MB, among them tiny ones, that a kernel is done with in no time."""
+    """Return a random plan with copies of a few bytes to a few MB, for which the kernels are very short."""
     chosen = random.Random(seed)
     count = chosen.randint(1, 9)
     order = list(range(count))
     chosen.shuffle(order)
     return UpdatePlan(
-        workload=Workload.of([chosen.choice([1, 15, 4097, chosen.randint(1, 900_000)]) for _ in range(count)]),
+        workload=Workload.from_numels([chosen.choice([1, 15, 4097, chosen.randint(1, 900_000)]) for _ in range(count)]),
         placements=tuple(chosen.choice(list(Placement)) for _ in range(count)),
         num_slots=chosen.randint(1, 4),
         order=tuple(order),
@@ -40,22 +40,23 @@ def random_plan(seed: int) -> UpdatePlan:
 
 
 def host_adam(num_threads: int = 4) -> FusedAdam:
+    """Return the CPU kernel."""
     return FusedAdam(machine_arithmetic(), BETAS, adamw=True, num_threads=num_threads)
 
 
 GradDtypes: TypeAlias = "torch.dtype | Sequence[torch.dtype]"
-"""Of all gradients, or of each sub-group's: one that a user has set is fp32 beside others in the model's dtype."""
+"""The dtype of all gradients, or one per sub-group: a gradient that a user has set is fp32, whatever the model's is."""
 
 
 def dtypes_of(plan: UpdatePlan, grad_dtypes: GradDtypes) -> list[torch.dtype]:
-    """By sub-group."""
+    """Return the gradient dtype of each sub-group."""
     return [grad_dtypes] * len(plan.placements) if isinstance(grad_dtypes, torch.dtype) else list(grad_dtypes)
 
 
 def cuda_states(
     device: CudaDevice, plan: UpdatePlan, dtype: torch.dtype, grad_dtypes: GradDtypes, seed: int
 ) -> list[SubGroupState]:
-    """Gradients are where their sub-group is updated."""
+    """Return states on the device and in host memory. Gradients are in the memory where their sub-group is updated."""
     states = make_states(numels_of(plan), dtype, seed)
     for state, placement, grad_dtype in zip(states, plan.placements, dtypes_of(plan, grad_dtypes), strict=True):
         reserve = device.empty if placement is Placement.RESIDENT else device.empty_host
@@ -70,15 +71,17 @@ def cuda_states(
 
 
 def numels_of(plan: UpdatePlan) -> list[int]:
+    """Return the number of parameters of each sub-group."""
     return [sub_group.numel for sub_group in plan.workload.sub_groups]
 
 
 def steps_for(plan: UpdatePlan, count: int) -> list[list[AdamStep]]:
+    """Return ``count`` Adam steps for all sub-groups."""
     return [[step] * len(plan.placements) for step in steps_of(count)]
 
 
 def late_backward(states: Sequence[SubGroupState], step: int) -> None:
-    """Issued, and not done before long: writes the gradients of the step."""
+    """Issue writes of the step's gradients that take long to finish."""
     arrived = [
         gradient.to(state.grad.dtype).pin_memory().to("cuda", non_blocking=True)
         for state, gradient in zip(states, gradients([state.numel for state in states], step), strict=True)
@@ -91,10 +94,10 @@ def late_backward(states: Sequence[SubGroupState], step: int) -> None:
 def executed(
     plan: UpdatePlan, dtype: torch.dtype, grad_dtypes: GradDtypes, seed: int, count: int = 4
 ) -> list[torch.Tensor]:
-    """What each step's forward gathered, and all states at the end, in host memory.
+    """Execute the plan, and return the parameters that each step's forward gathered and all states at the end.
 
-    The gather runs on a stream of its own that waits for nobody, as DeepSpeed's all-gathers do with ``overlap_comm``;
-    backward, which writes the gradients, is late.
+    The gather runs on a stream of its own that waits for no other stream, as DeepSpeed's all-gathers do with
+    ``overlap_comm``. Backward writes the gradients late. The tensors are in host memory.
     """
     device = CudaDevice(torch.cuda.current_device())
     states = cuda_states(device, plan, dtype, grad_dtypes, seed)
@@ -127,14 +130,16 @@ def deferred(
     count: int = 4,
     issuing: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[torch.Tensor]:
-    """What each step's first parts had at once, what the next forward gathered, and all states at the end.
+    """Execute the plan with deferred updates, and return early ranges, gathered parameters and the final states.
 
-    The update goes on while sub-group by sub-group is gathered; half of the steps are prefetched, and in the other half
-    ``advance`` issues what it can. What training issues during an update is issued inside ``issuing``.
+    For each step, these are the parameters of the early ranges directly after the update has begun, and the parameters
+    that the next forward gathers sub-group by sub-group while the update continues. Half of the steps are prefetched;
+    in the other half ``advance`` issues all actions that it can. Calls that training makes during an update are made
+    inside ``issuing``.
     """
     device = CudaDevice(torch.cuda.current_device())
     states = cuda_states(device, plan, dtype, grad_dtypes, seed)
-    splits = first_parts(plan, seed)
+    splits = early_ranges(plan, seed)
     kernel = triton_adam()
     kernel.compile({torch.float32, *dtypes_of(plan, grad_dtypes)}, [dtype])
     executor = Executor(plan.schedule, states, device, host_adam(), kernel, splits=splits)
@@ -151,12 +156,12 @@ def deferred(
                 if number % 2 == 0:
                     executor.advance()
             found.extend(
-                part.view(state.param).clone()
+                element_range.view(state.param).clone()
                 for state, split in zip(states, splits, strict=True)
-                for part in split.first
+                for element_range in split.early
             )
             with torch.cuda.stream(gather), issuing():
-                executor.publish_first_parts()
+                executor.publish_early_ranges()
                 for index, state in enumerate(states):
                     executor.publish(index)
                     found.append(state.param.clone())
@@ -170,22 +175,22 @@ def deferred(
     return [tensor.cpu() for tensor in found]
 
 
-def first_parts(plan: UpdatePlan, seed: int) -> list[Split]:
-    """Up to two ranges of each sub-group, at odd places."""
-    chosen = random.Random(f"first parts {seed}")
+def early_ranges(plan: UpdatePlan, seed: int) -> list[Split]:
+    """Return up to two early ranges per sub-group, with arbitrary borders."""
+    chosen = random.Random(f"early ranges {seed}")
     splits = []
     for numel in numels_of(plan):
         borders = sorted(chosen.randint(0, numel) for _ in range(4))
-        splits.append(Split.of(numel, zip(borders[::2], borders[1::2], strict=True)))
+        splits.append(Split.create(numel, zip(borders[::2], borders[1::2], strict=True)))
     return splits
 
 
 def serial_of_deferred(
     plan: UpdatePlan, dtype: torch.dtype, grad_dtypes: GradDtypes, seed: int, count: int = 4
 ) -> list[torch.Tensor]:
-    """The same by one sub-group after another on the CPU."""
+    """Return the tensors that ``deferred`` must return, from updates of one sub-group after another on the CPU."""
     states = make_states(numels_of(plan), dtype, seed)
-    splits, adam = first_parts(plan, seed), host_adam()
+    splits, adam = early_ranges(plan, seed), host_adam()
     found: list[torch.Tensor] = []
     for number, steps in enumerate(steps_for(plan, count), start=1):
         given = zip(gradients(numels_of(plan), number), dtypes_of(plan, grad_dtypes), strict=True)
@@ -193,7 +198,7 @@ def serial_of_deferred(
             state.grad = gradient.to(grad_dtype)
         update_serially(states, adam, steps)
         for state, split in zip(states, splits, strict=True):
-            found.extend(part.view(state.param).clone() for part in split.first)
+            found.extend(element_range.view(state.param).clone() for element_range in split.early)
         found.extend(state.param.clone() for state in states)
     found.extend(getattr(state, name) for state in states for name in NAMES)
     return found
@@ -202,7 +207,7 @@ def serial_of_deferred(
 def serial(
     plan: UpdatePlan, dtype: torch.dtype, grad_dtypes: GradDtypes, seed: int, count: int = 4
 ) -> list[torch.Tensor]:
-    """The same by one sub-group after another on the CPU."""
+    """Return the tensors that ``executed`` must return, from updates of one sub-group after another on the CPU."""
     states = make_states(numels_of(plan), dtype, seed)
     adam = host_adam()
     found: list[torch.Tensor] = []
@@ -217,4 +222,5 @@ def serial(
 
 
 def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    """Return whether all tensors are equal."""
     return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -1,4 +1,4 @@
-"""Compiles a Triton kernel for GPUs that need not be there, and counts the fp32 instructions that it becomes."""
+"""Compile a Triton kernel for GPUs that need not be present, and count the fp32 instructions of the result."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from deep_opt_states.device.kernels.arithmetic import Tail
-from deep_opt_states.device.kernels.triton_adam import ALIGNMENT_BYTES, Block
+from deep_opt_states.device.kernels.triton_adam import ALIGNMENT_BYTES, BlockShape
 from deep_opt_states.device.kernels.triton_kernel import OPTIONS, update
 
 CAPABILITIES = (80, 90, 100, 120)
-"""A100, H100 and H200, B200, and the Blackwell GPUs of workstations."""
+"""The compute capabilities of A100, of H100 and H200, of B200, and of the Blackwell GPUs of workstations."""
 
-ELEMENTS_PER_THREAD = Block().elements // (32 * Block().warps)
+ELEMENTS_PER_THREAD = BlockShape().elements // (32 * BlockShape().warps)
 
 NOT_ARITHMETIC = {"ld", "st", "mov", "setp", "selp", "cvt"}
-"""Conversions between fp16 and fp32 are in ``CONVERSIONS``."""
+"""Instructions that are no arithmetic. Conversions between fp16 and fp32 are in ``CONVERSIONS``."""
 
 ROUNDED_ONCE = {"fma.rn.f32", "mul.rn.f32", "add.rn.f32", "sqrt.rn.f32", "div.rn.f32", "fma.rn.f32x2", "mul.rn.f32x2"}
-"""Without ``add.rn.f32x2``: the ptxas 12.9 of Triton 3.6 fuses a packed product into a packed sum in spite of .rn."""
+"""Instructions that round once. ``add.rn.f32x2`` is missing: ptxas 12.9 fuses packed products into it despite .rn."""
 
 CONVERSIONS = {"cvt.f32.f16", "cvt.rn.f16.f32", "cvt.rn.f16x2.f32"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
+    """The PTX and the machine code of a compiled kernel."""
+
     ptx: str
     cubin: bytes
 
@@ -50,8 +52,8 @@ class Compiled:
     def machine_operations(self, folder: Path) -> Counter[str]:
         """Count FADD, FMUL and FFMA in the machine code; a packed instruction is two.
 
-        Instructions with a suffix, such as ``FMUL.FTZ``, are left out: they occur inside the sequences that ptxas
-        makes of a division or a square root, which are correctly rounded as a whole.
+        Instructions with a suffix, such as ``FMUL.FTZ``, are left out: they occur in the sequences that ptxas generates
+        for a division or a square root, which are correctly rounded as a whole.
         """
         cubin = folder / "kernel.cubin"
         cubin.write_bytes(self.cubin)
@@ -71,15 +73,15 @@ def compile_kernel(
     capability: int,
     options: Mapping[str, object],
 ) -> Compiled:
-    """``types`` holds Triton's type of each parameter that is neither fp32 nor a constant."""
+    """Compile ``kernel``. ``types`` has Triton's type of each parameter that is neither fp32 nor a constant."""
     given = {**types, **dict.fromkeys(constants, "constexpr")}
     signature = {name: given.get(name, "fp32") for name in kernel.arg_names}
-    pointers = [at for at, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
-    aligned = {(at,): [["tt.divisibility", ALIGNMENT_BYTES]] for at in pointers}
+    pointers = [position for position, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
+    aligned = {(position,): [["tt.divisibility", ALIGNMENT_BYTES]] for position in pointers}
     found = triton.compile(
         ASTSource(kernel, signature, dict(constants), aligned),
         target=GPUTarget("cuda", capability, 32),
-        options={**options, "num_warps": Block().warps},
+        options={**options, "num_warps": BlockShape().warps},
     )
     return Compiled(ptx=found.asm["ptx"], cubin=found.asm["cubin"])
 
@@ -90,7 +92,7 @@ def compile_update(
     """Compile the GPU Adam kernel as ``TritonAdam`` launches it, for aligned gradients and parameters."""
     types = {"grad": grad, "param": param, "numel": "i64", "cut": "i64", "skip": "i64", "decay_kind": "i32"}
     types |= dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), "*fp32")
-    return compile_kernel(update, types, {"TAIL": int(tail), "BLOCK": Block().elements}, capability, options)
+    return compile_kernel(update, types, {"TAIL": int(tail), "BLOCK": BlockShape().elements}, capability, options)
 
 
 def check_rounding(compiled: Compiled) -> None:
@@ -104,9 +106,9 @@ def check_rounding(compiled: Compiled) -> None:
 
 
 def check_nothing_is_contracted(compiled: Compiled, sums: int, folder: Path) -> None:
-    """Raise ``AssertionError`` if a product went into one of the ``sums`` of the source, or into a sum of the PTX.
+    """Raise ``AssertionError`` if a product was fused into one of the ``sums`` of the source, or into a sum of the PTX.
 
-    A contraction makes one FFMA of an FMUL and an FADD. A division may bring an FMUL of its own, but no FADD.
+    A contraction turns an FMUL and an FADD into one FFMA. A division may add FMULs, but no FADD.
     """
     found = compiled.machine_operations(folder)
     in_ptx = {name: compiled.operations(f"{name}.rn.f32") for name in ("add", "mul")}

@@ -1,4 +1,4 @@
-"""Interferes with the updates of the CPU kernel, part by part, also where one call updates many."""
+"""Intercept the updates of the CPU kernel, range by range, even if one call updates many ranges."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from unittest import mock
 
-from deep_opt_states.device.kernels.adam import PartUpdate
+from deep_opt_states.device.kernels.adam import RangeUpdate
 from deep_opt_states.device.kernels.fused import FusedAdam
 
 
-def before_each_update(act: Callable[[PartUpdate], object]) -> AbstractContextManager[object]:
-    """Call ``act`` for each part of a call before any of them is updated."""
-    update_parts = FusedAdam.update_parts
+def before_each_update(act: Callable[[RangeUpdate], object]) -> AbstractContextManager[object]:
+    """Return a context in which ``act`` is called for each range of a call before any of them is updated."""
+    update_ranges = FusedAdam.update_ranges
 
-    def intercepted(self: FusedAdam, updates: Sequence[PartUpdate]) -> None:
-        for each in updates:
-            act(each)
-        update_parts(self, updates)
+    def intercepted(self: FusedAdam, updates: Sequence[RangeUpdate]) -> None:
+        for update in updates:
+            act(update)
+        update_ranges(self, updates)
 
-    return mock.patch.object(FusedAdam, "update_parts", intercepted)
+    return mock.patch.object(FusedAdam, "update_ranges", intercepted)

@@ -1,8 +1,9 @@
-"""The GPU kernel in Triton's interpreter against the CPU kernel, bit for bit. Started by ``test_triton.py``.
+"""Compare the GPU kernel in Triton's interpreter with the CPU kernel, bit for bit. ``test_triton.py`` runs this
+program.
 
-The interpreter is numpy, whose operations on float32 are correctly rounded, but for the fused multiply-add, which some
-versions of Triton round twice there: here it is one that rounds once. So this tests what the kernel says, and not what
-a GPU makes of it.
+The interpreter uses numpy, whose operations on float32 are correctly rounded. The exception is the fused multiply-add,
+which some versions of Triton round twice there; this module replaces it by one that rounds once. So this checks the
+source of the kernel, and not the code that a GPU executes.
 """
 
 from __future__ import annotations
@@ -20,26 +21,31 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from deep_opt_states.device.kernels import triton_kernel
-from deep_opt_states.device.kernels.adam import Part
+from deep_opt_states.device.kernels.adam import ElementRange
 from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
 from deep_opt_states.device.kernels.fused import FusedAdam
-from deep_opt_states.device.kernels.triton_adam import Block, TritonAdam
+from deep_opt_states.device.kernels.triton_adam import BlockShape, TritonAdam
 from tests.kernels.training import BETAS, STEP, copied, differences, random_tensors, with_infinities
 from tests.launch import answer
 
 GRADS = (torch.float32, torch.bfloat16, torch.float16)
 PARAMS = (None, torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (63, 64, 65, 4111)
-"""Less than a block, a whole one, and more: of 64, and for the sake of many kinds of numbers of 4096."""
+"""Lengths of less than one block, one block, and more. Blocks have 64 elements, or 4096 to cover many kinds of
+numbers."""
 
 
 def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
-    """Exact to float64 rounded to odd, then to float32: twice that many bits and two suffice (Boldo, Melquiond)."""
-    x, y, z = (np.asarray(its, dtype=np.float32).astype(np.float64) for its in (x, y, z))
+    """Return x * y + z, rounded once to float32.
+
+    The exact result is rounded to odd in float64, and then to float32. This is correct because float64 has more than
+    twice the bits of float32, plus two (Boldo, Melquiond).
+    """
+    x, y, z = (np.asarray(operand, dtype=np.float32).astype(np.float64) for operand in (x, y, z))
     product_ = x * y  # exact: 48 bits
     total = product_ + z
-    there = total - product_
-    error = (product_ - (total - there)) + (z - there)
+    rounded_z = total - product_
+    error = (product_ - (total - rounded_z)) + (z - rounded_z)
     even = np.asarray(total).view(np.int64) % 2 == 0
     inexact = np.isfinite(total) & np.isfinite(error) & (error != 0)
     odd = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
@@ -57,12 +63,12 @@ def compared(
     param_dtype: torch.dtype | None,
     adamw: bool,
 ) -> list[str]:
-    """What differs, over all lengths and two steps each."""
+    """Return the differences between the two kernels, over all lengths and two steps each."""
     found = []
     for numel in LENGTHS:
         ours, gradient = random_tensors(numel, grad_dtype, param_dtype, seed=numel)
         theirs = copied(ours)
-        block = Block(elements=64 if numel < 1000 else 4096)
+        block = BlockShape(elements=64 if numel < 1000 else 4096)
         gpu = TritonAdam(gpu_arithmetic, BETAS, adamw=adamw, device=torch.device("cpu"), block=block)
         cpu = FusedAdam(cpu_arithmetic, BETAS, adamw=adamw, num_threads=1)
         for number in (1, 2):
@@ -72,22 +78,22 @@ def compared(
                 tensors.grad.copy_(grad)
                 kernel.begin_step([step])
             cpu.update(0, theirs)
-            # The second step in parts that cut blocks, vectors and the tail.
+            # The second step is done in ranges that cut blocks, vectors and the tail.
             borders = [0, numel] if number == 1 else sorted({0, 1, numel // 3, numel // 2 + 1, numel - 1, numel})
             for begin, end in pairwise(borders):
-                part = Part(begin=begin, end=end, of=numel)
-                gpu.update(0, ours.part(part), part)
+                element_range = ElementRange(begin=begin, end=end, sub_group_numel=numel)
+                gpu.update(0, ours.narrow(element_range), element_range)
             if differ := differences(ours, theirs):
-                what = f"{cpu_arithmetic}, {grad_dtype}, {param_dtype}, adamw {adamw}"
-                found.append(f"{what}, {numel} elements, step {number}: {', '.join(differ)}")
+                case = f"{cpu_arithmetic}, {grad_dtype}, {param_dtype}, adamw {adamw}"
+                found.append(f"{case}, {numel} elements, step {number}: {', '.join(differ)}")
     return found
 
 
 def cases() -> Iterator[tuple[Arithmetic, torch.dtype, torch.dtype | None, bool]]:
     """Yield every tail with every pair of dtypes.
 
-    Dtypes matter only where the kernel loads and stores, so vector widths and kinds of decay take turns over them: each
-    tail meets every width with every kind of decay, three times, with other dtypes.
+    Dtypes matter only where the kernel loads and stores, so the vector widths and the kinds of decay alternate over
+    them: each tail is combined with every width and every kind of decay three times, with different dtypes.
     """
     widths_and_decays = list(product((16, 1), (True, False)))
     for tail, (row, grad), (column, param) in product(Tail, enumerate(GRADS), enumerate(PARAMS)):

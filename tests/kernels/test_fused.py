@@ -1,4 +1,4 @@
-"""The C++ kernel against what stock's ``step()`` does, to the bit."""
+"""Compare the C++ kernel with stock's ``step()``, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.cpp_extension import _get_build_directory
 
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, Part, PartUpdate
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, ElementRange, RangeUpdate
 from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.library import NAME, InstructionSet, Library, library
@@ -51,7 +51,7 @@ def train_both(
     seed: int = 0,
     infinities: bool = False,
 ) -> list[str]:
-    """What differs after any of the steps."""
+    """Return the differences after the first step that has any."""
     ours, gradient = random_tensors(numel, grad_dtype, param_dtype, seed)
     theirs = copied(ours)
     stock = Stock(theirs, adamw=adamw)
@@ -66,10 +66,11 @@ def train_both(
     return []
 
 
+@pytest.mark.promise("P1")
 @pytest.mark.parametrize("instruction_set", SETS)
 @pytest.mark.parametrize("grad_dtype", GRADS)
 @pytest.mark.parametrize("param_dtype", PARAMS)
-def test_every_combination_of_dtypes(
+def test_every_combination_of_dtypes_gives_the_bits_of_stock(
     grad_dtype: torch.dtype, param_dtype: torch.dtype | None, instruction_set: InstructionSet
 ) -> None:
     for adamw in (True, False):
@@ -77,6 +78,7 @@ def test_every_combination_of_dtypes(
         assert train_both(steps_of(8), 10_007, grad_dtype, param_dtype, kernel, adamw=adamw) == []
 
 
+@pytest.mark.promise("P1")
 @settings(max_examples=30)
 @given(
     numel=st.integers(1, 700),
@@ -91,7 +93,7 @@ def test_every_combination_of_dtypes(
     infinities=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_odd_lengths_and_every_option(
+def test_odd_lengths_and_every_option_give_the_bits_of_stock(
     numel: int,
     grad_dtype: torch.dtype,
     param_dtype: torch.dtype | None,
@@ -111,12 +113,12 @@ def test_odd_lengths_and_every_option(
 
 
 @pytest.mark.thorough
-def test_many_steps_of_a_large_sub_group() -> None:
+def test_many_steps_of_a_large_sub_group_give_the_bits_of_stock() -> None:
     assert train_both(steps_of(60), 1_000_003, torch.bfloat16, torch.bfloat16, fused(num_threads=2)) == []
 
 
-def test_betas_change_and_a_checkpoint_is_loaded() -> None:
-    """Stock's running product of beta goes on, is taken anew, or is ``pow`` where steps do not follow one another."""
+def test_changed_betas_and_a_loaded_checkpoint_give_the_bits_of_stock() -> None:
+    """Check the cases of stock's beta^t: the running product, a new product, and ``pow`` after a jump of the steps."""
     plain = steps_of(12)
     changed = [replace(step, beta1=0.8) if 3 <= step.step < 6 else step for step in plain]
     jumped = [replace(step, step=step.step + 40 if step.step > 8 else step.step) for step in changed]
@@ -124,27 +126,28 @@ def test_betas_change_and_a_checkpoint_is_loaded() -> None:
     assert train_both(repeated, 1001, torch.bfloat16, torch.bfloat16, fused()) == []
 
 
+@pytest.mark.promise("P2")
 @given(st.data())
 def test_ranges_have_the_bits_of_the_whole(data: st.DataObject) -> None:
-    """Also those that cut vectors and the tail: the tail is the sub-group's, not the range's."""
+    """Check ranges that cut vectors and the tail, too: the tail is the sub-group's, not the range's."""
     numel = data.draw(st.integers(1, 300))
     cuts = sorted(data.draw(st.lists(st.integers(0, numel), max_size=6)))
     instruction_set = data.draw(st.sampled_from(SETS))
     whole, gradient = random_tensors(numel, torch.bfloat16, torch.bfloat16, seed=numel)
     whole.grad.copy_(gradient())
-    parts = copied(whole)
+    by_range = copied(whole)
     kernel = fused(num_threads=data.draw(st.integers(1, 3)), instruction_set=instruction_set)
     kernel.begin_step([STEP])
     kernel.update(0, whole)
     for begin, end in zip([0, *cuts], [*cuts, numel], strict=True):
-        part = Part(begin=begin, end=end, of=numel)
-        kernel.update(0, parts.part(part), part)
-    assert differences(parts, whole) == []
+        element_range = ElementRange(begin=begin, end=end, sub_group_numel=numel)
+        kernel.update(0, by_range.narrow(element_range), element_range)
+    assert differences(by_range, whole) == []
 
 
 @given(st.data())
-def test_a_list_of_parts_has_the_bits_of_each_part_alone(data: st.DataObject) -> None:
-    """Also where the threads' shares end inside parts, and where some are empty."""
+def test_list_of_ranges_has_the_bits_of_each_range_alone(data: st.DataObject) -> None:
+    """Check shares of threads that end inside ranges, and empty ranges, too."""
     numels = data.draw(st.lists(st.sampled_from([1, 31, 33, 1000, 40_007, 90_001]), min_size=1, max_size=5))
     instruction_set = data.draw(st.sampled_from(SETS))
     together, alone = [], []
@@ -152,25 +155,25 @@ def test_a_list_of_parts_has_the_bits_of_each_part_alone(data: st.DataObject) ->
         tensors, gradient = random_tensors(numel, torch.bfloat16, torch.bfloat16, seed=index)
         tensors.grad.copy_(gradient())
         begin, end = sorted(data.draw(st.integers(0, numel)) for _ in range(2))
-        together.append((copied(tensors), Part(begin=begin, end=end, of=numel)))
+        together.append((copied(tensors), ElementRange(begin=begin, end=end, sub_group_numel=numel)))
         alone.append(tensors)
     kernel = fused(num_threads=data.draw(st.integers(1, 3)), instruction_set=instruction_set)
     kernel.begin_step([STEP] * len(numels))
-    kernel.update_parts(
+    kernel.update_ranges(
         [
-            PartUpdate(sub_group=index, tensors=tensors.part(part), part=part)
-            for index, (tensors, part) in enumerate(together)
+            RangeUpdate(sub_group=index, tensors=tensors.narrow(element_range), element_range=element_range)
+            for index, (tensors, element_range) in enumerate(together)
         ]
     )
-    kernel.update_parts([])
-    for index, ((found, part), expected) in enumerate(zip(together, alone, strict=True)):
-        kernel.update(index, expected.part(part), part)
+    kernel.update_ranges([])
+    for index, ((found, element_range), expected) in enumerate(zip(together, alone, strict=True)):
+        kernel.update(index, expected.narrow(element_range), element_range)
         assert differences(found, expected) == []
 
 
 @pytest.mark.parametrize(("numel", "woken"), [(4096, 0), (200_000, 3)])
-def test_small_parts_wake_no_threads(numel: int, woken: int) -> None:
-    """A thread of its own calls the kernel, since OpenMP keeps the threads of each thread that calls."""
+def test_small_ranges_wake_no_threads(numel: int, woken: int) -> None:
+    """Check it on a new thread, since OpenMP keeps the threads that it has started for each calling thread."""
     kernel = fused(num_threads=4)
     tensors, _ = random_tensors(numel, torch.bfloat16, torch.bfloat16, seed=0)
     kernel.begin_step([STEP])
@@ -189,12 +192,12 @@ def test_nothing_outside_the_range_is_touched() -> None:
     before = copied(tensors)
     kernel = fused(num_threads=2)
     kernel.begin_step([STEP])
-    part = Part(begin=313, end=700, of=1000)
-    kernel.update(0, tensors.part(part), part)
-    for name, its in vars(before).items():
+    element_range = ElementRange(begin=313, end=700, sub_group_numel=1000)
+    kernel.update(0, tensors.narrow(element_range), element_range)
+    for name, old in vars(before).items():
         now = getattr(tensors, name)
-        for part in (slice(0, 313), slice(700, None)):
-            assert torch.equal(now[part].nan_to_num(), its[part].nan_to_num()), name
+        for untouched in (slice(0, 313), slice(700, None)):
+            assert torch.equal(now[untouched].nan_to_num(), old[untouched].nan_to_num()), name
     assert torch.equal(tensors.grad.view(torch.int16), before.grad.view(torch.int16)), "the gradient is only read"
     assert not torch.equal(tensors.master[313:700], before.master[313:700])
 
@@ -204,7 +207,8 @@ def test_nothing_outside_the_range_is_touched() -> None:
 def test_rounding_is_that_of_pytorch_for_every_upper_half(
     param_dtype: torch.dtype, instruction_set: InstructionSet
 ) -> None:
-    """All 65,536 upper halves with lower halves at, above and below a tie; infinities too, and where NaN is."""
+    """Check all 65,536 upper halves with lower halves at, above and below a tie; infinities and the places of NaN,
+    too."""
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) * 2**16
     lower = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     master = (upper[:, None] + lower[None, :].int()).flatten().view(torch.float32).contiguous()
@@ -223,7 +227,7 @@ def test_rounding_is_that_of_pytorch_for_every_upper_half(
     assert differences(tensors, replace(tensors, master=master, param=expected)) == []
 
 
-def test_a_gradient_of_every_16_bit_pattern() -> None:
+def test_gradient_of_every_16_bit_pattern_gives_the_bits_of_stock() -> None:
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).short()
     for dtype in (torch.bfloat16, torch.float16):
         for instruction_set in SETS:
@@ -240,8 +244,8 @@ def test_a_gradient_of_every_16_bit_pattern() -> None:
             assert differences(ours, theirs) == []
 
 
-def middle_of(loaded: Library) -> bool:
-    """Whether another thread of Python ran in the middle half of one update's time."""
+def another_thread_runs_during_an_update_of(loaded: Library) -> bool:
+    """Return whether another Python thread ran in the middle half of one update's time."""
     tensors, _ = random_tensors(10_000_000, torch.bfloat16, torch.bfloat16, seed=0)
     kernel = fused()
     kernel._library = loaded
@@ -266,13 +270,15 @@ def middle_of(loaded: Library) -> bool:
 
 
 def test_other_threads_of_python_run_meanwhile() -> None:
-    assert middle_of(library())
+    assert another_thread_runs_during_an_update_of(library())
     path = Path(_get_build_directory(NAME, verbose=False)) / f"{NAME}.so"
-    assert not middle_of(Library(ctypes.PyDLL(str(path)))), "with the GIL held, as DeepSpeedCPUAdam holds it"
+    assert not another_thread_runs_during_an_update_of(Library(ctypes.PyDLL(str(path)))), (
+        "with the GIL held, as DeepSpeedCPUAdam holds it"
+    )
 
 
 def test_the_arithmetic_found_is_the_only_one_that_fits() -> None:
-    """Of those that compute differently: the search can tell them apart."""
+    """Check the arithmetics that compute differently here: the search distinguishes them."""
     found = find_arithmetic()
     assert found is not None
     for other in (Arithmetic(1, Tail.UNFUSED), Arithmetic(found.vector_width, Tail.UNFUSED), Arithmetic(1, found.tail)):
@@ -286,24 +292,24 @@ def test_zeros_reach_every_element() -> None:
     tensors, gradient = random_tensors(10_007, torch.bfloat16, torch.bfloat16, seed=0)
     tensors.grad.copy_(gradient())
     fused(num_threads=2).zero(tensors)
-    assert [name for name, its in vars(tensors).items() if its.any()] == []
+    assert [name for name, tensor in vars(tensors).items() if tensor.any()] == []
 
 
 def affinities() -> dict[int, set[int]]:
-    """Of the threads of this process."""
+    """Return the affinity of each thread of this process."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
-        with suppress(ProcessLookupError):  # it has ended meanwhile
+        with suppress(ProcessLookupError):  # the thread has ended meanwhile
             found[int(task.name)] = os.sched_getaffinity(int(task.name))
     return found
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="takes two CPUs to tell apart")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 def test_each_thread_stays_on_the_core_that_it_is_given() -> None:
-    """The first is the caller's, as the worker is in training, the others are OpenMP's; no other thread is moved."""
+    """Check that the calling thread, which is the worker in training, and OpenMP's threads are moved, and no others."""
     first, second, *_ = sorted(os.sched_getaffinity(0), reverse=True)
     kernel = fused(num_threads=2, cores=(first, second))
-    # Enough to be worth waking threads for.
+    # The update is large enough to wake threads.
     tensors, _ = random_tensors(100_000, torch.bfloat16, torch.bfloat16, seed=0)
     kernel.begin_step([STEP])
     worker = Worker()
@@ -318,7 +324,7 @@ def test_each_thread_stays_on_the_core_that_it_is_given() -> None:
 
 
 @pytest.mark.usefixtures("other_defaults")
-def test_the_arithmetic_is_found_whatever_the_script_has_made_the_default() -> None:
+def test_arithmetic_is_found_with_other_default_dtypes_and_devices() -> None:
     assert find_arithmetic.__wrapped__() == machine_arithmetic()
 
 
@@ -335,4 +341,4 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         with pytest.raises(AssertionError):
             kernel.update(0, wrong)
     with pytest.raises(AssertionError):
-        kernel.update(0, tensors, Part(begin=0, end=63, of=64))
+        kernel.update(0, tensors, ElementRange(begin=0, end=63, sub_group_numel=64))

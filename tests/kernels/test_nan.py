@@ -1,4 +1,7 @@
-"""Which NaN the C++ kernel writes: IEEE 754 leaves the sign and the payload open, and stock's are the processor's."""
+"""Check the bits of each NaN that the C++ kernel writes.
+
+IEEE 754 leaves the sign and the payload of a NaN open; those of stock are the processor's.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from tests.kernels.training import STEP, Stock, copied, fused, random_tensors
 
 NUMEL = 1003
 QUIET = [0x7FC00000, 0x7FC10000, -0x400000, -0x10000]
-"""fp32 bits that bf16 can have, too: with both signs, and with and without a payload."""
+"""The fp32 bits of NaNs that bf16 can represent, too: with both signs, and with and without a payload."""
 
 
 def nans(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -27,12 +30,12 @@ def in_states(name: str) -> Callable[[AdamTensors, torch.Tensor], None]:
 
 
 def in_gradient(tensors: AdamTensors, grad: torch.Tensor) -> None:
-    # Their upper halves: PyTorch's conversion would make one NaN of all of them.
+    # The upper halves are copied, since PyTorch's conversion would map all of these NaNs to a single one.
     grad.copy_(nans() if grad.dtype == torch.float32 else nans().view(torch.bfloat16)[1::2])
 
 
 def by_an_invalid_operation(tensors: AdamTensors, grad: torch.Tensor) -> None:
-    """The square root of a negative number."""
+    """Make the kernel take the square root of a negative number."""
     tensors.exp_avg_sq.fill_(float("-inf"))
 
 
@@ -52,7 +55,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_states_have_the_nan_of_stock_and_bf16_parameters_one_of_their_own(
+def test_states_have_the_nan_of_stock_and_bf16_parameters_have_0x7fc0(
     source: str, grad_dtype: torch.dtype, param_dtype: torch.dtype
 ) -> None:
     ours, gradient = random_tensors(NUMEL, grad_dtype, param_dtype, seed=3)

@@ -1,3 +1,5 @@
+"""Check the memory of stock's op as a fallback."""
+
 from __future__ import annotations
 
 import gc

@@ -1,4 +1,4 @@
-"""What can be known of the GPU kernel without a GPU: what it says, and what Triton compiles it to."""
+"""Check the GPU kernel without a GPU: its source in the interpreter, and the code that Triton compiles it to."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from tests.launch import REPOSITORY, Finished, environment
 DTYPES = [("*bf16", "*bf16"), ("*fp32", "*bf16"), ("*fp16", "*fp16")]
 FUSION = {**OPTIONS, "enable_fp_fusion": True}
 SUMS = {Tail.UNFUSED: 6 * ELEMENTS_PER_THREAD, Tail.GRADIENT_FUSED: 0, Tail.MOMENT_FUSED: 0}
-"""Of a thread: the kernel calls ``_multiply_add`` six times an element, and only an unfused tail adds in it."""
+"""Sums per thread: the kernel calls ``_multiply_add`` six times per element, which adds only in an unfused tail."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_anew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Triton would find what an earlier run has compiled in its cache in the home directory."""
+    """Use an empty cache, since Triton would otherwise find the kernels of an earlier run in the home directory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         yield
 
 
-def test_in_the_interpreter_it_has_the_bits_of_the_cpu_kernel() -> None:
+@pytest.mark.promise("P2")
+def test_interpreted_kernel_has_the_bits_of_the_cpu_kernel() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.interpreted"],
         cwd=REPOSITORY,
@@ -51,19 +52,20 @@ def test_in_the_interpreter_it_has_the_bits_of_the_cpu_kernel() -> None:
     (found,) = Finished(done.returncode, done.stdout).answers()
     assert found["differ"] == []
     assert len(found["others"]) == 6
-    assert all(found["others"].values()), "another arithmetic is seen"
+    assert all(found["others"].values()), "another arithmetic gives other bits"
 
 
+@pytest.mark.promise("P2")
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("tail", Tail)
 @pytest.mark.parametrize(("grad", "param"), DTYPES)
-def test_every_operation_is_one_that_rounds_as_ieee_754_says(
-    grad: str, param: str, tail: Tail, capability: int
-) -> None:
+def test_every_operation_rounds_as_ieee_754_requires(grad: str, param: str, tail: Tail, capability: int) -> None:
     compiled = compile_update(grad, param, tail, capability)
     check_rounding(compiled)
     assert compiled.operations("add.rn.f32") == SUMS[tail]
-    assert compiled.operations("sqrt.rn.f32") == 2 * ELEMENTS_PER_THREAD, "in whole blocks, and in others"
+    assert compiled.operations("sqrt.rn.f32") == 2 * ELEMENTS_PER_THREAD, (
+        "one in whole blocks, and one in partial blocks"
+    )
     assert compiled.operations("div.rn.f32") == 2 * ELEMENTS_PER_THREAD
     assert compiled.operations("mul.rn.f32") > 0
     assert compiled.operations("fma.rn.f32") > 0
@@ -76,22 +78,23 @@ def test_the_machine_code_contracts_nothing(tail: Tail, capability: int, tmp_pat
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_with_fp_fusion_the_kernel_does_not_pass(capability: int) -> None:
+def test_kernel_compiled_with_fp_fusion_is_refused(capability: int) -> None:
     with pytest.raises(AssertionError, match=re.escape("mul.f32")):
         check_rounding(compile_update("*bf16", "*bf16", Tail.UNFUSED, capability, FUSION))
 
 
 @triton.jit
 def multiply_add(a, b, c, BLOCK: tl.constexpr):
+    """Compute c += a * b, and leave the fusion to the compiler."""
     at = tl.arange(0, BLOCK)
     tl.store(c + at, tl.load(a + at) * tl.load(b + at) + tl.load(c + at))
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_with_fp_fusion_a_product_goes_into_a_sum_and_is_seen(capability: int, tmp_path: Path) -> None:
-    """A kernel that leaves the choice to the compiler: the Adam kernel's own sums cannot be contracted."""
+def test_product_fused_into_a_sum_is_detected(capability: int, tmp_path: Path) -> None:
+    """Check it with a kernel that leaves the fusion to the compiler: the Adam kernel's sums cannot be contracted."""
     types = dict.fromkeys("abc", "*fp32")
-    constants = {"BLOCK": 256}  # one element a thread
+    constants = {"BLOCK": 256}  # one element per thread
     check_nothing_is_contracted(compile_kernel(multiply_add, types, constants, capability, OPTIONS), 1, tmp_path)
     fused = compile_kernel(multiply_add, types, constants, capability, FUSION)
     assert fused.machine_operations(tmp_path) == {"FFMA": 1}

@@ -1,4 +1,4 @@
-"""What the GPU kernel is given is checked before it is launched; the checks need no GPU."""
+"""Check that the GPU kernel refuses wrong tensors before it is launched, which needs no GPU."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from deep_opt_states.device.kernels.adam import AdamTensors, Part
+from deep_opt_states.device.kernels.adam import STATES, AdamTensors, ElementRange
 from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
-from deep_opt_states.device.kernels.triton_adam import STATES, TritonAdam
+from deep_opt_states.device.kernels.triton_adam import TritonAdam
 from tests.kernels.training import BETAS, STEP, random_tensors
 
 NUMEL = 64
-PARTS = [Part.whole(NUMEL), Part(begin=5, end=NUMEL, of=NUMEL)]
+RANGES = [ElementRange.whole(NUMEL), ElementRange(begin=5, end=NUMEL, sub_group_numel=NUMEL)]
 
 TENSORS, _ = random_tensors(NUMEL, torch.bfloat16, torch.bfloat16, seed=0)
 
 
 class Launched(TritonAdam):
-    """Keeps what the kernel would be launched with."""
+    """A kernel that records the tensors of each launch and does not launch."""
 
     launches: list[AdamTensors]
 
@@ -36,22 +36,24 @@ def adam() -> Launched:
     return kernel
 
 
-@pytest.mark.parametrize("part", PARTS, ids=str)
-def test_tensors_that_fit_are_launched_from_a_multiple_of_16_bytes_on(adam: Launched, part: Part) -> None:
-    adam.update(0, TENSORS.part(part), part)
+@pytest.mark.parametrize("element_range", RANGES, ids=str)
+def test_tensors_that_fit_are_launched_from_a_multiple_of_16_bytes_on(
+    adam: Launched, element_range: ElementRange
+) -> None:
+    adam.update(0, TENSORS.narrow(element_range), element_range)
     (launched,) = adam.launches
     for name in STATES:
         assert getattr(launched, name).data_ptr() % 16 == 0
-        assert getattr(launched, name).numel() == part.numel + part.begin % 4
+        assert getattr(launched, name).numel() == element_range.numel + element_range.begin % 4
 
 
-@pytest.mark.parametrize("part", PARTS, ids=str)
+@pytest.mark.parametrize("element_range", RANGES, ids=str)
 @pytest.mark.parametrize("name", ["master", "exp_avg", "exp_avg_sq", "grad", "param"])
-def test_a_strided_tensor_is_refused(adam: Launched, part: Part, name: str) -> None:
+def test_a_strided_tensor_is_refused(adam: Launched, element_range: ElementRange, name: str) -> None:
     strided = torch.zeros(2 * NUMEL, dtype=getattr(TENSORS, name).dtype)[::2]
     whole = replace(TENSORS, **{name: strided})
     with pytest.raises(AssertionError):
-        adam.update(0, whole.part(part), part)
+        adam.update(0, whole.narrow(element_range), element_range)
     assert adam.launches == []
 
 
@@ -66,16 +68,16 @@ def test_a_strided_tensor_is_refused(adam: Launched, part: Part, name: str) -> N
     ],
     ids=["short", "fp64 master", "fp64 gradient", "not aligned", "elsewhere"],
 )
-def test_what_does_not_fit_is_refused(adam: Launched, wrong: dict[str, torch.Tensor]) -> None:
+def test_tensor_that_does_not_fit_is_refused(adam: Launched, wrong: dict[str, torch.Tensor]) -> None:
     with pytest.raises(AssertionError):
         adam.update(0, replace(TENSORS, **wrong))
     assert adam.launches == []
 
 
-def test_a_part_without_the_elements_before_it_is_refused(adam: Launched) -> None:
-    """The kernel begins at the last multiple of 16 bytes, which must be in the same memory."""
-    part = PARTS[1]
-    copied = TENSORS.part(part).each(torch.Tensor.clone)
+def test_range_without_the_elements_before_it_is_refused(adam: Launched) -> None:
+    """Check it because the kernel begins at the last multiple of 16 bytes, which must be in the same memory."""
+    element_range = RANGES[1]
+    copied = TENSORS.narrow(element_range).map(torch.Tensor.clone)
     with pytest.raises(AssertionError):
-        adam.update(0, copied, part)
+        adam.update(0, copied, element_range)
     assert adam.launches == []

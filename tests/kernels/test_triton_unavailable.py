@@ -1,4 +1,4 @@
-"""Where Triton cannot be had, the refusal says what to install."""
+"""Check that the error names the version to install if Triton cannot be imported."""
 
 from __future__ import annotations
 

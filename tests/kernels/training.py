@@ -1,4 +1,4 @@
-"""Steps of Adam on one sub-group, by a kernel of ours or by what stock's ``step()`` does in three passes."""
+"""Run steps of Adam on one sub-group, with one of our kernels or as stock's ``step()`` does in three passes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ PARAMS = (None, torch.float32, torch.bfloat16, torch.float16)
 
 
 def machine_arithmetic() -> Arithmetic:
+    """Return the arithmetic of stock's op on this machine, which must be known."""
     found = find_arithmetic()
     assert found is not None
     return found
 
 
 def steps_of(count: int, **changes: object) -> list[AdamStep]:
-    """With a learning rate and a gradient scale of their own."""
+    """Return ``count`` steps with different learning rates and gradient scales."""
     plain = replace(STEP, **changes)
-    return [replace(plain, step=1 + at, lr=plain.lr / (1 + at), grad_scale=0.37 + at) for at in range(count)]
+    return [
+        replace(plain, step=1 + index, lr=plain.lr / (1 + index), grad_scale=0.37 + index) for index in range(count)
+    ]
 
 
 def fused(
@@ -43,13 +46,15 @@ def fused(
     cores: Sequence[int] = (),
     instruction_set: InstructionSet | None = None,
 ) -> FusedAdam:
+    """Return the C++ kernel with this machine's arithmetic."""
     return FusedAdam(
         machine_arithmetic(), BETAS, adamw=adamw, num_threads=num_threads, cores=cores, instruction_set=instruction_set
     )
 
 
 class Stock:
-    """``unscale_and_clip_grads``, DeepSpeedCPUAdam's own ``step()`` and ``copy_``, as ``stage3.py`` calls them."""
+    """The update of stock: ``unscale_and_clip_grads``, DeepSpeedCPUAdam's ``step()`` and ``copy_``, as in
+    ``stage3.py``."""
 
     def __init__(self, tensors: AdamTensors, *, adamw: bool) -> None:
         self._master = torch.nn.Parameter(tensors.master)
@@ -81,7 +86,10 @@ class Stock:
 def random_tensors(
     numel: int, grad_dtype: torch.dtype, param_dtype: torch.dtype | None, seed: int
 ) -> tuple[AdamTensors, Callable[[], torch.Tensor]]:
-    """A sub-group, and what makes its gradient of each step. Numbers of every kind, over the whole range."""
+    """Return a sub-group, and a function that returns its next gradient.
+
+    Both have numbers of every kind, over the whole range of fp32.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def wild(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -104,6 +112,7 @@ def random_tensors(
 
 
 def with_infinities(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """Return ``tensor`` with a tenth of its elements replaced by infinities and NaN."""
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.tensor([float("inf"), float("-inf"), float("nan")], dtype=tensor.dtype)
     chosen = kinds[torch.randint(3, tensor.shape, generator=generator)]
@@ -111,11 +120,15 @@ def with_infinities(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def copied(tensors: AdamTensors) -> AdamTensors:
-    return tensors.each(torch.Tensor.clone)
+    """Return copies of all tensors."""
+    return tensors.map(torch.Tensor.clone)
 
 
 def differences(found: AdamTensors, expected: AdamTensors) -> list[str]:
-    """Names of tensors that differ in a bit, or in where they are NaN: which NaN, IEEE 754 leaves open."""
+    """Return the names of tensors that differ in a bit, or in the places of NaN.
+
+    The bits of a NaN are not compared, since IEEE 754 leaves them open.
+    """
     differ = []
     for name, theirs in vars(expected).items():
         if name == "grad" or theirs is None:

@@ -1,17 +1,17 @@
-"""Cost models for tests; no machine was measured for them."""
+"""Cost models for tests. They describe no measured machine."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from perf_model.prediction.cost import CostModel, Resource, traffic_of
+from perf_model.prediction.cost import CostModel, Resource, traffic_by_action
 from perf_model.prediction.overlap_windows import Windows
 
 PLENTY = 1e15
 
 
 def cost(**changes: float) -> CostModel:
-    """CPU 1 G params/s, PCIe 12 GB/s each way, a GPU and a host memory that do not bind."""
+    """Return a cost model: by default 1 G params/s on the CPU, 12 GB/s per direction, GPU and memory no bottleneck."""
     rates = {
         "cpu": 1e9,
         "gpu": 1e12,
@@ -22,7 +22,7 @@ def cost(**changes: float) -> CostModel:
         "latency": 0.0,
         **changes,
     }
-    return CostModel.of_rates(
+    return CostModel.from_rates(
         cpu_adam_params_per_s=rates["cpu"],
         gpu_adam_params_per_s=rates["gpu"],
         capacities={
@@ -32,7 +32,7 @@ def cost(**changes: float) -> CostModel:
             Resource.PAGEABLE: PLENTY,
             Resource.DRAM: rates["dram"],
         },
-        traffic=traffic_of(2),
+        traffic=traffic_by_action(2),
         copy_latency_s=rates["latency"],
     )
 

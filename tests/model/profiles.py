@@ -1,4 +1,4 @@
-"""A profile for tests; no machine was measured for it."""
+"""A hardware profile for tests. It describes no measured machine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ RATES = {
     "stock_cpu_adam_params_per_s": 1.0e9,
     "dram_update_bytes_per_s": 80e9,
     "dram_copy_bytes_per_s": 85e9,
-    "rounding_params_per_s": 9e9,
     "gpu_adam_params_per_s": 8e10,
 }
 
 
 def profile(rates: Mapping[str, float | None] = RATES) -> HardwareProfile:
-    """None waives a rate."""
+    """Return a profile with these rates; a rate of None is waived."""
     return HardwareProfile(
         name="test",
         provenance=Provenance(source="made up for a test", ranks=1),

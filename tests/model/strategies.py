@@ -1,4 +1,4 @@
-"""What hypothesis draws: workloads, placements, slot counts, and schedules that no lowering pass would choose."""
+"""Hypothesis strategies for plans, and for schedules that no lowering pass would choose."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from perf_model.schedule.workload import Workload
 
 
 def numels(max_numel: int = 10**6) -> st.SearchStrategy[list[int]]:
+    """Return a strategy for the lengths of up to 12 sub-groups."""
     return st.lists(st.integers(1, max_numel), min_size=1, max_size=12)
 
 
 @st.composite
 def plans(draw: st.DrawFn, max_numel: int = 10**6) -> UpdatePlan:
-    workload = Workload.of(draw(numels(max_numel)))
+    """Draw a plan with any placements, any number of slots up to 6, and any order."""
+    workload = Workload.from_numels(draw(numels(max_numel)))
     count = len(workload.sub_groups)
     placements = draw(st.lists(st.sampled_from(Placement), min_size=count, max_size=count))
     order = draw(st.one_of(st.none(), st.permutations(range(count)).map(tuple)))
@@ -30,7 +32,7 @@ def plans(draw: st.DrawFn, max_numel: int = 10**6) -> UpdatePlan:
 
 @st.composite
 def schedules_with_more_waits(draw: st.DrawFn, max_numel: int = 10**6) -> tuple[Schedule, Workload]:
-    """Also waits that nobody needs: on any other lane's earlier action, also several, also of the cpu lane."""
+    """Draw a schedule with additional waits that are not needed, for earlier actions of any other lane."""
     schedule, workload = draw(schedules(max_numel))
     actions: list[Action] = []
     for action in schedule.actions:
@@ -42,7 +44,7 @@ def schedules_with_more_waits(draw: st.DrawFn, max_numel: int = 10**6) -> tuple[
 
 @st.composite
 def schedules(draw: st.DrawFn, max_numel: int = 10**6) -> tuple[Schedule, Workload]:
-    """Any issue order and any use of the slots that the dependencies permit, with the waits that it needs."""
+    """Draw any issue order and any use of the slots that the dependencies permit, with the waits that it needs."""
     plan = draw(plans(max_numel))
     chains = {index: list(CHAINS[placement]) for index, placement in enumerate(plan.placements)}
     free = list(range(plan.num_slots))

@@ -1,3 +1,5 @@
+"""Check hardware profiles: JSON in and out, and the refusal of implausible values."""
+
 from __future__ import annotations
 
 import json
@@ -13,7 +15,7 @@ from perf_model.prediction.hardware import QUANTITIES, REQUIRED, HardwareProfile
 from tests.model.profiles import RATES, profile
 
 
-def test_a_profile_reads_back(tmp_path: Path) -> None:
+def test_written_profile_is_read_as_the_same_profile(tmp_path: Path) -> None:
     written = profile()
     path = tmp_path / "profile.json"
     path.write_text(written.to_json())
@@ -21,7 +23,7 @@ def test_a_profile_reads_back(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["version"] == 2
 
 
-def test_medians_spreads_and_what_is_waived() -> None:
+def test_profile_gives_medians_and_spreads_and_refuses_a_waived_rate_that_is_needed() -> None:
     measurement = Measurement(samples=(5.0, 1.0, 2.0, 4.0, 3.0, 100.0))
     assert measurement.median == 3.5
     assert measurement.spread == (2.0, 5.0)
@@ -31,6 +33,12 @@ def test_medians_spreads_and_what_is_waived() -> None:
     assert without.get("gpu_adam_params_per_s") is None
     with pytest.raises(ProfileError, match=r"gpu_adam_params_per_s: is needed here, found nothing \(no accelerator\)"):
         without.rate("gpu_adam_params_per_s")
+
+
+def test_a_saved_profile_with_a_retired_quantity_is_still_read() -> None:
+    saved = json.loads(profile().to_json())
+    saved["measurements"]["rounding_params_per_s"] = {"samples": [9e9]}
+    assert HardwareProfile.from_json(json.dumps(saved)) == profile()
 
 
 @pytest.mark.parametrize("name", RATES)
@@ -48,17 +56,19 @@ def test_units_that_are_wrong_by_a_thousand_are_refused(name: str, factor: float
     assert QUANTITIES[name].meaning in str(caught.value)
 
 
-def test_directions_together_do_no_more_than_each_alone() -> None:
-    with pytest.raises(ProfileError, match="both_bytes_per_s: cannot exceed what the directions reach alone"):
+def test_a_rate_of_both_directions_above_their_sum_is_refused() -> None:
+    with pytest.raises(ProfileError, match="both_bytes_per_s: cannot exceed the sum of the two directions alone"):
         profile({**RATES, "both_bytes_per_s": 100e9})
 
 
 def raw(**changes: Any) -> str:
+    """Return a profile as JSON with these changes; a value of ``"missing"`` removes the key."""
     value = {**json.loads(profile().to_json()), **changes}
-    return json.dumps({key: it for key, it in value.items() if it != "missing"})
+    return json.dumps({key: entry for key, entry in value.items() if entry != "missing"})
 
 
 def with_rate(name: str, rate: float, **changes: Any) -> str:
+    """Return a profile as JSON in which the quantity ``name`` has one sample."""
     measurements = json.loads(profile().to_json())["measurements"]
     return raw(measurements={**measurements, name: {"samples": [rate]}}, **changes)
 
@@ -66,34 +76,34 @@ def with_rate(name: str, rate: float, **changes: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "A profile is JSON, found a text that is not"),
+        ("{", "A profile must be JSON, found other text"),
         ("[1]", "profile: must be an object"),
-        ("[" * 100_000, "A profile is JSON, found a text that is not: it is nested too deeply"),
+        ("[" * 100_000, "A profile must be JSON, found other text: it is nested too deeply"),
         (raw(version=1), "version: must be the integer 2, found 1"),
         (raw(version=True), "version: must be the integer 2, found True"),
         (raw(version=2.0), "version: must be the integer 2, found 2.0"),
         (raw(version="missing"), "version: must be the integer 2, found nothing"),
         (raw(measurements="missing"), "measurements: must be an object, found nothing"),
         (raw(measurements={}), "cpu_adam_params_per_s: is needed for every prediction, found nothing"),
-        (raw(measurements={"speed": {"samples": [1]}}), "measurements: are of .*, found 'speed'"),
-        (with_rate("h2d_bytes_per_s", 10**400), "h2d_bytes_per_s: has numbers for samples"),
+        (raw(measurements={"speed": {"samples": [1]}}), "measurements: must only have the keys .*, found 'speed'"),
+        (with_rate("h2d_bytes_per_s", 10**400), "h2d_bytes_per_s: must have numbers as samples"),
         (raw(measurements={"h2d_bytes_per_s": 3}), "h2d_bytes_per_s: must be .*samples"),
-        (raw(measurements={"h2d_bytes_per_s": {"samples": ["3"]}}), "h2d_bytes_per_s: has numbers for samples"),
-        (raw(measurements={"h2d_bytes_per_s": {"samples": [True]}}), "h2d_bytes_per_s: has numbers for samples"),
-        (raw(measurements={"h2d_bytes_per_s": {"waived": 3}}), "h2d_bytes_per_s: is waived with a reason"),
-        (raw(name=3), "name: must be a text"),
-        (raw(speed=3), "profile: has the keys"),
-        (raw(name="\ud800"), "name: must be a text"),
+        (raw(measurements={"h2d_bytes_per_s": {"samples": ["3"]}}), "h2d_bytes_per_s: must have numbers as samples"),
+        (raw(measurements={"h2d_bytes_per_s": {"samples": [True]}}), "h2d_bytes_per_s: must have numbers as samples"),
+        (raw(measurements={"h2d_bytes_per_s": {"waived": 3}}), "h2d_bytes_per_s: must be waived with a reason"),
+        (raw(name=3), "name: must be a string"),
+        (raw(speed=3), "profile: must only have the keys"),
+        (raw(name="\ud800"), "name: must be a string"),
         *((raw(gpu_memory_bytes=value), "gpu_memory_bytes: must be an integer from 1e") for value in (-1, 80, 8.5e10)),
         *((raw(host_memory_bytes=value), "host_memory_bytes: must be an integer") for value in (64, 6.4e10, 10**400)),
         *((raw(gpu_peak_flops=value), "gpu_peak_flops: must be a number from 1e") for value in (989, "1e15", 10**400)),
         *((raw(provenance={"source": "", "ranks": ranks}), "provenance.ranks: must be") for ranks in (0, 1.0, True)),
         (raw(provenance={"source": 3}), "provenance.source: must be str"),
-        (raw(provenance={}), "provenance.source: says where the figures are from"),
-        (raw(provenance={"colour": "red"}), "provenance: has the keys"),
-        (raw(cpu_adam_by_threads={"two": {"samples": [1e9]}}), "cpu_adam_by_threads: has thread counts for keys"),
+        (raw(provenance={}), "provenance.source: must name the origin of the figures"),
+        (raw(provenance={"colour": "red"}), "provenance: must only have the keys"),
+        (raw(cpu_adam_by_threads={"two": {"samples": [1e9]}}), "cpu_adam_by_threads: must have thread counts as keys"),
         *(
-            (raw(cpu_adam_by_threads={key: {"samples": [1e9]}}), "cpu_adam_by_threads: has thread counts for keys")
+            (raw(cpu_adam_by_threads={key: {"samples": [1e9]}}), "cpu_adam_by_threads: must have thread counts as keys")
             for key in ("01", "0", "1" * 5000, "\u0661")
         ),
         (raw(cpu_adam_by_threads={"2": {"samples": [1]}}), "cpu_adam_by_threads.2: must be from"),
@@ -119,22 +129,22 @@ def test_a_bad_profile_is_refused_with_rule_value_and_remedy(text: str, message:
     assert len(str(caught.value).splitlines()) >= 2, "the remedy"
 
 
-def test_a_cpu_that_multiplies_like_a_gpu_is_refused() -> None:
+def test_a_cpu_with_the_matmul_rate_of_a_gpu_is_refused() -> None:
     host = {name: RATES[name] for name in REQUIRED}
-    about = {"name": "cpu", "provenance": Provenance(source="made up for a test")}
+    fields = {"name": "cpu", "provenance": Provenance(source="made up for a test")}
 
-    def of(flops: float) -> HardwareProfile:
+    def with_flops(flops: float) -> HardwareProfile:
         rates = {**host, "matmul_flops_per_s": flops}
         return HardwareProfile(
-            **about, measurements={name: Measurement(samples=(rate,)) for name, rate in rates.items()}
+            **fields, measurements={name: Measurement(samples=(rate,)) for name, rate in rates.items()}
         )
 
-    assert not of(2e11).has_accelerator
+    assert not with_flops(2e11).has_accelerator
     with pytest.raises(ProfileError, match=r"matmul_flops_per_s: must be from 1e\+09 to 2e\+14 on this CPU"):
-        of(1e15)
+        with_flops(1e15)
 
 
-def test_a_byte_order_mark_is_no_part_of_a_profile(tmp_path: Path) -> None:
+def test_a_profile_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(profile().to_json(), encoding="utf-8-sig")
     assert HardwareProfile.read(path) == profile()
@@ -155,8 +165,8 @@ json_values = st.recursive(
 
 
 @given(st.data())
-def test_malformed_profiles_are_refused_and_never_anything_else(data: st.DataObject) -> None:
-    """Any part of a good profile replaced by any JSON value: a profile or a ``ProfileError``."""
+def test_any_malformed_profile_raises_profile_error_and_no_other_error(data: st.DataObject) -> None:
+    """Replace any part of a good profile by any JSON value: the result is a profile or a ``ProfileError``."""
     value = json.loads(profile().to_json())
     target: Any = value
     while True:
@@ -172,9 +182,9 @@ def test_malformed_profiles_are_refused_and_never_anything_else(data: st.DataObj
     assert HardwareProfile.from_json(again.to_json()) == again
 
 
-def test_host_memory_is_what_it_gave_when_all_were_at_work() -> None:
-    model = CostModel.of(profile({**RATES, "cpu_adam_beside_transfers_params_per_s": 1.52e9}))
-    # Adam alone moves 28 B * 1.5 G/s; beside the transfers, 1.5 G/s of it and 38 GB/s fitted.
+def test_host_memory_has_the_bandwidth_reached_while_adam_and_transfers_ran_concurrently() -> None:
+    model = CostModel.from_profile(profile({**RATES, "cpu_adam_beside_transfers_params_per_s": 1.52e9}))
+    # Alone, Adam moves 28 B * 1.5 G/s. With transfers of 38 GB/s, host memory sustained 1.5 G/s of it.
     assert model.capacities[Resource.DRAM] == pytest.approx(28 * 1.5e9 + 38e9)
     plain = {**RATES, "cpu_adam_beside_transfers_params_per_s": None, "both_beside_cpu_adam_bytes_per_s": None}
-    assert CostModel.of(profile(plain)).capacities[Resource.DRAM] == 80e9
+    assert CostModel.from_profile(profile(plain)).capacities[Resource.DRAM] == 80e9

@@ -1,4 +1,4 @@
-"""A training run's memory, windows and utilisation, against the papers' own figures and by hand."""
+"""Test the memory, windows and utilisation of a training run, against the figures of the papers and by hand."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
 from perf_model.search.budgets import DoesNotFit
 from perf_model.training_run.forecast import (
-    NO_ACCELERATOR,
+    CPU_ONLY_REASON,
     NO_OVERLAP,
     Forecast,
-    Iteration,
+    Infeasible,
     MemoryLimits,
     Overlap,
-    Unfit,
+    PredictedIteration,
+    find_remedy,
     forecast,
     least_world_size_that_fits,
-    what_would_fit,
 )
 from perf_model.training_run.job import GradientPath, Job
 from perf_model.training_run.model import ModelError, gpt
@@ -34,8 +34,8 @@ GPT_175B = gpt("GPT-3", layers=96, hidden=12288, heads=96, vocab=51200, position
 JOB = Job(shape=GPT_175B, world_size=1024, ranks_per_node=8, micro_batch=1, sequence=2048)
 
 
-def test_the_megatron_paper_s_training_time() -> None:
-    """arXiv 2104.04473, equation 4: 8 T P / (n X) seconds; its example is 34 days for T = 300 B, X = 140 TFLOP/s."""
+def test_training_time_is_that_of_the_megatron_paper() -> None:
+    """Check equation 4 of arXiv 2104.04473, 8 T P / (n X) s: 34 days for T = 300 B tokens and X = 140 TFLOP/s."""
     tokens, flops = 300e9, 140e12
     iteration_s = JOB.forward_s(flops) + JOB.backward_s(flops)
     training_s = iteration_s * tokens / JOB.tokens
@@ -45,13 +45,13 @@ def test_the_megatron_paper_s_training_time() -> None:
     assert kept.forward_s(flops) + kept.backward_s(flops) == pytest.approx(iteration_s * 6 / 8, rel=0.01)
 
 
-def test_utilisation_counts_no_recomputation() -> None:
+def test_utilisation_does_not_count_recomputation() -> None:
     iteration_s = JOB.forward_s(140e12) + JOB.backward_s(140e12)
     assert JOB.mfu(iteration_s, 312e12) == pytest.approx(140 / 312 * 6 / 8, rel=0.01)
     assert replace(JOB, recompute=False).mfu(iteration_s, 312e12) == JOB.mfu(iteration_s, 312e12)
 
 
-def test_memory_beside_the_optimizer_by_hand() -> None:
+def test_memory_without_the_optimizer_is_as_computed_by_hand() -> None:
     shape = gpt("small", layers=2, hidden=1024, heads=8, vocab=1000, positions=0)
     job = Job(shape=shape, world_size=2, ranks_per_node=2, micro_batch=3, sequence=100)
     numel, tokens = shape.numel, 300
@@ -61,7 +61,7 @@ def test_memory_beside_the_optimizer_by_hand() -> None:
     kept = replace(job, recompute=False)
     assert kept.gpu_bytes - job.gpu_bytes == 34 * tokens * 1024 - 2 * 2 * tokens * 1024
     alone = replace(job, world_size=1)
-    assert alone.ranks_of_a_node == 1
+    assert alone.ranks_on_node == 1
     assert alone.gpu_bytes == 2**30 + 2 * numel + 2 * numel + activations, "one rank gathers nothing"
 
 
@@ -81,15 +81,15 @@ def test_presets_have_the_published_numbers_of_parameters() -> None:
         assert MODELS[name].numel == numel
 
 
-def test_machines_have_the_memory_that_the_driver_reports() -> None:
+def test_machine_presets_have_the_memory_that_the_driver_reports() -> None:
     mib = {"a100-pcie4": 81_920, "h100-pcie5": 81_559, "h200-pcie5": 143_771, "gh200": 97_871}
     assert {name: MACHINES[name].profile(1).gpu_memory_bytes for name in MACHINES} == {
-        name: its * 2**20 for name, its in mib.items()
+        name: size * 2**20 for name, size in mib.items()
     }
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_machines_say_that_they_are_not_measured_and_divide_what_is_shared(name: str) -> None:
+def test_machine_presets_are_marked_as_not_measured_and_divide_shared_rates(name: str) -> None:
     alone, four = (MACHINES[name].profile(ranks) for ranks in (1, 4))
     assert alone.provenance.source.startswith("PRESET, not a measurement of your machine")
     for shared in ("cpu_adam_params_per_s", "dram_update_bytes_per_s"):
@@ -99,17 +99,17 @@ def test_machines_say_that_they_are_not_measured_and_divide_what_is_shared(name:
 
 
 SMALL = Job(shape=MODELS["7B"], world_size=4, ranks_per_node=4, micro_batch=1, sequence=16)
-"""So short that the gradients' way to host memory takes longer than backward's arithmetic."""
+"""A job with sequences so short that copying the gradients takes longer than the arithmetic of backward."""
 
 WITH_GPU = profile({**RATES, "matmul_flops_per_s": 1e15})
 CPU_ONLY = profile({**{name: RATES[name] for name in REQUIRED}, "matmul_flops_per_s": 1e12})
 
 
-def of_7b(limits: MemoryLimits, job: Job = SMALL, size: int = 100_000_000) -> Forecast:
+def forecast_7b(limits: MemoryLimits, job: Job = SMALL, size: int = 100_000_000) -> Forecast:
     return forecast(job, WITH_GPU, limits, Overlap(), [size])
 
 
-def test_gradients_take_the_time_of_the_direction_or_of_both() -> None:
+def test_gradients_take_the_time_of_one_direction_or_of_both_together() -> None:
     path = GradientPath(down=6 * 10**9, up=2 * 10**9)
     assert JOB.gradients_s(path, profile()) == pytest.approx(6e9 / RATES["d2h_bytes_per_s"])
     even = GradientPath(down=4 * 10**9, up=4 * 10**9)
@@ -118,40 +118,40 @@ def test_gradients_take_the_time_of_the_direction_or_of_both() -> None:
     assert JOB.gradients_s(path, profile(waived)) == 0.0
 
 
-def test_backward_charges_each_placement_s_gradients() -> None:
+def test_backward_is_charged_for_the_gradients_of_each_placement() -> None:
     limits = MemoryLimits(gpu=24 * 10**9, host=None)
-    found = of_7b(limits)
+    found = forecast_7b(limits)
     plan = found.planned.plan
     numel = plan.workload.numel
     assert 0 < plan.numel(Placement.RESIDENT) < numel
     d2h, h2d = RATES["d2h_bytes_per_s"], RATES["h2d_bytes_per_s"]
-    assert GradientPath.of(plan) == GradientPath(down=2 * plan.numel(Placement.CPU))
-    compute_s = of_7b(MemoryLimits(gpu=None, host=None)).predicted.backward_s
+    assert GradientPath.for_plan(plan) == GradientPath(down=2 * plan.numel(Placement.CPU))
+    compute_s = forecast_7b(MemoryLimits(gpu=None, host=None)).predicted.backward_s
     assert found.predicted.backward_s == pytest.approx(max(2 * plan.numel(Placement.CPU) / d2h, compute_s))
-    arms = {name: arm for name, arm in found.baselines.items() if isinstance(arm, Iteration)}
-    assert set(arms) >= {"stock", "twin_flow", "all_cpu", "all_streamed", "stride_2"}
-    assert arms["stock"].backward_s == pytest.approx(max(6 * numel / d2h, 2 * numel / h2d))
-    assert arms["all_cpu"].backward_s == pytest.approx(2 * numel / d2h)
-    assert arms["all_streamed"].backward_s == pytest.approx(compute_s)
-    assert arms["all_cpu"].backward_s < arms["twin_flow"].backward_s < arms["stock"].backward_s
+    iterations = {name: outcome for name, outcome in found.baselines.items() if isinstance(outcome, PredictedIteration)}
+    assert set(iterations) >= {"stock", "twin_flow", "all_cpu", "all_streamed", "stride_2"}
+    assert iterations["stock"].backward_s == pytest.approx(max(6 * numel / d2h, 2 * numel / h2d))
+    assert iterations["all_cpu"].backward_s == pytest.approx(2 * numel / d2h)
+    assert iterations["all_streamed"].backward_s == pytest.approx(compute_s)
+    assert iterations["all_cpu"].backward_s < iterations["twin_flow"].backward_s < iterations["stock"].backward_s
     kept = found.baselines["no_offload"]
-    if isinstance(kept, Iteration):
-        assert kept.backward_s == pytest.approx(compute_s), "nothing passes the link"
+    if isinstance(kept, PredictedIteration):
+        assert kept.backward_s == pytest.approx(compute_s), "no gradient is copied"
 
 
 @pytest.mark.parametrize("size", [1_000_000, 100_000_000, 3_000_000_000])
-def test_the_ranks_that_are_said_to_fit_do(size: int) -> None:
+def test_the_job_fits_with_the_ranks_that_the_remedy_names(size: int) -> None:
     limits = MemoryLimits(gpu=15 * 10**9, host=None, pinned=6 * 10**9)
     job = replace(SMALL, shape=MODELS["20B"])
     with pytest.raises(DoesNotFit):
-        of_7b(limits, job, size)
+        forecast_7b(limits, job, size)
     ranks = least_world_size_that_fits(job, WITH_GPU, limits, [size])
     assert ranks is not None
-    assert what_would_fit(job, WITH_GPU, limits, (size,)) == f"It fits with {ranks} ranks."
-    of_7b(limits, replace(job, world_size=ranks), size)
+    assert find_remedy(job, WITH_GPU, limits, (size,)) == f"It fits with {ranks} ranks."
+    forecast_7b(limits, replace(job, world_size=ranks), size)
 
 
-def test_more_ranks_fill_nodes() -> None:
+def test_the_remedy_with_more_ranks_fills_whole_nodes() -> None:
     limits = MemoryLimits(gpu=13 * 10**9, host=None, pinned=4 * 10**9)
     job = replace(SMALL, shape=MODELS["20B"], world_size=4, ranks_per_node=6)
     ranks = least_world_size_that_fits(job, WITH_GPU, limits)
@@ -159,34 +159,34 @@ def test_more_ranks_fill_nodes() -> None:
     assert ranks % 6 == 0
 
 
-def test_smaller_sub_groups_are_named_where_they_fit() -> None:
-    """The CPU's share would take more page-locked memory than there is, and a slot for the one sub-group 20 GB."""
+def test_the_remedy_names_smaller_sub_groups_that_fit() -> None:
+    """Check a job whose one sub-group fits neither in pinned memory on the CPU nor in a slot, which takes 20 GB."""
     limits = MemoryLimits(gpu=15 * 10**9, host=None, pinned=22 * 10**9)
     with pytest.raises(DoesNotFit):
-        of_7b(limits, size=3_000_000_000)
-    told = what_would_fit(SMALL, WITH_GPU, limits, (3_000_000_000,))
-    match = re.fullmatch(r'It fits with "sub_group_size": (\d+)\.', told)
-    assert match, told
-    of_7b(limits, size=int(match[1]))
+        forecast_7b(limits, size=3_000_000_000)
+    remedy = find_remedy(SMALL, WITH_GPU, limits, (3_000_000_000,))
+    match = re.fullmatch(r'It fits with "sub_group_size": (\d+)\.', remedy)
+    assert match, remedy
+    forecast_7b(limits, size=int(match[1]))
 
 
-def test_where_no_number_of_ranks_helps_it_says_what_is_in_the_way() -> None:
+def test_the_remedy_names_the_memory_of_training_where_no_number_of_ranks_fits() -> None:
     long = replace(SMALL, sequence=10**6)
-    told = what_would_fit(long, WITH_GPU, MemoryLimits(gpu=80 * 10**9, host=None))
-    assert told.startswith("No number of ranks makes it fit: beside the optimizer, training takes")
-    assert "of the 80.0 GB of a GPU" in told
-    assert told.endswith("Lower --micro-batch or --sequence.")
-    kept = what_would_fit(replace(long, recompute=False), WITH_GPU, MemoryLimits(gpu=80 * 10**9, host=None))
+    remedy = find_remedy(long, WITH_GPU, MemoryLimits(gpu=80 * 10**9, host=None))
+    assert remedy.startswith("No number of ranks makes it fit: without the optimizer, training takes")
+    assert "of the 80.0 GB of GPU memory" in remedy
+    assert remedy.endswith("Lower --micro-batch or --sequence.")
+    kept = find_remedy(replace(long, recompute=False), WITH_GPU, MemoryLimits(gpu=80 * 10**9, host=None))
     assert kept.endswith("Lower --micro-batch or --sequence, or leave out --no-recompute.")
-    tiny = what_would_fit(SMALL, WITH_GPU, MemoryLimits(gpu=10**9, host=None))
-    assert tiny.endswith("Train where there is more.")
-    host = what_would_fit(long, CPU_ONLY, MemoryLimits(gpu=None, host=80 * 10**9))
-    assert "of the 20.0 GB of host memory a rank" in host
+    tiny = find_remedy(SMALL, WITH_GPU, MemoryLimits(gpu=10**9, host=None))
+    assert tiny.endswith("Train on a machine with more memory.")
+    host = find_remedy(long, CPU_ONLY, MemoryLimits(gpu=None, host=80 * 10**9))
+    assert "of the 20.0 GB of host memory per rank" in host
 
 
 @pytest.mark.parametrize("overlap", [NO_OVERLAP, Overlap()])
-def test_the_model_s_peak_has_all_of_the_optimizer_beside_it(overlap: Overlap) -> None:
-    """Slots are filled in backward and flushed in forward, residents and gradients stay: all phases have them."""
+def test_the_peak_of_training_includes_all_memory_of_the_optimizer(overlap: Overlap) -> None:
+    """Check all phases: slots are filled in backward and flushed in forward, and residents and gradients stay."""
     job, limits = replace(SMALL, sequence=2048), MemoryLimits(gpu=22 * 10**9, host=None)
     found = forecast(job, WITH_GPU, limits, overlap, [100_000_000])
     plan = found.planned.plan
@@ -196,27 +196,27 @@ def test_the_model_s_peak_has_all_of_the_optimizer_beside_it(overlap: Overlap) -
     least_bytes = job.gpu_bytes + slots_bytes + 12 * resident + 2 * plan.workload.numel
     rounding_bytes = 22 * MIB + 10 * MIB * len(plan.placements)
     assert least_bytes <= found.memory.gpu_bytes <= min(22 * 10**9, least_bytes + rounding_bytes)
-    assert job.gpu_bytes > job.activation_bytes > 0, "of forward and backward"
+    assert job.gpu_bytes > job.activation_bytes > 0, "activations of forward and backward"
 
 
-def test_windows_are_backward_and_forward_where_a_gpu_trains() -> None:
-    both = of_7b(MemoryLimits(gpu=24 * 10**9, host=None), replace(SMALL, sequence=2048))
+def test_windows_are_backward_and_forward_if_a_gpu_trains() -> None:
+    both = forecast_7b(MemoryLimits(gpu=24 * 10**9, host=None), replace(SMALL, sequence=2048))
     assert both.windows.forward_s == both.predicted.forward_s
-    assert 0 < both.windows.backward_s <= both.predicted.backward_s, "without what waits for gradients"
+    assert 0 < both.windows.backward_s <= both.predicted.backward_s, "without the wait for gradients"
     on_cpu = forecast(SMALL, CPU_ONLY, MemoryLimits(gpu=None, host=400 * 10**9), Overlap(), [100_000_000])
-    assert on_cpu.windows == Windows(), "it cannot train and update at once"
+    assert on_cpu.windows == Windows(), "a CPU cannot train and update at once"
     assert on_cpu.predicted.hidden_update_s == 0
 
 
-def test_where_the_cpu_trains_nothing_is_said_of_a_gpu() -> None:
+def test_if_the_cpu_trains_everything_is_updated_in_host_memory() -> None:
     limits = MemoryLimits(gpu=None, host=400 * 10**9)
     found = forecast(SMALL, CPU_ONLY, limits, Overlap(), [100_000_000])
     assert set(found.planned.plan.placements) == {Placement.CPU}
     for name in ("twin_flow", "all_streamed", "stride_2", "no_offload"):
-        assert found.baselines[name] == Unfit(why=NO_ACCELERATOR)
-    assert isinstance(found.baselines["stock"], Iteration)
+        assert found.baselines[name] == Infeasible(reason=CPU_ONLY_REASON)
+    assert isinstance(found.baselines["stock"], PredictedIteration)
     assert found.memory.gpu_bytes == 0
     assert found.memory.host_bytes == 4 * (found.planned.memory.host_bytes + SMALL.gpu_bytes)
-    with pytest.raises(DoesNotFit, match=r"exceeds host memory by [\d.]+ GB a rank\.") as caught:
+    with pytest.raises(DoesNotFit, match=r"exceeds host memory by [\d.]+ GB per rank\.") as caught:
         forecast(SMALL, CPU_ONLY, MemoryLimits(gpu=None, host=100 * 10**9), Overlap(), [100_000_000])
     assert set(caught.value.missing) == {"host_bytes"}

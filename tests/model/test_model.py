@@ -1,3 +1,5 @@
+"""Test the shapes of models: read from Hugging Face configs, and counted as in the papers."""
+
 from __future__ import annotations
 
 import json
@@ -60,14 +62,14 @@ OPEN = {**SMALL, "hidden_size": 64, "num_attention_heads": 32, "num_key_value_he
 
 @pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim"])
 @pytest.mark.parametrize("family", LLAMA_LIKE)
-def test_what_a_config_leaves_out_is_what_hugging_face_makes_of_it(family: str, key: str) -> None:
+def test_a_key_that_a_config_leaves_out_has_the_default_of_hugging_face(family: str, key: str) -> None:
     values = {name: value for name, value in OPEN.items() if name != key}
     shape = parse_hf_config(json.dumps({"model_type": family.lower(), **values}), name=family)
     assert shape.parameters() == parameters_of(getattr(transformers, f"{family}Config")(**values))
 
 
 @pytest.mark.parametrize("family", [*LLAMA_LIKE, "GPT2", "GPTNeoX"])
-def test_null_is_the_default(family: str) -> None:
+def test_null_for_tied_embeddings_means_the_default(family: str) -> None:
     config = config_of(family).to_dict()
     del config["tie_word_embeddings"]
     default = parse_hf_config(json.dumps(config), name=family)
@@ -76,15 +78,15 @@ def test_null_is_the_default(family: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim"])
-def test_null_follows_from_the_heads(key: str) -> None:
-    """Newer releases of transformers refuse it in other families than Llama, older ones read it so in all."""
+def test_null_for_a_width_means_that_it_follows_from_the_heads(key: str) -> None:
+    """Check Llama and Mistral. New releases of transformers refuse null for families other than Llama."""
     values = {**OPEN, key: None}
     shape = parse_hf_config(json.dumps({"model_type": "llama", **values}), name="Llama")
     assert shape.parameters() == parameters_of(transformers.LlamaConfig(**values))
     assert parse_hf_config(json.dumps({"model_type": "mistral", **values}), name="Llama") == shape
 
 
-def test_a_byte_order_mark_is_no_part_of_a_config(tmp_path: Path) -> None:
+def test_a_config_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     text = json.dumps({"model_type": "llama", **SMALL})
     path = tmp_path / "config.json"
     path.write_text(text, encoding="utf-8-sig")
@@ -92,7 +94,7 @@ def test_a_byte_order_mark_is_no_part_of_a_config(tmp_path: Path) -> None:
 
 
 def test_a_published_model_has_its_published_size(tmp_path: Path) -> None:
-    """Llama 3 8B: 8,030,261,248 parameters (its model card's 8.03 B)."""
+    """Check Llama 3 8B, which has 8,030,261,248 parameters (8.03 B on the model card)."""
     config = transformers.LlamaConfig(
         hidden_size=4096,
         intermediate_size=14336,
@@ -113,7 +115,7 @@ def test_a_published_model_has_its_published_size(tmp_path: Path) -> None:
 
 
 def megatron(layers: int, hidden: int, vocab: int, batch: int, sequence: int) -> tuple[float, float]:
-    """Equations 2 and 3: parameters, and floating-point operations of an iteration with activation recomputation."""
+    """Return the parameters and the operations of an iteration with recomputation (equations 2 and 3 of the paper)."""
     numel = 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (vocab + sequence) / (12 * layers * hidden))
     flops = 96 * batch * sequence * layers * hidden**2
     return numel, flops * (1 + sequence / (6 * hidden) + vocab / (16 * layers * hidden))
@@ -124,12 +126,12 @@ def test_gpt_shapes_give_the_papers_numbers(layers: int, heads: int, vocab: int,
     hidden = 64 * heads
     shape = gpt("GPT", layers, hidden, heads, vocab, sequence)
     numel, flops = megatron(layers, hidden, vocab, batch, sequence)
-    # The paper's formula leaves out the last normalisation, of 2 * hidden.
+    # The formula of the paper leaves out the last normalisation, which has 2 * hidden parameters.
     assert shape.numel - 2 * hidden == pytest.approx(numel, rel=1e-9)
     assert shape.iteration_flops(batch, sequence, recompute=True) == pytest.approx(flops, rel=1e-9)
 
 
-def test_without_recomputation_the_layers_run_three_times_and_not_four() -> None:
+def test_without_recomputation_the_layers_count_three_times_instead_of_four() -> None:
     shape = gpt("GPT", 24, 2048, 16, 51200, 1024)
     logits = 2 * 8 * 1024 * 2048 * 51200
     with_it, without = (shape.iteration_flops(8, 1024, recompute) for recompute in (True, False))
@@ -137,17 +139,17 @@ def test_without_recomputation_the_layers_run_three_times_and_not_four() -> None
     assert without == 3 * shape.forward_flops(8, 1024)
 
 
-# What is refused
+# Refused configs
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "A model's config is JSON"),
+        ("{", "A model's config must be JSON"),
         ("[]", "A model's config must be an object"),
         ("{}", "model_type: must be one of .*, found None"),
         (json.dumps({"model_type": "mixtral"}), "model_type: must be one of llama, .*, found 'mixtral'"),
-        ("[" * 100_000, "A model's config is JSON, found a text that is not: it is nested too deeply"),
+        ("[" * 100_000, "A model's config must be JSON, found a text that is not JSON: it is nested too deeply"),
         (json.dumps({"model_type": "llama"}), "hidden_size: must be an integer from 1 to 1,000,000, found None"),
         *(
             (json.dumps({"model_type": "llama", **SMALL, key: value}), f"{key}: must be an integer from 1 to")
@@ -190,7 +192,7 @@ json_values = st.none() | st.booleans() | st.integers(-5, 5) | st.floats() | st.
 
 
 @given(st.sampled_from(["llama", "qwen2", "gpt2", "gpt_neox", "bert", 3]), st.data())
-def test_malformed_configs_are_refused_and_never_anything_else(family: Any, data: st.DataObject) -> None:
+def test_a_malformed_config_raises_model_error_and_no_other_error(family: Any, data: st.DataObject) -> None:
     keys = [*SMALL, "n_embd", "n_layer", "n_head", "n_positions", "n_inner", "tie_word_embeddings", "attention_bias"]
     values = {"model_type": family, **SMALL, **data.draw(st.dictionaries(st.sampled_from(keys), json_values))}
     try:

@@ -1,4 +1,4 @@
-"""The planner: as good as looking at every plan, never worse than a rule, within its budgets, the same every time."""
+"""Test the planner: as good as an exhaustive search, never worse than a rule, within the budgets, deterministic."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perf_model.prediction.cost import CostModel, Resource
-from perf_model.prediction.memory import Reservation, Where, cuda_bytes_of, memory_of, resident_bytes_of
+from perf_model.prediction.memory import MemoryKind, Reservation, cuda_bytes_of, memory_of, resident_bytes_of
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import Simulator, simulate
 from perf_model.prediction.timeline import Timeline
 from perf_model.schedule.check import check
-from perf_model.schedule.order import rising_and_falling
+from perf_model.schedule.order import longest_in_the_middle
 from perf_model.schedule.placement import Placement, place_all, place_by_fraction, place_by_stride
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
 from perf_model.search.budgets import Budgets, DoesNotFit
-from perf_model.search.planner import MAX_SLOTS, STRIDES, plan_updates
+from perf_model.search.planner import plan_updates
+from perf_model.search.starting_points import MAX_SLOTS, STRIDES
 from tests.model.costs import cost, costs, windows
 
 NO_WINDOWS = Windows()
-BESIDE = Windows(backward_s=1.0, forward_s=1.0)
+LONG_WINDOWS = Windows(backward_s=1.0, forward_s=1.0)
 NO_RESIDENTS = Budgets(gpu_bytes=0)
 
 workloads = st.one_of(
-    st.builds(lambda numel, count: Workload.of([numel] * count), st.integers(10**6, 10**8), st.integers(1, 40)),
-    st.builds(Workload.of, st.lists(st.integers(10**6, 10**8), min_size=1, max_size=30)),
+    st.builds(
+        lambda numel, count: Workload.from_numels([numel] * count), st.integers(10**6, 10**8), st.integers(1, 40)
+    ),
+    st.builds(Workload.from_numels, st.lists(st.integers(10**6, 10**8), min_size=1, max_size=30)),
 )
 
 
@@ -41,18 +44,18 @@ def gpu_budgets(draw: st.DrawFn) -> Budgets:
     return Budgets(gpu_bytes=draw(st.one_of(st.none(), st.integers(0, 10**10))))
 
 
-def room_for(slots: int, numel: int, sub_groups: int = 0) -> Budgets:
-    """So many slots for sub-groups of that length, or as many residents; and the gradients of so many sub-groups."""
-    gradient_bytes = cuda_bytes_of([Reservation(where=Where.ACCELERATOR, each_bytes=2 * numel)])
+def budget_for(slots: int, numel: int, sub_groups: int = 0) -> Budgets:
+    """Return a GPU budget for ``slots`` slots or residents of ``numel`` parameters, and gradients of ``sub_groups``."""
+    gradient_bytes = cuda_bytes_of([Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=2 * numel)])
     return Budgets(gpu_bytes=slots * resident_bytes_of(numel) + sub_groups * gradient_bytes)
 
 
-def exposed_s(plan: UpdatePlan, model: CostModel, beside: Windows) -> float:
-    return beside.exposed_s(simulate(plan.schedule, plan.workload, model, beside), plan.workload)
+def exposed_s(plan: UpdatePlan, model: CostModel, overlap: Windows) -> float:
+    return overlap.exposed_s(simulate(plan.schedule, plan.workload, model, overlap), plan.workload)
 
 
 def orders(plan: UpdatePlan) -> list[tuple[int, ...] | None]:
-    return [None, rising_and_falling(plan.workload, plan.placements)]
+    return [None, longest_in_the_middle(plan.workload, plan.placements)]
 
 
 def every_plan_that_fits(workload: Workload, budgets: Budgets) -> Iterator[UpdatePlan]:
@@ -63,41 +66,41 @@ def every_plan_that_fits(workload: Workload, budgets: Budgets) -> Iterator[Updat
                 yield from (replace(plan, order=order) for order in orders(plan))
 
 
-def least_exposed_s(workload: Workload, budgets: Budgets, model: CostModel, beside: Windows) -> float:
-    simulator = Simulator(model, beside)
+def least_exposed_s(workload: Workload, budgets: Budgets, model: CostModel, overlap: Windows) -> float:
+    simulator = Simulator(model, overlap)
     return min(
-        beside.exposed_s(simulator.run(plan.schedule, workload), workload)
+        overlap.exposed_s(simulator.run(plan.schedule, workload), workload)
         for plan in every_plan_that_fits(workload, budgets)
     )
 
 
 @settings(max_examples=25)
 @given(st.lists(st.integers(10**6, 10**8), min_size=1, max_size=4), costs, windows, st.integers(0, 4))
-def test_with_few_sub_groups_it_is_as_good_as_looking_at_every_plan(
-    numels: list[int], model: CostModel, beside: Windows, slots: int
+def test_with_few_sub_groups_no_plan_is_better(
+    numels: list[int], model: CostModel, overlap: Windows, slots: int
 ) -> None:
-    workload, budgets = Workload.of(numels), room_for(slots, max(numels))
-    planned = plan_updates(workload, model, budgets, beside)
-    assert planned.exposed_s == pytest.approx(least_exposed_s(workload, budgets, model, beside), rel=1e-9, abs=1e-12)
+    workload, budgets = Workload.from_numels(numels), budget_for(slots, max(numels))
+    planned = plan_updates(workload, model, budgets, overlap)
+    assert planned.exposed_s == pytest.approx(least_exposed_s(workload, budgets, model, overlap), rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("beside", [NO_WINDOWS, Windows(backward_s=0.05, forward_s=0.1)])
-def test_with_seven_too(seed: int, beside: Windows) -> None:
-    """Of a CPU and a link that are about as strong, where there is something to choose."""
+@pytest.mark.parametrize("overlap", [NO_WINDOWS, Windows(backward_s=0.05, forward_s=0.1)])
+def test_with_seven_sub_groups_no_plan_is_better(seed: int, overlap: Windows) -> None:
+    """Check a CPU and a link that are about equally fast, so that the choice of placements matters."""
     rng = random.Random(seed)
-    workload = Workload.of([rng.randrange(2 * 10**7, 10**8) for _ in range(7)])
+    workload = Workload.from_numels([rng.randrange(2 * 10**7, 10**8) for _ in range(7)])
     model = cost(cpu=1.5e9, h2d=25e9, d2h=26e9, both=42e9, dram=90e9, gpu=8e10, latency=1e-5)
-    budgets = room_for(2, 10**8)
-    planned = plan_updates(workload, model, budgets, beside)
+    budgets = budget_for(2, 10**8)
+    planned = plan_updates(workload, model, budgets, overlap)
     assert len(set(planned.plan.placements)) > 1
-    assert planned.exposed_s == pytest.approx(least_exposed_s(workload, budgets, model, beside), rel=1e-9)
+    assert planned.exposed_s == pytest.approx(least_exposed_s(workload, budgets, model, overlap), rel=1e-9)
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-def test_with_ten_equal_ones_it_is_as_good_as_every_count(slots: int) -> None:
-    """Without a window in forward only the numbers of each placement matter, as all are of one length."""
-    workload, budgets = Workload.of([10**8] * 10), room_for(slots, 10**8)
+def test_with_ten_equal_sub_groups_no_other_counts_of_placements_are_better(slots: int) -> None:
+    """Check all counts: without a forward window, which of the equal sub-groups has a placement does not matter."""
+    workload, budgets = Workload.from_numels([10**8] * 10), budget_for(slots, 10**8)
     model = cost(cpu=1.5e9, h2d=25e9, d2h=26e9, both=42e9, dram=90e9, gpu=8e10, latency=1e-5)
     every = []
     for residents in range(11):
@@ -111,34 +114,36 @@ def test_with_ten_equal_ones_it_is_as_good_as_every_count(slots: int) -> None:
     assert plan_updates(workload, model, budgets).exposed_s == pytest.approx(min(every), rel=1e-9)
 
 
+@pytest.mark.promise("P5")
 @settings(max_examples=50)
 @given(workloads, costs, gpu_budgets(), windows)
-def test_it_is_never_worse_than_a_rule_and_never_better_than_the_bounds(
-    workload: Workload, model: CostModel, budgets: Budgets, beside: Windows
+def test_the_plan_is_never_worse_than_a_rule_and_never_better_than_the_bounds(
+    workload: Workload, model: CostModel, budgets: Budgets, overlap: Windows
 ) -> None:
-    planned = plan_updates(workload, model, budgets, beside)
+    planned = plan_updates(workload, model, budgets, overlap)
     check(planned.plan.schedule, workload)
     rules = [
         place_all(workload, Placement.CPU),
         place_all(workload, Placement.STREAMED),
         place_all(workload, Placement.RESIDENT),
-        place_by_fraction(workload, planned.bound.mix.streamed),
+        place_by_fraction(workload, planned.bound.shares.streamed),
         *(place_by_stride(workload, stride) for stride in STRIDES),
     ]
     for placements in rules:
         for num_slots in range(max(1, min(MAX_SLOTS, placements.count(Placement.STREAMED))), 0, -1):
             plan = UpdatePlan(workload=workload, placements=placements, num_slots=num_slots)
             if not budgets.missing(memory_of(plan)):
-                assert planned.exposed_s <= exposed_s(plan, model, beside) * (1 + 1e-9) + 1e-12
+                assert planned.exposed_s <= exposed_s(plan, model, overlap) * (1 + 1e-9) + 1e-12
                 break
-    assert planned.exposed_s == pytest.approx(exposed_s(planned.plan, model, beside), rel=1e-9, abs=1e-12)
+    assert planned.exposed_s == pytest.approx(exposed_s(planned.plan, model, overlap), rel=1e-9, abs=1e-12)
     assert planned.ratio_to_bound >= 1 - 1e-6
     assert planned.exposed_s >= planned.exposed_bound.seconds * (1 - 1e-6)
 
 
+@pytest.mark.promise("P5")
 @settings(max_examples=50)
 @given(workloads, costs, st.integers(0, 10**10), st.integers(0, 4 * 10**10), st.integers(0, 4 * 10**10))
-def test_it_fits_every_budget_or_says_which_it_cannot(
+def test_the_plan_fits_every_budget_or_the_error_names_those_that_are_exceeded(
     workload: Workload, model: CostModel, gpu_bytes: int, host_bytes: int, pinned_bytes: int
 ) -> None:
     budgets = Budgets(gpu_bytes=gpu_bytes, host_bytes=host_bytes, pinned_bytes=pinned_bytes)
@@ -164,60 +169,62 @@ def test_it_fits_every_budget_or_says_which_it_cannot(
 
 @given(workloads, costs, gpu_budgets(), windows)
 @settings(max_examples=20)
-def test_the_same_every_time(workload: Workload, model: CostModel, budgets: Budgets, beside: Windows) -> None:
-    first, again = (plan_updates(workload, model, budgets, beside) for _ in range(2))
+def test_planning_is_deterministic(workload: Workload, model: CostModel, budgets: Budgets, overlap: Windows) -> None:
+    first, again = (plan_updates(workload, model, budgets, overlap) for _ in range(2))
     assert first == again
 
 
 def test_a_slow_cpu_streams_everything_and_a_slow_bus_nothing() -> None:
-    workload, budgets = Workload.of([10**8] * 20), room_for(3, 10**8, 20)
+    workload, budgets = Workload.from_numels([10**8] * 20), budget_for(3, 10**8, 20)
     slow_cpu = plan_updates(workload, cost(cpu=1e7), budgets).plan
     assert slow_cpu.placements.count(Placement.CPU) == 0
     slow_bus = plan_updates(workload, cost(h2d=5e8, d2h=5e8), budgets).plan
     assert slow_bus.placements.count(Placement.STREAMED) == 0
 
 
-def test_in_between_it_comes_close_to_the_bound() -> None:
-    """A CPU and a bus of equal strength: half of the work each, but for the first and the last sub-group."""
-    planned = plan_updates(Workload.of([10**8] * 200), cost(d2h=16e9), room_for(4, 10**8, 200))
+def test_with_a_balanced_cpu_and_bus_the_plan_is_close_to_the_bound() -> None:
+    """Check that each does about half of the work, except for the first and the last sub-group."""
+    planned = plan_updates(Workload.from_numels([10**8] * 200), cost(d2h=16e9), budget_for(4, 10**8, 200))
     assert planned.bound.binding in (Resource.CPU, Resource.H2D)
     assert 80 <= planned.plan.placements.count(Placement.STREAMED) <= 110
     assert planned.ratio_to_bound < 1.03
 
 
-def test_memory_that_is_left_is_used_for_residents() -> None:
-    workload, model = Workload.of([10**8] * 20), cost()
+def test_free_memory_is_used_for_residents() -> None:
+    workload, model = Workload.from_numels([10**8] * 20), cost()
     counts = [
-        plan_updates(workload, model, room_for(slots, 10**8)).plan.placements.count(Placement.RESIDENT)
+        plan_updates(workload, model, budget_for(slots, 10**8)).plan.placements.count(Placement.RESIDENT)
         for slots in (0, 1, 6, 12, 20)
     ]
     assert counts == sorted(counts)
     assert counts[0] == 0
     assert counts[-1] > 12
-    # Forward needs the first first.
-    beside = Windows(forward_s=0.2)
-    placements = plan_updates(workload, model, room_for(6, 10**8), beside).plan.placements
+    # The first sub-groups become residents, because forward needs them first.
+    overlap = Windows(forward_s=0.2)
+    placements = plan_updates(workload, model, budget_for(6, 10**8), overlap).plan.placements
     residents = placements.count(Placement.RESIDENT)
     assert placements[:residents] == (Placement.RESIDENT,) * residents
 
 
 def test_an_order_that_is_bad_for_forward_is_not_chosen() -> None:
-    """The longest first is what forward needs first; in the middle it would overlap better, with nothing to hide it."""
-    workload = Workload.of([10**8, 6 * 10**7, 3 * 10**7, 10**7, 10**7])
+    """Check a workload whose first sub-group is the longest: in the middle it overlaps better, but forward waits."""
+    workload = Workload.from_numels([10**8, 6 * 10**7, 3 * 10**7, 10**7, 10**7])
     model = cost(cpu=1e6)
-    alone, hidden = (plan_updates(workload, model, room_for(2, 10**8), its) for its in (NO_WINDOWS, BESIDE))
-    assert alone.plan.order == rising_and_falling(workload, alone.plan.placements)
+    alone, hidden = (
+        plan_updates(workload, model, budget_for(2, 10**8), overlap) for overlap in (NO_WINDOWS, LONG_WINDOWS)
+    )
+    assert alone.plan.order == longest_in_the_middle(workload, alone.plan.placements)
     assert hidden.plan.order is None
-    assert hidden.exposed_s < exposed_s(replace(hidden.plan, order=orders(hidden.plan)[1]), model, BESIDE)
+    assert hidden.exposed_s < exposed_s(replace(hidden.plan, order=orders(hidden.plan)[1]), model, LONG_WINDOWS)
 
 
-def test_a_cpu_accelerator_without_its_memory_updates_on_the_cpu() -> None:
-    workload = Workload.of([10**8] * 20)
+def test_without_gpu_memory_everything_is_updated_on_the_cpu() -> None:
+    workload = Workload.from_numels([10**8] * 20)
     assert set(plan_updates(workload, cost(), NO_RESIDENTS).plan.placements) == {Placement.CPU}
 
 
-def test_fewer_slots_where_more_do_not_help() -> None:
-    workload, model, budgets = Workload.of([10**8] * 30), cost(cpu=1e7), room_for(4, 10**8, 30)
+def test_slots_that_do_not_help_are_dropped() -> None:
+    workload, model, budgets = Workload.from_numels([10**8] * 30), cost(cpu=1e7), budget_for(4, 10**8, 30)
     planned = plan_updates(workload, model, budgets)
     times = {
         slots: exposed_s(replace(planned.plan, num_slots=slots), model, NO_WINDOWS) for slots in range(1, MAX_SLOTS + 1)
@@ -226,9 +233,9 @@ def test_fewer_slots_where_more_do_not_help() -> None:
     assert planned.plan.num_slots < MAX_SLOTS
 
 
-@pytest.mark.parametrize("beside", [NO_WINDOWS, Windows(backward_s=0.5, forward_s=1.0)])
+@pytest.mark.parametrize("overlap", [NO_WINDOWS, Windows(backward_s=0.5, forward_s=1.0)])
 def test_a_thousand_sub_groups_are_planned_with_a_bounded_number_of_simulations(
-    monkeypatch: pytest.MonkeyPatch, beside: Windows
+    monkeypatch: pytest.MonkeyPatch, overlap: Windows
 ) -> None:
     calls, original = [], Simulator.run
 
@@ -237,21 +244,21 @@ def test_a_thousand_sub_groups_are_planned_with_a_bounded_number_of_simulations(
         return original(self, *arguments)
 
     monkeypatch.setattr(Simulator, "run", counted)
-    plan_updates(Workload.of([10**8] * 1000), cost(dram=90e9, both=22e9), room_for(50, 10**8, 1000), beside)
+    plan_updates(Workload.from_numels([10**8] * 1000), cost(dram=90e9, both=22e9), budget_for(50, 10**8, 1000), overlap)
     assert len(calls) <= 40
 
 
-def test_nothing_to_plan_is_refused() -> None:
+def test_a_workload_without_sub_groups_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one sub-group, found none"):
-        plan_updates(Workload.of([]), cost())
+        plan_updates(Workload.from_numels([]), cost())
 
 
-def test_what_is_missing_is_said_in_gigabytes() -> None:
-    workload = Workload.of([10**8])
+def test_the_error_names_the_missing_gigabytes() -> None:
+    workload = Workload.from_numels([10**8])
     with pytest.raises(DoesNotFit) as caught:
         plan_updates(workload, cost(), Budgets(gpu_bytes=0, host_bytes=10**9))
-    # 16 bytes a parameter.
+    # The CPU update takes 16 bytes per parameter.
     assert caught.value.missing == {"host_bytes": 600_000_000}
     assert str(caught.value) == (
-        "Nothing fits: the nearest plan exceeds host memory by 0.6 GB a rank.\nUse more ranks, or smaller sub-groups."
+        "Nothing fits: the nearest plan exceeds host memory by 0.6 GB per rank.\nUse more ranks, or smaller sub-groups."
     )

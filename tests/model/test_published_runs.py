@@ -1,4 +1,4 @@
-"""Files of measured runs: what is read, and what is refused with the rule, the value found and the remedy."""
+"""Test files of measured runs: they are read, or refused with the rule, the value found and the remedy."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ ROW = {
 
 
 def text_of(*rows: dict[str, str]) -> str:
+    """Return ``rows`` as CSV."""
     file = io.StringIO()
     writer = csv.DictWriter(file, list(rows[0]))
     writer.writeheader()
@@ -44,6 +45,7 @@ def text_of(*rows: dict[str, str]) -> str:
 
 
 def refused(text: str) -> str:
+    """Check that ``text`` is refused, and return the message."""
     with pytest.raises(RunsError) as caught:
         parse_runs(text, "runs.csv")
     message = str(caught.value)
@@ -52,32 +54,32 @@ def refused(text: str) -> str:
     return message
 
 
-def test_published_runs_are_read() -> None:
+def test_the_published_runs_are_read() -> None:
     runs = read_runs(PUBLISHED)
     assert len(runs) == len(PUBLISHED.read_text().splitlines()) - 1
     first = runs[0]
     assert (first.machine, first.sweep, first.tp, first.dp) == ("A100-40GB-nodes", "13B-scale-DP", 1, 1)
     assert first.measured_s == 7.91
     assert first.setting.real_params == 11_250_000_000
-    # The column says 5, but nothing was interleaved.
+    # The column has 5, but nothing was interleaved.
     assert first.setting.update_stride is None
     assert runs[2].setting.update_stride == 5
 
 
-def test_settings_tell_runs_apart_by_what_changes_the_update() -> None:
+def test_runs_that_differ_only_where_the_update_does_not_have_equal_settings() -> None:
     run, other = parse_runs(text_of(ROW, {**ROW, "async_grad_flush": "0", "update_s": "1.3", "sweep": "again"}), "")
     assert run.setting == other.setting
     assert run.setting.ranks == 4
 
 
 @pytest.mark.parametrize("name", [name for name in NUMBERS if name not in REQUIRED])
-def test_what_is_not_needed_may_be_blank_or_missing(name: str) -> None:
+def test_a_column_that_is_not_needed_may_be_blank_or_missing(name: str) -> None:
     without = {key: value for key, value in ROW.items() if key != name}
     assert len(parse_runs(text_of({**ROW, name: ""}), "")) == 1
     assert len(parse_runs(text_of(without), "")) == 1
 
 
-def test_spellings_that_are_read() -> None:
+def test_numbers_in_other_spellings_and_additional_columns_are_read() -> None:
     row = {**ROW, "real_params": "1.125e10", "update_s": " 1.25 ", "more": "whatever"}
     (run,) = parse_runs(text_of(row) + "\r\n", "")
     assert (run.setting.real_params, run.measured_s) == (11_250_000_000, 1.25)
@@ -86,7 +88,7 @@ def test_spellings_that_are_read() -> None:
 
 
 @pytest.mark.parametrize("name", REQUIRED)
-def test_columns_that_are_needed(name: str) -> None:
+def test_a_missing_column_that_is_needed_is_refused(name: str) -> None:
     message = refused(text_of({key: value for key, value in ROW.items() if key != name}))
     assert f"must have one column {name}, found 0 in" in message
 
@@ -114,10 +116,10 @@ def test_columns_that_are_needed(name: str) -> None:
         ("update_s", "0", "found '0'"),
         ("update_s", "-1.25", "found '-1.25'"),
         ("forward_s", "nan", "found 'nan'"),
-        ("sweep", " ", "must be a text, found nothing"),
+        ("sweep", " ", "must not be blank, found nothing"),
     ],
 )
-def test_fields_that_are_refused(name: str, field: str, rule: str) -> None:
+def test_an_implausible_field_is_refused_with_line_and_column(name: str, field: str, rule: str) -> None:
     message = refused(text_of(ROW, {**ROW, name: field}))
     assert message.startswith(f"runs.csv, line 3, {name}: ")
     assert rule in message
@@ -128,27 +130,27 @@ def test_fields_that_are_refused(name: str, field: str, rule: str) -> None:
     [
         ("", "found nothing"),
         ("\n\n", "found nothing"),
-        (text_of(ROW).splitlines()[0], "has at least one run"),
-        (text_of(ROW) + "4xH100,strides\n", "line 3: has a field for each of 16 columns, found 2 fields"),
+        (text_of(ROW).splitlines()[0], "must have at least one run"),
+        (text_of(ROW) + "4xH100,strides\n", "line 3: must have a field for each of 16 columns, found 2 fields"),
         (text_of(ROW) + "," * 40 + "\n", "found 41 fields"),
         (text_of(ROW) + '"never closed', "must be a CSV file"),
         (text_of(ROW) + "x" * 200_000, "must be a CSV file"),
         ("update_s," + text_of(ROW), "must have one column update_s, found 2 in"),
     ],
 )
-def test_texts_that_are_refused(text: str, rule: str) -> None:
+def test_a_text_that_is_no_table_of_runs_is_refused(text: str, rule: str) -> None:
     assert rule in refused(text)
 
 
-def test_runs_that_would_be_simulated_for_hours_are_refused() -> None:
+def test_so_many_sub_groups_that_simulating_would_take_hours_are_refused() -> None:
     plausible = text_of(*[{**ROW, "update_stride": str(stride)} for stride in range(1, 51)])
     assert len(parse_runs(plausible, "")) == 50
     message = refused(text_of(ROW, {**ROW, "real_params": "1e13"}, ROW))
-    assert "has at most 10,000 sub-groups of a rank in all its different runs, found 25,029, most of them in" in message
+    assert "at most 10,000 sub-groups per rank in all different runs together, found 25,029, most of them in" in message
     assert "in line 3." in message
 
 
-def test_files_that_are_refused(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_or_decoded_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RunsError, match=r"must be a readable file, found .*none\.csv"):
         read_runs(tmp_path / "none.csv")
     with pytest.raises(RunsError, match="must be a readable file"):
@@ -161,17 +163,18 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
 
 
 @given(st.text())
-def test_any_text_is_refused_in_words(text: str) -> None:
+@pytest.mark.promise("P6")
+def test_any_text_is_refused_with_rule_value_and_remedy(text: str) -> None:
     refused(text)
 
 
-@given(its=st.binary(), at=st.integers(0, 10**4))
-def test_any_bytes_in_a_file_are_read_or_refused_in_words(
-    tmp_path_factory: pytest.TempPathFactory, its: bytes, at: int
+@given(inserted=st.binary(), position=st.integers(0, 10**4))
+def test_any_bytes_in_a_file_are_read_or_refused_with_the_value_found(
+    tmp_path_factory: pytest.TempPathFactory, inserted: bytes, position: int
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "bytes.csv"
     good = text_of(ROW, ROW).encode()
-    path.write_bytes(good[: at % len(good)] + its + good[at % len(good) :])
+    path.write_bytes(good[: position % len(good)] + inserted + good[position % len(good) :])
     message = "found"
     try:
         assert read_runs(path)
@@ -186,7 +189,7 @@ FIELDS = st.one_of(
 
 
 @given(st.sampled_from(list(ROW)), FIELDS)
-def test_any_field_is_a_number_in_bounds_or_refused_in_words(name: str, field: str) -> None:
+def test_any_field_is_a_number_in_bounds_or_refused_with_its_column(name: str, field: str) -> None:
     text = text_of({**ROW, name: field})
     try:
         (run,) = parse_runs(text, "runs.csv")

@@ -1,4 +1,4 @@
-"""Why nothing is streamed: each reason where it holds, with numbers and remedies that are true."""
+"""Test the reasons why nothing is streamed: each is given where it holds, and its numbers and remedies are true."""
 
 from __future__ import annotations
 
@@ -32,44 +32,48 @@ SLOW_LINK = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanAndReason:
+    """A plan, and the reason why it streams nothing."""
+
     plan: UpdatePlan
     why: str | None
 
 
-def ask(workload: Workload, cost: CostModel, gpu_gb: float | None, extra_gradient_bytes: int = 0) -> Asked:
-    """As training plans: extra gradients are taken from what the planner may use."""
+def plan_with_reason(
+    workload: Workload, cost: CostModel, gpu_gb: float | None, extra_gradient_bytes: int = 0
+) -> PlanAndReason:
+    """Plan as training does: the extra bytes of gradients are subtracted from the budget of the planner."""
     allowed = None if gpu_gb is None else int(gpu_gb * GB)
     planned_with = None if allowed is None else max(0, allowed - extra_gradient_bytes)
     plan = plan_updates(workload, cost, Budgets(gpu_bytes=planned_with), param_bytes=PARAM_BYTES).plan
     why = why_nothing_is_streamed(
         plan, cost, Budgets(gpu_bytes=allowed), PARAM_BYTES, extra_gradient_bytes=extra_gradient_bytes
     )
-    return Asked(plan, why)
+    return PlanAndReason(plan, why)
 
 
-def streams(asked: Asked) -> bool:
-    return Placement.STREAMED in asked.plan.placements
+def streams(found: PlanAndReason) -> bool:
+    return Placement.STREAMED in found.plan.placements
 
 
 @pytest.mark.parametrize("extra", [0, 2])
 @pytest.mark.parametrize("model", ["Llama-3-8B", "13B", "Llama-3-70B"])
 @pytest.mark.parametrize("machine", MACHINES)
-def test_deepspeeds_sub_groups_have_no_room_in_a_tenth_of_a_gpu_and_each_remedy_gives_it(
+def test_the_default_sub_groups_do_not_fit_in_a_tenth_of_a_gpu_and_each_remedy_makes_them_fit(
     machine: str, model: str, extra: int
 ) -> None:
-    """``extra`` bytes a parameter are what gradients in fp32 take beyond those in bf16."""
+    """Check all presets; ``extra`` are the bytes per parameter that fp32 gradients take in addition to bf16 ones."""
     hardware = MACHINES[machine].profile(4)
     assert hardware.gpu_memory_bytes is not None
-    cost, tenth_gb = CostModel.of(hardware), 0.1 * hardware.gpu_memory_bytes / GB
+    cost, tenth_gb = CostModel.from_profile(hardware), 0.1 * hardware.gpu_memory_bytes / GB
     parameters = MODELS[model].parameters()
-    workload = Workload.of_parameters(parameters, 4, DEEPSPEEDS_SUB_GROUP_SIZE)
+    workload = Workload.from_parameters(parameters, 4, DEEPSPEEDS_SUB_GROUP_SIZE)
     extra_bytes = extra * workload.numel
-    asked = ask(workload, cost, tenth_gb, extra_bytes)
-    assert not streams(asked)
-    assert asked.why is not None
-    assert f"the budget of {tenth_gb:.1f} GB of GPU memory has no room for a slot of " in asked.why
-    gigabytes = re.search(r'"gpu_memory_gb" to at least (\d+\.\d)', asked.why)
+    found = plan_with_reason(workload, cost, tenth_gb, extra_bytes)
+    assert not streams(found)
+    assert found.why is not None
+    assert f"the budget of {tenth_gb:.1f} GB of GPU memory cannot hold a slot of " in found.why
+    gigabytes = re.search(r'"gpu_memory_gb" to at least (\d+\.\d)', found.why)
     assert gigabytes is not None
     shortest = min(range(len(workload.sub_groups)), key=lambda index: workload.sub_groups[index].numel)
     placements = [Placement.CPU] * len(workload.sub_groups)
@@ -77,53 +81,59 @@ def test_deepspeeds_sub_groups_have_no_room_in_a_tenth_of_a_gpu_and_each_remedy_
     one = UpdatePlan(workload=workload, placements=tuple(placements), num_slots=1)
     needed_gb = (memory_of(one, PARAM_BYTES).gpu_bytes + extra_bytes) / GB
     assert needed_gb <= float(gigabytes[1]) < needed_gb + 0.1
-    size = re.search(r'"sub_group_size" to (\d+)', asked.why)
+    size = re.search(r'"sub_group_size" to (\d+)', found.why)
     gradients_gb = (PARAM_BYTES + extra) * workload.numel / GB
-    # With too little for the gradients alone, smaller sub-groups are no remedy.
+    # If not even the gradients fit, smaller sub-groups do not help.
     assert (size is None) == (tenth_gb - gradients_gb < 2 * 12 * 5e6 / GB)
-    assert (size is None) == ("or use more ranks" in asked.why)
+    assert (size is None) == ("or use more ranks" in found.why)
     if size is not None:
-        smaller = Workload.of_parameters(parameters, 4, int(size[1]))
-        again = ask(smaller, cost, tenth_gb, extra_bytes)
-        assert again.why is None or "no room" not in again.why
+        smaller = Workload.from_parameters(parameters, 4, int(size[1]))
+        again = plan_with_reason(smaller, cost, tenth_gb, extra_bytes)
+        assert again.why is None or "cannot hold" not in again.why
 
 
-def test_the_sentence_says_what_is_there_what_is_needed_and_what_to_do() -> None:
-    asked = ask(Workload.of([10**9, 10**9]), CostModel.of(profile()), gpu_gb=8.0)
-    assert asked.why == (
-        "Nothing is streamed: the budget of 8.0 GB of GPU memory has no room for a slot of 12.0 GB beside 4.0 GB of "
-        'gradients. Set "gpu_memory_gb" to at least 16.1, or "sub_group_size" to 100000000.'
+def test_the_reason_names_the_budget_the_needed_memory_and_the_remedy() -> None:
+    found = plan_with_reason(Workload.from_numels([10**9, 10**9]), CostModel.from_profile(profile()), gpu_gb=8.0)
+    assert found.why == (
+        "Nothing is streamed: the budget of 8.0 GB of GPU memory cannot hold a slot of 12.0 GB in addition to 4.0 GB "
+        'of gradients. Set "gpu_memory_gb" to at least 16.1, or "sub_group_size" to 100000000.'
     )
 
 
-def test_with_room_and_a_slow_link_streaming_is_slower_and_both_times_are_there() -> None:
-    workload = Workload.of([10**8] * 8)
-    fast, asked = (ask(workload, CostModel.of(profile(rates)), gpu_gb=4.0) for rates in (RATES, SLOW_LINK))
+def test_with_a_slow_link_streaming_is_slower_and_the_reason_names_both_times() -> None:
+    workload = Workload.from_numels([10**8] * 8)
+    fast, found = (
+        plan_with_reason(workload, CostModel.from_profile(profile(rates)), gpu_gb=4.0) for rates in (RATES, SLOW_LINK)
+    )
     assert streams(fast)
     assert fast.why is None
-    assert not streams(asked)
-    assert asked.why is not None
-    found = re.search(r"predicted to take (\S+) (\S+) without streaming, and (\S+) (\S+) at best with it", asked.why)
+    assert not streams(found)
+    assert found.why is not None
+    found = re.search(r"predicted to take (\S+) (\S+) without streaming, and (\S+) (\S+) at best with it", found.why)
     assert found is not None
     without, without_unit, best, best_unit = found.groups()
     units = {"s": 1.0, "ms": 1e-3}
     assert float(without) * units[without_unit] <= float(best) * units[best_unit]
 
 
-def test_without_a_rate_of_adam_on_the_gpu_the_profile_is_the_reason() -> None:
-    asked = ask(Workload.of([10**8] * 4), CostModel.of(profile({**RATES, "gpu_adam_params_per_s": None})), gpu_gb=8.0)
-    assert asked.why is not None
-    assert "the hardware profile has no rate of Adam on the GPU" in asked.why
+def test_without_a_rate_of_adam_on_the_gpu_the_reason_is_the_profile() -> None:
+    found = plan_with_reason(
+        Workload.from_numels([10**8] * 4),
+        CostModel.from_profile(profile({**RATES, "gpu_adam_params_per_s": None})),
+        gpu_gb=8.0,
+    )
+    assert found.why is not None
+    assert "the hardware profile has no rate of Adam on the GPU" in found.why
 
 
 def test_states_that_all_fit_are_not_streamed() -> None:
-    asked = ask(Workload.of([10**8] * 4), CostModel.of(profile()), gpu_gb=None)
-    assert set(asked.plan.placements) == {Placement.RESIDENT}
-    assert asked.why == "Nothing is streamed: the states of all sub-groups fit into GPU memory, and stay there."
+    found = plan_with_reason(Workload.from_numels([10**8] * 4), CostModel.from_profile(profile()), gpu_gb=None)
+    assert set(found.plan.placements) == {Placement.RESIDENT}
+    assert found.why == "Nothing is streamed: the states of all sub-groups fit into GPU memory, and stay there."
 
 
-def test_what_keeps_the_accelerator_from_updating_is_the_reason_whatever_else_there_is() -> None:
-    workload, cost = Workload.of([10**9]), CostModel.of(profile())
+def test_an_accelerator_that_cannot_update_is_the_reason_before_any_other() -> None:
+    workload, cost = Workload.from_numels([10**9]), CostModel.from_profile(profile())
     on_cpu = UpdatePlan(workload=workload, placements=place_all(workload, Placement.CPU), num_slots=1)
     why = why_nothing_is_streamed(on_cpu, cost, Budgets(gpu_bytes=0), PARAM_BYTES, unavailable="Triton is missing.")
     assert why == "Nothing is streamed: Triton is missing."

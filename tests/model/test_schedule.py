@@ -1,3 +1,5 @@
+"""Check lowering, the text and the grid of schedules, and that faulty schedules are refused."""
+
 from __future__ import annotations
 
 import re
@@ -11,35 +13,36 @@ from hypothesis import strategies as st
 from perf_model.schedule.action import Action, ActionKind
 from perf_model.schedule.check import ScheduleError, check
 from perf_model.schedule.lowering import assign_slots, insert_waits, issue_order
-from perf_model.schedule.order import as_forward_needs, rising_and_falling
+from perf_model.schedule.order import forward_order, longest_in_the_middle
 from perf_model.schedule.placement import Placement, place_by_stride
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.schedule import Schedule, bytes_of_slots, grid
+from perf_model.schedule.schedule import Schedule, bytes_of_slots, format_grid
 from perf_model.schedule.workload import Workload
 from tests.model.mutations import with_one_action_dropped, with_one_action_repeated, without_one_wait
 from tests.model.strategies import plans, schedules
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
-WORKLOAD = Workload.of([100, 100, 100, 60])
+WORKLOAD = Workload.from_numels([100, 100, 100, 60])
 MIXED = (CPU, STREAMED, STREAMED, CPU)
 
 
 def lines(text: str) -> list[str]:
+    """Return the lines of ``text`` without their indentation."""
     return [line.strip() for line in text.strip().splitlines()]
 
 
 @given(plans())
-def test_every_plan_lowers_to_a_safe_schedule_that_reads_back(plan: UpdatePlan) -> None:
+def test_every_plan_is_lowered_to_a_safe_schedule_that_is_parsed_from_its_text(plan: UpdatePlan) -> None:
     assert check(plan.schedule, plan.workload) == plan.placements
     assert Schedule.parse(str(plan.schedule)) == plan.schedule
 
 
 @given(schedules())
-def test_no_wait_is_redundant(drawn: tuple[Schedule, Workload]) -> None:
+def test_every_wait_is_needed(drawn: tuple[Schedule, Workload]) -> None:
     schedule, workload = drawn
     check(schedule, workload)
-    for what, mutant in without_one_wait(schedule):
-        note(what)
+    for fault, mutant in without_one_wait(schedule):
+        note(fault)
         with pytest.raises(ScheduleError, match="may start before"):
             check(mutant, workload)
 
@@ -47,8 +50,8 @@ def test_no_wait_is_redundant(drawn: tuple[Schedule, Workload]) -> None:
 @given(schedules())
 def test_dropped_and_repeated_actions_are_refused(drawn: tuple[Schedule, Workload]) -> None:
     schedule, workload = drawn
-    for what, mutant in (*with_one_action_dropped(schedule), *with_one_action_repeated(schedule)):
-        note(what)
+    for fault, mutant in (*with_one_action_dropped(schedule), *with_one_action_repeated(schedule)):
+        note(fault)
         with pytest.raises(ScheduleError):
             check(mutant, workload)
 
@@ -68,7 +71,7 @@ def test_slots_beyond_the_declared_memory_are_refused(plan: UpdatePlan, missing:
 
 
 @given(plans())
-def test_slots_are_no_more_than_streamed_sub_groups(plan: UpdatePlan) -> None:
+def test_there_are_at_most_as_many_slots_as_streamed_sub_groups(plan: UpdatePlan) -> None:
     streamed = [
         sub_group.numel
         for sub_group, placement in zip(plan.workload.sub_groups, plan.placements, strict=True)
@@ -78,13 +81,13 @@ def test_slots_are_no_more_than_streamed_sub_groups(plan: UpdatePlan) -> None:
     assert plan.schedule.slot_numel == max(streamed, default=0)
 
 
-def test_fingerprint_tells_plans_apart() -> None:
+def test_fingerprints_of_different_plans_differ() -> None:
     plan = UpdatePlan(workload=WORKLOAD, placements=MIXED, num_slots=2)
     assert plan.fingerprint == UpdatePlan(workload=WORKLOAD, placements=MIXED, num_slots=2).fingerprint
     others = [
         UpdatePlan(workload=WORKLOAD, placements=MIXED, num_slots=1),
         UpdatePlan(workload=WORKLOAD, placements=MIXED[::-1], num_slots=2),
-        UpdatePlan(workload=Workload.of([100, 100, 100, 61]), placements=MIXED, num_slots=2),
+        UpdatePlan(workload=Workload.from_numels([100, 100, 100, 61]), placements=MIXED, num_slots=2),
     ]
     assert len({plan.fingerprint, *(other.fingerprint for other in others)}) == 3 + (MIXED[::-1] != MIXED)
 
@@ -93,46 +96,48 @@ def test_fingerprint_tells_plans_apart() -> None:
     ("placements", "num_slots", "message"),
     [((CPU,), 1, "4 sub-groups, found 1 placements"), (MIXED, 0, "at least 1 slot, found 0")],
 )
-def test_an_impossible_plan_is_refused(placements: tuple[Placement, ...], num_slots: int, message: str) -> None:
+def test_a_plan_without_slots_or_with_missing_placements_is_refused(
+    placements: tuple[Placement, ...], num_slots: int, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         UpdatePlan(workload=WORKLOAD, placements=placements, num_slots=num_slots)
 
 
-# The lowering passes, each as a golden pair
+# The lowering passes, each with the expected result
 
 
 def test_sub_groups_are_merged_by_progress() -> None:
-    # CPU: 100, 60 of 160, done at 0.63 and 1; streamed: 100, 100 of 200, half done at 0.25 and 0.75.
-    assert as_forward_needs(WORKLOAD, MIXED) == (1, 0, 2, 3)
-    # Residents wait for nobody.
-    assert as_forward_needs(WORKLOAD, (CPU, STREAMED, RESIDENT, RESIDENT)) == (2, 3, 1, 0)
+    # CPU: 100 and 60 of 160 are done at 0.63 and 1. Streamed: 100 and 100 of 200 are half done at 0.25 and 0.75.
+    assert forward_order(WORKLOAD, MIXED) == (1, 0, 2, 3)
+    # Resident sub-groups wait for nothing and come first.
+    assert forward_order(WORKLOAD, (CPU, STREAMED, RESIDENT, RESIDENT)) == (2, 3, 1, 0)
 
 
-def test_long_sub_groups_are_not_the_first_and_not_the_last() -> None:
-    workload = Workload.of([500, 10, 20, 30, 40, 600])
-    assert rising_and_falling(workload, (STREAMED,) * 6) == (1, 3, 0, 5, 4, 2)
-    # Of 160 CPU parameters 60 are done at 0.38, all at 1; residents are half done at 0.25 and 0.75 of theirs.
-    assert rising_and_falling(WORKLOAD, (CPU, RESIDENT, RESIDENT, CPU)) == (1, 3, 2, 0)
+def test_long_sub_groups_are_in_the_middle() -> None:
+    workload = Workload.from_numels([500, 10, 20, 30, 40, 600])
+    assert longest_in_the_middle(workload, (STREAMED,) * 6) == (1, 3, 0, 5, 4, 2)
+    # CPU: 60 and 100 of 160 are done at 0.38 and 1. Resident: 100 and 100 of 200 are half done at 0.25 and 0.75.
+    assert longest_in_the_middle(WORKLOAD, (CPU, RESIDENT, RESIDENT, CPU)) == (1, 3, 2, 0)
 
 
 @given(plans(), st.randoms())
-def test_any_order_is_executed(plan: UpdatePlan, random: Random) -> None:
+def test_a_plan_executes_the_order_that_it_names(plan: UpdatePlan, random: Random) -> None:
     order = list(range(len(plan.placements)))
     random.shuffle(order)
-    for its in (tuple(order), rising_and_falling(plan.workload, plan.placements)):
-        ordered = replace(plan, order=its)
+    for chosen in (tuple(order), longest_in_the_middle(plan.workload, plan.placements)):
+        ordered = replace(plan, order=chosen)
         check(ordered.schedule, plan.workload)
         updates = [action.sub_group for action in ordered.schedule.actions if action.kind is ActionKind.GPU_STEP]
-        assert updates == [index for index in its if plan.placements[index] is not CPU]
+        assert updates == [index for index in chosen if plan.placements[index] is not CPU]
 
 
 @pytest.mark.parametrize("order", [(), (0, 1, 2), (0, 1, 2, 2), (0, 1, 2, 4)])
-def test_an_order_names_each_sub_group_once(order: tuple[int, ...]) -> None:
+def test_an_order_that_does_not_name_each_sub_group_once_is_refused(order: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="names each of its 4 sub-groups once, found"):
         UpdatePlan(workload=WORKLOAD, placements=MIXED, num_slots=1, order=order)
 
 
-def test_slots_go_round() -> None:
+def test_slots_are_assigned_round_robin() -> None:
     assert assign_slots([1, 4, 2], 2) == {1: 0, 4: 1, 2: 0}
 
 
@@ -154,7 +159,7 @@ def test_issue_order_updates_on_the_cpu_first_and_prefetches_ahead() -> None:
     )
 
 
-def test_waits_are_those_that_lane_order_does_not_imply() -> None:
+def test_only_waits_that_lane_order_does_not_imply_are_inserted() -> None:
     actions = insert_waits(issue_order([1, 0, 2, 3], MIXED, {1: 0, 2: 0}))
     assert [str(action) for action in actions] == lines(
         """
@@ -172,10 +177,11 @@ def test_waits_are_those_that_lane_order_does_not_imply() -> None:
     )
 
 
-# Schedules that must be refused, each with the failing action marked
+# Schedules that must be refused, each with its failing action
 
 
 def schedule(text: str, num_slots: int = 1, slot_numel: int = 100) -> Schedule:
+    """Return the schedule of these actions, one per line."""
     return Schedule(
         num_slots=num_slots,
         slot_numel=slot_numel,
@@ -193,11 +199,11 @@ STREAMED_CHAIN = "PREFETCH 0 slot 0\nGPU_STEP 0 slot 0 after PREFETCH 0\nFLUSH_S
         ("CPU_STEP 0\nPUBLISH 0", [9], "PUBLISH 0 may start before CPU_STEP 0", "PUBLISH 0"),
         ("PUBLISH 0 after CPU_STEP 0\nCPU_STEP 0", [9], "in that order; found PUBLISH CPU_STEP", "CPU_STEP 0"),
         ("CPU_STEP 0\nPUBLISH 0 after CPU_STEP 0", [9, 9], "Sub-group 1 .* found nothing", None),
-        ("CPU_STEP 0\nPUBLISH 0 after CPU_STEP 9", [9], "CPU_STEP 9 is not", "PUBLISH 0"),
+        ("CPU_STEP 0\nPUBLISH 0 after CPU_STEP 9", [9], "CPU_STEP 9 was not", "PUBLISH 0"),
         (
             "CPU_STEP 0\nCPU_STEP 1 after CPU_STEP 0\nPUBLISH 0 after CPU_STEP 0\nPUBLISH 1 after CPU_STEP 1",
             [9, 9],
-            "A wait names another lane's action; CPU_STEP 0 is on the same",
+            "A wait names an action of another lane; CPU_STEP 0 is on the same",
             "CPU_STEP 1",
         ),
         ("CPU_STEP 7\nPUBLISH 7 after CPU_STEP 7", [9], "There are 1 sub-groups", "CPU_STEP 7"),
@@ -215,22 +221,24 @@ STREAMED_CHAIN = "PREFETCH 0 slot 0\nGPU_STEP 0 slot 0 after PREFETCH 0\nFLUSH_S
         ),
     ],
 )
-def test_a_faulty_schedule_is_refused_and_marked(text: str, numels: list[int], rule: str, marked: str | None) -> None:
+def test_a_faulty_schedule_is_refused_and_its_failing_action_is_marked(
+    text: str, numels: list[int], rule: str, marked: str | None
+) -> None:
     with pytest.raises(ScheduleError, match=rule) as caught:
-        check(schedule(text), Workload.of(numels))
+        check(schedule(text), Workload.from_numels(numels))
     rows = [row for row in str(caught.value).splitlines() if row.startswith(">")]
     assert [re.search(r"[A-Z_]+ \d+", row).group() for row in rows] == ([] if marked is None else [marked])
 
 
-def test_a_slot_is_kept_for_the_whole_chain() -> None:
+def test_a_sub_group_that_changes_its_slot_is_refused() -> None:
     text = STREAMED_CHAIN.replace("FLUSH_STATES 0 slot 0", "FLUSH_STATES 0 slot 1")
     with pytest.raises(ScheduleError, match="stays in the slot"):
-        check(schedule(text, num_slots=2), Workload.of([9]))
+        check(schedule(text, num_slots=2), Workload.from_numels([9]))
 
 
 @given(schedules(), st.integers(-3, -1))
-def test_negative_numbers_are_refused(drawn: tuple[Schedule, Workload], number: int) -> None:
-    """Python would count them from the end, and take two slots for one."""
+def test_negative_sub_groups_and_slots_are_refused(drawn: tuple[Schedule, Workload], number: int) -> None:
+    """Check negative indices, which Python would count from the end: two slots could be taken for one."""
     schedule, workload = drawn
     for position, action in enumerate(schedule.actions):
         wrong = [replace(action, sub_group=number)]
@@ -249,9 +257,9 @@ def test_negative_numbers_are_refused(drawn: tuple[Schedule, Workload], number: 
             check(replace(schedule, actions=in_negative_slots), workload)
 
 
-def test_grid_has_a_column_a_lane_and_a_row_an_action() -> None:
+def test_grid_has_one_column_per_lane_and_one_row_per_action() -> None:
     plan = UpdatePlan(workload=WORKLOAD, placements=place_by_stride(WORKLOAD, 2), num_slots=1)
-    head, *rows = grid(plan.schedule).splitlines()
+    head, *rows = format_grid(plan.schedule).splitlines()
     assert head.split() == ["#", "h2d", "compute", "d2h", "cpu", "after"]
     assert len(rows) == len(plan.schedule.actions)
     columns = {kind: head.index(kind.lane.value) for kind in ActionKind}
@@ -259,8 +267,8 @@ def test_grid_has_a_column_a_lane_and_a_row_an_action() -> None:
         assert row[columns[action.kind] :].startswith(action.name)
 
 
-def test_text_that_is_no_schedule_is_refused() -> None:
+def test_text_that_is_not_a_schedule_is_refused() -> None:
     header = "schedule slots 1 slot_numel 3 staging_bytes 48"
     for text in ("", "PREFETCH 3", "schedule slots 1", header.replace("1", "x"), f"{header}\nFETCH 3"):
-        with pytest.raises(ValueError, match=r"A schedule starts|An action reads"):
+        with pytest.raises(ValueError, match=r"A schedule starts|An action has the form"):
             Schedule.parse(text)

@@ -1,4 +1,4 @@
-"""The simulation: exact in cases that can be worked out by hand, within lanes, waits and capacities everywhere."""
+"""Check the simulation: exactly in cases worked out by hand, and against lanes, waits and capacities everywhere."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 
-from perf_model.prediction.cost import CostModel, Load, Resource, shares
-from perf_model.prediction.overlap_windows import EARLY, Windows
+from perf_model.prediction.cost import CostModel, Load, Resource, relative_speeds
+from perf_model.prediction.overlap_windows import ALLOWED_IN_BACKWARD, Windows
 from perf_model.prediction.simulate import simulate
 from perf_model.prediction.timeline import Phase
 from perf_model.schedule.action import ActionKind, Lane
@@ -24,14 +24,19 @@ CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 
 
 def plan(placements: tuple[Placement, ...], num_slots: int, numel: int = 10**9) -> UpdatePlan:
-    return UpdatePlan(workload=Workload.of([numel] * len(placements)), placements=placements, num_slots=num_slots)
+    """Return a plan of sub-groups that all have ``numel`` parameters."""
+    return UpdatePlan(
+        workload=Workload.from_numels([numel] * len(placements)), placements=placements, num_slots=num_slots
+    )
 
 
 def makespan_s(update_plan: UpdatePlan, model: CostModel) -> float:
+    """Return the predicted seconds of the update without windows."""
     return simulate(update_plan.schedule, update_plan.workload, model).makespan_s
 
 
-# By hand. A sub-group has 10^9 parameters: 1 s on the CPU, 1/6 s to publish; 1 s to prefetch, 1 ms, 1 s to flush.
+# Cases by hand. A sub-group has 10^9 parameters. On the CPU its update takes 1 s and its publish 1/6 s; streamed, its
+# prefetch takes 1 s, its update 1 ms, and its flush 1 s.
 
 
 def test_cpu_updates_hide_every_publish_but_the_last() -> None:
@@ -40,30 +45,30 @@ def test_cpu_updates_hide_every_publish_but_the_last() -> None:
 
 def test_one_slot_runs_in_series_and_two_overlap() -> None:
     assert makespan_s(plan((STREAMED,) * 4, 1), cost()) == pytest.approx(4 * (1 + 1e-3 + 1))
-    # The third prefetch waits for the first flush; from then on one second a direction and sub-group.
+    # The third prefetch waits for the first flush. From then on, each direction takes one second per sub-group.
     assert makespan_s(plan((STREAMED,) * 4, 2), cost()) == pytest.approx(1 + 4 + 3e-3, abs=2e-3)
 
 
 def test_directions_slow_each_other_by_their_joint_limit() -> None:
-    # 24 GB/s alone, 12 together: two overlapping seconds take twice as long.
+    # With a joint limit of 12 GB/s instead of 24, two overlapping seconds take twice as long.
     alone, together = (makespan_s(plan((STREAMED,) * 40, 4), cost(both=both)) for both in (24e9, 12e9))
     assert together / alone == pytest.approx(2, rel=0.05)
 
 
 def test_host_memory_is_shared_by_updates_and_transfers() -> None:
-    # The CPU step alone moves 28 GB/s, as much as there is: 12 s of CPU work and the transfers' bytes come after it.
-    mixed = plan(place_by_stride(Workload.of([0] * 24), 2), 2)
+    # The CPU step alone moves 28 GB/s, which is all the bandwidth. The bytes of the transfers add to its 12 s.
+    mixed = plan(place_by_stride(Workload.from_numels([0] * 24), 2), 2)
     moved = 12 * (28 + 2) + 12 * (12 + 12)
     assert makespan_s(mixed, cost(dram=28e9)) >= moved / 28
     assert makespan_s(mixed, cost(dram=28e9)) > 1.4 * makespan_s(mixed, cost())
 
 
-def test_latency_is_paid_once_a_copy() -> None:
+def test_each_copy_adds_its_latency() -> None:
     assert makespan_s(plan((STREAMED,), 1), cost(latency=0.1)) == pytest.approx(1 + 0.3 + 1e-3 + 1 + 0.3)
 
 
-def test_the_host_stands_still_before_a_publish() -> None:
-    """What is issued after a PUBLISH that waits for the worker starts no earlier, as in the executor."""
+def test_the_host_blocks_before_a_publish() -> None:
+    """Check that actions after a PUBLISH that waits for the CPU lane do not start earlier, as in the executor."""
     text = """
         schedule slots 1 slot_numel 1000000000 staging_bytes 12000000000
         CPU_STEP 0
@@ -72,91 +77,91 @@ def test_the_host_stands_still_before_a_publish() -> None:
         GPU_STEP 1 slot 0 after PREFETCH 1
         FLUSH_STATES 1 slot 0 after GPU_STEP 1
     """
-    timeline = simulate(Schedule.parse(text), Workload.of([10**9] * 2), cost())
+    timeline = simulate(Schedule.parse(text), Workload.from_numels([10**9] * 2), cost())
     starts = {span.action.name: span.start_s for span in timeline.spans}
     assert starts["PREFETCH 1"] == pytest.approx(1 + 1 / 6)
 
 
-def test_residents_wait_for_nobody() -> None:
+def test_resident_sub_groups_wait_for_nothing() -> None:
     assert makespan_s(plan((RESIDENT,) * 4, 1), cost(gpu=1e9)) == pytest.approx(4)
-    # Beside the CPU's, which are published meanwhile.
+    # CPU sub-groups are updated and published concurrently.
     assert makespan_s(plan((RESIDENT,) * 4 + (CPU,) * 4, 1), cost(gpu=1e9)) == pytest.approx(4 + 1 / 6)
 
 
-def test_a_prefetch_may_start_in_backward_and_nothing_else() -> None:
+def test_only_prefetches_start_in_backward() -> None:
     update_plan = plan((STREAMED,), 1)
     spans = simulate(update_plan.schedule, update_plan.workload, cost(), Windows(backward_s=0.75)).spans
     assert [span.start_s for span in spans] == pytest.approx([-0.75, 0.25, 0.251])
     assert spans[-1].end_s == pytest.approx(1.251)
-    # A window longer than the prefetch: it runs in the tail of backward.
+    # If the window is longer than the prefetch, the prefetch runs in the tail of backward.
     spans = simulate(update_plan.schedule, update_plan.workload, cost(), Windows(backward_s=2.0)).spans
     assert [span.start_s for span in spans] == pytest.approx([-1.0, 0.0, 1e-3])
 
 
-def test_backward_fills_the_slots_and_no_more() -> None:
+def test_backward_hides_the_prefetches_that_fill_the_slots_and_no_others() -> None:
     update_plan = plan((CPU, *(STREAMED,) * 4), 3)
     timeline = simulate(update_plan.schedule, update_plan.workload, cost(), Windows(backward_s=100.0))
-    starts_s = [span.start_s for span in timeline.spans if span.action.kind is EARLY]
+    starts_s = [span.start_s for span in timeline.spans if span.action.kind is ALLOWED_IN_BACKWARD]
     assert starts_s[:3] == pytest.approx([-3.0, -2.0, -1.0])
     assert starts_s[3] == pytest.approx(1.001), "after the first is flushed"
 
 
-def test_forward_hides_what_it_does_not_need_yet() -> None:
-    # On the CPU, published after 7/6 and 13/6 s. Forward needs the first at once, and the second when half of it
-    # is over; all is done before the next backward.
+def test_forward_hides_updates_that_it_does_not_need_yet() -> None:
+    # The sub-groups are published after 7/6 and 13/6 s. Forward needs the first at once and the second when half of
+    # forward is over. The whole update finishes before the next backward.
     update_plan = plan((CPU,) * 2, 1)
     timeline = simulate(update_plan.schedule, update_plan.workload, cost())
     for forward_s, exposed_s in ((0.0, 13 / 6), (0.5, 13 / 6 - 0.25), (2.0, 7 / 6), (10.0, 7 / 6)):
-        seen_s = Windows(forward_s=forward_s).exposed_s(timeline, update_plan.workload)
-        assert seen_s == pytest.approx(exposed_s), forward_s
+        found_s = Windows(forward_s=forward_s).exposed_s(timeline, update_plan.workload)
+        assert found_s == pytest.approx(exposed_s), forward_s
 
 
-def test_the_model_stands_still_where_it_waits() -> None:
-    # Published after 7/6 and 13/6 s; each half of forward takes a quarter of a second.
+def test_phases_show_the_model_blocked_where_it_waits_for_the_update() -> None:
+    # The sub-groups are published after 7/6 and 13/6 s. Each half of forward takes a quarter of a second.
     update_plan = plan((CPU,) * 2, 1)
     timeline = simulate(update_plan.schedule, update_plan.workload, cost())
-    beside = Windows(backward_s=2.0, forward_s=0.5)
-    phases = beside.phases(timeline, update_plan.workload)
-    assert [its.phase for its in phases] == [
+    overlap = Windows(backward_s=2.0, forward_s=0.5)
+    phases = overlap.phases(timeline, update_plan.workload)
+    assert [span.phase for span in phases] == [
         Phase.BACKWARD, Phase.EXPOSED, Phase.FORWARD, Phase.EXPOSED, Phase.FORWARD
     ]  # fmt: skip
-    assert [its.end_s for its in phases] == pytest.approx([0, 7 / 6, 7 / 6 + 0.25, 13 / 6, 13 / 6 + 0.25])
-    # The flush, too, is over before the next backward.
+    assert [span.end_s for span in phases] == pytest.approx([0, 7 / 6, 7 / 6 + 0.25, 13 / 6, 13 / 6 + 0.25])
+    # The flush must also finish before the next backward.
     streamed = plan((STREAMED,), 1)
     timeline = simulate(streamed.schedule, streamed.workload, cost())
     phases = Windows(forward_s=0.25).phases(timeline, streamed.workload)
-    assert [its.phase for its in phases] == [Phase.EXPOSED, Phase.FORWARD, Phase.EXPOSED]
-    assert [its.end_s for its in phases] == pytest.approx([1.001, 1.251, 2.001])
+    assert [span.phase for span in phases] == [Phase.EXPOSED, Phase.FORWARD, Phase.EXPOSED]
+    assert [span.end_s for span in phases] == pytest.approx([1.001, 1.251, 2.001])
 
 
 @given(plans(10**9), costs, windows)
-def test_phases_follow_one_another_and_are_as_long_as_they_are(
-    update_plan: UpdatePlan, model: CostModel, beside: Windows
+def test_phases_are_contiguous_and_have_the_lengths_of_backward_forward_and_exposed_time(
+    update_plan: UpdatePlan, model: CostModel, overlap: Windows
 ) -> None:
-    timeline = simulate(update_plan.schedule, update_plan.workload, model, beside)
-    phases = beside.phases(timeline, update_plan.workload)
+    timeline = simulate(update_plan.schedule, update_plan.workload, model, overlap)
+    phases = overlap.phases(timeline, update_plan.workload)
     for before, after in pairwise(phases):
         assert before.end_s == after.start_s
         assert before.phase is not after.phase
 
     def lasts_s(phase: Phase) -> float:
-        return sum(its.end_s - its.start_s for its in phases if its.phase is phase)
+        return sum(span.end_s - span.start_s for span in phases if span.phase is phase)
 
-    assert lasts_s(Phase.BACKWARD) == beside.backward_s
-    assert lasts_s(Phase.FORWARD) == pytest.approx(beside.forward_s, abs=1e-9)
-    assert lasts_s(Phase.EXPOSED) == pytest.approx(beside.exposed_s(timeline, update_plan.workload), abs=1e-9)
+    assert lasts_s(Phase.BACKWARD) == overlap.backward_s
+    assert lasts_s(Phase.FORWARD) == pytest.approx(overlap.forward_s, abs=1e-9)
+    assert lasts_s(Phase.EXPOSED) == pytest.approx(overlap.exposed_s(timeline, update_plan.workload), abs=1e-9)
 
 
-def test_on_a_cpu_accelerator_the_host_does_everything() -> None:
-    """Copies and Adam take turns at the same cores: as long as all of them in series, whatever the placement."""
+def test_on_a_cpu_accelerator_the_host_executes_all_actions_in_series() -> None:
+    """Check that copies and Adam take turns on the same cores, so that they take the sum of their times."""
     rates = {
         "cpu_adam_params_per_s": 1e9,
         "stock_cpu_adam_params_per_s": 8e8,
         "dram_copy_bytes_per_s": 32e9,
         "dram_update_bytes_per_s": 30e9,
     }
-    model = CostModel.of(profile(rates))
-    # A copied byte is one read and one written: 16 B/us. Nothing is published.
+    model = CostModel.from_profile(profile(rates))
+    # A copied byte is one byte read and one written: copies reach 16 GB/s. Nothing is published.
     assert makespan_s(plan((CPU,) * 2, 1), model) == pytest.approx(2)
     assert makespan_s(plan((CPU, STREAMED), 1), model) == pytest.approx(1 + (12 / 16 + 1 + 12 / 16))
     update_plan = plan((STREAMED,) * 2, 2)
@@ -165,34 +170,34 @@ def test_on_a_cpu_accelerator_the_host_does_everything() -> None:
         assert after.start_s >= before.end_s * (1 - 1e-9)
 
 
-def test_fair_sharing_slows_alike_and_leaves_nothing_unused() -> None:
+def test_fair_sharing_slows_actions_equally_and_uses_the_whole_capacity() -> None:
     loads = [
         Load(1.0, {Resource.DRAM: 60.0}),
         Load(1.0, {Resource.DRAM: 60.0, Resource.H2D: 10.0}),
         Load(2.0, {Resource.D2H: 10.0}),
     ]
     capacities = {Resource.DRAM: 90.0, Resource.H2D: 100.0, Resource.D2H: 100.0}
-    assert shares(loads, capacities) == pytest.approx([0.75, 0.75, 1.0])
+    assert relative_speeds(loads, capacities) == pytest.approx([0.75, 0.75, 1.0])
 
 
-# Everywhere
+# Properties of every simulation
 
 
 @given(schedules(), costs, windows)
 def test_a_simulation_respects_lanes_waits_windows_and_every_capacity(
-    drawn: tuple[Schedule, Workload], model: CostModel, beside: Windows
+    drawn: tuple[Schedule, Workload], model: CostModel, overlap: Windows
 ) -> None:
     schedule, workload = drawn
-    timeline = simulate(schedule, workload, model, beside)
+    timeline = simulate(schedule, workload, model, overlap)
     assert tuple(span.action for span in timeline.spans) == schedule.actions
     ends = {span.action.name: span.end_s for span in timeline.spans}
-    lane_ends = dict.fromkeys(Lane, -beside.backward_s)
+    lane_ends = dict.fromkeys(Lane, -overlap.backward_s)
     used = dict.fromkeys(Resource, 0.0)
     for span in timeline.spans:
         action, numel = span.action, workload.sub_groups[span.action.sub_group].numel
         load = model.load(action.kind, numel)
         assert span.start_s >= max([lane_ends[action.lane], *(ends[name] for name in action.waits)])
-        assert span.start_s >= 0.0 or action.kind is EARLY
+        assert span.start_s >= 0.0 or action.kind is ALLOWED_IN_BACKWARD
         assert span.end_s - span.start_s >= load.total_s * (1 - 1e-6) - 1e-12
         lane_ends[action.lane] = span.end_s
         for resource, amount in load.amounts.items():
@@ -201,11 +206,13 @@ def test_a_simulation_respects_lanes_waits_windows_and_every_capacity(
         assert amount <= model.capacities[resource] * timeline.active_s * (1 + 1e-6), resource
 
 
-def test_everything_on_one_side_costs_what_its_chain_does() -> None:
+def test_a_single_placement_takes_the_time_of_its_slowest_action() -> None:
     model = cost()
     for placement, seconds in ((CPU, 1.0), (STREAMED, 1.0)):
         update_plan = UpdatePlan(
-            workload=Workload.of([10**8] * 10), placements=place_all(Workload.of([0] * 10), placement), num_slots=3
+            workload=Workload.from_numels([10**8] * 10),
+            placements=place_all(Workload.from_numels([0] * 10), placement),
+            num_slots=3,
         )
         assert makespan_s(update_plan, model) == pytest.approx(seconds, rel=0.25)
     assert model.load(ActionKind.CPU_STEP, 10**9).alone_s == pytest.approx(1.0)

@@ -1,3 +1,5 @@
+"""Check the measures of a timeline, its Chrome trace and its picture."""
+
 from __future__ import annotations
 
 import json
@@ -19,14 +21,14 @@ TIMELINE = Timeline(
 )
 
 
-def test_makespan_and_busy_time() -> None:
+def test_makespan_and_busy_time_are_sums_of_spans() -> None:
     assert TIMELINE.makespan_s == 0.005
     assert abs(TIMELINE.busy_s(Lane.H2D) - 0.003) < 1e-12
     assert TIMELINE.busy_s(Lane.D2H) == 0
     assert Timeline(()).makespan_s == 0
 
 
-def test_chrome_trace_has_a_thread_a_lane_and_microseconds(tmp_path: Path) -> None:
+def test_chrome_trace_has_one_thread_per_lane_and_times_in_microseconds(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "trace.json"
     TIMELINE.write_chrome_trace(path)
     events = json.loads(path.read_text())["traceEvents"]
@@ -45,7 +47,7 @@ PHASES = (
 )
 
 
-def test_the_trace_has_the_model_above_the_lanes() -> None:
+def test_chrome_trace_has_the_model_above_the_lanes() -> None:
     events = json.loads(json.dumps(TIMELINE.chrome_trace(PHASES)))["traceEvents"]
     threads = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     assert [threads[tid] for tid in sorted(threads)] == ["model", *(lane.value for lane in Lane)]
@@ -59,13 +61,13 @@ def test_the_trace_has_the_model_above_the_lanes() -> None:
     assert [threads[event["tid"]] for event in spans[len(model) :]] == ["h2d", "cpu", "h2d"]
 
 
-def test_the_trace_reads_back() -> None:
+def test_chrome_trace_is_read_as_the_same_timeline() -> None:
     timeline, phases = Timeline.from_chrome_trace(json.loads(json.dumps(TIMELINE.chrome_trace(PHASES))))
     assert [span.action for span in timeline.spans] == [span.action for span in TIMELINE.spans]
-    assert [its.phase for its in phases] == [its.phase for its in PHASES]
+    assert [span.phase for span in phases] == [span.phase for span in PHASES]
     for found, expected in ((timeline.spans, TIMELINE.spans), (phases, PHASES)):
-        for its, other in zip(found, expected, strict=True):
-            assert (its.start_s, its.end_s) == pytest.approx((other.start_s, other.end_s))
+        for span, other in zip(found, expected, strict=True):
+            assert (span.start_s, span.end_s) == pytest.approx((other.start_s, other.end_s))
 
 
 @pytest.mark.parametrize(
@@ -76,19 +78,19 @@ def test_the_trace_reads_back() -> None:
         {"traceEvents": [{"ph": "X", "name": "SLEEP 3", "ts": 0, "dur": 1, "args": {"slot": None, "after": []}}]},
     ],
 )
-def test_what_is_no_trace_of_an_update_is_refused(trace: object) -> None:
+def test_a_trace_that_is_not_of_an_update_is_refused(trace: object) -> None:
     with pytest.raises(ValueError, match=r"trace|Phase|action"):
         Timeline.from_chrome_trace(trace)
 
 
-def test_a_picture_for_a_page_needs_nothing_else() -> None:
+def test_svg_picture_needs_no_fonts_and_no_other_files() -> None:
     svg = draw_svg(TIMELINE, "a title", PHASES)
     assert svg.startswith(b"<?xml")
-    assert b"<text" not in svg, "fonts of the reader's"
+    assert b"<text" not in svg, "text would need the fonts of the reader"
     assert b"<dc:date" not in svg
 
 
-def test_picture_is_written(tmp_path: Path) -> None:
+def test_picture_is_written_as_png(tmp_path: Path) -> None:
     path = tmp_path / "timeline.png"
     draw(TIMELINE, path, "a title")
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -97,13 +99,13 @@ def test_picture_is_written(tmp_path: Path) -> None:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are written."""
+    """Return the figures that are written."""
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     return figures
 
 
-def test_what_ran_before_the_update_was_decided_is_in_the_picture(drawn: list[Figure], tmp_path: Path) -> None:
+def test_picture_shows_actions_that_ran_before_the_step_was_decided(drawn: list[Figure], tmp_path: Path) -> None:
     early = Span(Action(ActionKind.PREFETCH, 3, 0), -0.020, -0.015)
     draw(Timeline((early, *TIMELINE.spans)), tmp_path / "timeline.png", "word " * 100)
     (axes,) = drawn[0].axes
@@ -111,14 +113,14 @@ def test_what_ran_before_the_update_was_decided_is_in_the_picture(drawn: list[Fi
     assert left_ms == -20
     assert 5 < right_ms < 6
     update, *title = axes.get_title().splitlines()
-    assert update == "update of 10.0 ms", "what lies between is no part of it"
+    assert update == "update of 10.0 ms", "idle time is not part of the update"
     assert len(title) > 1, "wrapped"
     busy = [label.get_text() for label in axes.get_yticklabels()]
     assert busy == ["h2d\n80% busy", "compute\n0% busy", "d2h\n0% busy", "cpu\n30% busy"]
 
 
-def test_the_picture_has_the_model_above_the_lanes(drawn: list[Figure], tmp_path: Path) -> None:
-    """Of backward and forward no more than is needed to see what they hide."""
+def test_picture_has_the_model_above_the_lanes(drawn: list[Figure], tmp_path: Path) -> None:
+    """Check also that little of backward and forward is shown: as much as shows which actions they hide."""
     early = Span(Action(ActionKind.PREFETCH, 3, 0), -0.005, 0.0)
     draw(Timeline((early, *TIMELINE.spans)), tmp_path / "timeline.png", "a title", PHASES)
     (axes,) = drawn[0].axes
@@ -131,12 +133,12 @@ def test_the_picture_has_the_model_above_the_lanes(drawn: list[Figure], tmp_path
     bars = {(round(bar.get_y() + 0.3), round(bar.get_x()), round(bar.get_width())) for bar in axes.patches}
     assert {(1, -5, 5), (4, 1, 3)} < bars, "actions are on their lanes"
     shown = [label.get_text() for label in axes.texts]
-    assert "forward 198 ms" in shown, "of the whole, though less is shown"
+    assert "forward 198 ms" in shown, "the label gives the whole phase, of which a part is shown"
     (legend,) = drawn[0].legends
     assert [text.get_text() for text in legend.texts][:3] == ["backward", "forward", "exposed update"]
 
 
-def test_bars_are_labelled_where_there_is_room(drawn: list[Figure], tmp_path: Path) -> None:
+def test_bars_are_labelled_if_the_label_fits(drawn: list[Figure], tmp_path: Path) -> None:
     widths_s = [0.5, 0.02, *[0.001] * 480]
     starts_s = [sum(widths_s[:index]) for index in range(len(widths_s))]
     spans = (

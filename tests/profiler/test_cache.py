@@ -1,4 +1,4 @@
-"""The cache of quick profiles: it saves time, and never fails."""
+"""Test the cache of quick profiles: it saves time and never makes a run fail."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from deep_opt_states.files import replace_file
 from deep_opt_states.profiler import cache
-from deep_opt_states.profiler.cache import cached_path, quick_profile, replace_file
+from deep_opt_states.profiler.cache import cached_path, quick_profile
 from deep_opt_states.profiler.ranks import OneRank, ProbeError, Ranks
 from perf_model.prediction.hardware import REQUIRED, HardwareProfile, Measurement, ProfileError, Provenance
 from tests.profiler.threads import on_ranks
@@ -24,7 +25,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The ranks that measured: each measurement finds another rate, the n-th 1e9 + n, on rank 0's count."""
+    """Return the list of the ranks that measured.
+
+    Each measurement returns another rate: 1e9 + n, where n is the number of rank 0's measurements.
+    """
     ranks_that_measured: list[int] = []
     calls: dict[int, int] = {}
 
@@ -47,32 +51,34 @@ def profile_and_log(ranks: Ranks) -> tuple[float, list[str]]:
     return quick_profile(None, ranks, log.append, threads=1).rate("cpu_adam_params_per_s"), log
 
 
-def test_the_second_time_nothing_is_measured(folder: Path, measured: list[int]) -> None:
+def test_a_cached_profile_is_read_instead_of_measuring(folder: Path, measured: list[int]) -> None:
     assert profile_and_log(OneRank()) == (
         1e9 + 1,
-        ["No hardware profile for this machine yet: measuring a quick one."],
+        ["There is no hardware profile for this machine yet: measuring a quick one."],
     )
     (file,) = folder.iterdir()
-    assert profile_and_log(OneRank()) == (1e9 + 1, [f"Hardware profile of 2026-01-02, from {file}."])
+    assert profile_and_log(OneRank()) == (1e9 + 1, [f"Hardware profile of 2026-01-02, read from {file}."])
     assert measured == [0]
 
 
-def test_installing_triton_is_measured_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU's Adam was waived without it."""
+def test_the_machine_is_measured_again_after_triton_was_installed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that the GPU's Adam, which is waived without Triton, is not waived forever."""
     monkeypatch.setattr(cache, "triton_version", lambda: "")
     profile_and_log(OneRank())
     monkeypatch.setattr(cache, "triton_version", lambda: "3.6.0")
     assert profile_and_log(OneRank())[0] == 1e9 + 2
 
 
-def test_threads_that_are_pinned_are_measured_anew(folder: Path, measured: list[int]) -> None:
+def test_the_machine_is_measured_again_with_pinned_threads(folder: Path, measured: list[int]) -> None:
     profile_and_log(OneRank())
     for _ in range(2):
         assert quick_profile(None, OneRank(), [].append, threads=1, cores=(0,)).rate(REQUIRED[0]) == 1e9 + 2
     assert measured == [0, 0]
 
 
-def test_another_fingerprint_is_measured_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machine_is_measured_again_for_another_fingerprint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profile_and_log(OneRank())
     monkeypatch.setattr(cache, "fingerprint", lambda *facts: "another")
     assert profile_and_log(OneRank())[0] == 1e9 + 2
@@ -89,9 +95,9 @@ def test_another_fingerprint_is_measured_too(folder: Path, monkeypatch: pytest.M
         lambda text: json.dumps({**json.loads(text), "measurements": {}}),
         lambda text: "[" * 100,
     ],
-    ids=["empty", "cut", "no text", "old version", "nothing measured", "no profile"],
+    ids=["empty", "cut off", "not text", "old version", "nothing measured", "not a profile"],
 )
-def test_a_file_that_is_no_profile_is_measured_anew_and_replaced(folder: Path, spoil: Any) -> None:
+def test_a_file_that_is_no_profile_is_replaced_by_a_new_measurement(folder: Path, spoil: Any) -> None:
     profile_and_log(OneRank())
     (file,) = folder.iterdir()
     file.write_text(spoil(file.read_text()), errors="surrogateescape")
@@ -100,17 +106,17 @@ def test_a_file_that_is_no_profile_is_measured_anew_and_replaced(folder: Path, s
     assert list(folder.iterdir()) == [file]
 
 
-def test_ranks_agree_on_rank_0s_profile(folder: Path, measured: list[int]) -> None:
+def test_all_ranks_use_the_profile_of_rank_0(folder: Path, measured: list[int]) -> None:
     first = on_ranks(3, profile_and_log)
     assert sorted(measured) == [0, 1, 2]
     assert [outcome[0] for outcome in first] == [1e9 + 1] * 3
-    assert [bool(outcome[1]) for outcome in first] == [True, False, False], "only rank 0 speaks"
+    assert [bool(outcome[1]) for outcome in first] == [True, False, False], "only rank 0 logs"
     assert [outcome[0] for outcome in on_ranks(3, profile_and_log)] == [1e9 + 1] * 3
     assert len(measured) == 3
 
 
-def test_only_rank_0s_cache_decides(folder: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a node whose home has no profile, and on one whose home has an old one."""
+def test_only_the_cache_of_rank_0_is_read(folder: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that ranks agree even if one node's cache has no profile, and another's has an old one."""
     read: list[Path | None] = []
     monkeypatch.setattr(cache, "_read", read.append)
     on_ranks(2, profile_and_log)
@@ -118,7 +124,7 @@ def test_only_rank_0s_cache_decides(folder: Path, measured: list[int], monkeypat
     assert sorted(measured) == [0, 1]
 
 
-def test_a_failure_on_rank_0_reaches_the_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_on_rank_0_is_raised_on_all_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*facts: Any) -> str:
         raise KeyError("facts")
 
@@ -128,8 +134,8 @@ def test_a_failure_on_rank_0_reaches_the_others(folder: Path, monkeypatch: pytes
     assert {str(outcome) for outcome in outcomes} == {"rank 0: KeyError: 'facts'"}
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Permissions do not keep root out; a file where the folder should be does.
+def test_a_cache_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A file in place of the folder: root may write to any folder, whatever its permissions are.
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     rate, log = profile_and_log(OneRank())
@@ -138,7 +144,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch
     assert "Set XDG_CACHE_HOME" in log[-1]
 
 
-def test_a_folder_in_the_place_of_the_file_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_in_place_of_the_cached_file_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "fingerprint", lambda *facts: "there")
     (folder / "there.json").mkdir(parents=True)
     rate, log = profile_and_log(OneRank())
@@ -147,7 +153,7 @@ def test_a_folder_in_the_place_of_the_file_is_no_error(folder: Path, monkeypatch
     assert [path.name for path in folder.iterdir()] == ["there.json"]
 
 
-def test_no_home_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_folder_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -158,14 +164,14 @@ def test_no_home_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not cached" in log[-1]
 
 
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_folder_follows_the_xdg_specification(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
     at_home = Path("/home/me/.cache/deep_opt_states/abc.json")
     assert cached_path("abc", {"XDG_CACHE_HOME": "/cache"}) == Path("/cache/deep_opt_states/abc.json")
     assert cached_path("abc", {}) == cached_path("abc", {"XDG_CACHE_HOME": "not/absolute"}) == at_home
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_replaced_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "profile.json"
     replace_file(file, "old")
 
@@ -184,7 +190,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     assert file.read_text() == "new"
 
 
-def test_what_measuring_raises_is_raised(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_measurement_is_raised(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def cannot(*arguments: Any, **kernels: Any) -> HardwareProfile:
         raise ProfileError("no kernel")
 

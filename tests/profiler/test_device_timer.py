@@ -1,4 +1,4 @@
-"""What an accelerator does is timed, not how fast Python launches it: in exact numbers on a clock of the test's own."""
+"""Test with a virtual clock, in exact numbers, that the accelerator's work is timed and not Python's launches."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from deep_opt_states.device.cpu import HostDevice
-from deep_opt_states.profiler import adam_throughput as adam
+from deep_opt_states.profiler import adam_throughput
 from deep_opt_states.profiler.adam_throughput import LAUNCHES, DeviceUpdates
-from deep_opt_states.profiler.device_timer import FIRST_BUSY_S, MOST_BUSY_S, DeviceTimer
+from deep_opt_states.profiler.device_timer import INITIAL_BUSY_S, MAX_BUSY_S, DeviceTimer
 from deep_opt_states.profiler.matrix import MatrixProduct
 from deep_opt_states.profiler.ranks import ProbeError
 from tests.fake_device.device import FakeDevice, LateAdam
@@ -19,22 +19,22 @@ from tests.runtime.adam import PlainAdam
 NUMEL = 1000
 
 LAUNCH_S, KERNEL_S = 6e-5, 1e-5
-"""The host is slower to launch an update than the device is to do it."""
+"""Seconds of a launch and of the kernel: the host launches an update more slowly than the device executes it."""
 
 
 def updates(device: VirtualDevice, *, launch_s: float = LAUNCH_S, numel: int = NUMEL) -> DeviceUpdates:
     return DeviceUpdates(device, numel, LaunchedAdam(device, launch_s=launch_s, kernel_s=KERNEL_S))
 
 
-def test_the_rate_of_updates_is_the_kernel_s_and_not_the_launches() -> None:
+def test_the_rate_of_updates_is_the_kernel_s_and_not_that_of_the_launches() -> None:
     device = VirtualDevice()
     probe = updates(device)
     assert probe.repeat() == {"gpu_adam_params_per_s": pytest.approx(NUMEL / KERNEL_S)}
-    assert device.occupied_s == [FIRST_BUSY_S], "two launches take less"
+    assert device.occupied_s == [INITIAL_BUSY_S], "two launches take less"
     probe.verify()
 
 
-def test_the_rate_of_a_matrix_product_is_the_kernel_s_and_not_the_launch_s() -> None:
+def test_the_rate_of_a_matrix_product_is_the_kernel_s_and_not_that_of_the_launch() -> None:
     device = VirtualDevice()
     with virtual_clock(device, tick_s=0, launch_s=LAUNCH_S, product_s=KERNEL_S):
         probe = MatrixProduct(device, 16)
@@ -42,29 +42,30 @@ def test_the_rate_of_a_matrix_product_is_the_kernel_s_and_not_the_launch_s() -> 
         probe.verify()
 
 
-def test_a_stream_that_was_free_too_early_is_kept_busy_for_longer() -> None:
+def test_a_stream_that_became_idle_too_early_is_kept_busy_for_longer() -> None:
     device = VirtualDevice()
     probe = updates(device, launch_s=10e-3)
     for _ in range(2):
         assert probe.repeat() == {"gpu_adam_params_per_s": pytest.approx(NUMEL / KERNEL_S)}
-    # Two launches take 20 ms. What was enough is where the next repetition begins.
+    # Two launches take 20 ms. The next repetition begins with the wait that was long enough.
     assert device.occupied_s == pytest.approx([2e-3, 8e-3, 32e-3, 32e-3])
     probe.verify()
 
 
 @pytest.mark.parametrize(
-    ("launch_s", "stays_busy"), [(MOST_BUSY_S, 1.0), (LAUNCH_S, 0.0)], ids=["slow launches", "never busy"]
+    ("launch_s", "stays_busy"), [(MAX_BUSY_S, 1.0), (LAUNCH_S, 0.0)], ids=["slow launches", "never busy"]
 )
-def test_launches_are_never_measured_instead(launch_s: float, stays_busy: float) -> None:
+def test_launches_are_never_measured_instead_of_kernels(launch_s: float, stays_busy: float) -> None:
     device = VirtualDevice()
     device.stays_busy = stays_busy
-    with pytest.raises(ProbeError, match=r"launches would be measured, .* although it was to be busy for 0\.5 s"):
+    message = r"the time would be that of the launches and not of the kernels: .* although it was kept busy for 0\.5 s"
+    with pytest.raises(ProbeError, match=message):
         updates(device, launch_s=launch_s).repeat()
-    assert device.occupied_s[-1] == MOST_BUSY_S
+    assert device.occupied_s[-1] == MAX_BUSY_S
 
 
-def test_work_that_runs_when_it_is_issued_is_timed_as_it_is() -> None:
-    """On the CPU nothing is ever queued."""
+def test_work_that_runs_when_it_is_issued_is_timed_without_queueing() -> None:
+    """Check that the timer accepts the CPU, on which nothing is ever queued."""
     device = HostDevice()
     issued = []
     assert DeviceTimer(device, device.stream()).seconds_of(lambda: issued.append(1)) >= 0
@@ -78,29 +79,29 @@ def test_updates_have_finished_when_the_clock_is_read(timing: Late | Seeded) -> 
     try:
         probe.repeat()
     except ProbeError:
-        # A device that is prompt at random may be too early again and again.
+        # A device with random delays may become idle too early each time.
         assert isinstance(timing, Seeded)
     probe.verify()
 
 
-def test_where_memory_is_short_a_launch_updates_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_updates_fewer_parameters_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     class Small(VirtualDevice):
-        """With 10 bytes less than what 1000 parameters need in a launch."""
+        """A device with 10 bytes less than 1000 parameters per launch need."""
 
         def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
             if self.held_bytes + numel * dtype.itemsize > LAUNCHES * 1000 * 16 - 10:
-                # PyTorch has tried to release what it caches first.
+                # PyTorch releases its cache first.
                 self.release_cached()
                 if self.held_bytes + numel * dtype.itemsize > LAUNCHES * 1000 * 16 - 10:
                     raise torch.OutOfMemoryError("no memory on the device")
             return super().empty(numel, dtype)
 
-    monkeypatch.setattr(adam, "LEAST_LAUNCH_NUMEL", 100)
+    monkeypatch.setattr(adam_throughput, "MIN_LAUNCH_NUMEL", 100)
     device = Small()
     probe = updates(device, numel=4000)
     assert {state.master.numel() for state in probe._updates.states} == {500}
     assert probe.repeat() == {"gpu_adam_params_per_s": pytest.approx(500 / KERNEL_S)}
-    monkeypatch.setattr(adam, "LEAST_LAUNCH_NUMEL", 1000)
+    monkeypatch.setattr(adam_throughput, "MIN_LAUNCH_NUMEL", 1000)
     del probe
     with pytest.raises(torch.OutOfMemoryError):
         updates(device, numel=4000)

@@ -1,4 +1,4 @@
-"""Probes of host memory, of Adam and of the matrix product: what they do, and that a wrong result is found."""
+"""Test the probes of host memory, of Adam and of the matrix product: their work, and that they detect wrong results."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.adam import AdamKernel, AdamTensors, Part
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamTensors, ElementRange
 from deep_opt_states.profiler.adam_kernels import stock_cpu_adam, training_cpu_adam
 from deep_opt_states.profiler.adam_throughput import (
     DeviceUpdates,
     HostUpdates,
-    HostUpdatesBesideTransfers,
+    HostUpdatesDuringTransfers,
 )
-from deep_opt_states.profiler.host_bandwidth import Copied, CopyLatency, Rounded, UpdateInPlace
+from deep_opt_states.profiler.host_bandwidth import HostCopy, HostCopyLatency, UpdateInPlace
 from deep_opt_states.profiler.host_states import SUB_GROUPS, HostStates
 from deep_opt_states.profiler.matrix import MatrixProduct
 from deep_opt_states.profiler.method import Probe
@@ -36,19 +36,18 @@ def states(kernel: AdamKernel | None = None, device: Device[Any] | None = None) 
 
 
 def updates(kernel: AdamKernel, device: Device[Any] | None = None) -> HostUpdates:
-    return HostUpdates.as_in_training(states(kernel, device))
+    return HostUpdates.with_training_threads(states(kernel, device))
 
 
 PROBES: dict[str, Callable[[], Probe]] = {
     "update in place": lambda: UpdateInPlace(states().slab),
-    "copied": lambda: Copied(states().slab),
-    "rounded": lambda: Rounded(states().slab),
-    "latency of a copy": lambda: CopyLatency(HostDevice(), states()),
+    "copy": lambda: HostCopy(states().slab),
+    "latency of a copy": lambda: HostCopyLatency(HostDevice(), states()),
     "training's Adam": lambda: updates(training_cpu_adam(SUB_GROUPS, 2, ())),
-    "training's Adam by another number of threads": lambda: HostUpdates.by(
+    "training's Adam with another number of threads": lambda: HostUpdates.with_own_threads(
         training_cpu_adam(SUB_GROUPS, 1, ()), states()
     ),
-    "stock's Adam": lambda: HostUpdates.by_stock(stock_cpu_adam(SUB_GROUPS), states(), HostDevice()),
+    "stock's Adam": lambda: HostUpdates.with_stock_kernel(stock_cpu_adam(SUB_GROUPS), states(), HostDevice()),
     "plain Adam": lambda: updates(PlainAdam()),
     "Adam on a device": lambda: DeviceUpdates(HostDevice(), NUMEL, PlainAdam()),
     "matrix product": lambda: MatrixProduct(HostDevice(), 64),
@@ -57,7 +56,7 @@ PROBES: dict[str, Callable[[], Probe]] = {
 
 @pytest.mark.parametrize("make", PROBES.values(), ids=PROBES)
 @pytest.mark.parametrize("repetitions", [1, 2, 150])
-def test_results_are_verified(make: Callable[[], Probe], repetitions: int) -> None:
+def test_correct_results_pass_the_verification(make: Callable[[], Probe], repetitions: int) -> None:
     probe = make()
     for _ in range(repetitions):
         (rate,) = probe.repeat().values()
@@ -67,7 +66,7 @@ def test_results_are_verified(make: Callable[[], Probe], repetitions: int) -> No
 
 @pytest.mark.usefixtures("other_defaults")
 @pytest.mark.parametrize("make", PROBES.values(), ids=PROBES)
-def test_the_script_that_trains_has_defaults_of_its_own(make: Callable[[], Probe]) -> None:
+def test_probes_do_not_depend_on_the_default_dtype_and_device_of_the_training_script(make: Callable[[], Probe]) -> None:
     probe = make()
     probe.repeat()
     probe.verify()
@@ -80,13 +79,18 @@ def spoiled(probe: Probe, attribute: str) -> Probe:
 
 
 class Idle(PlainAdam):
+    """A kernel that does nothing."""
+
     def update(self, *arguments: Any) -> None:
         pass
 
 
 class OneElementLess(PlainAdam):
-    def update(self, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
-        super().update(sub_group, replace(tensors, **{name: its[:-1] for name, its in vars(tensors).items()}), part)
+    """A kernel that leaves out the last element."""
+
+    def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
+        shorter = {name: tensor[:-1] for name, tensor in vars(tensors).items()}
+        super().update(sub_group, replace(tensors, **shorter), element_range)
 
 
 def updated(kernel: AdamKernel) -> Probe:
@@ -104,27 +108,28 @@ def with_one_not_rounded() -> Probe:
 
 WRONG: dict[str, tuple[Callable[[], Probe], str]] = {
     "product in place": (lambda: spoiled(UpdateInPlace(states().slab), "_memory"), "products"),
-    "copied": (lambda: spoiled(Copied(states().slab), "_destination"), "copied elements"),
+    "copy": (lambda: spoiled(HostCopy(states().slab), "_destination"), "copied elements"),
     "one of many copies": (
-        lambda: spoiled(CopyLatency(HostDevice(), states()), "_destination"),
+        lambda: spoiled(HostCopyLatency(HostDevice(), states()), "_destination"),
         "copied elements",
     ),
-    "rounded": (lambda: spoiled(Rounded(states().slab), "_destination"), "rounded elements"),
     "matrix": (lambda: spoiled(MatrixProduct(HostDevice(), 64), "_product"), "matrix product"),
-    "no update": (lambda: updated(Idle()), "sub-group 0 is not updated alike"),
-    "one element not updated": (lambda: updated(OneElementLess()), "sub-group 0 is not updated alike"),
-    "one element not rounded": (with_one_not_rounded, "sub-group 2 is not rounded"),
+    "no update": (lambda: updated(Idle()), "the elements of sub-group 0 are not updated equally"),
+    "one element not updated": (
+        lambda: updated(OneElementLess()),
+        "the elements of sub-group 0 are not updated equally",
+    ),
+    "one element not rounded": (with_one_not_rounded, "the parameters of sub-group 2 are not its masters rounded"),
 }
 
 
 @pytest.mark.parametrize(("make", "reason"), WRONG.values(), ids=WRONG)
-def test_a_wrong_result_is_found(make: Callable[[], Probe], reason: str) -> None:
+def test_a_wrong_result_is_detected(make: Callable[[], Probe], reason: str) -> None:
     with pytest.raises(ProbeError, match=reason):
         make().verify()
 
 
-def test_a_cpu_update_is_what_training_does() -> None:
-    """Of every sub-group, in order, with a gradient scale."""
+def test_the_cpu_probe_updates_every_sub_group_in_order_with_a_gradient_scale() -> None:
     kernel = PlainAdam()
     probe = updates(kernel)
     for _ in range(3):
@@ -134,24 +139,24 @@ def test_a_cpu_update_is_what_training_does() -> None:
     assert [steps[0].grad_scale for steps in kernel.begun] == [2, 0.5, 2]
 
 
-# Adam beside transfers, on a clock of the test's own
+# Adam during transfers, on a virtual clock
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> VirtualDevice:
-    """Copies in 0.5 s one way and 1 s the other."""
+    """Return a device that takes 0.5 s for a copy in one direction and 1 s in the other."""
     device = VirtualDevice(copy_s=(0, 0.5, 1))
     monkeypatch.setattr(time, "perf_counter", lambda: device.now_s)
     return device
 
 
-def beside(device: VirtualDevice, update_s: float) -> HostUpdatesBesideTransfers:
+def updates_during_transfers(device: VirtualDevice, update_s: float) -> HostUpdatesDuringTransfers:
     alone = updates(TimedAdam(device, update_s), device)
-    return HostUpdatesBesideTransfers(device, alone, *pinned_both(device, 4096))
+    return HostUpdatesDuringTransfers(device, alone, *pinned_both(device, 4096))
 
 
-def test_both_rates_are_of_the_time_in_which_all_three_work(device: VirtualDevice) -> None:
-    probe = beside(device, update_s=2)
+def test_both_rates_count_only_the_time_in_which_updates_and_both_directions_overlap(device: VirtualDevice) -> None:
+    probe = updates_during_transfers(device, update_s=2)
     assert probe.repeat() == {
         "cpu_adam_beside_transfers_params_per_s": 1000 / 2,
         "both_beside_cpu_adam_bytes_per_s": 4096 / 0.5 + 4096 / 1,
@@ -160,8 +165,8 @@ def test_both_rates_are_of_the_time_in_which_all_three_work(device: VirtualDevic
 
 
 def test_sub_groups_that_were_updated_after_the_copies_are_not_counted(device: VirtualDevice) -> None:
-    probe = beside(device, update_s=2)
-    # 50 copies were found to be enough. Now those of one direction end at 5 s: after the second update of eight.
+    probe = updates_during_transfers(device, update_s=2)
+    # The probe chose 50 copies. Those of one direction now end at 5 s, after the second update of eight.
     assert probe._count == 50
     device.copy_s = (0, 0.1, 1)
     rates = probe.repeat()
@@ -169,21 +174,21 @@ def test_sub_groups_that_were_updated_after_the_copies_are_not_counted(device: V
     assert rates["both_beside_cpu_adam_bytes_per_s"] == pytest.approx(4096 / 0.1 + 4096 / 1)
 
 
-def test_without_overlap_there_is_no_rate(device: VirtualDevice) -> None:
-    probe = beside(device, update_s=2)
+def test_no_rate_is_returned_without_overlap(device: VirtualDevice) -> None:
+    probe = updates_during_transfers(device, update_s=2)
     device.copy_s = (0, 0.01, 1)
     with pytest.raises(ProbeError, match="nothing overlapped"):
         probe.repeat()
 
 
-def test_a_device_that_makes_the_host_wait_overlaps_nothing() -> None:
+def test_a_device_whose_copies_block_the_host_overlaps_nothing() -> None:
     device = HostDevice()
-    probe = HostUpdatesBesideTransfers(device, updates(PlainAdam(), device), *pinned_both(device, 4096))
+    probe = HostUpdatesDuringTransfers(device, updates(PlainAdam(), device), *pinned_both(device, 4096))
     with pytest.raises(ProbeError, match="nothing overlapped"):
         probe.repeat()
 
 
-def test_random_numbers_of_training_are_left_alone() -> None:
+def test_the_random_numbers_of_training_do_not_change() -> None:
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
@@ -192,7 +197,7 @@ def test_random_numbers_of_training_are_left_alone() -> None:
 
 
 def test_memory_that_is_updated_in_place_stays_in_range() -> None:
-    """Denormals are slow, and infinities prove nothing."""
+    """Check that values become neither denormal, which is slow, nor infinite, which verifies nothing."""
     probe = UpdateInPlace(states().slab)
     seen = []
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""The memory of probes: on the CPU training's, from the threads that touch it first on; and all of it is given back."""
+"""Test the memory of the probes: it is allocated, touched and locked as in training, and all of it is freed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.cuda import CudaDevice
-from deep_opt_states.device.kernels.adam import AdamTensors, Part
+from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange
 from deep_opt_states.device.slab import HostMemoryError, HostSlab
 from deep_opt_states.host import machine
 from deep_opt_states.profiler.adam_kernels import training_cpu_adam
@@ -40,13 +40,13 @@ def _no_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 def device() -> Iterator[VirtualDevice]:
     with virtual_clock(
         VirtualDevice(issue_s=COPY_LATENCY_S), tick_s=TICK_S, launch_s=LAUNCH_S, product_s=PRODUCT_S
-    ) as it:
-        yield it
+    ) as device:
+        yield device
 
 
 @pytest.fixture
 def _no_collector() -> Iterator[None]:
-    """What is in a cycle of references is not freed in time."""
+    """Disable the garbage collector, so that memory in a cycle of references is not freed."""
     gc.disable()
     try:
         yield
@@ -55,7 +55,7 @@ def _no_collector() -> Iterator[None]:
 
 
 class Watched(TimedAdam):
-    """Notes where it works, and on which thread. ``fails`` at its n-th update."""
+    """A kernel that records its addresses and threads, and that fails at its ``fails_at``-th update."""
 
     def __init__(self, device: VirtualDevice, fails_at: int | None = None) -> None:
         super().__init__(device, UPDATE_S - TICK_S)
@@ -72,11 +72,11 @@ class Watched(TimedAdam):
         self.locked_before_zeroed |= bool(self._device.registered)
         self.zeroed += [(tensor.data_ptr(), tensor.nbytes) for tensor in vars(tensors).values()]
 
-    def update(self, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
+    def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
         self.updates += 1
         if self.updates == self._fails_at:
             raise MemoryError("broken on purpose")
-        super().update(sub_group, tensors, part)
+        super().update(sub_group, tensors, element_range)
         self.threads.add(threading.get_ident())
         ((address, size_bytes),) = self._device.registered
         for tensor in vars(tensors).values():
@@ -98,7 +98,7 @@ def profile_of(device: VirtualDevice, kernel: TimedAdam, **options: Any) -> Hard
     )
 
 
-def test_cpu_probes_work_in_a_slab_that_their_kernel_touched_before_it_was_locked(
+def test_cpu_probes_use_a_slab_that_their_kernel_touched_before_it_was_locked(
     device: VirtualDevice,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -122,12 +122,12 @@ def test_cpu_probes_work_in_a_slab_that_their_kernel_touched_before_it_was_locke
     assert len(slabs) == 1
     assert were_in_place
     assert not kernel.locked_before_zeroed
-    # What lies between the tensors ends a cache line.
+    # The padding between the tensors is shorter than a cache line.
     zeroed_bytes = sum(nbytes for _, nbytes in kernel.zeroed)
     assert zeroed_bytes == 16 * NUMEL <= slab_bytes < 16 * NUMEL + len(kernel.zeroed) * 64
     assert kernel.updates > SUB_GROUPS
     assert kernel.outside == 0
-    # Everything else is for copies, and for gradients of stock's: none for what host memory gives alone.
+    # All other pinned memory is for copies and for stock's gradients: the bandwidth probes allocate none.
     assert pinned == {SMALL.copy_bytes, 1024, 4 * NUMEL // SUB_GROUPS}
 
 
@@ -137,9 +137,9 @@ def pages_in_place(address: int, size_bytes: int) -> bool:
     return all(page & 1 for page in pages)
 
 
-def test_the_threads_that_touch_the_memory_update_in_it(device: VirtualDevice) -> None:
+def test_the_threads_that_touched_the_memory_first_update_it(device: VirtualDevice) -> None:
     kernel = Watched(device)
-    # With other kernels for other numbers of threads, which have threads of their own.
+    # Other numbers of threads have kernels and threads of their own.
     profile_of(device, kernel, cpu_adam=lambda _, threads, cores: kernel if threads == 3 else TimedAdam(device, 1e-3))
     assert kernel.updates > SUB_GROUPS
     assert len(kernel.threads) == 1
@@ -154,7 +154,7 @@ def test_threads_are_pinned_as_in_training(device: VirtualDevice) -> None:
         return TimedAdam(device, UPDATE_S - TICK_S)
 
     profile_of(device, TimedAdam(device, UPDATE_S - TICK_S), cpu_adam=cpu_adam, cores=(5, 1, 3))
-    # Six CPUs are two hyperthreads on each of three cores: what is more than these is not pinned.
+    # Three cores with two hyperthreads each are six CPUs: more threads than cores are not pinned.
     assert made == [(3, (5, 1, 3)), (1, (5,)), (2, (5, 1)), (4, ()), (6, ())]
 
 
@@ -169,7 +169,7 @@ def test_the_thread_that_measures_is_not_pinned(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("_no_collector")
-def test_all_memory_is_given_back(device: VirtualDevice) -> None:
+def test_all_memory_is_freed(device: VirtualDevice) -> None:
     threads = threading.active_count()
     profile = profile_of(device, TimedAdam(device, UPDATE_S - TICK_S))
     assert profile.get("gpu_adam_params_per_s") is not None
@@ -182,9 +182,7 @@ def test_all_memory_is_given_back(device: VirtualDevice) -> None:
 
 @pytest.mark.usefixtures("_no_collector")
 @pytest.mark.parametrize("fails_at", [1, 3 * SUB_GROUPS])
-def test_all_memory_is_given_back_while_a_failure_of_a_probe_is_on_its_way(
-    device: VirtualDevice, fails_at: int
-) -> None:
+def test_all_memory_is_freed_while_the_error_of_a_probe_is_handled(device: VirtualDevice, fails_at: int) -> None:
     with pytest.raises(ProfileError, match="MemoryError: broken on purpose") as caught:
         profile_of(device, Watched(device, fails_at))
     assert caught.value.__traceback__ is not None
@@ -193,9 +191,7 @@ def test_all_memory_is_given_back_while_a_failure_of_a_probe_is_on_its_way(
 
 
 @pytest.mark.usefixtures("_no_collector")
-def test_all_memory_is_given_back_where_the_accelerator_fails(
-    device: VirtualDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_memory_is_freed_if_the_accelerator_fails(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(LaunchedAdam):
         def update(self, *arguments: Any) -> None:
             raise RuntimeError("an illegal memory access was encountered")
@@ -208,7 +204,7 @@ def test_all_memory_is_given_back_where_the_accelerator_fails(
     assert device.held_bytes == 0
 
 
-def test_memory_that_may_not_be_locked_is_a_reason_with_its_remedy(
+def test_memory_that_cannot_be_locked_is_reported_with_the_remedy(
     device: VirtualDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(address: int, size_bytes: int) -> Any:
@@ -220,7 +216,7 @@ def test_memory_that_may_not_be_locked_is_a_reason_with_its_remedy(
     assert device.held_bytes == 0
 
 
-def test_states_that_cannot_be_locked_leave_nothing() -> None:
+def test_states_that_cannot_be_locked_are_freed() -> None:
     closed: list[HostSlab] = []
 
     class Slab(HostSlab):
@@ -243,7 +239,7 @@ def test_states_that_cannot_be_locked_leave_nothing() -> None:
 
 
 def test_cuda_releases_both_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page-locked one has no public function in all versions of PyTorch that are supported."""
+    """Check both calls, since no public function frees the pinned cache in every supported version of PyTorch."""
     released: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append("accelerator"))
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: released.append("page-locked"), raising=False)

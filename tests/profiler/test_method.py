@@ -1,4 +1,4 @@
-"""Warm-up, repetitions, and ranks: who counts, and that a failure on one rank stops all."""
+"""Test warm-up, repetitions and ranks: the slowest rank counts, and a failure on one rank stops all ranks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from deep_opt_states.profiler.method import FULL, QUICK, Effort, Rates, sample
-from deep_opt_states.profiler.ranks import OneRank, ProbeError, Ranks, agree
+from deep_opt_states.profiler.method import FULL, QUICK, ProbeEffort, Rates, sample
+from deep_opt_states.profiler.ranks import OneRank, ProbeError, Ranks, call_on_all_ranks
 from tests.profiler.threads import on_ranks
 
-EFFORT = Effort(
+EFFORT = ProbeEffort(
     warm_ups=2,
     min_samples=3,
     max_samples=10,
@@ -23,7 +23,7 @@ EFFORT = Effort(
 
 
 class Counting:
-    """Its n-th repetition finds a rate and a time of ``base`` + n. ``fails_at`` is the repetition that raises."""
+    """A probe whose n-th repetition returns a rate and a time of ``base`` + n, and whose ``fails_at``-th raises."""
 
     def __init__(self, base: float = 0, fails_at: int | None = None, wrong: bool = False) -> None:
         self._next = base
@@ -44,11 +44,11 @@ class Counting:
 
 
 @pytest.mark.parametrize(("one_s", "expected"), [(5.0, 3), (0.2, 5), (0.001, 10), (0.0, 10)])
-def test_repetitions_fill_the_budget_within_bounds(one_s: float, expected: int) -> None:
+def test_the_number_of_repetitions_fills_the_budget_within_its_bounds(one_s: float, expected: int) -> None:
     assert EFFORT.repetitions(one_s) == expected
 
 
-def test_warm_ups_are_no_samples_and_the_result_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_ups_are_not_sampled_and_the_result_is_verified_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     probe = Counting()
     samples = sample(lambda: probe, EFFORT, OneRank())
@@ -72,7 +72,7 @@ def test_the_slowest_rank_counts_in_each_repetition(monkeypatch: pytest.MonkeyPa
         (None, True, "rank 1: wrong"),
     ],
 )
-def test_a_failure_on_one_rank_is_every_ranks(fails_at: int | None, wrong: bool, expected: str) -> None:
+def test_a_failure_on_one_rank_is_raised_on_all_ranks(fails_at: int | None, wrong: bool, expected: str) -> None:
     def program(ranks: Ranks) -> object:
         return sample(
             lambda: Counting(fails_at=fails_at, wrong=wrong) if ranks.rank == 1 else Counting(), EFFORT, ranks
@@ -83,7 +83,7 @@ def test_a_failure_on_one_rank_is_every_ranks(fails_at: int | None, wrong: bool,
     assert {str(outcome) for outcome in outcomes} == {expected}
 
 
-def test_a_probe_that_cannot_be_prepared_on_one_rank() -> None:
+def test_a_probe_that_cannot_be_prepared_on_one_rank_fails_on_all_ranks() -> None:
     def prepare(ranks: Ranks) -> Counting:
         if ranks.rank == 0:
             raise RuntimeError("out of memory")
@@ -93,18 +93,18 @@ def test_a_probe_that_cannot_be_prepared_on_one_rank() -> None:
     assert {str(outcome) for outcome in outcomes} == {"rank 0: RuntimeError: out of memory"}
 
 
-def test_one_rank_alone_is_not_named() -> None:
+def test_the_message_of_a_single_rank_does_not_name_the_rank() -> None:
     with pytest.raises(ProbeError, match=r"^KeyError: 'key'$") as caught:
-        agree(OneRank(), lambda: {}["key"])
+        call_on_all_ranks(OneRank(), lambda: {}["key"])
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_a_quick_profile_is_quicker() -> None:
+def test_a_quick_profile_does_less_of_everything() -> None:
     for field, value in vars(QUICK).items():
         assert value < getattr(FULL, field), field
     assert FULL.update_numel >= 32_000_000
 
 
 def test_a_launch_on_an_accelerator_is_long_enough_to_be_measured() -> None:
-    """With fewer parameters, what lies between two launches would count: microseconds, beside tens of them."""
+    """Check that the gap of microseconds between two launches is short against the kernel."""
     assert QUICK.launch_numel >= 32_000_000

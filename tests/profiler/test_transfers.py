@@ -1,4 +1,4 @@
-"""Copies: what is counted, in exact numbers on a clock of the test's own, and what has to arrive."""
+"""Test the copies: the rates, in exact numbers on a virtual clock, and that all bytes arrive."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROBES: dict[str, Callable[[Device[Any]], Probe]] = {
 
 
 @pytest.mark.parametrize("make", PROBES.values(), ids=PROBES)
-def test_bytes_arrive(make: Callable[[Device[Any]], Probe]) -> None:
+def test_all_bytes_arrive(make: Callable[[Device[Any]], Probe]) -> None:
     probe = make(HostDevice())
     assert all(rate > 0 for rate in probe.repeat().values())
     probe.verify()
@@ -47,7 +47,9 @@ def test_bytes_arrive(make: Callable[[Device[Any]], Probe]) -> None:
 
 @pytest.mark.usefixtures("other_defaults")
 @pytest.mark.parametrize("make", PROBES.values(), ids=PROBES)
-def test_the_script_that_trains_has_defaults_of_its_own(make: Callable[[Device[Any]], Probe]) -> None:
+def test_probes_do_not_depend_on_the_default_dtype_and_device_of_the_training_script(
+    make: Callable[[Device[Any]], Probe],
+) -> None:
     probe = make(HostDevice())
     probe.repeat()
     probe.verify()
@@ -63,13 +65,13 @@ def test_bytes_have_arrived_when_the_clock_is_read(make: Callable[[Device[Any]],
 
 
 @pytest.mark.parametrize("make", PROBES.values(), ids=PROBES)
-def test_before_a_copy_nothing_has_arrived(make: Callable[[Device[Any]], Probe]) -> None:
+def test_the_destination_is_wrong_before_the_first_copy(make: Callable[[Device[Any]], Probe]) -> None:
     with pytest.raises(ProbeError, match="1024 of 1024 elements are wrong"):
         make(HostDevice()).verify()
 
 
 @pytest.mark.parametrize("make", PROBES.values(), ids=PROBES)
-def test_a_device_that_corrupts_one_element_is_found(make: Callable[[Device[Any]], Probe]) -> None:
+def test_a_device_that_corrupts_one_element_is_detected(make: Callable[[Device[Any]], Probe]) -> None:
     class Corrupting(HostDevice):
         def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
             destination.copy_(source)
@@ -77,20 +79,20 @@ def test_a_device_that_corrupts_one_element_is_found(make: Callable[[Device[Any]
 
     probe = make(Corrupting())
     probe.repeat()
-    with pytest.raises(ProbeError, match=r"1 of 1024 elements are wrong, the first of them at 5"):
+    with pytest.raises(ProbeError, match=r"1 of 1024 elements are wrong, the first of them at index 5"):
         probe.verify()
 
 
-def test_one_way_counts_all_bytes_in_the_time_of_its_stream() -> None:
+def test_one_way_divides_all_bytes_by_the_time_of_the_stream() -> None:
     device = VirtualDevice(copy_s=(0, 0.5))
     probe = OneWay(device, pinned_h2d(device, NBYTES), 4, "h2d_bytes_per_s")
     assert probe.repeat() == probe.repeat() == {"h2d_bytes_per_s": NBYTES / 0.5}
 
 
-def test_both_ways_counts_only_the_time_in_which_both_work() -> None:
+def test_both_ways_counts_only_the_time_in_which_both_directions_work() -> None:
     device = VirtualDevice(copy_s=(0, 1, 4))
     probe = BothWays(device, *pinned_both(device, NBYTES), 6)
-    # In the 6 s of the faster direction, the slower one has moved one buffer and a half; afterwards it is alone.
+    # The slower direction moves one buffer and a half in the 6 s of the faster one; afterwards it works alone.
     assert probe.repeat() == {"both_bytes_per_s": NBYTES * (6 + 1.5) / 6}
 
 

@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process."""
+"""Run a program on ranks that are threads of this process."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ TIMEOUT_S = 60
 
 
 class Meeting:
+    """The values and the barrier that all ranks share."""
+
     def __init__(self, size: int) -> None:
         self.values: list[Any] = [None] * size
         self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
 
 
 class ThreadRank:
+    """One rank, for use on its own thread."""
+
     def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
         self.rank = rank
         self.size = size
         self._meeting = meeting
 
     def gather(self, value: Value) -> list[Value]:
-        """Raises ``BrokenBarrierError`` if another rank stays away."""
+        """Return every rank's value. Raise ``BrokenBarrierError`` if another rank does not call this in time."""
         self._meeting.values[self.rank] = value
         self._meeting.barrier.wait()
         values = list(self._meeting.values)
@@ -36,13 +40,13 @@ class ThreadRank:
 
 
 def on_ranks(size: int, program: Callable[[Ranks], Value]) -> list[Value | Exception]:
-    """What ``program`` returns or raises on each rank."""
+    """Return the value that ``program`` returns, or the error that it raises, on each rank."""
     meeting = Meeting(size)
 
     def outcome(rank: int) -> Value | Exception:
         try:
             return program(ThreadRank(rank, size, meeting))
-        except Exception as error:  # noqa: BLE001 (what is raised is looked at)
+        except Exception as error:  # noqa: BLE001 (the test checks the error)
             return error
 
     with ThreadPoolExecutor(size) as threads:

@@ -1,4 +1,4 @@
-"""A device whose work is done at once and takes time on a clock of its own, so that what a probe measures is exact."""
+"""Provide a device whose work is done at once but takes time on a virtual clock, so that measured rates are exact."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from unittest import mock
 import numpy as np
 import torch
 
-from deep_opt_states.device.kernels.adam import AdamTensors, Part
+from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange
 from deep_opt_states.device.slab import HostSlab
 from tests.runtime.adam import PlainAdam
 
 
 class VirtualEvent:
+    """A moment on the device's clock."""
+
     def __init__(self, device: VirtualDevice) -> None:
         self._device = device
         self.at_s = 0.0
@@ -32,6 +34,8 @@ class VirtualEvent:
 
 
 class VirtualStream:
+    """A stream that is busy until ``free_at_s``."""
+
     def __init__(self, device: VirtualDevice) -> None:
         self._device = device
         self.free_at_s = 0.0
@@ -46,12 +50,12 @@ class VirtualStream:
         return max(self.free_at_s, self._device.now_s)
 
     def run(self, seconds: float) -> None:
-        """Take so long of the device's time, after what is issued already."""
+        """Occupy the stream for ``seconds`` after the work that is issued already."""
         self.free_at_s = self.starts_s() + seconds
 
     @contextmanager
     def issue(self) -> Iterator[None]:
-        """All that is issued takes ``issue_s``, and copies ``copy_s`` on top, on this stream."""
+        """Make this stream current and occupy it for ``issue_s``; copies then take ``copy_s`` in addition."""
         previous, self._device.issuing = self._device.issuing, self
         self.run(self._device.issue_s)
         try:
@@ -61,11 +65,12 @@ class VirtualStream:
 
 
 class VirtualDevice:
-    """``copy_s``: seconds a copy takes, by its stream's number (the caller's is 0), else by its bytes at 10 GB/s.
+    """A device whose work takes time on a virtual clock, ``now_s``.
 
-    ``stays_busy``: how much of the time that ``occupy`` is asked for the stream really is busy. Memory whose tensors
-    are gone is cached until ``release_cached``, as PyTorch's allocators do it; what is in use and what is cached are
-    ``held_bytes``. ``registered`` has the slabs that are page-locked.
+    ``copy_s`` gives the seconds per copy by the number of the stream (the caller's is 0); if it is empty, copies run at
+    10 GB/s. ``stays_busy`` is the fraction of the requested time for which ``occupy`` keeps the stream busy. Like
+    PyTorch's allocators, the device caches the memory of freed tensors until ``release_cached``; ``held_bytes`` counts
+    used and cached memory. ``registered`` lists the slabs that are page-locked.
     """
 
     runs_when_issued = False
@@ -87,7 +92,7 @@ class VirtualDevice:
         return self._allocated_bytes + self._cached_bytes + self._slab_bytes
 
     def enter_thread(self) -> None:
-        """There is one device."""
+        """Do nothing: there is only one device."""
 
     def stream(self) -> VirtualStream:
         self._streams.append(VirtualStream(self))
@@ -121,7 +126,7 @@ class VirtualDevice:
         self.issuing.run(self.copy_s[number] if self.copy_s else source.nbytes / 1e10)
 
     def launch(self, launch_s: float, kernel_s: float) -> None:
-        """A kernel that takes ``launch_s`` of the host's time, and then ``kernel_s`` on the issuing stream."""
+        """Launch a kernel that takes ``launch_s`` of the host's time and then ``kernel_s`` on the current stream."""
         self.now_s += launch_s
         self.issuing.run(kernel_s)
 
@@ -148,8 +153,10 @@ class VirtualDevice:
 def virtual_clock(
     device: VirtualDevice, *, tick_s: float, launch_s: float, product_s: float
 ) -> Iterator[VirtualDevice]:
-    """The clock of ``device`` is the host's, which advances by ``tick_s`` each time that it is read; matrix products
-    are launched on the device."""
+    """Make the clock of ``device`` the host's clock, and launch matrix products on the device.
+
+    The clock advances by ``tick_s`` each time that it is read.
+    """
 
     def read_clock() -> float:
         device.now_s += tick_s
@@ -164,20 +171,20 @@ def virtual_clock(
 
 
 class TimedAdam(PlainAdam):
-    """Takes ``update_s`` of the host's time for a sub-group."""
+    """A kernel that takes ``update_s`` of the host's time per sub-group."""
 
     def __init__(self, device: VirtualDevice, update_s: float) -> None:
         super().__init__()
         self._device = device
         self._update_s = update_s
 
-    def update(self, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
-        super().update(sub_group, tensors, part)
+    def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
+        super().update(sub_group, tensors, element_range)
         self._device.now_s += self._update_s
 
 
 class LaunchedAdam(PlainAdam):
-    """Launches a kernel for a sub-group."""
+    """A kernel that launches work on the device for each sub-group."""
 
     def __init__(self, device: VirtualDevice, *, launch_s: float, kernel_s: float) -> None:
         super().__init__()
@@ -185,6 +192,6 @@ class LaunchedAdam(PlainAdam):
         self._launch_s = launch_s
         self._kernel_s = kernel_s
 
-    def update(self, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
-        super().update(sub_group, tensors, part)
+    def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
+        super().update(sub_group, tensors, element_range)
         self._device.launch(self._launch_s, self._kernel_s)

@@ -1,15 +1,15 @@
-"""An Adam kernel in plain torch operations, in place, for tests of what calls it."""
+"""Update with Adam in plain torch operations, as a test double of the kernels for tests of their callers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, OneByOne, Part, zero
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, ElementRange, OneRangePerCall, zero
 
 
-class PlainAdam(OneByOne):
-    """AdamW by the formula (arXiv 1711.05101). ``begun`` holds the steps announced."""
+class PlainAdam(OneRangePerCall):
+    """AdamW by the formula (arXiv 1711.05101). ``begun`` has the steps that were announced."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[AdamStep, ...]] = []
@@ -17,7 +17,7 @@ class PlainAdam(OneByOne):
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         self.begun.append(tuple(steps))
 
-    def update(self, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
+    def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
         step = self.begun[-1][sub_group]
         master, exp_avg, exp_avg_sq = tensors.master, tensors.exp_avg, tensors.exp_avg_sq
         grad = tensors.grad.float() * step.grad_scale

@@ -1,4 +1,4 @@
-"""Iterations whose update goes on in the next forward, on the fake device, beside what a serial update gives."""
+"""Run iterations whose update overlaps with the next forward, on the fake device, and the same iterations serially."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from tests.runtime.hostile import LateAdam, pinned_states
 from tests.runtime.states import NAMES, fill_gradients, gradients, make_states, update_serially
 
 WRITTEN = 0.5
-"""What a user writes to a parameter in place, after a step."""
+"""The value that a user writes to a parameter in place, after a step."""
 
 
 @dataclass(kw_only=True)
 class Habits:
-    """What a script does, drawn by ``seed``: the order of forward, when it pauses, whether it prefetches."""
+    """The behaviour of a training script, drawn by ``seed``: the order of forward, its pauses, and its prefetches."""
 
     seed: int
     prefetches: bool = True
     writes: bool = True
-    """To the first parts' parameters, after each step; the next update replaces what it has written."""
+    """Whether the script writes to the parameters of early ranges after each step. The next update overwrites them."""
     splits: list[list[tuple[int, int]]] = field(default_factory=list)
-    """The first parts of each sub-group."""
+    """The early ranges of each sub-group."""
     grad_dtypes: list[torch.dtype] = field(default_factory=list)
-    """Of each sub-group: gradients that users set are fp32, others are not. Without them all are fp32."""
+    """The dtype of each sub-group's gradients, fp32 if users set them. If the list is empty, all gradients are fp32."""
     params_on_host: bool = False
 
 
 def deferred(
     plan: UpdatePlan, timing: Timing, habits: Habits, steps: int = 3, dtype: torch.dtype = torch.bfloat16
 ) -> list[torch.Tensor]:
-    """All that was read of the parameters, and all states at the end."""
+    """Return all parameters that were read, in order, and all states at the end, with deferred updates."""
     numels = [sub_group.numel for sub_group in plan.workload.sub_groups]
     device = FakeDevice(timing)
     gathers = device.stream()
     states = pinned_states(device, numels, dtype, grad_dtypes=habits.grad_dtypes, params_on_host=habits.params_on_host)
-    splits = [Split.of(numel, first) for numel, first in zip(numels, habits.splits, strict=True)]
+    splits = [Split.create(numel, early) for numel, early in zip(numels, habits.splits, strict=True)]
     executor = Executor(
         plan.schedule,
         states,
@@ -66,7 +66,7 @@ def deferred(
             if chance.random() < 0.2:
                 executor.discard()
         executor.begin([adam_step(step)] * len(numels))
-        read.extend(touch_first_parts(device, states, splits, habits))
+        read.extend(touch_early_ranges(device, states, splits, habits))
         read.extend(forward(executor, device, gathers, states, chance, habits.writes))
         executor.finish()
         assert executor.failure is None, executor.failure
@@ -76,15 +76,16 @@ def deferred(
     return [*read, *(getattr(state, name) for state in states for name in NAMES)]
 
 
-def touch_first_parts(
+def touch_early_ranges(
     device: FakeDevice, states: Sequence[SubGroupState], splits: Sequence[Split], habits: Habits
 ) -> Iterator[torch.Tensor]:
+    """Yield copies of the early ranges' parameters, and write to the parameters if ``habits.writes``."""
     for state, split in zip(states, splits, strict=True):
-        for part in split.first:
-            param = part.view(state.param)
+        for element_range in split.early:
+            param = element_range.view(state.param)
             yield on_device_copy(device, param)
             if habits.writes:
-                device.launch(lambda its: its.fill_(WRITTEN), param)
+                device.launch(lambda written: written.fill_(WRITTEN), param)
 
 
 def forward(
@@ -95,18 +96,21 @@ def forward(
     chance: random.Random,
     writes: bool,
 ) -> Iterator[torch.Tensor]:
-    """Most sub-groups, some twice; what a stream of its own gathers, the caller's then reads."""
+    """Yield copies of the parameters that a forward reads: of most sub-groups, of some twice.
+
+    A separate stream gathers the parameters, and the caller's stream reads them there.
+    """
     order = chance.choices(range(len(states)), k=len(states))
     written, done = device.event(), device.event()
     device.current_stream().record(written)
-    # For what the script has written, by itself; not for what we have published.
+    # The script orders the gathers behind its own writes. It does not order them behind our publications.
     if writes:
         gathers.wait(written)
     for index in order if chance.random() < 0.5 else sorted(order):
         if chance.random() < 0.5:
             executor.advance()
         with gathers.issue():
-            executor.publish_first_parts()
+            executor.publish_early_ranges()
             executor.publish(index)
             gathered = on_device_copy(device, states[index].param)
         gathers.record(done)
@@ -116,16 +120,17 @@ def forward(
 
 
 def on_device_copy(device: FakeDevice, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of ``tensor`` in device memory, issued on the current stream."""
     copied = device.empty(tensor.numel(), tensor.dtype)
     device.copy(copied, tensor)
     return copied
 
 
 def serial(plan: UpdatePlan, habits: Habits, steps: int = 3, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    """The same habits, each update done before anything goes on."""
+    """Return the tensors that ``deferred`` returns, with every update finished before training goes on."""
     numels = [sub_group.numel for sub_group in plan.workload.sub_groups]
     states = make_states(numels, dtype, grad_dtypes=habits.grad_dtypes)
-    splits = [Split.of(numel, first) for numel, first in zip(numels, habits.splits, strict=True)]
+    splits = [Split.create(numel, early) for numel, early in zip(numels, habits.splits, strict=True)]
     chance = random.Random(habits.seed)
     read: list[torch.Tensor] = []
     for step in range(1, steps + 1):
@@ -135,10 +140,10 @@ def serial(plan: UpdatePlan, habits: Habits, steps: int = 3, dtype: torch.dtype 
             chance.random()
         update_serially(states, PlainAdam(), [adam_step(step)] * len(numels))
         for state, split in zip(states, splits, strict=True):
-            for part in split.first:
-                read.append(part.view(state.param).clone())
+            for element_range in split.early:
+                read.append(element_range.view(state.param).clone())
                 if habits.writes:
-                    part.view(state.param).fill_(WRITTEN)
+                    element_range.view(state.param).fill_(WRITTEN)
         order = chance.choices(range(len(states)), k=len(states))
         for index in order if chance.random() < 0.5 else sorted(order):
             chance.random()
@@ -147,4 +152,5 @@ def serial(plan: UpdatePlan, habits: Habits, steps: int = 3, dtype: torch.dtype 
 
 
 def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    """Return whether all tensors are equal, bit for bit; NaN equals nothing."""
     return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

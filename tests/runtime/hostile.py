@@ -1,4 +1,4 @@
-"""Executes schedules on the fake device, and compares with the serial reference to the bit."""
+"""Execute schedules on the fake device, and compare the results with the serial reference bit for bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.runtime.adam import PlainAdam, adam_step
 from tests.runtime.states import NAMES, fill_gradients, gradients, make_states, update_serially
 
 ORDERS = list(permutations(range(len(Lane))))
-"""Every priority among the three streams and the CPU lane."""
+"""Every order of priority of the three streams and the CPU lane."""
 
 timings = st.one_of(st.builds(Late, st.sampled_from(ORDERS)), st.builds(Seeded, st.integers(0, 2**32)))
 
@@ -37,8 +37,11 @@ def pinned_states(
     grad_dtypes: Sequence[torch.dtype] = (),
     params_on_host: bool = False,
 ) -> list[SubGroupState]:
-    """Return states in page-locked host memory. Parameters are in device memory, or in page-locked host memory, too.
-    What is not read is NaN."""
+    """Return states in page-locked host memory.
+
+    The parameters are in device memory, or in page-locked host memory if ``params_on_host``. Memory that is written
+    before it is read is NaN.
+    """
     states = make_states(numels, dtype, grad_dtypes=grad_dtypes)
     staging = device.empty(max(numels, default=0), dtype) if params_on_host else None
     for state in states:
@@ -55,12 +58,16 @@ def pinned_states(
 
 
 def hostile_executor(schedule: Schedule, states: Sequence[SubGroupState], device: FakeDevice) -> Executor:
+    """Return an executor on ``device``, whose kernels and worker also run as late as the device's timing decides."""
     return Executor(schedule, states, device, PlainAdam(), LateAdam(device, PlainAdam()), worker=FakeWorker(device))
 
 
 @dataclass
 class Trained:
-    """``read`` is what each step's backward read of the parameters, of every sub-group; ``last`` the last update."""
+    """The results of a training run: ``read`` has every sub-group's parameters as each step's backward read them.
+
+    ``last`` is the timeline of the last update.
+    """
 
     states: list[SubGroupState]
     read: list[torch.Tensor]
@@ -70,7 +77,10 @@ class Trained:
 def run(
     schedule: Schedule, numels: Sequence[int], timing: Timing, steps: int = 2, dtype: torch.dtype = torch.bfloat16
 ) -> Trained:
-    """Each update between a backward that the device has not done yet and a host that looks at once."""
+    """Return the results of training with ``schedule``.
+
+    Each update begins before the device has done backward, and the host reads its results at once.
+    """
     device = FakeDevice(timing)
     trained = Trained(pinned_states(device, numels, dtype), [])
     executor = hostile_executor(schedule, trained.states, device)
@@ -85,6 +95,7 @@ def run(
 
 
 def serial(numels: Sequence[int], steps: int = 2, dtype: torch.dtype = torch.bfloat16) -> Trained:
+    """Return the results of training in which each sub-group is updated after the other, without a device."""
     trained = Trained(make_states(numels, dtype), [])
     for step in range(1, steps + 1):
         trained.read.extend(state.param.clone() for state in trained.states)
@@ -94,7 +105,10 @@ def serial(numels: Sequence[int], steps: int = 2, dtype: torch.dtype = torch.bfl
 
 
 def same(found: Trained, expected: Trained) -> bool:
-    """False also where memory was read that was never written, or given back: that is NaN."""
+    """Return whether all results are equal, bit for bit.
+
+    Memory that was read before it was written, or after it was freed, is NaN, which equals nothing.
+    """
     pairs = list(zip(found.read, expected.read, strict=True))
     for ours, theirs in zip(found.states, expected.states, strict=True):
         pairs.extend((getattr(ours, name), getattr(theirs, name)) for name in NAMES)
@@ -105,10 +119,10 @@ NUMELS = (5, 3, 8, 2, 7, 4)
 
 
 def small_plans() -> Iterator[UpdatePlan]:
-    """All placements of 4 sub-groups, and mixes of 6, with 1 to 4 slots."""
+    """Yield all placements of 4 sub-groups, and mixed placements of 6, with 1 to 4 slots."""
     for count, codes in ((4, range(2**4)), (6, (0b111111, 0b010101, 0b110110, 0b011110))):
         for code in codes:
             placements = tuple(Placement.STREAMED if code >> index & 1 else Placement.CPU for index in range(count))
             for num_slots in range(1, 5):
-                workload = Workload.of(list(NUMELS[:count]))
+                workload = Workload.from_numels(list(NUMELS[:count]))
                 yield UpdatePlan(workload=workload, placements=placements, num_slots=num_slots)

@@ -1,4 +1,4 @@
-"""Sub-group states with random contents, and what a serial update makes of them."""
+"""Make sub-group states with random contents, and update them serially."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = ("master", "exp_avg", "exp_avg_sq", "param")
 def make_states(
     numels: Sequence[int], dtype: torch.dtype, seed: int = 0, grad_dtypes: Sequence[torch.dtype] = ()
 ) -> list[SubGroupState]:
-    """``grad_dtypes``: one per sub-group; without them all gradients are fp32."""
+    """Return random states. ``grad_dtypes`` has one dtype per sub-group; if it is empty, all gradients are fp32."""
     generator = torch.Generator().manual_seed(seed)
     states = []
     for numel, grad_dtype in zip(numels, grad_dtypes or [torch.float32] * len(numels), strict=True):
@@ -34,6 +34,7 @@ def make_states(
 
 
 def gradients(numels: Sequence[int], step: int) -> list[torch.Tensor]:
+    """Return random fp32 gradients, the same for the same step."""
     generator = torch.Generator().manual_seed(1000 + step)
     return [torch.randn(numel, generator=generator) for numel in numels]
 
@@ -44,7 +45,7 @@ def fill_gradients(states: Sequence[SubGroupState], step: int) -> None:
 
 
 def update_serially(states: Sequence[SubGroupState], adam: AdamKernel, steps: Sequence[AdamStep]) -> None:
-    """The reference: one sub-group after another, in host memory, as stock DeepSpeed does."""
+    """Update one sub-group after another in host memory, as stock DeepSpeed does. This is the reference."""
     adam.begin_step(steps)
     for index, state in enumerate(states):
         adam.update(

@@ -1,4 +1,7 @@
-"""Updates that go on in the next forward: serial bits under hostile timing, and each wait left out shows."""
+"""Check that updates that overlap with the next forward give the serial bits under hostile timing.
+
+Each wait of the executor is also left out, which must give a wrong number in some timing.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from deep_opt_states.device.cpu import HostDevice
-from deep_opt_states.device.kernels.adam import Part
+from deep_opt_states.device.kernels.adam import ElementRange
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.state import Split, SubGroupState
 from perf_model.schedule.placement import Placement
@@ -31,17 +34,17 @@ from tests.runtime.states import assert_equal, fill_gradients, make_states, upda
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LANES = 6
-"""The stream of the gathers, ours, the CPU lane and the caller's."""
+"""The number of lanes: the stream of the gathers, the executor's three, the CPU lane and the caller's stream."""
 
 timings = st.one_of(st.builds(Late, st.permutations(range(LANES))), st.builds(Seeded, st.integers(0, 2**32)))
 
 
 @st.composite
 def cut_up(draw: st.DrawFn, numel: int) -> list[tuple[int, int]]:
-    """Ranges that do not overlap, some next to each other, sometimes all of it."""
+    """Draw ranges of ``numel`` elements that do not overlap; some are adjacent, and some cover everything."""
     borders = sorted(draw(st.lists(st.integers(0, numel), max_size=6)))
     ranges = list(pairwise(borders))
-    return [its for its in ranges if draw(st.booleans())] if draw(st.booleans()) else ranges or [(0, numel)]
+    return [drawn for drawn in ranges if draw(st.booleans())] if draw(st.booleans()) else ranges or [(0, numel)]
 
 
 @st.composite
@@ -68,33 +71,36 @@ def test_a_deferred_update_gives_the_serial_bits_whatever_the_timing(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("params_on_host", [True, False])
 def test_the_cpu_writes_parameters_in_host_memory_where_they_are(params_on_host: bool, dtype: torch.dtype) -> None:
-    """Nothing is copied from host to host; parameters on the accelerator are published, first parts and rest."""
-    plan = UpdatePlan(workload=Workload.of([9, 7]), placements=(CPU, CPU), num_slots=1)
+    """Check that parameters in host memory are not copied, while those on the accelerator are published.
+
+    The latter holds for early ranges and for the rest.
+    """
+    plan = UpdatePlan(workload=Workload.from_numels([9, 7]), placements=(CPU, CPU), num_slots=1)
     device = FakeDevice(Late())
     states = pinned_states(device, [9, 7], dtype, params_on_host=params_on_host)
-    splits = [Split.of(9, [(0, 2)]), Split.of(7, [(3, 5)])]
+    splits = [Split.create(9, [(0, 2)]), Split.create(7, [(3, 5)])]
     executor = Executor(plan.schedule, states, device, PlainAdam(), None, worker=FakeWorker(device), splits=splits)
     before = [state.param.clone() for state in states]
     for state in states:
         state.grad.fill_(1)
     with mock.patch.object(device, "copy", wraps=device.copy) as copy:
         executor.run([adam_step(1)] * 2)
-    # Of each sub-group: one first part, and what is left before and after it.
+    # The first sub-group has one early range and the rest after it; the second also has a rest before its early range.
     assert copy.call_count == (0 if params_on_host else 2 + 1 + 2)
     assert not any(torch.equal(state.param, old) for state, old in zip(states, before, strict=True))
 
 
 PLAN = UpdatePlan(
-    workload=Workload.of([9, 7, 8, 6, 5]), placements=(CPU, STREAMED, RESIDENT, STREAMED, CPU), num_slots=1
+    workload=Workload.from_numels([9, 7, 8, 6, 5]), placements=(CPU, STREAMED, RESIDENT, STREAMED, CPU), num_slots=1
 )
-FIRST = [[(0, 2), (5, 6)], [(3, 7)], [(2, 4)], [], [(0, 5)]]
+EARLY = [[(0, 2), (5, 6)], [(3, 7)], [(2, 4)], [], [(0, 5)]]
 TIMINGS = [Late([last, *(lane for lane in range(LANES) if lane != last)]) for last in range(LANES)] + [
     Seeded(seed) for seed in range(60)
 ]
 
 
-def shows(splits: list[list[tuple[int, int]]] = FIRST) -> bool:
-    """Whether some timing gives a wrong number."""
+def gives_a_wrong_number(splits: list[list[tuple[int, int]]] = EARLY) -> bool:
+    """Return whether some timing gives a wrong number."""
     for number, timing in enumerate(TIMINGS):
         habits = Habits(seed=number, splits=splits, writes=number % 2 == 0)
         if not same(deferred(PLAN, timing, habits), serial(PLAN, habits)):
@@ -102,18 +108,18 @@ def shows(splits: list[list[tuple[int, int]]] = FIRST) -> bool:
     return False
 
 
-def test_the_plan_of_the_mutations_is_right() -> None:
-    assert not shows()
+def test_plan_without_mutation_gives_the_serial_bits() -> None:
+    assert not gives_a_wrong_number()
 
 
-@pytest.mark.parametrize("method", ["_wait_for_caller", "_drain_streams", "publish", "publish_first_parts"])
-def test_each_wait_of_the_executor_left_out_shows(method: str) -> None:
+@pytest.mark.parametrize("method", ["_wait_for_caller", "_drain_streams", "publish", "publish_early_ranges"])
+def test_leaving_out_a_wait_of_the_executor_gives_a_wrong_number(method: str) -> None:
     with mock.patch.object(Executor, method):
-        assert shows()
+        assert gives_a_wrong_number()
 
 
-def test_the_caller_not_waiting_for_what_is_published_shows() -> None:
-    """Neither for a sub-group that it gathers, nor for the first parts."""
+def test_caller_that_does_not_wait_for_published_parameters_reads_a_wrong_number() -> None:
+    """Check it for the sub-groups that the caller gathers, and for the early ranges."""
     waits = FakeStream.wait
 
     def wait(self: FakeStream, event: Any) -> None:
@@ -122,11 +128,11 @@ def test_the_caller_not_waiting_for_what_is_published_shows() -> None:
         waits(self, event)
 
     with mock.patch.object(FakeStream, "wait", wait):
-        assert shows()
+        assert gives_a_wrong_number()
 
 
 def test_a_write_to_the_states_after_a_prefetch_needs_a_discard() -> None:
-    """And with it, the update starts from what was written."""
+    """Check that with ``discard`` the update starts from the written states, and without it from the old ones."""
     found = []
     for discards in (True, False):
         device = FakeDevice()
@@ -134,7 +140,7 @@ def test_a_write_to_the_states_after_a_prefetch_needs_a_discard() -> None:
         states[0].master = device.empty_host(4, torch.float32).copy_(states[0].master)
         for name in ("exp_avg", "exp_avg_sq", "grad"):
             setattr(states[0], name, device.empty_host(4, torch.float32).zero_())
-        plan = UpdatePlan(workload=Workload.of([4]), placements=(STREAMED,), num_slots=1)
+        plan = UpdatePlan(workload=Workload.from_numels([4]), placements=(STREAMED,), num_slots=1)
         executor = Executor(plan.schedule, states, HostDevice(), PlainAdam(), PlainAdam())
         executor.prefetch()
         states[0].master.fill_(7.0)
@@ -154,7 +160,7 @@ class FailsOnce(PlainAdam):
 
 
 def load(states: Sequence[SubGroupState]) -> None:
-    """As from a checkpoint: the host writes at once."""
+    """Load the states as from a checkpoint: the host writes to them at once."""
     for state, loaded in zip(
         states, make_states([state.numel for state in states], torch.bfloat16, seed=7), strict=True
     ):
@@ -162,12 +168,14 @@ def load(states: Sequence[SubGroupState]) -> None:
             getattr(state, name).copy_(getattr(loaded, name))
 
 
-def test_what_is_loaded_after_a_failure_is_what_the_next_update_starts_from() -> None:
-    """Not what the failed one still flushes, nor what was prefetched for it."""
-    plan = UpdatePlan(workload=Workload.of([4] * 3), placements=(STREAMED, CPU, STREAMED), num_slots=1, order=(0, 1, 2))
+def test_next_update_after_a_failure_starts_from_the_loaded_states() -> None:
+    """Check that neither a flush of the failed update nor a prefetch for it reaches the loaded states."""
+    plan = UpdatePlan(
+        workload=Workload.from_numels([4] * 3), placements=(STREAMED, CPU, STREAMED), num_slots=1, order=(0, 1, 2)
+    )
     for timing in TIMINGS:
         device = FakeDevice(timing)
-        device.stream()  # the timings order LANES of them
+        device.stream()  # the timings order LANES lanes, and the executor adds one stream less
         states = pinned_states(device, [4] * 3, torch.bfloat16)
         late = LateAdam(device, PlainAdam())
         executor = Executor(plan.schedule, states, device, FailsOnce(), late, worker=FakeWorker(device))
@@ -186,12 +194,12 @@ def test_what_is_loaded_after_a_failure_is_what_the_next_update_starts_from() ->
         assert_equal(states, expected)
 
 
-def test_what_may_block_is_a_function_of_schedule_and_calls() -> None:
-    """Forward may gather ahead what is streamed or resident, up to the next that the CPU has to update."""
+def test_may_block_depends_only_on_the_schedule_and_the_calls() -> None:
+    """Check that forward may gather streamed and resident sub-groups ahead, up to the next CPU update."""
     placements = (RESIDENT, STREAMED, CPU, STREAMED, CPU)
-    plan = UpdatePlan(workload=Workload.of([4] * 5), placements=placements, num_slots=2, order=(0, 1, 2, 3, 4))
+    plan = UpdatePlan(workload=Workload.from_numels([4] * 5), placements=placements, num_slots=2, order=(0, 1, 2, 3, 4))
     states = make_states([4] * 5, torch.bfloat16)
-    splits = [*[Split.of(4)] * 4, Split.of(4, [(0, 4)])]
+    splits = [*[Split.create(4)] * 4, Split.create(4, [(0, 4)])]
     executor = Executor(plan.schedule, states, HostDevice(), PlainAdam(), PlainAdam(), splits=splits)
     fill_gradients(states, 1)
 
@@ -199,7 +207,7 @@ def test_what_may_block_is_a_function_of_schedule_and_calls() -> None:
         return [executor.may_block(index) for index in range(5)]
 
     def publish(sub_group: int) -> None:
-        executor.ask_for(sub_group)
+        executor.mark_requested(sub_group)
         executor.publish(sub_group)
 
     executor.begin([adam_step(1)] * 5)
@@ -212,21 +220,27 @@ def test_what_may_block_is_a_function_of_schedule_and_calls() -> None:
     executor.finish()
     executor.begin([adam_step(2)] * 5)
     executor.finish()
-    assert blocking() == [False, False, True, True, False], "another rank, which has not waited, would gather others"
+    assert blocking() == [False, False, True, True, False], (
+        "another rank, which has not waited, would gather other sub-groups"
+    )
     executor.begin([adam_step(3)] * 5)
     executor.fail(ZeroDivisionError())
-    assert blocking() == [False, False, True, True, False], "another rank, which has not failed, would gather others"
+    assert blocking() == [False, False, True, True, False], (
+        "another rank, which has not failed, would gather other sub-groups"
+    )
     publish(3)
     assert blocking() == [False] * 5
     executor.finish()
     executor.close()
 
 
-def test_a_split_is_all_of_the_sub_group() -> None:
-    split = Split.of(10, [(6, 8), (2, 4), (4, 5), (9, 9)])
-    parts = [Part(begin=begin, end=end, of=10) for begin, end in ((2, 5), (6, 8))]
-    assert split.first == tuple(parts)
-    assert split.rest == tuple(Part(begin=begin, end=end, of=10) for begin, end in ((0, 2), (5, 6), (8, 10)))
-    assert Split.of(10).rest == (Part.whole(10),)
-    assert Split.of(10, [(0, 10)]).rest == ()
-    assert Split.of(0) == Split((), ())
+def test_split_covers_the_whole_sub_group() -> None:
+    split = Split.create(10, [(6, 8), (2, 4), (4, 5), (9, 9)])
+    ranges = [ElementRange(begin=begin, end=end, sub_group_numel=10) for begin, end in ((2, 5), (6, 8))]
+    assert split.early == tuple(ranges)
+    assert split.rest == tuple(
+        ElementRange(begin=begin, end=end, sub_group_numel=10) for begin, end in ((0, 2), (5, 6), (8, 10))
+    )
+    assert Split.create(10).rest == (ElementRange.whole(10),)
+    assert Split.create(10, [(0, 10)]).rest == ()
+    assert Split.create(0) == Split((), ())

@@ -1,3 +1,5 @@
+"""Check the executor on the host device: bits, threads, memory, failures and the timeline of an update."""
+
 from __future__ import annotations
 
 import threading
@@ -30,7 +32,9 @@ from tests.runtime.states import assert_equal, fill_gradients, make_states, upda
 
 CPU, STREAMED = Placement.CPU, Placement.STREAMED
 NUMELS = (40, 1, 33, 128, 7)
-MIXED = UpdatePlan(workload=Workload.of(list(NUMELS)), placements=(CPU, STREAMED, STREAMED, CPU, STREAMED), num_slots=2)
+MIXED = UpdatePlan(
+    workload=Workload.from_numels(list(NUMELS)), placements=(CPU, STREAMED, STREAMED, CPU, STREAMED), num_slots=2
+)
 
 
 @contextmanager
@@ -43,6 +47,7 @@ def executor_of(plan: UpdatePlan, states: Any, device: Any = None, adam: Any = N
         executor.close()
 
 
+@pytest.mark.promise("P2")
 @given(plans(max_numel=50_000), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
 def test_every_plan_gives_what_a_serial_update_gives(plan: UpdatePlan, dtype: torch.dtype) -> None:
     numels = [sub_group.numel for sub_group in plan.workload.sub_groups]
@@ -59,7 +64,7 @@ def test_every_plan_gives_what_a_serial_update_gives(plan: UpdatePlan, dtype: to
 
 def test_the_thread_that_updates_enters_the_device_before_it_waits_for_events() -> None:
     class Entered(HostDevice):
-        """Notes what each thread does first."""
+        """A host device that records the first thing that each thread does."""
 
         def __init__(self) -> None:
             self.first: dict[int, str] = {}
@@ -83,11 +88,11 @@ def test_the_thread_that_updates_enters_the_device_before_it_waits_for_events() 
     fill_gradients(states, 1)
     with executor_of(MIXED, states, device) as executor:
         executor.run([adam_step(1)] * len(NUMELS))
-    others = {thread: what for thread, what in device.first.items() if thread != threading.get_ident()}
+    others = {thread: call for thread, call in device.first.items() if thread != threading.get_ident()}
     assert list(others.values()) == ["entered"]
 
 
-def test_the_kernel_hears_of_each_step_once() -> None:
+def test_each_step_is_announced_to_the_kernel_once() -> None:
     adam = PlainAdam()
     states = make_states(NUMELS, torch.bfloat16)
     with executor_of(MIXED, states, adam=adam) as executor:
@@ -97,7 +102,7 @@ def test_the_kernel_hears_of_each_step_once() -> None:
 
 
 class Meeting(StockAdam):
-    """Both threads have scaled their gradients before either goes on to update."""
+    """A kernel in which both threads have scaled their gradients before either goes on to update."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -110,8 +115,8 @@ class Meeting(StockAdam):
 
 
 def test_stocks_op_updates_on_two_threads_at_once() -> None:
-    """As it does with the fallback and a mixed placement on the CPU accelerator."""
-    plan = UpdatePlan(workload=Workload.of([128, 128]), placements=(CPU, STREAMED), num_slots=1)
+    """Check the case of the fallback with a mixed placement on the CPU accelerator."""
+    plan = UpdatePlan(workload=Workload.from_numels([128, 128]), placements=(CPU, STREAMED), num_slots=1)
     states, reference = (make_states([128, 128], torch.bfloat16) for _ in range(2))
     together, alone = Meeting(2, BETAS, adamw=True), StockAdam(2, BETAS, adamw=True)
     with executor_of(plan, states, adam=together) as executor:
@@ -126,7 +131,7 @@ def test_stocks_op_updates_on_two_threads_at_once() -> None:
 
 
 class Watched(PlainAdam):
-    """Remembers which thread zeroed, and which updated what."""
+    """A kernel that records which thread zeroed states, and which thread updated each sub-group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,19 +156,19 @@ def test_states_are_touched_by_the_thread_that_will_update_them() -> None:
             state.rounded.fill_(1)
     with executor_of(MIXED, states, adam=adam) as executor:
         executor.touch([states[0], states[3]])
-        for at, (state, its) in enumerate(zip(states, untouched, strict=True)):
+        for index, (state, original) in enumerate(zip(states, untouched, strict=True)):
             for name in ("master", "exp_avg", "exp_avg_sq", "grad", "rounded"):
-                before = getattr(its, name)
-                expected = torch.zeros_like(before) if at in (0, 3) else before
-                assert torch.equal(getattr(state, name), expected), (name, at)
-            assert torch.equal(state.param, its.param), "it is the model's"
+                before = getattr(original, name)
+                expected = torch.zeros_like(before) if index in (0, 3) else before
+                assert torch.equal(getattr(state, name), expected), (name, index)
+            assert torch.equal(state.param, original.param), "the parameters are the model's"
         executor.run([adam_step(1)] * 5)
     assert adam.zeroed_by == [adam.updated_by[0], adam.updated_by[3]]
     assert threading.get_ident() not in adam.zeroed_by
 
 
 class CountingDevice(HostDevice):
-    """Counts what is reserved, and by which thread it might be."""
+    """A host device that records each reservation."""
 
     def __init__(self) -> None:
         self.reserved: list[str] = []
@@ -186,7 +191,7 @@ class CountingDevice(HostDevice):
 
 
 class Allocations(TorchDispatchMode):
-    """Records every torch operation that returns memory that it was not given."""
+    """A mode that records every torch operation whose result has memory that no argument has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +211,7 @@ class Allocations(TorchDispatchMode):
 
 
 def test_a_step_reserves_nothing_and_allocates_nothing() -> None:
-    """Neither the thread that issues nor the worker: no accelerator memory, no pinning, no stream, no event."""
+    """Check that neither the issuing thread nor the worker reserves memory, a stream or an event in a step."""
     device = CountingDevice()
     states = make_states(NUMELS, torch.bfloat16)
     on_main, on_worker = Allocations(), Allocations()
@@ -261,6 +266,8 @@ def test_an_unsafe_schedule_is_refused_before_anything_is_reserved() -> None:
 
 
 class FailingAdam(PlainAdam):
+    """A kernel that raises when it updates the sub-group ``victim``."""
+
     def __init__(self, victim: int) -> None:
         super().__init__()
         self.victim: int | None = victim
@@ -273,6 +280,7 @@ class FailingAdam(PlainAdam):
         super().update(sub_group, *args)
 
 
+@pytest.mark.promise("P6")
 @pytest.mark.parametrize("victim", [0, 1, 3, 4])
 def test_a_failure_on_any_lane_stops_the_update_and_is_remembered(victim: int) -> None:
     states = make_states(NUMELS, torch.bfloat16)
@@ -287,7 +295,7 @@ def test_a_failure_on_any_lane_stops_the_update_and_is_remembered(victim: int) -
         updated = list(adam.updated)
         with pytest.raises(UpdateFailed):
             executor.run([adam_step(2)] * 5)
-        assert adam.updated == updated, "torn states were updated"
+        assert adam.updated == updated, "inconsistent states were updated"
         adam.victim = None
         executor.forget_failure()
         executor.run([adam_step(2)] * 5)
@@ -300,7 +308,7 @@ def traceback_of(error: BaseException) -> list[Any]:
     return traceback.extract_tb(error.__traceback__)
 
 
-def test_an_interrupt_is_not_swallowed_and_tears_the_states() -> None:
+def test_interrupt_is_raised_and_leaves_inconsistent_states() -> None:
     class Interrupted(PlainAdam):
         def update(self, sub_group: int, *args: Any) -> None:
             if sub_group == 1:
@@ -318,7 +326,7 @@ def test_an_interrupt_is_not_swallowed_and_tears_the_states() -> None:
 
 def test_the_timeline_has_every_action_and_lanes_run_in_order() -> None:
     states = make_states([20_000] * 5, torch.bfloat16)
-    plan = UpdatePlan(workload=Workload.of([20_000] * 5), placements=MIXED.placements, num_slots=2)
+    plan = UpdatePlan(workload=Workload.from_numels([20_000] * 5), placements=MIXED.placements, num_slots=2)
     with executor_of(plan, states) as executor:
         fill_gradients(states, 1)
         executor.run([adam_step(1)] * 5)

@@ -1,4 +1,4 @@
-"""The fake device itself: CUDA's order, CUDA's copies, and memory that is given back while somebody uses it."""
+"""Check the fake device itself: it has CUDA's order and CUDA's copies, and poisons memory freed while in use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def finish(device: FakeDevice, stream: FakeStream) -> None:
 # Order
 
 
-def test_work_happens_only_when_somebody_waits() -> None:
+def test_work_happens_only_when_the_host_waits() -> None:
     device = FakeDevice()
     stream = device.stream()
     pinned, on_device = device.empty_host(2, torch.float32).fill_(1), device.empty(2, torch.float32)
@@ -77,7 +77,7 @@ def test_seeds_find_every_interleaving_and_the_same_seed_the_same() -> None:
     assert all(interleaving(seed) == interleaving(seed) for seed in range(20))
 
 
-def test_a_prompt_device_finishes_work_that_nobody_waits_for() -> None:
+def test_prompt_device_finishes_work_without_a_wait() -> None:
     def prompt(seed: int) -> bool:
         device = FakeDevice(Seeded(seed))
         done: list[int] = []
@@ -88,7 +88,7 @@ def test_a_prompt_device_finishes_work_that_nobody_waits_for() -> None:
     assert {prompt(seed) for seed in range(20)} == {True, False}
 
 
-def test_an_event_that_was_never_recorded_holds_nobody_back() -> None:
+def test_wait_for_an_event_that_was_never_recorded_returns_at_once() -> None:
     device = FakeDevice()
     device.event().synchronize()
     stream = device.stream()
@@ -96,7 +96,7 @@ def test_an_event_that_was_never_recorded_holds_nobody_back() -> None:
     finish(device, stream)
 
 
-def test_a_wait_means_the_record_before_it() -> None:
+def test_wait_refers_to_the_last_record_before_it() -> None:
     device = FakeDevice()
     first, second = device.stream(), device.stream()
     event = device.event()
@@ -107,7 +107,7 @@ def test_a_wait_means_the_record_before_it() -> None:
     finish(device, second)
 
 
-def test_waiting_for_what_cannot_finish_is_a_deadlock() -> None:
+def test_waiting_for_work_that_cannot_finish_is_a_deadlock() -> None:
     device = FakeDevice()
     stream = device.stream()
     stream.queue.add(lambda: None, ready=lambda: False)
@@ -180,7 +180,7 @@ def test_copies_convert_and_kernels_cannot_reach_pageable_memory() -> None:
         device.launch(torch.Tensor.mul_, torch.ones(1), 2)
 
 
-# Memory that is given back
+# Memory that is freed
 
 
 @pytest.mark.parametrize("recorded", [False, True])
@@ -242,13 +242,15 @@ def test_pinned_memory_is_recorded_by_copies_and_not_by_kernels() -> None:
 
 
 def test_a_failed_update_leaves_nothing_in_flight() -> None:
-    """Else a flush would write into states loaded since, out of slots given back since."""
-    plan = UpdatePlan(workload=Workload.of([3, 4]), placements=(Placement.CPU, Placement.STREAMED), num_slots=1)
+    """Check it because a flush in flight would write from freed slots to states that have been loaded since."""
+    plan = UpdatePlan(
+        workload=Workload.from_numels([3, 4]), placements=(Placement.CPU, Placement.STREAMED), num_slots=1
+    )
     # The CPU lane is served first: its failure is seen before anything that was issued on a stream has happened.
     device = FakeDevice(Late([3, 0, 1, 2]))
     states = pinned_states(device, (3, 4), torch.bfloat16)
     failing = mock.create_autospec(PlainAdam, instance=True)
-    failing.update_parts.side_effect = ZeroDivisionError
+    failing.update_ranges.side_effect = ZeroDivisionError
     executor = Executor(
         plan.schedule, states, device, failing, LateAdam(device, PlainAdam()), worker=FakeWorker(device)
     )

@@ -1,4 +1,4 @@
-"""Slots beyond the plan's: as many as there is room for, fewer when memory tightens, and the same bits meanwhile."""
+"""Check that slots are added where memory is free, removed when it becomes scarce, and that the bits stay the same."""
 
 from __future__ import annotations
 
@@ -22,57 +22,63 @@ from tests.runtime.states import assert_equal, fill_gradients, make_states, upda
 
 CPU, STREAMED = Placement.CPU, Placement.STREAMED
 NUMELS = [9, 7, 8, 6, 5]
-PLAN = UpdatePlan(workload=Workload.of(NUMELS), placements=(STREAMED, CPU, STREAMED, STREAMED, STREAMED), num_slots=1)
+PLAN = UpdatePlan(
+    workload=Workload.from_numels(NUMELS), placements=(STREAMED, CPU, STREAMED, STREAMED, STREAMED), num_slots=1
+)
 
 
-def headroom(most: int = 10) -> Headroom:
-    return Headroom(slot_bytes=100, margin_bytes=50, most=most)
+def headroom(max_slots: int = 10) -> Headroom:
+    return Headroom(slot_bytes=100, margin_bytes=50, max_slots=max_slots)
 
 
-def observed(free: list[int], most: int = 10, retries: dict[int, int] | None = None) -> list[int]:
-    """Slots after each step, of what training leaves free beside ours; those given back stay with PyTorch."""
-    room, slots, had, most_held, least = headroom(most), [], 0, 0, 10**9
+def observed(free: list[int], max_slots: int = 10, retries: dict[int, int] | None = None) -> list[int]:
+    """Return the added slots after each step.
+
+    ``free`` has the bytes that training leaves free at the peak of each step, without the slots. ``retries`` has the
+    number of retried allocations by the step from which it holds.
+    """
+    tracker, slots, num_retries, max_held, least = headroom(max_slots), [], 0, 0, 10**9
     for step, free_bytes in enumerate(free):
-        had = (retries or {}).get(step, had)
-        most_held = max(most_held, room.slots)
+        num_retries = (retries or {}).get(step, num_retries)
+        max_held = max(max_held, tracker.slots)
         # The peak of PyTorch's memory never falls.
         least = min(least, free_bytes)
-        room.observe(least - most_held * 100, had)
-        slots.append(room.slots)
+        tracker.observe(least - max_held * 100, num_retries)
+        slots.append(tracker.slots)
     return slots
 
 
-def test_nothing_is_added_in_the_first_steps_and_then_what_leaves_the_margin() -> None:
+def test_no_slots_in_the_first_steps_and_then_as_many_as_leave_the_margin_free() -> None:
     assert observed([1000, 480, 1000, 1000, 1000]) == [0, 0, 0, 4, 4]
     assert OBSERVED_STEPS == 3
-    assert observed([1000] * 4, most=3)[-1] == 3
+    assert observed([1000] * 4, max_slots=3)[-1] == 3
     assert observed([149] * 4)[-1] == 0
     assert observed([150] * 4)[-1] == 1
     assert observed([10] * 4)[-1] == 0
 
 
-def test_what_a_longer_sequence_needs_is_given_back_and_not_taken_again() -> None:
+def test_memory_for_a_longer_sequence_is_freed_and_not_taken_again() -> None:
     assert observed([480] * 4 + [260, 480, 480]) == [0, 0, 0, 4, 2, 2, 2]
 
 
-def test_an_allocation_that_had_to_be_retried_halves_what_is_held() -> None:
+def test_retried_allocation_halves_the_added_slots() -> None:
     assert observed([480] * 8, retries={1: 3, 5: 4, 7: 5}) == [0, 0, 0, 4, 4, 2, 2, 1]
 
 
-def test_what_was_refused_is_not_asked_for_again() -> None:
-    room = headroom()
+def test_no_slot_is_added_after_a_failed_allocation() -> None:
+    tracker = headroom()
     for _ in range(5):
-        room.observe(480, 0)
-    room.refused()
-    room.observe(10_000, 0)
-    assert room.slots == 0
+        tracker.observe(480, 0)
+    tracker.add_no_more()
+    tracker.observe(10_000, 0)
+    assert tracker.slots == 0
 
 
 @given(st.lists(st.integers(0, 2000), min_size=4, max_size=20), st.integers(0, 8))
-def test_the_margin_stays_free_of_what_was_free_in_any_step(free: list[int], most: int) -> None:
-    slots = observed(free, most)
+def test_margin_stays_free_in_every_step(free: list[int], max_slots: int) -> None:
+    slots = observed(free, max_slots)
     for step, held in enumerate(slots):
-        assert 0 <= held <= most
+        assert 0 <= held <= max_slots
         assert held == 0 or min(free[: step + 1]) - held * 100 >= 50
 
 
@@ -84,7 +90,7 @@ def test_slots_come_and_go_between_updates_and_bits_stay() -> None:
     executor = hostile_executor(PLAN.schedule, states, device)
     for step, num_slots in enumerate((1, 3, 4, 2, 1), start=1):
         schedule = replace(PLAN, num_slots=num_slots).schedule
-        executor.use(schedule)
+        executor.set_schedule(schedule)
         assert device.allocated_bytes - without == schedule.staging_bytes
         for those in (states, reference):
             fill_gradients(those, step)
@@ -94,7 +100,7 @@ def test_slots_come_and_go_between_updates_and_bits_stay() -> None:
         assert_equal(states, reference)
 
 
-def test_a_device_without_room_leaves_things_as_they_were() -> None:
+def test_schedule_that_does_not_fit_in_memory_changes_nothing() -> None:
     class Full(FakeDevice):
         full = False
 
@@ -109,9 +115,9 @@ def test_a_device_without_room_leaves_things_as_they_were() -> None:
     executor = hostile_executor(PLAN.schedule, states, device)
     device.full = True
     with pytest.raises(torch.OutOfMemoryError):
-        executor.use(replace(PLAN, num_slots=2).schedule)
+        executor.set_schedule(replace(PLAN, num_slots=2).schedule)
     with pytest.raises(ScheduleError):
-        executor.use(replace(PLAN.schedule, actions=PLAN.schedule.actions[1:]))
+        executor.set_schedule(replace(PLAN.schedule, actions=PLAN.schedule.actions[1:]))
     for those in (states, reference):
         fill_gradients(those, 1)
     executor.run([adam_step(1)] * len(NUMELS))

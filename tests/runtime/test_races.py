@@ -1,4 +1,7 @@
-"""Schedules under hostile timing: good ones give the serial bits, and each spoilt one is refused and shows."""
+"""Check schedules under hostile timing: safe ones give the serial bits, and unsafe ones are refused.
+
+Each unsafe schedule also gives a wrong number in some timing, so that the checker refuses nothing without need.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ def assert_serial_bits(schedule: Schedule, workload: Workload, timing: Timing, d
 
 
 def assert_waits_are_kept(timeline: Timeline) -> None:
-    """In the device's time, by what it has measured; the CPU lane's time is another."""
+    """Assert that no action started before the actions that it waits for had finished, by the device's time.
+
+    Actions of the CPU lane are left out, because they are measured by another clock.
+    """
     spans = {span.action.name: span for span in timeline.spans if span.action.lane is not Lane.CPU}
     assert spans or not timeline.spans
     for span in spans.values():
@@ -56,6 +62,7 @@ def assert_waits_are_kept(timeline: Timeline) -> None:
         assert 0 <= max(ends, default=0) <= span.start_s <= span.end_s
 
 
+@pytest.mark.promise("P1", "P2")
 @given(plans(max_numel=2000), timings, st.sampled_from(DTYPES))
 def test_every_plan_gives_the_serial_bits_whatever_the_timing(
     plan: UpdatePlan, timing: Timing, dtype: torch.dtype
@@ -71,48 +78,49 @@ def test_every_checked_schedule_gives_the_serial_bits_whatever_the_timing(
     assert_serial_bits(*drawn, timing, torch.bfloat16)
 
 
-def shows(mutant: Schedule, workload: Workload) -> bool:
-    """Whether one step gives a wrong number or NaN in some order of lanes, the checker switched off."""
+def gives_a_wrong_number(mutant: Schedule, workload: Workload) -> bool:
+    """Return whether one step gives a wrong number or NaN in some order of lanes, with the checker switched off."""
     numels = numels_of(workload)
     expected = serial(numels, steps=1)
     with mock.patch.object(executor_module, "check"):
         return any(not same(run(mutant, numels, Late(order), steps=1), expected) for order in ORDERS)
 
 
-def test_every_missing_wait_is_refused_and_shows_as_a_wrong_number() -> None:
+@pytest.mark.promise("P6")
+def test_missing_wait_is_refused_and_gives_a_wrong_number() -> None:
     seen = 0
     for plan in small_plans():
-        for what, mutant in without_one_wait(plan.schedule):
+        for mutation, mutant in without_one_wait(plan.schedule):
             with pytest.raises(ScheduleError, match="may start before"):
                 check(mutant, plan.workload)
-            assert shows(mutant, plan.workload), f"{what}: no timing shows it\n{plan.schedule}"
+            assert gives_a_wrong_number(mutant, plan.workload), f"{mutation}: no timing shows it\n{plan.schedule}"
             seen += 1
     assert seen > 300
 
 
 @given(schedules(max_numel=10))
-def test_every_missing_wait_of_any_schedule_shows(drawn: tuple[Schedule, Workload]) -> None:
+def test_missing_wait_of_any_schedule_gives_a_wrong_number(drawn: tuple[Schedule, Workload]) -> None:
     schedule, workload = drawn
-    for what, mutant in without_one_wait(schedule):
-        note(f"{what}\n{workload}\n{schedule}")
-        assert shows(mutant, workload)
+    for mutation, mutant in without_one_wait(schedule):
+        note(f"{mutation}\n{workload}\n{schedule}")
+        assert gives_a_wrong_number(mutant, workload)
 
 
 @pytest.mark.parametrize("method", ["_wait_for_caller", "_drain_streams"])
-def test_an_update_that_does_not_wait_for_backward_or_for_its_own_end_shows(method: str) -> None:
+def test_update_that_does_not_wait_for_backward_or_for_its_own_end_gives_a_wrong_number(method: str) -> None:
     for plan in small_plans():
         with mock.patch.object(Executor, method):
-            assert shows(plan.schedule, plan.workload), f"no timing shows it\n{plan.schedule}"
+            assert gives_a_wrong_number(plan.schedule, plan.workload), f"no timing shows it\n{plan.schedule}"
 
 
-def test_swapped_actions_are_refused_unless_no_timing_can_tell() -> None:
-    """Happens-before is a partial order: two actions that it does not order may change places in the text.
+def test_swapped_actions_are_refused_unless_every_timing_gives_the_serial_bits() -> None:
+    """Check all swaps of two actions. Happens-before is a partial order, so two unordered actions may be swapped.
 
-    What is accepted must give the serial bits: each in one order of lanes, every 50th in all of them.
+    An accepted schedule must give the serial bits: each in one order of lanes, and every 50th in all orders.
     """
     refused = harmless = 0
     for plan in small_plans():
-        for what, mutant in with_two_actions_swapped(plan.schedule):
+        for mutation, mutant in with_two_actions_swapped(plan.schedule):
             try:
                 check(mutant, plan.workload)
             except ScheduleError:
@@ -122,7 +130,7 @@ def test_swapped_actions_are_refused_unless_no_timing_can_tell() -> None:
                 orders = ORDERS if harmless % 50 == 0 else [ORDERS[harmless % len(ORDERS)]]
                 numels = numels_of(plan.workload)
                 expected = serial(numels)
-                assert all(same(run(mutant, numels, Late(order)), expected) for order in orders), what
+                assert all(same(run(mutant, numels, Late(order)), expected) for order in orders), mutation
     assert refused > 2000
     assert harmless > 500
 

@@ -1,4 +1,4 @@
-"""Gradients on their way to host memory: on the fake device, in every order that streams and events permit."""
+"""Check the staging of gradients on the fake device, in every order that streams and events permit."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ BUFFER_NUMEL = 7
 TIMINGS: list[Timing] = [*map(Late, permutations(range(2))), *map(Seeded, range(40))]
 
 RUNS = ((0, (3, 2)), (5, (20,)), (30, (1, 1, 9)), (41, (7,)), (48, (4,)), (60, (2, 30, 1)))
-"""What is sent together: where it begins in host memory, and the lengths of the gradients that follow one another."""
+"""Gradients that are sent together: their offset in host memory, and the lengths of adjacent gradients."""
 
 NUMEL = 100
 
 
 def sent_down(device: FakeDevice) -> tuple[torch.Tensor, torch.Tensor, Staging]:
-    """Return host memory after all gradients of ``RUNS`` went down, what must be there, and how they went.
+    """Return host memory after all gradients of ``RUNS`` were copied, its expected contents, and the staging.
 
     Each gradient's own memory is overwritten as soon as it is sent, as DeepSpeed does with its bucket.
     """
@@ -50,34 +50,34 @@ def sent_down(device: FakeDevice) -> tuple[torch.Tensor, torch.Tensor, Staging]:
             offset += numel
         with reduction.issue():
             staging.flush()
-    staging.wait()
+    staging.synchronize()
     return host, expected, staging
 
 
 @pytest.mark.parametrize("timing", TIMINGS, ids=repr)
-def test_what_goes_down_arrives(timing: Timing) -> None:
+def test_gradients_reach_host_memory(timing: Timing) -> None:
     host, expected, staging = sent_down(FakeDevice(timing))
     assert torch.equal(host, expected)
     numel = sum(sum(numels) for _, numels in RUNS)
     assert staging.traffic.d2h_bytes == 4 * numel
-    # What lies next to each other goes together, and what is longer than a buffer goes in pieces.
+    # Adjacent gradients are copied together, and gradients longer than a buffer are copied in pieces.
     pieces = sum(-(-sum(numels) // BUFFER_NUMEL) for _, numels in RUNS)
     assert len(RUNS) < staging.traffic.d2h_copies <= pieces
 
 
-def test_the_wait_for_a_buffer_is_the_streams_and_not_the_hosts() -> None:
+def test_stream_and_not_the_host_waits_for_a_buffer() -> None:
     device = FakeDevice(Late())
     staging = Staging(device, BUFFER_NUMEL, torch.float32)
     host = device.empty_host(NUMEL, torch.float32).fill_(-1)
     gradient = device.empty(NUMEL, torch.float32)
     staging.send(host, 0, gradient)
     staging.flush()
-    assert host.tolist() == [-1] * NUMEL, "nobody has waited for anything"
+    assert host.tolist() == [-1] * NUMEL, "the host has not waited for anything"
     assert not device.lanes.idle()
 
 
 class InFlight(FakeDevice):
-    """Counts the copies to host memory that have been issued and have not happened, when a buffer is written to."""
+    """A device that counts the copies to host memory that are in flight when a buffer is written to."""
 
     def __init__(self, timing: Timing) -> None:
         super().__init__(timing)
@@ -85,7 +85,7 @@ class InFlight(FakeDevice):
         self._issued = self._done = 0
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        down = any(block is self._block(destination) for block in self._pinned)
+        down = any(allocation is self._allocation(destination) for allocation in self._pinned)
         super().copy(destination, source)
         if down:
             self._issued += 1
@@ -139,13 +139,13 @@ def test_sending_and_adding_reserve_and_allocate_nothing() -> None:
         staging.send(host, 0, gradient[:50])
         staging.send(host, 50, gradient[50:])
         staging.flush()
-        staging.arrive()
+        staging.wait_for_copies()
         staging.add_to(gradient, host)
     assert gradient.tolist() == [2] * NUMEL
     assert host.tolist() == [1] * NUMEL
 
 
-def test_a_sum_is_brought_up_while_a_buffer_is_being_filled() -> None:
+def test_host_memory_is_added_while_a_buffer_is_being_filled() -> None:
     staging = Staging(HostDevice(), BUFFER_NUMEL, torch.float32)
     host, gradient = torch.zeros(NUMEL), torch.arange(NUMEL, dtype=torch.float32)
     staging.send(host, 0, gradient[:3])
@@ -157,7 +157,7 @@ def test_a_sum_is_brought_up_while_a_buffer_is_being_filled() -> None:
     assert torch.equal(host[:9], gradient[:9])
 
 
-def test_closing_waits_for_what_is_in_flight() -> None:
+def test_close_waits_for_copies_in_flight() -> None:
     device = FakeDevice(Late())
     staging = Staging(device, BUFFER_NUMEL, torch.float32)
     host = device.empty_host(3, torch.float32).fill_(-1)

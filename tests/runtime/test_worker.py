@@ -1,3 +1,5 @@
+"""Check the worker thread of the CPU lane: order, exceptions, and its end."""
+
 from __future__ import annotations
 
 import gc
@@ -40,7 +42,7 @@ def test_the_thread_enters_the_device_before_any_task() -> None:
     assert entered == threads[:1]
 
 
-def test_a_thread_that_cannot_enter_the_device_is_told_at_start() -> None:
+def test_worker_whose_thread_cannot_enter_the_device_raises_in_its_constructor() -> None:
     def refuse() -> None:
         raise RuntimeError("CUDA error: invalid device ordinal")
 
@@ -56,7 +58,7 @@ def test_an_exception_comes_out_of_the_future_and_the_thread_lives_on() -> None:
     worker.close()
 
 
-def test_a_worker_that_nobody_holds_ends_its_thread_and_lets_go_of_its_tasks() -> None:
+def test_worker_without_references_ends_its_thread_and_keeps_no_task_alive() -> None:
     class Big:
         pass
 

@@ -1,4 +1,4 @@
-"""The process group of a script that ``run_ranks`` starts."""
+"""Run a program that ``run_ranks`` has started in a process group."""
 
 from __future__ import annotations
 
@@ -12,15 +12,22 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from tests.fork_server import freeze_imported
+
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Ends the process when the block has succeeded. What our device has not written yet is NaN inside."""
-    # Not above: some scripts must not have imported us.
+    """Run the block in a process group of all ranks, and end the process when the block has succeeded.
+
+    In the block, memory that our device has allocated and not written yet holds NaN.
+    """
+    # Imported here, since some scripts must not have imported the plugin.
     from deep_opt_states.device.cpu import HostDevice
 
     for name in ("empty", "empty_host"):
         setattr(HostDevice, name, _poisoned(getattr(HostDevice, name)))
+    # DeepSpeed collects garbage for each engine: 0.25 s of CPU time, if that goes through all imported modules.
+    freeze_imported()
     deepspeed.init_distributed()
     yield
     dist.destroy_process_group()
@@ -28,7 +35,7 @@ def process_group() -> Iterator[None]:
 
 
 def _poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Such memory often holds zeros, which would hide that somebody reads it."""
+    """Return ``empty`` with its memory filled with NaN. It often holds zeros, which would hide that it is read."""
 
     def filled(*args: Any) -> torch.Tensor:
         return empty(*args).fill_(torch.nan)
@@ -37,9 +44,10 @@ def _poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def end_process() -> None:
-    """Without the interpreter's shutdown, in which PyTorch and Gloo abort now and then, also with stock DeepSpeed.
+    """End the process without the interpreter's shutdown, in which PyTorch and Gloo abort now and then.
 
-    Seen with torch 2.13 on the CPU, in about one of 20 processes: "terminate called without an active exception".
+    They also do so with stock DeepSpeed. Seen with torch 2.13 on the CPU, in about one of 20 processes: "terminate
+    called without an active exception".
     """
     sys.stdout.flush()
     sys.stderr.flush()

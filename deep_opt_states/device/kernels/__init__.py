@@ -1,1 +1,1 @@
-"""Adam kernels, all with the signature of ``adam.AdamKernel``."""
+"""Adam kernels for the CPU and the GPU. All of them implement the protocol ``adam.AdamKernel``."""

@@ -1,4 +1,4 @@
-"""The one signature of every Adam kernel."""
+"""Define the interface of every Adam kernel, and the tensors and ranges that it updates."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ from typing import Any, Protocol
 
 import torch
 
+STATES = ("master", "exp_avg", "exp_avg_sq")
+"""The fp32 tensors of ``AdamTensors`` that an update reads and writes."""
+
+DEFAULT_BETAS = (0.9, 0.999)
+"""The default betas of PyTorch and DeepSpeed, with which probes and benchmarks update."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamStep:
-    """The numbers of one sub-group's update. ``step`` counts from 1; the gradient is multiplied by ``grad_scale``."""
+    """The hyperparameters of one sub-group's update.
+
+    ``step`` counts from 1. The gradient is multiplied by ``grad_scale`` before it is used.
+    """
 
     step: int
     lr: float
@@ -24,36 +33,38 @@ class AdamStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """Elements ``begin`` to ``end``, that one not included, of a sub-group of ``of`` elements."""
+class ElementRange:
+    """The elements [begin, end) of a sub-group of ``sub_group_numel`` elements."""
 
     begin: int
     end: int
-    of: int
+    sub_group_numel: int
 
     @classmethod
-    def whole(cls, numel: int) -> Part:
-        return cls(begin=0, end=numel, of=numel)
+    def whole(cls, numel: int) -> ElementRange:
+        """Return the range of all elements of a sub-group of ``numel`` elements."""
+        return cls(begin=0, end=numel, sub_group_numel=numel)
 
     def __post_init__(self) -> None:
-        assert 0 <= self.begin <= self.end <= self.of, self
+        assert 0 <= self.begin <= self.end <= self.sub_group_numel, self
 
     @property
     def numel(self) -> int:
+        """Return the number of elements in the range."""
         return self.end - self.begin
 
     def view(self, whole: torch.Tensor) -> torch.Tensor:
-        """Shape [of] to shape [numel]."""
-        # A schedule makes many views per action: none where the part is the whole saves most of what issuing costs.
-        return whole if self.numel == self.of else whole.narrow(0, self.begin, self.numel)
+        """Return the view of this range, of shape [numel], of a tensor of shape [sub_group_numel]."""
+        # A schedule makes many views per action. Making none if the range is the whole saves most of the time to issue.
+        return whole if self.numel == self.sub_group_numel else whole.narrow(0, self.begin, self.numel)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamTensors:
-    """One sub-group's, or of a part of one, shape [numel] each, all in the memory that the kernel works on.
+    """The tensors of a sub-group, or of a range of one, of shape [numel] each, in the memory that the kernel works on.
 
     ``master``, ``exp_avg`` and ``exp_avg_sq`` are fp32 and updated in place. ``grad`` is bf16, fp16 or fp32 and only
-    read. ``param`` takes the updated parameters, rounded to its dtype; None where nobody needs them.
+    read. ``param`` receives the updated parameters, rounded to its dtype. It is None if they are not needed.
     """
 
     master: torch.Tensor
@@ -62,66 +73,77 @@ class AdamTensors:
     grad: torch.Tensor
     param: torch.Tensor | None
 
-    def part(self, part: Part) -> AdamTensors:
-        """Views."""
-        return self.each(part.view)
+    def narrow(self, element_range: ElementRange) -> AdamTensors:
+        """Return views of ``element_range`` of the whole sub-group's tensors."""
+        return self.map(element_range.view)
 
-    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> AdamTensors:
-        changed: dict[str, Any] = {name: None if its is None else change(its) for name, its in vars(self).items()}
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> AdamTensors:
+        """Return the results of ``change`` for each tensor. A ``param`` that is None stays None."""
+        changed: dict[str, Any] = {
+            name: None if tensor is None else change(tensor) for name, tensor in vars(self).items()
+        }
         return AdamTensors(**changed)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartUpdate:
-    """The update of one part of one sub-group; ``tensors`` are the part's."""
+class RangeUpdate:
+    """The update of one range of one sub-group. ``tensors`` are views of that range."""
 
     sub_group: int
     tensors: AdamTensors
-    part: Part
+    element_range: ElementRange
 
 
 class AdamKernel(Protocol):
-    """An Adam update whose results have the same bits on every device, except for which NaN they are.
+    """An Adam update whose results have the same bits on every device, except for the bits of a NaN.
 
     All kernels have NaN in the same places, but IEEE 754 leaves the sign and the payload of a NaN open. On x86, the
-    C++ kernel has stock's in the states: an invalid operation gives 0xffc00000, and an operand's NaN is passed on. On a
-    GPU every operation gives 0x7fffffff. Parameters rounded to bf16 have 0x7fc0 on both, where PyTorch's own
-    conversion on the CPU has 0xffff in its vectors. Stock skips a step whose norm is NaN, and so do we: a NaN is
-    updated only where the states or the parameters had it before.
+    C++ kernel has the same NaN as stock in the states: an invalid operation gives 0xffc00000, and the NaN of an operand
+    is propagated. On a GPU every operation gives 0x7fffffff. Parameters rounded to bf16 have 0x7fc0 on both, while
+    PyTorch's own conversion on the CPU writes 0xffff in its vectors. Stock skips a step whose norm is NaN, and so does
+    the plugin: a NaN is updated only where the states or the parameters had it before.
     """
 
     def zero(self, tensors: AdamTensors) -> None:
-        """All of it, on the threads that will update it: near these it comes to lie if nothing has touched it yet."""
+        """Zero all tensors on the threads that will update them.
 
-    def begin_step(self, steps: Sequence[AdamStep]) -> None:
-        """Announce the updates of one step, one a sub-group in DeepSpeed's order, before the first of them."""
-
-    def update(self, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
-        """As announced by ``begin_step``, in any order of the sub-groups and of their parts.
-
-        ``tensors`` are the part's, or without one the whole sub-group's. An element's bits do not depend on the parts.
+        The first touch of a page places it on the NUMA node of the thread that touches it.
         """
 
-    def update_parts(self, updates: Sequence[PartUpdate]) -> None:
-        """Update parts of any sub-groups in one call, with the bits of ``update`` for each."""
+    def begin_step(self, steps: Sequence[AdamStep]) -> None:
+        """Announce the updates of one step, before the first of them.
+
+        ``steps`` has one entry per sub-group, in DeepSpeed's order.
+        """
+
+    def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
+        """Update a range of ``sub_group``, or all of it if ``element_range`` is None, as ``begin_step`` announced.
+
+        ``tensors`` are those of the range. Sub-groups and ranges may be updated in any order. The bits of an element do
+        not depend on the ranges.
+        """
+
+    def update_ranges(self, updates: Sequence[RangeUpdate]) -> None:
+        """Update ranges of any sub-groups in one call, with the same bits as one ``update`` per range."""
 
     def restart(self) -> None:
-        """Forget every step heard, as a new process would have: beta^t is ``pow`` at the next step."""
+        """Forget all announced steps, as in a new process: the next step computes beta^t by ``pow``."""
 
     def close(self) -> None:
-        """Free what is not freed with the object."""
+        """Free the resources that are not freed with the object."""
 
 
-class OneByOne:
-    """A base of kernels that update one part per call."""
+class OneRangePerCall:
+    """The base class of kernels that update one range per call."""
 
-    def update_parts(self: AdamKernel, updates: Sequence[PartUpdate]) -> None:
-        for each in updates:
-            self.update(each.sub_group, each.tensors, each.part)
+    def update_ranges(self: AdamKernel, updates: Sequence[RangeUpdate]) -> None:
+        """Update each range by a call of ``update``."""
+        for update in updates:
+            self.update(update.sub_group, update.tensors, update.element_range)
 
 
 def zero(tensors: AdamTensors) -> None:
-    """By PyTorch, wherever they are."""
+    """Zero all tensors with PyTorch, on the device where they are."""
     for tensor in vars(tensors).values():
         if tensor is not None:
             tensor.zero_()

@@ -1,7 +1,7 @@
-"""How the op that stock DeepSpeed built on this machine computes, found by trying.
+"""Describe how the op that stock DeepSpeed built on this machine computes, which can only be found by trying.
 
-Up to a cut it works on vectors, with the fused multiply-adds that its source spells out. The elements after the last
-whole vector are left to the compiler, which may fuse products into sums as it likes (GCC 12 and Clang 15 differ).
+Up to a cut the op works on vectors, with the fused multiply-adds that its source spells out. The elements after the
+last whole vector are left to the compiler, which may fuse products into sums as it likes (GCC 12 and Clang 15 differ).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from enum import IntEnum
 
 
 class Tail(IntEnum):
-    """What became of ``m = m * beta1; m = g * (1 - beta1) + m``; the other sums are fused unless ``UNFUSED``.
+    """The ways in which a compiler fuses ``m = m * beta1; m = g * (1 - beta1) + m`` in the tail.
 
-    The values are those of ``csrc/update.h``.
+    The other sums are fused unless the tail is ``UNFUSED``. The values are those of ``csrc/update.h``.
     """
 
     UNFUSED = 0
@@ -23,21 +23,25 @@ class Tail(IntEnum):
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """``vector_width`` elements to a vector: 16 with AVX-512, 8 with AVX2, 4 with NEON, 1 where all is the tail's.
+    """The arithmetic of an op: the elements per vector, and the arithmetic of the tail after the last whole vector.
 
-    With SVE that is ``MOMENT_FUSED`` (``includes/sve.h``). Neither NEON nor SVE has been tried.
+    ``vector_width`` is 16 with AVX-512, 8 with AVX2, 4 with NEON, and 1 if every element is in the tail. With SVE every
+    element is in a ``MOMENT_FUSED`` tail (``includes/sve.h``). Neither NEON nor SVE has been tested.
     """
 
     vector_width: int
     tail: Tail
 
     def cut(self, numel: int) -> int:
-        """The elements of a sub-group from here on are its tail, whatever range of it is updated at a time."""
+        """Return the index of the first element of the tail of a sub-group of ``numel`` elements.
+
+        The tail is the sub-group's: it does not depend on the ranges in which the sub-group is updated.
+        """
         return 0 if self.vector_width == 1 else numel // self.vector_width * self.vector_width
 
     def __str__(self) -> str:
         return f"vectors of {self.vector_width}, tail {self.tail.name.lower().replace('_', ' ')}"
 
 
-# A tail like the vectors makes the width irrelevant; the widest first.
+# The widest vectors come first. If the tail computes as the vectors do, then the width does not matter.
 CANDIDATES = tuple(Arithmetic(width, tail) for tail in Tail for width in (16, 8, 4, 1))

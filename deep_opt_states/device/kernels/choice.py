@@ -1,4 +1,7 @@
-"""Which kernels update: ours in one pass, or on the CPU stock's op in three where ours cannot be had. Same bits."""
+"""Choose the Adam kernels: ours, in one pass; on the CPU stock's op, in three passes, if ours is unavailable.
+
+The bits are the same.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,12 @@ from deep_opt_states.device.kernels.triton_adam import TritonAdam
 
 
 @dataclass(frozen=True)
-class Choice:
-    """``arithmetic`` is None where the fallback updates, which cannot update a part of a sub-group; ``why`` says then
-    what keeps the fused kernel away."""
+class ChosenKernel:
+    """The kernel that updates on the CPU.
+
+    ``arithmetic`` is None if ``kernel`` is the fallback, which cannot update a range of a sub-group. Then ``why`` is
+    the reason why the fused kernel is not used.
+    """
 
     kernel: AdamKernel
     arithmetic: Arithmetic | None
@@ -28,26 +34,33 @@ class Choice:
 
 def cpu_adam(
     num_sub_groups: int, betas: tuple[float, float], *, adamw: bool, num_threads: int, cores: Sequence[int] = ()
-) -> Choice:
-    """What ``DeepSpeedCPUAdam`` with these ``betas`` and in this mode would compute."""
+) -> ChosenKernel:
+    """Return a kernel with the bits of ``DeepSpeedCPUAdam`` with these ``betas`` and in this mode.
+
+    ``num_threads`` threads update, each on its entry of ``cores`` if that is not empty. Raise the error of DeepSpeed if
+    it cannot build its op.
+    """
     try:
         arithmetic = known_arithmetic()
         kernel = FusedAdam(arithmetic, betas, adamw=adamw, num_threads=num_threads, cores=cores)
     except KernelUnavailable as unavailable:
         why = f"{unavailable}\nUpdates on the CPU fall back to DeepSpeedCPUAdam, in three passes: same bits, slower."
-        return Choice(StockAdam(num_sub_groups, betas, adamw=adamw), None, why)
-    return Choice(kernel, arithmetic)
+        return ChosenKernel(StockAdam(num_sub_groups, betas, adamw=adamw), None, why)
+    return ChosenKernel(kernel, arithmetic)
 
 
 def gpu_adam(betas: tuple[float, float], *, adamw: bool) -> TritonAdam:
-    """The same on the current CUDA device. Raises ``KernelUnavailable`` where no kernel would give the CPU's bits."""
+    """Return a kernel with the same bits for the current CUDA device.
+
+    Raise ``KernelUnavailable`` if no kernel would give the bits of the CPU.
+    """
     device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
     return TritonAdam(known_arithmetic(), betas, adamw=adamw, device=device)
 
 
 def known_arithmetic() -> Arithmetic:
-    """That of stock's op on this machine. Raises ``KernelUnavailable``."""
+    """Return the arithmetic of stock's op on this machine. Raise ``KernelUnavailable`` if it is not known."""
     arithmetic = find_arithmetic()
     if arithmetic is None:
-        raise KernelUnavailable("DeepSpeedCPUAdam computes here in a way that our kernels do not know.")
+        raise KernelUnavailable("DeepSpeedCPUAdam computes on this machine in a way that our kernels cannot reproduce.")
     return arithmetic

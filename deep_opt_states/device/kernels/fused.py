@@ -1,4 +1,7 @@
-"""Adam in one pass over host memory, with the bits of stock DeepSpeed's three (scale, Adam, round to 16 bit)."""
+"""Update with Adam in one pass over host memory, with the bits of stock DeepSpeed's three passes.
+
+These scale the gradient, update with Adam, and round to 16 bits.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,17 @@ from dataclasses import fields
 
 import torch
 
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, Part, PartUpdate
+from deep_opt_states.device.kernels.adam import STATES, AdamStep, AdamTensors, ElementRange, RangeUpdate
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
 from deep_opt_states.device.kernels.library import DTYPES, CScalars, CUpdate, InstructionSet, library
 from deep_opt_states.device.kernels.scalars import BetaPowers, Scalars
 
-STATES = ("master", "exp_avg", "exp_avg_sq")
-
 
 class FusedAdam:
-    """``num_threads`` threads, the i-th on ``cores[i]`` if there are any. Another thread of Python runs meanwhile.
+    """The C++ kernel on ``num_threads`` threads, the i-th on ``cores[i]`` unless ``cores`` is empty.
 
-    Raises ``KernelUnavailable`` where the kernel can be neither loaded nor compiled.
+    Other Python threads run during an update, since the kernel does not hold the GIL. Raise ``KernelUnavailable`` if
+    the kernel can be neither loaded nor compiled.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class FusedAdam:
         self._arithmetic = arithmetic
         self._betas, self._adamw = betas, adamw
         self.num_threads = num_threads
-        # The kernel reads them at every call.
+        # The kernel reads this array through a pointer at every call. Without the reference it would be freed.
         self._cores = (ctypes.c_int32 * len(cores))(*cores) if cores else None
         self.restart()
 
@@ -50,35 +52,38 @@ class FusedAdam:
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         self._scalars = self._powers.scalars(steps)
 
-    def update(self, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
-        part = part or Part.whole(tensors.master.numel())
-        self.update_parts([PartUpdate(sub_group=sub_group, tensors=tensors, part=part)])
+    def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
+        element_range = element_range or ElementRange.whole(tensors.master.numel())
+        self.update_ranges([RangeUpdate(sub_group=sub_group, tensors=tensors, element_range=element_range)])
 
-    def update_parts(self, updates: Sequence[PartUpdate]) -> None:
-        """Wake the threads once for all ``updates``, and not at all where these are small together."""
+    def update_ranges(self, updates: Sequence[RangeUpdate]) -> None:
+        """Update all ranges in one call.
+
+        The threads are woken once for all ``updates``, or not at all if the updates are small in total.
+        """
         described = []
-        for each in updates:
-            update = self._describe(each.tensors, each.part)
-            scalars = self._scalars[each.sub_group]
-            update.scalars = CScalars(**{field.name: getattr(scalars, field.name) for field in fields(scalars)})
-            described.append(update)
+        for update in updates:
+            description = self._describe(update.tensors, update.element_range)
+            scalars = self._scalars[update.sub_group]
+            description.scalars = CScalars(**{field.name: getattr(scalars, field.name) for field in fields(scalars)})
+            described.append(description)
         self._library.update(described, self._instruction_set)
 
     def zero(self, tensors: AdamTensors) -> None:
-        self._library.zero(self._describe(tensors, Part.whole(tensors.master.numel())))
+        self._library.zero(self._describe(tensors, ElementRange.whole(tensors.master.numel())))
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""
 
-    def _describe(self, tensors: AdamTensors, part: Part) -> CUpdate:
-        """Without scalars."""
-        _check(tensors, part.numel)
+    def _describe(self, tensors: AdamTensors, element_range: ElementRange) -> CUpdate:
+        """Return the C struct of the update, without its scalars."""
+        _check(tensors, element_range.numel)
         return CUpdate(
             **{name: getattr(tensors, name).data_ptr() for name in (*STATES, "grad")},
             param=None if tensors.param is None else tensors.param.data_ptr(),
-            numel=part.numel,
-            # Where the part ends before it, every element is below the cut; where it begins after it, none.
-            cut=self._arithmetic.cut(part.of) - part.begin,
+            numel=element_range.numel,
+            # The cut may be outside the range. Then all of its elements are before the cut, or none is.
+            cut=self._arithmetic.cut(element_range.sub_group_numel) - element_range.begin,
             grad_dtype=DTYPES[tensors.grad.dtype],
             param_dtype=DTYPES[None if tensors.param is None else tensors.param.dtype],
             tail=self._arithmetic.tail,
@@ -88,7 +93,7 @@ class FusedAdam:
 
 
 def _check(tensors: AdamTensors, numel: int) -> None:
-    """C++ would read and write whatever is there."""
+    """Raise ``AssertionError`` for tensors that do not fit. C++ would read and write outside their memory."""
     for name in (*STATES, "grad", "param"):
         tensor = getattr(tensors, name)
         if tensor is None:

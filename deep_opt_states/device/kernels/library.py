@@ -1,4 +1,4 @@
-"""Our C++ kernel as a shared library, compiled at first use as DeepSpeed's ops are: by ninja, and kept."""
+"""Load our C++ kernel as a shared library, which ninja compiles at first use, as it compiles DeepSpeed's ops."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ import torch
 FOLDER = Path(__file__).parent / "csrc"
 SOURCES = ("update.cpp", "plain.cpp", "avx2.cpp", "avx512.cpp")
 
-# No contraction: which products are fused is written out. Neither errno nor traps, which keep loops from vectors.
+# The source states which products are fused, so the compiler may contract nothing. Support for errno and for traps is
+# off, because it keeps loops from being vectorized.
 FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
 
 def _digest() -> str:
-    """Of all that the library is made of: releases that share a cache of extensions do not overwrite each other's."""
+    """Return a digest of all sources and flags of the library.
+
+    With it in the name, releases that share a cache of extensions do not overwrite each other's library.
+    """
     digest = hashlib.sha256(repr(FLAGS).encode())
     for path in sorted(FOLDER.iterdir()):
         digest.update(path.read_bytes())
@@ -31,17 +35,19 @@ NAME = f"deep_opt_states_adam_{_digest()}"
 
 
 class KernelUnavailable(RuntimeError):
-    """A kernel of ours can be neither loaded nor compiled on this machine."""
+    """The error that one of our kernels can be neither loaded nor compiled on this machine."""
 
 
 class InstructionSet(IntEnum):
+    """The instruction sets that the kernel is compiled for, each including the ones before it."""
+
     PLAIN = 0
     AVX2 = 1
     AVX512 = 2
 
 
 class CScalars(ctypes.Structure):
-    """``Scalars`` of ``csrc/update.h``."""
+    """The ctypes counterpart of ``Scalars`` in ``csrc/update.h``."""
 
     _fields_ = (
         *(
@@ -63,7 +69,7 @@ class CScalars(ctypes.Structure):
 
 
 class CUpdate(ctypes.Structure):
-    """``Update`` of ``csrc/update.h``."""
+    """The ctypes counterpart of ``Update`` in ``csrc/update.h``."""
 
     _fields_ = (
         ("scalars", CScalars),
@@ -75,6 +81,8 @@ class CUpdate(ctypes.Structure):
 
 
 class Library:
+    """The loaded shared library, with typed functions."""
+
     def __init__(self, loaded: ctypes.CDLL) -> None:
         loaded.deep_opt_states_instruction_set.restype = ctypes.c_int32
         loaded.deep_opt_states_update.argtypes = (ctypes.POINTER(CUpdate), ctypes.c_int64, ctypes.c_int32)
@@ -83,21 +91,26 @@ class Library:
         loaded.deep_opt_states_zero.restype = None
         self._update, self._zero = loaded.deep_opt_states_update, loaded.deep_opt_states_zero
         self.instruction_set = InstructionSet(loaded.deep_opt_states_instruction_set())
-        """The best one of this processor."""
+        """The best instruction set of this processor."""
 
     def update(self, updates: Sequence[CUpdate], instruction_set: InstructionSet) -> None:
-        """Run all ``updates`` on the threads of the first. Returns when all threads are done; ctypes releases the GIL
-        meanwhile."""
+        """Run all ``updates`` on the threads of the first one, and return when all threads are done.
+
+        The GIL is released meanwhile, by ctypes.
+        """
         if updates:
             self._update((CUpdate * len(updates))(*updates), len(updates), instruction_set)
 
     def zero(self, update: CUpdate) -> None:
-        """Of its tensors, on the threads that would update them."""
+        """Zero the tensors of ``update`` on the threads that would update them."""
         self._zero(ctypes.byref(update))
 
 
 def library() -> Library:
-    """Raises ``KernelUnavailable``. Ranks of a machine may call it at once: PyTorch's loader lets one compile."""
+    """Return the library, compiled if necessary. Raise ``KernelUnavailable`` if that fails.
+
+    All ranks of a machine may call this at once: PyTorch's loader lets one of them compile.
+    """
     found = _loaded()
     if isinstance(found, KernelUnavailable):
         raise found.with_traceback(None)
@@ -106,7 +119,10 @@ def library() -> Library:
 
 @cache
 def _loaded() -> Library | KernelUnavailable:
-    """Tried once a process: after a failure PyTorch's loader would not compile again, and only miss the file."""
+    """Return the library or the error, which are kept for the process.
+
+    After a failure, PyTorch's loader would not compile again, and would only report that the file is missing.
+    """
     from torch.utils import cpp_extension
 
     folder = ""
@@ -122,21 +138,24 @@ def _loaded() -> Library | KernelUnavailable:
         return Library(ctypes.CDLL(str(Path(folder) / f"{NAME}.so")))
     except (OSError, RuntimeError, ImportError, SubprocessError) as error:
         unavailable = KernelUnavailable(
-            f"The C++ Adam kernel cannot be compiled or loaded ({type(error).__name__}: {_essence(error, folder)}).\n"
-            "It takes a C++ compiler with OpenMP (apt-get install g++, or set CXX) and ninja (pip install ninja)."
+            f"The C++ Adam kernel cannot be compiled or loaded ({type(error).__name__}: {_summary(error, folder)}).\n"
+            "It needs a C++ compiler with OpenMP (apt-get install g++, or set CXX) and ninja (pip install ninja)."
         )
         unavailable.__cause__ = error
         return unavailable
 
 
-def _essence(error: Exception, folder: str) -> str:
-    """One line; of what ninja says, commands and all, the first that a compiler or the shell complains in."""
+def _summary(error: Exception, folder: str) -> str:
+    """Return the error in one line.
+
+    From the output of ninja, which includes the commands, take the first error line of a compiler or of the shell.
+    """
     first, *others = str(error).splitlines() or [""]
     if not others:
         return first
     complaint = next((line for line in others if "error: " in line or line.endswith(": not found")), first)
-    return f"{complaint}; all of it: ninja -v -C {folder}"
+    return f"{complaint}; full output: ninja -v -C {folder}"
 
 
 DTYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-"""Numbers of ``csrc/update.h``."""
+"""The dtypes' values in ``csrc/update.h``."""

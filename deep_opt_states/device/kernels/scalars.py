@@ -1,8 +1,9 @@
-"""The numbers that an Adam kernel multiplies with, to the bit those of DeepSpeedCPUAdam.
+"""Compute the numbers that an Adam kernel multiplies with, bit for bit those of DeepSpeedCPUAdam.
 
-Its object (``deepspeed/ops/csrc/includes/cpu_adam.h``, ``IncrementStep``) hides state: beta^t is a running product in
-fp32 while steps follow one another with the same betas, and ``pow`` after any other change. Stock has one such object
-for all sub-groups, so its bits depend on the order of the calls; here one tracker hears the same sequence.
+The object of that op (``deepspeed/ops/csrc/includes/cpu_adam.h``, ``IncrementStep``) hides state: beta^t is a running
+product in fp32 while steps follow one another with the same betas, and ``pow`` after any other change. Stock has one
+such object for all sub-groups, so its bits depend on the order of the calls. Here one tracker receives the same
+sequence of steps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from deep_opt_states.device.kernels.adam import AdamStep
 
 
 class Decay(IntEnum):
-    """``DECOUPLED`` is AdamW's, ``L2`` is Adam's. The values are those of ``csrc/update.h``."""
+    """The kinds of weight decay: ``DECOUPLED`` in AdamW, ``L2`` in Adam. The values are those of ``csrc/update.h``."""
 
     NONE = 0
     DECOUPLED = 1
@@ -27,7 +28,10 @@ class Decay(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Scalars:
-    """fp32 each; ``decay`` is -lr * weight_decay (``DECOUPLED``) or weight_decay (``L2``)."""
+    """The numbers of one update, each in fp32.
+
+    ``decay`` is -lr * weight_decay (``DECOUPLED``) or weight_decay (``L2``).
+    """
 
     grad_scale: np.float32
     beta1: np.float32
@@ -47,7 +51,7 @@ ONE = np.float32(1)
 
 
 class BetaPowers:
-    """``betas`` are those that the optimizer was made with."""
+    """The powers beta^t of the optimizer, which was made with ``betas``, as stock's object computes them."""
 
     def __init__(self, betas: tuple[float, float], *, adamw: bool) -> None:
         self._betas = np.float32(betas[0]), np.float32(betas[1])
@@ -56,13 +60,13 @@ class BetaPowers:
         self._powers = ONE, ONE
 
     def scalars(self, steps: Sequence[AdamStep]) -> list[Scalars]:
-        """Of one step's updates, one a sub-group, in DeepSpeed's order."""
-        # What overflows does so in C++, too.
+        """Return the numbers of one step's updates. ``steps`` has one entry per sub-group, in DeepSpeed's order."""
+        # An overflow is no error: stock's op in C++ has the same overflow.
         with np.errstate(all="ignore"):
             return [self._scalars(step) for step in steps]
 
     def _scalars(self, step: AdamStep) -> Scalars:
-        """``update_state`` and the first lines of ``Step_AVX``, operation by operation."""
+        """Compute as ``update_state`` and the first lines of ``Step_AVX`` do, operation by operation."""
         self._increment(step)
         beta1, beta2 = self._betas
         lr, weight_decay = np.float32(step.lr), np.float32(step.weight_decay)
@@ -93,7 +97,7 @@ class BetaPowers:
         if betas == self._betas and step.step == self._step + 1:
             self._powers = self._powers[0] * betas[0], self._powers[1] * betas[1]
         else:
-            # std::pow(float, size_t) is that of doubles.
+            # std::pow(float, size_t) computes with doubles.
             self._powers = _power(betas[0], step.step), _power(betas[1], step.step)
         self._betas, self._step = betas, step.step
 

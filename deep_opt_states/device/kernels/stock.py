@@ -1,9 +1,9 @@
-"""DeepSpeed's public CPU Adam op: what our kernels must equal, and what stands in for them where they cannot be had.
+"""Update with DeepSpeed's public CPU Adam op: the reference for our kernels, and their fallback.
 
-The op (``deepspeed/ops/csrc/includes/cpu_adam.h``) hides state in an object, see ``scalars.py``. Stock has one for
-all sub-groups, updated in order. Here every sub-group has an object of its own, and each object hears the whole
-sequence of steps and betas that stock's would hear; the calls for other sub-groups carry empty tensors. What an object
-then computes does not depend on when it is called.
+The op (``deepspeed/ops/csrc/includes/cpu_adam.h``) hides state in an object, see ``scalars.py``. Stock has one object
+for all sub-groups, which it updates in order. Here every sub-group has its own object. Each object receives the whole
+sequence of steps and betas that stock's object would receive; the calls for other sub-groups have empty tensors. So the
+results of an object do not depend on when it is called.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder import CPUAdamBuilder
 
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, OneByOne, Part, zero
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, ElementRange, OneRangePerCall, zero
 
 
-class StockAdam(OneByOne):
-    """Three passes over host memory, holding the GIL in one of them; one op object a sub-group.
+class StockAdam(OneRangePerCall):
+    """DeepSpeed's op in three passes over host memory, with one op object per sub-group.
 
-    ``betas`` are those that stock's object would be made with; what else it is made with, each step says anew. Raises
-    what DeepSpeed raises where it cannot build its op, and ``RuntimeError`` for tensors that are not of one length.
+    One of the passes holds the GIL. ``betas`` are those that stock's object would be made with; the other arguments of
+    that object are set anew by each step. Raise DeepSpeed's error if it cannot build its op, and ``RuntimeError`` for
+    tensors whose lengths differ.
     """
 
     def __init__(self, num_sub_groups: int, betas: tuple[float, float], *, adamw: bool) -> None:
-        # Not by making a DeepSpeedCPUAdam, which asks the processor for its name in a process of its own: seconds.
+        # A DeepSpeedCPUAdam would also load it, but starts a process to find the processor's name, which takes seconds.
         self._op = CPUAdamBuilder().load(verbose=False)
         self._betas = betas
         self._adamw = adamw
         self._empty = _fp32(0)
         self._num_sub_groups = num_sub_groups
         self._ids: list[int] = []
-        self._scaled = _Scaled()
+        self._scaled = _ScaledGradient()
         weakref.finalize(self, _destroy, self._op, self._ids)
         self.restart()
 
@@ -51,16 +52,20 @@ class StockAdam(OneByOne):
         zero(tensors)
 
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
-        """Let every object hear what precedes its own update: the rest of the last step, the start of this one."""
+        """Call every object for the steps before its own update: the rest of the last step and the start of this
+        one."""
         runs, run_of = _runs(steps)
         for sub_group, op_id in enumerate(self._ids):
             for step in (*self._runs[self._run_of[sub_group] + 1 :], *runs[: run_of[sub_group]]):
                 self._call(op_id, step, self._empty, self._empty, self._empty, self._empty)
         self._steps, self._runs, self._run_of = steps, runs, run_of
 
-    def update(self, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
-        """Never a part: the op would give it a scalar tail of its own, where the sub-group has none."""
-        assert part is None or part.numel == part.of, part
+    def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
+        """Update the whole sub-group. Raise ``AssertionError`` for a smaller range.
+
+        The op would compute the end of the range as a scalar tail, where the sub-group has none.
+        """
+        assert element_range is None or element_range.numel == element_range.sub_group_numel, element_range
         step = self._steps[sub_group]
         grad = self.scaled_gradient(tensors.grad, step.grad_scale)
         self._call(self._ids[sub_group], step, tensors.master, grad, tensors.exp_avg, tensors.exp_avg_sq)
@@ -68,16 +73,20 @@ class StockAdam(OneByOne):
             tensors.param.copy_(tensors.master)
 
     def scaled_gradient(self, grad: torch.Tensor, grad_scale: float) -> torch.Tensor:
-        """In fp32, which the op reads. Its memory is kept, so that no step but the first allocates."""
+        """Return the scaled gradient in fp32, which the op reads.
+
+        Its memory is kept per thread, so that only the first step allocates. The next call overwrites it.
+        """
         return self._scaled.memory(grad.numel()).copy_(grad).mul_(grad_scale)
 
     def close(self) -> None:
-        """Free the op objects, which DeepSpeed's module keeps for the life of the process otherwise, and the memory."""
+        """Free the op objects and the memory. Otherwise DeepSpeed's module would keep the objects until the process
+        ends."""
         _destroy(self._op, self._ids)
-        self._scaled = _Scaled()
+        self._scaled = _ScaledGradient()
 
     def _create(self) -> int:
-        # DeepSpeed numbers its own objects from this counter; taking from it avoids a collision.
+        # DeepSpeed numbers its own objects with this counter. Numbers from the same counter cannot collide with them.
         op_id = DeepSpeedCPUAdam.optimizer_id
         DeepSpeedCPUAdam.optimizer_id += 1
         lr, eps, weight_decay, should_log = 1e-3, 1e-8, 0.0, False
@@ -98,9 +107,11 @@ class StockAdam(OneByOne):
         )
 
 
-class _Scaled(threading.local):
-    """Memory for a scaled gradient, of each thread's own: on the CPU accelerator slots and host memory are updated by
-    one kernel, on two threads at once."""
+class _ScaledGradient(threading.local):
+    """Memory for a scaled gradient, separate for each thread.
+
+    On the CPU accelerator, one kernel updates slots and host memory on two threads concurrently.
+    """
 
     def __init__(self) -> None:
         self._memory = _fp32(0)
@@ -121,7 +132,10 @@ def _destroy(op: Any, ids: list[int]) -> None:
 
 
 def _runs(steps: Sequence[AdamStep]) -> tuple[list[AdamStep], list[int]]:
-    """The steps without neighbours that agree in step and betas (the op ignores those), and each one's run."""
+    """Return the steps without repetitions, and for each step the index of its entry there.
+
+    Neighbouring steps that agree in step number and betas form one run, since the op ignores repetitions.
+    """
     runs: list[AdamStep] = []
     run_of: list[int] = []
     for _, group in groupby(steps, key=lambda step: (step.step, step.beta1, step.beta2)):

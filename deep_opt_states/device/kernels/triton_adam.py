@@ -1,4 +1,4 @@
-"""Adam in one pass over the accelerator's memory, with the bits of ``FusedAdam``: ``triton_kernel.py`` launched."""
+"""Update with Adam in one pass over GPU memory, with the bits of ``FusedAdam``, by launching ``triton_kernel.py``."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from typing import Any
 import numpy as np
 import torch
 
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, OneByOne, Part, zero
+from deep_opt_states.device.kernels.adam import STATES, AdamStep, AdamTensors, ElementRange, OneRangePerCall, zero
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
 from deep_opt_states.device.kernels.library import DTYPES, KernelUnavailable
 from deep_opt_states.device.kernels.scalars import BetaPowers, Decay, Scalars
 
-STATES = ("master", "exp_avg", "exp_avg_sq")
-
 ALIGNMENT_BYTES = 16
-"""Triton compiles a kernel for pointers that are multiples of it, and another for those that are not."""
+"""Triton compiles one kernel for pointers that are multiples of this, and another one for pointers that are not."""
 
 ALIGNED_ELEMENTS = ALIGNMENT_BYTES // 4
-"""So many fp32 elements apart."""
+"""The distance of such pointers in fp32 elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
-    """``elements`` to a program of ``warps``. Four to a thread: a load or store of 16 bytes for each fp32 tensor.
+class BlockShape:
+    """The ``elements`` per Triton program, and its ``warps``.
 
-    With more, the 16-bit parameters take another layout, and the registers pass through shared memory.
+    The defaults give four elements per thread: one load or store of 16 bytes per fp32 tensor. With more elements, the
+    16-bit parameters would have another layout, and the registers would pass through shared memory.
     """
 
     elements: int = 1024
     warps: int = 8
 
 
-class TritonAdam(OneByOne):
-    """Updates on the CUDA stream that is current where ``update`` is called; neither allocates nor synchronises.
+class TritonAdam(OneRangePerCall):
+    """The Triton kernel, launched on the CUDA stream that is current in ``update``.
 
-    ``master``, ``exp_avg`` and ``exp_avg_sq`` of a sub-group begin at multiples of 16 bytes. What ``compile`` was
-    called for is not compiled in a step. Raises ``KernelUnavailable`` where Triton cannot be imported.
+    An update neither allocates nor synchronises. ``master``, ``exp_avg`` and ``exp_avg_sq`` of a sub-group must begin
+    at multiples of 16 bytes. Dtypes for which ``compile`` was called are not compiled in a step. Raise
+    ``KernelUnavailable`` if Triton cannot be imported.
     """
 
     def __init__(
@@ -51,29 +51,30 @@ class TritonAdam(OneByOne):
         *,
         adamw: bool,
         device: torch.device,
-        block: Block | None = None,
+        block: BlockShape | None = None,
     ) -> None:
-        self._kernel, self._options = _imported()
+        self._kernel, self._options = _import_kernel()
         self._arithmetic = arithmetic
         self._betas, self._adamw = betas, adamw
         self._device = device
-        self._block = block or Block()
+        self._block = block or BlockShape()
         self.restart()
 
     def compile(self, grad_dtypes: Iterable[torch.dtype], param_dtypes: Iterable[torch.dtype | None]) -> None:
-        """For every combination, wherever gradients and parameters begin; and loaded onto the device, by a launch.
+        """Compile for every combination of dtypes and of alignments of gradients and parameters.
 
-        Seconds at the first time on a machine, milliseconds from Triton's cache later. Raises ``KernelUnavailable``.
+        A launch without elements also loads each kernel onto the device. This takes seconds the first time on a
+        machine, and later milliseconds, from Triton's cache. Raise ``KernelUnavailable`` if Triton cannot compile.
         """
         numbers = {field.name: np.float32(0) for field in fields(Scalars) if field.name != "decay_kind"}
-        nothing = Scalars(**numbers, decay_kind=Decay.NONE)
+        zeros = Scalars(**numbers, decay_kind=Decay.NONE)
         try:
             for grad_dtype, param_dtype, *offsets in product(grad_dtypes, param_dtypes, (0, 1), (0, 1)):
-                self._launch(nothing, self._example(grad_dtype, param_dtype, *offsets), numel=0, cut=0)
+                self._launch(zeros, self._example(grad_dtype, param_dtype, *offsets), numel=0, cut=0)
         except Exception as error:
             raise KernelUnavailable(
-                f"Triton cannot compile the GPU Adam kernel ({type(error).__name__}: {error}); it takes a CUDA GPU of "
-                f"compute capability 8.0 or later and a C compiler (apt-get install gcc)."
+                f"Triton cannot compile the GPU Adam kernel ({type(error).__name__}: {error}); it needs a CUDA GPU "
+                f"of compute capability 8.0 or later and a C compiler (apt-get install gcc)."
             ) from error
 
     def restart(self) -> None:
@@ -86,23 +87,23 @@ class TritonAdam(OneByOne):
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         self._scalars = self._powers.scalars(steps)
 
-    def update(self, sub_group: int, tensors: AdamTensors, part: Part | None = None) -> None:
-        part = part or Part.whole(tensors.master.numel())
-        _check(tensors, self._device, part)
-        # From the last multiple of 16 bytes on, which is in the same memory: the part's own begin would be compiled for
-        # anew, and without wide loads.
-        skip = part.begin % ALIGNED_ELEMENTS
-        widened = tensors.each(partial(_from_before, skip=skip))
-        numel = skip + part.numel
-        cut = self._arithmetic.cut(part.of) - part.begin + skip
+    def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
+        element_range = element_range or ElementRange.whole(tensors.master.numel())
+        _check(tensors, self._device, element_range)
+        # Launch from the last multiple of 16 bytes on, which is in the same memory. For a pointer to the begin of the
+        # range itself, Triton would compile another kernel, without wide loads.
+        skip = element_range.begin % ALIGNED_ELEMENTS
+        widened = tensors.map(partial(_extend_backward, skip=skip))
+        numel = skip + element_range.numel
+        cut = self._arithmetic.cut(element_range.sub_group_numel) - element_range.begin + skip
         self._launch(self._scalars[sub_group], widened, numel=numel, cut=min(cut, numel), skip=skip)
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""
 
     def _launch(self, scalars: Scalars, tensors: AdamTensors, *, numel: int, cut: int, skip: int = 0) -> None:
         programs = max(1, -(-numel // self._block.elements))
-        # Triton passes a float as fp32, which each of these is, and an integer as it is declared.
+        # Triton passes a float as fp32, which loses nothing here, and an integer with its declared type.
         numbers = {name: float(value) for name, value in vars(scalars).items() if name != "decay_kind"}
         self._kernel[(programs,)](
             tensors.master,
@@ -124,6 +125,8 @@ class TritonAdam(OneByOne):
     def _example(
         self, grad_dtype: torch.dtype, param_dtype: torch.dtype | None, grad_offset: int, param_offset: int
     ) -> AdamTensors:
+        """Return tensors of one element, the gradient and the parameter at the given offsets in elements."""
+
         def one(dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
             return torch.zeros(offset + 1, dtype=dtype, device=self._device)[offset:]
 
@@ -137,18 +140,19 @@ class TritonAdam(OneByOne):
 
 
 def triton_version() -> str:
-    """Empty where there is no Triton."""
+    """Return the version of Triton, or an empty string if it is not installed."""
     try:
         return metadata.version("triton")
     except metadata.PackageNotFoundError:
         return ""
 
 
-def _imported() -> tuple[Any, dict[str, bool]]:
+def _import_kernel() -> tuple[Any, dict[str, bool]]:
+    """Return the kernel and its launch options. Raise ``KernelUnavailable`` if Triton cannot be imported."""
     try:
         from deep_opt_states.device.kernels import triton_kernel
     except Exception as error:
-        # An installation that does not fit fails in many ways when it is imported.
+        # An incompatible installation can raise many kinds of errors when it is imported.
         raise KernelUnavailable(
             f"The GPU Adam kernel needs Triton, which cannot be imported ({type(error).__name__}: {error}): "
             f"pip install {_requirement()}"
@@ -157,28 +161,31 @@ def _imported() -> tuple[Any, dict[str, bool]]:
 
 
 def _requirement() -> str:
-    """What the torch that is installed pins, such as ``triton==3.6.0``; builds without CUDA pin none."""
+    """Return the requirement of the installed torch, such as ``triton==3.6.0``, or ``triton`` if torch has none.
+
+    Builds of torch without CUDA have no such requirement.
+    """
     requirements = [line.split(";")[0].strip() for line in metadata.requires("torch") or ()]
     return next((line for line in requirements if line.startswith("triton=")), "triton")
 
 
-def _from_before(tensor: torch.Tensor, skip: int) -> torch.Tensor:
-    """The tensor with the ``skip`` elements that lie before it."""
+def _extend_backward(tensor: torch.Tensor, skip: int) -> torch.Tensor:
+    """Return a view of ``tensor`` and of the ``skip`` elements before it in the same memory."""
     return tensor.as_strided((skip + tensor.numel(),), (1,), tensor.storage_offset() - skip)
 
 
-def _check(tensors: AdamTensors, device: torch.device, part: Part) -> None:
-    """Raise ``AssertionError`` for what the kernel would read or write wrongly, or ``compile`` has not compiled for.
+def _check(tensors: AdamTensors, device: torch.device, element_range: ElementRange) -> None:
+    """Raise ``AssertionError`` for tensors that the kernel would access wrongly, or that it is not compiled for.
 
-    To be called with the part's own tensors: ``_from_before`` gives a contiguous view of whatever it is given.
+    Call this with the tensors of the range itself, since ``_extend_backward`` returns a contiguous view in any case.
     """
-    skip = part.begin % ALIGNED_ELEMENTS
+    skip = element_range.begin % ALIGNED_ELEMENTS
     for name, tensor in vars(tensors).items():
         if tensor is None:
             continue
         assert tensor.device == device, (name, tensor.device)
         assert tensor.is_contiguous(), (name, tensor.stride())
-        assert tensor.numel() == part.numel, (name, tensor.shape)
+        assert tensor.numel() == element_range.numel, (name, tensor.shape)
         assert tensor.storage_offset() >= skip, (name, "has no elements before it")
         if name in STATES:
             assert tensor.dtype == torch.float32, (name, tensor.dtype)

@@ -1,9 +1,9 @@
-"""The Triton kernel of ``triton_adam.py``; imported late, since Triton need not be there.
+"""Implement the Triton kernel that ``triton_adam.py`` launches and imports late, since Triton may not be installed.
 
-Every operation is one correctly rounded IEEE operation, in the order of ``csrc/vector_loop.h`` below the cut and of
-``csrc/element.h`` after it. What is fused is written out; ``OPTIONS`` keep the compiler from fusing more, and from
-flushing denormals. A NaN is an exception: a GPU gives 0x7fffffff for every one, where x86 gives 0xffc00000 or passes on
-the sign and the payload of an operand; only where a result is NaN is the same.
+Every operation is one correctly rounded IEEE operation, in the order of ``csrc/vector_loop.h`` before the cut and of
+``csrc/element.h`` after it. The source states which operations are fused; ``OPTIONS`` keep the compiler from fusing
+more and from flushing denormals. NaN is an exception: a GPU gives 0x7fffffff for every NaN, where x86 gives 0xffc00000
+or propagates the sign and the payload of an operand. Only the places where a result is NaN are the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from deep_opt_states.device.kernels.arithmetic import Tail
 from deep_opt_states.device.kernels.scalars import Decay
 
 OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
-"""For every launch: no contraction of products into sums, no flush to zero in square roots."""
+"""The options of every launch: no contraction of products into sums, and no flush to zero in square roots."""
 
 _UNFUSED = tl.constexpr(int(Tail.UNFUSED))
 _GRADIENT_FUSED = tl.constexpr(int(Tail.GRADIENT_FUSED))
@@ -25,7 +25,7 @@ _DECOUPLED = tl.constexpr(int(Decay.DECOUPLED))
 _L2 = tl.constexpr(int(Decay.L2))
 
 
-# Lengths and the kind of decay are no reason to compile again, which would be inside a training step.
+# Triton must not specialize the kernel for lengths or the kind of decay: it would compile again inside a training step.
 @triton.jit(do_not_specialize=["numel", "cut", "skip", "decay_kind"])
 def update(
     master,
@@ -49,9 +49,10 @@ def update(
     TAIL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program a block of BLOCK elements; ``param`` may be None. The parameters are those of ``csrc/update.h``.
+    """Update with one program per block of BLOCK elements. The parameters are those of ``csrc/update.h``.
 
-    The first ``skip`` of the ``numel`` elements stay as they are; ``cut`` is at most ``numel``, and may be negative.
+    ``param`` may be None. The first ``skip`` of the ``numel`` elements stay as they are. ``cut`` is at most ``numel``,
+    and may be negative.
     """
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     state = (master, exp_avg, exp_avg_sq, grad, param)
@@ -67,7 +68,7 @@ def update(
         decay,
         decay_kind,
     )
-    # No mask where none is needed: one of a length that nobody knows keeps the compiler from wide loads and stores.
+    # Whole blocks have no mask: a mask whose length is not known at compile time would prevent wide loads and stores.
     if (begin >= skip) & (begin + BLOCK <= cut):
         _update_block(state, scalars, begin, numel, cut, skip, TAIL=_GRADIENT_FUSED, BLOCK=BLOCK, WHOLE=True)
     else:
@@ -78,7 +79,7 @@ def update(
 def _update_block(
     state, scalars, begin, numel, cut, skip, TAIL: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """TAIL's arithmetic from the cut on, the vectors' before it."""
+    """Update one block with the arithmetic of TAIL from the cut on, and with that of the vectors before it."""
     master, exp_avg, exp_avg_sq, grad, param = state
     (
         grad_scale,
@@ -96,23 +97,23 @@ def _update_block(
     inside = None
     if not WHOLE:
         inside = (at >= skip - begin) & (at < numel - begin)
-    of_vectors = at < cut - begin
+    before_cut = at < cut - begin
 
     g = _widened(tl.load(grad + begin + at, mask=inside)) * grad_scale
     p = tl.load(master + begin + at, mask=inside)
     m = tl.load(exp_avg + begin + at, mask=inside)
     v = tl.load(exp_avg_sq + begin + at, mask=inside)
 
-    g = tl.where(decay_kind == _L2, _multiply_add(p, decay, g, of_vectors, TAIL), g)
+    g = tl.where(decay_kind == _L2, _multiply_add(p, decay, g, before_cut, TAIL), g)
     if TAIL == _MOMENT_FUSED:
-        m = tl.where(of_vectors, tl.fma(g, one_minus_beta1, m * beta1), tl.fma(m, beta1, g * one_minus_beta1))
-        v = tl.where(of_vectors, tl.fma(g * g, one_minus_beta2, v * beta2), tl.fma(v, beta2, g * g * one_minus_beta2))
+        m = tl.where(before_cut, tl.fma(g, one_minus_beta1, m * beta1), tl.fma(m, beta1, g * one_minus_beta1))
+        v = tl.where(before_cut, tl.fma(g * g, one_minus_beta2, v * beta2), tl.fma(v, beta2, g * g * one_minus_beta2))
     else:
-        m = _multiply_add(g, one_minus_beta1, m * beta1, of_vectors, TAIL)
-        v = _multiply_add(g * g, one_minus_beta2, v * beta2, of_vectors, TAIL)
-    denominator = _multiply_add(tl.sqrt_rn(v), bias_correction2, eps, of_vectors, TAIL)
-    p = tl.where(decay_kind == _DECOUPLED, _multiply_add(p, decay, p, of_vectors, TAIL), p)
-    p = _multiply_add(tl.div_rn(m, denominator), step_size, p, of_vectors, TAIL)
+        m = _multiply_add(g, one_minus_beta1, m * beta1, before_cut, TAIL)
+        v = _multiply_add(g * g, one_minus_beta2, v * beta2, before_cut, TAIL)
+    denominator = _multiply_add(tl.sqrt_rn(v), bias_correction2, eps, before_cut, TAIL)
+    p = tl.where(decay_kind == _DECOUPLED, _multiply_add(p, decay, p, before_cut, TAIL), p)
+    p = _multiply_add(tl.div_rn(m, denominator), step_size, p, before_cut, TAIL)
 
     tl.store(master + begin + at, p, mask=inside)
     tl.store(exp_avg + begin + at, m, mask=inside)
@@ -122,19 +123,20 @@ def _update_block(
 
 
 @triton.jit
-def _multiply_add(a, b, c, of_vectors, TAIL: tl.constexpr):
-    """a * b + c, rounded once; after the cut twice where the tail is UNFUSED."""
+def _multiply_add(a, b, c, before_cut, TAIL: tl.constexpr):
+    """Compute a * b + c, rounded once; after the cut rounded twice if the tail is UNFUSED."""
     result = tl.fma(a, b, c)
     if TAIL == _UNFUSED:
-        # Not by "+": on Blackwell LLVM packs such sums into pairs, and the ptxas 12.9 of Triton 3.6 then fuses packed
-        # products into them, in spite of the rounding that PTX asks for and of OPTIONS.
-        result = tl.where(of_vectors, result, libdevice.add_rn(a * b, c))
+        # The sum is not written with "+", because on Blackwell LLVM packs such sums into pairs. The ptxas 12.9 of
+        # Triton 3.6 then fuses packed products into them, despite the rounding that the PTX requires and despite
+        # OPTIONS.
+        result = tl.where(before_cut, result, libdevice.add_rn(a * b, c))
     return result
 
 
 @triton.jit
 def _widened(value):
-    """To fp32, exactly, denormals too; bf16 by ``csrc/element.h``."""
+    """Convert to fp32 exactly, denormals included; bf16 as in ``csrc/element.h``."""
     if value.dtype == tl.bfloat16:
         result = (value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -144,7 +146,8 @@ def _widened(value):
 
 @triton.jit
 def _rounded(value, DTYPE: tl.constexpr):
-    """To nearest, ties to even, denormals kept; bf16 by ``csrc/element.h``, to the bit also of its NaN."""
+    """Round to nearest, ties to even, and keep denormals; bf16 as in ``csrc/element.h``, including the bits of its
+    NaN."""
     if tl.bfloat16 == DTYPE:
         bits = value.to(tl.uint32, bitcast=True)
         halves = tl.where(value == value, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)

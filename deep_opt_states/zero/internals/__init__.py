@@ -1,1 +1,1 @@
-"""Which private parts of DeepSpeed does the plugin use? No other folder uses any."""
+"""Use the private names of DeepSpeed: no other folder does."""

@@ -1,4 +1,7 @@
-"""What all ranks must agree on; each function is a collective over all ranks."""
+"""Let all ranks agree: on a value, on whether an action failed, and after each update on whether that failed.
+
+Each function is a collective over all ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +16,33 @@ from deepspeed.accelerator import get_accelerator
 from deep_opt_states.names import SWITCH
 from deep_opt_states.runtime.executor import Executor, UpdateFailed
 
-Answer = TypeVar("Answer")
+Value = TypeVar("Value")
 
 
 class RanksDisagree(RuntimeError):
-    """Ranks would run different plans, or one of them cannot run any."""
+    """The ranks would run different plans, or one of them cannot run any."""
 
 
-def agree(find: Callable[[], Answer], describe: Callable[[Answer], str]) -> Answer:
-    """What this rank finds, once it is known that every rank finds what is described alike.
+def raise_together(action: Callable[[], Value]) -> Value:
+    """Run ``action`` on every rank and return this rank's result, or raise on every rank if it fails on any.
 
-    A rank that fails tells the others, so that none is left waiting. Raises what ``find`` raises and, on the other
-    ranks, ``RanksDisagree`` with the ranks named.
+    A rank on which it fails raises its own exception. The other ranks, which would otherwise wait for that rank in
+    the next collective, raise ``RanksDisagree``, which names the rank and its exception.
+    """
+    return same_on_all_ranks(action, lambda _: "no error")
+
+
+def same_on_all_ranks(find: Callable[[], Value], describe: Callable[[Value], str]) -> Value:
+    """Return what ``find`` returns on this rank, once ``describe`` is known to give the same text on every rank.
+
+    Raise the exception of ``find`` on the ranks on which it fails. Raise ``RanksDisagree``, which names the ranks, on
+    the other ranks, and on every rank if the descriptions differ.
     """
     failure: Exception | None = None
     try:
-        answer = find()
-        description = describe(answer)
-    except Exception as error:  # noqa: BLE001 (told to the other ranks first, then raised)
+        value = find()
+        description = describe(value)
+    except Exception as error:  # noqa: BLE001 (raised below, after the other ranks know)
         failure = error
         description = f"failed with {type(error).__name__}: {error}"
     descriptions: list[Any] = [None] * dist.get_world_size()
@@ -38,15 +50,17 @@ def agree(find: Callable[[], Answer], describe: Callable[[Answer], str]) -> Answ
     if failure is not None:
         raise failure
     _refuse_difference(descriptions)
-    return answer
+    return value
 
 
 def _refuse_difference(descriptions: list[str]) -> None:
-    ranks = defaultdict(list)
+    ranks_by_description = defaultdict(list)
     for rank, description in enumerate(descriptions):
-        ranks[description].append(rank)
-    if len(ranks) > 1:
-        lines = [f"  rank {', '.join(map(str, who))}: {description}" for description, who in ranks.items()]
+        ranks_by_description[description].append(rank)
+    if len(ranks_by_description) > 1:
+        lines = [
+            f"  rank {', '.join(map(str, ranks))}: {description}" for description, ranks in ranks_by_description.items()
+        ]
         raise RanksDisagree(
             "All ranks must run the same plan; found\n" + "\n".join(lines) + "\n"
             f"Give every rank the same DeepSpeed config and the same environment ({SWITCH})."
@@ -54,10 +68,10 @@ def _refuse_difference(descriptions: list[str]) -> None:
 
 
 class FailureAgreement:
-    """After each update, whether it failed on any rank.
+    """The collective after each update that lets every rank know whether the update failed on any.
 
-    One all-reduce of an int32 a rank; without it the other ranks would wait in the next collective for a rank that
-    never comes.
+    It is one all-reduce of an int32 per rank. Without it, the other ranks would wait in their next collective for a
+    rank that has raised.
     """
 
     def __init__(self) -> None:
@@ -67,11 +81,11 @@ class FailureAgreement:
         self._failed = torch.zeros(self._world_size, dtype=torch.int32, device=device)
 
     def share(self, executor: Executor) -> None:
-        """If it failed anywhere, ``executor`` has failed here, too, with the ranks named if it was not here."""
+        """Mark ``executor`` as failed if the update failed on another rank; its failure then names the ranks."""
         if self._world_size == 1:
             return
         self._failed.zero_()
-        # Assigning would copy from the host, which waits for that.
+        # ``fill_`` and not an assignment, which would copy from the host and make the host wait for the copy.
         self._failed[self._rank].fill_(executor.failure is not None)
         dist.all_reduce(self._failed)
         if executor.failure is None and bool(self._failed.any()):

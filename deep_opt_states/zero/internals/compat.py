@@ -1,62 +1,143 @@
-"""The versions of DeepSpeed whose internals we know, and what is read of them beside the hooks that are overridden."""
+"""Name the supported versions of DeepSpeed, and read what they keep under private names.
+
+Each function reads, calls or replaces one private attribute of a DeepSpeed object, so that a new release of DeepSpeed
+is compared with this folder only. ``coordinator.py`` does the same for the object that gathers parameters. The hooks
+that ``stage3.py`` overrides are the only other private names in use.
+
+Nothing of DeepSpeed is imported here: ``deep-opt-states doctor`` reads ``SUPPORTED_DEEPSPEED`` even if DeepSpeed cannot
+be imported.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import torch
 
-# Nothing of DeepSpeed is imported here: the doctor looks where that is broken.
 SUPPORTED_DEEPSPEED = ("0.19.8",)
+"""The releases of DeepSpeed that this folder was written for."""
 
 Parameter: TypeAlias = Any
-"""A ``torch.nn.Parameter`` with ZeRO-3's attributes (``ds_id`` and others)."""
+"""A ``torch.nn.Parameter`` with the attributes that ZeRO-3 adds (``ds_id`` and others)."""
 
 
 def is_supported(deepspeed_version: str) -> bool:
-    """``deepspeed_version`` without a local build tag (``0.19.8+abc``) is one that this file was written for."""
+    """Return whether the version is supported, whatever its local build tag (``0.19.8+abc``) is."""
     return deepspeed_version.split("+")[0] in SUPPORTED_DEEPSPEED
 
 
-def param_dict(config: Any) -> dict[str, Any]:
-    """The user's JSON, verbatim, of a ``DeepSpeedConfig``."""
-    return config._param_dict
+# The engine and its config
+
+
+def param_dict(ds_config: Any) -> dict[str, Any]:
+    """Return the user's JSON, verbatim, that the ``DeepSpeedConfig`` was made from."""
+    return ds_config._param_dict
+
+
+def config_of(engine: Any) -> Any:
+    """Return the ``DeepSpeedConfig`` of an engine."""
+    return engine._config
+
+
+def num_step_hooks(optimizer: torch.optim.Optimizer) -> int:
+    """Return how many hooks are registered that PyTorch's ``optimizer.step()`` would call."""
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return sum(len(getattr(optimizer, name, ())) for name in hooks)
+
+
+# The stage-3 optimizer. ``optimizer`` is a ``DeepSpeedZeroOptimizer_Stage3``.
+
+
+def param_coordinator(optimizer: Any) -> Any:
+    """Return the ``PartitionedParameterCoordinator`` that gathers the parameters of modules."""
+    return optimizer._get_param_coordinator()
 
 
 def forget_gradient_buffers(optimizer: Any) -> None:
-    """Where stage 3 would sum the gradients over micro-batches. Nothing of stock's that we let run looks there."""
-    # DeepSpeed asks where it is (``get_state_devices``).
+    """Drop the buffer in which stock would sum gradients over micro-batches.
+
+    No method of stock that still runs reads the buffer; ``get_state_devices`` reads its device only.
+    """
     optimizer.grad_partitions_flat_buffer = torch.empty(0, dtype=optimizer.gradient_accumulation_dtype, device="cpu")
     optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = {}
 
 
-def sees_gradients(optimizer: Any, param: Any) -> bool:
-    """Whether this rank's partition of ``param`` holds more than padding (the rule in ``partition_grads``)."""
-    return param.partition_numel() * optimizer._get_param_partition_rank(param) < param.ds_numel
+def add_grad_hooks(optimizer: Any, handles: Iterable[Any]) -> None:
+    """Let DeepSpeed remove the hooks with these handles when it removes its own, at the end of the engine."""
+    optimizer._grad_acc_hooks.extend(handles)
 
 
-def ranges_by_sub_group(optimizer: Any) -> list[list[tuple[int, int]]]:
-    """Where they lie in this rank's partition of each sub-group, as [begin, end)."""
-    kept = _kept(optimizer)
+def restore_param_views(optimizer: Any, sub_group_id: int) -> None:
+    """Make the partitions of the sub-group's parameters views of its flat 16-bit buffer again."""
+    optimizer._unflatten_partitioned_parameters(sub_group_id)
+
+
+def partition_rank(optimizer: Any, param: Parameter) -> int:
+    """Return this rank's position among the ranks that share ``param``: the index of its partition."""
+    rank: int = optimizer._get_param_partition_rank(param)
+    return rank
+
+
+def has_gradient_here(optimizer: Any, param: Parameter) -> bool:
+    """Return whether this rank's partition of ``param`` holds more than padding; the rule of ``partition_grads``."""
+    begin: int = param.partition_numel() * partition_rank(optimizer, param)
+    return begin < param.ds_numel
+
+
+def all_gather_partitions(optimizer: Any, param: Parameter, partition: torch.Tensor) -> torch.Tensor:
+    """Return the whole tensor, of the shape of ``param``, of which each rank has a ``partition``. A collective."""
+    whole: torch.Tensor = optimizer._fp32_state_allgather(param, partition)
+    return whole
+
+
+def l2_norm(optimizer: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the L2 norm of ``tensor``, computed in the order in which stock computes it."""
+    norm: torch.Tensor = optimizer._constant_buffered_norm2(tensor)
+    return norm
+
+
+def sub_group_process_group(optimizer: Any, sub_group_id: int) -> Any:
+    """Return the process group whose ranks share the parameters of the sub-group."""
+    return optimizer._get_sub_group_process_group(sub_group_id)
+
+
+def expert_parallel_group(optimizer: Any, params: list[Parameter]) -> Any:
+    """Return the expert-parallel group of ``params``, or None if they are no experts."""
+    return optimizer._autoep_expert_parallel_group(params)
+
+
+def model_parallel_all_reduce(optimizer: Any, tensor: torch.Tensor, op: Any) -> None:
+    """Reduce ``tensor`` over the model-parallel ranks, in place. Do nothing if there is no model-parallel group."""
+    optimizer._model_parallel_all_reduce(tensor=tensor, op=op)
+
+
+# Persistent parameters: small ones that DeepSpeed keeps gathered, by ``stage3_param_persistence_threshold``. They may
+# be read at any time, so they are updated before ``step()`` returns.
+
+
+def persistent_ranges(optimizer: Any) -> list[list[tuple[int, int]]]:
+    """Return per sub-group the ranges [begin, end) of this rank's partition that hold persistent parameters."""
+    persistent = _persistent_ids(optimizer)
     ranges = []
     for group in optimizer.fp16_groups:
         borders = [0, *accumulate(param.partition_numel() for param in group)]
-        of_params = zip(pairwise(borders), group, strict=True)
-        ranges.append([its for its, param in of_params if param.ds_id in kept])
+        params = zip(pairwise(borders), group, strict=True)
+        ranges.append([param_range for param_range, param in params if param.ds_id in persistent])
     return ranges
 
 
-def sub_groups_of_others(optimizer: Any) -> dict[int, int]:
-    """By ``ds_id`` of every parameter that is not one of them."""
-    kept = _kept(optimizer)
+def sub_groups_of_partitioned_params(optimizer: Any) -> dict[int, int]:
+    """Return the sub-group of each parameter that is not persistent, by ``ds_id``."""
+    persistent = _persistent_ids(optimizer)
     return {
         param.ds_id: sub_group_id
         for sub_group_id, group in enumerate(optimizer.fp16_groups)
         for param in group
-        if param.ds_id not in kept
+        if param.ds_id not in persistent
     }
 
 
-def _kept(optimizer: Any) -> set[int]:
+def _persistent_ids(optimizer: Any) -> set[int]:
     return {param.ds_id for param in optimizer.persistent_parameters}

@@ -1,4 +1,8 @@
-"""What gathers a module's parameters before its forward: DeepSpeed's coordinator, and how far it looks ahead."""
+"""Control how far DeepSpeed gathers parameters ahead of the module that needs them.
+
+DeepSpeed's ``PartitionedParameterCoordinator`` gathers the parameters of a module before its forward, and those of the
+next modules concurrently, on a stream of its own. It records the order of the modules in a trace.
+"""
 
 from __future__ import annotations
 
@@ -16,65 +20,67 @@ from deep_opt_states.zero.internals.compat import Parameter
 
 
 class Coordinator:
-    """DeepSpeed's ``PartitionedParameterCoordinator``, which gathers a module's parameters before its forward."""
+    """DeepSpeed's ``PartitionedParameterCoordinator``, with the names that the plugin uses."""
 
     _BUCKET = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
 
     def __init__(self, coordinator: Any) -> None:
         self._coordinator = coordinator
 
-    def around_fetch(self, around: Callable[..., Any]) -> Callable[[], object]:
-        """``around(fetch, module, forward)`` stands for ``fetch_sub_module``; returns what undoes that."""
+    def wrap_fetch(self, wrapper: Callable[..., Any]) -> Callable[[], object]:
+        """Call ``wrapper(fetch, module, forward)`` in place of ``fetch_sub_module``.
+
+        Return a function that removes the wrapper.
+        """
         fetch = self._coordinator.fetch_sub_module
         # DeepSpeed passes ``forward`` by name.
-        self._coordinator.fetch_sub_module = lambda module, forward: around(fetch, module, forward)
+        self._coordinator.fetch_sub_module = lambda module, forward: wrapper(fetch, module, forward)
         return lambda: delattr(self._coordinator, "fetch_sub_module")
 
     def gather_after_current_stream(self) -> None:
-        """Let all-gathers that are issued from now on start after what the current stream has been given so far."""
-        # None on an accelerator that executes at once.
+        """Make all-gathers that are issued from now on wait for the work that is on the current stream now."""
+        # There is no such stream on an accelerator that executes each operation when it is issued.
         if (gathering := self._coordinator._PartitionedParameterCoordinator__allgather_stream) is not None:
             gathering.wait_stream(get_accelerator().current_stream())
 
     def first_uses(self) -> list[int] | None:
-        """``ds_id`` of every parameter that is gathered, in the order of its first use; None before DeepSpeed knows.
+        """Return the ``ds_id`` of every parameter that is gathered, in the order of its first use.
 
-        The same on every rank: DeepSpeed compares the ranks' traces.
+        Return None until DeepSpeed has recorded a trace. The result is the same on every rank: DeepSpeed compares the
+        traces of the ranks.
         """
         if not self._coordinator.is_complete_trace():
             return None
-        return list(
-            dict.fromkeys(its.param.ds_id for its in self._coordinator._PartitionedParameterCoordinator__param_order)
-        )
+        trace = self._coordinator._PartitionedParameterCoordinator__param_order
+        return list(dict.fromkeys(entry.param.ds_id for entry in trace))
 
     @staticmethod
     def params_of(module: torch.nn.Module) -> list[Parameter]:
-        """Those that a fetch of ``module`` makes available."""
+        """Return the parameters that a fetch of ``module`` gathers."""
         return list(iter_params(module, recurse=z3_leaf_module(module)))
 
     @staticmethod
     def is_partitioned(param: Parameter) -> bool:
-        """It has to be gathered, and nobody has begun to."""
+        """Return whether the parameter is neither gathered nor being gathered."""
         return bool(param.ds_status == ZeroParamStatus.NOT_AVAILABLE)
 
     @contextmanager
-    def prefetching_until(
-        self, is_first_not_to: Callable[[Parameter], bool], fetched: list[Parameter]
-    ) -> Iterator[None]:
-        """A fetch of the parameters ``fetched`` inside gathers ahead as it would, but not from that parameter on.
+    def prefetching_until(self, is_excluded: Callable[[Parameter], bool], fetched: list[Parameter]) -> Iterator[None]:
+        """Limit how far a fetch inside this context gathers ahead: up to the first parameter that ``is_excluded``.
 
-        It takes parameters from the front of the trace until they have as many elements as the bucket.
+        ``fetched`` are the parameters of the module itself. DeepSpeed takes the next parameters from the front of its
+        trace until they have as many elements as its prefetch bucket; the bucket is made smaller for this fetch.
         """
         bucket_numel = getattr(self._coordinator, self._BUCKET)
         seen = {param.ds_id for param in fetched}
         numel = 0
-        for in_trace in self._coordinator._PartitionedParameterCoordinator__param_queue or ():
-            param = in_trace.param
+        for entry in self._coordinator._PartitionedParameterCoordinator__param_queue or ():
+            param = entry.param
             if numel >= bucket_numel:
                 break
             if param.ds_id in seen or not self.is_partitioned(param):
                 continue
-            if is_first_not_to(param):
+            if is_excluded(param):
                 break
             seen.add(param.ds_id)
             numel += param.ds_numel

@@ -1,4 +1,4 @@
-"""One voice, DeepSpeed's."""
+"""Log through DeepSpeed's logger, with a prefix that names this plugin."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import logging
 from deepspeed.utils import log_dist, logger
 
 
-def say(message: str) -> None:
-    """Rank 0 logs. At the level that DeepSpeed's logger shows by default: a changed update must not go unseen."""
+def log_rank_0(message: str) -> None:
+    """Log ``message`` on rank 0.
+
+    The level is one that DeepSpeed's logger shows by default, so that no change of the update goes unnoticed.
+    """
     log_dist(f"[deep_opt_states] {message}", ranks=[0], level=logging.WARNING)
 
 
-def say_error(error: BaseException) -> None:
-    """The rank that has it logs it, with its traceback."""
+def log_error(error: BaseException) -> None:
+    """Log ``error`` with its traceback, on the rank that calls this."""
     logger.error(f"[deep_opt_states] {error}", exc_info=error)

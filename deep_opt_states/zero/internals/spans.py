@@ -1,4 +1,4 @@
-"""Spans that profilers show: ``torch.profiler``, and NVTX in the domain of DeepSpeed's own."""
+"""Mark actions in profilers: in ``torch.profiler``, and as NVTX ranges in DeepSpeed's own domain."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from torch._C._profiler import _RecordFunctionFast
 
 
 class ActionSpan:
-    """Of what the current thread does inside. A schedule may have thousands of actions: where nobody profiles, one
-    costs about 1 us, and ``record_function`` itself would cost 9."""
+    """A context whose duration on the current thread profilers show under its name.
+
+    A schedule may have thousands of actions. Without a profiler a span costs about 1 us; ``record_function`` would cost
+    9 us.
+    """
 
     __slots__ = ("_accelerator", "_name", "_record")
 
@@ -21,14 +24,14 @@ class ActionSpan:
         self._accelerator: Any = get_accelerator()
 
     def __enter__(self) -> None:
-        # As ``instrument_w_nvtx`` does it for DeepSpeed's functions.
+        # The same calls as in ``instrument_w_nvtx``, with which DeepSpeed marks its functions.
         if nvtx.enable_nvtx:
             nvtx._range_push(self._accelerator, self._name)
         self._record.__enter__()
 
     def __exit__(self, *exception: object) -> None:
-        # It ends when it is dropped. Its own exit raises where a profiler of all threads was started in between, and
-        # that would be the end of the update.
+        # The record ends when it is deleted. Its own ``__exit__`` raises if a profiler of all threads was started in
+        # between, which would end the update.
         del self._record
         if nvtx.enable_nvtx:
             nvtx._range_pop(self._accelerator)

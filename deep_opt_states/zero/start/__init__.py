@@ -1,1 +1,1 @@
-"""What is checked, planned and reserved once, before the first step?"""
+"""Check, plan and reserve everything that the updates need: once, before the first step."""

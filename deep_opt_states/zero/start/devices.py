@@ -1,4 +1,4 @@
-"""The device for DeepSpeed's accelerator, and what can be placed on it."""
+"""Choose the device for DeepSpeed's accelerator, and decide which sub-groups and how much memory it can take."""
 
 from __future__ import annotations
 
@@ -28,65 +28,75 @@ from perf_model.schedule.schedule import bytes_of_slots
 from perf_model.units import GB
 
 SHARE_OF_GPU_MEMORY = 0.1
-"""What the optimizer takes where the config does not say: how much the activations need is not known at start."""
+"""Share of the GPU memory that the optimizer may use by default. The need of the activations is not known at start."""
 
 
 @dataclass(frozen=True)
 class AcceleratorChoice:
-    """``steps_on_host``: slots are host memory, where the CPU kernel updates them, too."""
+    """The accelerator that DeepSpeed trains on, as the plugin uses it."""
 
     device: Device[Any]
-    steps_on_host: bool
+    slots_on_host: bool
+    """Whether the accelerator is the CPU: staging slots are in host memory, and the CPU kernel updates them, too."""
 
     def memory_for_states_bytes(self, gpu_memory_gb: float | None) -> int:
-        """What a plan may take of the accelerator: nothing of the CPU, which has no memory of its own."""
-        if self.steps_on_host or self.no_device_adam():
+        """Return how much accelerator memory a plan may use for optimizer states, in bytes.
+
+        ``gpu_memory_gb`` is the limit that the config sets, in gigabytes; None for the default share. Return 0 for the
+        CPU, which has no memory of its own, and where nothing can be updated on the accelerator.
+        """
+        if self.slots_on_host or self.why_no_device_adam():
             return 0
         return _memory_bytes(gpu_memory_gb)
 
-    def has_room_for_sums(self, plan: UpdatePlan, grad_bytes: int, gpu_memory_gb: float | None) -> bool:
-        """Whether all gradients, of ``grad_bytes`` a parameter, can stay here beside the states that ``plan`` has here.
+    def fits_accumulators(self, plan: UpdatePlan, grad_bytes: int, gpu_memory_gb: float | None) -> bool:
+        """Return whether all gradients fit on the accelerator in addition to the states that ``plan`` places there.
 
-        The CPU has no memory of its own: there they stay where something is updated here, as such a plan has room for.
+        ``grad_bytes`` is per parameter; ``gpu_memory_gb`` is the limit that the config sets, None for the default
+        share. The CPU has no memory of its own: there, gradients are accumulated on the accelerator if ``plan`` updates
+        anything on it, because such a plan reserves memory for them.
         """
-        if self.steps_on_host:
-            return _on_device(plan) > 0
+        if self.slots_on_host:
+            return _num_on_device(plan) > 0
         return accelerator_bytes_with_all_gradients(plan, grad_bytes) <= _memory_bytes(gpu_memory_gb)
 
     def headroom(self, plan: UpdatePlan, config: Config) -> Headroom | None:
-        """For slots beyond those of ``plan``, to prefetch into during backward. None where there is nothing to add: on
-        the CPU, where the config limits what is taken, and where every streamed sub-group has a slot."""
+        """Return how many slots can be added to those of ``plan``, to prefetch into them during backward.
+
+        Return None if none can: on the CPU, without ``overlap_backward``, if the config limits the GPU memory, and if
+        every streamed sub-group has a slot already.
+        """
         schedule, streamed = plan.schedule, plan.placements.count(Placement.STREAMED)
-        if self.steps_on_host or not config.overlap_backward or config.gpu_memory_gb is not None:
+        if self.slots_on_host or not config.overlap_backward or config.gpu_memory_gb is not None:
             return None
         if streamed == schedule.num_slots:
             return None
         return Headroom(
             slot_bytes=bytes_of_slots(1, schedule.slot_numel),
             margin_bytes=int(config.gpu_memory_margin_gb * GB),
-            most=streamed - schedule.num_slots,
+            max_slots=streamed - schedule.num_slots,
         )
 
-    def no_device_adam(self) -> str:
-        """What keeps sub-groups from being updated on the accelerator, and the remedy; empty where nothing does.
+    def why_no_device_adam(self) -> str:
+        """Return why sub-groups cannot be updated on the accelerator, with the remedy; empty if they can.
 
-        The first call tries it, which takes seconds where Triton has not compiled the kernel before.
+        The first call runs the kernel once, which takes seconds if Triton has not compiled it before.
         """
-        return "" if self.steps_on_host else _no_gpu_adam()
+        return "" if self.slots_on_host else _no_gpu_adam()
 
     def why_only_the_cpu_updates(self) -> str:
-        """Return why ``"planned"`` places nothing on the accelerator, with the remedy; empty where it may."""
-        if self.steps_on_host:
+        """Return why ``"planned"`` places nothing on the accelerator, with the remedy; empty if it may."""
+        if self.slots_on_host:
             return "the accelerator is the CPU, which has the states in its memory already."
-        return self.no_device_adam()
+        return self.why_no_device_adam()
 
-    def accept(self, plan: UpdatePlan) -> UpdatePlan:
-        """``plan``, if this accelerator can run it; raises ``Unsupported`` otherwise."""
-        on_device = _on_device(plan)
-        if on_device and (problem := self.no_device_adam()):
+    def validate(self, plan: UpdatePlan) -> UpdatePlan:
+        """Return ``plan`` if this accelerator can run it. Raise ``Unsupported`` otherwise."""
+        on_device = _num_on_device(plan)
+        if on_device and (problem := self.why_no_device_adam()):
             raise Unsupported(
-                f"{CONFIG_KEY}.placement: streamed and resident sub-groups need a GPU Adam kernel that gives the CPU "
-                f"kernel's bits; found {on_device} of them, and no such kernel.\n{problem}\n"
+                f"{CONFIG_KEY}.placement: streamed and resident sub-groups need a GPU Adam kernel that gives the same "
+                f"bits as the CPU kernel; found {on_device} of them, and no such kernel.\n{problem}\n"
                 f'Or use "placement": "cpu" on this accelerator.'
             )
         return plan
@@ -99,27 +109,28 @@ class AcceleratorChoice:
         grad_dtype: torch.dtype,
         param_dtype: torch.dtype,
     ) -> AdamKernel | None:
-        """What updates what ``plan`` places on the accelerator; ready, so that no step compiles. None if nothing is.
+        """Return the kernel that updates the sub-groups that ``plan`` places on the accelerator, if there are any.
 
-        ``optimizer`` has the hyperparameters. Raises ``KernelUnavailable``.
+        The kernel is compiled for both dtypes of gradients here, so that no step compiles. ``optimizer`` supplies the
+        hyperparameters. Raise ``KernelUnavailable`` if the kernel cannot be used.
         """
-        if self.steps_on_host:
+        if self.slots_on_host:
             return host_adam
-        if not _on_device(plan):
+        if not _num_on_device(plan):
             return None
         kernel = gpu_adam(optimizer.defaults["betas"], adamw=optimizer.adam_w_mode)
-        # Gradients that users have seen are fp32.
+        # Gradients that the user has accessed are in fp32 (see ``Gradients.writable_fp32``).
         kernel.compile({grad_dtype, torch.float32}, [param_dtype])
         return kernel
 
 
 def choose_device() -> AcceleratorChoice:
-    """Raises ``Unsupported`` for an accelerator other than CUDA and the CPU."""
+    """Return the device for DeepSpeed's accelerator. Raise ``Unsupported`` unless that is CUDA or the CPU."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
-        return AcceleratorChoice(HostDevice(), steps_on_host=True)
+        return AcceleratorChoice(HostDevice(), slots_on_host=True)
     if accelerator.device_name() == "cuda":
-        return AcceleratorChoice(CudaDevice(accelerator.current_device()), steps_on_host=False)
+        return AcceleratorChoice(CudaDevice(accelerator.current_device()), slots_on_host=False)
     raise Unsupported(
         f'The accelerator must be "cuda" or "cpu", found {accelerator.device_name()!r}.\n'
         f'Set "enabled": false in "{CONFIG_KEY}" to train with stock DeepSpeed on it.'
@@ -133,7 +144,7 @@ def _memory_bytes(gpu_memory_gb: float | None) -> int:
     return int(gpu_memory_gb * GB)
 
 
-def _on_device(plan: UpdatePlan) -> int:
+def _num_on_device(plan: UpdatePlan) -> int:
     return sum(placement is not Placement.CPU for placement in plan.placements)
 
 

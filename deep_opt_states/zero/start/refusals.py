@@ -1,4 +1,4 @@
-"""What we do not support, refused at start: the rule, the value found, the remedy."""
+"""Refuse unsupported configurations at start, with the rule, the value found and the remedy."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from deep_opt_states.names import CONFIG_KEY
-from deep_opt_states.zero.internals.compat import SUPPORTED_DEEPSPEED, is_supported
+from deep_opt_states.zero.internals.compat import SUPPORTED_DEEPSPEED, is_supported, num_step_hooks
 
 
 class Unsupported(ValueError):
-    """The plugin is enabled together with something it does not support."""
+    """The error for a feature that the plugin does not support and that is enabled together with it."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Holds if ``accepts(find(...))``; ``find`` reads a ``DeepSpeedConfig``, or an engine and its optimizer."""
+    """A condition that the configuration must meet: ``accepts(find(...))`` must be true.
+
+    ``find`` reads the value from a ``DeepSpeedConfig``, or from an engine and its optimizer. ``key`` is the dotted key
+    that the message names, ``must`` the rule in words, and ``remedy`` the change that the user can make.
+    """
 
     key: str
     must: str
@@ -32,16 +36,17 @@ class Rule:
 
 
 def refuse_config(ds_config: Any) -> None:
-    """What the config alone tells. Raises ``Unsupported`` with a message for every rule that is broken.
+    """Check the rules that depend on the config alone.
 
-    Rules are tried group by group, since a later group reads what an earlier one makes sure is there.
+    Rules are checked group by group, because a later group reads values that an earlier group guarantees to exist.
+    Raise ``Unsupported`` with one message for each broken rule of the first group that has any.
     """
     for rules in (_VERSION, _STAGE, _CONFIG):
         _refuse(rules, ds_config)
 
 
 def refuse_engine(engine: Any, basic_optimizer: Any) -> None:
-    """What only the engine and the optimizer that it was given tell. Raises ``Unsupported``."""
+    """Check the rules that depend on the engine and on the optimizer that was passed to it. Raise ``Unsupported``."""
     for rules in (_ENGINE, _HYPERPARAMETERS):
         _refuse(rules, engine, basic_optimizer)
 
@@ -53,7 +58,7 @@ def _refuse(rules: tuple[Rule, ...], *subject: Any) -> None:
         if not rule.accepts(found):
             broken.append(f"{rule.key}: {rule.must}, found {found}.\n{rule.remedy}")
     if broken:
-        raise Unsupported(f'"{CONFIG_KEY}" is enabled, but not everything it needs is.\n' + "\n".join(broken))
+        raise Unsupported(f'"{CONFIG_KEY}" is enabled, but this configuration is not supported:\n' + "\n".join(broken))
 
 
 def _device(offload_config: Any) -> str:
@@ -65,11 +70,11 @@ def _qualified_name(optimizer: Any) -> str:
 
 
 def _not_numbers(optimizer: Any) -> list[str]:
-    """Return every hyperparameter that is not a number, as ``eps=None in param group 0``.
+    """Return every hyperparameter that is not a number, formatted as ``eps=None in param group 0``.
 
-    ``DeepSpeedCPUAdam`` converts them to numbers only when it updates, and the update has begun by then. It would
-    convert a tensor, too, but a scheduler of PyTorch's writes the next learning rate into that tensor in place, while
-    the update that has been begun with it is still running.
+    ``DeepSpeedCPUAdam`` converts hyperparameters to numbers only when it updates, which is too late to refuse them. It
+    would also convert a tensor. But PyTorch's schedulers write the next learning rate into such a tensor in place,
+    while the update that uses it is still running.
     """
     wrong = []
     for index, group in enumerate(optimizer.param_groups):
@@ -81,7 +86,7 @@ def _not_numbers(optimizer: Any) -> list[str]:
 
 
 def _variants(optimizer: Any) -> list[str]:
-    """Return every variant of Adam that a param group asks for and ``DeepSpeedCPUAdam`` would ignore."""
+    """Return every variant of Adam that a param group requests and ``DeepSpeedCPUAdam`` would ignore."""
     return [
         f"{name}={group[name]!r} in param group {index}"
         for index, group in enumerate(optimizer.param_groups)
@@ -101,12 +106,12 @@ def _model_parallel_size(mpu: Any) -> int:
     return 1
 
 
-_FP32_STATES = "Our states are fp32, as stock keeps them by default: remove it."
+_FP32_STATES = "The plugin keeps the optimizer states in fp32, as stock DeepSpeed does by default: remove it."
 
 _VERSION = (
     Rule(
         "deepspeed",
-        f"must be version {' or '.join(SUPPORTED_DEEPSPEED)}, whose internals this release knows",
+        f"must be version {' or '.join(SUPPORTED_DEEPSPEED)}, whose internals this release supports",
         f"Install it with pip install deepspeed=={SUPPORTED_DEEPSPEED[-1]}.",
         lambda config: deepspeed.__version__,
         is_supported,
@@ -117,14 +122,15 @@ _STAGE = (
     Rule(
         "zero_optimization.stage",
         "must be 3",
-        'Interleaved offloading moves the sub-groups of ZeRO-3: set "stage": 3, or "enabled": false in our block.',
+        f'Interleaved offloading works on the sub-groups of ZeRO-3: set "stage": 3, or "enabled": false in '
+        f'"{CONFIG_KEY}".',
         lambda config: config.zero_optimization_stage,
         lambda stage: stage == 3,
     ),
     Rule(
         "zero_optimization.offload_optimizer.device",
         'must be "cpu"',
-        'Set "offload_optimizer": {"device": "cpu"}; NVMe offload has its own pipeline and stays with stock DeepSpeed.',
+        'Set "offload_optimizer": {"device": "cpu"}; for NVMe offload, use stock DeepSpeed.',
         lambda config: _device(config.zero_config.offload_optimizer),
         lambda device: device == "cpu",
     ),
@@ -134,21 +140,21 @@ _CONFIG = (
     Rule(
         "zero_optimization.offload_optimizer.ratio",
         "must be 1 (all optimizer states in host memory)",
-        f'Twin-Flow splits them for good; remove "ratio" and use "placement" and "gpu_fraction" in "{CONFIG_KEY}".',
+        f'Twin-Flow splits them permanently: remove "ratio" and use "placement" and "gpu_fraction" in "{CONFIG_KEY}".',
         lambda config: config.zero_config.offload_optimizer.ratio,
         lambda ratio: ratio == 1.0,
     ),
     Rule(
         "zero_optimization.offload_optimizer.super_offload",
         "must be false",
-        'SuperOffload replaces the update that we schedule: remove "super_offload".',
+        'SuperOffload replaces the update that the plugin schedules: remove "super_offload".',
         lambda config: config.zero_config.offload_optimizer.super_offload,
         lambda enabled: not enabled,
     ),
     Rule(
         "zero_optimization.zenflow",
         "must be absent",
-        "ZenFlow updates with stale gradients; we promise stock's bits. Remove it.",
+        "ZenFlow updates with stale gradients, which cannot give the same bits as stock DeepSpeed. Remove it.",
         lambda config: config.zero_config.zenflow,
         lambda zenflow: zenflow is None,
     ),
@@ -190,7 +196,8 @@ _CONFIG = (
     Rule(
         "torch_autocast.dtype",
         "must not be float16",
-        "Its gradient scaler steps the optimizer itself; use bfloat16, or fp16 through DeepSpeed's own fp16 block.",
+        "The gradient scaler of autocast calls the optimizer's step() itself: use bfloat16, or fp16 "
+        "through DeepSpeed's own fp16 block.",
         lambda config: config.torch_autocast_dtype if config.torch_autocast_enabled else None,
         lambda dtype: dtype is not torch.float16,
     ),
@@ -205,25 +212,25 @@ _CONFIG = (
         Rule(
             f"zero_optimization.{key}",
             "must be false",
-            "Quantised ZeRO++ has not been proven bit-identical with interleaved offloading: remove it.",
+            "Quantised ZeRO++ has not been tested to be bit-identical with interleaved offloading: remove it.",
             lambda config, key=key: getattr(config.zero_config, key),
             lambda enabled: not enabled,
         )
         for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
     ),
     Rule(
-        # DeepSpeed 0.19.8 asks for its commit_info before a step, to wait for it, and it never tells any.
+        # Before a step, DeepSpeed 0.19.8 asks DataStates for its commit_info to wait for it, but always gets none.
         "datastates_ckpt",
         "must be absent",
-        "DataStates reads states while the next update writes to them, and DeepSpeed does not wait for it: remove it, "
-        'and use "checkpoint": {"writer": {"decoupled": true}} to save in the background.',
+        "DataStates reads the states while the next update writes to them, and DeepSpeed does not wait for it: "
+        'remove it and use "checkpoint": {"writer": {"decoupled": true}} to save in the background.',
         lambda config: config.datastates_config.config if config.datastates_config.enabled else None,
         lambda found: found is None,
     ),
     Rule(
         "tensor_parallel.autotp_size",
         "must be 1",
-        "Tensor parallelism (AutoTP) has not been proven bit-identical with interleaved offloading: remove it.",
+        "Tensor parallelism (AutoTP) has not been tested to be bit-identical with interleaved offloading: remove it.",
         lambda config: config.tensor_parallel_config.autotp_size,
         lambda size: size <= 1,
     ),
@@ -232,9 +239,10 @@ _CONFIG = (
 _ENGINE = (
     Rule(
         "optimizer",
-        "must be DeepSpeedCPUAdam (what DeepSpeed makes of Adam and AdamW when it offloads)",
-        'Set "optimizer": {"type": "AdamW", ...}, or pass deepspeed.ops.adam.DeepSpeedCPUAdam to initialize(). With '
-        'Accelerate or Trainer, an Adam that they make is one unless the config sets "zero_force_ds_cpu_optimizer".',
+        "must be DeepSpeedCPUAdam, which DeepSpeed creates for Adam and AdamW when it offloads",
+        'Set "optimizer": {"type": "AdamW", ...}, or pass deepspeed.ops.adam.DeepSpeedCPUAdam to initialize(). '
+        "Accelerate and Trainer convert PyTorch Adam and AdamW to it unless the config sets "
+        '"zero_force_ds_cpu_optimizer": false.',
         lambda engine, optimizer: _qualified_name(optimizer),
         lambda name: name == f"{DeepSpeedCPUAdam.__module__}.{DeepSpeedCPUAdam.__qualname__}",
     ),
@@ -248,16 +256,14 @@ _ENGINE = (
     Rule(
         "optimizer (step hooks)",
         "must be none",
-        "The update does not run in the optimizer's step(), so they would see no parameters: remove them.",
-        lambda engine, optimizer: sum(
-            len(getattr(optimizer, hooks, ())) for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-        ),
+        "The update does not run in the optimizer's step(), so the hooks would see no parameters: remove them.",
+        lambda engine, optimizer: num_step_hooks(optimizer),
         lambda count: count == 0,
     ),
     Rule(
         "mpu (model-parallel size)",
         "must be 1",
-        "Model parallelism has not been proven bit-identical with interleaved offloading: train without an mpu.",
+        "Model parallelism has not been tested to be bit-identical with interleaved offloading: train without an mpu.",
         lambda engine, optimizer: _model_parallel_size(engine.mpu),
         lambda size: size <= 1,
     ),
@@ -267,15 +273,15 @@ _HYPERPARAMETERS = (
     Rule(
         "optimizer (hyperparameters)",
         "lr, eps and weight_decay must be numbers, and betas two numbers, in every param group",
-        'Give Python numbers, or set "optimizer": {"type": "AdamW", ...}. Accelerate, and with it Trainer, makes '
-        'DeepSpeedCPUAdam of optimizers that are not Adam, with the hyperparameters of those: choose "adamw_torch".',
+        'Give Python numbers, or set "optimizer": {"type": "AdamW", ...}. Accelerate and Trainer replace even an '
+        'optimizer that is not Adam by DeepSpeedCPUAdam, but keep its hyperparameters: choose "adamw_torch".',
         lambda engine, optimizer: ", ".join(_not_numbers(optimizer)),
         lambda wrong: not wrong,
     ),
     Rule(
         "optimizer (variants of Adam)",
         "amsgrad and maximize must be false",
-        "DeepSpeedCPUAdam has no such update, and stock DeepSpeed would train without it: remove it.",
+        "DeepSpeedCPUAdam does not implement them, and stock DeepSpeed ignores them silently: remove it.",
         lambda engine, optimizer: ", ".join(_variants(optimizer)),
         lambda found: not found,
     ),

@@ -1,8 +1,9 @@
-"""What reports ask of DeepSpeed's engine: how far it is, how often it prints, and its monitor."""
+"""Create the reporter of an engine's updates, and describe the run that it reports on."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,33 +13,35 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-import deep_opt_states
 from deep_opt_states.config import Config
+from deep_opt_states.names import __version__
 from deep_opt_states.report.monitor_events import MonitorEvents
 from deep_opt_states.report.progress_line import ProgressLine
-from deep_opt_states.report.record import Progress
-from deep_opt_states.report.reporter import Outlet
-from deep_opt_states.report.run_data import About
-from deep_opt_states.report.run_writer import RunFolder
-from deep_opt_states.runtime.accounting import Ledger
-from deep_opt_states.zero.internals.log import say
-from perf_model.prediction.memory import Where
+from deep_opt_states.report.record import StepCounts, Work
+from deep_opt_states.report.reporter import ReportSink, UpdateReporter
+from deep_opt_states.report.run_data import RunInfo
+from deep_opt_states.report.run_writer import RunWriter
+from deep_opt_states.zero.internals.log import log_rank_0
+from deep_opt_states.zero.start.assembly import Assembly
+from perf_model.prediction.memory import MemoryKind, Reservation
+from perf_model.prediction.memory_summary import total_reserved
+from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 
 
-def describe(plan: UpdatePlan, ledger: Ledger) -> About:
-    """Of a run that begins."""
-    memory_bytes = dict.fromkeys((where.value for where in (Where.PINNED, Where.ACCELERATOR)), 0)
-    for its in ledger.reserved:
-        memory_bytes[its.where.value] += its.count * its.each_bytes
+def describe_run(plan: UpdatePlan, reserved: Sequence[Reservation]) -> RunInfo:
+    """Return the facts about this run that do not change while it trains."""
+    memory_bytes = dict.fromkeys((kind.value for kind in (MemoryKind.PINNED, MemoryKind.ACCELERATOR)), 0)
+    for reservation in reserved:
+        memory_bytes[reservation.kind.value] += reservation.count * reservation.each_bytes
     accelerator = get_accelerator()
     name = accelerator.device_name()
-    return About(
+    return RunInfo(
         began=datetime.now().astimezone().isoformat(timespec="seconds"),
         world_size=dist.get_world_size(),
         accelerator=f"{name} ({torch.cuda.get_device_name()})" if name == "cuda" else name,
         software={
-            "deep_opt_states": deep_opt_states.__version__,
+            "deep_opt_states": __version__,
             "deepspeed": deepspeed.__version__,
             "torch": str(torch.__version__),
         },
@@ -47,27 +50,44 @@ def describe(plan: UpdatePlan, ledger: Ledger) -> About:
     )
 
 
-class Training:
-    """Does not keep the engine alive, and with it the model: reports are kept until the process ends."""
+class EngineProgress:
+    """The parts of a DeepSpeed engine that reports need: its step counts, how often it prints, and its monitor.
+
+    The reference to the engine is weak: reports live until the process ends and must not keep the model in memory.
+    """
 
     def __init__(self, engine: Any) -> None:
         self._engine = weakref.ref(engine)
         self._steps_per_print: float | None = engine.steps_per_print()
         self._monitor = engine.monitor
-        self._progress = Progress(step=0, samples=0)
+        self._progress = StepCounts(step=0, samples=0)
 
-    def progress(self) -> Progress:
+    def progress(self) -> StepCounts:
+        """Return the engine's step counts; the last known ones if the engine no longer exists."""
         if (engine := self._engine()) is not None:
-            self._progress = Progress(step=engine.global_steps, samples=engine.global_samples)
+            self._progress = StepCounts(step=engine.global_steps, samples=engine.global_samples)
         return self._progress
 
-    def outlets(self, config: Config, about: About) -> list[Outlet]:
-        """For the rank that speaks."""
-        outlets: list[Outlet] = []
+    def make_report(self, config: Config, assembly: Assembly) -> UpdateReporter:
+        """Return the reporter of the updates that run on ``assembly``. Only on rank 0 it has sinks to report to."""
+        planned, splits = assembly.planned, assembly.splits
+        plan, reserved = planned.plan, assembly.device.reserved
+        work = Work(
+            numel=plan.workload.numel,
+            gpu_share=1 - plan.numel(Placement.CPU) / max(1, plan.workload.numel),
+            numels=[sum(part.numel for part in split.rest) for split in splits],
+            param_bytes=assembly.widths.param,
+        )
+        sinks = self._sinks(config, describe_run(plan, reserved)) if dist.get_rank() == 0 else []
+        at_end = f"{planned.at_end(assembly.widths)}\n  in all: {total_reserved(reserved)}"
+        return UpdateReporter(work, planned.predict, sinks, self.progress, log_rank_0, at_end)
+
+    def _sinks(self, config: Config, info: RunInfo) -> list[ReportSink]:
+        sinks: list[ReportSink] = []
         if self._steps_per_print is not None:
-            outlets.append(ProgressLine(self._steps_per_print, say))
+            sinks.append(ProgressLine(self._steps_per_print, log_rank_0))
         if self._monitor.enabled:
-            outlets.append(MonitorEvents(self._steps_per_print, self._monitor.write_events))
+            sinks.append(MonitorEvents(self._steps_per_print, self._monitor.write_events))
         if config.report is not None:
-            outlets.append(RunFolder(Path(config.report), self._steps_per_print, about))
-        return outlets
+            sinks.append(RunWriter(Path(config.report), self._steps_per_print, info))
+        return sinks

@@ -1,1 +1,1 @@
-"""What happens in each step, from the first gradient to the last updated parameter?"""
+"""Run each step: from the first gradient to the last updated parameter."""

@@ -1,4 +1,4 @@
-"""Attributes of stock's optimizer that nobody sees while an update is under way."""
+"""Let readers of DeepSpeed's optimizer see states and parameters only while no update works on them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 
-class Guarded:
-    """``wait(optimizer)`` before the attribute is read: what it leads to may then be read, and written to."""
+class WaitsBeforeRead:
+    """An attribute of an optimizer that calls ``wait(optimizer)`` before it is read.
+
+    The caller may then read the tensors that the attribute leads to, and write to them.
+    """
 
     def __init__(self, wait: Callable[[Any], None]) -> None:
         self._wait = wait
@@ -28,17 +31,17 @@ class Guarded:
         vars(optimizer)[self._name] = value
 
 
-def lent(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, under a storage that is the borrower's.
+def checkpoint_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the same memory that a checkpoint engine may send to another process.
 
-    What PyTorch sends to another process it moves to shared memory, the storage with it: the states would leave the
-    slab for good when a decoupled checkpoint engine saves them. So it is the borrower's that moves, with a copy, which
-    no later update changes.
+    PyTorch moves the storage of a tensor that it sends to another process to shared memory. If a decoupled checkpoint
+    engine sent our tensors, the states would leave the page-locked slab for good. The returned tensor has a storage of
+    its own: PyTorch moves that one, with a copy, which no later update changes.
     """
     if not tensor.is_cpu:
-        # Sent as a handle to where it is; DeepSpeed waits before its next step until what it has sent is written.
+        # PyTorch sends a handle to the GPU memory. DeepSpeed waits before its next step until the data is written.
         return tensor
-    borrowed = torch.from_numpy(tensor.detach().numpy()).requires_grad_(tensor.requires_grad)
-    # DeepSpeed's numbers of the parameters in it, which are saved too.
-    vars(borrowed).update(vars(tensor))
-    return borrowed
+    view = torch.from_numpy(tensor.detach().numpy()).requires_grad_(tensor.requires_grad)
+    # DeepSpeed sets attributes with the ids of the parameters in the tensor, and saves them, too.
+    vars(view).update(vars(tensor))
+    return view

@@ -1,8 +1,47 @@
-"""An update from the moment it is decided to its end, maybe in the next forward; all ranks agree how it ended."""
+"""Run the optimizer update of each step, let readers and backward wait for it, and agree how it ended.
+
+The life of an update, as ``UpdatePhase``::
+
+    IDLE --run--> RUNNING ---------------------------------+
+    IDLE --run--> DEFERRED --wait(on_all_ranks)--> FINISHED-+--synchronize_ranks--> IDLE, or FAILED on every rank
+
+``run`` goes through ``RUNNING`` if the update must end within ``step()``. If it may be deferred, the early ranges are
+updated when ``run`` returns, and the rest is updated while the next forward runs. ``synchronize_ranks`` may also follow
+``DEFERRED`` directly, for example before a checkpoint is saved.
+
+========================= ========================================== ================= =================================
+Call                      Caller                                     Collective        Afterwards
+========================= ========================================== ================= =================================
+``prefetch``              backward, at an accumulation boundary      no                the slots hold the states that
+                                                                                       the next update needs first
+``run``                   ``step()``, at its last sub-group          unless deferred   DEFERRED; if not deferred: IDLE,
+                                                                                       or it raises on every rank
+``wait_for``, ``publish`` forward, before it gathers or reads        no                the current stream waits for the
+                          parameters                                                   parameters of the sub-groups
+``advance``               ``step()`` and forward                     no                more actions are enqueued
+``wait``                  whoever reads parameters or states, also   no                this rank's part is done; the
+                          on one rank alone                                            phase is as before
+``wait(on_all_ranks)``    backward, on every rank                    no                this rank's part is done;
+                                                                                       DEFERRED becomes FINISHED
+``synchronize_ranks``     on every rank: the next ``step()``,        unless the ranks  IDLE; FAILED on every rank if the
+                          checkpoints, gathers outside forward       agree already     update failed on any
+``raise_if_failed``       whoever uses the states                    no                the states are consistent, as far
+                                                                                       as this rank knows
+``forget_failure``        a load that has restored all states        no                FAILED becomes IDLE
+``close``                 ``destroy()``                              no                all is done and reported; a
+                                                                                       failure that nobody raised is
+                                                                                       logged
+========================= ========================================== ================= =================================
+
+The phase is the same on every rank, because only calls that every rank makes at the same point change it. How far a
+rank's own part is, and whether it has failed, differs between ranks until they synchronize. Prefetching is no phase of
+its own: it happens in backward while the last update is ``FINISHED``, before the ranks have agreed how that ended.
+"""
 
 from __future__ import annotations
 
 import atexit
+import enum
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -11,67 +50,111 @@ from dataclasses import dataclass
 
 from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.exposure import Exposure, Waits
+from deep_opt_states.runtime.exposure import Exposure, UpdateWaits
+from deep_opt_states.runtime.worker import EXIT_TIMEOUT_S
 from deep_opt_states.zero.internals.agreement import FailureAgreement
-from deep_opt_states.zero.internals.log import say_error
+from deep_opt_states.zero.internals.log import log_error
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 
-Finished = Callable[[tuple[PhaseSpan, ...], Callable[[], Timeline]], None]
+OnFinished = Callable[[tuple[PhaseSpan, ...], Callable[[], Timeline]], None]
+
+
+class UpdatePhase(enum.Enum):
+    """The phase of the last update; the same on every rank."""
+
+    IDLE = "idle"
+    """No update is in flight, and every rank knows that the last one succeeded."""
+    RUNNING = "running"
+    """The update runs inside ``run``, which does not return before its end."""
+    DEFERRED = "deferred"
+    """The update may be in flight on some rank, concurrently with forward, even if this rank's part is done."""
+    FINISHED = "finished"
+    """Every rank has waited for its own part; whether another rank's part failed is not known yet."""
+    FAILED = "failed"
+    """The update failed on some rank, and every rank knows. Nothing is updated before the states are restored."""
 
 
 @dataclass(frozen=True)
-class Times:
+class MeasuredTimes:
     """The measured times of one update, readable until the second update after it is prefetched or begins."""
 
-    waits: Waits
+    waits: UpdateWaits
     read_timeline: Callable[[], Timeline]
 
-    def give(self, finished: Finished) -> None:
-        finished(self.waits.phases(), self.read_timeline)
-
-
-# Two of these, of the worker and of the update, are within what launchers wait before they kill: 10 s.
-_EXIT_TIMEOUT_S = 4.0
+    def pass_to(self, on_finished: OnFinished) -> None:
+        """Call ``on_finished`` with them. The host waits for the events that they are read from."""
+        on_finished(self.waits.phases(), self.read_timeline)
 
 
 class Update:
-    """``defers``: ``run`` returns when the first parts are updated, and the rest goes on until ``finish``.
+    """The updates of one engine, one after the other, with the phase that the last of them is in.
 
-    ``finished`` is called once for each update that did not fail, in ``report_previous``, ``report`` or ``close``, with
-    when the model waited for it and when it went on, and what gives its timeline.
+    ``defers``: an update may continue while the next forward runs; otherwise ``run`` ends it.
 
-    A rank whose part fails goes on with its collectives, which the others wait in; ``settle`` tells all ranks. A
-    failure after which nothing is called that could raise it is logged when the process ends.
+    ``on_finished`` is called once for each update that did not fail, by ``report_previous``, ``report`` or ``close``.
+    It receives the spans in which the model waited for the update and in which both ran, and a function that returns
+    the update's timeline.
+
+    A rank whose part fails still takes part in the collectives of forward, which the other ranks wait in;
+    ``synchronize_ranks`` then stops all ranks. A failure that no later call can raise is logged when the process ends.
     """
 
-    def __init__(self, executor: Executor, exposure: Exposure, *, defers: bool, finished: Finished) -> None:
+    def __init__(self, executor: Executor, exposure: Exposure, *, defers: bool, on_finished: OnFinished) -> None:
         self._executor = executor
         self._exposure = exposure
         self._defers = defers
-        self._finished = finished
+        self._on_finished = on_finished
         self._failures = FailureAgreement()
         self._waited_for: set[int] = set()
         """Sub-groups whose parameters the computing stream has waited for."""
         self._gathered: set[int] = set()
         """Sub-groups that only the gathering stream has waited for."""
-        self._unreported: Times | None = None
-        self._previous_unreported: Times | None = None
-        self.settled = True
-        """Whether all ranks know how the last update ended; the same on every rank."""
-        self.goes_on = False
-        """Whether one may be under way on some rank: the same on all, also where this one has waited for its end."""
+        self._unreported: MeasuredTimes | None = None
+        """The times of the last update, unless it failed or was reported."""
+        self._previous_unreported: MeasuredTimes | None = None
+        """The times of the update before that."""
+        self._phase = UpdatePhase.IDLE
         self._raised: BaseException | None = None
-        """The failure that the caller knows."""
+        """The failure that was raised or logged here; it is not logged again at the end of the process."""
         _ALIVE.add(self)
 
+    @property
+    def phase(self) -> UpdatePhase:
+        return self._phase
+
+    @property
+    def is_deferred(self) -> bool:
+        """Return whether an update may be in flight on some rank; the same on every rank."""
+        return self._phase is UpdatePhase.DEFERRED
+
+    @property
+    def ranks_agree(self) -> bool:
+        """Return whether every rank knows how the last update ended; the same on every rank."""
+        return self._phase in (UpdatePhase.IDLE, UpdatePhase.FAILED)
+
+    @property
+    def failed(self) -> bool:
+        """Return whether an update has failed, as far as this rank knows; other ranks may not know it yet."""
+        return self._executor.failure is not None
+
+    # Begin an update
+
+    def prefetch(self) -> None:
+        """Begin to copy the states that the next update needs first into the slots that are free."""
+        self._exposure.mark_prefetch()
+        self._executor.prefetch()
+
     def run(self, steps: Sequence[AdamStep]) -> None:
-        """Gradients, states and parameters belong to the update from now on. Raises ``UpdateFailed`` at the end."""
+        """Begin the update, with one entry of ``steps`` per sub-group, and finish it unless it is deferred.
+
+        Gradients, states and parameters belong to the update from now on, until ``wait`` returns. Raise
+        ``UpdateFailed`` on every rank if an update that is not deferred fails on any.
+        """
         self._previous_unreported, self._unreported = self._unreported, None
-        self._exposure.begins()
+        self._exposure.begin_update()
         self._waited_for.clear()
         self._gathered.clear()
-        self.goes_on = self._defers
-        self.settled = False
+        self._phase = UpdatePhase.DEFERRED if self._defers else UpdatePhase.RUNNING
         try:
             with self._exposure.waits.direct():
                 self._executor.begin(steps)
@@ -79,37 +162,33 @@ class Update:
                     self._executor.finish()
         except BaseException:
             if not self._defers:
-                # An interrupt, too, is told to the other ranks, which are here, and then raised.
-                self.settle()
+                # An interrupt is a failure, too: the other ranks, which are in the same call, must learn of it first.
+                self.synchronize_ranks(raise_failure=False)
             self._raised = self._executor.failure
             raise
-        self._keep_times()
+        self._record_times()
         if not self._defers:
-            self.settle()
-            self.refuse_torn()
+            self.synchronize_ranks()
 
-    def prefetch(self) -> None:
-        """Of the next update, what has a slot."""
-        self._exposure.prefetches()
-        self._executor.prefetch()
+    # While forward runs
 
     def wait_for(self, sub_groups: Iterable[int]) -> None:
-        """The current stream, which computes, needs their parameters next, or some of the first parts."""
-        self._executor.publish_first_parts()
+        """Make the current stream, which computes, wait for the early ranges and the parameters of ``sub_groups``."""
+        self._executor.publish_early_ranges()
         for sub_group in sub_groups:
-            self._executor.ask_for(sub_group)
+            self._executor.mark_requested(sub_group)
             if sub_group not in self._waited_for:
                 self._waited_for.add(sub_group)
                 with self._exposure.waits.direct():
                     self._executor.publish(sub_group)
 
     def publish(self, sub_groups: Iterable[int]) -> None:
-        """The current stream, beside the one that computes, is about to read their parameters, or the first parts'."""
-        self._executor.publish_first_parts()
+        """Make the current stream, which gathers, wait for the early ranges and the parameters of ``sub_groups``."""
+        self._executor.publish_early_ranges()
         for sub_group in sub_groups:
-            self._executor.ask_for(sub_group)
+            self._executor.mark_requested(sub_group)
             if not self._executor.pending or sub_group in self._waited_for or sub_group in self._gathered:
-                # One of the streams has waited for it, or will have when that matters: there is nothing to measure.
+                # One of the two streams has waited for the sub-group already: no time is lost here.
                 self._executor.publish(sub_group)
             else:
                 self._gathered.add(sub_group)
@@ -117,100 +196,114 @@ class Update:
                     self._executor.publish(sub_group)
 
     def gathers_awaited(self) -> AbstractContextManager[None]:
-        """Return a context in which the stream that computes, which is current, waits for the one that gathers."""
+        """Return a context in which the current stream, which computes, waits for the stream that gathers."""
         return self._exposure.waits.for_gathering_stream()
 
     def advance(self) -> None:
+        """Enqueue the actions that no longer have to wait for the worker."""
         if self._executor.may_advance():
-            # Where the accelerator is the CPU, what is issued is done here, and the model waits for it.
+            # Where the accelerator is the CPU, an action runs while it is issued, and the model waits for it.
             with self._exposure.waits.direct():
                 self._executor.advance()
 
     def may_block(self, sub_group: int) -> bool:
-        """The same on every rank: whether gathering the sub-group's parameters now could make a host wait."""
-        return self.goes_on and self._executor.may_block(sub_group)
+        """Return whether gathering the sub-group's parameters now could make a host wait; the same on every rank."""
+        return self.is_deferred and self._executor.may_block(sub_group)
 
-    def end(self) -> None:
-        """Every rank is here: forward is over, and with it what may go on beside it."""
-        self.goes_on = False
-        self.finish()
+    # End an update
 
-    def finish(self) -> None:
-        """Returns when all is done: what belonged to the update is the caller's again."""
+    def wait(self, *, on_all_ranks: bool = False, discard_prefetched: bool = False) -> None:
+        """Block until this rank's part is done: gradients, states and parameters are the caller's again.
+
+        ``on_all_ranks``: every rank makes this call at the same point, so that nothing is deferred on any rank
+        afterwards. It is no collective. ``discard_prefetched``: the caller may write to the states, so that the next
+        update must not use the copies that were prefetched.
+        """
+        if on_all_ranks and self.is_deferred:
+            self._phase = UpdatePhase.FINISHED
         if self._executor.pending:
             with self._exposure.waits.direct():
                 self._executor.finish()
-            self._keep_times()
+            self._record_times()
+        if discard_prefetched:
+            self._executor.discard()
 
-    def drain(self) -> None:
-        """For a caller that may write to the states: all is done, and what was prefetched of them is forgotten."""
-        self.finish()
-        self._executor.discard()
+    def synchronize_ranks(self, *, raise_failure: bool = True) -> None:
+        """Wait for the update, and let every rank know whether it failed on any. Every rank must call this.
 
-    def settle(self) -> None:
-        """Finishes. A collective, if an update has run since the last: every rank knows if it has failed on any."""
-        self.end()
-        if not self.settled:
-            self.settled = True
+        A collective, unless the ranks have agreed on the last update already. Raise ``UpdateFailed`` if the states are
+        inconsistent and ``raise_failure``.
+        """
+        self.wait(on_all_ranks=True)
+        if not self.ranks_agree:
+            # Before the collective: if it is interrupted on this rank, it must not be repeated by this rank alone.
+            self._phase = UpdatePhase.IDLE
             self._failures.share(self._executor)
-
-    def refuse_torn(self) -> None:
-        """Raises ``UpdateFailed`` if the states are torn, as far as this rank knows."""
-        if self._executor.failure is not None:
-            self._raised = self._executor.failure
-            raise self._executor.torn()
-
-    def say_unraised(self) -> None:
-        """For the end, when nothing will raise it; this rank's failure, if it shows within seconds."""
-        if self._executor.failed_within(_EXIT_TIMEOUT_S) and self._raised is not self._executor.failure:
-            self._raised = self._executor.failure
-            say_error(self._executor.torn())
-
-    @property
-    def failed(self) -> bool:
-        return self._executor.failure is not None
-
-    def forget_failure(self) -> None:
-        """All states were restored from a checkpoint."""
-        self._executor.forget_failure()
+            if self.failed:
+                self._phase = UpdatePhase.FAILED
+        if raise_failure:
+            self.raise_if_failed()
 
     def close(self) -> None:
-        self.finish()
-        self.say_unraised()
+        """Wait for the update, log a failure that nobody has raised, and report what was not reported."""
+        self.wait()
+        self.log_unraised_failure()
         self.report()
 
-    def report(self) -> None:
-        """Report the last update, if it is over and was not reported, and before it one that a failed step left.
+    # Failures
 
-        The host waits for the device to reach the last event that measures it: call this when it has.
+    def raise_if_failed(self) -> None:
+        """Raise ``UpdateFailed`` if the states are inconsistent, as far as this rank knows."""
+        if self._executor.failure is not None:
+            self._raised = self._executor.failure
+            raise self._executor.inconsistent_states_error()
+
+    def log_unraised_failure(self) -> None:
+        """Log this rank's failure if it shows within a few seconds and nothing has raised it before."""
+        if self._executor.failed_within(EXIT_TIMEOUT_S) and self._raised is not self._executor.failure:
+            self._raised = self._executor.failure
+            log_error(self._executor.inconsistent_states_error())
+
+    def forget_failure(self) -> None:
+        """Allow updates again. The caller has restored every state from a checkpoint."""
+        if self._phase is UpdatePhase.FAILED:
+            self._phase = UpdatePhase.IDLE
+        self._executor.forget_failure()
+
+    # Report updates
+
+    def report(self) -> None:
+        """Report the last update once, if it is over, after the update before it if that was not reported.
+
+        The host waits until the device has reached the last event that measures the update: call this when it has.
         """
         self.report_previous()
         if self._unreported is not None and not self._executor.pending:
             times, self._unreported = self._unreported, None
-            times.give(self._finished)
+            times.pass_to(self._on_finished)
 
     def report_previous(self) -> None:
-        """Report the update before the one that ``run`` was called for, while that goes on.
+        """Report the update before the one that ``run`` has begun last, which may be in flight.
 
-        Call this before the next one is prefetched, which takes the events.
+        Call this before the next update is prefetched: that reuses the events.
         """
         if self._previous_unreported is not None:
             times, self._previous_unreported = self._previous_unreported, None
-            times.give(self._finished)
+            times.pass_to(self._on_finished)
 
-    def _keep_times(self) -> None:
+    def _record_times(self) -> None:
         if self._executor.failure is None:
-            self._unreported = Times(self._exposure.waits, self._executor.timeline_reader())
+            self._unreported = MeasuredTimes(self._exposure.waits, self._executor.timeline_reader())
         else:
             self._unreported = None
 
 
 _ALIVE: weakref.WeakSet[Update] = weakref.WeakSet()
-# A forked child has no worker thread: it would wait in vain for what its parent's worker has begun, and then report.
+# A forked child has no worker thread. It would wait in vain for the actions of its parent's worker, and then report.
 os.register_at_fork(after_in_child=_ALIVE.clear)
 
 
 @atexit.register
-def _say_what_was_not_raised() -> None:
+def _log_unraised_failures() -> None:
     for update in _ALIVE:
-        update.say_unraised()
+        update.log_unraised_failure()

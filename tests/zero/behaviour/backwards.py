@@ -1,4 +1,4 @@
-"""The ways to call backward, and what gathers gradients over several of them."""
+"""Run scenarios that call backward in different ways, or accumulate gradients over several backwards."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch.distributed as dist
 from deepspeed.utils import set_z3_leaf_modules
 from torch.utils.checkpoint import checkpoint
 
-from tests.zero.behaviour.arm import (
+from tests.zero.behaviour.variant import (
     FP16,
     FP32,
     WIDTH,
-    Arm,
     Net,
     Seen,
+    Variant,
     counters,
-    everything,
+    final_states,
     gradients,
     inputs,
     loss_of,
@@ -26,9 +26,9 @@ from tests.zero.behaviour.arm import (
 )
 
 
-def backward_of_the_tensor(arm: Arm) -> Seen:
-    """``loss.backward()``, and ``output.backward(gradient)``, without the engine's."""
-    engine = arm.engine(Net(), gradient_accumulation_steps=2)
+def backward_of_the_tensor(variant: Variant) -> Seen:
+    """Call ``loss.backward()`` and ``output.backward(gradient)`` instead of ``engine.backward``."""
+    engine = variant.engine(Net(), gradient_accumulation_steps=2)
     for step in range(6):
         output = engine(inputs(step))
         if step % 2:
@@ -39,34 +39,34 @@ def backward_of_the_tensor(arm: Arm) -> Seen:
             yield from gradients(engine)
         engine.step()
     yield from counters(engine)
-    yield from everything(engine)
+    yield from final_states(engine)
 
 
-def backward_of_the_scaled_loss(arm: Arm) -> Seen:
-    engine = arm.engine(Net(), **FP16)
+def backward_of_the_scaled_loss(variant: Variant) -> Seen:
+    engine = variant.engine(Net(), **FP16)
     for step in range(3):
         engine.scale(loss_of(engine(inputs(step, torch.float16)))).backward()
         yield from gradients(engine)
         engine.step()
         yield from counters(engine)
-    yield from everything(engine)
+    yield from final_states(engine)
     yield "needs a scaler", engine.optimizer.needs_scaler()
     loss = loss_of(engine(inputs(4, torch.float16)))
     yield "without scale", raised(loss.backward)
 
 
-def gradients_not_scaled_by_accumulation(arm: Arm) -> Seen:
-    engine = arm.engine(Net(), gradient_accumulation_steps=3)
+def gradients_not_scaled_by_accumulation(variant: Variant) -> Seen:
+    engine = variant.engine(Net(), gradient_accumulation_steps=3)
     for step in range(6):
         engine.backward(loss_of(engine(inputs(step))), scale_wrt_gas=False)
         engine.step()
         yield from counters(engine)
-    yield from everything(engine)
+    yield from final_states(engine)
 
 
-def backwards_without_a_step(arm: Arm) -> Seen:
-    """Gradients add up from forward to forward until ``zero_grad``; the optimizer's own ``step`` ends it."""
-    engine = arm.engine(Net())
+def backwards_without_a_step(variant: Variant) -> Seen:
+    """Accumulate gradients from forward to forward until ``zero_grad``, and call the optimizer's own ``step``."""
+    engine = variant.engine(Net())
     yield from train(engine)
     for zero_grad in (False, True):
         for step in range(3):
@@ -81,11 +81,11 @@ def backwards_without_a_step(arm: Arm) -> Seen:
         engine.optimizer.step()
         yield "norm", float(engine.optimizer._global_grad_norm)
         yield from params(engine)
-    yield from everything(engine)
+    yield from final_states(engine)
 
 
-def boundaries_that_the_caller_sets(arm: Arm) -> Seen:
-    engine = arm.engine(Net())
+def boundaries_that_the_caller_sets(variant: Variant) -> Seen:
+    engine = variant.engine(Net())
     for window in range(3):
         for position in range(3):
             engine.set_gradient_accumulation_boundary(position == 2)
@@ -93,11 +93,11 @@ def boundaries_that_the_caller_sets(arm: Arm) -> Seen:
         yield from gradients(engine)
         engine.step()
         yield from counters(engine)
-    yield from everything(engine)
+    yield from final_states(engine)
 
 
-def coalesced_reduction(arm: Arm) -> Seen:
-    engine = arm.engine(Net(), gradient_clipping=0.1)
+def coalesced_reduction(variant: Variant) -> Seen:
+    engine = variant.engine(Net(), gradient_clipping=0.1)
     for step in range(4):
         with engine.coalesce_grad_reduction():
             for part in range(3):
@@ -106,11 +106,11 @@ def coalesced_reduction(arm: Arm) -> Seen:
         engine.step()
         yield from counters(engine)
         yield from train(engine, 1, first=20 + step)
-    yield from everything(engine)
+    yield from final_states(engine)
 
 
-def what_zero_3_refuses(arm: Arm) -> Seen:
-    engine = arm.engine(Net())
+def calls_that_zero_3_refuses(variant: Variant) -> Seen:
+    engine = variant.engine(Net())
     yield from train(engine)
     yield "no_sync", raised(engine.no_sync().__enter__)
     engine.backward(loss_of(engine(inputs(9))))
@@ -120,11 +120,11 @@ def what_zero_3_refuses(arm: Arm) -> Seen:
     engine.step()
     yield "not a scalar", raised(lambda: engine.scale(engine(inputs(10))))
     yield from train(engine)
-    yield from everything(engine)
+    yield from final_states(engine)
 
 
-def one_loss_of_several_engines(arm: Arm) -> Seen:
-    engines = [arm.engine(Net()), arm.engine(Net(3)), arm.engine(Net(2))]
+def one_loss_of_several_engines(variant: Variant) -> Seen:
+    engines = [variant.engine(Net()), variant.engine(Net(3)), variant.engine(Net(2))]
     for step in range(3):
         losses = [loss_of(engine(inputs(step))) / (1 + index) for index, engine in enumerate(engines)]
         torch.stack(losses).sum().backward()
@@ -135,11 +135,11 @@ def one_loss_of_several_engines(arm: Arm) -> Seen:
             engine.optimizer.zero_grad()
     for engine in engines:
         yield from counters(engine)
-        yield from everything(engine)
+        yield from final_states(engine)
 
 
 class Checkpointed(torch.nn.Module):
-    """Blocks with a frozen norm and a low-rank adapter beside a frozen layer, recomputed in backward."""
+    """Blocks with a frozen norm, and a low-rank adapter in parallel to a frozen layer, recomputed in backward."""
 
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()
@@ -163,14 +163,14 @@ class Checkpointed(torch.nn.Module):
         return self.head(x)
 
 
-def recomputed_activations(arm: Arm) -> Seen:
-    """Reentrant and not, in bf16 and fp32, with the frozen parameters kept gathered and not."""
+def recomputed_activations(variant: Variant) -> Seen:
+    """Recompute reentrantly and not, in bf16 and fp32, with frozen parameters that are persistent and that are not."""
     for use_reentrant, dtype, threshold in (
         (True, torch.bfloat16, WIDTH),
         (False, torch.bfloat16, WIDTH),
         (False, torch.float32, 0),
     ):
-        engine = arm.engine(
+        engine = variant.engine(
             Checkpointed(use_reentrant),
             gradient_accumulation_steps=2,
             zero_optimization={"stage3_param_persistence_threshold": threshold, "sub_group_size": 80},
@@ -184,11 +184,11 @@ def recomputed_activations(arm: Arm) -> Seen:
             yield from counters(engine)
             statuses = [param.ds_status.name for param in engine.module.parameters()]
             yield "gathered after the step", statuses
-        yield from everything(engine)
+        yield from final_states(engine)
 
 
 class Recomputed(Net):
-    """Recomputes with DeepSpeed's own activation checkpointing."""
+    """A network that recomputes with DeepSpeed's own activation checkpointing."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -196,20 +196,20 @@ class Recomputed(Net):
         return x
 
 
-def activation_checkpointing_of_deepspeed(arm: Arm) -> Seen:
-    """Not its ``cpu_checkpointing``, which on the CPU loses the inputs, also with stock."""
+def activation_checkpointing_of_deepspeed(variant: Variant) -> Seen:
+    """Recompute without ``cpu_checkpointing``, which loses the inputs on the CPU accelerator, also with stock."""
     deepspeed.checkpointing.configure(None, num_checkpoints=4)
-    engine = arm.engine(Recomputed(), zero_optimization={"offload_param": {"device": "cpu"}})
+    engine = variant.engine(Recomputed(), zero_optimization={"offload_param": {"device": "cpu"}})
     for step in range(4):
         engine.backward(loss_of(engine(inputs(step).requires_grad_())))
         yield from gradients(engine)
         engine.step()
         yield from counters(engine)
-    yield from everything(engine)
+    yield from final_states(engine)
 
 
 class Experts(torch.nn.Module):
-    """Of which a batch reaches one: the others get gradients of zero if this is a leaf."""
+    """Experts of which a batch reaches one. As a leaf module, the others get gradients of zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,12 +230,12 @@ class Mixture(torch.nn.Module):
         return self.last(self.experts(self.first(x), expert))
 
 
-def leaf_modules(arm: Arm) -> Seen:
-    """Each rank's batch reaches an expert of its own; some experts are reached by none."""
+def leaf_modules(variant: Variant) -> Seen:
+    """Train leaf modules: each rank's batch reaches a different expert, and some experts get no batch."""
     for accumulation in (1, 2):
         model = Mixture()
         yield "leaves", len(set_z3_leaf_modules(model, [Experts]))
-        engine = arm.engine(model, gradient_accumulation_steps=accumulation)
+        engine = variant.engine(model, gradient_accumulation_steps=accumulation)
         yield "leaves of the optimizer", len(engine.optimizer.leaf_parameters)
         for step in range(6):
             expert = (step + dist.get_rank()) % 4
@@ -244,7 +244,7 @@ def leaf_modules(arm: Arm) -> Seen:
                 yield from gradients(engine)
             engine.step()
             yield from counters(engine)
-        yield from everything(engine)
+        yield from final_states(engine)
 
 
 SCENARIOS = (
@@ -254,7 +254,7 @@ SCENARIOS = (
     backwards_without_a_step,
     boundaries_that_the_caller_sets,
     coalesced_reduction,
-    what_zero_3_refuses,
+    calls_that_zero_3_refuses,
     one_loss_of_several_engines,
     recomputed_activations,
     activation_checkpointing_of_deepspeed,

@@ -1,4 +1,4 @@
-"""AutoEP: the experts of a Hugging Face model, dealt out to the ranks by DeepSpeed."""
+"""Run scenarios with AutoEP, which distributes the experts of a Hugging Face model over the ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.module_inject.auto_ep_presets import base as auto_ep_presets
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from tests.zero.behaviour.arm import Arm, Seen, counters
+from tests.zero.behaviour.variant import Seen, Variant, counters
 
 VOCABULARY = 61
 
@@ -31,12 +31,12 @@ def mixtral() -> torch.nn.Module:
     return MixtralForCausalLM(shape)
 
 
-def nothing(*_: Any, **__: Any) -> None:
-    """For what AutoEP does to record router logits, which fails with this version of transformers."""
+def do_nothing(*_: Any, **__: Any) -> None:
+    """Replace AutoEP's hooks that record router logits, which fail with this version of transformers."""
 
 
 def partitions(engine: Any) -> Seen:
-    """What this rank has of every sub-group, without what pads the partitions."""
+    """Yield this rank's part of every sub-group, without the padding of partitions."""
     optimizer = engine.optimizer
     for sub_group, params in enumerate(optimizer.fp16_groups):
         master = optimizer.fp32_partitioned_groups_flat[sub_group]
@@ -52,8 +52,8 @@ def partitions(engine: Any) -> Seen:
             offset += numel
 
 
-def experts_of_every_rank(arm: Arm) -> Seen:
-    """All of them on each rank, and a share on each."""
+def experts_of_every_rank(variant: Variant) -> Seen:
+    """Train with all experts on each rank, then with the experts divided among the ranks."""
     for size in (1, dist.get_world_size()):
         changes = {
             "expert_parallel": {
@@ -66,14 +66,14 @@ def experts_of_every_rank(arm: Arm) -> Seen:
             "gradient_accumulation_steps": 2,
             "zero_optimization": {"sub_group_size": 2000},
         }
-        with deepspeed.zero.Init(config_dict_or_path=arm.config(**changes)):
+        with deepspeed.zero.Init(config_dict_or_path=variant.config(**changes)):
             model = mixtral()
-        # Transformers leaves experts as they were allocated in this context.
+        # Transformers does not initialize the experts in this context.
         with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
             for param in model.parameters():
                 torch.nn.init.normal_(param.data, std=0.2)
-        with mock.patch.object(auto_ep_presets, "_install_instance_transformers_output_recorders", nothing):
-            engine = arm.engine(model, **changes)
+        with mock.patch.object(auto_ep_presets, "_install_instance_transformers_output_recorders", do_nothing):
+            engine = variant.engine(model, **changes)
         yield "sub-groups", len(engine.optimizer.fp16_groups)
         for step in range(6):
             generator = torch.Generator().manual_seed(10 * step + dist.get_rank())

@@ -1,4 +1,4 @@
-"""Parameters and states seen from outside: fragments, moving them, ending an engine, and models that are peculiar."""
+"""Run scenarios that read, write or move parameters and states, end engines, or have unusual models."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from deepspeed.utils import (
     safe_update_full_grad_vectorized,
 )
 
-from tests.zero.behaviour.arm import (
+from tests.zero.behaviour.variant import (
     BY_DTYPE,
     WIDTH,
-    Arm,
     Net,
     Seen,
+    Variant,
     counters,
-    everything,
+    final_states,
     gradients,
     inputs,
     loss_of,
@@ -39,14 +39,16 @@ from tests.zero.behaviour.arm import (
 )
 
 
-def fragments(arm: Arm) -> Seen:
-    """Read and written after backward and after the step, of every dtype, with frozen parameters; in the model's dtype,
-    as values and as a function of them."""
+def fragments(variant: Variant) -> Seen:
+    """Read and write fragments after backward and after the step, in every dtype, with frozen parameters.
+
+    Gradients are written in the model's dtype, as values and by a function of them.
+    """
     for dtype, changes in BY_DTYPE.items():
         model = Net()
         for param in model.layers[1].parameters():
             param.requires_grad_(False)
-        engine = arm.engine(model, **changes)
+        engine = variant.engine(model, **changes)
         all_params = list(model.parameters())
         for step in range(4):
             engine.backward(loss_of(engine(inputs(step, dtype))))
@@ -76,11 +78,11 @@ def fragments(arm: Arm) -> Seen:
             yield from params(engine)
             yield from moments(engine)
             yield from counters(engine)
-        yield from everything(engine)
+        yield from final_states(engine)
 
 
-def states_that_move(arm: Arm) -> Seen:
-    engine = arm.engine(Net(), gradient_accumulation_steps=2)
+def states_that_move(variant: Variant) -> Seen:
+    engine = variant.engine(Net(), gradient_accumulation_steps=2)
     yield from train(engine, 4)
     for index, include in enumerate((None, *([state] for state in OffloadStateTypeEnum))):
         engine.offload_states(include=include, pin_memory=index % 2 == 1, non_blocking=index % 3 == 0)
@@ -92,15 +94,15 @@ def states_that_move(arm: Arm) -> Seen:
         yield from params(engine)
         yield from moments(engine)
         yield from train(engine, 2)
-    yield from everything(engine)
-    kept = arm.engine(Net(), zero_optimization={"offload_param": {"device": "cpu"}})
+    yield from final_states(engine)
+    kept = variant.engine(Net(), zero_optimization={"offload_param": {"device": "cpu"}})
     yield "with offload_param", raised(kept.offload_states)
     yield "to NVMe", raised(lambda: engine.offload_states(device="nvme"))
 
 
-def partitions_that_the_caller_replaces(arm: Arm) -> Seen:
-    """By memory of their own: forward computes with it until the next step, and with the update's from then on."""
-    engine = arm.engine(Net(), zero_optimization={"stage3_param_persistence_threshold": 0})
+def partitions_that_the_caller_replaces(variant: Variant) -> Seen:
+    """Assign new memory to partitions: forward uses it until the next step, and the updated parameters afterwards."""
+    engine = variant.engine(Net(), zero_optimization={"stage3_param_persistence_threshold": 0})
     for step in range(4):
         if step in (0, 2):
             for param in engine.module.parameters():
@@ -108,29 +110,32 @@ def partitions_that_the_caller_replaces(arm: Arm) -> Seen:
         yield from params(engine)
         yield from train(engine, 2, first=2 * step)
         yield from params(engine)
-    yield from everything(engine)
+    yield from final_states(engine)
 
 
-def one_engine_after_another(arm: Arm) -> Seen:
-    """Of the same model, after the first has ended, and of another beside it; with the update under way at the end."""
+def one_engine_after_another(variant: Variant) -> Seen:
+    """Create an engine for the model of a destroyed engine, and one for another model; destroy them during updates."""
     torch.manual_seed(1)
     model = Net()
-    first = arm.engine(model)
+    first = variant.engine(model)
     yield from train(first)
     first.destroy()
-    again = arm.engine(model)
-    beside = arm.engine(Net(2))
+    again = variant.engine(model)
+    other = variant.engine(Net(2))
     for step in range(3):
         yield from train(again, 1, first=step)
-        yield from train(beside, 1, first=step)
-    yield from everything(again)
-    yield from everything(beside)
-    beside.destroy()
+        yield from train(other, 1, first=step)
+    yield from final_states(again)
+    yield from final_states(other)
+    other.destroy()
     yield from train(again, 2)
 
 
 class Tied(torch.nn.Module):
-    """Parameters used twice, outside their module, and returned by it; made under nested contexts."""
+    """A model with parameters that are used twice, used outside their module, and returned by it.
+
+    It is created under nested contexts of ``zero.Init``.
+    """
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -156,25 +161,25 @@ class Returned(torch.nn.Module):
         return torch.tanh(x) * self.weight, self.weight
 
 
-def nested_contexts(arm: Arm) -> Seen:
-    config = arm.config()
+def nested_contexts(variant: Variant) -> Seen:
+    config = variant.config()
     with deepspeed.zero.Init(config_dict_or_path=config), deepspeed.zero.Init(config_dict_or_path=config):
         model = Tied(config)
         with deepspeed.zero.GatheredParameters(model.embed.weight, modifier_rank=0):
             if dist.get_rank() == 0:
                 model.embed.weight.data.fill_(0.25)
-    engine = arm.engine(model)
+    engine = variant.engine(model)
     yield from train(engine)
     with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
         if dist.get_rank() == 0:
             model.bias.weight.data.mul_(0.5)
     yield from train(engine)
-    yield from everything(engine)
+    yield from final_states(engine)
 
 
-def generation(arm: Arm) -> Seen:
-    """DeepSpeed's hooks are taken off and put back, while an update may be under way."""
-    engine = arm.engine(Net(), zero_optimization={"offload_param": {"device": "cpu"}})
+def generation(variant: Variant) -> Seen:
+    """Remove and restore DeepSpeed's hooks for generation, while an update may be in flight."""
+    engine = variant.engine(Net(), zero_optimization={"offload_param": {"device": "cpu"}})
     for step in range(4):
         yield from train(engine, 1, first=step)
         with unwrap_model_for_generation(engine) as model, torch.no_grad():
@@ -185,13 +190,13 @@ def generation(arm: Arm) -> Seen:
             yield "evaluated", engine(inputs(8)).clone()
         engine.train()
         engine.empty_partition_cache()
-    yield from everything(engine)
+    yield from final_states(engine)
 
 
-def no_optimizer(arm: Arm) -> Seen:
-    """The block has nothing to do; as for inference with stock."""
+def no_optimizer(variant: Variant) -> Seen:
+    """Run inference without an optimizer: the config block has no effect."""
     model = Net().requires_grad_(False)
-    engine, *_ = deepspeed.initialize(model=model, config=arm.config(optimizer=None))
+    engine, *_ = deepspeed.initialize(model=model, config=variant.config(optimizer=None))
     yield "class", type(engine.optimizer).__name__
     with torch.no_grad():
         yield "output", engine(inputs(0)).clone()
@@ -199,8 +204,8 @@ def no_optimizer(arm: Arm) -> Seen:
     engine.destroy()
 
 
-def reductions(arm: Arm) -> Seen:
-    """The settings that say how gradients are reduced, and in which dtype."""
+def reductions(variant: Variant) -> Seen:
+    """Train with the settings that choose how gradients are reduced, and in which dtype."""
     for zero, changes in (
         (
             {"overlap_comm": False, "contiguous_gradients": False, "reduce_scatter": False},
@@ -216,14 +221,14 @@ def reductions(arm: Arm) -> Seen:
         ),
         ({}, {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}),
     ):
-        engine = arm.engine(Net(), zero_optimization=zero, gradient_accumulation_steps=2, **changes)
+        engine = variant.engine(Net(), zero_optimization=zero, gradient_accumulation_steps=2, **changes)
         yield from train(engine, 4)
         yield from gradients(engine)
-        yield from everything(engine)
+        yield from final_states(engine)
 
 
-class Alone:
-    """An ``mpu`` whose data-parallel group is this rank alone: each rank trains a model of its own."""
+class SingleRankGroups:
+    """An ``mpu`` whose data-parallel groups have one rank each: each rank trains its own model."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -247,18 +252,21 @@ class Alone:
         return None
 
 
-def data_parallel_groups_of_an_mpu(arm: Arm) -> Seen:
+def data_parallel_groups_of_an_mpu(variant: Variant) -> Seen:
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    engine = arm.engine(Net(), {"mpu": Alone(groups[dist.get_rank()]), "dist_init_required": False})
+    engine = variant.engine(Net(), {"mpu": SingleRankGroups(groups[dist.get_rank()]), "dist_init_required": False})
     yield from train(engine, 4)
     yield from params(engine)
     for master in engine.optimizer.fp32_partitioned_groups_flat:
         yield "master", master.data.clone()
 
 
-def gradients_that_are_switched(arm: Arm) -> Seen:
-    """Every other parameter of a step is frozen, in turns. What stock computes is not defined (it reuses gradients)."""
-    engine = arm.engine(Net(), gradient_accumulation_steps=2)
+def gradients_that_are_switched(variant: Variant) -> Seen:
+    """Freeze every other parameter in a step, and the others in the next; count the steps.
+
+    The numbers are not compared, because stock reuses old gradients.
+    """
+    engine = variant.engine(Net(), gradient_accumulation_steps=2)
     for step in range(6):
         for index, param in enumerate(engine.module.parameters()):
             param.requires_grad = index % 2 == step // 2 % 2

@@ -1,4 +1,4 @@
-"""What one parity case trains: a value that every rank and both arms read."""
+"""The parity case: a frozen value from which every rank makes the training with stock and with the plugin."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ STRIDE_3 = {"placement": "stride", "update_stride": 3, "num_slots": 3}
 STRIDE_BEYOND = {"placement": "stride", "update_stride": 1000}
 FRACTION = {"placement": "fraction", "gpu_fraction": 0.4}
 
-AT_ONCE = {"overlap_forward": False}
-NOT_AHEAD = {"overlap_backward": False}
-SERIAL = {**AT_ONCE, **NOT_AHEAD}
-"""Overlap is what blocks get that say nothing of it."""
+WITHOUT_FORWARD_OVERLAP = {"overlap_forward": False}
+WITHOUT_BACKWARD_OVERLAP = {"overlap_backward": False}
+SERIAL = {**WITHOUT_FORWARD_OVERLAP, **WITHOUT_BACKWARD_OVERLAP}
+"""Blocks without these keys overlap the update with forward and backward."""
 
 EVERY_PLACEMENT = (CPU, STREAMED, STREAMED_ONE_SLOT, STREAMED_MANY_SLOTS, STRIDE_2, STRIDE_3, STRIDE_BEYOND, FRACTION)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamGroup:
-    """Hyperparameters of every ``of``-th parameter, counted from ``first``."""
+    """The hyperparameters of one param group. The trainable parameters are dealt to the groups in turn."""
 
     lr: float = 3e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -33,18 +33,26 @@ class ParamGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """``blocks`` are the plugin's config blocks, one arm each, all compared with one stock arm.
+    """A training run with stock, and the same run with the plugin once for each config block in ``blocks``.
 
-    ``sub_group_size`` is of the whole model; a rank's partition is its share.
+    ``sub_group_size`` is for the whole model; it is divided by the number of ranks.
 
-    ``unused`` layers never get a gradient. The ``sometimes`` layer gets none in the micro-batches of
-    ``skips_sometimes``, counted over the whole run. In the steps of ``poisoned`` the loss is multiplied by that
-    number (inf, nan, or a number that overflows fp16). ``reload`` = (save after this many steps, load after
-    that many): an in-process reload, of the moments if ``load_optimizer_states``.
-    ``resume``: trained by one engine, saved, and continued by a fresh one.
-    ``caller_accumulates``: with DeepSpeed's managed_gradient_accumulation off, ``step()`` is the boundary.
-    ``uses_of_shared``: how often a layer is used with reentrant checkpointing; its gradient arrives as often.
-    ``shares_host_memory``, as the CPU accelerator does; without it parameters are published as on a GPU.
+    ``unused``: the model has a layer that never gets a gradient. ``sometimes``: it has a layer that gets none in the
+    micro-batches of ``skips_sometimes``, counted over the whole run. ``zero_instead_of_skip`` replaces the missing
+    gradients by gradients of zero.
+
+    ``poisoned``: in these steps the loss is multiplied by the number: inf, nan, or a number that overflows fp16.
+
+    ``reload``: the number of steps before a checkpoint is saved, and before the same engine loads it, with the moments
+    if ``load_optimizer_states``. ``resume``: one engine trains and saves, and a fresh engine continues.
+
+    ``caller_accumulates``: DeepSpeed's ``managed_gradient_accumulation`` is off, and ``step()`` is the boundary.
+
+    ``uses_of_shared``: how often one layer is used under reentrant checkpointing. Autograd produces its gradient as
+    often.
+
+    ``shares_host_memory``: model and states share memory, as on the CPU accelerator. Otherwise parameters are published
+    as on a GPU.
     """
 
     name: str
@@ -77,6 +85,7 @@ class Case:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def ds_config(self, block: dict[str, Any] | None) -> dict[str, Any]:
+        """Return the DeepSpeed config with the plugin's config block, or for stock if ``block`` is None."""
         first = self.groups[0]
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 4,

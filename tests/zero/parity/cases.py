@@ -1,43 +1,46 @@
-"""The cases, pairwise over what could interact."""
+"""List the parity cases, which cover pairs of features that could interact."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from tests.zero.parity.case import (
-    AT_ONCE,
     CPU,
     EVERY_PLACEMENT,
     FRACTION,
-    NOT_AHEAD,
     SERIAL,
     STREAMED,
     STREAMED_ONE_SLOT,
     STRIDE_2,
     STRIDE_3,
+    WITHOUT_BACKWARD_OVERLAP,
+    WITHOUT_FORWARD_OVERLAP,
     Case,
     ParamGroup,
 )
 
-A = ParamGroup()
-B = ParamGroup(lr=1e-3, weight_decay=0.2)
-OTHER_BETAS = ParamGroup(lr=2e-3, betas=(0.8, 0.95), weight_decay=0.0)
+BASE_GROUP = ParamGroup()
+DECAYING_GROUP = ParamGroup(lr=1e-3, weight_decay=0.2)
+OTHER_BETAS_GROUP = ParamGroup(lr=2e-3, betas=(0.8, 0.95), weight_decay=0.0)
 OFFLOADED_MIX = {"placement": ["resident", "streamed", "cpu", "streamed", "resident"], "num_slots": 1}
 INF, NAN = float("inf"), float("nan")
 
 CASES = (
     Case(
         name="every placement",
-        blocks=(*EVERY_PLACEMENT, *({**STRIDE_3, **switches} for switches in (SERIAL, AT_ONCE, NOT_AHEAD))),
+        blocks=(
+            *EVERY_PLACEMENT,
+            *({**STRIDE_3, **switches} for switches in (SERIAL, WITHOUT_FORWARD_OVERLAP, WITHOUT_BACKWARD_OVERLAP)),
+        ),
         clip=0.5,
     ),
     Case(
-        name="explicit list",
+        name="explicit list of placements",
         blocks=({"placement": ["streamed", "cpu", "cpu", "streamed", "streamed"], "num_slots": 1},),
     ),
     Case(name="planned, from a quick profile", blocks=({},), shares_host_memory=True),
     Case(
-        name="2 ranks, fp16, updated where the model is",
+        name="2 ranks, fp16, shared host memory",
         blocks=(CPU, {**CPU, **SERIAL}, STRIDE_2),
         world_size=2,
         dtype="fp16",
@@ -51,7 +54,7 @@ CASES = (
         name="residents, clipping, reload in process",
         blocks=(
             {"placement": ["streamed", "resident", "cpu", "resident", "streamed"], "num_slots": 1},
-            {"placement": ["resident"] * 5, **NOT_AHEAD},
+            {"placement": ["resident"] * 5, **WITHOUT_BACKWARD_OVERLAP},
         ),
         steps=20,
         reload=(5, 9),
@@ -71,29 +74,35 @@ CASES = (
         blocks=(STRIDE_2, STREAMED, {**STRIDE_2, **SERIAL}),
         dtype="fp32",
         adamw=False,
-        groups=(A, B),
+        groups=(BASE_GROUP, DECAYING_GROUP),
         frozen=True,
         accumulation=3,
         schedule=False,
     ),
     Case(
         name="fp16, overflow, clipping",
-        blocks=(FRACTION, STREAMED_ONE_SLOT, CPU, {**STREAMED_ONE_SLOT, **AT_ONCE}),
+        blocks=(FRACTION, STREAMED_ONE_SLOT, CPU, {**STREAMED_ONE_SLOT, **WITHOUT_FORWARD_OVERLAP}),
         dtype="fp16",
         clip=0.5,
         steps=12,
         poisoned={2: 1e6, 7: INF},
     ),
     Case(name="beta powers over 60 steps", blocks=(STREAMED, STRIDE_3), steps=60),
-    Case(name="groups with two betas", blocks=(STRIDE_2, STREAMED), groups=(A, OTHER_BETAS), steps=55, clip=0.5),
+    Case(
+        name="groups with two betas",
+        blocks=(STRIDE_2, STREAMED),
+        groups=(BASE_GROUP, OTHER_BETAS_GROUP),
+        steps=55,
+        clip=0.5,
+    ),
     Case(
         name="groups with betas a, b, a",
-        blocks=(STRIDE_2, {**CPU, **AT_ONCE}),
-        groups=(A, OTHER_BETAS, A),
+        blocks=(STRIDE_2, {**CPU, **WITHOUT_FORWARD_OVERLAP}),
+        groups=(BASE_GROUP, OTHER_BETAS_GROUP, BASE_GROUP),
         steps=55,
     ),
     Case(
-        name="betas that a scheduler changes",
+        name="betas changed by a scheduler",
         blocks=(STRIDE_2,),
         schedule=False,
         steps=20,
@@ -112,8 +121,8 @@ CASES = (
         },
     ),
     Case(
-        name="accumulation that the caller manages",
-        blocks=(STRIDE_2, STREAMED, {**STREAMED, **AT_ONCE}),
+        name="accumulation managed by the caller",
+        blocks=(STRIDE_2, STREAMED, {**STREAMED, **WITHOUT_FORWARD_OVERLAP}),
         accumulation=3,
         clip=0.5,
         caller_accumulates=True,
@@ -127,33 +136,36 @@ CASES = (
         load_optimizer_states=False,
     ),
     Case(
-        name="reload in process, the step before",
+        name="reload in process, one step after saving",
         blocks=(STRIDE_3,),
         steps=20,
         reload=(11, 12),
-        groups=(A, OTHER_BETAS),
+        groups=(BASE_GROUP, OTHER_BETAS_GROUP),
     ),
     Case(
-        name="inf and nan norm, clipping", blocks=({**STRIDE_2, **NOT_AHEAD}, CPU), poisoned={3: INF, 5: NAN}, clip=0.5
+        name="inf and nan norm, clipping",
+        blocks=({**STRIDE_2, **WITHOUT_BACKWARD_OVERLAP}, CPU),
+        poisoned={3: INF, 5: NAN},
+        clip=0.5,
     ),
     Case(name="inf and nan norm, no clipping, fp32", blocks=(STREAMED,), dtype="fp32", poisoned={3: INF, 5: NAN}),
     Case(name="a parameter without any gradient", blocks=(STRIDE_2, CPU), unused=True, accumulation=3, clip=0.5),
     Case(
-        name="zero.Init, updated where the model is",
+        name="zero.Init, shared host memory",
         blocks=(STRIDE_2,),
         zero_init=True,
-        groups=(A, B),
+        groups=(BASE_GROUP, DECAYING_GROUP),
         clip=0.5,
         shares_host_memory=True,
     ),
     Case(
-        name="parameters offloaded too",
+        name="offloaded parameters",
         blocks=(FRACTION, CPU, OFFLOADED_MIX, {**OFFLOADED_MIX, **SERIAL}),
         offload_param=True,
         clip=0.5,
     ),
     Case(
-        name="2 ranks, fp32, parameters offloaded too",
+        name="2 ranks, fp32, offloaded parameters",
         blocks=(OFFLOADED_MIX, STREAMED, CPU),
         world_size=2,
         dtype="fp32",
@@ -173,7 +185,7 @@ CASES = (
         world_size=2,
         clip=0.5,
         accumulation=3,
-        groups=(A, B),
+        groups=(BASE_GROUP, DECAYING_GROUP),
     ),
     Case(
         name="2 ranks, fp32, Adam, zero.Init, frozen",
@@ -185,8 +197,8 @@ CASES = (
         frozen=True,
     ),
     Case(
-        name="2 ranks, accumulation that the caller manages",
-        blocks=(STRIDE_2, {**CPU, **NOT_AHEAD}),
+        name="2 ranks, accumulation managed by the caller",
+        blocks=(STRIDE_2, {**CPU, **WITHOUT_BACKWARD_OVERLAP}),
         world_size=2,
         accumulation=2,
         clip=0.5,
@@ -204,20 +216,26 @@ CASES = (
     Case(name="2 ranks, fp16, overflow", blocks=(STRIDE_2,), world_size=2, dtype="fp16", poisoned={2: 1e6}, steps=10),
     Case(
         name="2 ranks, ZeRO++ hpZ",
-        blocks=(STRIDE_2, {**STRIDE_2, **AT_ONCE}),
+        blocks=(STRIDE_2, {**STRIDE_2, **WITHOUT_FORWARD_OVERLAP}),
         world_size=2,
         clip=0.5,
         zero={"zero_hpz_partition_size": 2},
     ),
-    Case(name="2 ranks, reload, no gradient ever", blocks=(FRACTION,), world_size=2, reload=(3, 5), unused=True),
+    Case(
+        name="2 ranks, reload, a parameter without any gradient",
+        blocks=(FRACTION,),
+        world_size=2,
+        reload=(3, 5),
+        unused=True,
+    ),
     Case(
         name="3 ranks, clipping, two groups",
-        blocks=(STRIDE_2, {**STREAMED, **NOT_AHEAD}),
+        blocks=(STRIDE_2, {**STREAMED, **WITHOUT_BACKWARD_OVERLAP}),
         world_size=3,
         steps=30,
         sub_group_size=400,
         clip=0.5,
-        groups=(A, B),
+        groups=(BASE_GROUP, DECAYING_GROUP),
     ),
     Case(
         name="3 ranks, fp16, accumulation 3",
@@ -229,7 +247,7 @@ CASES = (
     ),
     Case(
         name="4 ranks, clipping, every placement",
-        blocks=(*EVERY_PLACEMENT[1:], {**CPU, **AT_ONCE}, {**STRIDE_2, **SERIAL}),
+        blocks=(*EVERY_PLACEMENT[1:], {**CPU, **WITHOUT_FORWARD_OVERLAP}, {**STRIDE_2, **SERIAL}),
         world_size=4,
         clip=0.5,
     ),
@@ -243,36 +261,44 @@ CASES = (
         clip=0.25,
     ),
     Case(
-        name="resume", blocks=({**STRIDE_2, **NOT_AHEAD}, CPU), resume=True, steps=25, clip=0.5, groups=(A, OTHER_BETAS)
+        name="resume",
+        blocks=({**STRIDE_2, **WITHOUT_BACKWARD_OVERLAP}, CPU),
+        resume=True,
+        steps=25,
+        clip=0.5,
+        groups=(BASE_GROUP, OTHER_BETAS_GROUP),
     ),
     Case(name="2 ranks, resume, fp16", blocks=(FRACTION,), world_size=2, dtype="fp16", resume=True, poisoned={1: 1e6}),
 )
-"""Compared with stock, to the bit."""
+"""Cases whose bits must be those of stock."""
 
-MISSING = Case(name="no gradient in some steps", blocks=(STRIDE_2, CPU), sometimes=True, steps=10, clip=0.5)
+MISSING_GRADIENTS = Case(name="no gradient in some steps", blocks=(STRIDE_2, CPU), sometimes=True, steps=10, clip=0.5)
 
 DEPARTURES = (
-    replace(MISSING, skips_sometimes=frozenset({3, 4, 7})),
+    replace(MISSING_GRADIENTS, skips_sometimes=frozenset({3, 4, 7})),
     replace(
-        MISSING,
+        MISSING_GRADIENTS,
         name="no gradient in some micro-batches",
         accumulation=3,
-        # all of one window; the first of another; the last of a third; the middle one of a fourth
+        # These are all micro-batches of a window, then the first, the last and the middle one of other windows.
         skips_sometimes=frozenset({3, 4, 5, 9, 14, 19}),
     ),
     replace(
-        MISSING,
+        MISSING_GRADIENTS,
         name="no gradient after an overflow, fp16",
         dtype="fp16",
         poisoned={3: 1e6},
         skips_sometimes=frozenset({4, 5}),
     ),
     replace(
-        MISSING,
+        MISSING_GRADIENTS,
         name="2 ranks, no gradient in some steps",
         world_size=2,
         accumulation=2,
         skips_sometimes=frozenset({4, 5, 9, 12}),
     ),
 )
-"""Compared with stock training on zero gradients where these get none; stock on the same data is different."""
+"""Cases in which the plugin departs from stock. Stock on the same data reuses old gradients where there are none.
+
+They are compared with stock on gradients of zero in these places.
+"""

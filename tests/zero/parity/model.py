@@ -1,4 +1,4 @@
-"""A small network with odd sizes, and the data that each rank trains it on."""
+"""Define a small network with odd sizes, and the batches that each rank trains on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.zero.parity.case import Case
 
 
 class Net(torch.nn.Module):
-    """Linear layers of the case's widths; inputs and targets have shape [batch, widths[0]] and [batch, widths[-1]]."""
+    """Linear layers of the case's widths. Inputs have shape [batch, widths[0]], targets [batch, widths[-1]]."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Net(torch.nn.Module):
             self.layers[1].weight.requires_grad_(False)
 
     def forward(self, x: torch.Tensor, target: torch.Tensor, sometimes: float, factor: float) -> torch.Tensor:
-        """``sometimes`` weighs that layer's contribution; None leaves it out of the graph."""
+        """Return the loss. ``sometimes`` weights the layer of that name; with None the layer is not in the graph."""
         for layer in self.layers:
             x = torch.nn.functional.gelu(layer(x))
         for layer in self.shared:
@@ -34,6 +34,7 @@ class Net(torch.nn.Module):
 
 
 def batch(case: Case, rank: int, micro_batch: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and targets of shape [4, width], the same whenever rank and micro-batch are the same."""
     generator = torch.Generator().manual_seed(1000 * micro_batch + rank)
     x = torch.randn(4, case.widths[0], generator=generator)
     target = 8 * torch.randn(4, case.widths[-1], generator=generator)
@@ -41,7 +42,7 @@ def batch(case: Case, rank: int, micro_batch: int, dtype: torch.dtype) -> tuple[
 
 
 def param_groups(model: Net, case: Case) -> list[dict[str, object]]:
-    """The trainable parameters dealt out to the case's groups, layer by layer."""
+    """Return the case's param groups, to which the trainable parameters are dealt in turn."""
     params = [param for param in model.parameters() if param.requires_grad]
     groups = []
     for position, group in enumerate(case.groups):

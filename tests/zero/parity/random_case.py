@@ -1,4 +1,4 @@
-"""A case drawn from a seed: for longer runs than anyone lists cases for."""
+"""Draw a case from a seed, for runs that are longer than any list of cases."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from tests.zero.parity.case import SERIAL, Case, ParamGroup
 
 
 def random_case(seed: int, world_size: int) -> Case:
-    """The same on every rank."""
-    lot = random.Random(seed)
-    dtype = lot.choice(("bf16", "bf16", "fp16", "fp32"))
-    accumulation = lot.choice((1, 1, 2, 3))
+    """Return the case of this seed, the same on every rank."""
+    rng = random.Random(seed)
+    dtype = rng.choice(("bf16", "bf16", "fp16", "fp32"))
+    accumulation = rng.choice((1, 1, 2, 3))
     return Case(
         name=f"random {seed}",
-        blocks=(random_block(lot),),
+        blocks=(random_block(rng),),
         world_size=world_size,
         dtype=dtype,
-        steps=lot.randint(3, 6),
-        clip=lot.choice((0.0, 0.3)),
+        steps=rng.randint(3, 6),
+        clip=rng.choice((0.0, 0.3)),
         accumulation=accumulation,
-        caller_accumulates=lot.random() < 0.2,
-        groups=lot.choice(((ParamGroup(),), (ParamGroup(), ParamGroup(lr=1e-3, weight_decay=0.2)))),
-        adamw=lot.random() < 0.7,
-        widths=tuple(lot.randint(5, 70) for _ in range(lot.randint(3, 7))),
-        sub_group_size=lot.randint(300, 4000),
-        frozen=lot.random() < 0.2,
-        zero_init=lot.random() < 0.3,
-        unused=lot.random() < 0.2,
-        poisoned={1: float("inf")} if lot.random() < 0.2 else {},
-        offload_param=lot.random() < 0.15,
+        caller_accumulates=rng.random() < 0.2,
+        groups=rng.choice(((ParamGroup(),), (ParamGroup(), ParamGroup(lr=1e-3, weight_decay=0.2)))),
+        adamw=rng.random() < 0.7,
+        widths=tuple(rng.randint(5, 70) for _ in range(rng.randint(3, 7))),
+        sub_group_size=rng.randint(300, 4000),
+        frozen=rng.random() < 0.2,
+        zero_init=rng.random() < 0.3,
+        unused=rng.random() < 0.2,
+        poisoned={1: float("inf")} if rng.random() < 0.2 else {},
+        offload_param=rng.random() < 0.15,
         zero={
-            "reduce_bucket_size": lot.choice((1, 1000, 4000, 100_000)),
-            "stage3_prefetch_bucket_size": lot.choice((1, 4000, 100_000)),
-            "stage3_param_persistence_threshold": lot.choice((0, 50, 100_000)),
-            "stage3_max_live_parameters": lot.choice((1, 10**9)),
-            "reduce_scatter": lot.random() < 0.7,
-            "overlap_comm": lot.random() < 0.8,
+            "reduce_bucket_size": rng.choice((1, 1000, 4000, 100_000)),
+            "stage3_prefetch_bucket_size": rng.choice((1, 4000, 100_000)),
+            "stage3_param_persistence_threshold": rng.choice((0, 50, 100_000)),
+            "stage3_max_live_parameters": rng.choice((1, 10**9)),
+            "reduce_scatter": rng.random() < 0.7,
+            "overlap_comm": rng.random() < 0.8,
         },
-        shares_host_memory=lot.random() < 0.5,
+        shares_host_memory=rng.random() < 0.5,
     )
 
 
@@ -57,24 +57,25 @@ SIMPLER: dict[str, Callable[[Case], Case]] = {
     "no_overlap": lambda case: replace(case, blocks=tuple({**block, **SERIAL} for block in case.blocks)),
     "one_slot": lambda case: replace(case, blocks=tuple({**block, "num_slots": 1} for block in case.blocks)),
 }
-"""What may not be needed for a failure, to be tried one after the other."""
+"""Simplifications to try, one after the other, on a case that fails."""
 
 
 def simplified(seed: int, world_size: int, names: Sequence[str]) -> Case:
+    """Return the random case of this seed with the simplifications ``names``."""
     case = random_case(seed, world_size)
     for name in names:
         case = SIMPLER[name](case)
     return case
 
 
-def random_block(lot: random.Random) -> dict[str, Any]:
-    placement: dict[str, Any] = lot.choice(
+def random_block(rng: random.Random) -> dict[str, Any]:
+    placement: dict[str, Any] = rng.choice(
         (
             {"placement": "cpu"},
             {"placement": "streamed"},
-            {"placement": "stride", "update_stride": lot.randint(2, 4)},
-            {"placement": "fraction", "gpu_fraction": round(lot.random(), 2)},
+            {"placement": "stride", "update_stride": rng.randint(2, 4)},
+            {"placement": "fraction", "gpu_fraction": round(rng.random(), 2)},
         )
     )
-    switches = {f"overlap_{window}": lot.random() < 0.7 for window in ("forward", "backward")}
-    return {**placement, **switches, "num_slots": lot.randint(1, 4)}
+    switches = {f"overlap_{window}": rng.random() < 0.7 for window in ("forward", "backward")}
+    return {**placement, **switches, "num_slots": rng.randint(1, 4)}

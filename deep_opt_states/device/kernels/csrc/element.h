@@ -1,5 +1,5 @@
-// One element's update, and the conversions of its 16-bit types. Everything has internal linkage: each translation
-// unit is compiled for another instruction set, and the linker must not let one take another's copy.
+// The update of one element, and the conversions of its 16-bit types. Everything has internal linkage: each translation
+// unit is compiled for another instruction set, and the linker must not merge their copies.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -22,7 +22,7 @@ inline float float_of(std::uint32_t bits) {
 
 inline float from_bfloat16(std::uint16_t half) { return float_of(std::uint32_t(half) << 16); }
 
-// To nearest, ties to even, denormals kept: PyTorch's (c10/util/BFloat16.h), unlike the processor's vcvtneps2bf16.
+// Rounds to nearest, ties to even, and keeps denormals, as PyTorch does (c10/util/BFloat16.h), unlike vcvtneps2bf16.
 inline std::uint16_t to_bfloat16(float value) {
   const std::uint32_t bits = bits_of(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
@@ -38,7 +38,7 @@ inline float from_float16(std::uint16_t half) {
   return float_of(sign | ((rest << 13) + 0x38000000u));
 }
 
-// To nearest, ties to even (IEEE 754), as PyTorch and the processor's vcvtps2ph do.
+// Rounds to nearest, ties to even (IEEE 754), as PyTorch and the processor's vcvtps2ph do.
 inline std::uint16_t to_float16(float value) {
   const std::uint32_t bits = bits_of(value);
   const std::uint16_t sign = std::uint16_t((bits >> 16) & 0x8000u);
@@ -46,7 +46,7 @@ inline std::uint16_t to_float16(float value) {
   if (rest > 0x7f800000u) return std::uint16_t(sign | 0x7e00u | ((rest >> 13) & 0x1ffu));
   if (rest >= 0x477ff000u) return std::uint16_t(sign | 0x7c00u);  // rounds to 65520 or more: infinity
   if (rest < 0x38800000u) {
-    // A denormal: adding 0.5 rounds to a multiple of 2^-24, which is what its last bit counts.
+    // A denormal: adding 0.5 rounds to a multiple of 2^-24, the value of its last bit.
     return std::uint16_t(sign | (bits_of(float_of(rest) + 0.5f) - 0x3f000000u));
   }
   return std::uint16_t(sign | ((rest - 0x38000000u + 0xfffu + ((rest >> 13) & 1u)) >> 13));

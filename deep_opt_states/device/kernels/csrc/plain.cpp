@@ -1,4 +1,4 @@
-// For processors without AVX2, and for what comes after the cut.
+// The loops for processors without AVX2, and for the elements after the cut.
 #include "element.h"
 
 namespace {

@@ -1,4 +1,4 @@
-// One pass over parts of sub-groups, by several threads. Called through ctypes, which releases the GIL.
+// One pass over ranges of sub-groups, by several threads. It is called through ctypes, which releases the GIL.
 #include "update.h"
 
 #include <omp.h>
@@ -10,10 +10,10 @@
 
 namespace {
 
-// A cache line of the 16-bit parameters: no two threads write to one.
+// The elements of a cache line of 16-bit parameters: no two threads write to the same line.
 constexpr std::int64_t kGrain = 32;
 
-// OpenMP keeps the threads of a calling thread; each is moved once.
+// OpenMP keeps the threads that it has started for a calling thread, so each of them is moved once.
 void stay_on(std::int32_t core) {
 #if defined(__linux__)
   thread_local std::int32_t at = -1;
@@ -33,12 +33,12 @@ Loop loop_of(std::int32_t instruction_set) {
   return update_plain;
 }
 
-// With fewer elements than this in all, one thread is done before the others are awake. There is nothing between one
-// thread and all of them: libgomp ends the threads that a smaller team leaves over, and would start them anew.
+// With fewer elements than this in total, one thread is done before the others are awake. The team is either one thread
+// or all of them: libgomp ends the threads that a smaller team does not use, and would have to start them again.
 constexpr std::int64_t kWorthWaking = 65536;
 
-// Calls `work(update, begin, end)` on each of the threads, with its share of the elements of all updates, one after
-// another: always the same share for the same lengths.
+// Calls `work(update, begin, end)` on each thread for its share of the elements of all updates, one update after the
+// other. For the same lengths a thread always has the same share.
 template <typename Work>
 void on_threads(const Update* updates, std::int64_t count, const Work& work) {
   std::int64_t total = 0;
@@ -52,7 +52,7 @@ void on_threads(const Update* updates, std::int64_t count, const Work& work) {
     std::int64_t before = 0;
     for (std::int64_t i = 0; i < count; ++i) {
       const std::int64_t numel = updates[i].numel;
-      // Where a thread's share ends inside this update, counted in whole grains from the update's first element.
+      // The element of this update at which a thread's share ends, in whole grains from the update's first element.
       const auto border = [&](std::int64_t at) {
         return std::clamp<std::int64_t>((at - before + kGrain - 1) / kGrain * kGrain, 0, numel);
       };
@@ -91,7 +91,7 @@ void deep_opt_states_update(const Update* updates, std::int64_t count, std::int3
   });
 }
 
-// Zeros, each written by the thread that will update it: a page comes to lie near the core that touches it first.
+// Zeros every element on the thread that will update it: the first touch of a page places it near that thread's core.
 void deep_opt_states_zero(const Update* update) {
   on_threads(update, 1, [&](const Update& update, std::int64_t begin, std::int64_t end) {
     const auto zero = [&](void* tensor, std::int64_t size) {

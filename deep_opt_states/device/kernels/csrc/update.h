@@ -1,13 +1,13 @@
-// The update of a sub-group, or of a part of one, as the Python side describes it (kernels/library.py has a ctypes
-// copy of this struct).
+// The update of a sub-group, or of a range of one, as the Python side describes it (kernels/library.py has the ctypes
+// counterpart of this struct).
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
-// torch's dtypes, as far as gradients and parameters have them.
+// The dtypes that gradients and parameters can have.
 enum Dtype : std::int32_t { kNone = 0, kFloat32 = 1, kBFloat16 = 2, kFloat16 = 3 };
 
-// What the compiler of stock's op made of `m = m * beta1; m = g * (1 - beta1) + m` in its scalar tail.
+// The ways in which the compiler of stock's op may fuse `m = m * beta1; m = g * (1 - beta1) + m` in its scalar tail.
 enum Tail : std::int32_t { kUnfused = 0, kGradientFused = 1, kMomentFused = 2 };
 
 enum Decay : std::int32_t { kNoDecay = 0, kDecoupled = 1, kL2 = 2 };
@@ -33,14 +33,14 @@ struct Update {
   const void* grad;
   void* param;  // written, may be null
   std::int64_t numel;
-  std::int64_t cut;  // elements from here on have the tail's arithmetic; may lie outside [0, numel]
+  std::int64_t cut;  // elements from here on have the tail's arithmetic; may be outside [0, numel]
   std::int32_t grad_dtype, param_dtype;
   std::int32_t tail;
   std::int32_t num_threads;
-  const std::int32_t* cores;  // one for each thread; null leaves them where they are
+  const std::int32_t* cores;  // one per thread; null leaves the threads where they are
 };
 
-// One instruction set's loop over elements [begin, end), all of them below the cut.
+// The loop of one instruction set over elements [begin, end), all of them before the cut.
 using Loop = void (*)(const Update& update, std::int64_t begin, std::int64_t end);
 
 void update_avx512(const Update& update, std::int64_t begin, std::int64_t end);

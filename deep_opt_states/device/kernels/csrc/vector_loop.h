@@ -1,4 +1,4 @@
-// The loop below the cut, for an instruction set described by `V`. Every operation is one correctly rounded IEEE
+// The loop before the cut, for an instruction set described by `V`. Every operation is one correctly rounded IEEE
 // operation, in the order of Step_AVX (deepspeed/ops/csrc/includes/cpu_adam.h).
 #pragma once
 #include "element.h"
@@ -52,7 +52,7 @@ inline void update_full_vectors(const Update& update, std::int64_t begin, std::i
   }
 }
 
-// Non-temporal stores need whole, aligned vectors. They save reading what is only written: 2 of 30 bytes.
+// Non-temporal stores need whole, aligned vectors. They avoid reading memory that is only written: 2 of 30 bytes.
 template <typename V>
 inline bool can_stream(const Update& update, std::int64_t begin) {
   const auto first = reinterpret_cast<std::uintptr_t>(static_cast<std::uint16_t*>(update.param) + begin);

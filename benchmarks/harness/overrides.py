@@ -1,0 +1,64 @@
+"""Change, for as long as a variant trains, things that no config key of DeepSpeed or of the plugin changes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from deep_opt_states.device.kernels import choice
+from deep_opt_states.device.kernels.library import KernelUnavailable
+from deep_opt_states.host.topology import cores_of
+
+
+@contextmanager
+def stocks_cpu_kernel() -> Iterator[None]:
+    """Make our schedule update with stock's op in its three passes, as if there were no compiler."""
+
+    def no_kernel(*args: object, **kwargs: object) -> object:
+        raise KernelUnavailable("switched off by a benchmark")
+
+    with mock.patch.object(choice, "FusedAdam", no_kernel):
+        yield
+
+
+@contextmanager
+def restored_process() -> Iterator[None]:
+    """Restore the CPU affinity and the thread counts of this process at the end.
+
+    SuperOffload and ZenFlow move this process to a part of its cores and do not move it back.
+    """
+    allowed, num_threads, variable = os.sched_getaffinity(0), torch.get_num_threads(), "OMP_NUM_THREADS"
+    value_before = os.environ.get(variable)
+    try:
+        yield
+    finally:
+        _pin_all_threads(allowed)
+        torch.set_num_threads(num_threads)
+        os.environ.pop(variable, None)
+        if value_before is not None:
+            os.environ[variable] = value_before
+
+
+@contextmanager
+def bound_to_physical_cores() -> Iterator[None]:
+    """Bind this process as ``deepspeed --bind_cores_to_rank`` binds one rank.
+
+    There is one thread per physical core, on the first logical CPU of each core.
+    """
+    cores = cores_of(os.sched_getaffinity(0))
+    with restored_process():
+        _pin_all_threads({min(core.cpus) for core in cores})
+        torch.set_num_threads(len(cores))
+        yield
+
+
+def _pin_all_threads(cpus: set[int]) -> None:
+    """Pin the threads that exist already, too: they keep their own affinity when the process gets another one."""
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task.name), cpus)

@@ -1,0 +1,205 @@
+"""Write RESULTS.md from the rows, so that no number on the page is typed by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment
+
+from benchmarks.harness.charts import chart_file_of, varying
+from benchmarks.harness.rows import BENCHMARKS, COMPLETE, format_row, format_setting, machine_of, read_rows
+from benchmarks.harness.targets import check_targets
+
+Rows = list[dict[str, Any]]
+
+LONGEST_CELL = 40
+"""Length in characters of the longest text in a table. Longer texts are listed below their table."""
+
+_MARKDOWN = Environment(autoescape=False, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+_MARKDOWN.filters["cells"] = lambda cells: " | ".join(cell.replace("|", "\\|") for cell in cells)
+_PAGE = _MARKDOWN.from_string(
+    """\
+# Results of the benchmarks
+
+`python -m benchmarks report` writes this page from the rows in `benchmarks/results/`. It shows the last complete run of
+each benchmark on each machine. A cell has the median and, in parentheses, the 20th to the 80th percentile. A cell is
+*waived* if the machine cannot measure it; the reason is below the table.
+[docs/benchmarking.md](../docs/benchmarking.md) explains how the benchmarks work and how to run them.
+
+In the tables, *stock* is DeepSpeed's ZeRO-3 with optimizer offloading, and *ours* is stock with this plugin. The
+*update* is the work of the optimizer step. Its *exposed* part is the time for which the model waits; its *hidden* part
+overlaps with forward or backward. A speedup of 2x means half of the time.
+{% if unmeasured %}
+
+{{ unmeasured }}
+{% endif %}
+
+| target | status | measured |
+|---|---|---|
+{% for line in targets %}
+| {{ line|cells }} |
+{% endfor %}
+
+{% for name, question in benchmarks.items() %}
+## {{ name }}: {{ question }}
+
+{% if not runs[name] %}
+**Not measured**: run `python -m benchmarks {{ name }}`.
+
+{% endif %}
+{% for run in runs[name] %}
+Measured on {{ run.machine }} with {{ run.cores }} cores, {{ run.date }}, at commit {{ run.commit }}; {{ run.versions }}
+
+{% if run.chart %}
+![{{ name }}](results/{{ run.chart }})
+{% endif %}
+{% for table in run.tables %}
+
+{% if table.same %}
+Setting of all rows: {{ table.same }}
+
+{% endif %}
+{% if table.lines %}
+| {{ table.head|cells }} |
+|{{ "---|" * table.head|length }}
+{% for line in table.lines %}
+| {{ line|cells }} |
+{% endfor %}
+
+{% endif %}
+{% if table.notes %}
+{% for note in table.notes %}
+- {{ note }}
+{% endfor %}
+{% endif %}
+{% endfor %}
+
+{% endfor %}
+{% endfor %}
+"""
+)
+
+_NO_GPU_ROWS = """\
+No row was measured on a GPU yet: results that need a GPU are waived or missing. On a machine with a GPU,
+`python -m benchmarks all` measures everything, and `make gpu-bench PYTHON=python3` measures the targets for GPUs within
+9 minutes."""
+
+
+def last_runs(folder: Path) -> dict[str, list[Rows]]:
+    """Return the last run of each machine by benchmark. Quick runs measure nothing and are left out."""
+    return {name: list(_last_runs(folder / f"{name}.jsonl")) for name in BENCHMARKS}
+
+
+def render(runs_by_benchmark: dict[str, list[Rows]]) -> str:
+    """Return the page in Markdown."""
+    rows = [row for runs in runs_by_benchmark.values() for run in runs for row in run]
+    return _PAGE.render(
+        benchmarks=BENCHMARKS,
+        runs={name: [_describe_run(run) for run in runs] for name, runs in runs_by_benchmark.items()},
+        unmeasured="" if any(row["gpu"] for row in rows) else _NO_GPU_ROWS,
+        targets=check_targets(rows),
+    )
+
+
+def _last_runs(path: Path) -> Iterator[Rows]:
+    """Yield the last complete run of each machine, or its last run if none is complete."""
+    if not path.exists():
+        return
+    by_machine: dict[str, dict[str, Rows]] = {}
+    for row in read_rows(path):
+        if not row["quick"]:
+            by_machine.setdefault(machine_of(row), {}).setdefault(row["date"], []).append(row)
+    for runs in by_machine.values():
+        complete = [date for date, rows in runs.items() if rows[-1]["quantity"] == COMPLETE]
+        yield _without_repeated_rows(runs[max(complete or runs)])
+
+
+def _without_repeated_rows(rows: Rows) -> Rows:
+    """Keep the last row of each variant, quantity and setting: a run may measure the same thing twice."""
+    last = {(row["variant"], row["quantity"], json.dumps(row["setting"])): row for row in rows}
+    return [row for row in last.values() if row["quantity"] != COMPLETE]
+
+
+def _describe_run(rows: Rows) -> dict[str, Any]:
+    """Return everything that the template shows of one run."""
+    first = rows[0]
+    by_keys: dict[tuple[str, ...], Rows] = {}
+    for row in rows:
+        by_keys.setdefault(tuple(row["setting"]), []).append(row)
+    return {
+        "machine": " with ".join(filter(None, [first["gpu"], first["cpu"]])),
+        "cores": first["cores"],
+        "versions": ", ".join(f"{package} {version}" for package, version in first["versions"].items()),
+        "date": first["date"],
+        "commit": first["commit"],
+        "chart": chart_file_of(rows),
+        "tables": [_ResultTable.from_rows(rows_of_table) for rows_of_table in by_keys.values()],
+    }
+
+
+@dataclass(frozen=True)
+class _ResultTable:
+    """A line for each variant and setting, and a column for each quantity. ``same`` is the setting of all lines."""
+
+    same: str
+    head: list[str]
+    lines: list[list[str]]
+    notes: list[str]
+
+    @classmethod
+    def from_rows(cls, rows: Rows) -> _ResultTable:
+        """Return the table of rows whose settings have the same keys."""
+        keys = varying([row["setting"] for row in rows])
+        same = {key: value for key, value in rows[0]["setting"].items() if key not in keys}
+        shown = [row for row in rows if not _is_note(row)]
+        columns = list(dict.fromkeys(row["quantity"] for row in shown if "waived" not in row))
+        lines: dict[tuple[str, ...], dict[str, str]] = {}
+        for row in shown:
+            names = (*(_setting_cell(row["setting"][key]) for key in keys), row["variant"])
+            lines.setdefault(names, {})[row["quantity"]] = _cell(row)
+        return cls(
+            same=", ".join(format_setting(key, value) for key, value in same.items()),
+            head=[*(key.replace("_", " ") for key in keys), "variant", *columns],
+            lines=[
+                [*names, *(cells.get(column, "") for column in columns)] for names, cells in lines.items() if columns
+            ],
+            notes=[*_notes(rows), *_waivers(rows)],
+        )
+
+
+def _is_note(row: Mapping[str, Any]) -> bool:
+    """Return whether the row is a text that is too long for a cell."""
+    return isinstance(row.get("value"), str) and len(row["value"]) > LONGEST_CELL and row["quantity"] != "trace"
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    value, spread = format_row(row)
+    if "waived" in row:
+        return "waived"
+    if row["quantity"] == "trace":
+        return f"[trace](results/{row['value']})"
+    return f"{value} ({spread})" if spread else value
+
+
+def _setting_cell(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _notes(rows: Rows) -> list[str]:
+    notes = [f"{row['quantity'].capitalize()} of **{row['variant']}**: {row['value']}" for row in rows if _is_note(row)]
+    return list(dict.fromkeys(notes))
+
+
+def _waivers(rows: Rows) -> list[str]:
+    """Return the reasons for waivers, each with its variants, or with its quantities for variants that ran."""
+    measured_variants = {row["variant"] for row in rows if "waived" not in row}
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if "waived" in row:
+            name = row["quantity"] if row["variant"] in measured_variants else row["variant"]
+            reasons.setdefault(row["waived"], []).append(name)
+    return [f"Waived ({reason}): {'; '.join(dict.fromkeys(names))}" for reason, names in reasons.items()]

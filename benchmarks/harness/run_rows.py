@@ -1,0 +1,100 @@
+"""Turn the runs of engines into rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.harness.interleaved_runs import EngineRun, InterleavedRuns
+from benchmarks.harness.rows import Row
+from benchmarks.harness.setting import TrainingSetting
+from benchmarks.harness.targets import ITERATION_SPEEDUP
+from benchmarks.harness.variants import STOCK, Variant
+
+
+def labels_of(variant: str, setting: TrainingSetting) -> dict[str, Any]:
+    """Return the fields that all rows of a variant share, to be passed to ``Row`` as keywords."""
+    return {"variant": variant, "setting": {**asdict(setting), "parameters": setting.parameters}}
+
+
+def waived_rows(variants: Sequence[Variant], quantity: str, setting: TrainingSetting) -> Iterator[Row]:
+    """Yield a waived row for each variant that cannot run here."""
+    for variant in variants:
+        if (reason := variant.waived_reason(setting)) is not None:
+            yield Row(quantity=quantity, waived=reason, **labels_of(variant.name, setting))
+
+
+def runnable(variants: Sequence[Variant], setting: TrainingSetting) -> list[Variant]:
+    """Return the variants that can run here."""
+    return [variant for variant in variants if variant.waived_reason(setting) is None]
+
+
+def error_rows(errors: Mapping[str, str], setting: TrainingSetting) -> Iterator[Row]:
+    """Yield rows that record the errors by variant, and that make the run of the benchmark fail."""
+    for name, error in errors.items():
+        yield Row(quantity="completed all runs", value=False, claimed=True, **labels_of(name, setting))
+        yield Row(quantity="error", value=error, **labels_of(name, setting))
+
+
+def rows_of_runs(runs: InterleavedRuns, make_rows: Callable[..., Iterable[Row]]) -> Iterator[Row]:
+    """Yield ``make_rows(runs, stock_runs, **labels)`` and the configuration of every variant that completed its runs.
+
+    For variants that failed, the error is recorded. If stock was to run and failed, no other variant has rows, since
+    there is nothing to compare it with.
+    """
+    yield from error_rows(runs.errors, runs.setting)
+    if STOCK.name in runs.errors:
+        return
+    stock_runs = runs.completed.get(STOCK.name, [])
+    for name, variant_runs in runs.completed.items():
+        labels = labels_of(name, runs.setting)
+        yield from make_rows(variant_runs, stock_runs, **labels)
+        yield from configuration_rows(variant_runs, **labels)
+
+
+def all_samples(runs: Sequence[EngineRun], name: str) -> list[float]:
+    """Return the samples of all iterations of all runs from the attribute ``name`` of ``EngineRun``."""
+    return [sample for run in runs for sample in getattr(run, name)]
+
+
+def speedups(runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], name: str) -> list[float]:
+    """Return stock's seconds divided by those of ``runs``, for each iteration of the same round."""
+    pairs = zip(all_samples(stock_runs, name), all_samples(runs, name), strict=True)
+    return [stock_s / sample_s for stock_s, sample_s in pairs]
+
+
+def phase_rows(runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], **labels: Any) -> Iterator[Row]:
+    """Yield the seconds of an iteration and of its phases, the speedup, and whether the bits are stock's."""
+    yield Row(quantity="forward", unit="s", samples=all_samples(runs, "forward_s"), **labels)
+    yield Row(quantity="backward", unit="s", samples=all_samples(runs, "backward_s"), **labels)
+    exposed_s = all_samples(runs, "exposed_s")
+    yield Row(quantity="update exposed", unit="s", samples=exposed_s, **labels)
+    pairs = zip(exposed_s, all_samples(stock_runs, "step_s"), strict=True)
+    shares = [sample_s / stock_s for sample_s, stock_s in pairs]
+    yield Row(quantity="exposed / stock's update", unit="share", samples=shares, **labels)
+    if hidden_s := all_samples(runs, "hidden_s"):
+        yield Row(quantity="update hidden", unit="s", samples=hidden_s, **labels)
+    yield Row(quantity="iteration", unit="s", samples=all_samples(runs, "iteration_s"), **labels)
+    ratios = speedups(runs, stock_runs, "iteration_s")
+    yield Row(quantity=ITERATION_SPEEDUP, unit="times", samples=ratios, **labels)
+    yield same_bits_row(runs, stock_runs, **labels)
+
+
+def same_bits_row(runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], **labels: Any) -> Row:
+    """Return the row that compares the bits with stock's.
+
+    On a GPU, attention's backward sums in another order in every run. Stock's own runs then differ, and the row makes
+    no claim.
+    """
+    if not all(run.same_bits_as(stock_runs[0]) for run in stock_runs):
+        return Row(quantity="bit-identical to stock", value="stock's own runs differ", **labels)
+    same = all(run.same_bits_as(stock_runs[0]) for run in runs)
+    return Row(quantity="bit-identical to stock", value=same, claimed=runs[0].variant.exact, **labels)
+
+
+def configuration_rows(runs: Sequence[EngineRun], **labels: Any) -> Iterator[Row]:
+    """Yield the configuration of the engine, and the plan if there is one."""
+    yield Row(quantity="configuration", value=runs[0].configuration, **labels)
+    if runs[0].plan:
+        yield Row(quantity="plan", value=runs[0].plan, **labels)

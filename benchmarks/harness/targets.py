@@ -1,0 +1,174 @@
+"""Check the project's performance targets against the rows: each is met, missed, or not measured yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
+from typing import Any
+
+from benchmarks.harness.rows import format_row, machine_of
+from benchmarks.harness.sizes import ON_CPU, with_default_sub_groups
+from benchmarks.harness.variants import ALL_CPU, OURS_DEFAULT
+
+Rows = Sequence[Mapping[str, Any]]
+
+GPU_COMMAND = "`make gpu-bench PYTHON=python3` on a machine with a GPU"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Bounds for the median of ``quantity``.
+
+    The target is met if the median lies within the bounds for each variant whose name matches the pattern ``variant``
+    and for every setting that has the values of ``where``. It applies to machines with a GPU, or to machines with 2
+    cores and no GPU. ``limit`` names another quantity of the same variant and setting: where the target is missed, it
+    shows what would have been possible.
+    """
+
+    description: str
+    benchmark: str
+    variant: str
+    quantity: str
+    on_gpu: bool
+    at_least: float = float("-inf")
+    at_most: float = float("inf")
+    limit: str = ""
+    where: Mapping[str, object] = field(default_factory=dict)
+
+    def check(self, rows: Rows) -> Verdict | None:
+        """Return the verdict for the rows of ``benchmark``, or None if no row measures the quantity."""
+        found = [row for row in rows if self._applies_to(row)]
+        if not found:
+            return None
+        # The worst row is the one with the smallest margin, or the farthest out of bounds.
+        worst = min(found, key=lambda row: min(row["median"] - self.at_least, self.at_most - row["median"]))
+        return Verdict(self.at_least <= worst["median"] <= self.at_most, worst, len(found))
+
+    def _applies_to(self, row: Mapping[str, Any]) -> bool:
+        return (
+            "median" in row
+            and row["quantity"] == self.quantity
+            and fnmatch(row["variant"], self.variant)
+            and (row["gpu"] is not None if self.on_gpu else (row["gpu"], row["cores"]) == (None, 2))
+            and all(row["setting"].get(key) == value for key, value in self.where.items())
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a target is met, the row with the smallest margin, and the number of rows that were checked."""
+
+    is_met: bool
+    worst: Mapping[str, Any]
+    count: int
+
+    def __str__(self) -> str:
+        value, spread = format_row(self.worst)
+        chosen = f", the worst of {self.count} results (variant: {self.worst['variant']})" if self.count > 1 else ""
+        return f"{value} ({spread}){chosen}" if spread else f"{value}{chosen}"
+
+
+UPDATE_SPEEDUP, ITERATION_SPEEDUP = "update speedup over stock", "iteration speedup over stock"
+MEMORY_BOUND_SPEEDUP = "speedup if memory-bound"
+"""Stock's bytes of host memory per parameter divided by the variant's."""
+
+ALL_ON_THE_CPU = Target(
+    description="2 cores: `step()` with all updates on the CPU at least 1.6 times as fast as stock's",
+    benchmark="update_phase",
+    variant=ALL_CPU.name,
+    quantity=UPDATE_SPEEDUP,
+    on_gpu=False,
+    at_least=1.6,
+    limit=MEMORY_BOUND_SPEEDUP,
+    where={"sub_group_size": ON_CPU.sub_group_size},
+)
+
+TARGETS = (
+    ALL_ON_THE_CPU,
+    replace(
+        ALL_ON_THE_CPU,
+        description="2 cores: the same with DeepSpeed's default sub-group size",
+        where={"sub_group_size": with_default_sub_groups(ON_CPU).sub_group_size},
+    ),
+    Target(
+        description="2 cores: the iteration never slower than stock's",
+        benchmark="training_step",
+        variant=OURS_DEFAULT.name,
+        quantity=ITERATION_SPEEDUP,
+        on_gpu=False,
+        at_least=1.0,
+    ),
+    Target(
+        description="2 cores: at most 2 % slower where nothing can be gained",
+        benchmark="overhead",
+        variant=f"{OURS_DEFAULT.name}*",
+        quantity="iteration / stock's iteration",
+        on_gpu=False,
+        at_most=1.02,
+    ),
+    Target(
+        description="GPU, micro-batch 1: the iteration at least twice as fast as stock's",
+        benchmark="training_step",
+        variant=OURS_DEFAULT.name,
+        quantity=ITERATION_SPEEDUP,
+        on_gpu=True,
+        at_least=2.0,
+        where={"micro_batch": 1, "accumulation": 1},
+    ),
+    Target(
+        description="GPU, micro-batch 8: exposed time at most 10 % of stock's update",
+        benchmark="training_step",
+        variant=OURS_DEFAULT.name,
+        quantity="exposed / stock's update",
+        on_gpu=True,
+        at_most=0.1,
+        where={"micro_batch": 8},
+    ),
+    Target(
+        description="GPU: error of predicted updates at most 10 %",
+        benchmark="model_error",
+        variant="*",
+        quantity="prediction error",
+        on_gpu=True,
+        at_least=-0.1,
+        at_most=0.1,
+    ),
+    Target(
+        description="GPU: the update at most 1.2 times its lower bound",
+        benchmark="model_error",
+        variant="planned",
+        quantity="update / lower bound",
+        on_gpu=True,
+        at_most=1.2,
+    ),
+)
+
+
+def check_targets(rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """Return for each target its description, its status and the measured values."""
+    rows = list(rows)
+    lines = []
+    for target in TARGETS:
+        verdict = target.check([row for row in rows if row["benchmark"] == target.benchmark])
+        if verdict is None:
+            command = GPU_COMMAND if target.on_gpu else f"`python -m benchmarks {target.benchmark}`"
+            lines.append((target.description, "**not measured**", f"run {command}"))
+        else:
+            why = "" if verdict.is_met else f"{_limit(target, rows, verdict.worst)}{_traces(rows, verdict.worst)}"
+            lines.append((target.description, "met" if verdict.is_met else "**missed**", f"{verdict}{why}"))
+    return lines
+
+
+def _limit(target: Target, rows: Rows, missed: Mapping[str, Any]) -> str:
+    """Return the quantity ``limit`` of the row that misses the target."""
+    same = ("benchmark", "date", "variant", "setting")
+    found = [row for row in rows if row["quantity"] == target.limit and all(row[key] == missed[key] for key in same)]
+    return "".join(f"; {target.limit}: {format_row(row)[0]}" for row in found)
+
+
+def _traces(rows: Rows, missed: Mapping[str, Any]) -> str:
+    """Return links to the traces of the same machine, which show where the time goes instead."""
+    found = [row for row in rows if row["quantity"] == "trace" and machine_of(row) == machine_of(missed)]
+    links = ", ".join(f"[{row['variant']}](results/{row['value']})" for row in found)
+    return f"; traces of a step: {links}" if links else "; `python -m benchmarks trace` shows where the time goes"

@@ -1,0 +1,156 @@
+"""Measure this machine with a progress bar, write the profile and print it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from deep_opt_states.files import replace_file
+from deep_opt_states.profiler.measure import ProgressCallback, measure
+from deep_opt_states.profiler.method import FULL, QUICK
+from deep_opt_states.profiler.ranks import ProbeError, launched_ranks
+from perf_model.prediction.hardware import HardwareProfile, Measurement, ProfileError
+
+if TYPE_CHECKING:
+    from deep_opt_states.zero.start.devices import AcceleratorChoice
+
+UNITS = {
+    "_bytes_per_s": (1e9, "GB/s"),
+    "_params_per_s": (1e6, "M params/s"),
+    "_flops_per_s": (1e12, "TFLOP/s"),
+    "_s": (1e-6, "us"),
+}
+"""Scale and unit by the end of the name of a quantity; the first that matches counts."""
+
+
+def run(output: Path, *, quick: bool) -> int:
+    """Write the profile to ``output``, print it, and return the exit code: 1, with the reason on stderr, if it fails.
+
+    Under torchrun all ranks measure, and rank 0 alone writes and prints.
+    """
+    from deep_opt_states.zero.start.core_share import default_share
+    from deep_opt_states.zero.start.refusals import Unsupported
+
+    is_rank_0 = os.environ.get("RANK", "0") == "0"
+    try:
+        # An error before the ranks have connected ends this process; the launcher then ends the other ranks.
+        if is_rank_0:
+            check_output(output)
+        accelerator = _accelerator(int(os.environ.get("LOCAL_RANK", "0")))
+        # The CPU accelerator has no memory of its own, so no copies are measured.
+        device = None if accelerator.slots_on_host else accelerator.device
+        with launched_ranks(os.environ) as ranks, _progress_bar(shown=is_rank_0) as progress:
+            num_ranks = ranks.size
+            share = default_share(accelerator, ranks)
+            effort = QUICK if quick else FULL
+            profile = measure(device, ranks, effort, threads=share.threads, cores=share.cores, progress=progress)
+        if is_rank_0:
+            replace_file(output, profile.to_json())
+    except (ProfileError, ProbeError, Unsupported, OSError) as error:
+        if is_rank_0:
+            Console(stderr=True).print(Text(str(error)), soft_wrap=True)
+        return 1
+    if is_rank_0:
+        _print(profile, num_ranks)
+        print(f"Written: {output}")
+    return 0
+
+
+def check_output(path: Path) -> None:
+    """Raise ``ProfileError`` if no profile can be written to ``path``: check before the long measurement."""
+    rule = "--output: must be a file, to be written or replaced, in a folder that can be written"
+    remedy = "Give another path, or make the folder and let this user write in it."
+    try:
+        if not path.parent.is_dir():
+            raise ProfileError(f"{rule}; found no folder {path.parent}.\n{remedy}")
+        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+            raise ProfileError(f"{rule}; found {path}, which is not a regular file.\n{remedy}")
+        # Write a trial file, because permissions do not show that a file system is full or read-only.
+        trial = path.with_name(f".{path.name}.{os.getpid()}")
+        replace_file(trial, "")
+        trial.unlink()
+    except OSError as error:
+        raise ProfileError(f"{rule}; found {path}: {error.strerror}.\n{remedy}") from error
+
+
+def _accelerator(local_rank: int) -> AcceleratorChoice:
+    """Choose the accelerator of this rank.
+
+    Raise ``ProfileError`` if there are fewer GPUs than ranks, ``Unsupported`` for an accelerator that we do not know.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    from deep_opt_states.zero.start.devices import choose_device
+
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cuda":
+        count = accelerator.device_count()
+        if local_rank >= count:
+            raise ProfileError(
+                f"LOCAL_RANK: must be less than the number of GPUs, {count}; found {local_rank}.\n"
+                f"Start at most one rank per GPU on this machine."
+            )
+        accelerator.set_device(local_rank)
+    return choose_device()
+
+
+@contextmanager
+def _progress_bar(*, shown: bool) -> Iterator[ProgressCallback]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(done: int, total: int, title: str) -> None:
+            bar.update(task, completed=done, total=total, description=f"{title:<32}")
+
+        yield show
+
+
+def _print(profile: HardwareProfile, num_ranks: int) -> None:
+    console = Console()
+    origin = profile.provenance
+    console.print(Text(f"{origin.host}: {origin.cpu}, {origin.cores} cores in use"))
+    if num_ranks > 1:
+        nodes = f" (of {num_ranks}; the ranks of a node load that node only)" if num_ranks > origin.ranks else ""
+        console.print(Text(f"{origin.ranks} ranks at once on each node{nodes}; each figure is of the slowest rank"))
+    console.print(Text(f"{origin.gpu or 'no GPU'}, torch {origin.torch}, DeepSpeed {origin.deepspeed}, {origin.date}"))
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("quantity", no_wrap=True)
+    table.add_column("median", justify="right", no_wrap=True)
+    table.add_column("20th to 80th", justify="right", no_wrap=True)
+    table.add_column("unit", no_wrap=True)
+    reasons: list[str] = []
+    for name, measurement in profile.measurements.items():
+        table.add_row(*_row(name, name, measurement, reasons))
+        if name == "cpu_adam_params_per_s":
+            for threads, by_threads in profile.cpu_adam_by_threads.items():
+                table.add_row(*_row(f"  {threads} thread{'' if threads == 1 else 's'}", name, by_threads, reasons))
+    console.print(table)
+    for number, reason in enumerate(reasons, start=1):
+        console.print(Text(f"({number}) {reason}"))
+
+
+def _row(label: str, quantity: str, measurement: Measurement, reasons: list[str]) -> tuple[Text, ...]:
+    """Return the cells of a row. The reason of a waived quantity is added to ``reasons``, printed below the table."""
+    if measurement.waived is not None:
+        if measurement.waived not in reasons:
+            reasons.append(measurement.waived)
+        return Text(label), Text("WAIVED", "yellow"), Text(""), Text(f"({reasons.index(measurement.waived) + 1})")
+    scale, unit = next(UNITS[ending] for ending in UNITS if quantity.endswith(ending))
+    low, high = measurement.spread
+    spread = f"{_figure(low / scale)} to {_figure(high / scale)}"
+    return Text(label), Text(_figure(measurement.median / scale)), Text(spread), Text(unit)
+
+
+def _figure(value: float) -> str:
+    """Format with three significant digits, or with all digits before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

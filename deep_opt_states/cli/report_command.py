@@ -1,0 +1,29 @@
+"""Write the HTML page of a training run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from deep_opt_states.report.page import render
+from deep_opt_states.report.run_data import PAGE, RecordedRun, RunError
+
+
+def run(folder: Path, output: Path | None) -> int:
+    """Write the page, and return the exit code: 1, with the reason on stderr, if there is no page."""
+    path = folder / PAGE if output is None else output
+    try:
+        page = render(RecordedRun.read(folder), folder.resolve().name)
+        try:
+            path.write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise RunError(
+                f"--output: must be a file that can be written, found {path}: {error.strerror}.\nName another file."
+            ) from None
+    except RunError as error:
+        Console(stderr=True).print(Text(str(error)), soft_wrap=True)
+        return 1
+    print(f"Written: {path}")
+    return 0

@@ -1,0 +1,101 @@
+"""Show in numbers why each sub-group has its placement."""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from perf_model.cli.inputs import read_inputs
+from perf_model.prediction.memory import memory_of
+from perf_model.schedule.happens_before import CHAINS
+from perf_model.schedule.placement import Placement
+from perf_model.search.bounds import busy_s_per_param, resources
+from perf_model.search.planner import evaluate
+from perf_model.training_run.forecast import Forecast
+from perf_model.training_run.job import PARAM_BYTES
+from perf_model.units import seconds
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plan, the busy time of each resource and the cost of moving a sub-group; return the exit code."""
+    from rich.console import Console
+    from rich.table import Table
+
+    found = read_inputs(options, options.world_size, options.micro_batch).forecast()
+    console = Console()
+    console.print(f"{found.planned.plan}\n", highlight=False, markup=False, soft_wrap=True)
+    for title, headers, rows in (_resources(found), _sub_groups(found)):
+        console.print(title, highlight=False, markup=False)
+        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+        for header in headers:
+            justify: Literal["left", "right"] = "left" if header in ("", "sub-groups", "alone") else "right"
+            # Fold, because cells that are cut off would lose information. Lists of actions are never folded: they are
+            # easier to read in whole lines.
+            table.add_column(header, justify=justify, overflow="fold", no_wrap=header == "alone")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        console.print()
+    return 0
+
+
+TableContents = tuple[str, Sequence[str], list[Sequence[str]]]
+"""Title, headers and rows."""
+
+
+def _resources(found: Forecast) -> TableContents:
+    """Return the seconds that each resource is busy for, whatever the order."""
+    per_param, plan = busy_s_per_param(found.cost), found.planned.plan
+    total = plan.workload.numel
+    mixes: list[dict[Placement, int]] = [
+        {placement: total} for placement in (Placement.CPU, Placement.STREAMED) if placement in per_param
+    ]
+    mixes.append({placement: plan.numel(placement) for placement in per_param})
+    rows: list[Sequence[str]] = []
+    for row, resource in enumerate(resources(found.cost)):
+        busy_s = [sum(numel * per_param[placement][row] for placement, numel in mix.items()) for mix in mixes]
+        if max(busy_s) > 0:
+            rows.append((resource.value, *map(seconds, busy_s)))
+    title = f"Busy time of each resource; the update of this plan takes {seconds(found.planned.update_s)}"
+    rules = ("all cpu", "all streamed")[: len(mixes) - 1]
+    return title, ("", *rules, "this plan"), rows
+
+
+def _sub_groups(found: Forecast) -> TableContents:
+    """Return one row for all sub-groups of one size and placement; the one in their middle is moved elsewhere."""
+    plan = found.planned.plan
+    alike: dict[tuple[Placement, int], list[int]] = defaultdict(list)
+    for sub_group, placement in zip(plan.workload.sub_groups, plan.placements, strict=True):
+        alike[placement, sub_group.numel].append(sub_group.index)
+    rows: list[Sequence[str]] = []
+    for (placement, numel), indices in alike.items():
+        loads = (f"{kind.value} {seconds(found.cost.load(kind, numel).total_s)}" for kind in CHAINS[placement])
+        middle = indices[len(indices) // 2]
+        moved = ["here" if other is placement else _moved(found, middle, other) for other in Placement]
+        rows.append((_first_few(indices), f"{numel / 1e6:,.1f} M", placement.value, "\n".join(loads), *moved))
+    title = "Moving one of these sub-groups changes the exposed time by"
+    moves = (f"to {placement.value}" for placement in Placement)
+    return title, ("sub-groups", "size", "now", "alone", *moves), rows
+
+
+def _moved(found: Forecast, index: int, placement: Placement) -> str:
+    """Return the change of the exposed time if sub-group ``index`` had this placement, or why it cannot have it."""
+    plan = found.planned.plan
+    if placement not in found.cost.placements:
+        return "not possible"
+    placements = (*plan.placements[:index], placement, *plan.placements[index + 1 :])
+    other = replace(plan, placements=placements)
+    if found.budgets.missing(memory_of(other, PARAM_BYTES)):
+        return "no memory"
+    exposed_s = evaluate(other, found.cost, found.budgets, found.windows, PARAM_BYTES).exposed_s
+    change_s = exposed_s - found.planned.exposed_s
+    return ("+" if change_s >= 0 else "-") + seconds(abs(change_s))
+
+
+def _first_few(indices: Sequence[int]) -> str:
+    """Return a text such as ``17, 23, 29 and 16 more``."""
+    shown = ", ".join(map(str, indices[:3]))
+    return shown if len(indices) <= 3 else f"{shown} and {len(indices) - 3} more"

@@ -1,0 +1,111 @@
+"""Plan for several numbers of GPUs and micro-batches, and show the plans as a table and as CSV."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+from perf_model.cli.inputs import read_inputs
+from perf_model.schedule.placement import Placement
+from perf_model.search.budgets import DoesNotFit
+from perf_model.training_run.forecast import Forecast, Infeasible
+from perf_model.training_run.model import ModelError
+
+SweepRow = dict[str, str | int | float | None]
+"""The values of one row by column; None where there is no value."""
+
+COLUMNS = (
+    "world_size", "micro_batch", "cpu", "streamed", "resident", "sub_group_size", "update_s", "exposed_update_s",
+    "iteration_s", "tokens_per_s", "mfu", "stock_iteration_s", "speed_up", "gpu_peak_bytes", "host_bytes", "why",
+)  # fmt: skip
+
+
+_TITLES = {
+    "world_size": "GPUs",
+    "micro_batch": "batch",
+    "exposed_update_s": "exposed",
+    "iteration_s": "iteration",
+    "tokens_per_s": "tokens/s",
+    "mfu": "MFU",
+    "speed_up": "speed up",
+}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the table, write the CSV file, and return the exit code: 1 if nothing fits for any pair."""
+    rows = list(_rows(options))
+    if options.csv is not None:
+        _write(rows, options.csv)
+    _print_table(rows)
+    return 0 if any(row["why"] is None for row in rows) else 1
+
+
+def _rows(options: argparse.Namespace) -> Iterator[SweepRow]:
+    for world_size, micro_batch in product(options.world_sizes, options.micro_batches):
+        inputs = read_inputs(options, world_size, micro_batch)
+        row: SweepRow = dict.fromkeys(COLUMNS)
+        row.update(world_size=world_size, micro_batch=micro_batch)
+        try:
+            row.update(_values(inputs.forecast()))
+        except DoesNotFit as error:
+            row["why"] = error.rule
+        yield row
+
+
+def _values(found: Forecast) -> SweepRow:
+    placements = found.planned.plan.placements
+    stock = found.baselines["stock"]
+    stock_s = None if isinstance(stock, Infeasible) else stock.iteration_s
+    return {
+        **{placement.value: placements.count(placement) for placement in Placement},
+        **{key: value for key, value in found.predicted.to_json_dict().items() if key in COLUMNS},
+        "sub_group_size": found.sub_group_size,
+        "stock_iteration_s": stock_s,
+        "speed_up": None if stock_s is None else stock_s / found.predicted.iteration_s,
+        "gpu_peak_bytes": found.memory.gpu_bytes,
+        "host_bytes": found.memory.host_bytes,
+    }
+
+
+def _write(rows: list[SweepRow], path: Path) -> None:
+    """Write ``rows`` as CSV. Raise ``ModelError`` if the file cannot be written."""
+    try:
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        raise ModelError(
+            f"--csv: must be a file that can be written, found {path}: {error.strerror}.\nName another file."
+        ) from None
+
+
+def _print_table(rows: list[SweepRow]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    shown = (*COLUMNS[:5], "exposed_update_s", "iteration_s", "tokens_per_s", "mfu", "speed_up")
+    for column in shown:
+        table.add_column(_TITLES.get(column, column), justify="right", no_wrap=True)
+    for row in rows:
+        cells = [_cell(row[key]) for key in shown]
+        table.add_row(*cells if row["why"] is None else [*cells[:2], "-"])
+    console = Console()
+    console.print(table)
+    for row in rows:
+        if row["why"] is not None:
+            where = f"{row['world_size']} GPUs, micro-batch {row['micro_batch']}"
+            console.print(f"{where}: {row['why']}", highlight=False, markup=False, soft_wrap=True)
+    console.print(
+        "exposed: exposed update time, in seconds; speed up: of an iteration, over stock offload", highlight=False
+    )
+
+
+def _cell(value: str | int | float | None) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return "-" if value is None else str(value)

@@ -1,0 +1,493 @@
+"""Test the planning commands: the texts and files that they write, the inputs that they refuse, the two programs."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import csv
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deep_opt_states.cli.main import main as deep_opt_states_main
+from perf_model.__main__ import COMMANDS_THAT_NEED_TORCH, main
+from perf_model.prediction.hardware import REQUIRED
+from perf_model.presets.machines import MACHINES
+from perf_model.presets.models import MODELS
+from tests.launch import REPOSITORY
+from tests.model.profiles import RATES, profile
+
+KEYS = {"forward_s", "backward_s", "update_s", "exposed_update_s", "iteration_s", "tokens_per_s", "mfu"}
+BASELINES = {"stock", "twin_flow", "all_cpu", "all_streamed", "stride_2", "no_offload"}
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+
+
+SWEEP = ["--profile", "gh200", "--model", "Llama-3-70B", "--ranks-per-node", "1", "--sequence", "4096"]
+
+PLANNING_COMMANDS = ("plan", "sweep", "simulate", "explain", "validate")
+
+
+def job(profile: str | Path = "h100-pcie5", model: str | Path = "13B", world_size: int = 4, **more: Any) -> list[str]:
+    options = {
+        "profile": profile,
+        "model": model,
+        "world_size": world_size,
+        "ranks_per_node": 4,
+        "micro_batch": 1,
+        "sequence": 2048,
+        **more,
+    }
+    return [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
+
+
+def planned(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_preset_is_planned_for(machine: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, job(machine, model, world_size=16))
+    assert set(found) == {
+        "predicted",
+        "baselines",
+        "lower_bound_s",
+        "ratio_to_bound",
+        "work_lower_bound_s",
+        "memory",
+        "placement",
+        "deepspeed_config",
+    }
+    predicted = found["predicted"]
+    assert set(predicted) == KEYS
+    assert set(found["baselines"]) == BASELINES
+    assert set(found["placement"]) == {"cpu", "streamed", "resident"}
+    assert set(found["memory"]) == {"gpu_peak_bytes", "host_bytes", "pinned_bytes"}
+    assert 0 < found["lower_bound_s"] <= predicted["exposed_update_s"] * (1 + 1e-9)
+    assert found["ratio_to_bound"] == pytest.approx(predicted["exposed_update_s"] / found["lower_bound_s"])
+    assert found["work_lower_bound_s"] <= predicted["update_s"] * (1 + 1e-9)
+    for outcome in (predicted, *found["baselines"].values()):
+        assert set(outcome) >= KEYS
+        if outcome["iteration_s"] is None:
+            assert outcome["why"]
+            continue
+        assert outcome["iteration_s"] == pytest.approx(
+            outcome["forward_s"] + outcome["backward_s"] + outcome["exposed_update_s"]
+        )
+        assert outcome["tokens_per_s"] == pytest.approx(16 * 2048 / outcome["iteration_s"])
+        assert 0 < outcome["mfu"] < 1
+    for name in ("all_cpu", "all_streamed", "stride_2", "twin_flow", "stock"):
+        exposed_s = found["baselines"][name]["exposed_update_s"]
+        assert exposed_s is None or predicted["exposed_update_s"] <= exposed_s * (1 + 1e-9), name
+    zero = found["deepspeed_config"]["zero_optimization"]
+    assert zero["stage"] == 3
+    block = found["deepspeed_config"]["deep_optimizer_states"]
+    assert block == {"placement": "planned", "gpu_memory_gb": block["gpu_memory_gb"]}
+    on_gpu = found["placement"]["streamed"] + found["placement"]["resident"]
+    assert (block["gpu_memory_gb"] > 0) == (on_gpu > 0)
+    assert block["gpu_memory_gb"] * 1e9 < found["memory"]["gpu_peak_bytes"]
+
+
+def test_plan_prints_the_figures_of_every_alternative_and_the_block_to_paste(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", *job(gpu_memory_gb=40)]) == 0
+    shown = capsys.readouterr().out
+    for expected in (
+        "13B (11.25 B parameters) on 4 x H100-80GB, 2.81 B per rank",
+        "PRESET, not a measurement of your machine",
+        "this plan",
+        "stock offload",
+        "Twin-Flow",
+        "all on the CPU",
+        "all streamed",
+        "no offload: does not fit: 51.3 GB of 40.0 GB",
+        "exposed + hidden",
+        "lower bound of the update, exposed time that cannot be hidden (476 ms backward, 160 ms next forward "
+        "available)",
+        "lower bound of the update, exposed and hidden time together",
+        "of which pinned",
+        "These predictions have not been compared with measurements on a GPU yet",
+        '"placement": "planned"',
+    ):
+        assert expected in shown
+    block = json.loads(shown[shown.index("config:\n") + len("config:\n") :])
+    assert block["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+
+
+def test_memory_limits_move_sub_groups_off_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    limits = (80, 30, 12)
+    large, small, none = (planned(capsys, job(gpu_memory_gb=limit, sub_group_size=10**8)) for limit in limits)
+    assert large["placement"]["resident"] > small["placement"]["resident"] > none["placement"]["resident"] == 0
+    for found, limit in ((large, 80), (small, 30), (none, 12)):
+        assert found["memory"]["gpu_peak_bytes"] <= limit * 1e9
+    seconds = [found["predicted"]["exposed_update_s"] for found in (large, small, none)]
+    assert seconds == sorted(seconds)
+    assert small["baselines"]["no_offload"]["why"].startswith("does not fit")
+
+
+def test_overlap_hides_time_and_never_adds_any(capsys: pytest.CaptureFixture[str]) -> None:
+    exposed_s = {}
+    for overlap in ("none", "backward", "forward", "both"):
+        found = planned(capsys, job(gpu_memory_gb=20, overlap=overlap))
+        exposed_s[overlap] = found["predicted"]["exposed_update_s"]
+        assert exposed_s[overlap] <= found["predicted"]["update_s"] * (1 + 1e-9)
+    assert exposed_s["both"] < min(exposed_s["forward"], exposed_s["backward"]) < exposed_s["none"]
+    assert planned(capsys, job(gpu_memory_gb=20))["predicted"]["exposed_update_s"] == exposed_s["both"], "the default"
+
+
+@pytest.mark.parametrize(
+    ("overlap", "keys"),
+    [
+        ("both", {}),
+        ("backward", {"overlap_forward": False}),
+        ("forward", {"overlap_backward": False}),
+        ("none", {"overlap_backward": False, "overlap_forward": False}),
+    ],
+)
+def test_the_block_to_paste_disables_overlap_that_was_not_predicted(
+    overlap: str, keys: dict[str, bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    block = planned(capsys, job(overlap=overlap))["deepspeed_config"]["deep_optimizer_states"]
+    assert {key: value for key, value in block.items() if key.startswith("overlap")} == keys
+
+
+@pytest.mark.parametrize(
+    ("overlap", "expected"),
+    [
+        ("none", "update, all of it exposed: "),
+        ("backward", "update, exposed time that cannot be hidden (476 ms backward available): "),
+        ("forward", "update, exposed time that cannot be hidden (160 ms next forward available): "),
+    ],
+)
+def test_the_lower_bound_names_the_time_that_is_available_to_hide_the_update(
+    overlap: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *job(gpu_memory_gb=20, overlap=overlap)]) == 0
+    shown = capsys.readouterr().out
+    assert f"lower bound of the {expected}" in shown
+    assert ("exposed and hidden time together" in shown) == (overlap != "none")
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({"gpu_memory_gb": 10}, ["gpu memory by 1.9 GB per rank", "It fits with 8 ranks"]),
+        ({"gpu_memory_gb": 15, "host_memory_gb": 100}, ["host memory by", "It fits with 8 ranks"]),
+        ({"gpu_memory_gb": 15, "pinned_memory_gb": 2}, ["pinned memory by"]),
+    ],
+)
+def test_when_nothing_fits_the_error_names_a_size_that_fits(
+    limits: dict[str, int], expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *job(**limits)]) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("Nothing fits: the nearest plan exceeds")
+    for text in expected:
+        assert text in output.err
+
+
+def test_profile_and_model_are_read_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine, model = tmp_path / "profile.json", tmp_path / "config.json"
+    machine.write_text(profile({**RATES, "matmul_flops_per_s": 1e14}).to_json())
+    model.write_text(json.dumps(LLAMA))
+    found = planned(capsys, job(machine, model))
+    assert found["deepspeed_config"]["deep_optimizer_states"]["profile"] == str(machine)
+    assert found["predicted"]["mfu"] is None, "the profile does not have the peak of the GPU"
+    preset = planned(capsys, job(machine, "Llama-3-8B"))
+    assert preset["predicted"] == found["predicted"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"profile": "none.json"}, "A profile must be a readable file, found none.json"),
+        ({"model": "none.json"}, "A model must be a preset or a readable config.json, found none.json"),
+        ({"world_size": 0}, "world_size: must be an integer from 1 to 1,000,000, found 0"),
+        ({"world_size": 10**12}, "world_size: must be an integer from 1 to 1,000,000, found 1000000000000"),
+        ({"ranks_per_node": 10**12}, "ranks_per_node: must be an integer from 1 to 10,000"),
+        ({"micro_batch": 10**12}, "micro_batch: must be an integer from 1 to 1,000,000"),
+        ({"sequence": 99999999999999999999}, "sequence: must be an integer from 1 to 10,000,000"),
+        ({"micro_batch": 10**4, "sequence": 10**4}, "micro_batch: must be at most 10,000,000 tokens"),
+        (
+            {"world_size": 2000, "ranks_per_node": 1000},
+            "ranks_per_node: must be at most 96, the number of cores of h100-pcie5",
+        ),
+        ({"profile": "long" * 1000}, "A profile must be a readable file"),
+        ({"profile": "\0"}, "A profile must be a readable file"),
+        ({"model": "long" * 1000}, "A model must be a preset or a readable config.json"),
+        ({"world_size": 6}, "ranks_per_node: must divide the world size, 6, found 4"),
+        ({"sequence": -1}, "sequence: must be an integer from 1 to 10,000,000, found -1"),
+        ({"sub_group_size": 0}, "sub_group_size: must be an integer from 1 to 1,000,000,000,000,000, found 0"),
+    ],
+)
+def test_bad_input_is_refused_with_rule_value_and_remedy(
+    changes: dict[str, Any], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *job(**changes)]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(expected)
+    assert len(message.splitlines()) >= 2, "the remedy"
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "1e-10", "nan", "inf", "much"])
+def test_a_memory_limit_is_a_number_of_gb_and_at_least_one_byte(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", *job(gpu_memory_gb=limit)])
+    assert f"must be a number of GB (10^9 bytes) from 1e-9 to 1e9, found '{limit}'" in capsys.readouterr().err
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+HOSTILE = st.sampled_from(
+    [None, True, 0, -1, 1.0, 1.5, 1e-300, 8.5e10, float("nan"), float("inf"), "", "9", "\ud800", [], {}, nested(300)]
+) | st.integers(0, 400).map(lambda power: 10**power)
+GOOD = {
+    "profile": json.loads(MACHINES["h100-pcie5"].profile(4).to_json()),
+    "measured": json.loads(profile({**RATES, "matmul_flops_per_s": 1e14}).to_json()),
+    "model": {**LLAMA, "head_dim": 128, "tie_word_embeddings": False, "attention_bias": False},
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(GOOD)), st.data())
+def test_a_valid_file_with_one_value_changed_is_used_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, data: st.DataObject
+) -> None:
+    value = copy.deepcopy(GOOD[kind])
+    target = value
+    while True:
+        key = data.draw(st.sampled_from(sorted(target) if isinstance(target, dict) else range(len(target))))
+        if not target[key] or not isinstance(target[key], (dict, list)) or data.draw(st.sampled_from([1, 2, 3])) == 1:
+            break
+        target = target[key]
+    if data.draw(st.sampled_from([1, 2, 3, 4])) == 1:
+        del target[key]
+    else:
+        target[key] = data.draw(HOSTILE)
+    path = tmp_path_factory.getbasetemp() / "hostile.json"
+    path.write_text(json.dumps(value))
+    screen = io.StringIO()
+    with contextlib.redirect_stderr(screen), contextlib.redirect_stdout(io.StringIO()):
+        code = main(["plan", *job(**{"model" if kind == "model" else "profile": path}, sub_group_size=10**9)])
+    message = screen.getvalue()
+    assert code in (0, 1, 2)
+    # The rule with the value found, and the remedy on a line of its own.
+    assert code == 0 or (len(message.splitlines()) >= 2 and len(message) < 2000)
+
+
+@pytest.mark.parametrize("text", ["", "[" * 100_000, "null", '"plan"', "\ufeff{}"])
+@pytest.mark.parametrize("option", ["profile", "model"])
+def test_a_file_of_another_kind_is_refused(
+    tmp_path: Path, text: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "file.json"
+    path.write_text(text)
+    assert main(["plan", *job(**{option: path})]) == 2
+    assert len(capsys.readouterr().err.splitlines()) >= 2
+
+
+def test_so_many_sub_groups_that_planning_would_take_hours_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, "num_hidden_layers": 2000}))
+    assert main(["plan", *job(model=path, sub_group_size=1)]) == 2
+    assert "sub_group_size: must make at most 10,000 sub-groups per rank, found 18,0" in capsys.readouterr().err
+
+
+def test_a_reader_that_closes_the_pipe_causes_no_error_message() -> None:
+    command = f"{shlex.join([sys.executable, '-m', 'perf_model', 'plan', *job(), '--json'])} | true"
+    shell = ["bash", "-c", f"{command}; echo ${{PIPESTATUS[0]}}"]
+    done = subprocess.run(shell, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("1\n", "")
+
+
+def test_sweep_prints_a_table_and_writes_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "sweep.csv"
+    sizes = ["--world-sizes", "1,8,16", "--micro-batches", "1,2", "--csv", str(path)]
+    assert main(["sweep", *SWEEP, *sizes]) == 0
+    shown = capsys.readouterr().out
+    rows = list(csv.DictReader(path.open()))
+    assert [(row["world_size"], row["micro_batch"]) for row in rows] == [
+        (world, batch) for world in ("1", "8", "16") for batch in ("1", "2")
+    ]
+    for row in rows:
+        assert (row["iteration_s"] == "") == (row["why"] != "") == (row["world_size"] == "1")
+    assert float(rows[2]["tokens_per_s"]) == pytest.approx(8 * 4096 / float(rows[2]["iteration_s"]))
+    assert "1 GPUs, micro-batch 2: Nothing fits" in shown
+    assert main(["sweep", *SWEEP, "--world-sizes", "1", "--micro-batches", "1"]) == 1
+    assert main(["sweep", *SWEEP, *sizes[:4], "--csv", str(tmp_path / "none" / "sweep.csv")]) == 2
+
+
+def test_simulate_prints_a_grid_and_writes_a_trace_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "new"
+    arguments = job(model="7B", gpu_memory_gb=16)
+    assert main(["simulate", *arguments, "--output", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    names = {event["name"] for event in json.loads((folder / "timeline.json").read_text())["traceEvents"]}
+    assert {"backward", "forward", "exposed update"} <= names
+    (update,) = (line for line in shown.splitlines() if line.startswith("update "))
+    assert re.fullmatch(r"update \S+ m?s: \S+ m?s exposed, \S+ m?s hidden", update)
+    assert {"GPU_STEP", "CPU_STEP", "PUBLISH"} <= {name.split()[0] for name in names}
+    (prefetched, *_) = sorted(name for name in names if name.startswith("PREFETCH"))
+    assert f"{prefetched} [" in shown
+    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "file").touch()
+    assert main(["simulate", *arguments, "--output", str(tmp_path / "file" / "below")]) == 2
+
+
+def test_explain_prints_the_cost_of_moving_a_sub_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *job(gpu_memory_gb=20, sub_group_size=100_000_000)]) == 0
+    shown = capsys.readouterr().out
+    for expected in (
+        "Busy time of each resource",
+        "host memory",
+        "to resident",
+        "no memory",
+        "+",
+        "GPU_STEP",
+    ):
+        assert expected in shown
+
+
+def test_explain_cuts_nothing_off_on_a_narrow_screen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["explain", *job(gpu_memory_gb=25, sub_group_size=20_000_000)]) == 0
+    shown = capsys.readouterr().out
+    assert "FLUSH_STATES " in shown
+    assert "\u2026" not in shown
+    (_, *lines) = shown.splitlines()
+    assert max(map(len, lines)) <= 80
+
+
+def test_where_the_cpu_trains_no_gpu_is_mentioned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = tmp_path / "profile.json"
+    rates = {name: RATES[name] for name in REQUIRED}
+    machine.write_text(profile({**rates, "matmul_flops_per_s": 1e12}).to_json())
+    assert main(["plan", *job(machine, "7B", host_memory_gb=400)]) == 0
+    shown = capsys.readouterr().out
+    assert "no offload: the CPU is the only accelerator" in shown
+    assert "memory: host " in shown
+    assert "lower bound of the update, all of it exposed: " in shown, "the CPU cannot train and update at once"
+    (stock,) = (line for line in shown.splitlines() if line.startswith("stock offload"))
+    assert stock.split()[-1] == "-", "MFU"
+    assert main(["plan", *job(machine, "7B", host_memory_gb=40)]) == 1
+    assert "gpu memory" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["perf_model.__main__", "deep_opt_states.cli.main"])
+def test_the_programs_start_without_torch_rich_matplotlib_or_numpy(module: str) -> None:
+    """Check the imports: torch takes seconds, and the doctor has to start where the others cannot be imported."""
+    code = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert not {"torch", "deepspeed", "matplotlib", "rich", "numpy"} & set(done.stdout.split())
+
+
+def commands_in_the_help(*program: str) -> list[str]:
+    command = [sys.executable, "-m", *program, "--help"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return re.findall(r"^    (\w+) ", done.stdout, re.MULTILINE)
+
+
+def test_both_programs_run_as_modules_and_list_their_commands() -> None:
+    assert commands_in_the_help("perf_model") == [*PLANNING_COMMANDS]
+    assert commands_in_the_help("deep_opt_states.cli") == [*PLANNING_COMMANDS, *COMMANDS_THAT_NEED_TORCH]
+
+
+@pytest.mark.parametrize("command", COMMANDS_THAT_NEED_TORCH)
+def test_a_command_that_needs_torch_is_refused_with_the_program_that_has_it(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "--output", "profile.json"])
+    assert f"found '{command}'. Run: deep-opt-states {command}\n" in capsys.readouterr().err
+
+
+def without_program(text: str, program: str) -> str:
+    """Remove the texts that differ: the name of the program, the line breaks after it, and the other commands."""
+    assert f"usage: {program} " in text or "usage:" not in text
+    text = re.sub(rf"^(usage: )?{re.escape(program)}", r"\1PROGRAM", text, flags=re.MULTILINE)
+    return re.sub(r"\(choose from .*\)", "", " ".join(text.split()))
+
+
+RUNS = ["--runs", str(REPOSITORY / "benchmarks" / "data" / "none.csv")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["plan", *job(sub_group_size=10**9)], 0),
+        (["plan", *job(sub_group_size=10**9), "--json"], 0),
+        (["plan", *job(gpu_memory_gb=10, sub_group_size=10**9)], 1),
+        (["plan", *job(world_size=0)], 2),
+        (["plan", *job(gpu_memory_gb=0)], 2),
+        (["plan", *job(), "--unknown"], 2),
+        (["explain", *job(sub_group_size=10**9)], 0),
+        (["explain"], 2),
+        (["sweep", *SWEEP, "--world-sizes", "8", "--micro-batches", "1", "--sub-group-size", "500000000"], 0),
+        (["sweep", *SWEEP, "--world-sizes", "1", "--micro-batches", "1", "--sub-group-size", "500000000"], 1),
+        (["sweep", *SWEEP, "--world-sizes", "0", "--micro-batches", "1"], 2),
+        (["simulate", *job(output="/proc/nowhere", sub_group_size=10**9)], 2),
+        (["validate", *RUNS], 2),
+        *(([command, "--help"], 0) for command in PLANNING_COMMANDS),
+        (["unknown"], 2),
+        ([], 2),
+    ],
+)
+def test_both_programs_do_the_same(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    results = []
+    for program, run in (("python -m perf_model", main), ("deep-opt-states", deep_opt_states_main)):
+        try:
+            exit_code = run(arguments)
+        except SystemExit as error:
+            exit_code = error.code
+        output = capsys.readouterr()
+        results.append((exit_code, *(without_program(text, program) for text in (output.out, output.err))))
+    assert results[0] == results[1]
+    assert results[0][0] == code
+
+
+def test_deep_opt_states_plan_prints_the_plan_of_the_twin_and_imports_no_torch() -> None:
+    arguments = ["plan", *job(), "--json"]
+    code = (
+        "import sys\nfrom deep_opt_states.cli.main import main\n"
+        f"code = main({arguments!r})\n"
+        "print(*sys.modules, file=sys.stderr)\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert not {"torch", "deepspeed", "rich", "matplotlib"} & set(done.stderr.split())
+    twin = subprocess.run(
+        [sys.executable, "-m", "perf_model", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == twin.stdout

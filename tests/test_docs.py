@@ -1,0 +1,83 @@
+"""Check the documentation: links lead somewhere, generated parts are up to date, and the README stays short."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import REPOSITORY
+
+PAGES = [
+    REPOSITORY / line
+    for line in subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+]
+LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
+CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+PATH = re.compile(r"`((?:deep_opt_states|perf_model|benchmarks|tests|examples|docs|tools)/[\w./-]*)`")
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of ``page``."""
+    headings = re.findall(r"^#+ (.*)$", CODE.sub(lambda match: match[0].strip("`"), page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def dead_links(page: Path) -> list[str]:
+    """Return the links of ``page`` to files or headings that do not exist."""
+    dead = []
+    for file, anchor in LINK.findall(CODE.sub("", page.read_text(encoding="utf-8"))):
+        target = page.parent / file if file else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            dead.append(f"{file}#{anchor}")
+    return dead
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    assert not dead_links(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_paths_that_are_named_exist(page: Path) -> None:
+    if page.name == "CHANGELOG.md":
+        pytest.skip("a changelog names files of earlier versions")
+    assert not [path for path in PATH.findall(page.read_text(encoding="utf-8")) if not (REPOSITORY / path).exists()]
+
+
+def test_a_dead_link_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One heading\n[a](#one-heading) [b](page.md#one-heading) [c](gone.md) [d](#two)")
+    assert dead_links(page) == ["gone.md#", "#two"]
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    missing = [page.name for page in sorted((REPOSITORY / "docs").glob("*.md")) if f"docs/{page.name}" not in readme]
+    assert not missing
+
+
+def test_generated_parts_are_up_to_date() -> None:
+    command = [sys.executable, str(REPOSITORY / "tools" / "generate_docs.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_promise_has_a_test() -> None:
+    rows = [line for line in (REPOSITORY / "docs" / "testing.md").read_text().splitlines() if line.startswith("| P")]
+    assert len(rows) == 7, "one row for each of the six promises, and the heading"
+    assert all("test_" in row for row in rows[1:])
+
+
+def test_the_readme_is_about_900_words() -> None:
+    readme = re.sub(r"```.*?```|^    .*$", "", (REPOSITORY / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert len(readme.split()) < 1100

@@ -1,0 +1,147 @@
+"""Run scripts that end while an update is in flight, each in its own processes, and answer with their exit codes.
+
+The argument is a folder for the output of the scripts.
+
+The processes are forked after the imports, which are slow, and before anything is started. They end as a user's
+processes do, with the interpreter's shutdown.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from deep_opt_states.device.kernels.adam import RangeUpdate
+from tests.fork_server import import_all
+from tests.kernels.intercepted import before_each_update
+from tests.launch import answer, free_port, remove_shared_memory
+from tests.zero.parity.case import CPU, Case
+from tests.zero.parity.model import batch
+from tests.zero.parity.training import make_engine
+from tests.zero.rank_group import Rank, fork
+
+WAYS = {
+    "ends": (2,),
+    "raises": (1, 2),
+    "update fails": (1,),
+    "rank 0 raises": (2,),
+    "update hangs": (1,),
+    "SIGTERM": (2,),
+    "SIGTERM with a handler": (2,),
+}
+"""The ways to end, each with the numbers of ranks to try.
+
+``rank 0 raises``: rank 1 goes on. ``update hangs``: one update never ends. ``SIGTERM with a handler``: the script has
+installed a handler that exits.
+"""
+
+TIMEOUT_S = 40
+UPDATE_S = 0.05
+
+
+@dataclass
+class Child(Rank):
+    way: str = ""
+    signalled: bool = False
+
+
+def run(child: Child) -> None:
+    """Run the user's script. The update of each range is delayed, so that it is in flight when the script ends."""
+    deepspeed.init_distributed()
+    case = Case(name="ending", blocks=(), world_size=child.world_size)
+    engine = make_engine(case, CPU)
+    rest = engine.optimizer._assembly.executor._splits[1].rest[0]
+
+    def delay_or_fail(update: RangeUpdate) -> None:
+        time.sleep(UPDATE_S)
+        if child.way == "update fails" and update.sub_group == 1 and update.element_range == rest:
+            raise ValueError("injected failure")
+        if child.way == "update hangs" and update.sub_group == 1 and update.element_range == rest:
+            time.sleep(1000)
+
+    before_each_update(delay_or_fail).__enter__()
+    if child.way == "SIGTERM with a handler":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    x, target = batch(case, dist.get_rank(), 1, torch.bfloat16)
+
+    def step() -> None:
+        engine.backward(engine(x, target, None, 1.0))
+        engine.step()
+        assert engine.optimizer._update._executor.pending
+
+    step()
+    print(f"stepped at {time.time()}", flush=True)
+    if child.way in ("raises", "update hangs") or (child.way == "rank 0 raises" and child.rank == 0):
+        raise RuntimeError("the user's exception")
+    while child.way in ("rank 0 raises", "SIGTERM", "SIGTERM with a handler"):
+        step()
+
+
+def wait(children: list[Child]) -> None:
+    """Wait for all children, and answer for each one when it ends. Those that outlive the timeout write a traceback."""
+    end_s = time.monotonic() + TIMEOUT_S
+    running = {child.pid: child for child in children}
+    try:
+        while running:
+            for pid, child in list(running.items()):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    del running[pid]
+                    report(child, os.waitstatus_to_exitcode(status))
+                elif time.monotonic() > end_s:
+                    os.kill(pid, signal.SIGABRT)
+                elif child.way in ("SIGTERM", "SIGTERM with a handler") and not child.signalled and stepped_at(child):
+                    child.signalled = True
+                    os.kill(pid, signal.SIGTERM)
+            time.sleep(0.02)
+    finally:
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+
+
+def stepped_at(child: Child) -> float | None:
+    """Return the time at which the child has made its first step, or None if it has not made one."""
+    match = re.search(r"stepped at ([\d.]+)\n", child.output.read_text()) if child.output.exists() else None
+    return float(match[1]) if match else None
+
+
+def report(child: Child, code: int) -> None:
+    """Write the answer for a child: the exit code, the output, and the seconds since the first step."""
+    stepped_s = stepped_at(child)
+    seconds = None if stepped_s is None else time.time() - stepped_s
+    ending = {"way": child.way, "rank": child.rank, "code": code, "seconds": seconds}
+    answer({**ending, "output": child.output.read_text()})
+
+
+def main(folder: Path) -> Child | None:
+    """Fork all scripts at the same time. Return None in the parent, and in each child the rank that it is."""
+    import_all()
+    children: list[Child] = []
+    ports = []
+    for way, world_sizes in WAYS.items():
+        for size in world_sizes:
+            ports.append(free_port())
+            ranks = [Child(rank, size, folder / f"{way} {size} {rank}", way=way) for rank in range(size)]
+            child = fork(ranks, ports[-1])
+            if child is not None:
+                return child
+            children += ranks
+    wait(children)
+    for port in ports:
+        remove_shared_memory(port)
+    return None
+
+
+if __name__ == "__main__":
+    child = main(Path(sys.argv[1]))
+    if child is not None:
+        run(child)

@@ -1,0 +1,210 @@
+"""Let rank 1's update fail, and check that every rank stops, that none hangs, and that all recover from a checkpoint.
+
+The arguments are the lanes on which the update fails. Each lane is tried with an update that ends in ``step()``, and
+with one that is in flight during the next forward. In the second case no rank stops alone: all ranks stop at the first
+call that uses or saves the inconsistent states.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
+
+from deep_opt_states.device.kernels.adam import RangeUpdate
+from deep_opt_states.runtime.executor import UpdateFailed
+from deep_opt_states.zero.step import update
+from perf_model.schedule.placement import Placement
+from tests.kernels.intercepted import before_each_update
+from tests.zero.parity.case import STRIDE_2, WITHOUT_FORWARD_OVERLAP, Case
+from tests.zero.parity.model import batch
+from tests.zero.parity.training import Block, Record, collect, differences, make_engine, shared_folder, train
+from tests.zero.process_group import process_group
+from tests.zero.races.delayed_ranks import logged_collectives
+
+CASE = Case(
+    name="failing",
+    blocks=(STRIDE_2, {**STRIDE_2, **WITHOUT_FORWARD_OVERLAP}),
+    world_size=2,
+    steps=2,
+    clip=0.5,
+    schedule=False,
+    zero={"stage3_gather_16bit_weights_on_model_save": True},
+)
+
+
+class InjectedFailure(Exception):
+    pass
+
+
+def forward(engine: Any) -> Any:
+    x, target = batch(CASE, dist.get_rank(), 7, torch.bfloat16)
+    return engine(x, target, None, 1.0)
+
+
+def finish_step(engine: Any, loss: torch.Tensor) -> None:
+    engine.backward(loss)
+    engine.step()
+
+
+def step(engine: Any) -> None:
+    finish_step(engine, forward(engine))
+
+
+def evaluate(engine: Any) -> None:
+    with torch.no_grad():
+        forward(engine)
+
+
+def gather(engine: Any) -> None:
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        pass
+
+
+@contextmanager
+def failing_update(engine: Any, lane: str) -> Iterator[None]:
+    """Let rank 1 fail in the updates inside the block, at the first rest range of the second sub-group of ``lane``.
+
+    An update that was in flight before succeeds: it is waited for.
+    """
+    engine.optimizer._update.wait()
+    placement = {"cpu": Placement.CPU, "compute": Placement.STREAMED}[lane]
+    placements = engine.optimizer.plan.placements
+    victim = [index for index, candidate in enumerate(placements) if candidate is placement][1]
+    rest = engine.optimizer._assembly.executor._splits[victim].rest[0]
+
+    def fail_on_rank_1(update: RangeUpdate) -> None:
+        if dist.get_rank() == 1 and update.sub_group == victim and update.element_range == rest:
+            raise InjectedFailure("by this test")
+
+    with before_each_update(fail_on_rank_1):
+        yield
+
+
+def must_refuse(call: Callable[..., Any], *args: Any) -> None:
+    """Check that a call after the failure raises, and names the remedy."""
+    with pytest.raises(UpdateFailed, match="last checkpoint"):
+        call(*args)
+
+
+def must_raise_everywhere(call: Callable[[], Any]) -> None:
+    """Check that the call raises on every rank, and names the remedy, the failure, and the rank or line that failed."""
+    try:
+        call()
+    except UpdateFailed:
+        text = traceback.format_exc()
+    else:
+        raise AssertionError("nothing failed")
+    assert "last checkpoint" in text, text
+    if dist.get_rank() == 1:
+        assert "InjectedFailure: by this test" in text, text
+        assert "in fail_on_rank_1" in text, text
+    else:
+        assert "failed on rank 1" in text, text
+
+
+def must_recover(engine: Any, folder: Path) -> None:
+    """Check that no inconsistent state is used or saved, and that the checkpoint restores the bits of stock."""
+    must_refuse(step, engine)
+    must_refuse(engine.save_checkpoint, str(folder / "inconsistent"))
+    must_refuse(engine.save_16bit_model, str(folder / "inconsistent16"))
+    assert not list(folder.glob("inconsistent*/**/latest"))
+    assert not list(folder.glob("inconsistent16/*.bin"))
+    engine.load_checkpoint(str(folder))
+    step(engine)
+    found = Record()
+    collect(engine.optimizer, found)
+    resumed = make_engine(CASE, None)
+    resumed.load_checkpoint(str(folder))
+    step(resumed)
+    expected = Record()
+    collect(resumed.optimizer, expected)
+    assert differences(expected, found) == []
+    resumed.destroy()
+
+
+@contextmanager
+def trained(block: Block) -> Iterator[tuple[Any, Path]]:
+    """Yield an engine that has saved a checkpoint and made one more step, and the folder of the checkpoint."""
+    with shared_folder() as folder:
+        engine = make_engine(CASE, block)
+        train(engine, CASE, folder)
+        engine.save_checkpoint(str(folder))
+        step(engine)
+        yield engine, folder
+        engine.destroy()
+
+
+def fails_in_step(lane: str) -> None:
+    """Check a failure of an update that ends in ``step()``: the step itself raises."""
+    with trained({**STRIDE_2, **WITHOUT_FORWARD_OVERLAP}) as (engine, folder):
+        with failing_update(engine, lane):
+            must_raise_everywhere(lambda: step(engine))
+        must_recover(engine, folder)
+
+
+def fails_in_forward(lane: str) -> None:
+    """Check a failure of a deferred update: the first call that uses or saves the states raises on every rank."""
+    stops: dict[str, Callable[[Any, Path], Any]] = {
+        "step": lambda engine, _: step(engine),
+        "save_checkpoint": lambda engine, folder: engine.save_checkpoint(str(folder / "inconsistent")),
+        "save_16bit_model": lambda engine, folder: engine.save_16bit_model(str(folder / "inconsistent16")),
+        "eval": lambda engine, _: evaluate(engine),
+        "gather": lambda engine, _: gather(engine),
+        "safe_get_full": lambda engine, _: safe_get_full_fp32_param(next(engine.module.parameters())),
+    }
+    with trained(STRIDE_2) as (engine, folder):
+        # Until all ranks stop, the collectives of rank 1 must be those of a forward without a failure.
+        complete: list[str] = []
+        engine.optimizer._update.wait()
+        with logged_collectives(complete):
+            step(engine)
+            loss = forward(engine)
+        finish_step(engine, loss)
+        failing: list[str] = []
+        with failing_update(engine, lane), logged_collectives(failing):
+            step(engine)
+            loss = forward(engine)
+        assert failing == complete
+        assert len(complete) > 10
+        must_raise_everywhere(lambda: finish_step(engine, loss))
+        must_recover(engine, folder)
+        for name, stop in stops.items():
+            with failing_update(engine, lane):
+                step(engine)
+                must_raise_everywhere(lambda stop=stop: stop(engine, folder))
+            assert engine.optimizer._update.failed, name
+            engine.load_checkpoint(str(folder))
+        assert not engine.optimizer._assembly.executor.failed_within(0), (
+            "the failure is remembered after a checkpoint was loaded"
+        )
+        step(engine)
+        with failing_update(engine, lane), mock.patch.object(update, "log_error") as log_error:
+            step(engine)
+            engine.destroy()
+        assert log_error.called == (dist.get_rank() == 1), (
+            "the failure of the last update was not logged on rank 1 only"
+        )
+
+
+def main(lanes: list[str]) -> None:
+    """Check both kinds of update on each lane, and print one line per lane."""
+    for lane in lanes:
+        fails_in_step(lane)
+        fails_in_forward(lane)
+        print(f"recovered on {lane}")
+
+
+if __name__ == "__main__":
+    with process_group():
+        main(sys.argv[1:])

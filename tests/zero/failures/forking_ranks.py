@@ -1,0 +1,172 @@
+"""Train with processes that load data, and fork others, while the states of a real engine are in memory and updated.
+
+The answers are the differences between the variant with the plugin and stock, and the states that the children found.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import parameter_offload
+from torch.utils.data import DataLoader, Dataset
+
+from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.device.slab import HostSlab, Register
+from deep_opt_states.runtime.executor import Executor
+from tests.forked_child import exit_code_of_child, is_mapped
+from tests.launch import answer
+from tests.zero.parity.case import STRIDE_2, Case
+from tests.zero.parity.model import batch
+from tests.zero.parity.training import Block, Record, closing_engine, collect, differences, make_engine
+from tests.zero.process_group import process_group
+
+CASE = Case(name="forking", blocks=(STRIDE_2,))
+STEPS_PER_EPOCH = 3
+EPOCHS = 3
+
+state_addresses: list[int] = []
+"""The addresses of all states of the engine that trains. With stock the list is empty."""
+
+
+class Batches(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
+    """The batches of one epoch, each with the number of states that are mapped in the process that loads it."""
+
+    def __init__(self, epoch: int) -> None:
+        self._first = epoch * STEPS_PER_EPOCH
+
+    def __len__(self) -> int:
+        return STEPS_PER_EPOCH
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        return (*batch(CASE, dist.get_rank(), self._first + index, torch.bfloat16), num_mapped())
+
+
+def num_mapped() -> int:
+    """Return how many of the states are mapped in this process."""
+    return sum(map(is_mapped, state_addresses))
+
+
+def train(block: Block) -> tuple[Record, dict[str, Any]]:
+    """Train with forked processes that load data. Return the record and the observations of parent and children."""
+    record = Record()
+    losses = record.numbers["loss"] = []
+    found: dict[str, Any] = {"mapped in the parent": [], "mapped where data is loaded": [], "pending": []}
+    with spacious_slabs(), closing_engine(CASE, block) as engine:
+        executor: Executor | None = None
+        if block is not None:
+            executor = engine.optimizer._assembly.executor
+            state_addresses[:] = addresses_of_states(engine)
+        for epoch in range(EPOCHS):
+            found["mapped in the parent"].append(num_mapped())
+            # The loader forks its processes below. After the first epoch an update is in flight at this moment.
+            found["pending"].append(executor is not None and executor.pending)
+            for x, target, mapped in DataLoader(
+                Batches(epoch), batch_size=None, num_workers=2, multiprocessing_context="fork"
+            ):
+                found["mapped where data is loaded"].append(mapped)
+                loss = engine(x, target, None, 1.0)
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            found[f"children after epoch {epoch}"] = {name: end() for name, end in ENDINGS.items()}
+        collect(engine.optimizer, record)
+    state_addresses.clear()
+    return record, found
+
+
+def addresses_of_states(engine: Any) -> list[int]:
+    states = engine.optimizer._assembly.states
+    return [tensor.data_ptr() for state in states for tensor in (state.master, state.exp_avg, state.exp_avg_sq)]
+
+
+def end_with_num_mapped(end: Callable[[int], Any]) -> Callable[[], int]:
+    """Return a function for a forked child that calls ``end`` with the number of mapped states as the exit code."""
+
+    def run() -> int:
+        # The child must not wait for an update of the parent: it does not have the threads that run the update.
+        mock.patch.object(Executor, "failed_within", side_effect=lambda *_: os._exit(50)).start()
+        end(num_mapped())
+        return 51
+
+    return run
+
+
+def ends_after_exit_callbacks() -> int:
+    """End as a script does, but without the finalization of C++ objects, in which the child hangs with stock, too."""
+
+    def end(code: int) -> None:
+        atexit._run_exitfuncs()
+        gc.collect()
+        os._exit(code)
+
+    return exit_code_of_child(end_with_num_mapped(end))
+
+
+def ends_as_a_process_of_multiprocessing() -> int:
+    process = multiprocessing.get_context("fork").Process(target=end_with_num_mapped(sys.exit))
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def ends_at_once() -> int:
+    return exit_code_of_child(end_with_num_mapped(os._exit))
+
+
+ENDINGS = {
+    "after exit callbacks": ends_after_exit_callbacks,
+    "multiprocessing": ends_as_a_process_of_multiprocessing,
+    "at once": ends_at_once,
+}
+
+
+def spacious_slabs(register: Register | None = None) -> AbstractContextManager[object]:
+    """Make slabs larger than the states by 64 MiB: the states are at the low end, other allocations at the high end."""
+
+    def host_slab(device: HostDevice, size_bytes: int) -> HostSlab:
+        return HostSlab(size_bytes + 64 * 2**20, register)
+
+    return mock.patch.object(HostDevice, "host_slab", host_slab)
+
+
+def collect_engine_without_destroy() -> dict[str, Any]:
+    """Let the garbage collector free an engine that was not destroyed, and return how its memory was unregistered.
+
+    DeepSpeed's hooks and a module-level list keep an engine alive. They are removed first.
+    """
+    calls: list[str] = []
+    addresses: list[int] = []
+
+    def register(address: int, size_bytes: int) -> Callable[[], object]:
+        addresses.append(address)
+        return lambda: calls.append("unregistered " + ("before" if is_mapped(address) else "after") + " it is unmapped")
+
+    with spacious_slabs(register):
+        engine = make_engine(CASE, STRIDE_2)
+    for hook in engine.optimizer._grad_acc_hooks:
+        hook.remove()
+    engine.optimizer.parameter_offload._remove_module_hooks()
+    parameter_offload.FWD_MODULE_STACK.clear()
+    registered = len(addresses), list(calls)
+    del engine, hook
+    gc.collect()
+    return {"registered": registered, "calls": calls, "mapped": is_mapped(addresses[0])}
+
+
+if __name__ == "__main__":
+    with process_group():
+        expected, _ = train(None)
+        found, observed = train(STRIDE_2)
+        answer({"differences": differences(expected, found), **observed})
+        answer(collect_engine_without_destroy())

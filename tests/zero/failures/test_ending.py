@@ -1,0 +1,44 @@
+"""Check that a script may end, or fail, right after ``step()``: nothing hangs, and a failed update is logged."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.zero.training_once import Ranks, TrainingOnce, on_one_worker
+
+ABORTED = "terminate called without an active exception"
+"""PyTorch and Gloo sometimes abort with this message in the interpreter's shutdown, also with stock DeepSpeed."""
+
+LOGGED = "The optimizer update stopped half way (ValueError: injected failure)"
+
+RANKS = Ranks("tests.zero.failures.ending_ranks", timeout_s=120, arguments=lambda folder: [str(folder)])
+pytestmark = on_one_worker(RANKS.program)
+
+
+CODES = {
+    "ends": [0, 0],
+    "raises": [1, 1, 1],
+    "update fails": [0],
+    # Rank 1 fails in a collective, because rank 0 has ended.
+    "rank 0 raises": [1, 1],
+    "update hangs": [1],
+    "SIGTERM": [-15, -15],
+    "SIGTERM with a handler": [143, 143],
+}
+"""The exit codes of the ranks of all runs, by the way in which they end."""
+
+
+@pytest.mark.parametrize("way", CODES)
+@pytest.mark.promise("P6")
+def test_the_process_ends_as_without_the_plugin(way: str, trained: TrainingOnce) -> None:
+    (endings,) = trained.answers(1)
+    for ending, code in zip([ending for ending in endings if ending["way"] == way], CODES[way], strict=True):
+        assert ending["seconds"] is not None, f"made no step\n{ending['output'][-4000:]}"
+        # Before a rank handles SIGTERM, a collective may fail because the other rank has exited.
+        codes = (code, 1) if way == "SIGTERM with a handler" else (code,)
+        assert ending["code"] in codes or ABORTED in ending["output"], ending["output"][-4000:]
+        # A process that waits for an update that never ends stops waiting after two waits of 4 s.
+        assert ending["seconds"] < (20 if way == "update hangs" else 10)
+        raises = way in ("raises", "update hangs") or (way == "rank 0 raises" and ending["rank"] == 0)
+        assert ("the user's exception" in ending["output"]) == raises
+        assert ending["output"].count(f"[deep_opt_states] {LOGGED}") == (way == "update fails")

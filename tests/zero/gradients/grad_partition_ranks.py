@@ -1,0 +1,54 @@
+"""Print the devices of the tensors of ``get_fp32_grad_partitions``, and whether values written into them take effect.
+
+The program runs on the recording accelerator, which distinguishes host memory from its own memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.launch import answer
+from tests.zero.parity.case import Case
+from tests.zero.parity.model import batch
+from tests.zero.parity.training import Block, Record, closing_engine, collect, differences
+from tests.zero.process_group import process_group
+from tests.zero.race_detector.instrumentation import recording
+
+MIXED: Block = {"placement": ["streamed", "resident", "cpu", "resident", "streamed"], "num_slots": 1}
+CASE = Case(name="gradient partitions", blocks=(MIXED,), clip=0.3)
+
+
+def backward(engine: Any, step: int) -> None:
+    x, target = (tensor.to(engine.device) for tensor in batch(CASE, 0, step, torch.bfloat16))
+    engine.backward(engine(x, target, None, 1.0))
+
+
+def grad_partitions(engine: Any) -> list[torch.Tensor]:
+    by_group = engine.optimizer.get_fp32_grad_partitions()
+    return [grad for _, grads in sorted(by_group.items()) for _, grad in sorted(grads.items())]
+
+
+def train_with_halved_gradients(block: Block) -> tuple[Record, list[str]]:
+    """Train three steps, halve all gradients in place, and return the final states and the devices of the gradients."""
+    devices = []
+    with recording(), closing_engine(CASE, block) as engine:
+        for step in range(3):
+            backward(engine, step)
+            for grad in grad_partitions(engine):
+                grad.mul_(0.5)
+            devices += [str(grad.device) for grad in grad_partitions(engine)]
+            engine.step()
+        record = Record()
+        for index, grad in enumerate(grad_partitions(engine)):
+            record.tensors[f"partition {index}"] = grad.clone()
+        collect(engine.optimizer, record)
+        return record, devices
+
+
+if __name__ == "__main__":
+    with process_group():
+        stock, stock_devices = train_with_halved_gradients(None)
+        ours, our_devices = train_with_halved_gradients(MIXED)
+        answer({"stock": stock_devices, "ours": our_devices, "differences": differences(stock, ours)})

@@ -1,0 +1,139 @@
+"""Check the numbers that a training run reports: to monitors, the log, timers, profilers and the folder of the run."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from deep_opt_states.cli.main import main
+from deep_opt_states.report.run_data import RecordedRun
+from tests.model.profiles import RATES, profile
+from tests.zero.monitoring.monitored_ranks import OVERFLOWS_IN, STEPS, STEPS_PER_PRINT
+from tests.zero.training_once import Ranks, TrainingOnce, on_one_worker
+
+EVERY_UPDATE = {
+    "exposed_s",
+    "hidden_s",
+    "update_s",
+    "params_per_s",
+    "cpu_adam_s",
+    "h2d_gb_per_s",
+    "d2h_gb_per_s",
+    "gpu_share",
+}
+WHEN_PRINTED = {f"predicted_{quantity}_{suffix}" for quantity in ("update", "exposed") for suffix in ("s", "error")}
+UPDATED = [step for step in range(1, STEPS + 1) if step != OVERFLOWS_IN + 1]
+"""Steps from 1, as DeepSpeed counts them."""
+
+PRINTED = [step for step in UPDATED if step % STEPS_PER_PRINT == 0]
+
+
+def write_profile(folder: Path) -> list[str]:
+    """Return the arguments of the program: a folder, and a hardware profile that is written there."""
+    path = folder / "profile.json"
+    cpu_rates = {name: rate for name, rate in RATES.items() if name.startswith(("cpu_adam_params", "stock", "dram"))}
+    path.write_text(profile(cpu_rates).to_json())
+    return [str(folder), str(path)]
+
+
+RANKS = Ranks("tests.zero.monitoring.monitored_ranks", timeout_s=300, arguments=write_profile)
+pytestmark = on_one_worker(RANKS.program)
+
+
+def answers(trained: TrainingOnce, key: str) -> list[Any]:
+    return [answer[key] for answers in trained.answers(2) for answer in answers]
+
+
+def test_every_monitor_gets_the_same_values_on_the_axis_that_deepspeed_uses(
+    trained: TrainingOnce,
+) -> None:
+    folder = trained.folder(2)
+    first, second = answers(trained, "monitored")
+    by_name: dict[str, dict[int, float]] = {}
+    for step, name, value in first["logged"]:
+        by_name.setdefault(name, {})[step] = value
+    ours = {name.removeprefix("Train/Update/"): by_name[name] for name in by_name if "/Update/" in name}
+    assert set(ours) == EVERY_UPDATE | WHEN_PRINTED
+    # The samples of a skipped step count, but the step has no update.
+    samples = {step: step * first["batch"] for step in UPDATED}
+    for name, values in ours.items():
+        assert list(values) == [samples[step] for step in (UPDATED if name in EVERY_UPDATE else PRINTED)], name
+    assert set(by_name["Train/Samples/lr"]) >= set(ours["exposed_s"])
+    for name in ("exposed_s", "update_s", "params_per_s", "cpu_adam_s", "h2d_gb_per_s", "d2h_gb_per_s"):
+        assert min(ours[name].values()) > 0, name
+    assert min(ours["hidden_s"].values()) >= 0
+    assert all(0 < share < 1 for share in ours["gpu_share"].values())
+    # Rank 1 has no writer.
+    assert (first["begun"], second["begun"], second["logged"]) == (1, 0, [])
+
+    for name, values in ours.items():
+        rows = list(csv.reader((folder / "csv" / f"Train_Update_{name}.csv").open()))
+        assert rows == [["step", name], *([str(step), str(value)] for step, value in values.items())]
+    board = EventAccumulator(str(folder / "tensorboard"))
+    board.Reload()
+    for name, values in ours.items():
+        scalars = {event.step: event.value for event in board.Scalars(f"Train/Update/{name}")}
+        assert scalars == pytest.approx(values, rel=1e-6)
+
+
+def test_an_update_is_logged_in_the_steps_in_which_deepspeed_prints(trained: TrainingOnce) -> None:
+    first, second = trained.finished(2)
+    lines = re.findall(r"\[deep_opt_states\] step=(\d+), update exposed=.*", first.output)
+    assert list(map(int, lines)) == PRINTED
+    (line, *_) = re.findall(r"\[deep_opt_states\] step=.*", first.output)
+    pattern = (
+        r"exposed=\S+ \S+ \(median of 3: .*\), hidden=.*, \S+ M params/s, h2d=\S+ GB/s, d2h=\S+ GB/s, "
+        r"CPU Adam=\S+ \S+, GPU share=\d+%"
+    )
+    assert re.search(pattern, line), line
+    assert "step=" not in second.output
+
+
+def test_the_run_is_recorded_and_rendered_as_a_page(trained: TrainingOnce, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = trained.folder(2)
+    first, _ = answers(trained, "monitored")
+    run = RecordedRun.read(folder / "run")
+    assert [step["step"] for step in run.steps] == UPDATED
+    logged = [value for _, name, value in first["logged"] if name == "Train/Update/exposed_s"]
+    assert [step["exposed_s"] for step in run.steps] == logged
+    assert sum(run.info.memory_bytes.values()) == first["reserved"]
+    assert run.info.world_size == 2
+    assert str(run.info.plan) == first["plan"]
+    assert run.measured is not None
+    assert run.predicted is not None
+    names = {action.name for action in run.info.plan.schedule.actions}
+    for timeline, _ in (run.measured, run.predicted):
+        assert {span.action.name for span in timeline.spans} == names
+    assert [row.name for row in run.compared][:2] == ["update", "exposed"]
+    assert run.compared_updates == len(UPDATED) - 2
+    assert main(["report", str(folder / "run")]) == 0
+    assert str(folder / "run" / "report.html") in capsys.readouterr().out
+    trace = json.loads((folder / "run" / "timeline.json").read_text())
+    assert names <= {event["name"] for event in trace["traceEvents"]}
+
+
+def test_profilers_show_the_schedule(trained: TrainingOnce) -> None:
+    for found in answers(trained, "profiled"):
+        all_threads, this_thread = found["all threads"], found["this thread"]
+        # Each action runs once in each of the two steps.
+        assert {name: all_threads.get(name) for name in found["schedule"]} == dict.fromkeys(found["schedule"], 2)
+        # The CPU worker is another thread.
+        on_streams = {name for name in found["schedule"] if not name.startswith("CPU_STEP")}
+        assert {name for name in this_thread if name in found["schedule"]} == on_streams
+
+
+def test_the_step_timer_of_deepspeed_covers_the_whole_update(trained: TrainingOnce) -> None:
+    for found in answers(trained, "timed"):
+        # The last update is reported when the engine is destroyed.
+        assert len(found["step_s"]) == len(found["exposed_s"]) == 3
+        assert found["deferred"] == 0
+        for step_s, exposed_s in zip(found["step_s"], found["exposed_s"], strict=True):
+            assert step_s >= exposed_s >= found["least_s"] > 0
+    first, _ = trained.finished(2)
+    assert first.output.count('"wall_clock_breakdown": true times step() with the whole update in it') == 1

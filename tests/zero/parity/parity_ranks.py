@@ -1,0 +1,90 @@
+"""Train every case of the world size on one rank, and write the differences; started by ``test_parity.py``.
+
+Argument: the path of the results, to which the rank is appended. One process trains many cases, since importing
+DeepSpeed takes longer than most cases.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from tests.zero.parity.case import Case
+from tests.zero.parity.cases import CASES, DEPARTURES
+from tests.zero.parity.naive_rewrites import NAIVE, applied
+from tests.zero.parity.training import Record, differences, run_resumed, run_variant
+from tests.zero.process_group import process_group
+
+Result = dict[str, Any]
+
+
+def same_as_stock(case: Case) -> Result:
+    """Train the case with stock and with the plugin; a case that resumes, from each one's checkpoint with the other."""
+    if case.resume:
+        stock = run_resumed(case, None, None)
+        variants = {f"stock to {block}": run_resumed(case, None, block) for block in case.blocks}
+        variants |= {f"{block} to stock": run_resumed(case, block, None) for block in case.blocks}
+    else:
+        stock = run_variant(case, None)
+        variants = {str(block): run_variant(case, block) for block in case.blocks}
+    return result(stock, variants)
+
+
+def same_as_zero_gradients(case: Case) -> Result:
+    """Train the case with the plugin, and with stock on gradients of zero; ``stock differs`` shows the departure."""
+    zeroed = run_variant(replace(case, zero_instead_of_skip=True), None)
+    found = result(zeroed, {str(block): run_variant(case, block) for block in case.blocks})
+    return {**found, "stock differs": differences(zeroed, run_variant(case, None))}
+
+
+def naive(name: str) -> Result:
+    case = next(case for case in (*CASES, *DEPARTURES) if case.name == NAIVE[name][0])
+    stock = run_variant(replace(case, zero_instead_of_skip=True), None)
+    with applied(name):
+        return result(stock, {"naive": run_variant(case, case.blocks[0])})
+
+
+def result(stock: Record, variants: dict[str, Record]) -> Result:
+    return {
+        "numbers": stock.numbers,
+        "stock class": stock.optimizer_class,
+        "classes": {name: variant.optimizer_class for name, variant in variants.items()},
+        "deferred": {name: [variant.deferred, len(variant.published)] for name, variant in variants.items()},
+        "differences": {name: differences(stock, variant) for name, variant in variants.items()},
+    }
+
+
+def main(path: str) -> None:
+    # DeepSpeed's CPU accelerator returns False on some CPUs, but trains fp16 on all of them.
+    get_accelerator().is_fp16_supported = lambda: True
+    world_size = dist.get_world_size()
+    work: dict[str, Callable[[], Result]] = {}
+    for case in (case for case in CASES if case.world_size == world_size):
+        work[case.name] = lambda case=case: same_as_stock(case)
+    for case in (case for case in DEPARTURES if case.world_size == world_size):
+        work[case.name] = lambda case=case: same_as_zero_gradients(case)
+    world_sizes = {case.name: case.world_size for case in (*CASES, *DEPARTURES)}
+    for name in (name for name in NAIVE if world_sizes[NAIVE[name][0]] == world_size):
+        work[name] = lambda name=name: naive(name)
+    results = {}
+    for name, train in work.items():
+        try:
+            results[name] = train()
+        except Exception:  # noqa: BLE001 (reported by the test)
+            # The collectives of the ranks no longer match, so that a later case could wait for ever.
+            results[name] = {"error": traceback.format_exc()}
+            break
+    Path(f"{path}.{dist.get_rank()}").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    with process_group():
+        main(sys.argv[1])

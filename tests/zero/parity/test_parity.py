@@ -1,0 +1,83 @@
+"""Check that training has the bits of stock: masters, moments, step counts, 16-bit parameters, losses and norms."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.tiers import thorough
+from tests.zero.parity.cases import CASES, DEPARTURES
+from tests.zero.parity.naive_rewrites import NAIVE
+from tests.zero.training_once import Ranks, TrainingOnce, on_one_worker
+
+BY_NAME = {case.name: case for case in (*CASES, *DEPARTURES)}
+STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
+
+
+# Fresh ranks hash strings differently, as under a user's launcher: an order that depends on it would differ.
+RANKS = Ranks(
+    "tests.zero.parity.parity_ranks", timeout_s=400, arguments=lambda folder: [str(folder / "results")], fresh=True
+)
+
+
+def results_of(name: str, world_size: int, trained: TrainingOnce) -> list[dict[str, Any]]:
+    """Return the result of one case, of every rank."""
+    trained.finished(world_size)
+    results = []
+    for rank in range(world_size):
+        by_name = json.loads((trained.folder(world_size) / f"results.{rank}").read_text())
+        assert name in by_name, "an earlier case failed"
+        assert "error" not in by_name[name], by_name[name]["error"]
+        results.append(by_name[name])
+    return results
+
+
+def grouped(name: str, world_size: int) -> Any:
+    """Return a test parameter such that one worker of pytest-xdist runs, and trains, all cases of a world size."""
+    group = on_one_worker(RANKS.program, world_size)
+    return thorough(name, group) if world_size == 3 else pytest.param(name, id=name, marks=group)
+
+
+@pytest.mark.promise("P1", "P2", "P4")
+@pytest.mark.parametrize("name", [grouped(case.name, case.world_size) for case in CASES])
+def test_training_in_every_placement_and_setting_has_the_bits_of_stock(name: str, trained: TrainingOnce) -> None:
+    case = BY_NAME[name]
+    for rank, result in enumerate(results_of(case.name, case.world_size, trained)):
+        assert result["stock class"] == STOCK
+        for variant, found in result["differences"].items():
+            assert result["classes"][variant] == (STOCK if variant.endswith("to stock") else OURS)
+            assert found == [], f"rank {rank}, {variant}"
+            forwards, sub_groups = result["deferred"][variant]
+            if variant.endswith("to stock") or "'overlap_forward': False" in variant:
+                assert forwards == 0, variant
+            else:
+                assert forwards >= (case.steps - len(case.poisoned)) // 2, f"{variant}: too few deferred updates"
+                assert sub_groups >= min(2, len(result["numbers"]["step"])), (
+                    f"{variant}: forward waited for too few sub-groups"
+                )
+        numbers = result["numbers"]
+        assert (len(numbers["step"]) >= 4) == (case.name != "one sub-group"), "a case must have several sub-groups"
+        if case.schedule and case.steps > 5:
+            assert len(set(numbers["lr"])) > len({group.lr for group in case.groups})
+        assert len(set(numbers["lr"][-len(case.groups) :])) == len({group.lr for group in case.groups})
+        if case.clip:
+            assert any(case.clip < norm < float("inf") for norm in numbers["norm"]), numbers["norm"]
+        if not case.resume:
+            assert numbers["skipped"][-1] >= len(case.poisoned)
+
+
+@pytest.mark.parametrize("name", [grouped(case.name, case.world_size) for case in DEPARTURES])
+def test_a_missing_gradient_is_zero_where_stock_reuses_the_last_one(name: str, trained: TrainingOnce) -> None:
+    """Check the departure from stock. When stock no longer differs, the departure is obsolete."""
+    for rank, result in enumerate(results_of(name, BY_NAME[name].world_size, trained)):
+        for variant, found in result["differences"].items():
+            assert found == [], f"rank {rank}, {variant}"
+        assert result["stock differs"], f"rank {rank}"
+
+
+@pytest.mark.parametrize("name", [grouped(name, BY_NAME[case].world_size) for name, (case, *_) in NAIVE.items()])
+def test_every_naive_rewrite_changes_bits_in_some_case(name: str, trained: TrainingOnce) -> None:
+    ranks = results_of(name, BY_NAME[NAIVE[name][0]].world_size, trained)
+    assert any(result["differences"]["naive"] for result in ranks)

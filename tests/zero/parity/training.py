@@ -1,0 +1,211 @@
+"""Train one variant of a case on the real engine, and record every value that must be equal to the bit."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from deep_opt_states.device.cpu import HostDevice
+from tests.zero.parity.case import Case
+from tests.zero.parity.model import Net, batch, param_groups
+
+Block = dict[str, Any] | None
+"""The plugin's config block; None is stock DeepSpeed."""
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass
+class Record:
+    """The values of one training run on this rank.
+
+    ``tensors`` are by name and without the padding of partitions. ``numbers`` has one list per name, with one entry per
+    step, or for ``step`` one per sub-group.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    numbers: dict[str, list[float]] = field(default_factory=dict)
+    optimizer_class: str = ""
+    deferred: int = 0
+    """The number of forwards that began while an update was in flight."""
+    published: set[int] = field(default_factory=set)
+    """The sub-groups that forward waited for in these cases."""
+
+
+def make_engine(case: Case, block: Block) -> Any:
+    """Return an engine with the case's model, initialized the same whenever the case is the same."""
+    torch.manual_seed(17)
+    config = case.ds_config(block)
+    if case.zero_init:
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = Net(case)
+    else:
+        model = Net(case)
+    with mock.patch.object(HostDevice, "shares_host_memory", case.shares_host_memory):
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=param_groups(model, case), config=config)
+    return engine
+
+
+def run_variant(case: Case, block: Block) -> Record:
+    """Train the case in an engine of its own, and return the record."""
+    with shared_folder() as folder, closing_engine(case, block) as engine:
+        return train(engine, case, folder)
+
+
+def run_resumed(case: Case, saved_by: Block, resumed_by: Block) -> Record:
+    """Train the case and save a checkpoint, then load it in a fresh engine and train the case again."""
+    with shared_folder() as folder:
+        with closing_engine(case, saved_by) as engine:
+            train(engine, case, folder)
+            engine.save_checkpoint(str(folder))
+        with closing_engine(case, resumed_by) as engine:
+            engine.load_checkpoint(str(folder))
+            return train(engine, case, folder)
+
+
+@contextmanager
+def closing_engine(case: Case, block: Block) -> Iterator[Any]:
+    """Yield an engine that is destroyed when the context ends."""
+    engine = make_engine(case, block)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """Yield a temporary folder that is the same on every rank, and remove it when all ranks have left the context."""
+    paths = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(paths, src=0)
+    yield Path(str(paths[0]))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(str(paths[0]))
+
+
+def train(engine: Any, case: Case, folder: Path) -> Record:
+    """Train the case's steps, with checkpoints in ``folder`` for an in-process reload, and return the record."""
+    record = Record(optimizer_class=type(engine.optimizer).__name__)
+    # These are read at the end, because reading one waits for the accelerator, which would prevent the overlap.
+    losses: list[torch.Tensor] = []
+    norms: list[Any] = []
+    scales = record.numbers["loss_scale"] = []
+    skipped = record.numbers["skipped"] = []
+    lrs = record.numbers["lr"] = []
+    micro_batch = 0
+    for step in range(case.steps):
+        for position in range(case.accumulation):
+            x, target = batch(case, dist.get_rank(), micro_batch, DTYPES[case.dtype])
+            sometimes: float | None = 1.0
+            if micro_batch in case.skips_sometimes:
+                sometimes = 0.0 if case.zero_instead_of_skip else None
+            # A blocking copy would prevent the overlap, too.
+            x, target = (tensor.to(engine.device, non_blocking=True) for tensor in (x, target))
+            with recorded_forward(engine.optimizer, record):
+                loss = engine(x, target, sometimes, case.poisoned.get(step, 1.0))
+            engine.backward(loss)
+            if not case.caller_accumulates or position == case.accumulation - 1:
+                engine.step()
+            losses.append(loss.detach())
+            micro_batch += 1
+        norms.append(engine.get_global_grad_norm())
+        scales.append(float(engine.optimizer.loss_scale))
+        skipped.append(engine.skipped_steps)
+        lrs.extend(group["lr"] for group in engine.optimizer.param_groups)
+        if case.reload is not None and step + 1 == case.reload[0]:
+            engine.save_checkpoint(str(folder))
+        if case.reload is not None and step + 1 == case.reload[1]:
+            engine.load_checkpoint(str(folder), load_optimizer_states=case.load_optimizer_states)
+    record.numbers["loss"] = [loss.item() for loss in losses]
+    record.numbers["norm"] = [float(norm) for norm in norms]
+    collect(engine.optimizer, record)
+    return record
+
+
+@contextmanager
+def recorded_forward(optimizer: Any, record: Record) -> Iterator[None]:
+    """Record whether an update is in flight when the forward inside begins, and which sub-groups it waits for."""
+    update = getattr(optimizer, "_update", None)
+    if update is None or not update._executor.pending:
+        yield
+        return
+    record.deferred += 1
+    executor = update._executor
+    publish = executor.publish
+
+    def recorded_publish(sub_group: int) -> None:
+        if executor.pending:
+            record.published.add(sub_group)
+        publish(sub_group)
+
+    with mock.patch.object(executor, "publish", recorded_publish):
+        yield
+
+
+def collect(optimizer: Any, record: Record) -> None:
+    """Record every fp32 master, moment and 16-bit parameter of this rank, and the step counts."""
+    steps = record.numbers["step"] = []
+    first = first_id(optimizer)
+    for sub_group_id, group in enumerate(optimizer.fp16_groups):
+        master = optimizer.fp32_partitioned_groups_flat[sub_group_id]
+        state = optimizer.state[master]
+        steps.append(state["step"])
+        flat = {
+            "master": master.data,
+            "exp_avg": state["exp_avg"],
+            "exp_avg_sq": state["exp_avg_sq"],
+            "param": optimizer.fp16_partitioned_groups_flat[sub_group_id],
+        }
+        offset = 0
+        for param in group:
+            numel = param.partition_numel()
+            rank = dist.get_rank()
+            # Stock does not initialize the padding after the last rank's partition.
+            real = max(0, min(numel, param.ds_numel - rank * numel))
+            for kind, tensor in flat.items():
+                # The states of a resident sub-group are on the accelerator, those of stock are on the host.
+                record.tensors[f"{kind} of {param.ds_id - first}"] = tensor[offset : offset + real].cpu().clone()
+            record.tensors[f"ds_tensor of {param.ds_id - first}"] = param.ds_tensor.data[:real].cpu().clone()
+            offset += numel
+
+
+def first_id(optimizer: Any) -> int:
+    """Return the smallest ``ds_id``: DeepSpeed counts them over all engines, and variants are compared by position."""
+    return min(param.ds_id for group in optimizer.fp16_groups for param in group)
+
+
+def differences(expected: Record, found: Record) -> list[str]:
+    """Return one line for each number or tensor that is not equal to the bit."""
+    lines = []
+    for name, numbers in expected.numbers.items():
+        if bits(numbers) != bits(found.numbers[name]):
+            lines.append(f"{name}: stock {numbers}, found {found.numbers[name]}")
+    if expected.tensors.keys() != found.tensors.keys():
+        lines.append(f"tensors: stock {sorted(expected.tensors)}, found {sorted(found.tensors)}")
+        return lines
+    for name, tensor in expected.tensors.items():
+        other = found.tensors[name]
+        if tensor.dtype != other.dtype or tensor.shape != other.shape:
+            lines.append(f"{name}: stock {tensor.dtype} {tensor.shape}, found {other.dtype} {other.shape}")
+            continue
+        as_integer = torch.int32 if tensor.element_size() == 4 else torch.int16
+        unequal = int((tensor.view(as_integer) != other.view(as_integer)).sum())
+        if unequal:
+            lines.append(f"{name}: {unequal} of {tensor.numel()} elements differ")
+    return lines
+
+
+def bits(numbers: list[float]) -> list[int]:
+    """Return the bits of each number, so that equal NaNs compare equal and 0.0 differs from -0.0."""
+    return torch.tensor(numbers, dtype=torch.float64).view(torch.int64).tolist()

@@ -1,0 +1,124 @@
+"""Check the placements and the memory that a plan may use on CUDA, on a machine without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+import torch
+
+from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.device.kernels.adam import AdamKernel
+from deep_opt_states.zero.start import devices
+from deep_opt_states.zero.start.devices import AcceleratorChoice
+from deep_opt_states.zero.start.refusals import Unsupported
+from perf_model.prediction.memory import accelerator_bytes_with_all_gradients
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
+from tests.runtime.adam import PlainAdam
+
+CUDA = AcceleratorChoice(HostDevice(), slots_on_host=False)
+HOST = AcceleratorChoice(HostDevice(), slots_on_host=True)
+
+
+def plan(*placements: Placement) -> UpdatePlan:
+    return UpdatePlan(workload=Workload.from_numels([4_000_000] * len(placements)), placements=placements, num_slots=1)
+
+
+ON_CPU = plan(Placement.CPU, Placement.CPU)
+MIXED = plan(Placement.CPU, Placement.STREAMED, Placement.RESIDENT)
+
+
+@pytest.fixture
+def no_gpu_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_no_gpu_adam", lambda: "No Triton: pip install triton==3.6.0")
+
+
+@pytest.fixture
+def gpu_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_no_gpu_adam", lambda: "")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 80 * 10**9))
+
+
+@pytest.mark.usefixtures("gpu_kernel")
+def test_with_a_gpu_kernel_every_placement_is_accepted() -> None:
+    assert CUDA.validate(MIXED) is MIXED
+    assert CUDA.validate(ON_CPU) is ON_CPU
+
+
+@pytest.mark.usefixtures("no_gpu_kernel")
+def test_without_a_gpu_kernel_only_cpu_placement_is_accepted() -> None:
+    assert CUDA.validate(ON_CPU) is ON_CPU
+    assert HOST.validate(MIXED) is MIXED
+    with pytest.raises(Unsupported) as caught:
+        CUDA.validate(MIXED)
+    rule, *remedies = str(caught.value).splitlines()
+    assert "need a GPU Adam kernel" in rule
+    assert "found 2 of them" in rule
+    assert remedies == ["No Triton: pip install triton==3.6.0", 'Or use "placement": "cpu" on this accelerator.']
+
+
+@pytest.mark.usefixtures("gpu_kernel")
+def test_states_may_use_a_tenth_of_the_gpu_unless_the_config_gives_a_budget() -> None:
+    assert CUDA.memory_for_states_bytes(None) == 8 * 10**9
+    assert CUDA.memory_for_states_bytes(2.5) == 25 * 10**8
+    assert CUDA.memory_for_states_bytes(0) == 0
+    assert HOST.memory_for_states_bytes(2.5) == 0
+
+
+def test_sums_over_micro_batches_stay_on_the_gpu_if_they_fit_next_to_the_states() -> None:
+    all_gradients = accelerator_bytes_with_all_gradients(ON_CPU, 4)
+    with_states = accelerator_bytes_with_all_gradients(MIXED, 4)
+    assert 0 < all_gradients < with_states
+    for plan, needed in ((ON_CPU, all_gradients), (MIXED, with_states)):
+        assert CUDA.fits_accumulators(plan, 4, needed / 1e9)
+        assert not CUDA.fits_accumulators(plan, 4, (needed - 1) / 1e9)
+    assert HOST.fits_accumulators(MIXED, 4, 0)
+    assert not HOST.fits_accumulators(ON_CPU, 4, 10)
+
+
+@pytest.mark.usefixtures("no_gpu_kernel")
+def test_the_reason_is_given_if_only_the_cpu_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CUDA.why_only_the_cpu_updates() == "No Triton: pip install triton==3.6.0"
+    assert "the accelerator is the CPU" in HOST.why_only_the_cpu_updates()
+    monkeypatch.setattr(devices, "_no_gpu_adam", lambda: "")
+    assert CUDA.why_only_the_cpu_updates() == ""
+
+
+@pytest.mark.usefixtures("no_gpu_kernel")
+def test_without_a_gpu_kernel_the_budget_of_gpu_memory_is_zero() -> None:
+    assert CUDA.memory_for_states_bytes(None) == CUDA.memory_for_states_bytes(2.5) == 0
+
+
+class Optimizer:
+    """The attributes of DeepSpeed's optimizer that are read."""
+
+    defaults = {"betas": (0.8, 0.9)}  # noqa: RUF012
+    adam_w_mode = False
+
+
+class RecordingAdam(PlainAdam):
+    """An Adam kernel that records update_plan options and the dtypes for which it was compiled."""
+
+    def __init__(self, betas: tuple[float, float], *, adamw: bool) -> None:
+        super().__init__()
+        self.made_with = (betas, adamw)
+
+    def compile(self, *dtypes: Collection[torch.dtype]) -> None:
+        self.compiled_for = dtypes
+
+
+def test_a_gpu_kernel_is_made_only_if_the_gpu_updates_a_sub_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpu_adam", RecordingAdam)
+    host_adam: AdamKernel = PlainAdam()
+
+    def kernel(choice: AcceleratorChoice, update_plan: UpdatePlan) -> AdamKernel | None:
+        return choice.device_adam(update_plan, host_adam, Optimizer(), torch.bfloat16, torch.bfloat16)
+
+    assert kernel(HOST, MIXED) is host_adam
+    assert kernel(CUDA, ON_CPU) is None
+    made = kernel(CUDA, MIXED)
+    assert isinstance(made, RecordingAdam)
+    assert made.made_with == ((0.8, 0.9), False)
+    assert made.compiled_for == ({torch.bfloat16, torch.float32}, [torch.bfloat16]), "gradients read by users are fp32"

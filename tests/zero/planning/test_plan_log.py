@@ -1,0 +1,85 @@
+"""Check the log of a plan on rank 0 with a GPU: the memory per placement, and the reason why nothing is streamed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deep_opt_states.config import Config
+from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.host.cores import CoreShare
+from deep_opt_states.zero.start import devices, planning
+from deep_opt_states.zero.start.devices import AcceleratorChoice
+from deep_opt_states.zero.start.planning import PlannedRun, make_plan
+from perf_model.schedule.host_layout import Widths
+from perf_model.schedule.workload import Workload
+from tests.model.profiles import profile
+
+CUDA = AcceleratorChoice(HostDevice(), slots_on_host=False)
+WORKLOAD = Workload.from_numels([1_000_000_000, 500_000_000])
+BF16, BF16_SUMMED_IN_FP32 = Widths(param=2, grad=2), Widths(param=2, grad=4)
+
+
+@pytest.fixture(autouse=True)
+def one_rank_with_a_gpu_of_80_gb(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "raise_together", lambda action: action())
+    monkeypatch.setattr(planning, "same_on_all_ranks", lambda find, describe: find())
+    monkeypatch.setattr(planning, "training_ranks", lambda: SimpleNamespace(rank=0, gather=lambda value: [value]))
+    monkeypatch.setattr(planning, "_load_profile", lambda *_: profile())
+    monkeypatch.setattr(devices, "_no_gpu_adam", lambda: "")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 80 * 10**9))
+
+
+def planned(widths: Widths = BF16, **block: Any) -> PlannedRun:
+    return make_plan(Config(**block), WORKLOAD, CUDA, widths, CoreShare(threads=1, reason="a test"))
+
+
+@pytest.mark.parametrize(
+    ("widths", "gpu_memory_gb", "budget", "gradients", "needed", "size"),
+    [
+        (BF16, None, "8.0 GB", "3.0 GB", "9.1", 200_000_000),
+        (BF16_SUMMED_IN_FP32, 10.0, "10.0 GB", "6.0 GB", "12.1", 100_000_000),
+    ],
+)
+def test_the_reason_states_the_budget_that_the_user_has_set(
+    widths: Widths, gpu_memory_gb: float | None, budget: str, gradients: str, needed: str, size: int
+) -> None:
+    found = planned(widths, gpu_memory_gb=gpu_memory_gb)
+    reason = (
+        f"Nothing is streamed: the budget of {budget} of GPU memory cannot hold a slot of 6.0 GB in addition to "
+        f'{gradients} of gradients. Set "gpu_memory_gb" to at least {needed}, or "sub_group_size" to {size}.'
+    )
+    assert found.at_start().splitlines() == [str(found.plan), reason]
+    assert found.at_end(widths).splitlines()[-1].strip() == reason
+
+
+def test_a_missing_gpu_kernel_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_no_gpu_adam", lambda: "The GPU Adam kernel needs Triton: pip install triton==3.6.0")
+    _, reason = planned().at_start().splitlines()
+    assert reason == "Nothing is streamed: The GPU Adam kernel needs Triton: pip install triton==3.6.0"
+
+
+def test_no_reason_is_logged_if_something_is_streamed_or_the_config_decides() -> None:
+    for found in (planned(gpu_memory_gb=10.0), planned(placement="cpu", profile="p.json")):
+        assert found.at_start() == str(found.plan)
+        assert "Nothing is streamed" not in found.at_end(BF16)
+
+
+def test_the_memory_of_each_placement_is_logged() -> None:
+    found = planned(placement=["streamed", "cpu"], num_slots=1)
+    assert found.at_end(BF16).splitlines() == [
+        "planned for rank 0:",
+        "  cpu: 1 sub-group, 500,000,000 parameters, 8.00 GB of host memory",
+        "  streamed: 1 sub-group, 1,000,000,000 parameters, 12.0 GB of host memory, on the accelerator 1 slot of "
+        "12.0 GB and 2.00 GB of gradients",
+    ]
+    found = planned(placement=["resident", "streamed"])
+    assert found.at_end(BF16_SUMMED_IN_FP32).splitlines()[1:] == [
+        "  streamed: 1 sub-group, 500,000,000 parameters, 6.00 GB of host memory, on the accelerator 1 slot of 6.00 GB "
+        "and 2.00 GB of gradients",
+        "  resident: 1 sub-group, 1,000,000,000 parameters, on the accelerator 12.0 GB of states and 4.00 GB of "
+        "gradients",
+    ]

@@ -1,0 +1,131 @@
+"""Check ``"placement": "planned"``, the profile behind the plan, and the comparison of the prediction afterwards."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deep_opt_states.config import Config
+from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.host.cores import CoreShare
+from deep_opt_states.zero.start import planning
+from deep_opt_states.zero.start.devices import AcceleratorChoice
+from perf_model.prediction.hardware import REQUIRED, HardwareProfile
+from tests.launch import Finished, run_ranks
+from tests.model.profiles import RATES, profile
+
+KINDS = {"cpu": {"CPU_STEP"}, "streamed": {"PREFETCH", "GPU_STEP", "FLUSH_STATES"}}
+
+
+def engines(world_size: int, cache: Path, *blocks: dict[str, Any]) -> list[Finished]:
+    arguments = ["-m", "tests.zero.planning.planning_ranks", *map(json.dumps, blocks)]
+    ranks = run_ranks(world_size, arguments, timeout_s=200, XDG_CACHE_HOME=str(cache))
+    for finished in ranks:
+        assert finished.returncode == 0, finished.output[-4000:]
+        assert len(finished.answers()) == len(blocks), finished.output[-4000:]
+    return ranks
+
+
+def test_a_quick_profile_is_measured_with_the_threads_and_cores_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    requested: list[dict[str, Any]] = []
+
+    def quick_profile(*arguments: Any, **options: Any) -> HardwareProfile:
+        requested.append(options)
+        return profile()
+
+    monkeypatch.setattr(planning, "quick_profile", quick_profile)
+    share = CoreShare(threads=2, cores=(3, 5), launch_cores=(0,), reason="")
+    planning._load_profile(Config(), AcceleratorChoice(HostDevice(), slots_on_host=True), share)
+    assert requested == [{"threads": 2, "cores": (3, 5)}]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.promise("P5")
+def test_without_a_profile_a_quick_one_is_measured_cached_and_shared(world_size: int, tmp_path: Path) -> None:
+    first, *others = engines(world_size, tmp_path, {}, {"report": str(tmp_path / "run"), "placement": "streamed"})
+    (cached,) = (tmp_path / "deep_opt_states").glob("*.json")
+    measured = HardwareProfile.read(cached)
+    assert measured.provenance.ranks == world_size
+    assert first.output.count("measuring a quick one") == 1
+    assert first.output.count(str(cached)) == 1, "the second engine reads the profile of the first"
+    for rank, finished in enumerate([first, *others]):
+        planned, streamed = finished.answers()
+        # The CPU accelerator has no separate memory through which states could be streamed.
+        assert planned["placements"] == ["cpu"] * len(planned["placements"])
+        assert planned["rank"] == rank
+        assert set(streamed["placements"]) == {"streamed"}
+        for found, kinds in ((planned, KINDS["cpu"]), (streamed, KINDS["streamed"])):
+            assert set(found["compared"]) == {"update", "exposed", *kinds}
+            for predicted_s, measured_s, error in found["compared"].values():
+                assert predicted_s > 0
+                assert measured_s > 0
+                assert error == pytest.approx(predicted_s / measured_s - 1)
+        # Every rank predicts from rank 0's profile.
+        for name, (predicted_s, *_) in planned["compared"].items():
+            assert predicted_s == first.answers()[0]["compared"][name][0]
+    assert first.output.count("predicted against measured, median of 3 of 5 updates") == 2
+    # The reason is logged at the start and at the end. The config of the second engine decides the placement itself.
+    reason = "Nothing is streamed: the accelerator is the CPU, which has the states in its memory already."
+    assert first.output.count(reason) == 2
+    numel = 4 * (64 * 64 + 64) // world_size
+    assert re.search(
+        rf"planned for rank 0:\n  cpu: \d+ sub-groups?, {numel:,} parameters, .* of host memory", first.output
+    )
+    assert re.search(
+        rf"\n  streamed: .* {numel:,} parameters, .* on the accelerator \d slots? of .*gradients", first.output
+    )
+    assert all("planned for rank 0" not in finished.output for finished in others)
+    assert all("predicted against measured" not in finished.output for finished in others)
+
+
+def test_a_given_profile_is_used_as_rank_0_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    cpu_only = {name: rate for name, rate in RATES.items() if name.startswith(("cpu_adam_params", "stock", "dram"))}
+    path.write_text(profile({**cpu_only, "cpu_adam_params_per_s": 1e9, "dram_copy_bytes_per_s": 4e9}).to_json())
+    first, second = engines(2, tmp_path, {"profile": str(path)})
+    assert first.output.count("measured with 1 rank per node at once, while 2 train") == 1
+    assert "while 2 train" not in second.output
+    for finished in (first, second):
+        (found,) = finished.answers()
+        # Adam takes 1 ns per parameter, and nothing is published.
+        numel = 4 * (64 * 64 + 64) // 2
+        assert found["compared"]["update"][0] == pytest.approx(numel / 1e9, rel=1e-6)
+    assert not (tmp_path / "deep_opt_states").exists(), "nothing was measured"
+
+
+def test_a_profile_measured_with_as_many_ranks_causes_no_warning(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(profile({name: rate for name, rate in RATES.items() if name in REQUIRED}).to_json())
+    (alone,) = engines(1, tmp_path, {"profile": str(path)})
+    assert "per node at once" not in alone.output
+
+
+def test_a_profile_of_a_machine_with_a_gpu_is_refused_for_training_on_the_cpu(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(profile().to_json())
+    for finished in engines(2, tmp_path, {"profile": str(path)}):
+        (found,) = finished.answers()
+        for expected in (
+            "ProfileError: deep_optimizer_states.profile: must be of a machine like the one that trains",
+            f"here on the CPU, found {path} of one with a GPU.",
+            "Write one here with: deep-opt-states profile",
+        ):
+            assert expected in found["refused"]
+
+
+def test_an_invalid_profile_is_refused_on_every_rank(tmp_path: Path) -> None:
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps({**json.loads(profile().to_json()), "version": 0}))
+    missing = tmp_path / "missing.json"
+    ranks = engines(2, tmp_path, {"profile": str(old)}, {"profile": str(missing)}, {"placement": "cpu"})
+    refused_old, refused_missing, trained = ranks[0].answers()
+    assert "ProfileError: version: must be the integer 2, found 0" in refused_old["refused"]
+    assert "ProfileError: A profile must be a readable file" in refused_missing["refused"]
+    assert "deep-opt-states profile --output profile.json" in refused_missing["refused"]
+    assert trained["compared"] == {}, "a rule needs no profile if nothing is reported"
+    for refused in ranks[1].answers()[:2]:
+        assert "rank 0" in refused["refused"]

@@ -1,0 +1,191 @@
+"""Train with random delays in each rank and each worker, which must change neither the bits nor the collectives.
+
+Arguments: the seeds. Every rank prints one answer per seed. With one rank, which no other rank can wait for, one more
+answer tests a naive rule: forward prefetches the parameters whose updates the worker happens to have finished.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from deepspeed.comm import comm
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from deep_opt_states.device.kernels.adam import RangeUpdate
+from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.zero.internals.coordinator import Coordinator
+from tests.kernels.intercepted import before_each_update
+from tests.launch import answer
+from tests.zero.parity.case import Case
+from tests.zero.parity.training import Record, differences, run_variant
+from tests.zero.process_group import process_group
+
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "inference_all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+)
+"""All methods of DeepSpeed's backend that are collectives."""
+
+MAX_DELAY_S = 0.004
+
+
+@contextmanager
+def logged_collectives(log: list[str]) -> Iterator[None]:
+    """Append every collective that is called through DeepSpeed to ``log``, with its tensors' lengths and dtypes."""
+
+    def log_calls(name: str, original: Any) -> Any:
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            log.append(f"{name} {[(tensor.numel(), str(tensor.dtype)) for tensor in tensors]}")
+            return original(*args, **kwargs)
+
+        return collective
+
+    with ExitStack() as patches:
+        for name in COLLECTIVES:
+            patches.enter_context(mock.patch.object(comm.cdb, name, log_calls(name, getattr(comm.cdb, name))))
+        yield
+
+
+@contextmanager
+def delayed(seed: int, update_s: float = MAX_DELAY_S, layer_s: float = MAX_DELAY_S) -> Iterator[None]:
+    """Sleep for a random time before each update and before each layer.
+
+    ``update_s`` and ``layer_s`` are the longest delays. Each thread of each rank has its own random sequence.
+    """
+    generators: dict[str, random.Random] = {}
+
+    def generator() -> random.Random:
+        thread = threading.current_thread().name
+        return generators.setdefault(thread, random.Random(f"{seed} {dist.get_rank()} {thread}"))
+
+    forward = nn.Linear.forward
+
+    def delay_update(_: RangeUpdate) -> None:
+        time.sleep(generator().uniform(0, update_s))
+
+    def delay_and_forward(self: nn.Linear, x: Any) -> Any:
+        time.sleep(generator().uniform(0, layer_s))
+        return forward(self, x)
+
+    with before_each_update(delay_update), mock.patch.object(nn.Linear, "forward", delay_and_forward):
+        yield
+
+
+@contextmanager
+def logged_prefetches(log: list[str]) -> Iterator[None]:
+    """Append a line to ``log`` for each fetch during a deferred update.
+
+    The line states how many parameters of the next modules could be prefetched, and whether a parameter whose update
+    might block the host has stopped the prefetch.
+    """
+    prefetching_until = Coordinator.prefetching_until
+
+    @contextmanager
+    def logged_fetch(self: Coordinator, is_excluded: Callable[[Any], bool], fetched: list[Any]) -> Iterator[None]:
+        excluded: list[bool] = []
+
+        def recorded_is_excluded(param: Any) -> bool:
+            excluded.append(is_excluded(param))
+            return excluded[-1]
+
+        with prefetching_until(self, recorded_is_excluded, fetched):
+            yield
+        log.append(f"ahead {excluded.count(False)}, {'stopped' if True in excluded else 'not stopped'}")
+
+    with mock.patch.object(Coordinator, "prefetching_until", logged_fetch):
+        yield
+
+
+def worker_is_busy(self: Executor, sub_group: int) -> bool:
+    """Return whether the worker has not finished: a naive ``may_block``, since the ranks' workers differ in speed."""
+    return not all(future.done() for future in self._updated.values())
+
+
+def run(seed: int, case: Case) -> tuple[Record, list[str]]:
+    log: list[str] = []
+    with delayed(seed), logged_collectives(log), logged_prefetches(log):
+        return run_variant(case, case.blocks[0]), log
+
+
+@contextmanager
+def one_rank_reads_states() -> Iterator[None]:
+    """Read the states after every other step on one of the ranks, which waits for its update then."""
+    step = DeepSpeedEngine.step
+
+    def step_and_read(self: Any, *args: Any) -> None:
+        step(self, *args)
+        if self.global_steps % (2 * dist.get_world_size()) == 2 * dist.get_rank() + 1:
+            _ = self.optimizer.state
+
+    with mock.patch.object(DeepSpeedEngine, "step", step_and_read):
+        yield
+
+
+def main(seeds: list[int]) -> None:
+    # There are several sub-groups of each placement, and the prefetch reaches over some of them.
+    block = {"placement": ["cpu", "streamed", "cpu", "cpu", "resident", "streamed", "cpu", "cpu"], "num_slots": 1}
+    case = Case(
+        name="delayed",
+        blocks=(block,),
+        world_size=dist.get_world_size(),
+        steps=6,
+        clip=0.3,
+        widths=(19, 53, 61, 47, 41, 37, 53, 23),
+        sub_group_size=1000,
+        zero={"stage3_prefetch_bucket_size": 5000},
+    )
+    stock = run_variant(case, None)
+    first = None
+    for seed in seeds:
+        with one_rank_reads_states() if seed == seeds[-1] else nullcontext():
+            ours, log = run(seed, case)
+        first = first or log
+        logs: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(logs, log)
+        result = {
+            "seed": seed,
+            "differences": differences(stock, ours),
+            "deferred": ours.deferred,
+            "collectives": sum(not line.startswith("ahead") for line in log),
+            "ahead": sum(line.startswith("ahead") and not line.startswith("ahead 0") for line in log),
+            "stopped": sum(line.endswith(", stopped") for line in log),
+            "same": all(log == other for other in logs),
+            "same for every seed": log == first,
+        }
+        answer(result)
+    # With more ranks, the ranks would call different collectives and wait for each other for ever.
+    if dist.get_world_size() == 1:
+        with mock.patch.object(Executor, "may_block", worker_is_busy):
+            answer({"naive is the same": all(run(seed, case)[1] == first for seed in seeds)})
+
+
+if __name__ == "__main__":
+    with process_group():
+        main([int(seed) for seed in sys.argv[1:]])

@@ -1,0 +1,195 @@
+"""Train on the recording accelerator, and print the findings of the race detector.
+
+Arguments: ``cases``, ``faults``, or random cases, each a seed with the names of simplifications: ``17`` or
+``17,two_steps,bf16``. Rank 0 prints one answer per case or fault, with the results of all ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle
+from operator import attrgetter
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from tests.launch import answer
+from tests.zero.memory.emulated_headroom import FREE_BYTES, varying_headroom
+from tests.zero.parity.case import (
+    CPU,
+    SERIAL,
+    STREAMED,
+    STREAMED_ONE_SLOT,
+    STRIDE_2,
+    WITHOUT_BACKWARD_OVERLAP,
+    WITHOUT_FORWARD_OVERLAP,
+    Case,
+)
+from tests.zero.parity.cases import CASES, DEPARTURES, OFFLOADED_MIX
+from tests.zero.parity.random_case import simplified
+from tests.zero.parity.training import Block, Record, closing_engine, differences, run_variant, shared_folder, train
+from tests.zero.process_group import process_group
+from tests.zero.race_detector.detector import UNORDERED, Recorder
+from tests.zero.race_detector.instrumentation import recording
+from tests.zero.race_detector.memory_names import name_memories
+from tests.zero.races.faults import FAULTS, Fault
+from tests.zero.races.reads_between_steps import READS, after_each_step, before_each_backward
+from tests.zero.races.writes_between_steps import WRITES, write_gathered, write_partitions
+
+MAX_STEPS = 14
+
+NO_THROUGHPUT_TIMER = {"timers": {"throughput": {"enabled": False}}}
+"""Disables the timer, which synchronizes the device twice per step from the third step on, and would hide races."""
+
+
+OVERLAP_CHANGES = (
+    SERIAL,
+    {},
+    WITHOUT_BACKWARD_OVERLAP,
+    {},
+    WITHOUT_FORWARD_OVERLAP,
+    {},
+)
+"""Changes of the blocks, in turn: every other case has no overlap of one or both kinds. Overlap is the default."""
+
+Seeded = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass
+class Recording:
+    """The results of one recorded training run."""
+
+    recorder: Recorder
+    trained: Record
+    schedule: str
+
+
+def record(case: Case, block: Block, seeded: AbstractContextManager[object] | None = None) -> Recording:
+    """Train the case on the recording accelerator, inside the context ``seeded``."""
+    case = replace(case, extra={**case.extra, **NO_THROUGHPUT_TIMER})
+    with recording() as recorder, seeded or nullcontext(), shared_folder() as folder:
+        with closing_engine(case, block) as engine:
+            schedule = ""
+            if block is not None:
+                name_memories(recorder, engine.optimizer)
+                schedule = str(engine.optimizer.plan.schedule)
+            trained = train(engine, case, folder)
+        return Recording(recorder, trained, schedule)
+
+
+def gather_from_ranks(value: Any) -> list[Any]:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def short_cases() -> Iterator[Case]:
+    """Yield the cases of this world size, with at most ``MAX_STEPS`` steps.
+
+    Cases with hpZ come last: DeepSpeed keeps its process groups, and later engines would gather with them, too.
+    """
+    for case in sorted((*CASES, *DEPARTURES), key=lambda case: "zero_hpz_partition_size" in case.zero):
+        if case.world_size == dist.get_world_size() and (case.reload is None or case.reload[1] < MAX_STEPS):
+            yield replace(case, steps=min(case.steps, MAX_STEPS))
+
+
+def run_case(case: Case, blocks: tuple[Block, ...], reference: Block, context: Seeded = nullcontext) -> None:
+    """Record the case with each block, in ``context``, and answer with the findings and with the differing bits.
+
+    The expected bits come from a run of the block ``reference`` that is not recorded.
+    """
+    with context():
+        expected = run_variant(case, reference)
+    for block in blocks:
+        run = record(case, block, context())
+        result = {
+            "case": case.name,
+            "block": block,
+            "schedule": run.schedule,
+            "findings": gather_from_ranks([asdict(finding) for finding in run.recorder.findings]),
+            "differences": gather_from_ranks(differences(expected, run.trained)),
+            "lanes": sorted(run.recorder.accesses_by_lane),
+        }
+        answer_on_rank_0(result)
+
+
+def run_fault(fault: Fault) -> None:
+    findings = record(fault.case, fault.block, fault.seeded()).recorder.findings
+    answer_on_rank_0({"fault": fault.name, "shown": sum(map(fault.is_shown_by, findings))})
+
+
+def answer_on_rank_0(result: dict[str, Any]) -> None:
+    if dist.get_rank() == 0:
+        answer(result)
+
+
+def run_cases() -> None:
+    first, *others = short_cases()
+    for read, placement in zip(READS, cycle((CPU, STREAMED, STRIDE_2)), strict=False):
+        reads = replace(first, name=f"{read.__name__} after each step", blocks=(), steps=4)
+        run_case(reads, (placement,), reference=placement, context=after_each_step(read))
+    for write, placement in zip(WRITES, cycle((CPU, STREAMED, {**STRIDE_2, **WITHOUT_FORWARD_OVERLAP})), strict=False):
+        # After a skipped step, a write would conflict with the prefetch of that step, whose result is never read.
+        writes = replace(first, name=f"{write.__name__} after each step", blocks=(), steps=4, poisoned={})
+        run_case(writes, (placement,), reference=None, context=after_each_step(write))
+    between = replace(
+        first,
+        name="partitions written between forward and backward",
+        blocks=(),
+        steps=4,
+        poisoned={},
+        # Backward gathers the parameters again that forward has gathered.
+        zero={**first.zero, "stage3_max_reuse_distance": 0},
+    )
+    run_case(between, (STREAMED,), reference=None, context=before_each_backward(write_partitions))
+    growing = replace(first, name="slots are added and removed again", blocks=(), steps=len(FREE_BYTES) + 1)
+    run_case(growing, (STREAMED_ONE_SLOT,), reference=STREAMED_ONE_SLOT, context=varying_headroom)
+    for case in filter(attrgetter("offload_param"), short_cases()):
+        run_case(case, (OFFLOADED_MIX,), reference=None)
+    for overlap_comm in (True, False):
+        repeated = replace(
+            first,
+            name=f"a layer with three gradients per backward, overlap_comm {overlap_comm}",
+            blocks=(),
+            steps=3,
+            poisoned={},
+            uses_of_shared=3,
+            zero={"overlap_comm": overlap_comm},
+        )
+        run_case(repeated, (STRIDE_2,), reference=STRIDE_2)
+    run_case(first, (None,), reference=None)
+    # Stock's gathers do not wait for the caller's writes. When they do, the plugin's wait is no longer needed.
+    with after_each_step(write_gathered)():
+        stock = record(first, None).recorder.findings
+    answer_on_rank_0({"stock after a write": [asdict(finding) for finding in stock if finding.rule == UNORDERED]})
+    for number, case in enumerate((first, *others)):
+        # Where the plugin departs from stock, the reference is the plugin, not recorded.
+        is_departure = case.name in {departure.name for departure in DEPARTURES}
+        block = case.blocks[number % len(case.blocks)]
+        block = {**block, **OVERLAP_CHANGES[number % len(OVERLAP_CHANGES)]}
+        run_case(case, (block,), reference=block if is_departure else None)
+
+
+def main(arguments: list[str]) -> None:
+    # DeepSpeed's CPU accelerator returns False on some CPUs, but trains fp16 on all of them.
+    get_accelerator().is_fp16_supported = lambda: True
+    if arguments == ["cases"]:
+        run_cases()
+    elif arguments == ["faults"]:
+        for fault in FAULTS:
+            if fault.world_size == dist.get_world_size():
+                run_fault(fault)
+    else:
+        for argument in arguments:
+            seed, *names = argument.split(",")
+            case = simplified(int(seed), dist.get_world_size(), names)
+            run_case(case, case.blocks, reference=None)
+
+
+if __name__ == "__main__":
+    with process_group():
+        main(sys.argv[1:])

@@ -1,0 +1,472 @@
+"""Seed faults: each takes one wait or one order away, and the race detector must find it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from deep_opt_states.runtime.early_update import EarlyUpdate
+from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.staging import Staging
+from deep_opt_states.zero.internals.coordinator import Coordinator
+from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
+from deep_opt_states.zero.start import assembly
+from deep_opt_states.zero.step.buckets import Buckets
+from deep_opt_states.zero.step.gathers import Gathers
+from deep_opt_states.zero.step.gradients import Gradients
+from perf_model.schedule.action import ActionKind
+from tests.zero.memory.emulated_headroom import FREE_BYTES, varying_headroom
+from tests.zero.parity.case import CPU, STREAMED, STREAMED_MANY_SLOTS, STREAMED_ONE_SLOT, WITHOUT_BACKWARD_OVERLAP, Case
+from tests.zero.race_detector.accelerator import RecordedStream
+from tests.zero.race_detector.collectives import Handle
+from tests.zero.race_detector.detector import FREED, ILLEGAL, UNORDERED, Finding
+from tests.zero.races.missing_order import (
+    actions_do_not_wait,
+    backward_does_not_wait,
+    combined,
+    do_nothing,
+    does_not_wait_for_gradients,
+    does_not_wait_for_the_worker,
+    early_update_with,
+    forward_does_not_wait,
+    on_an_unawaited_stream,
+    patched,
+    readers_do_not_wait,
+    update_does_not_wait_for_its_streams,
+    update_does_not_wait_for_its_streams_from_the_fourth_step_on,
+    wait_without_ordering,
+)
+from tests.zero.races.reads_between_steps import (
+    after_each_step,
+    before_each_backward,
+    read_gathered,
+    read_masters,
+    read_moments,
+    read_parameters,
+    read_persistent,
+)
+from tests.zero.races.writes_between_steps import write_and_partition, write_gathered, write_partitions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A missing wait, and the finding that must show it.
+
+    ``seeded`` returns the context in which the wait is missing. ``expected`` holds the rule, a part of the memory's
+    name, and a part of each side of the finding, in either order.
+    """
+
+    name: str
+    seeded: Callable[[], AbstractContextManager[object]]
+    expected: tuple[str, str, str, str]
+    block: dict[str, Any]
+    world_size: int = 1
+    steps: int = 3
+    accumulation: int = 1
+    uses_of_shared: int = 0
+    zero: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def case(self) -> Case:
+        return Case(
+            name=self.name,
+            blocks=(self.block,),
+            world_size=self.world_size,
+            zero=self.zero,
+            accumulation=self.accumulation,
+            uses_of_shared=self.uses_of_shared,
+            steps=self.steps,
+            clip=0.3,
+        )
+
+    def is_shown_by(self, finding: Finding) -> bool:
+        """Return whether ``finding`` is the expected one."""
+        rule, memory, one, other = self.expected
+        first, second = finding.sides
+        either = (one in first and other in second) or (other in first and one in second)
+        return finding.rule == rule and memory in finding.memory and either
+
+
+RESIDENT = {"placement": ["resident"] * 5}
+SINGLE_PARAMETER_BUCKETS = {"reduce_bucket_size": 1}
+CONTIGUOUS_BUCKETS = {"reduce_bucket_size": 4000, "reduce_scatter": False}
+ONE_BUCKET = {"reduce_bucket_size": 100_000}
+FULL_WITH_THE_SHARED_LAYER = {"reduce_bucket_size": 23 * 23 + 23, "reduce_scatter": False}
+"""A bucket with the exact size of the shared layer: DeepSpeed reduces it before it adds any other gradient."""
+
+NO_PERSISTENT_PARAMETERS = {"stage3_param_persistence_threshold": 0}
+"""Without persistent parameters DeepSpeed does not synchronize the whole device at the end of its step.
+
+It does so with several ranks, when it gathers them.
+"""
+
+
+def not_deferred(block: dict[str, Any]) -> dict[str, Any]:
+    """Return ``block`` with updates that end before ``step()`` returns."""
+    return {**block, "overlap_forward": False}
+
+
+FAULTS = (
+    # Forward reads the 16-bit parameters, by a gather or directly, after an update that ended in step().
+    Fault(
+        name="update ends without waiting for its streams: forward reads parameters while PUBLISH writes them",
+        seeded=update_does_not_wait_for_its_streams,
+        block=not_deferred(CPU),
+        expected=(UNORDERED, "16-bit parameters", "_publish", "forward"),
+    ),
+    Fault(
+        name="update ends without waiting for its streams: forward reads parameters while GPU_STEP writes them",
+        seeded=update_does_not_wait_for_its_streams,
+        block=not_deferred(STREAMED),
+        expected=(UNORDERED, "16-bit parameters", "_gpu_step", "forward"),
+    ),
+    Fault(
+        name="update ends without waiting for its streams: the all-gather reads parameters while PUBLISH writes them",
+        seeded=update_does_not_wait_for_its_streams,
+        block=not_deferred(CPU),
+        world_size=2,
+        expected=(UNORDERED, "16-bit parameters", "_publish", "all_gather_into_tensor"),
+    ),
+    Fault(
+        name="update ends without waiting for its streams: the all-gather reads parameters while GPU_STEP writes them",
+        seeded=update_does_not_wait_for_its_streams,
+        block=not_deferred(STREAMED),
+        world_size=2,
+        expected=(UNORDERED, "16-bit parameters", "_gpu_step", "all_gather_into_tensor"),
+    ),
+    Fault(
+        name="update ends without waiting for its streams: the next step prefetches masters during FLUSH_STATES",
+        seeded=update_does_not_wait_for_its_streams,
+        block={**not_deferred(STREAMED_MANY_SLOTS), "overlap_backward": False},
+        expected=(UNORDERED, "master of sub-group", "_flush_states", "_prefetch"),
+    ),
+    Fault(
+        name="update ends without waiting for its streams, from the fourth step on",
+        seeded=update_does_not_wait_for_its_streams_from_the_fourth_step_on,
+        block=not_deferred(CPU),
+        steps=6,
+        expected=(UNORDERED, "16-bit parameters", "_publish", "forward"),
+    ),
+    # Forward reads them while a deferred update is in flight.
+    Fault(
+        name="forward does not wait for PUBLISH of a deferred update",
+        seeded=patched(Executor, "publish", do_nothing),
+        block=CPU,
+        expected=(UNORDERED, "16-bit parameters", "_publish", "forward"),
+    ),
+    Fault(
+        name="forward does not wait for GPU_STEP of a deferred update",
+        seeded=patched(Executor, "publish", do_nothing),
+        block=STREAMED,
+        expected=(UNORDERED, "16-bit parameters", "_gpu_step", "forward"),
+    ),
+    Fault(
+        name="the all-gather does not wait for PUBLISH of a deferred update",
+        seeded=patched(Executor, "publish", do_nothing),
+        block=CPU,
+        world_size=2,
+        expected=(UNORDERED, "16-bit parameters", "_publish", "all_gather_into_tensor"),
+    ),
+    Fault(
+        name="the all-gather does not wait for GPU_STEP of a deferred update",
+        seeded=patched(Executor, "publish", do_nothing),
+        block=STREAMED,
+        world_size=2,
+        zero=NO_PERSISTENT_PARAMETERS,
+        expected=(UNORDERED, "16-bit parameters", "_gpu_step", "all_gather_into_tensor"),
+    ),
+    Fault(
+        name="a user's gather does not wait for a deferred update",
+        seeded=combined(patched(Gathers, "_finish_update", do_nothing), after_each_step(read_gathered)),
+        block=STREAMED,
+        world_size=2,
+        zero=NO_PERSISTENT_PARAMETERS,
+        expected=(UNORDERED, "16-bit parameters", "_gpu_step", "all_gather_into_tensor"),
+    ),
+    # The caller writes parameters before the next forward gathers them.
+    Fault(
+        name="forward's all-gather does not wait for a write in GatheredParameters",
+        seeded=combined(
+            patched(Coordinator, "gather_after_current_stream", do_nothing), after_each_step(write_gathered)
+        ),
+        block=CPU,
+        world_size=2,
+        expected=(UNORDERED, "16-bit parameters", "_partition_param", "all_gather_into_tensor"),
+    ),
+    Fault(
+        name="forward's all-gather does not wait for a write in partition(), after an update that ended in step()",
+        seeded=combined(
+            patched(Coordinator, "gather_after_current_stream", do_nothing), after_each_step(write_and_partition)
+        ),
+        block=not_deferred(STREAMED),
+        world_size=2,
+        expected=(UNORDERED, "16-bit parameters", "_partition_param", "all_gather_into_tensor"),
+    ),
+    Fault(
+        name="forward's all-gather does not wait for a write to a partition in place",
+        seeded=combined(
+            patched(Coordinator, "gather_after_current_stream", do_nothing), after_each_step(write_partitions)
+        ),
+        block=CPU,
+        world_size=2,
+        expected=(UNORDERED, "16-bit parameters", "mul_", "all_gather_into_tensor"),
+    ),
+    Fault(
+        name="backward's all-gather does not wait for a write to a partition in place",
+        seeded=combined(patched(Gathers, "order_after_caller", do_nothing), before_each_backward(write_partitions)),
+        block=CPU,
+        world_size=2,
+        zero={"stage3_max_reuse_distance": 0},
+        expected=(UNORDERED, "16-bit parameters", "mul_", "_all_gather_dtype"),
+    ),
+    # Persistent parameters are updated and published before step() returns.
+    Fault(
+        name="the gather in step() does not wait until the early ranges are published",
+        seeded=patched(EarlyUpdate, "wait", do_nothing),
+        block=CPU,
+        world_size=2,
+        expected=(UNORDERED, "16-bit parameters", "early_update.py", "all_gather_into_tensor"),
+    ),
+    Fault(
+        name="the gather in step() does not wait until the early ranges are updated on the accelerator",
+        seeded=patched(EarlyUpdate, "wait", do_nothing),
+        block=RESIDENT,
+        world_size=2,
+        expected=(UNORDERED, "16-bit parameters", "fused Adam in early_update.py", "all_gather_into_tensor"),
+    ),
+    Fault(
+        name="readers of persistent parameters do not wait until the early ranges are published",
+        seeded=combined(patched(EarlyUpdate, "wait", do_nothing), after_each_step(read_persistent)),
+        block=CPU,
+        expected=(UNORDERED, "16-bit parameters", "early_update.py", "aten::sum in reads_between_steps.py"),
+    ),
+    Fault(
+        name="readers of persistent parameters do not wait until the early ranges are updated on the accelerator",
+        seeded=combined(patched(EarlyUpdate, "wait", do_nothing), after_each_step(read_persistent)),
+        block=RESIDENT,
+        expected=(
+            UNORDERED,
+            "16-bit parameters",
+            "fused Adam in early_update.py",
+            "aten::sum in reads_between_steps.py",
+        ),
+    ),
+    Fault(
+        name="the update of the early ranges does not wait for their gradients",
+        seeded=lambda: early_update_with(does_not_wait_for_gradients),
+        block=STREAMED,
+        expected=(UNORDERED, "gradients of early ranges", "_copy_gradients_to_host", "fused Adam in early_update.py"),
+    ),
+    Fault(
+        name="the publication of the early ranges does not wait for the worker",
+        seeded=lambda: early_update_with(does_not_wait_for_the_worker),
+        block=STREAMED,
+        expected=(UNORDERED, "rounded copy of early ranges", "fused Adam in early_update.py", "copy"),
+    ),
+    # No update is in flight during backward.
+    Fault(
+        name="update ends without waiting for its streams: backward prefetches into a slot while FLUSH_STATES reads it",
+        seeded=update_does_not_wait_for_its_streams,
+        block=STREAMED,
+        expected=(UNORDERED, "slot", "_flush_states", "_prefetch"),
+    ),
+    Fault(
+        name="update ends without waiting for its streams: backward prefetches masters while FLUSH_STATES writes them",
+        seeded=update_does_not_wait_for_its_streams,
+        block=STREAMED_MANY_SLOTS,
+        expected=(UNORDERED, "master of sub-group", "_flush_states", "_prefetch"),
+    ),
+    Fault(
+        name="backward does not wait for the update: it prefetches into a slot while FLUSH_STATES reads it",
+        seeded=backward_does_not_wait,
+        block=STREAMED,
+        expected=(UNORDERED, "slot", "_flush_states", "_prefetch"),
+    ),
+    # The next two faults need two missing waits each: forward's waits already order the readers of the gradients.
+    Fault(
+        name="neither forward nor backward waits for the worker, which reads the gradients that backward overwrites",
+        seeded=combined(forward_does_not_wait, backward_does_not_wait),
+        block=CPU,
+        expected=(UNORDERED, "gradient of sub-group", "flush", "_cpu_step"),
+    ),
+    Fault(
+        name="neither forward nor backward waits for GPU_STEP, which reads the gradients that backward accumulates",
+        seeded=combined(patched(Executor, "publish", do_nothing), backward_does_not_wait),
+        block=STREAMED,
+        expected=(UNORDERED, "gradient of sub-group", "_add", "_gpu_step"),
+    ),
+    # No reader of states or parameters sees an update in flight.
+    Fault(
+        name="readers of masters do not wait for the worker",
+        seeded=combined(readers_do_not_wait("fp32_partitioned_groups_flat"), after_each_step(read_masters)),
+        block=CPU,
+        expected=(UNORDERED, "master of sub-group", "_cpu_step", "aten::sum in reads_between_steps.py"),
+    ),
+    Fault(
+        name="readers of masters do not wait for FLUSH_STATES",
+        seeded=combined(readers_do_not_wait("fp32_partitioned_groups_flat"), after_each_step(read_masters)),
+        block=STREAMED,
+        expected=(UNORDERED, "master of sub-group", "_flush_states", "aten::sum in reads_between_steps.py"),
+    ),
+    Fault(
+        name="readers of moments do not wait for FLUSH_STATES",
+        seeded=combined(
+            patched(DeepOptimizerStates_Stage3, "state", DeepSpeedZeroOptimizer_Stage3.state),
+            after_each_step(read_moments),
+        ),
+        block=STREAMED,
+        expected=(UNORDERED, "exp_avg of sub-group", "_flush_states", "aten::sum in reads_between_steps.py"),
+    ),
+    Fault(
+        name="readers of 16-bit parameters do not wait for PUBLISH",
+        seeded=combined(readers_do_not_wait("fp16_partitioned_groups_flat"), after_each_step(read_parameters)),
+        block=CPU,
+        expected=(UNORDERED, "16-bit parameters", "_publish", "aten::sum in reads_between_steps.py"),
+    ),
+    # Gradients are staged before the bucket is filled again.
+    Fault(
+        name="the reduction does not wait until the bucket is staged",
+        seeded=on_an_unawaited_stream(DeepOptimizerStates_Stage3, "partition_grads"),
+        block=CPU,
+        zero=CONTIGUOUS_BUCKETS,
+        expected=(UNORDERED, "gradient bucket", "add_reduced_bucket", "__add_grad_to_ipg_bucket"),
+    ),
+    Fault(
+        name="backward does not wait until a single-parameter bucket is staged, and its gradient is not recorded",
+        # Here the partition is the gradient itself, which stays safe if it is recorded on the stream that reads it.
+        seeded=combined(
+            on_an_unawaited_stream(DeepOptimizerStates_Stage3, "partition_grads"),
+            patched(torch.Tensor, "record_stream", do_nothing),
+        ),
+        block=CPU,
+        zero=SINGLE_PARAMETER_BUCKETS,
+        expected=(FREED, "backward", "freed on default stream", "add_reduced_bucket"),
+    ),
+    Fault(
+        name="staging does not wait until its buffer is copied to the host",
+        seeded=patched(Staging, "_wait_until_free", do_nothing),
+        block=CPU,
+        expected=(UNORDERED, "staging buffer", "flush", "send"),
+    ),
+    Fault(
+        name="accumulation does not wait until its staging buffer is copied to the host",
+        seeded=patched(Staging, "_wait_until_free", do_nothing),
+        block=CPU,
+        accumulation=2,
+        zero=ONE_BUCKET,
+        expected=(UNORDERED, "staging buffer", "flush", "add_to"),
+    ),
+    Fault(
+        name="accumulation does not wait until the sums are copied to the host",
+        seeded=patched(Staging, "wait_for_copies", do_nothing),
+        block=CPU,
+        accumulation=2,
+        # With one copy per micro-batch, no wait for a free buffer orders the second micro-batch.
+        zero={**ONE_BUCKET, "sub_group_size": 10**9},
+        expected=(UNORDERED, "gradient of sub-group", "flush", "add_to"),
+    ),
+    # Autograd adds to a gradient that is in the bucket already.
+    Fault(
+        name="autograd does not wait until the gradient that it adds to is copied into the bucket",
+        seeded=patched(Buckets, "wait_for_copy", do_nothing),
+        block=CPU,
+        uses_of_shared=3,
+        zero=CONTIGUOUS_BUCKETS,
+        expected=(UNORDERED, "gradient bucket", "__add_grad_to_ipg_bucket", "aten::add_"),
+    ),
+    Fault(
+        name="the reduction does not wait until autograd has added to a gradient in the bucket",
+        seeded=patched(Buckets, "wait_for_addition", do_nothing),
+        block=CPU,
+        uses_of_shared=3,
+        zero=FULL_WITH_THE_SHARED_LAYER,
+        expected=(UNORDERED, "gradient bucket", "aten::add_", "__avg_scatter_contiguous_grads"),
+    ),
+    # The worker reads gradients that are copied to the host, and rounds parameters that are then published.
+    Fault(
+        name="the worker does not wait until the gradients are copied to the host",
+        seeded=patched(Gradients, "wait_for_copies", do_nothing),
+        block=CPU,
+        expected=(UNORDERED, "gradient of sub-group", "flush", "_cpu_step"),
+    ),
+    Fault(
+        name="PUBLISH does not wait for the worker",
+        seeded=actions_do_not_wait(ActionKind.PUBLISH),
+        block=CPU,
+        expected=(UNORDERED, "rounded copy of sub-group", "_cpu_step", "_publish"),
+    ),
+    # DeepSpeed keeps offloaded parameters in host memory.
+    Fault(
+        name="offloaded parameters are passed to the accelerator's kernel",
+        seeded=patched(assembly, "_params_on_host", lambda *_: False),
+        block=STREAMED,
+        zero={"offload_param": {"device": "cpu"}},
+        expected=(ILLEGAL, "16-bit parameters", "param of an update in", "fused Adam"),
+    ),
+    # Slots are filled, updated and flushed in this order.
+    Fault(
+        name="PREFETCH does not wait for FLUSH_STATES of its slot",
+        seeded=actions_do_not_wait(ActionKind.PREFETCH),
+        # Without any wait, all states would be prefetched in backward.
+        block={**STREAMED_ONE_SLOT, **WITHOUT_BACKWARD_OVERLAP},
+        expected=(UNORDERED, "slot", "_flush_states", "_prefetch"),
+    ),
+    Fault(
+        name="PREFETCH into a new slot does not wait for the stream that used its memory",
+        seeded=combined(varying_headroom, patched(Executor, "_lanes_wait_for_caller", do_nothing)),
+        block=STREAMED_ONE_SLOT,
+        steps=len(FREE_BYTES) + 1,
+        expected=(UNORDERED, "state.py", "write on default stream", "_prefetch"),
+    ),
+    Fault(
+        name="GPU_STEP does not wait for PREFETCH",
+        seeded=actions_do_not_wait(ActionKind.GPU_STEP),
+        block=STREAMED,
+        expected=(UNORDERED, "slot", "_prefetch", "_gpu_step"),
+    ),
+    Fault(
+        name="GPU_STEP does not wait for PREFETCH of the moments",
+        seeded=actions_do_not_wait(ActionKind.GPU_STEP),
+        block=STREAMED,
+        expected=(UNORDERED, "slot, exp_avg_sq", "_prefetch", "fused Adam"),
+    ),
+    Fault(
+        name="FLUSH_STATES does not wait for GPU_STEP",
+        seeded=actions_do_not_wait(ActionKind.FLUSH_STATES),
+        block=STREAMED,
+        expected=(UNORDERED, "slot, exp_avg_sq", "write on stream 4 by fused Adam", "_flush_states"),
+    ),
+    # Memory is used by another stream than the one that it was allocated on.
+    Fault(
+        name="a gradient is not recorded on the stream that reduces it",
+        seeded=patched(torch.Tensor, "record_stream", do_nothing),
+        block=CPU,
+        expected=(FREED, "backward", "freed on default stream", "__add_grad_to_ipg_bucket"),
+    ),
+    Fault(
+        name="gathered partitions are not recorded on the stream that uses them",
+        seeded=patched(torch.Tensor, "record_stream", do_nothing),
+        block=CPU,
+        world_size=2,
+        expected=(FREED, "wait", "freed on stream 1", "read on default stream"),
+    ),
+    Fault(
+        name="users of gathered parameters do not wait for the all-gather",
+        seeded=patched(Handle, "wait", wait_without_ordering),
+        block=CPU,
+        world_size=2,
+        expected=(UNORDERED, "all_gather", "all_gather_into_tensor", "aten::cat"),
+    ),
+    # DeepSpeed's own waits: the race detector checks the whole engine, and not only our hooks.
+    Fault(
+        name="the reduction does not wait for backward",
+        seeded=patched(RecordedStream, "wait_stream", do_nothing),
+        block=CPU,
+        expected=(UNORDERED, "backward", "write on default stream", "__add_grad_to_ipg_bucket"),
+    ),
+)

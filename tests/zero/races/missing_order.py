@@ -1,0 +1,173 @@
+"""Take one piece of synchronization away. Each function here returns a context in which that piece is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from itertools import count
+from typing import Any
+from unittest import mock
+
+from deepspeed.accelerator import get_accelerator
+
+from deep_opt_states.runtime import executor
+from deep_opt_states.runtime.early_update import EarlyUpdate
+from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
+from deep_opt_states.zero.step.readers import WaitsBeforeRead
+from deep_opt_states.zero.step.update import Update
+from perf_model.schedule.action import ActionKind
+from perf_model.schedule.plan import UpdatePlan
+from tests.zero.race_detector.collectives import Handle
+
+
+def patched(owner: Any, name: str, replacement: Any) -> Callable[[], AbstractContextManager[object]]:
+    return lambda: mock.patch.object(owner, name, replacement)
+
+
+def do_nothing(*_: object) -> None:
+    """Replace a wait."""
+
+
+def wait_without_ordering(self: Handle, *_: object) -> None:
+    """Wait until the numbers are there, but order no stream after the collective."""
+    self._work.wait()
+
+
+def combined(*seeded: Callable[[], AbstractContextManager[object]]) -> Callable[[], AbstractContextManager[object]]:
+    @contextmanager
+    def combination() -> Iterator[None]:
+        with ExitStack() as stack:
+            for context in seeded:
+                stack.enter_context(context())
+            yield
+
+    return combination
+
+
+update_does_not_wait_for_its_streams = patched(Executor, "_drain_streams", do_nothing)
+
+
+@contextmanager
+def update_does_not_wait_for_its_streams_from_the_fourth_step_on() -> Iterator[None]:
+    drain, updates = Executor._drain_streams, count(1)
+
+    def drain_at_first(self: Executor) -> None:
+        if next(updates) < 4:
+            drain(self)
+
+    with mock.patch.object(Executor, "_drain_streams", drain_at_first):
+        yield
+
+
+def on_an_unawaited_stream(owner: type, name: str) -> Callable[[], AbstractContextManager[object]]:
+    """Issue the method's operations on a new stream, which waits for the caller's but which no stream waits for."""
+    original = getattr(owner, name)
+
+    def issue_on_side_stream(self: Any, *args: Any) -> Any:
+        accelerator = get_accelerator()
+        side = accelerator.Stream()
+        side.wait_stream(accelerator.current_stream())
+        with accelerator.stream(side):
+            return original(self, *args)
+
+    return patched(owner, name, issue_on_side_stream)
+
+
+def actions_do_not_wait(kind: ActionKind) -> Callable[[], AbstractContextManager[object]]:
+    """Remove all waits of the actions of this kind: each begins as soon as its lane reaches it."""
+
+    @contextmanager
+    def seeded() -> Iterator[None]:
+        original = UpdatePlan.schedule.func
+
+        def schedule_without_waits(self: UpdatePlan) -> Any:
+            schedule = original(self)
+            actions = (
+                replace(action, waits=() if action.kind is kind else action.waits) for action in schedule.actions
+            )
+            return replace(schedule, actions=tuple(actions))
+
+        with (
+            mock.patch.object(UpdatePlan, "schedule", property(schedule_without_waits)),
+            mock.patch.object(executor, "check"),
+        ):
+            yield
+
+    return seeded
+
+
+forward_does_not_wait = combined(patched(Executor, "publish", do_nothing), patched(Executor, "advance", do_nothing))
+"""In this context forward neither waits for the update nor enqueues its actions."""
+
+
+def backward_does_not_wait() -> AbstractContextManager[object]:
+    """Remove backward's waits for the end of the update, in both of its hooks, and prefetch in spite of the update."""
+    stack = ExitStack()
+    for hook in ("backward_prologue", "partition_grads"):
+        stack.enter_context(_without_wait(hook))
+    stack.enter_context(mock.patch.object(Executor, "prefetch", _prefetch_anyway(Executor.prefetch)))
+    return stack
+
+
+_wait = Update.wait
+
+
+def _wait_unless_on_all_ranks(update: Update, *, on_all_ranks: bool = False, discard_prefetched: bool = False) -> None:
+    if not on_all_ranks:
+        _wait(update, discard_prefetched=discard_prefetched)
+
+
+def _without_wait(hook: str) -> AbstractContextManager[object]:
+    original = getattr(DeepOptimizerStates_Stage3, hook)
+
+    def call(self: Any, *args: Any) -> Any:
+        with mock.patch.object(Update, "wait", _wait_unless_on_all_ranks):
+            return original(self, *args)
+
+    return mock.patch.object(DeepOptimizerStates_Stage3, hook, call)
+
+
+def _prefetch_anyway(prefetch: Callable[[Executor], None]) -> Callable[[Executor], None]:
+    def prefetched(self: Executor) -> None:
+        pending, self.pending = self.pending, False
+        prefetch(self)
+        self.pending = pending
+
+    return prefetched
+
+
+@contextmanager
+def early_update_with(fault: Callable[[EarlyUpdate], object]) -> Iterator[None]:
+    """Apply ``fault`` to each ``EarlyUpdate`` that is created inside this context."""
+    original = EarlyUpdate.__init__
+
+    def initialize(self: EarlyUpdate, *args: Any) -> None:
+        original(self, *args)
+        fault(self)
+
+    with mock.patch.object(EarlyUpdate, "__init__", initialize):
+        yield
+
+
+def does_not_wait_for_gradients(early_update: EarlyUpdate) -> None:
+    early_update._copied_to_host.synchronize = do_nothing  # type: ignore[method-assign, assignment]
+
+
+def does_not_wait_for_the_worker(early_update: EarlyUpdate) -> None:
+    """Wait until the worker's numbers are there, but do not order the caller after the worker."""
+    submit = early_update._worker.submit
+
+    def submit_without_ordering(task: Callable[[], None]) -> Any:
+        future = submit(task)
+        return mock.Mock(result=future.exception)
+
+    early_update._worker = mock.Mock(submit=submit_without_ordering)
+
+
+def readers_do_not_wait(name: str) -> Callable[[], AbstractContextManager[object]]:
+    """Let readers of the optimizer's attribute ``name`` read at once."""
+    attribute = WaitsBeforeRead(do_nothing)
+    attribute.__set_name__(DeepOptimizerStates_Stage3, name)
+    return patched(DeepOptimizerStates_Stage3, name, attribute)

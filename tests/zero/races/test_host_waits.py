@@ -1,0 +1,108 @@
+"""Check where the host waits for the accelerator: a step waits once for all norms, however many sub-groups there are.
+
+During a deferred update, forward makes the host wait for updates on the CPU only, and backward for the rest.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tiers import thorough
+from tests.zero.races.host_wait_ranks import OVERFLOWS_IN, STEPS
+from tests.zero.training_once import Ranks, TrainingOnce, on_one_worker
+
+NORMS = "per_sub_group < _get_norm_groups"
+NORMS_AND_OVERFLOW = "overflow < has_overflow"
+"""The wait with fp16, for the overflow flag. The norms are copied together with the flag."""
+
+BACKWARD_IS_DONE = "synchronize < _wait_for_caller"
+"""The executor waits for the caller's stream: the update may then read gradients and write parameters."""
+
+LAST_UPDATE_IS_OVER = "synchronize < phases"
+"""The report of an update waits for its events, at the end of the next step. The update has ended long before."""
+
+EARLY_RANGES_ARE_UPDATED = "update < begin"
+"""The wait for our worker, which updates the early ranges."""
+
+CPU_HAS_UPDATED, PARAMETERS_ARE_UPDATED = "_issue < finish", "_issue < publish"
+"""The waits for our worker, one per sub-group: at the end of the update, or where forward needs the parameters."""
+
+UPDATE_IS_DONE = ["synchronize < _drain_streams"] * 3
+"""One wait per stream of the update, which the streams of the next forward and backward do not wait for."""
+
+RANKS_AGREE = {1: [], 2: ["share < synchronize_ranks"]}
+PERSISTENT_PARAMETERS = {1: "wait < wrapped_fn", 2: "_allgather_params_coalesced < _all_gather"}
+"""Stock's wait for the gather of persistent parameters at the end of its step: with several ranks for the device."""
+
+OWN_WAITS_OUTSIDE_STEPS = {PARAMETERS_ARE_UPDATED, CPU_HAS_UPDATED, *UPDATE_IS_DONE}
+STEPS_THAT_UPDATE = [step for step in range(STEPS) if step != OVERFLOWS_IN]
+
+
+RANKS = Ranks("tests.zero.races.host_wait_ranks", timeout_s=200)
+WORLD_SIZES = [
+    thorough(1, on_one_worker(RANKS.program, 1)),
+    pytest.param(2, marks=on_one_worker(RANKS.program, 2)),
+]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_step_waits_once_for_all_norms_and_then_for_each_update_on_the_cpu(
+    world_size: int, trained: TrainingOnce
+) -> None:
+    pairs = trained.answers(world_size)[0]
+    assert len(pairs) == 9
+    for at_once, deferred in pairs:
+        norms_wait = NORMS_AND_OVERFLOW if at_once["dtype"] == "fp16" else NORMS
+        on_cpu = at_once["on the CPU"]
+        assert at_once["sub-groups"] >= 4, "a wait per sub-group would be noticed"
+        all_updated = [CPU_HAS_UPDATED] * on_cpu + UPDATE_IS_DONE + RANKS_AGREE[world_size]
+        updated_in_step = {
+            "at once": [BACKWARD_IS_DONE, *all_updated, PERSISTENT_PARAMETERS[world_size]],
+            "deferred": [BACKWARD_IS_DONE, EARLY_RANGES_ARE_UPDATED, PERSISTENT_PARAMETERS[world_size]],
+        }
+        for how, found in (("at once", at_once), ("deferred", deferred)):
+            label = f"{how}, {found['dtype']}, {found['block']}"
+            for step, waits in enumerate(found["step"]):
+                # Before the norms, the ranks agree how a deferred update has ended.
+                agreement = RANKS_AGREE[world_size] if how == "deferred" and step - 1 in STEPS_THAT_UPDATE else []
+                updated = updated_in_step[how] if step in STEPS_THAT_UPDATE else []
+                until_norms = len(agreement) + 1
+                assert waits[:until_norms] == [*agreement, norms_wait], f"{label}, step {step}"
+                reported = waits[until_norms + len(updated) :]
+                assert waits[until_norms : until_norms + len(updated)] == updated, f"{label}, step {step}"
+                assert set(reported) == ({LAST_UPDATE_IS_OVER} if step - 1 in STEPS_THAT_UPDATE else set()), (
+                    f"{label}, step {step}"
+                )
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_an_update_is_reported_after_the_next_one_is_issued(world_size: int, trained: TrainingOnce) -> None:
+    """Check that the report, for which the host waits, does not leave the accelerator without work."""
+    streamed = [deferred for _, deferred in trained.answers(world_size)[0] if deferred["on the CPU"] == 0]
+    assert len(streamed) == 3
+    for found in streamed:
+        # Two reports come while no update is pending: in the step that overflows, and at the end of the engine.
+        assert found["left to issue when the last update is reported"] == [0] * (len(STEPS_THAT_UPDATE) - 2)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_deferred_update_makes_forward_wait_for_the_cpu_only_and_ends_before_backward(
+    world_size: int, trained: TrainingOnce
+) -> None:
+    in_forward = []
+    for at_once, deferred in trained.answers(world_size)[0]:
+        stock_waits = {wait for phase in ("forward", "backward") for waits in at_once[phase] for wait in waits}
+        assert not stock_waits & OWN_WAITS_OUTSIDE_STEPS
+        for step in range(STEPS):
+            label = f"{deferred['dtype']}, {deferred['block']}, step {step}"
+            forward, backward = (
+                [wait for wait in deferred[phase][step] if wait not in stock_waits] for phase in ("forward", "backward")
+            )
+            if step - 1 not in STEPS_THAT_UPDATE:
+                assert forward == backward == [], label
+                continue
+            assert set(forward) <= {PARAMETERS_ARE_UPDATED}, label
+            left = deferred["on the CPU"] - len(forward)
+            assert backward == [CPU_HAS_UPDATED] * left + UPDATE_IS_DONE, label
+            in_forward.append(len(forward))
+    assert max(in_forward) >= 3, "nothing was deferred"

@@ -1,0 +1,284 @@
+"""Enable the plugin together with each unsupported setting, and report the errors.
+
+With two ranks, one of them has an optimizer that is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+from unittest import mock
+
+import deepspeed
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+from deep_opt_states.config import ConfigError
+from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.zero import plugin
+from deep_opt_states.zero.internals.agreement import RanksDisagree
+from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
+from deep_opt_states.zero.start import devices
+from deep_opt_states.zero.start.refusals import Unsupported
+from tests.launch import answer
+from tests.zero.process_group import process_group
+
+BASE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 10},
+    "deep_optimizer_states": {"placement": "stride", "update_stride": 2},
+}
+
+
+class Accelerator(NamedTuple):
+    name: str
+
+    def device_name(self) -> str:
+        return self.name
+
+
+class ModelParallel:
+    """The methods of an ``mpu`` that DeepSpeed calls at start."""
+
+    def get_model_parallel_world_size(self) -> int:
+        return 2
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_data_parallel_world_size(self) -> int:
+        return 1
+
+    def __getattr__(self, name: str) -> Callable[[], Any]:
+        return lambda: torch.distributed.group.WORLD if name.endswith("group") else 0
+
+
+def config_with(changes: dict[str, Any]) -> dict[str, Any]:
+    """Return ``BASE`` with values replaced by dotted key; ``None`` removes a key."""
+    config = copy.deepcopy(BASE)
+    for dotted, value in changes.items():
+        *path, last = dotted.split(".")
+        inner = config
+        for key in path:
+            inner = inner.setdefault(key, {})
+        if value is None:
+            inner.pop(last)
+        else:
+            inner[last] = value
+    return config
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def low_precision_moments(params: Any) -> torch.optim.Optimizer:
+    return DeepSpeedCPUAdam(params, fp32_optimizer_states=False)
+
+
+def gpu_accelerator() -> devices.AcceleratorChoice:
+    """Return a device on which the CPU kernel cannot update a slot, as on CUDA."""
+    return devices.AcceleratorChoice(HostDevice(), slots_on_host=False)
+
+
+def adam_with_step_hook(params: Any) -> torch.optim.Optimizer:
+    optimizer = DeepSpeedCPUAdam(params)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+def second_group(**hyperparameters: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return a function that makes an Adam, then sets ``hyperparameters`` of its second group, unseen by its checks."""
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        first, second = params
+        optimizer = DeepSpeedCPUAdam([{"params": [first]}, {"params": [second]}])
+        optimizer.param_groups[1].update(hyperparameters)
+        return optimizer
+
+    return make
+
+
+NO_OPTIMIZER = {"optimizer": None}
+CLIENT = {"optimizer": None, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+FP16 = {"bf16": None, "fp16.enabled": True}
+
+ATTEMPTS: dict[str, tuple[dict[str, Any], dict[str, Any], AbstractContextManager[Any]]] = {
+    "stage 0": ({"zero_optimization.stage": 0, "zero_optimization.offload_optimizer": None}, {}, nullcontext()),
+    "no zero_optimization": ({"zero_optimization": None}, {}, nullcontext()),
+    "stage 1": ({"zero_optimization.stage": 1}, {}, nullcontext()),
+    "stage 2": ({"zero_optimization.stage": 2}, {}, nullcontext()),
+    "no offload_optimizer": ({"zero_optimization.offload_optimizer": None}, {}, nullcontext()),
+    "offload_optimizer none": ({"zero_optimization.offload_optimizer.device": "none"}, {}, nullcontext()),
+    "nvme": (
+        {
+            "zero_optimization.offload_optimizer.device": "nvme",
+            "zero_optimization.offload_optimizer.nvme_path": "/tmp",
+        },
+        {},
+        nullcontext(),
+    ),
+    "nvme parameters": (
+        {"zero_optimization.offload_param.device": "nvme", "zero_optimization.offload_param.nvme_path": "/tmp"},
+        {},
+        nullcontext(),
+    ),
+    "ratio": ({"zero_optimization.offload_optimizer.ratio": 0.5}, {}, nullcontext()),
+    "super_offload": ({"zero_optimization.offload_optimizer.super_offload": True}, {}, nullcontext()),
+    "zenflow": (
+        {"zero_optimization.zenflow": {"topk_ratio": 0.1, "select_interval": 2, "update_interval": 2}},
+        {},
+        nullcontext(),
+    ),
+    "deepcompile": ({"compile.deepcompile": True}, {}, nullcontext()),
+    "bf16 master weights": ({"bf16.bf16_master_weights_and_grads": True}, {}, nullcontext()),
+    "bf16 optimizer states": (
+        {"bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True},
+        {},
+        nullcontext(),
+    ),
+    "fp16 master weights": ({**FP16, "fp16.fp16_master_weights_and_grads": True}, {}, nullcontext()),
+    "fp16 autocast": (
+        {"bf16": None, "torch_autocast": {"enabled": True, "dtype": "float16"}},
+        {},
+        nullcontext(),
+    ),
+    "muon": ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, {}, nullcontext()),
+    "torch adam": (
+        {"optimizer.params.torch_adam": True, "zero_force_ds_cpu_optimizer": False},
+        {},
+        nullcontext(),
+    ),
+    "sgd": (CLIENT, {"optimizer": sgd}, nullcontext()),
+    "low-precision moments": ({"optimizer": None}, {"optimizer": low_precision_moments}, nullcontext()),
+    "mpu": ({}, {"mpu": ModelParallel()}, nullcontext()),
+    "deepspeed 0.18.0": ({}, {}, mock.patch.object(deepspeed, "__version__", "0.18.0")),
+    "another accelerator": ({}, {}, mock.patch.object(devices, "get_accelerator", return_value=Accelerator("xpu"))),
+    "streamed on a GPU": ({}, {}, mock.patch.object(plugin, "choose_device", gpu_accelerator)),
+    "step hooks": ({"optimizer": None}, {"optimizer": adam_with_step_hook}, nullcontext()),
+    "quantised gradients": ({"zero_optimization.zero_quantized_gradients": True}, {}, nullcontext()),
+    "datastates": ({"datastates_ckpt": {}}, {}, nullcontext()),
+    "autotp": ({"tensor_parallel.autotp_size": 2}, {}, nullcontext()),
+    "stage 0, client optimizer": (
+        {**NO_OPTIMIZER, "zero_optimization.stage": 0, "zero_optimization.offload_optimizer": None},
+        {"optimizer": second_group()},
+        nullcontext(),
+    ),
+    "no offload_optimizer, client optimizer": (
+        {**NO_OPTIMIZER, "zero_optimization.offload_optimizer": None},
+        {"optimizer": second_group()},
+        nullcontext(),
+    ),
+    "no learning rate": (NO_OPTIMIZER, {"optimizer": second_group(lr=None)}, nullcontext()),
+    "learning rate in a tensor": (NO_OPTIMIZER, {"optimizer": second_group(lr=torch.tensor(1e-3))}, nullcontext()),
+    "eps of adafactor": (NO_OPTIMIZER, {"optimizer": second_group(eps=(1e-30, 1e-3))}, nullcontext()),
+    "weight decay as a string": (NO_OPTIMIZER, {"optimizer": second_group(weight_decay="0.1")}, nullcontext()),
+    "three betas": (NO_OPTIMIZER, {"optimizer": second_group(betas=(0.9, 0.99, 0.999))}, nullcontext()),
+    "one beta": (NO_OPTIMIZER, {"optimizer": second_group(betas=0.9)}, nullcontext()),
+    "no beta": (NO_OPTIMIZER, {"optimizer": second_group(betas=(None, 0.999))}, nullcontext()),
+    "amsgrad": (NO_OPTIMIZER, {"optimizer": second_group(amsgrad=True)}, nullcontext()),
+    "maximize": (NO_OPTIMIZER, {"optimizer": second_group(maximize=True)}, nullcontext()),
+    "numbers of other types": (
+        NO_OPTIMIZER,
+        {"optimizer": second_group(lr=np.float32(1e-3), betas=[0, np.float64(0.99)], weight_decay=1, eps=True)},
+        nullcontext(),
+    ),
+    "keys of PyTorch's AdamW": (
+        NO_OPTIMIZER,
+        {"optimizer": second_group(maximize=False, foreach=None, fused=True, capturable=False)},
+        nullcontext(),
+    ),
+    "no optimizer": (NO_OPTIMIZER, {}, nullcontext()),
+    "no optimizer, no offload": ({**NO_OPTIMIZER, "zero_optimization.offload_optimizer": None}, {}, nullcontext()),
+    "no optimizer, stage 0": (
+        {**NO_OPTIMIZER, "zero_optimization.stage": 0, "zero_optimization.offload_optimizer": None},
+        {},
+        nullcontext(),
+    ),
+    "no optimizer, everything else refused": (
+        {
+            **NO_OPTIMIZER,
+            "zero_optimization.offload_optimizer.ratio": 0.5,
+            "zero_optimization.zero_quantized_gradients": True,
+        },
+        {"mpu": ModelParallel()},
+        nullcontext(),
+    ),
+    "no optimizer, misspelled placement": (
+        {**NO_OPTIMIZER, "deep_optimizer_states": {"placement": "gpu"}},
+        {},
+        nullcontext(),
+    ),
+    "placement list of another length": ({"deep_optimizer_states": {"placement": ["cpu"]}}, {}, nullcontext()),
+}
+
+
+def attempt(
+    changes: dict[str, Any], arguments: dict[str, Any], patch: AbstractContextManager[Any]
+) -> dict[str, str | bool]:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5, bias=False), torch.nn.Linear(5, 4, bias=False))
+    for param in model.parameters():
+        param.use_muon = True
+    try:
+        with patch:
+            engine, *_ = deepspeed.initialize(
+                model=model, model_parameters=model.parameters(), config=config_with(changes), **arguments
+            )
+        if engine.basic_optimizer is not None:
+            engine.backward(engine(torch.ones(1, 6, dtype=torch.bfloat16)).sum())
+            engine.step()
+    except (Unsupported, ConfigError, RanksDisagree) as error:
+        return {"type": type(error).__name__, "message": str(error), "untouched": is_untouched(model)}
+    except Exception:  # noqa: BLE001 (the test shows the traceback)
+        return {"type": "other", "message": traceback.format_exc()}
+    return {"type": "accepted", "message": type(engine.optimizer).__name__}
+
+
+def is_untouched(model: torch.nn.Module) -> bool:
+    """Return whether DeepSpeed has neither partitioned nor converted ``model``."""
+    return all(not hasattr(param, "ds_id") and param.dtype is torch.float32 for param in model.parameters())
+
+
+def attempt_under_zero_init() -> dict[str, str | bool]:
+    model = None
+    try:
+        with deepspeed.zero.Init(config_dict_or_path=config_with({"zero_optimization.offload_optimizer.ratio": 0.5})):
+            model = torch.nn.Linear(6, 5)
+    except Unsupported as error:
+        return {"type": "Unsupported", "message": str(error), "untouched": model is None}
+    return {"type": "accepted", "message": ""}
+
+
+def attempt_on_one_rank() -> None:
+    """Refuse on rank 1 alone, print which engines and threads are left on both ranks, and train the next engine."""
+    hyperparameters = {"lr": None} if torch.distributed.get_rank() == 1 else {}
+    threads = threading.active_count()
+    answer(attempt(NO_OPTIMIZER, {"optimizer": second_group(**hyperparameters)}, nullcontext()))
+    gc.collect()
+    left = [type(engine).__name__ for engine in gc.get_objects() if type(engine) is DeepOptimizerStates_Stage3]
+    answer({"engines left": left, "threads left": threading.active_count() - threads})
+    answer(attempt({}, {}, nullcontext()))
+
+
+def main() -> None:
+    if torch.distributed.get_world_size() == 2:
+        attempt_on_one_rank()
+        return
+    get_accelerator().is_fp16_supported = lambda: True
+    for name, arguments in ATTEMPTS.items():
+        answer({"name": name, **attempt(*arguments)})
+    answer({"name": "under zero.Init", **attempt_under_zero_init()})
+
+
+if __name__ == "__main__":
+    with process_group():
+        main()

@@ -1,0 +1,209 @@
+"""Check that the plugin uses DeepSpeed's private names in ``zero/internals/`` only.
+
+A private name begins with an underscore. DeepSpeed may change it in any release, so one folder has all of them. Two
+kinds of use are allowed elsewhere: ``stage3.py`` overrides private hooks of DeepSpeed's optimizer under their names and
+calls the overridden hook through ``super()``; ``activation.py`` names the methods that it wraps in strings.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import deepspeed
+import pytest
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+PACKAGE = Path(__file__).resolve().parents[2] / "deep_opt_states"
+INTERNALS = PACKAGE / "zero" / "internals"
+STOCK = DeepSpeedZeroOptimizer_Stage3.__name__
+
+ALLOWED_NAMES = {
+    "activation.py": {
+        # The methods that it wraps, in strings.
+        "_do_sanity_check",
+        "_configure_zero_optimizer",
+        "_initialize_params",
+        # It decides whether the config has our block. It must not import zero/internals before it knows that.
+        "_config",
+        "_param_dict",
+    },
+    # Private names of PyTorch, not of DeepSpeed.
+    "device/cuda.py": {"_C", "_host_emptyCache", "_sleep"},
+    "device/kernels/library.py": {"_get_build_directory"},
+    "doctor/compiled_kernels.py": {"_get_build_directory"},
+}
+"""Private names of other packages that a file outside ``zero/internals`` may use, each with the reason."""
+
+
+def test_private_names_of_deepspeed_are_used_in_one_folder_only() -> None:
+    sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    ours = defined_private_names(sources.values())
+    found = [
+        f"{file}:{line}: {name}"
+        for file, source in sources.items()
+        if not (PACKAGE / file).is_relative_to(INTERNALS)
+        for line, name in foreign_private_names(source, ours)
+        if name not in ALLOWED_NAMES.get(file, ())
+    ]
+    assert found == [], "read or call it through a function in zero/internals/"
+
+
+def test_every_allowed_name_is_used() -> None:
+    for file, names in ALLOWED_NAMES.items():
+        found = {name for _, name in foreign_private_names((PACKAGE / file).read_text(), set())}
+        assert names <= found, f"{file} does not use {names - found}: remove them from ALLOWED_NAMES"
+
+
+SEEDED = {
+    "an attribute of DeepSpeed's object": ("def f(engine): return engine._config", "_config"),
+    "a call": (
+        "def f(optimizer, param): return optimizer._get_param_partition_rank(param)",
+        "_get_param_partition_rank",
+    ),
+    "an assignment": ("def f(optimizer): optimizer._offload_boundary_param_ids = set()", "_offload_boundary_param_ids"),
+    "a deletion": ("def f(optimizer): del optimizer._grad_acc_hooks", "_grad_acc_hooks"),
+    "an attribute of a module": ("from deepspeed.utils import nvtx\nnvtx._range_push(1, 'a')", "_range_push"),
+    "an imported name": ("from deepspeed.utils.groups import _get_data_parallel_group", "_get_data_parallel_group"),
+    "an imported module": ("import deepspeed._internal", "deepspeed._internal"),
+    "a name-mangled attribute": (
+        "def f(coordinator): return coordinator._PartitionedParameterCoordinator__param_queue",
+        "_PartitionedParameterCoordinator__param_queue",
+    ),
+    "a name-mangled string": (
+        "NAME = '_PartitionedParameterCoordinator__param_queue'",
+        "_PartitionedParameterCoordinator__param_queue",
+    ),
+    "a string for getattr": ("def f(optimizer): return getattr(optimizer, '_grad_acc_hooks', ())", "_grad_acc_hooks"),
+    "a string for vars": ("def f(engine): return vars(engine)['_config']", "_config"),
+    "a name that a class of ours has, too": (
+        "class Ours:\n    def __init__(self): self._config = 1\ndef f(engine): return engine._config",
+        "_config",
+    ),
+    "an attribute that the subclass inherits": (
+        f"class Ours({STOCK}):\n    def step(self): return self._get_param_coordinator()",
+        "_get_param_coordinator",
+    ),
+    "another hook through super()": (
+        f"class Ours({STOCK}):\n    def step(self): return super()._pre_step()",
+        "_pre_step",
+    ),
+    "a method of DeepSpeed's class": (f"method = {STOCK}._set_state", "_set_state"),
+}
+
+
+@pytest.mark.parametrize("seeded", SEEDED)
+def test_a_private_name_that_is_used_elsewhere_is_found(seeded: str) -> None:
+    source, name = SEEDED[seeded]
+    assert name in [found for _, found in foreign_private_names(source, defined_private_names([source]))]
+
+
+ALLOWED = {
+    "an attribute of self": "class Ours:\n    def __init__(self): self._x = 1\n    def f(self): return self._x",
+    "an attribute of another object of ours": "class Ours:\n    _x = 1\ndef f(ours): return ours._x",
+    "an overridden hook": f"class Ours({STOCK}):\n    def _pre_step(self): super()._pre_step()",
+    "an attribute that the subclass adds": (
+        f"class Ours({STOCK}):\n    def step(self):\n        self._ours = 1\n        self._ours"
+    ),
+    "a public name": "def f(optimizer): return optimizer.fp16_groups",
+    "a method with two underscores at both ends": "def f(x): return x.__class__",
+    "a suffix in a string": "SUFFIX = '_bytes_per_s'",
+    "a sentence in a string": "TEXT = 'the method _configure_zero_optimizer of the engine'",
+}
+
+
+@pytest.mark.parametrize("allowed", ALLOWED)
+def test_other_uses_are_allowed(allowed: str) -> None:
+    source = ALLOWED[allowed]
+    assert list(foreign_private_names(source, defined_private_names([source]))) == []
+
+
+@cache
+def names_of_deepspeed() -> frozenset[str]:
+    """Return the private names that DeepSpeed's engine, config, CPU optimizer, utilities and ZeRO define."""
+    root = Path(deepspeed.__file__).parent
+    folders = ("runtime/*.py", "runtime/zero/*.py", "utils/*.py", "ops/adam/*.py")
+    return frozenset(defined_private_names(path.read_text() for folder in folders for path in root.glob(folder)))
+
+
+def defined_private_names(sources: Iterable[str]) -> set[str]:
+    """Return the private names of functions, classes, variables and attributes that ``sources`` define."""
+    found: set[str] = set()
+    for source in sources:
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and is_self(node.value) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+    return {name for name in found if is_private(name)}
+
+
+def foreign_private_names(source: str, ours: set[str]) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of each use of a private name that is not one of ours.
+
+    ``ours`` are the names that our package defines. A name that DeepSpeed defines, too, counts as DeepSpeed's, except
+    as an attribute of ``self`` or ``cls``.
+    """
+    own = ours - names_of_deepspeed()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef) and inherits_from_stock(node):
+            yield from inherited_private_names(node)
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            if not is_self(node.value) and not is_super(node.value) and node.attr not in own:
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("deep_opt_states"):
+            yield from ((node.lineno, alias.name) for alias in node.names if is_private(alias.name))
+        elif isinstance(node, ast.Import):
+            yield from (
+                (node.lineno, alias.name) for alias in node.names if any(map(is_private, alias.name.split(".")))
+            )
+        elif isinstance(node, ast.Constant) and names_attribute_of_deepspeed(node.value):
+            yield node.lineno, node.value
+
+
+def names_attribute_of_deepspeed(constant: object) -> bool:
+    """Return whether a constant is a private name of DeepSpeed, and not a suffix such as ``_bytes_per_s``."""
+    if not isinstance(constant, str) or not is_private(constant):
+        return False
+    return constant in names_of_deepspeed() or is_mangled(constant)
+
+
+def inherited_private_names(subclass: ast.ClassDef) -> Iterator[tuple[int, str]]:
+    """Yield the private names of DeepSpeed's optimizer that ``subclass`` uses beyond the hooks that it overrides."""
+    own = defined_private_names([ast.unparse(subclass)])
+    for member in subclass.body:
+        for node in ast.walk(member):
+            if not isinstance(node, ast.Attribute) or not is_private(node.attr):
+                continue
+            if is_super(node.value):
+                foreign = node.attr != getattr(member, "name", None)
+            else:
+                foreign = is_self(node.value) and node.attr not in own
+            if foreign:
+                yield node.lineno, node.attr
+
+
+def inherits_from_stock(node: ast.ClassDef) -> bool:
+    return any(isinstance(base, ast.Name) and base.id == STOCK for base in node.bases)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name.strip("_") != ""
+
+
+def is_mangled(name: str) -> bool:
+    """Return whether Python makes this name of an attribute with two underscores: ``_Class__name``."""
+    owner, _, attribute = name.partition("__")
+    return owner[1:].isidentifier() and attribute.isidentifier()
+
+
+def is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def is_super(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
