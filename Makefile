@@ -55,9 +55,10 @@ gpu-measure:  ## Run small benchmarks of copies, Adam and overlap on a machine w
 gpu-bench:  ## Run benchmarks with billions of parameters on a machine with a GPU; 9 minutes
 	@$(PYTHON) -m tests.gpu.check bench
 
-lint: $(INSTALLED)  ## Check style and types
+lint: $(INSTALLED)  ## Check style, prose and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/python tools/lint_prose.py
 	$(VENV)/bin/mypy
 
 WHEEL := .cache/wheel
