@@ -32,8 +32,8 @@ def run(options: argparse.Namespace) -> int:
         table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
         for header in headers:
             justify: Literal["left", "right"] = "left" if header in ("", "sub-groups", "alone") else "right"
-            # Fold, because cells that are cut off would lose information. Lists of actions are never folded: they are
-            # easier to read in whole lines.
+            # Fold long cells: cutting them off would lose information. Lists of actions are never folded, because they
+            # are easier to read in whole lines.
             table.add_column(header, justify=justify, overflow="fold", no_wrap=header == "alone")
         for row in rows:
             table.add_row(*row)
@@ -65,7 +65,7 @@ def _resources(found: Forecast) -> TableContents:
 
 
 def _sub_groups(found: Forecast) -> TableContents:
-    """Return one row for all sub-groups of one size and placement; the one in their middle is moved elsewhere."""
+    """Return one row per size and placement of sub-groups. A move is that of the middle one of these sub-groups."""
     plan = found.planned.plan
     alike: dict[tuple[Placement, int], list[int]] = defaultdict(list)
     for sub_group, placement in zip(plan.workload.sub_groups, plan.placements, strict=True):

@@ -145,7 +145,7 @@ def _bounds(found: Forecast) -> str:
     if found.windows != Windows():
         lines.append(("exposed and hidden time together", planned.bound, planned.ratio_to_bound))
     return "\n".join(
-        f"lower bound of the update, {bounded}: {seconds(bound.seconds)} ({bound.binding.value} binds); "
+        f"lower bound of the update, {bounded}: {seconds(bound.seconds)} (limited by {bound.binding.value}); "
         f"this plan takes {ratio:.2f} times as long"
         for bounded, bound, ratio in lines
     )
@@ -167,11 +167,11 @@ def _machine(inputs: Inputs) -> str:
 
 
 def _origin(inputs: Inputs) -> str:
-    """Describe where the rates are from, and if another number of ranks than will train shared the machine."""
+    """Describe the origin of the rates. If the measurement and training have different numbers of ranks, name both."""
     profiled, ranks = inputs.profile.provenance, inputs.job.ranks_on_node
     if profiled.source != "measured":
         return profiled.source
-    shared = "" if profiled.ranks == ranks else f"; with {profiled.ranks} ranks at once, but {ranks} will train"
+    shared = "" if profiled.ranks == ranks else f"; {profiled.ranks} ranks per node measured, but {ranks} will train"
     return f"measured on {profiled.host}, {profiled.date}{shared}"
 
 

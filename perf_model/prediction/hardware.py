@@ -32,7 +32,7 @@ class ProfileError(ValueError):
 class Quantity(NamedTuple):
     """A quantity of a profile.
 
-    Every machine is between ``low`` and ``high``; a value whose unit is wrong by a factor of 1e3 is outside.
+    The value of every machine is between ``low`` and ``high``. A value with a unit that is wrong by 1e3 is outside.
     """
 
     meaning: str

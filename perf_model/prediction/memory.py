@@ -62,8 +62,8 @@ def reserved_by_the_runtime(
     micro-batches. Gradients are assumed to be in the dtype of the model, in which DeepSpeed accumulates them by
     default. If everything is updated on the CPU, they are assumed to be accumulated in host memory; the runtime
     accumulates them on the accelerator if enough of its memory is free. ``publishes`` is that of ``Widths``.
-    ``params_on_host``: DeepSpeed offloads parameters from an accelerator that has its own memory, which then stages the
-    largest sub-group that it updates.
+    ``params_on_host``: DeepSpeed offloads parameters from an accelerator that has its own memory; a buffer in that
+    memory then stages the largest sub-group that the accelerator updates.
 
     ``longest_partition_numel`` is that of ``staging_numel``. Without it, the buffers for gradients on their way to host
     memory are left out. They need no additional memory: stock takes as much of the accelerator (``staging_numel``).
@@ -199,7 +199,8 @@ def memory_of(plan: UpdatePlan, param_bytes: int = 2) -> MemoryUse:
     """Return the most memory that the optimizer needs with ``plan``.
 
     As soon as something is updated on the accelerator, memory for all gradients is counted there, as without
-    offloading. If everything is updated on the CPU, this is 2 bytes per parameter less.
+    offloading. If everything is updated on the CPU, this memory is not counted: 2 bytes per parameter of a 16-bit
+    model.
     """
     return MemoryUse.from_reservations(reserved_by_the_runtime(plan, param_bytes, accumulates=True))
 

@@ -18,9 +18,9 @@ class Windows:
     """The windows that overlap with the update.
 
     ``backward_s`` is the tail of backward in which states may be prefetched, and ``forward_s`` is the next forward.
-    Forward is assumed to use the sub-groups in their order, so an update can be hidden the longer, the later forward
-    needs its parameters. Both windows are 0 if the update has to finish before ``step()`` returns. Neither backward nor
-    forward is assumed to be slowed by the update.
+    Forward is assumed to use the sub-groups in their order: the later forward needs the parameters of a sub-group, the
+    longer its update can be hidden. Both windows are 0 if the update has to finish before ``step()`` returns. The
+    update is assumed to slow down neither backward nor forward.
     """
 
     backward_s: float = 0.0

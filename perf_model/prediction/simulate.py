@@ -5,8 +5,8 @@ lane it blocks until that wait is over. A lane runs its actions one at a time, i
 waits are over. Speeds are recomputed whenever an action starts or ends.
 
 An action is *waiting* until the host has *issued* it on its lane, the earlier actions of the lane have ended, and its
-waits are over. Then it is *running*, and finally it has *ended*. In the terms of SimPy, a waiting action may happen, a
-running action is going to happen, and an ended action has happened.
+waits are over. Then it is *running*, and finally it has *ended*. (SimPy calls the corresponding states of an event *not
+triggered*, *triggered* and *processed*.)
 
 Second 0 is the moment at which the step is decided. Everything may start from then on; with a window in backward,
 prefetches start earlier, in the tail of backward, by no more than the time that it takes to fill the slots.

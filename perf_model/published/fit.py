@@ -1,8 +1,9 @@
 """Fit rates to measured runs: least squares on the logarithm of predicted over measured time, with weak priors.
 
-A prior is the rate of a typical machine, within a factor of two to five; it decides where the runs leave a rate open.
-Host memory and publishing from pageable memory explain as much as they can. A link or an accelerator that is so slow
-that it binds is a further explanation, and must improve the fit by more than a penalty.
+A prior is the rate of a typical machine, within a factor of two to five; it decides where the runs do not determine a
+rate. Times are explained by host memory and by publishing from pageable memory as far as possible. A link or an
+accelerator that is so slow that it limits the update is a further explanation, and must improve the fit by more than a
+penalty.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Prior(NamedTuple):
 
 
 PRIORS = {
-    # So wide that the runs alone decide: each of them depends on it.
+    # This prior is so wide that the runs alone determine the rate: every run depends on it.
     "dram_bytes_per_s": Prior(50e9, 3.0),
     "pageable_bytes_per_s": Prior(6e9, 1.0),
     # PCIe 5 with 16 lanes. The runs have to show that a slower or shared link limits the update.
@@ -79,7 +80,7 @@ def candidates(runs: Sequence[MeasuredRun]) -> list[Names]:
 
 
 def fit_rates(runs: Sequence[MeasuredRun]) -> Fit:
-    """Return the rates that fit ``runs``, at least one, best; each fitted rate costs a penalty."""
+    """Return the rates that fit ``runs`` best, with a penalty per fitted rate. There must be at least one run."""
     misfit = _Misfit(runs)
     best, least = TYPICAL, float("inf")
     chosen: Names = ()
@@ -92,9 +93,9 @@ def fit_rates(runs: Sequence[MeasuredRun]) -> Fit:
 
 
 def _starts(found: Rates, names: Names, runs: Sequence[MeasuredRun]) -> Iterator[Rates]:
-    """Yield rates to start from, with a link that binds.
+    """Yield rates to start from, with a link that limits the update.
 
-    While transfers are hidden, the gradient of the link's rate is 0, so a descent would never make the link bind.
+    While transfers are hidden, the gradient of the link's rate is 0, so a descent would never make the link the limit.
     """
     start = replace(TYPICAL, **{name: getattr(found, name) for name in names})
     if "link_bytes_per_s" not in names:

@@ -53,7 +53,10 @@ class Rates:
 
 
 def binding_link_bytes_per_s(dram_bytes_per_s: float, stride: int) -> float:
-    """Return the rate of a link that binds: streaming one sub-group takes as long as host memory for a whole stride."""
+    """Return the rate at which the link becomes the limit.
+
+    Streaming one sub-group then takes as long as the traffic of host memory in a whole stride.
+    """
     streamed = ARTIFACT_TRAFFIC[ActionKind.PREFETCH].h2d + ARTIFACT_TRAFFIC[ActionKind.FLUSH_STATES].d2h
     on_cpu = ARTIFACT_TRAFFIC[ActionKind.CPU_STEP].dram + ARTIFACT_TRAFFIC[ActionKind.PUBLISH].dram
     return dram_bytes_per_s * streamed / (stride * on_cpu)

@@ -83,8 +83,8 @@ NUMBERS: dict[str, Column] = {
     "iteration_s": Column(0, 1e6),
     "tflops_per_gpu": Column(0, 1e6),
 }
-"""The columns with numbers. Fields that are not needed may be blank or missing, but a field that is not a number shows
-that the row is broken."""
+"""The columns with numbers. Fields that are not needed may be blank or missing, but text in such a field shows that the
+row is broken."""
 
 REQUIRED = (*NAMES, *(name for name, column in NUMBERS.items() if column.needed), "update_stride")
 

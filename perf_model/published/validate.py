@@ -13,7 +13,7 @@ from perf_model.published.fit import Fit, fit_rates
 from perf_model.published.runs import MeasuredRun
 
 LINE_STRIDES = 4
-"""The least number of strides for the baseline: a line through two strides, to compare it at two others."""
+"""The least number of strides for the baseline: its line goes through two strides, and is compared at two others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ def _strides(runs: Mapping[int, MeasuredRun]) -> dict[int, int]:
 
 
 def _line(runs: Mapping[int, MeasuredRun], fitted: set[int]) -> dict[int, float]:
-    """Return the seconds of each run that is not fitted, on the line in 1/stride through the two that are."""
+    """Return the seconds of each run that is not fitted, on the line in 1/stride through the two fitted runs."""
     strides = _strides(runs)
     settings = {replace(runs[position].setting, update_stride=None) for position in strides}
     if len(set(strides.values())) < LINE_STRIDES or len(settings) > 1:

@@ -2,7 +2,7 @@
 
 ``CHAINS`` and ``dependencies`` give the required order: the actions that must have finished before an action starts,
 because it reads or overwrites the memory that they write or read. ``Clocks`` gives the guaranteed order, by vector
-clocks with one counter per lane. ``lowering`` adds the waits without which the second would not imply the first, and
+clocks with one counter per lane. ``lowering`` adds waits until the guaranteed order includes the required one, and
 ``check`` verifies that it does.
 """
 

@@ -1,7 +1,8 @@
 """Order the sub-groups of an update: the streamed and resident ones by their update, the CPU ones by their publish.
 
-All lanes should finish together. Before the host publishes a CPU sub-group, it blocks until the CPU has updated it. So
-before each publish the host issues the share of the other sub-groups that should be done by then, in parameters.
+All lanes should finish together. Before the host publishes a CPU sub-group, it blocks until the CPU has updated it.
+Therefore, before each publish the host issues the share of the other sub-groups (by parameters) that should be done at
+that time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def forward_order(
 
 
 def longest_in_the_middle(workload: Workload, placements: Sequence[Placement]) -> tuple[int, ...]:
-    """Return an order in which, for each placement, a sub-group is the nearer to the middle the longer it is.
+    """Return an order in which, for each placement, longer sub-groups are nearer to the middle.
 
     While the first sub-group is prefetched, nothing can be flushed yet, and while the last one is flushed, nothing is
     left to prefetch. In these positions a long sub-group, often the embedding, costs the most. Resident sub-groups are
@@ -48,9 +49,10 @@ def _placed(placements: Sequence[Placement], placement: Placement) -> list[int]:
 
 
 def _merge_by_progress(workload: Workload, by_placement: dict[Placement, list[int]]) -> Iterable[int]:
-    """Merge the sub-groups: those of the CPU at the time they should be done, the others when they should be half done.
+    """Merge the sub-groups in the order in which they are due.
 
-    Time is the share of the parameters of the same placement that are updated by then.
+    A CPU sub-group is due when it should be done, and any other sub-group when it should be half done. Time is measured
+    by the share of the parameters of the same placement that are updated by then.
     """
     due: list[tuple[float, bool, int]] = []
     for placement, indices in by_placement.items():

@@ -45,8 +45,8 @@ class UpdatePlan:
         """Lower the plan to its schedule, on first use, and return the same value from then on.
 
         This property is the arrow "plan -> schedule" of the design: the executor, the simulation, the check and the
-        grid take the actions of an update from here, and decide nothing themselves. It is lazy because the search drops
-        most plans without looking at their actions.
+        grid take the actions of an update from here, and decide nothing themselves. It is lazy because the search
+        discards most plans without looking at their actions.
         """
         order = self.order or forward_order(self.workload, self.placements)
         return lower(self.workload, self.placements, self.num_slots, order)

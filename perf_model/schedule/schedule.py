@@ -1,6 +1,6 @@
 """Define ``Schedule``, the actions of one update as a value, and format it as a grid.
 
-A schedule is executed, simulated, checked and drawn. None of these adds a decision of its own.
+A schedule is executed, simulated, checked and drawn. None of these consumers changes it or adds decisions to it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Schedule:
     """The actions in the order in which the host issues them, and the staging memory that they need.
 
     ``slot_numel`` is the length, in parameters, of each of the ``num_slots`` staging slots. ``staging_bytes`` is the
-    accelerator memory that the schedule declares: the runtime reserves the slots within it, once, and nothing else.
-    The text form (``str``) can be parsed again with ``parse``.
+    accelerator memory that the schedule declares: the runtime reserves the slots within it once, and reserves nothing
+    else. The text form (``str``) can be parsed again with ``parse``.
     """
 
     num_slots: int

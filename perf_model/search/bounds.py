@@ -3,7 +3,7 @@
 Let x be the share of the parameters that is streamed, and r the resident share; the CPU updates the rest. A constraint
 (``resource_constraints.py``) is then busy for T(x, r) = (x * streamed + r * resident + (1 - x - r) * cpu) * numel
 seconds. The update takes at least the maximum of T over the constraints, and the best update takes at least the minimum
-of that maximum over x and r. A resident share uses nothing that a streamed share does not use as well. So at the
+of that maximum over x and r. Whatever a resident share uses, a streamed share uses at least as much of it. So at the
 minimum, either nothing is streamed or as many parameters are resident as fit. Hence the minimum is on one of two
 straight lines: at an end, or where two constraints cross.
 """
@@ -75,10 +75,10 @@ class ResidentCapacity:
 
 
 MIN_GRADIENT_BYTES = 2
-"""Bytes per parameter that a gradient takes at least."""
+"""The least bytes per parameter that a gradient takes."""
 
 MAX_SHARED_BYTES = 22 * 2**20
-"""Bytes that states can take at most in the segments that the allocator reserves for gradients: in the last segment of
+"""The most bytes of states that can be in segments that the allocator reserves for gradients: in the last segment of
 each size, 2 and 20 MiB."""
 
 

@@ -64,8 +64,8 @@ MAX_USEFUL_SUB_GROUPS = 1000
 """A size with more sub-groups is not tried if a larger size fits: each sub-group adds the latency of seven copies."""
 
 NEGLIGIBLE_DIFFERENCE = 0.005
-"""Relative difference of exposed times that counts as none: smaller sub-groups would gain nothing, and take more
-pinned memory by rounding."""
+"""The relative difference up to which exposed times count as equal. Then smaller sub-groups gain nothing, and take more
+pinned memory because of rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,8 +64,8 @@ class TimeLowerBounds:
 
         - All the work, of which backward hides only the prefetches that fill the slots, and forward all that it can.
         - The flushes, which run one after another, after the prefetch and the update of one sub-group.
-        - The sub-groups that forward needs by some moment. Whatever the order, one of them is finished last, after the
-          updates of all of them on its lane.
+        - The sub-groups that forward needs up to a given moment. In any order, the last of them is finished only after
+          its lane has updated all of them.
         """
         windows = self._windows
         count = len(candidates[Placement.CPU])
@@ -75,7 +75,7 @@ class TimeLowerBounds:
             busy_s += np.outer(mask @ self._numels, per_param_s)
             first, second = (self._total_s[kind] if kind else 0.0 * self._numels for kind in _BEFORE_FORWARD[placement])
             prefetch_s = windows.backward_s if placement is Placement.STREAMED else 0.0
-            # Also an update of states that were prefetched in backward has to wait until the step is decided.
+            # An update has to wait until the step is decided, even if its states were prefetched in backward.
             last_s = np.minimum.accumulate(np.where(mask, second, np.inf), axis=1)
             ready_s = np.maximum(0.0, np.cumsum(mask * first, axis=1) - prefetch_s) + last_s
             exposed_s = np.maximum(exposed_s, np.where(mask, ready_s - self._needed_s, 0.0).max(axis=1))

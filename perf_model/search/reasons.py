@@ -110,7 +110,10 @@ def _slower(plan: UpdatePlan, cost: CostModel, budgets: Budgets, param_bytes: in
 
 
 def _candidates(plan: UpdatePlan) -> Iterator[UpdatePlan]:
-    """Yield plans that stream one sub-group, or every n-th: of those that ``plan`` updates on the CPU, and of all."""
+    """Yield plans that stream one sub-group or every n-th sub-group.
+
+    They are chosen from the sub-groups that ``plan`` updates on the CPU, and then from all sub-groups.
+    """
     numels = [sub_group.numel for sub_group in plan.workload.sub_groups]
     every = range(len(numels))
     on_cpu = [index for index in every if plan.placements[index] is Placement.CPU]

@@ -1,8 +1,8 @@
 """Derive the constraints on the speed of an update: the seconds that each of them takes per parameter.
 
-A constraint assigns seconds per parameter to each kind of action. However actions overlap, at most one of these seconds
-passes per second, so an update takes at least the sum over all its actions. Each resource is such a constraint, by the
-amounts that actions use of it. Sharper constraints follow from the speeds of concurrent actions
+A constraint assigns seconds per parameter to each kind of action. However actions overlap, they use up at most one of
+these seconds per second of real time, so an update takes at least the sum over all its actions. Each resource is such
+a constraint, by the amounts that actions use of it. Sharper constraints follow from the speeds of concurrent actions
 (``cost.relative_speeds``): the seconds that satisfy all of these speeds form a polytope, and its corners are the
 constraints that cannot be raised any further.
 """
@@ -111,7 +111,7 @@ def _corners(concurrent_rates: Array) -> Array:
     points = np.linalg.solve(systems[regular], heights[chosen[regular]][..., None])[..., 0]
     inside = (points @ planes.T <= heights + _TOLERANCE).all(axis=1)
     points = np.unique(np.round(np.maximum(points[inside], 0.0), 10), axis=0)
-    # A corner that is nowhere above another corner gives no sharper bound than that corner.
+    # A corner that is nowhere above another corner gives no sharper bound than that other corner.
     one, other = points[:, None, :], points[None, :, :]
     below: npt.NDArray[np.bool_] = np.all(one <= other, axis=2) & np.any(one < other, axis=2)
     points = points[~np.any(below, axis=1)]

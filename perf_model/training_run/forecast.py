@@ -220,7 +220,7 @@ class _Predictor:
         return None
 
     def why_never(self) -> str:
-        """Return the remedy if no number of ranks fits; this job has the largest number."""
+        """Return the remedy if no number of ranks fits. Call this on the predictor with the largest number of ranks."""
         job, limit = self._job, self._training_limit
         if limit is None or job.gpu_bytes <= limit:
             return f"No number of ranks up to {MAX_RANKS:,} makes it fit."

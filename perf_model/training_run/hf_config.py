@@ -39,7 +39,7 @@ def parse_hf_config(text: str, name: str) -> ModelShape:
 
 
 class _Config:
-    """The values of a config. Hugging Face has one default if a key is missing, and another if the value is null."""
+    """The values of a config. Hugging Face has one default for a missing key, and another one for a null value."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
@@ -62,7 +62,9 @@ class _Config:
         """Raise ``ModelError`` unless the biases are those that are counted here, which are Hugging Face's default."""
         if self.flag(key, default=counted) is not counted:
             rule = f"{key}: must be {str(counted).lower()}, found {str(not counted).lower()}"
-            raise ModelError(f"{rule}.\nOther biases are not counted. Set it to that, for a plan of almost this model.")
+            raise ModelError(
+                f"{rule}.\nOther biases are not counted. Set the required value for a plan of almost this model."
+            )
 
     def has(self, key: str) -> bool:
         return self._values.get(key) is not None

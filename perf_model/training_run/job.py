@@ -18,11 +18,11 @@ PARAM_BYTES = 2
 
 MAX_LIVE_PARAMETERS = 1_000_000_000
 REDUCE_BUCKET_SIZE = 500_000_000
-"""The number of parameters per bucket and, above, of gathered parameters: DeepSpeed's defaults of
-``reduce_bucket_size`` and ``stage3_max_live_parameters``."""
+"""The most parameters that are gathered at a time, and per reduction bucket: DeepSpeed's defaults of
+``stage3_max_live_parameters`` and ``reduce_bucket_size``."""
 
 MAX_TOKENS = 10**7
-"""Tokens per rank and step. With any model, all numbers of bytes stay below 2^63."""
+"""The most tokens per rank and step. Up to this limit, all numbers of bytes stay below 2^63 for every model."""
 
 CUDA_CONTEXT_BYTES = 2**30
 """GPU memory that the driver, cuBLAS and NCCL take; an assumption."""
