@@ -1,7 +1,7 @@
 """Enable the plugin by the JSON config alone, at almost no cost in programs that do not use DeepSpeed.
 
 PyTorch calls ``activate`` at ``import torch`` (entry point group ``torch.backends``). It registers post-import hooks
-and imports no module of this package that needs torch. Those are imported by an engine whose config has our block.
+and imports no module of this package that needs torch. Such modules are imported once an engine's config has our block.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ def replace_file(path: Path, text: str) -> None:
     A process that reads ``path`` at the same time finds either all of the old or all of the new text. Raise ``OSError``
     if the text cannot be written; ``path`` is unchanged then.
     """
-    # Not a file from ``tempfile``, which only this user could read. The name has the node's name, because processes on
-    # nodes that share the folder may have the same pid.
+    # A file from ``tempfile`` is not used, because only this user could read it. The file's name contains the node's
+    # name, because processes on nodes that share the folder may have the same pid.
     partial = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
     try:
         partial.write_text(text)

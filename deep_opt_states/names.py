@@ -21,7 +21,7 @@ def resembles_config_key(key: object) -> bool:
     DeepSpeed ignores unknown top-level keys, so with a misspelled block, stock DeepSpeed would train unnoticed. No key
     of DeepSpeed itself is as similar: the nearest, ``fp32_optimizer_states``, has a similarity of 0.89.
     """
-    # Users comment a key out by a leading character that is not a letter.
+    # Users disable a key by a leading character that is not a letter.
     if not isinstance(key, str) or key == CONFIG_KEY or not key[:1].isalpha():
         return False
     letters, ours = _letters(key), _letters(CONFIG_KEY)

@@ -93,7 +93,7 @@ def test_lock_that_the_driver_refuses_is_reported_with_the_remedy() -> None:
     assert str(caught.value) == (
         "A rank's host memory must be page-locked, so that transfers overlap; found 0.002 GB refused: "
         "CUDA error: out of memory.\n"
-        "Raise the memlock limit (ulimit -l unlimited; of a container --ulimit memlock=-1), or train on more ranks."
+        "Raise the memlock limit (ulimit -l unlimited; for a container --ulimit memlock=-1), or train on more ranks."
     )
     slab.close()
 

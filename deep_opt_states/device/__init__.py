@@ -1,1 +1,1 @@
-"""Provide streams, events, memory and Adam kernels to the runtime. This package knows torch, but no plan."""
+"""Provide streams, events, memory and Adam kernels to the runtime. This package depends on torch, but not on plans."""

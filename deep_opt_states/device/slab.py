@@ -23,12 +23,12 @@ The returned function first waits for the accelerator's copies from and to the r
 """
 
 LOCK_REMEDY = (
-    "Raise the memlock limit (ulimit -l unlimited; of a container --ulimit memlock=-1), or train on more ranks."
+    "Raise the memlock limit (ulimit -l unlimited; for a container --ulimit memlock=-1), or train on more ranks."
 )
 
 
 class HostMemoryError(RuntimeError):
-    """The error that the host does not have enough memory for the states, or may not provide it."""
+    """The error for a host that does not have enough memory for the states, or may not provide it."""
 
 
 class HostMapping(mmap.mmap):

@@ -87,7 +87,7 @@ def check_ninja(version: str | None, op: CpuAdamOp) -> Finding:
     remedy = "pip install ninja, and activate the virtual environment: it must be on PATH."
     if op.prebuilt:
         return Finding("ninja", Status.WARN, "cannot be run; it is needed when cpu_adam is no longer prebuilt", remedy)
-    # A built op needs it, too: PyTorch asks ninja whether the op is up to date before it loads the op.
+    # A built op needs it, too: PyTorch lets ninja check whether the op is up to date before it loads the op.
     return Finding(
         "ninja", Status.FAIL, "cannot be run; must run, because PyTorch builds and loads cpu_adam with it", remedy
     )

@@ -74,7 +74,7 @@ def check_hook(after: AfterImport, autoload: str | None) -> Finding:
         return Finding(
             topic, Status.FAIL, found, f"Unset {AUTOLOAD}, or import deep_opt_states in the training script."
         )
-    found = "not active after import torch; must be, or the JSON block is ignored"
+    found = "not active after import torch; must be active, or the JSON block is ignored"
     if after.message:
         remedy = (
             'Run python -c "import torch" to see the full error, and reinstall the package that it names with '

@@ -107,7 +107,7 @@ def check_package(requirement: Requirement, version: str | None) -> Finding:
     """Check the version of a required package; ``version`` is None if it is not installed."""
     remedy = f'pip install --upgrade "{requirement}"'
     if version is None:
-        return Finding(requirement.name, Status.FAIL, "not installed; must be", remedy)
+        return Finding(requirement.name, Status.FAIL, "not installed; must be installed", remedy)
     if not requirement.specifier.contains(version, prereleases=True):
         found = f"{version}; must be {requirement.specifier}"
         return Finding(requirement.name, Status.FAIL, found, remedy)

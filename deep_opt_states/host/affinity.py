@@ -37,7 +37,7 @@ class _Moved:
 
 @dataclass
 class _Process:
-    """The bindings of this process. There may be several, one per engine: the latest one is in force.
+    """The bindings of this process. There may be several, one per engine: the latest one applies.
 
     After all bindings have been released, every thread has its original affinity.
     """
@@ -78,7 +78,7 @@ class LaunchBinding:
             _limit_torch_threads()
 
     def release(self) -> None:
-        """Remove the restriction. The binding that was made before it, if any, is in force again."""
+        """Remove the restriction. The binding that was made before it, if any, applies again."""
         with _process.lock:
             if self in _process.bindings:
                 _process.bindings.remove(self)

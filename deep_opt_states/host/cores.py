@@ -1,8 +1,10 @@
 """Choose the cores for a rank's CPU updates, as a pure function of the cores that all ranks of its node may use.
 
+Each rank gets:
+
 - One thread per physical core: the update is limited by the bandwidth of host memory, and a second thread on the same
   core adds none.
-- Cores of its own for every rank, about as many as the others have: the ranks of a node update at the same time, and
+- Cores of its own, about as many as every other rank: the ranks of a node update at the same time, and
   the slowest one determines when the step ends.
 - Cores near the rank's GPU: first touch places memory on the NUMA node of the touching thread, and the GPU copies it
   from there.

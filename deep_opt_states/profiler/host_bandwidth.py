@@ -63,8 +63,9 @@ class HostCopy:
 class HostCopyLatency(HostCopy):
     """A probe of the fixed cost of a copy between host buffers: it times the smallest copies that all threads share.
 
-    The threads have to be woken for each copy. As in training, another thread has updated before with OpenMP threads of
-    its own. OpenMP's threads spin while they wait for work only if all of them together have a core each.
+    The threads have to be woken for each copy. As in training, another thread has run an update before, with OpenMP
+    threads of its own. OpenMP's threads spin while they wait for work only if there are at least as many cores as
+    OpenMP threads in all.
     """
 
     COPIES = 64

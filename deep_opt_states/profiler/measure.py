@@ -43,7 +43,7 @@ CACHE_MULTIPLE = 3
 SMALL_COPY_BYTES = 1024
 
 CPU_MATRIX_SIZE = 1024
-"""The largest matrix on the CPU, which reaches its full speed with it and needs seconds for a matrix of GPU size."""
+"""The largest matrix on the CPU. It is enough for full speed; with a matrix of GPU size the CPU would need seconds."""
 
 
 class ProgressCallback(Protocol):

@@ -97,7 +97,7 @@ def call_on_all_ranks(ranks: Ranks, action: Callable[[], Value]) -> Value:
     failure: Exception | None = None
     try:
         value = action()
-    except Exception as error:  # noqa: BLE001 (the other ranks need it first: they would wait forever)
+    except Exception as error:  # noqa: BLE001 (the other ranks get it first: without it they would wait forever)
         failure = error
     try:
         failures = ranks.gather(None if failure is None else _describe(failure))

@@ -25,7 +25,7 @@ from perf_model.units import gigabytes_per_second, params_per_second, percent, s
 
 @dataclass(frozen=True)
 class Number:
-    """A number as the run has it, and as text for readers."""
+    """A number with the value of the run, and with a text for readers."""
 
     value: float
     text: str

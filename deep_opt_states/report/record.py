@@ -69,7 +69,7 @@ class UpdateRecord:
     """One update that ran.
 
     ``number`` counts the updates of this process from 1, and ``counts`` belongs to the step of the update. ``phases``
-    says when the model waited for the update and when it ran concurrently with it.
+    gives the times when the model waited for the update and when it computed concurrently with it.
     """
 
     number: int

@@ -1,1 +1,1 @@
-"""Execute a schedule on a device. This package never plans, and does not know DeepSpeed."""
+"""Execute a schedule on a device. This package never plans, and does not depend on DeepSpeed."""

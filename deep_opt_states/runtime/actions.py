@@ -1,4 +1,4 @@
-"""Execute the kinds of action, each by one method that a dispatch table selects, and hold the slots they work in.
+"""Execute each kind of action by one method, which a dispatch table selects, and hold the slots that actions use.
 
 The actions update and publish only the rest of each sub-group. They do not write to the early ranges, whose parameters
 the model may already read or write.

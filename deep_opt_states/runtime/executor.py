@@ -2,11 +2,11 @@
 
 Each lane is one stream or one thread, so that all lanes can overlap: the h2d, compute and d2h lanes are streams, and
 the cpu lane is a worker thread. Where an action waits for an action on a stream, an event holds back its stream, and
-the host goes on. Where it waits for an action of the cpu lane, it is not issued before the worker has finished that
+the host continues. Where it waits for an action of the cpu lane, it is not issued before the worker has finished that
 action, because a stream cannot wait for a thread.
 
 The caller's thread issues every action, in the schedule's order, between ``begin`` and ``finish``. Meanwhile the caller
-goes on training: it calls ``publish`` for the parameters that it reads next, and ``advance`` to keep the streams busy.
+continues training. It calls ``publish`` for parameters that it reads next, and ``advance`` to keep the streams busy.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PLACEMENTS = {chain[0]: placement for placement, chain in CHAINS.items()}
 
 
 class UpdateFailed(RuntimeError):
-    """The error that an update stopped half way: some sub-groups are updated, others are not."""
+    """The error for an update that stopped half way: some sub-groups are updated, others are not."""
 
 
 class ActionEvents:
@@ -229,7 +229,7 @@ class Executor:
 
         ``steps`` has one entry per sub-group. The host waits for the caller's stream, and for the early ranges that are
         updated in host memory. Nothing else is issued before ``advance``, ``publish`` or ``finish``, because the caller
-        may have to wait for the whole device before it goes on. A failure is kept in ``failure``, not raised.
+        may have to wait for the whole device before it continues. A failure is kept in ``failure``, not raised.
 
         The class docstring has the rules for reading and writing tensors until ``finish``.
         """
@@ -322,8 +322,8 @@ class Executor:
     def timeline_reader(self) -> Callable[[], Timeline]:
         """Return a function that returns the ``timeline`` of the update that began last, once that has finished.
 
-        The function may be called while the next update goes on, until the update after that is prefetched or begins,
-        which records the events anew.
+        The function may be called while the next update runs, until the update after that is prefetched or begins,
+        which records the events again.
         """
         return partial(self._events.timeline, self._schedule.actions)
 

@@ -1,10 +1,9 @@
-"""Measure how long the caller's stream stands still for an update, and how long it computes concurrently with it.
+"""Measure how long the caller's stream waits for an update, and how long it computes while the update runs.
 
 The caller's stream, on which the model computes, waits for an update in two ways.
 
 1. It waits for the update itself. Events on that stream mark where the wait begins and ends. A host that waits while
-the
-   stream still has work delays nothing: then the second event follows the first at once.
+   the stream still has work delays nothing: then the second event follows the first at once.
 2. It waits for the gathering stream, which gathers parameters that are needed later, and which may itself wait for the
    update. Then events on both streams mark the waits, and only the time in which both streams wait counts. An
    all-gather is not part of the update, and neither is a wait of the gathering stream while the caller's stream still
@@ -38,7 +37,7 @@ class UpdateWaits:
         self._reserved = [Interval(device.event(), device.event()) for _ in range(max_intervals)]
         self._used = 0
         self._waits: list[tuple[Interval, ...]] = []
-        """The waits in the order of the caller's stream, which stands still while all intervals of an entry overlap."""
+        """The waits in the order of the caller's stream, which is blocked while all intervals of an entry overlap."""
         self._in_flight: list[Interval] = []
         """Waits of the gathering stream that the caller's stream has not waited for yet."""
         self.prefetch = device.event()
@@ -131,7 +130,7 @@ class Exposure:
     """The waits for the update that has begun, and the waits for the update before it.
 
     Both sets of events are reserved in the constructor. With two sets, the waits for an update can still be read while
-    the next update goes on.
+    the next update runs.
     """
 
     def __init__(self, device: Device[Any], max_intervals: int) -> None:

@@ -13,9 +13,11 @@ Task: TypeAlias = Callable[[], None]
 Tasks: TypeAlias = "queue.SimpleQueue[tuple[Task, Future[None]] | None]"
 
 EXIT_TIMEOUT_S = 4.0
-"""The longest wait for the lane's thread at exit, and likewise for an update that still runs. Both waits together are
-shorter than the 10 s that launchers wait before they kill a process."""
-"""Seconds to wait for the thread, so that a task that hangs does not delay the end of the process for long."""
+"""The most seconds to wait for the lane's thread at exit, and likewise for an update that still runs.
+
+A task that hangs must not delay the end of the process for long. Both waits together are shorter than the 10 s that
+launchers wait before they kill a process.
+"""
 
 
 class CpuLane(Protocol):

@@ -55,7 +55,7 @@ class ElementRange:
 
     def view(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the view of this range, of shape [numel], of a tensor of shape [sub_group_numel]."""
-        # A schedule makes many views per action. Making none if the range is the whole saves most of the time to issue.
+        # A schedule makes many views per action. Most of the time to issue is saved if a whole range needs no view.
         return whole if self.numel == self.sub_group_numel else whole.narrow(0, self.begin, self.numel)
 
 
@@ -97,7 +97,7 @@ class RangeUpdate:
 class AdamKernel(Protocol):
     """An Adam update whose results have the same bits on every device, except for the bits of a NaN.
 
-    All kernels have NaN in the same places, but IEEE 754 leaves the sign and the payload of a NaN open. On x86, the
+    All kernels have NaN in the same places, but IEEE 754 does not define the sign and the payload of a NaN. On x86, the
     C++ kernel has the same NaN as stock in the states: an invalid operation gives 0xffc00000, and the NaN of an operand
     is propagated. On a GPU every operation gives 0x7fffffff. Parameters rounded to bf16 have 0x7fc0 on both, while
     PyTorch's own conversion on the CPU writes 0xffff in its vectors. Stock skips a step whose norm is NaN, and so does
@@ -111,13 +111,13 @@ class AdamKernel(Protocol):
         """
 
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
-        """Announce the updates of one step, before the first of them.
+        """Set the hyperparameters of the updates of one step. Call this before the first of them.
 
         ``steps`` has one entry per sub-group, in DeepSpeed's order.
         """
 
     def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
-        """Update a range of ``sub_group``, or all of it if ``element_range`` is None, as ``begin_step`` announced.
+        """Update a range of ``sub_group``, or all of it if ``element_range`` is None, with the step of ``begin_step``.
 
         ``tensors`` are those of the range. Sub-groups and ranges may be updated in any order. The bits of an element do
         not depend on the ranges.
@@ -127,7 +127,7 @@ class AdamKernel(Protocol):
         """Update ranges of any sub-groups in one call, with the same bits as one ``update`` per range."""
 
     def restart(self) -> None:
-        """Forget all announced steps, as in a new process: the next step computes beta^t by ``pow``."""
+        """Forget all earlier steps, as in a new process: the next step computes beta^t by ``pow``."""
 
     def close(self) -> None:
         """Free the resources that are not freed with the object."""

@@ -1,6 +1,6 @@
-"""Choose the Adam kernels: ours, in one pass; on the CPU stock's op, in three passes, if ours is unavailable.
+"""Choose the Adam kernels: ours, or on the CPU stock's op if ours is unavailable.
 
-The bits are the same.
+Ours updates in one pass over memory, and stock's op in three passes. The bits are the same.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def cpu_adam(
         arithmetic = known_arithmetic()
         kernel = FusedAdam(arithmetic, betas, adamw=adamw, num_threads=num_threads, cores=cores)
     except KernelUnavailable as unavailable:
-        why = f"{unavailable}\nUpdates on the CPU fall back to DeepSpeedCPUAdam, in three passes: same bits, slower."
+        why = (
+            f"{unavailable}\nUpdates on the CPU fall back to DeepSpeedCPUAdam: the same bits, but three slower passes."
+        )
         return ChosenKernel(StockAdam(num_sub_groups, betas, adamw=adamw), None, why)
     return ChosenKernel(kernel, arithmetic)
 

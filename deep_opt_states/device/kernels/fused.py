@@ -1,6 +1,6 @@
 """Update with Adam in one pass over host memory, with the bits of stock DeepSpeed's three passes.
 
-These scale the gradient, update with Adam, and round to 16 bits.
+The three passes scale the gradient, update with Adam, and round to 16 bits.
 """
 
 from __future__ import annotations

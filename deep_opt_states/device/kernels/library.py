@@ -35,7 +35,7 @@ NAME = f"deep_opt_states_adam_{_digest()}"
 
 
 class KernelUnavailable(RuntimeError):
-    """The error that one of our kernels can be neither loaded nor compiled on this machine."""
+    """The error for a kernel of ours that can be neither loaded nor compiled on this machine."""
 
 
 class InstructionSet(IntEnum):
@@ -96,7 +96,7 @@ class Library:
     def update(self, updates: Sequence[CUpdate], instruction_set: InstructionSet) -> None:
         """Run all ``updates`` on the threads of the first one, and return when all threads are done.
 
-        The GIL is released meanwhile, by ctypes.
+        ctypes releases the GIL during the call.
         """
         if updates:
             self._update((CUpdate * len(updates))(*updates), len(updates), instruction_set)

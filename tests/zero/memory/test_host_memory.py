@@ -125,7 +125,7 @@ def test_a_driver_that_enforces_the_memlock_limit_is_detected_before_the_states_
         "The memory that a rank page-locks must be within the memlock limit, 8.39 MB, if the driver enforces it; found "
         "40.0 GB for 2,500,000,000 parameters (fp32 parameters and moments, gradients, 16-bit parameters), and a trial "
         "above the limit failed: CUDA error: out of memory.\n"
-        "Raise the memlock limit (ulimit -l unlimited; of a container --ulimit memlock=-1), or train on more ranks."
+        "Raise the memlock limit (ulimit -l unlimited; for a container --ulimit memlock=-1), or train on more ranks."
     )
     assert driver.requested == [LIMIT + mmap.PAGESIZE]
     assert driver.locked == {}
