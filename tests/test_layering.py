@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -213,3 +214,12 @@ def test_perf_model_imports_neither_torch_nor_matplotlib_nor_deepspeed() -> None
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Check that the imports form no cycle, including the imports inside functions."""
+    graph = {module: {name for name in imports(path) if name != module} for module, path in modules()}
+    names = graph.keys()
+    # An import of a package runs its __init__ only.
+    graph = {module: imported & names for module, imported in graph.items()}
+    tuple(graphlib.TopologicalSorter(graph).static_order())

@@ -7,20 +7,15 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from perf_model.cli.planning_commands import OVERLAP_CHOICES
 from perf_model.prediction.hardware import HardwareProfile, ProfileError
 from perf_model.presets.machines import MACHINES, MachinePreset
 from perf_model.presets.models import MODELS
 from perf_model.search.budgets import DoesNotFit
 from perf_model.search.planner import SUB_GROUP_SIZES
-from perf_model.training_run.forecast import NO_OVERLAP, Forecast, MemoryLimits, Overlap, find_remedy, forecast
+from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, find_remedy, forecast
 from perf_model.training_run.hf_config import read_hf_config
 from perf_model.training_run.job import Job
 from perf_model.training_run.model import ModelError, ModelShape, require_integer
-
-OVERLAPS = dict(
-    zip(OVERLAP_CHOICES, (NO_OVERLAP, Overlap(forward=False), Overlap(backward=False), Overlap()), strict=True)
-)
 
 MAX_SUB_GROUPS = 10_000
 """Planning for this many sub-groups takes seconds; for many more it would take hours."""
@@ -71,7 +66,9 @@ def read_inputs(options: argparse.Namespace, world_size: int, micro_batch: int) 
             host=profile.host_memory_bytes if options.host_memory_gb is None else options.host_memory_gb,
             pinned=options.pinned_memory_gb,
         ),
-        overlap=OVERLAPS[options.overlap],
+        overlap=Overlap(
+            backward=options.overlap in ("backward", "both"), forward=options.overlap in ("forward", "both")
+        ),
         sub_group_sizes=SUB_GROUP_SIZES if options.sub_group_size is None else (options.sub_group_size,),
         profile_path=None if preset else Path(options.profile),
     )

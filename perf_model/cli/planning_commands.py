@@ -20,8 +20,6 @@ from perf_model.search.budgets import DoesNotFit
 from perf_model.training_run.model import ModelError
 from perf_model.units import GB
 
-OVERLAP_CHOICES = ("none", "backward", "forward", "both")
-
 
 def add_planning_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the parser of each planning command to ``commands``.
@@ -102,7 +100,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     sub_group_size = "parameters per sub-group of a rank; default: the best of several sizes"
     parser.add_argument("--sub-group-size", type=int, help=sub_group_size)
     overlap = "the phases that the update is overlapped with; default: both, as in training"
-    parser.add_argument("--overlap", choices=OVERLAP_CHOICES, default="both", help=overlap)
+    parser.add_argument("--overlap", choices=("none", "backward", "forward", "both"), default="both", help=overlap)
 
 
 def _exit_code(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
