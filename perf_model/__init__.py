@@ -1,7 +1,7 @@
 """Plan the optimizer update: decide where each sub-group of the optimizer state is updated, and in which order.
 
 The package imports only the standard library and numpy, ``rich`` in ``cli``, and matplotlib in ``draw`` when a picture
-is requested. It never imports torch, so that a plan takes well under a second, also for a machine that is not at hand.
+is requested. It never imports torch, so that a plan takes about a second, even for a machine that is not at hand.
 
     HardwareProfile -> CostModel + Workload -> UpdatePlan -> Schedule -> Timeline
 
