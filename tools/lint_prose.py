@@ -29,6 +29,8 @@ PRONOUNS = frozenset(("its", "it", "of", "told", "said"))
 
 HOUSEHOLD_WORDS = frozenset(
     ["tell", "tells", "told", "hear", "hears", "heard", "torn", "lent", "lends", "settle", "settles", "settled"]
+    # These hide which caller, thread or rank is meant.
+    + ["somebody", "nobody", "whoever"]  # noqa: RUF005 (one line per kind of word)
 )
 """Words that have a technical counterpart: report, log, inconsistent, view, wait, the name of the caller."""
 

@@ -353,7 +353,7 @@ def _pinned_bytes(run: EngineRun, engine: Any) -> int:
         return 0
     slab = 0
     if run.plan:
-        reserved = engine.optimizer.ledger.reserved
+        reserved = engine.optimizer.accounting_device.reserved
         slab = sum(reservation.each_bytes for reservation in reserved if reservation.kind is MemoryKind.PINNED)
     return slab + int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
 

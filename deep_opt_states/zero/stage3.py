@@ -5,8 +5,8 @@ sub-group after the other inside ``step()``. Here the hooks collect the hyperpar
 of the last sub-group begins one schedule for all of them.
 
 Persistent parameters, which DeepSpeed keeps gathered, are updated when ``step()`` returns. The rest may be updated
-while the next forward runs (see ``step/update.py`` for the life of an update). Whoever reads or writes parameters,
-states or gradients waits until no update is in flight.
+while the next forward runs (see ``step/update.py`` for the life of an update). Every reader or writer of
+parameters, states or gradients waits until no update is in flight.
 
 The sections of the class:
 
@@ -69,7 +69,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
 
     device: Any
     plan: UpdatePlan
-    ledger: AccountingDevice
+    accounting_device: AccountingDevice
     """The device on which this plugin has reserved its memory, with an account of it."""
     report: UpdateReporter
 
@@ -119,7 +119,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     def _create_fp32_partitions(self) -> None:
         """Create the fp32 states where the plan places them; stock would convert the parameters to new tensors."""
         self._assembly = assembly = assemble(self, self._config, self._accelerator, self._resources)
-        self.plan, self.ledger = assembly.planned.plan, assembly.device
+        self.plan, self.accounting_device = assembly.planned.plan, assembly.device
         self._gradients = assembly.gradients
         for master, state in zip(assembly.masters, assembly.states, strict=True):
             self.fp32_partitioned_groups_flat.append(master)
@@ -382,7 +382,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
 
     def checkpoint_event_prologue(self) -> None:
         """Wait for the update before a load or a save; every rank calls this."""
-        # A failure is raised by whoever uses the states; a load replaces them.
+        # A failure is raised where the states are used next; a load replaces them.
         self._update.synchronize_ranks(raise_failure=False)
         # Report the update now: a load changes DeepSpeed's step count.
         self._update.report()

@@ -140,7 +140,7 @@ def peak_memory() -> dict[str, Any]:
         with shared_folder() as folder, closing_engine(WIDE, block) as engine:
             train(engine, WIDE, folder)
             peak_bytes = torch.cuda.max_memory_allocated() - before_bytes
-            reservations = [] if block is None else engine.optimizer.ledger.reserved
+            reservations = [] if block is None else engine.optimizer.accounting_device.reserved
             on_gpu = [reservation for reservation in reservations if reservation.kind is MemoryKind.ACCELERATOR]
             reserved_bytes = sum(reservation.count * reservation.each_bytes for reservation in on_gpu)
         found["stock" if block is None else str(block)] = {"peak_bytes": peak_bytes, "reserved_bytes": reserved_bytes}

@@ -19,17 +19,17 @@ Call                      Caller                                     Collective 
 ``wait_for``, ``publish`` forward, before it gathers or reads        no                the current stream waits for the
                           parameters                                                   parameters of the sub-groups
 ``advance``               ``step()`` and forward                     no                more actions are enqueued
-``wait``                  whoever reads parameters or states, also   no                this rank's part is done; the
-                          on one rank alone                                            phase is as before
+``wait``                  every reader of parameters or states,      no                this rank's part is done; the
+                          also on one rank alone                                       phase is as before
 ``wait(on_all_ranks)``    backward, on every rank                    no                this rank's part is done;
                                                                                        DEFERRED becomes FINISHED
 ``synchronize_ranks``     on every rank: the next ``step()``,        unless the ranks  IDLE; FAILED on every rank if the
                           checkpoints, gathers outside forward       agree already     update failed on any
-``raise_if_failed``       whoever uses the states                    no                the states are consistent, as far
+``raise_if_failed``       every user of the states                   no                the states are consistent, as far
                                                                                        as this rank knows
 ``forget_failure``        a load that has restored all states        no                FAILED becomes IDLE
 ``close``                 ``destroy()``                              no                all is done and reported; a
-                                                                                       failure that nobody raised is
+                                                                                       failure that was not raised is
                                                                                        logged
 ========================= ========================================== ================= =================================
 
@@ -245,7 +245,7 @@ class Update:
             self.raise_if_failed()
 
     def close(self) -> None:
-        """Wait for the update, log a failure that nobody has raised, and report what was not reported."""
+        """Wait for the update, log a failure that was not raised, and report the updates that were not reported."""
         self.wait()
         self.log_unraised_failure()
         self.report()

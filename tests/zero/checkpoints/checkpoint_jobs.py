@@ -81,7 +81,7 @@ class Places:
         assert addresses == updated_addresses
         assert len(set(addresses)) == len(addresses) >= 15
         kernels = (optimizer._assembly.executor, optimizer._assembly.executor._actions, *optimizer._assembly.kernels)
-        return cls(tuple(addresses), tuple(map(id, kernels)), len(optimizer.ledger.reserved))
+        return cls(tuple(addresses), tuple(map(id, kernels)), len(optimizer.accounting_device.reserved))
 
 
 @contextmanager

@@ -54,7 +54,9 @@ def traffic(recorder: Recorder | None, block: dict[str, Any], accumulation: int)
     )
     with shared_folder() as folder, closing_engine(case, block) as engine:
         optimizer = engine.optimizer
-        reserved = [(reservation.kind.value, reservation.each_bytes) for reservation in optimizer.ledger.reserved]
+        reserved = [
+            (reservation.kind.value, reservation.each_bytes) for reservation in optimizer.accounting_device.reserved
+        ]
         allocated: list[str] = []
         if recorder is None:
             train(engine, case, folder)
@@ -64,7 +66,7 @@ def traffic(recorder: Recorder | None, block: dict[str, Any], accumulation: int)
             assert len(allocated) > 0, "DeepSpeed allocates memory for the norms, at least"
         return {
             "reserved": reserved,
-            "reserved while training": len(optimizer.ledger.reserved) - len(reserved),
+            "reserved while training": len(optimizer.accounting_device.reserved) - len(reserved),
             "allocated": [caller for caller in allocated if caller.startswith(GRADIENT_FILES)],
             "longest": max(param.partition_numel() for group in optimizer.fp16_groups for param in group),
             **asdict(optimizer._gradients.traffic),

@@ -77,8 +77,8 @@ def peak_bytes(block: Block, accumulation: int) -> int:
                 engine.step()
         reserved = 0
         if block is not None:
-            ledger = engine.optimizer.ledger
-            reserved = sum(item.each_bytes for item in ledger.reserved if item.kind.value == "accelerator")
+            accounting_device = engine.optimizer.accounting_device
+            reserved = sum(item.each_bytes for item in accounting_device.reserved if item.kind.value == "accelerator")
         engine.destroy()
     return peak.bytes + reserved
 

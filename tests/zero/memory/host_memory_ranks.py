@@ -46,7 +46,9 @@ def check_that_a_rank_without_memory_stops_all_ranks() -> None:
 
 def check_that_the_ranks_of_a_node_share_its_memory() -> None:
     with closing_engine(CASE, CPU) as engine:
-        (slab_bytes,) = (item.each_bytes for item in engine.optimizer.ledger.reserved if item.kind is MemoryKind.PINNED)
+        (slab_bytes,) = (
+            item.each_bytes for item in engine.optimizer.accounting_device.reserved if item.kind is MemoryKind.PINNED
+        )
     with free_memory(2 * slab_bytes), closing_engine(CASE, CPU):
         pass
     with free_memory(2 * slab_bytes - 1), pytest.raises(HostMemoryError, match="2 ranks"):
@@ -83,7 +85,9 @@ def check_that_a_driver_may_ignore_the_memlock_limit() -> None:
         return lambda: locked.remove(size_bytes)
 
     with memlock_limit(LIMIT_BYTES), locked_with(register), closing_engine(CASE, CPU) as engine:
-        (slab_bytes,) = (item.each_bytes for item in engine.optimizer.ledger.reserved if item.kind is MemoryKind.PINNED)
+        (slab_bytes,) = (
+            item.each_bytes for item in engine.optimizer.accounting_device.reserved if item.kind is MemoryKind.PINNED
+        )
         assert requested == [LIMIT_BYTES + mmap.PAGESIZE, slab_bytes]
         assert locked == [slab_bytes], "the trial allocation is unlocked again"
     print("a driver that ignores the memlock limit stopped no rank", flush=True)

@@ -59,7 +59,7 @@ def main(block: str) -> None:
         "reserved": [],
     }
     if block != "stock":
-        found["reserved"] = [(item.kind.value, item.each_bytes) for item in optimizer.ledger.reserved]
+        found["reserved"] = [(item.kind.value, item.each_bytes) for item in optimizer.accounting_device.reserved]
         engine.destroy()
         del optimizer
         gc.collect()

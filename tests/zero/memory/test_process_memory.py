@@ -57,11 +57,11 @@ def test_the_predicted_memory_is_reserved_and_used_by_the_process(name: str, sto
     plan = planned(BLOCKS[name], ours["numels"])
     assert len(plan.placements) == 6
     predicted = reserved_by_the_runtime(plan, param_bytes=2, accumulates=False, publishes=False)
-    ledger = Counter((kind, each_bytes) for kind, each_bytes in map(tuple, ours["reserved"]))
+    reserved = Counter((kind, each_bytes) for kind, each_bytes in map(tuple, ours["reserved"]))
     expected: Counter[tuple[str, int]] = Counter()
     for item in predicted:
         expected[item.kind.value, item.each_bytes] += item.count
-    assert ledger == +expected
+    assert reserved == +expected
 
     # On the CPU accelerator all reservations are host memory of exactly these sizes. They replace stock's states.
     stocks = total_bytes(reserved_by_stock(planned({"placement": "cpu"}, stock["numels"]), 2))

@@ -68,7 +68,7 @@ def monitored(folder: Path, hardware: str) -> dict[str, Any]:
     block = {**STRIDE_2, "profile": hardware, "report": str(folder / "run")}
     with shared_folder() as checkpoints, closing_engine(case, block) as engine:
         train(engine, case, checkpoints)
-        reserved = sum(reservation.each_bytes for reservation in engine.optimizer.ledger.reserved)
+        reserved = sum(reservation.each_bytes for reservation in engine.optimizer.accounting_device.reserved)
         plan = str(engine.optimizer.plan)
     return {
         "begun": wandb.begun,
