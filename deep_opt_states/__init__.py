@@ -1,4 +1,4 @@
-"""Provide interleaved optimizer offloading for DeepSpeed ZeRO-3, enabled by the JSON config.
+"""How is interleaved optimizer offloading enabled in DeepSpeed ZeRO-3? By one block of the JSON config.
 
 Importing this package has the same effect as its entry point at ``import torch``: the plugin can then be enabled by the
 JSON block ``deep_optimizer_states``. The import loads neither torch nor DeepSpeed.

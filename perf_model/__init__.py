@@ -1,4 +1,4 @@
-"""Plan the optimizer update: decide where each sub-group of the optimizer state is updated, and in which order.
+"""Where is each sub-group of the optimizer state best updated, in which order, and how long does that take?
 
 The package imports only the standard library and numpy, ``rich`` in ``cli``, and matplotlib in ``draw`` when a picture
 is requested. It never imports torch, so that a plan takes about a second, even for a machine that is not at hand.

@@ -1,4 +1,4 @@
-"""Hold the code that several benchmarks share. Each module answers one question:
+"""How do all benchmarks run, compare and report? Each module answers one question:
 
 - ``setting``: which model trains, with which batches, and on which machine?
 - ``sizes``: how large are the models, and how often does each variant run?

@@ -1,1 +1,1 @@
-"""The command line ``deep-opt-states``: ``main.py`` has the parsers, and each command a module ``..._command.py``."""
+"""Which commands does ``deep-opt-states`` have? ``main.py`` has the parsers, and each command is a module."""

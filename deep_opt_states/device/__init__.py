@@ -1,1 +1,1 @@
-"""Provide streams, events, memory and Adam kernels to the runtime. This package depends on torch, but not on plans."""
+"""Which streams, events, memory and Adam kernels does each kind of device provide? No plan is known here."""

@@ -1,4 +1,4 @@
-"""Examine whether training with the plugin can start on this machine, and how to fix the problems if it cannot.
+"""Can training with the plugin start on this machine, and how are the problems fixed if it cannot?
 
 Every check is a function from facts to a ``Finding``. This module collects the facts and runs the checks, and ``cli``
 prints the findings as ``deep-opt-states doctor``. No module here imports torch or DeepSpeed before a check needs it, so

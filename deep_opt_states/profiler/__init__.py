@@ -1,4 +1,4 @@
-"""Measure this machine: run probes and return a ``HardwareProfile``.
+"""How fast are the copies and updates of this machine? The probes return a ``HardwareProfile``.
 
 The method (``method``) is to warm up, repeat, keep every sample and verify the results; a quantity that cannot be
 measured is waived with the reason. The probes (``transfers``, ``host_bandwidth``, ``adam_throughput``,

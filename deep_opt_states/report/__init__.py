@@ -1,1 +1,1 @@
-"""Report the updates of a training run: in the log, to DeepSpeed's monitor, and as a folder with an HTML page."""
+"""How do measured updates compare with the prediction? The log, DeepSpeed's monitor and an HTML page show it."""

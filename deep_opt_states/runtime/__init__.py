@@ -1,1 +1,1 @@
-"""Execute a schedule on a device. This package never plans, and does not depend on DeepSpeed."""
+"""How is a schedule executed on a device? This package never plans, and does not depend on DeepSpeed."""

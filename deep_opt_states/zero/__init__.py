@@ -1,1 +1,1 @@
-"""Adapt DeepSpeed ZeRO-3 to interleaved offloading: the only package that depends on its internals."""
+"""How does DeepSpeed ZeRO-3 run an update as a schedule? Only this package depends on DeepSpeed's internals."""

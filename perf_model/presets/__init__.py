@@ -1,1 +1,1 @@
-"""Presets of machines and models, to plan without having them. They are not measurements of the user's machine."""
+"""Which machines and models can be planned for by name? Presets are not measurements of the user's machine."""

@@ -1,4 +1,4 @@
-"""Predict the published runs of the original artifact with the cost model.
+"""How well does the cost model predict the published runs of the original artifact?
 
 The updates of the artifact are expressed as schedules of ours. The rates of a machine are fitted on a few runs, and
 predict the other runs. Source: arXiv 2410.21316 and its logs, github.com/mauryaavinash95/deep-optimizer-states-results.

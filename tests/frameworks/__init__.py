@@ -1,0 +1,1 @@
+"""Does training with Trainer, TRL, Accelerate and Lightning have the bits of stock?"""

@@ -1,0 +1,1 @@
+"""Do our Adam kernels have the bits of stock's op?"""

@@ -1,0 +1,1 @@
+"""Are the plans, schedules and predictions of ``perf_model`` right?"""

@@ -1,0 +1,1 @@
+"""Do the probes measure the rates that they name?"""

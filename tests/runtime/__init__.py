@@ -1,0 +1,1 @@
+"""Does the executor give the serial bits, whatever the timing?"""

@@ -1,1 +1,1 @@
-"""Adam kernels for the CPU and the GPU. All of them implement the protocol ``adam.AdamKernel``."""
+"""How is Adam computed on the CPU and on the GPU, with the same bits? All kernels implement ``adam.AdamKernel``."""

@@ -1,0 +1,1 @@
+"""Are checkpoints interchangeable with those of stock, also after a run is killed?"""

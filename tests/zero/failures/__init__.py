@@ -1,0 +1,1 @@
+"""Does every rank stop when an update fails or a process ends?"""

@@ -1,0 +1,1 @@
+"""Do gradients have the values of stock, and where are they copied?"""

@@ -1,0 +1,1 @@
+"""How much memory does training take, and is it refused if there is too little?"""

@@ -1,0 +1,1 @@
+"""Do logs, monitor events and reports show the measured times?"""

@@ -1,0 +1,1 @@
+"""Are parameters, moments and losses those of stock, bit for bit?"""

@@ -1,0 +1,1 @@
+"""Is the plugin enabled, refused or disabled as the JSON config requires?"""
