@@ -1,4 +1,4 @@
-"""How does the plugin compare with stock DeepSpeed? ``docs/benchmarking.md`` explains how to run and to add a benchmark.
+"""How does the plugin compare with stock DeepSpeed? ``docs/benchmarking.md`` explains how to run the benchmarks.
 
 Each benchmark answers one question, which is the first line of its file. It is a module, or a package where it needs
 several files:
