@@ -18,6 +18,7 @@ import json
 import os
 import runpy
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -53,7 +54,14 @@ class ForkServer:
         """Fork a process that runs ``module`` as ``__main__``; raise ``RuntimeError`` if the server has ended."""
         output, their_output = os.pipe()
         status, their_status = os.pipe()
-        request = json.dumps({"module": module, "arguments": arguments, "environment": environment}).encode()
+        request = json.dumps(
+            {
+                "module": module,
+                "arguments": arguments,
+                "environment": environment,
+                "ignores_sigint": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+            }
+        ).encode()
         try:
             socket.send_fds(self._requests, [request], [their_output, their_status])
         finally:
@@ -113,6 +121,7 @@ class _Request:
     module: str
     arguments: list[str]
     environment: dict[str, str]
+    ignores_sigint: bool
 
     def become(self, output: int) -> None:
         """Make this process, which was just forked, the requested one."""
@@ -128,6 +137,8 @@ class _Request:
             del os.environ[name]
         os.environ.update(self.environment)
         sys.argv = [self.module, *self.arguments]
+        # A fresh interpreter inherits an ignored signal, for example if pytest runs in the background of a shell.
+        signal.signal(signal.SIGINT, signal.SIG_IGN if self.ignores_sigint else signal.default_int_handler)
         # As in fresh interpreters, ranks that do not set a seed draw different numbers.
         numpy.random.seed()
         torch.default_generator.seed()
