@@ -66,3 +66,11 @@ def test_each_kind_of_dialect_is_refused(tmp_path: Path, now: str, instead: str,
 def test_quoted_code_is_not_judged(tmp_path: Path) -> None:
     quoted = ACCEPTED.replace("A staging slot", 'A slot, as in ``tell(what)`` and "what is told",')
     assert lint(tmp_path / "module.py", quoted).returncode == 0
+
+
+def test_pages_are_checked_without_their_code(tmp_path: Path) -> None:
+    page = "# Title\n\nThe plan `tells` nothing.\n\n    tell\n\n```\ntold\n```\n"
+    assert lint(tmp_path / "page.md", page).returncode == 0
+    done = lint(tmp_path / "page.md", f"{page}The log tells it.\n")
+    assert done.returncode == 1
+    assert "page.md:10: the word 'tells'" in done.stdout

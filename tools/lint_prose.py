@@ -1,11 +1,12 @@
-"""Refuse docstrings, comments and identifiers that do not follow the style of this project.
+"""Refuse docstrings, comments, pages and identifiers that do not follow the style of this project.
 
-``python tools/lint_prose.py [FILE...]`` checks the files, or every Python file of the repository, and prints how the
-prose compares with the figures that we aim for. ``docs/style.md`` explains the style.
+``python tools/lint_prose.py [FILE...]`` checks the files, or every Python and Markdown file of the repository, and
+prints how the prose compares with the figures that we aim for. ``docs/style.md`` explains the style.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
 import re
@@ -66,10 +67,21 @@ def check(files: Sequence[Path]) -> Figures:
     figures = Figures()
     for path in files:
         source = path.read_text(encoding="utf-8")
+        # Only the words of a Markdown page are checked.
+        found = _words_of_page(source, figures) if path.suffix == ".md" else _findings(source, figures)
         name = path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path
-        for line, finding in sorted(_findings(source, figures)):
+        for line, finding in sorted(found):
             figures.findings.append(f"{name}:{line}: {finding}")
     return figures
+
+
+def _words_of_page(text: str, figures: Figures) -> Iterator[tuple[int, str]]:
+    """Check the words of a Markdown page, without its code."""
+    # Code keeps its line breaks, so that lines are counted right.
+    prose = re.sub(r"```.*?```", lambda match: "\n" * match[0].count("\n"), text, flags=re.DOTALL)
+    for number, line in enumerate(prose.splitlines(), start=1):
+        if not line.startswith("    "):
+            yield from ((number, finding) for finding in _words(line, figures))
 
 
 def _findings(source: str, figures: Figures) -> Iterator[tuple[int, str]]:
@@ -155,13 +167,15 @@ def _identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.arg or ""
         elif isinstance(node, ast.Attribute):
             yield node.end_lineno or node.lineno, node.attr
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.lineno, node.name
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler):
+            yield node.lineno, node.name or ""
+        elif isinstance(node, ast.alias):
+            yield node.lineno, node.asname or ""
 
 
 def tracked_files() -> list[Path]:
-    """Return the Python files that git tracks."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    """Return the Python and Markdown files that git knows and does not ignore."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py", "*.md"]
     listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     paths = (REPOSITORY / line for line in listed.stdout.splitlines())
     return [path for path in paths if path.exists()]
@@ -169,7 +183,10 @@ def tracked_files() -> list[Path]:
 
 def main(arguments: Sequence[str]) -> int:
     """Print findings and figures, and return the exit code: 1 if a rule is broken."""
-    figures = check([Path(argument).resolve() for argument in arguments] or tracked_files())
+    parser = argparse.ArgumentParser(description="Check the style of docstrings, comments, pages and names.")
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="default: all files of the repository")
+    files = parser.parse_args(arguments).files
+    figures = check([path.resolve() for path in files] or tracked_files())
     print(*figures.findings, sep="\n", end="\n" if figures.findings else "")
     print(figures)
     too_many = 1000 * figures.whats > MAX_WHAT_PER_1000_WORDS * figures.words

@@ -1,1 +1,1 @@
-"""Find the cores, NUMA nodes and memory of this host, and divide them among the ranks on it."""
+"""Which cores, NUMA nodes and memory does this host give to each rank?"""

@@ -1,1 +1,1 @@
-"""The prediction for a schedule: its time on a given machine, and the memory that it needs."""
+"""How long does a schedule take on a given machine, and how much memory does it need?"""

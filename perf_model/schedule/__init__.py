@@ -1,1 +1,1 @@
-"""The schedule of an update: the actions that it consists of, their order, and the waits between them."""
+"""Which actions does an update consist of, in which order, and which of them wait for which?"""

@@ -1,1 +1,1 @@
-"""Predict the iteration time and the memory of a training run with each way to update its optimizer states."""
+"""How long does an iteration take with each way to update the optimizer states, and does the run fit in memory?"""

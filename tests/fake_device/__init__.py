@@ -1,1 +1,1 @@
-"""A test double of a device: it has CUDA's semantics on the CPU and does its work late, to find races without a GPU."""
+"""Which waits does the runtime miss? A test double of a device, with CUDA's semantics, that does its work late."""

@@ -1,1 +1,1 @@
-"""Use the private names of DeepSpeed: no other folder does."""
+"""Which private names of DeepSpeed does the plugin use? No other folder uses any."""

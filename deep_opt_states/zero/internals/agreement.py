@@ -1,4 +1,4 @@
-"""Let all ranks agree: on a value, on whether an action failed, and after each update on whether that failed.
+"""Let all ranks agree on a value, on whether an action failed, and on whether the last update failed.
 
 Each function is a collective over all ranks.
 """
@@ -29,19 +29,28 @@ def raise_together(action: Callable[[], Value]) -> Value:
     A rank on which it fails raises its own exception. The other ranks, which would otherwise wait for that rank in
     the next collective, raise ``RanksDisagree``, which names the rank and its exception.
     """
-    return same_on_all_ranks(action, lambda _: "no error")
+    return _compare_outcomes(lambda: (action(), "no error"))
 
 
 def same_on_all_ranks(find: Callable[[], Value], describe: Callable[[Value], str]) -> Value:
-    """Return what ``find`` returns on this rank, once ``describe`` is known to give the same text on every rank.
+    """Return the result of ``find`` on this rank, once ``describe`` is known to give the same text on every rank.
 
     Raise the exception of ``find`` on the ranks on which it fails. Raise ``RanksDisagree``, which names the ranks, on
     the other ranks, and on every rank if the descriptions differ.
     """
+
+    def find_and_describe() -> tuple[Value, str]:
+        value = find()
+        return value, describe(value)
+
+    return _compare_outcomes(find_and_describe)
+
+
+def _compare_outcomes(run: Callable[[], tuple[Value, str]]) -> Value:
+    """Run ``run`` on every rank, and return its value if its description is the same on every rank. A collective."""
     failure: Exception | None = None
     try:
-        value = find()
-        description = describe(value)
+        value, description = run()
     except Exception as error:  # noqa: BLE001 (raised below, after the other ranks know)
         failure = error
         description = f"failed with {type(error).__name__}: {error}"

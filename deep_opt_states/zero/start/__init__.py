@@ -1,1 +1,1 @@
-"""Check, plan and reserve everything that the updates need: once, before the first step."""
+"""How are the updates checked, planned and built, once, before the first step?"""

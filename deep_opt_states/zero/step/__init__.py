@@ -1,1 +1,1 @@
-"""Run each step: from the first gradient to the last updated parameter."""
+"""How does each step run, from the first gradient to the last updated parameter?"""

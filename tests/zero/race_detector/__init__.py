@@ -1,4 +1,4 @@
-"""Detect data races of the real ZeRO-3 engine, which runs on CPU tensors with streams and events that only record.
+"""Which accesses of the real ZeRO-3 engine are not ordered? It runs on CPU tensors, and its streams and events record.
 
 Every operation is executed at once, in the order in which the host issues it, so the numbers are right. The record
 shows the races that a GPU could run into: two accesses to the same memory, at least one of them a write, that are
