@@ -47,13 +47,13 @@ stress: $(INSTALLED)  ## Search for races with new seeds for MINUTES=10; SEED=..
 	@$(WITH_NINJA) $(VENV)/bin/python -m tests.stress --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 gpu-check:  ## Run tests/gpu and the profile on a machine with a GPU, with PYTHON=python3; 9 minutes
-	@$(PYTHON) -m tests.gpu.check check
+	@$(PYTHON) -m tests.gpu.run_parts check
 
 gpu-measure:  ## Run small benchmarks of copies, Adam and overlap on a machine with a GPU; 7 minutes
-	@$(PYTHON) -m tests.gpu.check measure
+	@$(PYTHON) -m tests.gpu.run_parts measure
 
 gpu-bench:  ## Run benchmarks with billions of parameters on a machine with a GPU; 9 minutes
-	@$(PYTHON) -m tests.gpu.check bench
+	@$(PYTHON) -m tests.gpu.run_parts bench
 
 lint: $(INSTALLED)  ## Check style, prose and types
 	$(VENV)/bin/ruff check .

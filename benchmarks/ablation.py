@@ -1,4 +1,4 @@
-"""How much does each part gain by itself? Each variant switches on one more part than the variant before.
+"""How much speedup does each part of the plugin add? Each variant switches on one more part than the variant before.
 
 The parts are asynchronous gradients, which are DeepSpeed's default; our schedule, with stock's kernel; the fused
 kernel; streaming, if the plan finds that it pays off; overlap with backward; overlap with the next forward.

@@ -195,7 +195,7 @@ class _RuleError(ValueError):
         self.message = _message(key, rule, found, remedy)
 
 
-class _Rule(NamedTuple):
+class _KeyRule(NamedTuple):
     """The rule for one key, as an error message states it."""
 
     rule: str
@@ -204,54 +204,54 @@ class _Rule(NamedTuple):
 
 
 _RULES = {
-    "enabled": _Rule("must be true or false", "Leave it out to enable the plugin."),
-    "placement": _Rule(
+    "enabled": _KeyRule("must be true or false", "Leave it out to enable the plugin."),
+    "placement": _KeyRule(
         'must be "planned", "cpu", "streamed", "stride", "fraction", '
         'or a list with "cpu", "streamed" or "resident" for each sub-group',
         "Leave it out for the placement that is predicted to be fastest on this machine.",
     ),
-    "profile": _Rule(
+    "profile": _KeyRule(
         "must be a path",
         "Write a profile with: deep-opt-states profile --output profile.json. Without it, a quick profile is measured.",
     ),
-    "update_stride": _Rule(
+    "update_stride": _KeyRule(
         "must be an integer of at least 2",
         'Every k-th sub-group is updated on the GPU; for all of them, use "placement": "streamed".',
         example="2",
     ),
-    "gpu_fraction": _Rule(
+    "gpu_fraction": _KeyRule(
         "must be a number from 0 to 1",
         "It is the share of the parameters that is updated on the GPU.",
         example="0.5",
     ),
-    "num_slots": _Rule(
+    "num_slots": _KeyRule(
         "must be an integer of at least 1",
         "It is the number of staging slots on the GPU for streamed sub-groups; with 2, transfers and updates overlap.",
     ),
-    "cpu_threads": _Rule(
+    "cpu_threads": _KeyRule(
         "must be an integer of at least 1",
         "It is the number of update threads per rank; leave it out for one per physical core of the rank's share.",
     ),
-    "bind_cores": _Rule(
+    "bind_cores": _KeyRule(
         "must be true or false",
         "Leave it out to pin the update's threads and all other threads to separate cores.",
     ),
-    "gpu_memory_gb": _Rule(
+    "gpu_memory_gb": _KeyRule(
         "must be a number of at least 0",
         "It is the memory of each GPU, in GB, that the optimizer may use; leave it out for a tenth of that memory.",
     ),
-    "gpu_memory_margin_gb": _Rule(
+    "gpu_memory_margin_gb": _KeyRule(
         "must be a number of at least 0",
         "It is the memory of each GPU, in GB, that stays free when slots are added for prefetching during backward.",
     ),
-    "overlap_backward": _Rule(
+    "overlap_backward": _KeyRule(
         "must be true or false", "Leave it out to prefetch the states of streamed sub-groups during backward."
     ),
-    "overlap_forward": _Rule(
+    "overlap_forward": _KeyRule(
         "must be true or false",
         "Leave it out to overlap the update with the next forward, until forward needs the updated parameters.",
     ),
-    "report": _Rule(
+    "report": _KeyRule(
         "must be a path",
         "Rank 0 writes its measurements into that folder, for: deep-opt-states report FOLDER. To set how often the log "
         'has a line, use "steps_per_print" in the DeepSpeed config, outside this block.',

@@ -21,7 +21,7 @@ from typing import Any
 import deepspeed
 import torch
 from common.byte_gpt import ByteGPT, Shape, StdlibText
-from common.demo_report import DemoRun, Record, compare, print_report
+from common.demo_report import DemoRecord, DemoRun, compare, print_report
 from common.one_rank import be_the_only_rank_unless_launched
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import CPUAdamBuilder
@@ -69,11 +69,11 @@ def main() -> int:
 
     ds_config = json.loads((EXAMPLES / "ds_config.json").read_text())
     del ds_config["deep_optimizer_states"]
-    stock = Variant(make_engine(ds_config, STOCK_CLASS))
-    plugin = Variant(make_engine({**ds_config, "deep_optimizer_states": SERIAL_BLOCK}, PLUGIN_CLASS))
+    stock = DemoVariant(make_engine(ds_config, STOCK_CLASS))
+    plugin = DemoVariant(make_engine({**ds_config, "deep_optimizer_states": SERIAL_BLOCK}, PLUGIN_CLASS))
     console.print(f"stock:  {STOCK_CLASS}\nplugin: {PLUGIN_CLASS}", highlight=False)
     train([stock, plugin], "training both", console)
-    overlapped = Variant(make_engine({**ds_config, "deep_optimizer_states": BLOCK}, PLUGIN_CLASS))
+    overlapped = DemoVariant(make_engine({**ds_config, "deep_optimizer_states": BLOCK}, PLUGIN_CLASS))
     train([overlapped], "training overlapped, alone", console)
 
     run = DemoRun(
@@ -127,11 +127,11 @@ def make_engine(ds_config: dict[str, Any], optimizer_class: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Variant:
+class DemoVariant:
     """An engine and its measurements."""
 
     engine: Any
-    record: Record = field(default_factory=Record)
+    record: DemoRecord = field(default_factory=DemoRecord)
 
     def train_step(self, inputs: Tensor, targets: Tensor) -> None:
         """Train one step and record its times, its loss and its gradient norm."""
@@ -165,7 +165,7 @@ def now_s() -> float:
     return time.perf_counter()
 
 
-def train(variants: Sequence[Variant], title: str, console: Console) -> None:
+def train(variants: Sequence[DemoVariant], title: str, console: Console) -> None:
     """Train all steps of the ``variants``, which alternate in who trains a step first."""
     text = StdlibText()
     columns = (

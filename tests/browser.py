@@ -1,4 +1,4 @@
-"""Drive a headless Chromium over its debugging pipe, and ask it in JavaScript for what a reader would see of a page."""
+"""Control a headless Chromium over its debugging pipe, and use JavaScript to read the visible content of a page."""
 
 from __future__ import annotations
 

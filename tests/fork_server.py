@@ -5,9 +5,9 @@ pytest. It starts no thread, no process group and no parallel region before it f
 libraries as a fresh interpreter that has just imported them. Each rank is a process and a session of its own, and runs
 its module as ``__main__``.
 
-A forked rank differs from a fresh interpreter in two ways: modules are imported already, and all ranks of a worker hash
-strings alike. Tests that need a fresh interpreter start their ranks with ``fresh=True``; ``tests.launch.run_ranks``
-itself starts those that set variables which are read when modules are imported.
+A forked rank differs from a fresh interpreter in two ways: modules are imported already, and all ranks of a worker use
+the same hash of a string. Tests that need a fresh interpreter start their ranks with ``fresh=True``;
+``tests.launch.run_ranks`` itself starts those that set variables which are read when modules are imported.
 """
 
 from __future__ import annotations

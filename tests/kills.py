@@ -1,7 +1,7 @@
 """Kill runs with SIGKILL at random moments, and compare the runs that resume from their last checkpoint with stock.
 
 The command is ``python -m tests.kills --kills 20``. The moments of the kills are in forward, backward, an update and a
-save, in turn. The seed determines them, up to the timing of the machine.
+save, in rotation. The seed determines them, up to the timing of the machine.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ import torch
 
 from benchmarks import copy
 from benchmarks.harness.rows import Waived
-from tests.gpu import check as gpu_check
+from tests.gpu import run_parts
 from tests.gpu import test_sanitizer as sanitizer
-from tests.gpu.check import GPU_LIMIT_S, Part, bench_parts, check, measure_parts, parts, pytest_command
+from tests.gpu.run_parts import GPU_LIMIT_S, Part, bench_parts, check, measure_parts, parts, pytest_command
 from tests.gpu.time_left import PART_ENDS, REPORT_S, seconds_left
 from tests.launch import REPOSITORY
 
@@ -101,7 +101,7 @@ def test_a_part_that_cannot_be_killed_does_not_delay_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check this with a process that ignores SIGABRT and is not killed, as if it were inside the driver of a GPU."""
-    monkeypatch.setattr(gpu_check, "kill_all", lambda _: None)
+    monkeypatch.setattr(run_parts, "kill_all", lambda _: None)
     ignores = (
         "import os, signal, time; signal.signal(signal.SIGABRT, signal.SIG_IGN); "
         "print(os.getpid(), flush=True); time.sleep(600)"

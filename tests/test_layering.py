@@ -1,8 +1,9 @@
-"""Check which package imports which: data flows in one direction."""
+"""Check which package imports which, so that data flows in one direction, and that no two classes have one name."""
 
 from __future__ import annotations
 
 import ast
+import collections
 import graphlib
 import subprocess
 import sys
@@ -223,3 +224,17 @@ def test_no_module_imports_itself_through_others() -> None:
     # An import of a package runs its __init__ only.
     graph = {module: imported & names for module, imported in graph.items()}
     tuple(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_no_two_classes_of_the_repository_have_the_same_name() -> None:
+    """Check all classes, including those inside functions and classes. Leading underscores make no difference."""
+    tracked = subprocess.check_output(["git", "ls-files", "*.py"], cwd=REPOSITORY, text=True).splitlines()
+    places = collections.defaultdict(list)
+    for path in tracked:
+        # A file that was moved or deleted is tracked until the next commit.
+        if (REPOSITORY / path).exists():
+            for node in ast.walk(ast.parse((REPOSITORY / path).read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places[node.name.lstrip("_")].append(f"{path}:{node.lineno}")
+    assert len(places) > 100, "the classes are found"
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

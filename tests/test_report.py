@@ -1,4 +1,4 @@
-"""Test what is reported about an update, where and when, and how the prediction is compared with the measurement."""
+"""Test the reports on updates: their content, time and place, and the comparison of prediction and measurement."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_the_plan_is_logged_at_the_end_if_something_was_updated() -> None:
         assert log == expected
 
 
-class Broken:
+class FailingSink:
     """A sink that fails at each update."""
 
     name = "the broken sink"
@@ -187,7 +187,7 @@ class Broken:
 
 
 def test_a_sink_that_fails_is_logged_once_and_disabled_while_the_others_continue() -> None:
-    broken, lines = Broken(), list[str]()
+    broken, lines = FailingSink(), list[str]()
     (message,) = reported(None, [1.0] * 3, [broken, ProgressLine(1, lines.append)])
     assert message.startswith("the broken sink: the update cannot be reported there: OSError: no space left.")
     assert broken.calls == 1

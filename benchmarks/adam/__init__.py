@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.adam import cpu, gpu
+from benchmarks.adam import adam_cpu, adam_gpu
 from benchmarks.harness.charts import Bars
 from benchmarks.harness.rows import Row
 from benchmarks.harness.setting import measured_profile
@@ -39,11 +39,11 @@ def measure(*, quick: bool) -> Iterator[Row]:
     if torch.cuda.is_available():
         # The GPU comes first: if the run is stopped by a time limit, the other rows may be missing.
         for grad_dtype in (torch.bfloat16, torch.float32):
-            yield from gpu.compare(numel, grad_dtype, count)
+            yield from adam_gpu.compare(numel, grad_dtype, count)
     else:
         yield Row(variant="GPU, ours", quantity="update rate", waived=NO_GPU)
     for threads in sorted({threads for threads in THREADS if threads < cores} | {cores}):
-        yield from cpu.compare(numel, threads, count)
+        yield from adam_cpu.compare(numel, threads, count)
     yield from _during_transfers()
 
 

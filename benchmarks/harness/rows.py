@@ -34,7 +34,7 @@ BENCHMARKS = {
     "update_phase": "How long does the update take, compared with stock and DeepSpeed's other ways to offload?",
     "overlap": "How much of the update is exposed, with overlap off, in backward, in forward, and in both?",
     "training_step": "How long does an iteration take, by phase, micro-batch, accumulation and model size?",
-    "ablation": "How much does each part gain by itself?",
+    "ablation": "How much speedup does each part of the plugin add?",
     "trace": "Where does the time of a step go?",
     "exactness": "Are losses and weights identical to stock's over hundreds of steps?",
     "model_error": "How accurate are the predictions, by placement?",

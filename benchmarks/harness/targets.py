@@ -20,10 +20,10 @@ GPU_COMMAND = "`make gpu-bench PYTHON=python3` on a machine with a GPU"
 class Target:
     """Bounds for the median of ``quantity``.
 
-    The target is met if the median lies within the bounds for each variant whose name matches the pattern ``variant``
-    and for every setting that has the values of ``where``. It applies to machines with a GPU, or to machines with 2
-    cores and no GPU. ``limit`` names another quantity of the same variant and setting: where the target is missed, it
-    shows what would have been possible.
+    The target concerns all rows whose variant matches the pattern ``variant`` and whose setting has the values of
+    ``where``. It is met if the median of each of these rows is within the bounds. It applies either to machines with a
+    GPU, or to machines with 2 cores and no GPU, depending on ``on_gpu``. ``limit`` names another quantity of the same
+    variant and setting. If the target is missed, that quantity shows the value that would have been possible.
     """
 
     description: str

@@ -75,7 +75,7 @@ def memory() -> HostMemory:
 def kernel_id(boot_id: Path = Path("/proc/sys/kernel/random/boot_id")) -> str:
     """Return an identifier of the running kernel, or the host's name if it has none.
 
-    It is the same in all containers on this kernel, and all of them number the CPUs alike.
+    It is the same in all containers on this kernel. A CPU also has the same number in all of them.
     """
     try:
         return boot_id.read_text().strip()

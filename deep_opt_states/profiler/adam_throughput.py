@@ -193,10 +193,10 @@ class HostUpdatesDuringTransfers:
 
 
 class DeviceUpdates:
-    """A probe that times Adam on the accelerator as training launches it, ``LAUNCHES`` times ``numel`` parameters.
+    """A probe that times Adam on the accelerator as in training: ``LAUNCHES`` launches of ``numel`` parameters each.
 
-    It takes fewer parameters if memory is short. One launch updates so many that it drives its own states out of the
-    GPU's caches.
+    If memory is short, each launch updates fewer parameters. The states of one launch are larger than the GPU's caches,
+    so that each launch reads its states from the GPU's memory.
     """
 
     def __init__(self, device: Device[Any], numel: int, kernel: AdamKernel) -> None:
@@ -224,7 +224,7 @@ class DeviceUpdates:
 def _states_that_fit(device: Device[Any], numel: int) -> list[AdamTensors]:
     """Return states of ``LAUNCHES`` sub-groups of ``numel`` parameters each.
 
-    Halve ``numel`` as often as the accelerator has no memory for them. Raise ``torch.OutOfMemoryError`` if even
+    Halve ``numel`` until they fit in the accelerator's memory. Raise ``torch.OutOfMemoryError`` if even
     ``MIN_LAUNCH_NUMEL`` parameters do not fit.
     """
     while True:

@@ -34,11 +34,12 @@ class Probe(Protocol):
 class ProbeEffort:
     """The sizes and the number of repetitions of the probes.
 
-    ``budget_s`` is the time for all repetitions of one probe; at least ``min_samples`` are run, however long they take.
+    ``budget_s`` is the time for all repetitions of one probe; at least ``min_samples`` are run, even if this takes
+    longer.
     ``update_numel`` and ``copy_bytes`` are the amounts that a rank updates and copies at a time; the probes use more if
-    the caches could hold them. ``launch_numel`` is the number of parameters that one launch updates on the accelerator:
-    so many that the kernel takes far longer than the gap between two launches. ``matrix_size`` is the number of rows of
-    a square matrix.
+    the caches could hold them. ``launch_numel`` is the number of parameters that one launch updates on the accelerator.
+    It is large enough for the kernel to take far longer than the gap between two launches. ``matrix_size`` is the
+    number of rows of a square matrix.
     """
 
     warm_ups: int

@@ -50,7 +50,7 @@ def seconds_by_kind(timeline: Timeline) -> dict[ActionKind, float]:
 
 @dataclass(frozen=True)
 class PredictedUpdate:
-    """The timeline of an update, the seconds of it that are exposed, and the phases of the model in the meantime."""
+    """The timeline of an update, its exposed seconds, and the phases of the model during the update."""
 
     timeline: Timeline
     exposed_s: float

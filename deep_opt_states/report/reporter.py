@@ -73,7 +73,11 @@ class UpdateReporter:
         _ALIVE.add(self)
 
     def updated(self, phases: Sequence[PhaseSpan], timeline: Callable[[], Timeline]) -> None:
-        """Report one update, around which the model was in ``phases``; ``timeline`` is called only if it is needed."""
+        """Report one update.
+
+        ``phases`` are the phases of the model before, during and after the update. ``timeline`` returns the measured
+        timeline; it is called only if a reported number needs it.
+        """
         self._updates += 1
         record = UpdateRecord(self._updates, self._read_counts(), phases, self._work, timeline)
         if self._predict is not None and self._updates > WARM_UPDATES:

@@ -41,7 +41,7 @@ _PLACEMENTS = {chain[0]: placement for placement, chain in CHAINS.items()}
 
 
 class UpdateFailed(RuntimeError):
-    """The error for an update that stopped half way: some sub-groups are updated, others are not."""
+    """The error for an update that was applied only in part: some sub-groups are updated, others are not."""
 
 
 class ActionEvents:
@@ -344,9 +344,9 @@ class Executor:
         Its cause is the failure itself, with the traceback.
         """
         error = UpdateFailed(
-            f"The optimizer update stopped half way ({type(self.failure).__name__}: {self.failure}). Parameters and "
-            f"optimizer states are inconsistent, since some are updated and others are not: they will not be used or "
-            f"saved. Fix the cause below, and continue from the last checkpoint."
+            f"The optimizer update was applied only in part ({type(self.failure).__name__}: {self.failure}). "
+            f"Parameters and optimizer states are inconsistent, since some are updated and others are not: they will "
+            f"not be used or saved. Fix the cause below, and continue from the last checkpoint."
         )
         error.__cause__ = self.failure
         return error

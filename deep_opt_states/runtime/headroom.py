@@ -45,7 +45,7 @@ class Headroom:
             self._alloc_retries = alloc_retries
             return
         if alloc_retries > self._alloc_retries:
-            # Memory was short, for whatever reason. Training can do without the added slots, so give up half of them.
+            # Memory was short, for any reason. Training does not need the added slots, so give up half of them.
             self._alloc_retries = alloc_retries
             self._max_slots = self.slots // 2
         self.slots = max(0, min(self._max_slots, (least - self._margin_bytes) // self._slot_bytes))

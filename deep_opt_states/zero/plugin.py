@@ -79,8 +79,8 @@ def check_engine(engine: Any) -> None:
     """Check an engine whose config has our block, before it partitions the model.
 
     An engine without an optimizer has the block if its config is derived from the config of the training: TRL's
-    reference model, a teacher, an evaluation. It runs as stock DeepSpeed, whatever else its config contains. Raise
-    ``ConfigError`` or ``Unsupported``.
+    reference model, a teacher, an evaluation. It runs as stock DeepSpeed, and the other settings in its config are not
+    checked. Raise ``ConfigError`` or ``Unsupported``.
     """
     if _enabled_config(config_of(engine)) is None:
         return

@@ -70,7 +70,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     device: Any
     plan: UpdatePlan
     accounting_device: AccountingDevice
-    """The device on which this plugin has reserved its memory, with an account of it."""
+    """The device on which this plugin has reserved its memory, with a record of each reservation."""
     report: UpdateReporter
 
     _assembly: Assembly
@@ -344,7 +344,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
 
     def _post_step(self, timer_names: Any) -> None:
         super()._post_step(timer_names)
-        # The next all-gather must wait for the caller's stream. The pre-forward hook of ``Gathers`` also asks for that,
+        # The next all-gather must wait for the caller's stream. The pre-forward hook of ``Gathers`` also ensures that,
         # but it does not run if a submodule is called directly and not through the engine.
         self._gathers.order_after_caller()
         # After ``super()``: with several ranks, stock waits for the whole device when it has gathered the persistent

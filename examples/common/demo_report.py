@@ -16,7 +16,7 @@ from perf_model.schedule.schedule import format_grid
 
 
 @dataclass
-class Record:
+class DemoRecord:
     """The measurements of one variant, with one entry per step.
 
     ``step_s`` is the duration of a step, and ``update_s`` the part of it that ``engine.step()`` took, in seconds.
@@ -48,8 +48,8 @@ class DemoRun:
     The names with ``overlapped_`` belong to a third variant, whose update overlaps with the next forward.
     """
 
-    stock: Record
-    plugin: Record
+    stock: DemoRecord
+    plugin: DemoRecord
     timed: slice
     comparisons: Sequence[Comparison]
     overlapped_comparisons: Sequence[Comparison]
@@ -66,7 +66,10 @@ class DemoRun:
 
 
 def compare(
-    stock: Record, plugin: Record, stock_states: Mapping[str, list[Tensor]], plugin_states: Mapping[str, list[Tensor]]
+    stock: DemoRecord,
+    plugin: DemoRecord,
+    stock_states: Mapping[str, list[Tensor]],
+    plugin_states: Mapping[str, list[Tensor]],
 ) -> list[Comparison]:
     """Compare losses and gradient norms of every step, and every element of the states after the last step."""
     pairs = {

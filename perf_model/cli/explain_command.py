@@ -67,11 +67,11 @@ def _resources(found: Forecast) -> TableContents:
 def _sub_groups(found: Forecast) -> TableContents:
     """Return one row per size and placement of sub-groups. A move is that of the middle one of these sub-groups."""
     plan = found.planned.plan
-    alike: dict[tuple[Placement, int], list[int]] = defaultdict(list)
+    by_placement_and_numel: dict[tuple[Placement, int], list[int]] = defaultdict(list)
     for sub_group, placement in zip(plan.workload.sub_groups, plan.placements, strict=True):
-        alike[placement, sub_group.numel].append(sub_group.index)
+        by_placement_and_numel[placement, sub_group.numel].append(sub_group.index)
     rows: list[Sequence[str]] = []
-    for (placement, numel), indices in alike.items():
+    for (placement, numel), indices in by_placement_and_numel.items():
         loads = (f"{kind.value} {seconds(found.cost.load(kind, numel).total_s)}" for kind in CHAINS[placement])
         middle = indices[len(indices) // 2]
         moved = ["here" if other is placement else _moved(found, middle, other) for other in Placement]

@@ -19,10 +19,11 @@ NUM_STAGING_BUFFERS = 3
 """The number of buffers for gradients on their way to host memory: one is filled, one is copied down, one is free."""
 
 LARGEST_STAGING_BUFFER_BYTES = 64 * MIB
-"""The size from which on a link reaches its full speed."""
+"""The upper limit of a staging buffer's size. With a buffer of this size, a link reaches its full speed."""
 
 SMALLEST_STAGING_BUFFER_BYTES = 64 * 2**10
-"""The size below which nothing is saved: PyTorch takes blocks of up to 1 MiB from the device in segments of 2 MiB."""
+"""The lower limit of a staging buffer's size. A smaller buffer would save no memory, because PyTorch takes blocks of up
+to 1 MiB from the device in segments of 2 MiB."""
 
 
 class MemoryKind(Enum):

@@ -60,11 +60,6 @@ class Timeline:
         return max((span.end_s for span in self.spans), default=0.0)
 
     @property
-    def makespan_s(self) -> float:
-        """Return the seconds from 0, or from the first action if that is earlier, to the end of the last action."""
-        return self.end_s - min((span.start_s for span in self.spans if span.start_s < 0), default=0.0)
-
-    @property
     def active_s(self) -> float:
         """Return the seconds in which at least one action ran."""
         active_s, until_s = 0.0, float("-inf")

@@ -1,11 +1,17 @@
 """Compute lower bounds: no schedule can finish before its busiest resource has done its work.
 
-Let x be the share of the parameters that is streamed, and r the resident share; the CPU updates the rest. A constraint
-(``resource_constraints.py``) is then busy for T(x, r) = (x * streamed + r * resident + (1 - x - r) * cpu) * numel
-seconds. The update takes at least the maximum of T over the constraints, and the best update takes at least the minimum
-of that maximum over x and r. Whatever a resident share uses, a streamed share uses at least as much of it. So at the
-minimum, either nothing is streamed or as many parameters are resident as fit. Hence the minimum is on one of two
-straight lines: at an end, or where two constraints cross.
+Let x be the share of the parameters that is streamed, and r the share that is resident. The CPU updates the other
+parameters, the share 1 - x - r. Let ``streamed``, ``resident`` and ``cpu`` be the seconds per parameter that a
+constraint (``resource_constraints.py``) assigns to each placement. Then the constraint is busy for
+
+    T(x, r) = (x * streamed + r * resident + (1 - x - r) * cpu) * numel
+
+seconds. An update takes at least the maximum of T over all constraints. So the best update takes at least the minimum
+of this maximum over x and r.
+
+A streamed parameter uses at least as much of each constraint as a resident one. So at the minimum, either nothing is
+streamed, or as many parameters are resident as fit. Each of these two cases is a straight line in the plane of x and r.
+On a line, the minimum is at an end, or at a point where two constraints have the same T.
 """
 
 from __future__ import annotations
@@ -121,9 +127,13 @@ def work_bound(numel: int, cost: CostModel, capacity: ResidentCapacity = NO_CAPA
 def exposed_bound(numel: int, cost: CostModel, windows: Windows, capacity: ResidentCapacity = NO_CAPACITY) -> Bound:
     """Return a lower bound of the exposed time of the update, at least 0 s.
 
-    It is the busy time of each constraint minus the time that backward and forward can hide. Forward can hide any work
-    while it lasts. For backward there are three rows per constraint: it hides at most as long as it lasts, it hides
-    nothing but prefetches, and it hides only the prefetches that fit on the accelerator next to the residents.
+    The bound is the maximum, over all constraints, of the busy time minus the time that backward and forward can hide.
+    Forward can hide any work, but no more than its own duration. The time that backward can hide has three limits, and
+    each constraint has one row per limit:
+
+    1. It is at most the duration of backward.
+    2. It is at most the time of all prefetches, because backward hides no other action.
+    3. It is at most the time of the prefetches that fit on the accelerator next to the resident states.
     """
     constraints = ResourceConstraints.from_cost(cost)
     prefetch_s = constraints.seconds[:, KINDS.index(ALLOWED_IN_BACKWARD)]

@@ -1,10 +1,12 @@
 """Derive the constraints on the speed of an update: the seconds that each of them takes per parameter.
 
-A constraint assigns seconds per parameter to each kind of action. However actions overlap, they use up at most one of
-these seconds per second of real time, so an update takes at least the sum over all its actions. Each resource is such
-a constraint, by the amounts that actions use of it. Sharper constraints follow from the speeds of concurrent actions
-(``cost.relative_speeds``): the seconds that satisfy all of these speeds form a polytope, and its corners are the
-constraints that cannot be raised any further.
+A constraint assigns to each kind of action a number of seconds per parameter. The numbers are chosen such that all
+actions together complete at most one of these seconds per second of real time, even if actions overlap. So an update
+takes at least the sum of the seconds of all its actions.
+
+Each resource gives one constraint: the amount of the resource that an action uses per parameter, divided by the
+capacity. Sharper constraints follow from the speeds of concurrent actions (``cost.relative_speeds``). The seconds that
+are possible at all of these speeds form a polytope. Its corners are the constraints that cannot be raised any further.
 """
 
 from __future__ import annotations

@@ -35,10 +35,10 @@ def parse_hf_config(text: str, name: str) -> ModelShape:
     family = config.get("model_type")
     if not isinstance(family, str) or family not in _READERS:
         raise ModelError(f"model_type: must be one of {', '.join(_READERS)}, found {shorten(family)}.\n{_FAMILIES}")
-    return _READERS[family](_Config(config), name)
+    return _READERS[family](_HuggingFaceConfig(config), name)
 
 
-class _Config:
+class _HuggingFaceConfig:
     """The values of a config. Hugging Face has one default for a missing key, and another one for a null value."""
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ class _Config:
 
 
 def _llama_like(
-    config: _Config,
+    config: _HuggingFaceConfig,
     name: str,
     *,
     kv_heads: int | None = None,
@@ -101,18 +101,18 @@ def _llama_like(
     )
 
 
-def _llama(config: _Config, name: str) -> ModelShape:
+def _llama(config: _HuggingFaceConfig, name: str) -> ModelShape:
     config.require_flag("attention_bias", counted=False)
     config.require_flag("mlp_bias", counted=False)
     return _llama_like(config, name)
 
 
-def _qwen3(config: _Config, name: str) -> ModelShape:
+def _qwen3(config: _HuggingFaceConfig, name: str) -> ModelShape:
     config.require_flag("attention_bias", counted=False)
     return _llama_like(config, name, kv_heads=32, head_dim=128, qk_norm=True)
 
 
-def _gpt2(config: _Config, name: str) -> ModelShape:
+def _gpt2(config: _HuggingFaceConfig, name: str) -> ModelShape:
     hidden = config.integer("n_embd", "hidden")
     shape = gpt(
         name,
@@ -129,7 +129,7 @@ def _gpt2(config: _Config, name: str) -> ModelShape:
     )
 
 
-def _gpt_neox(config: _Config, name: str) -> ModelShape:
+def _gpt_neox(config: _HuggingFaceConfig, name: str) -> ModelShape:
     config.require_flag("attention_bias", counted=True)
     shape = gpt(
         name,
@@ -146,7 +146,7 @@ def _gpt_neox(config: _Config, name: str) -> ModelShape:
     )
 
 
-_READERS: dict[str, Callable[[_Config, str], ModelShape]] = {
+_READERS: dict[str, Callable[[_HuggingFaceConfig, str], ModelShape]] = {
     "llama": _llama,
     "mistral": lambda config, name: _llama_like(config, name, kv_heads=8),
     "qwen2": lambda config, name: _llama_like(config, name, kv_heads=32, qkv_bias=True),

@@ -1,8 +1,8 @@
-"""Implement the device interface as a test double, over queues and allocations that no GPU is needed for.
+"""Implement the device interface as a test double, with queues and allocations that need no GPU.
 
-An operation that is issued on a stream is only queued. It runs when the host waits for it, or unprompted, in an order
-that the ``Timing`` chooses among those that streams and events permit. Everything, including the tasks of the CPU lane,
-runs on the thread that issues or waits, so that a run is a function of its timing.
+An operation that is issued on a stream is only queued. It runs when the host waits for it, or earlier if the ``Timing``
+lets it. The ``Timing`` also chooses the order, among the orders that streams and events permit. All operations,
+including the tasks of the CPU lane, run on the thread that issues or waits, so that a run is a function of its timing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors, ElementRange, OneRangePerCall
-from tests.fake_device.memory import Allocation
+from tests.fake_device.fake_memory import Allocation
 from tests.fake_device.queues import Lanes, Operation, Queue, Ready
 from tests.fake_device.timing import Late, Timing
 
@@ -162,7 +162,7 @@ class FakeDevice:
 
     def _issue(self, operation: Operation) -> None:
         self.issuing.queue.add(operation)
-        self.lanes.run_unasked()
+        self.lanes.run_before_wait()
 
     def _allocation(self, tensor: torch.Tensor) -> Allocation | None:
         """Return the allocation that holds ``tensor``, or None if it is in pageable memory."""

@@ -36,7 +36,7 @@ class Queue:
 
     def run_one(self) -> bool:
         """Run the next operation if it is ready. Return whether it has run."""
-        # An operation of the CPU lane may wait, and let other queues run meanwhile. Its own queue must not run then.
+        # An operation of the CPU lane may wait, and other queues run during the wait. Its own queue must not run then.
         if self._running or not self._operations or not self._operations[0][0]():
             return False
         _, operation = self._operations.popleft()
@@ -82,10 +82,10 @@ class Lanes:
                 raise Deadlock("the host waits for work that nothing can finish")
         self._run_whenever()
 
-    def run_unasked(self) -> None:
-        """Run as many operations as the timing lets a prompt device run by itself after an operation was issued."""
+    def run_before_wait(self) -> None:
+        """Run operations until the timing stops them. Called after an operation was issued, before any wait."""
         if not self._working:
-            while self._timing.runs_unasked() and self._run_one():
+            while self._timing.runs_before_wait() and self._run_one():
                 pass
 
     def _run_one(self) -> bool:

@@ -16,8 +16,8 @@ class Timing(Protocol):
         Streams are numbered in the order of their creation. After them come the CPU lane and the caller's stream.
         """
 
-    def runs_unasked(self) -> bool:
-        """Return whether the device finishes one more operation by itself.
+    def runs_before_wait(self) -> bool:
+        """Return whether the device finishes one more operation before the host waits for it.
 
         After an operation is issued, this is called until it returns False.
         """
@@ -35,7 +35,7 @@ class Late:
     def lanes(self, count: int) -> Sequence[int]:
         return [*self._priorities, *(lane for lane in range(count) if lane not in self._priorities)]
 
-    def runs_unasked(self) -> bool:
+    def runs_before_wait(self) -> bool:
         return False
 
     def __repr__(self) -> str:
@@ -43,7 +43,7 @@ class Late:
 
 
 class Seeded:
-    """A random timing, the same for the same seed: it draws the lanes, and how promptly the device works by itself."""
+    """A random timing, the same for the same seed. It draws the lanes, and how promptly operations run."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -53,7 +53,7 @@ class Seeded:
     def lanes(self, count: int) -> Sequence[int]:
         return self._random.sample(range(count), count)
 
-    def runs_unasked(self) -> bool:
+    def runs_before_wait(self) -> bool:
         return self._random.random() < self._promptness
 
     def __repr__(self) -> str:

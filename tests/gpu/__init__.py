@@ -1,1 +1,1 @@
-"""Which promises hold on a GPU? ``check.py`` runs these tests on a machine that has one."""
+"""Which promises hold on a GPU? ``run_parts.py`` runs these tests on a machine that has one."""

@@ -10,7 +10,7 @@ from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.triton_adam import TritonAdam
-from tests.kernels.training import (
+from tests.kernels.adam_steps import (
     BETAS,
     copied,
     differences,

@@ -1,7 +1,7 @@
-"""Run cases that share a process, since starting one takes seconds, and that nevertheless fail one by one.
+"""Run several test cases in one process, because a process takes seconds to start, and report each failure separately.
 
-A case that raises answers with its traceback. If a case ends the process, only its result is lost: a new process
-continues with the next case.
+The result of a case that raises is its traceback. If a case ends the process, only the result of this case is lost: a
+new process continues with the next case.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Answers:
 
 
 def run_each(program: Sequence[str], names: Sequence[str], timeout_s: float, **changes: str) -> Answers:
-    """Start ``program``, which passes its arguments to ``answer_each``, as often as all ``names`` need it."""
+    """Start ``program``, which passes its arguments to ``answer_each``, until each case of ``names`` has run."""
     answers, left = Answers(), list(names)
     end_s = time.monotonic() + timeout_s
     while left:
@@ -60,7 +60,7 @@ def run_each(program: Sequence[str], names: Sequence[str], timeout_s: float, **c
             answers.by_name[left.pop(0)] = {"error": ending}
         elif finished.returncode != 0:
             answers.ending = ending
-        # A process without any answer does not end because of the case: do not try the others.
+        # If no case of the process has answered, the process probably fails for every case: do not start another one.
         if not answered or time.monotonic() >= end_s:
             answers.by_name |= {name: {"error": f"the case was not started, because {ending}"} for name in left}
             break

@@ -24,7 +24,7 @@ import deep_opt_states  # noqa: F401 (activates the plugin if the package is not
 from tests.gpu.one_by_one import answer_each
 from tests.zero.parity import training
 from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case
-from tests.zero.parity.model import batch
+from tests.zero.parity.parity_model import batch
 from tests.zero.parity.parity_ranks import same_as_stock
 from tests.zero.parity.training import Record, closing_engine, differences, run_variant, shared_folder, train
 from tests.zero.process_group import process_group
@@ -104,7 +104,7 @@ def is_mapped(pid: int, address: int) -> bool:
     return False
 
 
-class Batches(Dataset):  # type: ignore[type-arg]
+class CaseBatches(Dataset):  # type: ignore[type-arg]
     """The batches of the case, by their number."""
 
     def __init__(self, case: Case) -> None:
@@ -118,7 +118,10 @@ class Batches(Dataset):  # type: ignore[type-arg]
 
 
 def train_with_workers(case: Case) -> dict[str, Any]:
-    """Return per block the differences from stock where two forked workers load the data, forked again half way."""
+    """Return per block the differences from stock where two forked workers load the data.
+
+    New workers are forked before the second half of the data.
+    """
     stock = run_variant(case, None)
     found = {}
     for block in case.blocks:
@@ -132,7 +135,7 @@ def loading(case: Case) -> Iterator[None]:
     """Load the batches in workers that are forked before the first batch, and again before the second half."""
     pinned = torch.cuda.is_available()
     loader = DataLoader(
-        Batches(case), batch_size=None, num_workers=2, pin_memory=pinned, multiprocessing_context="fork"
+        CaseBatches(case), batch_size=None, num_workers=2, pin_memory=pinned, multiprocessing_context="fork"
     )
     loaded = iter(())
 

@@ -9,7 +9,7 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
 from tests.gpu.kernels import train_both
 from tests.gpu.updates import executed, same, serial
-from tests.kernels.training import steps_of
+from tests.kernels.adam_steps import steps_of
 
 
 def main() -> None:

@@ -67,5 +67,5 @@ def test_the_peak_of_gpu_memory_is_at_most_that_of_stock_plus_the_reserved_memor
         assert memory["peak_bytes"] <= stock_bytes + memory["reserved_bytes"] + ROUNDING_BYTES, block
 
 
-def test_the_process_exits_without_an_error(found: Answers) -> None:
+def test_the_process_of_the_engine_cases_exits_without_an_error(found: Answers) -> None:
     assert found.ending == ""

@@ -15,7 +15,7 @@ from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.triton_adam import BlockShape, TritonAdam
 from tests.gpu.kernels import device, on_cpu, on_gpu, train_both, triton_adam
-from tests.kernels.training import (
+from tests.kernels.adam_steps import (
     BETAS,
     GRADS,
     PARAMS,
@@ -236,7 +236,7 @@ def test_more_elements_than_an_int32_counts_have_the_bits_of_the_cpu_kernel() ->
     assert not bool(gpu_tensors.master[:-part].any()), "zeros stay zeros"
 
 
-def test_tensors_that_do_not_fit_are_refused() -> None:
+def test_tensors_that_do_not_fit_are_refused_by_the_gpu_kernel() -> None:
     plain, _ = random_tensors(64, torch.bfloat16, torch.bfloat16, seed=0)
     tensors = on_gpu(plain)
     kernel = triton_adam()

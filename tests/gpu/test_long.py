@@ -22,5 +22,5 @@ def test_200_steps_have_the_same_bits(name: str, found: Answers) -> None:
         assert differ == [], variant
 
 
-def test_the_process_exits_without_an_error(found: Answers) -> None:
+def test_the_process_of_the_long_runs_exits_without_an_error(found: Answers) -> None:
     assert found.ending == ""

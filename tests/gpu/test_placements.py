@@ -19,5 +19,5 @@ def test_every_placement_has_the_bits_of_stock(block: dict[str, object], found: 
     check_bits(found.result(str(block)))
 
 
-def test_the_process_exits_without_an_error(found: Answers) -> None:
+def test_the_process_of_the_placements_exits_without_an_error(found: Answers) -> None:
     assert found.ending == ""

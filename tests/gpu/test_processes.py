@@ -47,7 +47,7 @@ def test_workers_that_load_data_change_no_bits(found: Answers) -> None:
         assert variant["differences"] == [], block
 
 
-def test_the_process_exits_without_an_error(found: Answers) -> None:
+def test_the_process_of_the_process_cases_exits_without_an_error(found: Answers) -> None:
     assert found.ending == ""
 
 

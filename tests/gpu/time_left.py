@@ -6,13 +6,13 @@ import os
 import time
 
 PART_ENDS = "GPU_CHECK_PART_ENDS"
-"""The environment variable in which ``check.py`` passes the time at which a part will be stopped, ``time.time()``."""
+"""The environment variable with the time at which ``run_parts.py`` will stop a part, as ``time.time()``."""
 
 REPORT_S = 4.0
 """The time that pytest needs to write a failure, and the process group to end."""
 
 ALONE_S = 120.0
-"""The limit for a test that is run without ``check.py``."""
+"""The limit for a test that is run without ``run_parts.py``."""
 
 
 def seconds_left() -> float:

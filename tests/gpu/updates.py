@@ -18,8 +18,8 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
 from tests.gpu.kernels import triton_adam
-from tests.kernels.training import BETAS, machine_arithmetic, steps_of
-from tests.runtime.states import NAMES, gradients, make_states, update_serially
+from tests.kernels.adam_steps import BETAS, machine_arithmetic, steps_of
+from tests.runtime.random_states import NAMES, gradients, make_states, update_serially
 
 GATHER_CYCLES = 20_000_000
 """Cycles of the GPU's clock, about ten milliseconds: longer than the host needs to issue an update."""

@@ -25,7 +25,7 @@ from deep_opt_states.device.kernels.adam import ElementRange
 from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.triton_adam import BlockShape, TritonAdam
-from tests.kernels.training import BETAS, STEP, copied, differences, random_tensors, with_infinities
+from tests.kernels.adam_steps import BETAS, STEP, copied, differences, random_tensors, with_infinities
 from tests.launch import answer
 
 GRADS = (torch.float32, torch.bfloat16, torch.float16)

@@ -22,7 +22,7 @@ from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.library import NAME, InstructionSet, Library, library
 from deep_opt_states.device.kernels.probe_arithmetic import find_arithmetic
 from deep_opt_states.runtime.worker import Worker
-from tests.kernels.training import (
+from tests.kernels.adam_steps import (
     BETAS,
     GRADS,
     PARAMS,
@@ -328,7 +328,7 @@ def test_arithmetic_is_found_with_other_default_dtypes_and_devices() -> None:
     assert find_arithmetic.__wrapped__() == machine_arithmetic()
 
 
-def test_tensors_that_do_not_fit_are_refused() -> None:
+def test_tensors_that_do_not_fit_are_refused_by_the_fused_kernel() -> None:
     tensors, _ = random_tensors(64, torch.bfloat16, torch.bfloat16, seed=0)
     kernel = fused()
     kernel.begin_step([STEP])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deep_opt_states.device.kernels.adam import AdamTensors
-from tests.kernels.training import STEP, Stock, copied, fused, random_tensors
+from tests.kernels.adam_steps import STEP, Stock, copied, fused, random_tensors
 
 NUMEL = 1003
 QUIET = [0x7FC00000, 0x7FC10000, -0x400000, -0x10000]

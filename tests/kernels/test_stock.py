@@ -9,7 +9,7 @@ import torch
 
 from deep_opt_states.device.kernels.stock import StockAdam
 from deep_opt_states.runtime.worker import Worker
-from tests.kernels.training import BETAS
+from tests.kernels.adam_steps import BETAS
 
 
 def test_close_frees_the_memory_of_every_thread() -> None:

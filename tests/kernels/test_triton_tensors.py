@@ -11,7 +11,7 @@ import torch
 from deep_opt_states.device.kernels.adam import STATES, AdamTensors, ElementRange
 from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
 from deep_opt_states.device.kernels.triton_adam import TritonAdam
-from tests.kernels.training import BETAS, STEP, random_tensors
+from tests.kernels.adam_steps import BETAS, STEP, random_tensors
 
 NUMEL = 64
 RANGES = [ElementRange.whole(NUMEL), ElementRange(begin=5, end=NUMEL, sub_group_numel=NUMEL)]

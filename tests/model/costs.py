@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from perf_model.prediction.cost import CostModel, Resource, traffic_by_action
 from perf_model.prediction.overlap_windows import Windows
+from perf_model.prediction.timeline import Timeline
 
 PLENTY = 1e15
 
@@ -47,5 +48,11 @@ costs = st.builds(
     dram=st.floats(1e10, 1e12),
     latency=st.floats(0, 1e-4),
 )
+
+
+def makespan_s(timeline: Timeline) -> float:
+    """Return the seconds from 0, or from the first action if that is earlier, to the end of the last action."""
+    return timeline.end_s - min((span.start_s for span in timeline.spans if span.start_s < 0), default=0.0)
+
 
 windows = st.builds(Windows, backward_s=st.floats(0, 1), forward_s=st.floats(0, 1))

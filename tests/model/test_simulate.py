@@ -16,7 +16,7 @@ from perf_model.schedule.placement import Placement, place_all, place_by_stride
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
-from tests.model.costs import cost, costs, windows
+from tests.model.costs import cost, costs, makespan_s, windows
 from tests.model.profiles import profile
 from tests.model.strategies import plans, schedules
 
@@ -30,9 +30,9 @@ def plan(placements: tuple[Placement, ...], num_slots: int, numel: int = 10**9) 
     )
 
 
-def makespan_s(update_plan: UpdatePlan, model: CostModel) -> float:
+def predicted_s(update_plan: UpdatePlan, model: CostModel) -> float:
     """Return the predicted seconds of the update without windows."""
-    return simulate(update_plan.schedule, update_plan.workload, model).makespan_s
+    return makespan_s(simulate(update_plan.schedule, update_plan.workload, model))
 
 
 # Cases by hand. A sub-group has 10^9 parameters. On the CPU its update takes 1 s and its publish 1/6 s; streamed, its
@@ -40,18 +40,18 @@ def makespan_s(update_plan: UpdatePlan, model: CostModel) -> float:
 
 
 def test_cpu_updates_hide_every_publish_but_the_last() -> None:
-    assert makespan_s(plan((CPU,) * 4, 1), cost()) == pytest.approx(4 + 1 / 6)
+    assert predicted_s(plan((CPU,) * 4, 1), cost()) == pytest.approx(4 + 1 / 6)
 
 
 def test_one_slot_runs_in_series_and_two_overlap() -> None:
-    assert makespan_s(plan((STREAMED,) * 4, 1), cost()) == pytest.approx(4 * (1 + 1e-3 + 1))
+    assert predicted_s(plan((STREAMED,) * 4, 1), cost()) == pytest.approx(4 * (1 + 1e-3 + 1))
     # The third prefetch waits for the first flush. From then on, each direction takes one second per sub-group.
-    assert makespan_s(plan((STREAMED,) * 4, 2), cost()) == pytest.approx(1 + 4 + 3e-3, abs=2e-3)
+    assert predicted_s(plan((STREAMED,) * 4, 2), cost()) == pytest.approx(1 + 4 + 3e-3, abs=2e-3)
 
 
 def test_directions_slow_each_other_by_their_joint_limit() -> None:
     # With a joint limit of 12 GB/s instead of 24, two overlapping seconds take twice as long.
-    alone, together = (makespan_s(plan((STREAMED,) * 40, 4), cost(both=both)) for both in (24e9, 12e9))
+    alone, together = (predicted_s(plan((STREAMED,) * 40, 4), cost(both=both)) for both in (24e9, 12e9))
     assert together / alone == pytest.approx(2, rel=0.05)
 
 
@@ -59,12 +59,12 @@ def test_host_memory_is_shared_by_updates_and_transfers() -> None:
     # The CPU step alone moves 28 GB/s, which is all the bandwidth. The bytes of the transfers add to its 12 s.
     mixed = plan(place_by_stride(Workload.from_numels([0] * 24), 2), 2)
     moved = 12 * (28 + 2) + 12 * (12 + 12)
-    assert makespan_s(mixed, cost(dram=28e9)) >= moved / 28
-    assert makespan_s(mixed, cost(dram=28e9)) > 1.4 * makespan_s(mixed, cost())
+    assert predicted_s(mixed, cost(dram=28e9)) >= moved / 28
+    assert predicted_s(mixed, cost(dram=28e9)) > 1.4 * predicted_s(mixed, cost())
 
 
 def test_each_copy_adds_its_latency() -> None:
-    assert makespan_s(plan((STREAMED,), 1), cost(latency=0.1)) == pytest.approx(1 + 0.3 + 1e-3 + 1 + 0.3)
+    assert predicted_s(plan((STREAMED,), 1), cost(latency=0.1)) == pytest.approx(1 + 0.3 + 1e-3 + 1 + 0.3)
 
 
 def test_the_host_blocks_before_a_publish() -> None:
@@ -83,9 +83,9 @@ def test_the_host_blocks_before_a_publish() -> None:
 
 
 def test_resident_sub_groups_wait_for_nothing() -> None:
-    assert makespan_s(plan((RESIDENT,) * 4, 1), cost(gpu=1e9)) == pytest.approx(4)
+    assert predicted_s(plan((RESIDENT,) * 4, 1), cost(gpu=1e9)) == pytest.approx(4)
     # CPU sub-groups are updated and published concurrently.
-    assert makespan_s(plan((RESIDENT,) * 4 + (CPU,) * 4, 1), cost(gpu=1e9)) == pytest.approx(4 + 1 / 6)
+    assert predicted_s(plan((RESIDENT,) * 4 + (CPU,) * 4, 1), cost(gpu=1e9)) == pytest.approx(4 + 1 / 6)
 
 
 def test_only_prefetches_start_in_backward() -> None:
@@ -162,8 +162,8 @@ def test_on_a_cpu_accelerator_the_host_executes_all_actions_in_series() -> None:
     }
     model = CostModel.from_profile(profile(rates))
     # A copied byte is one byte read and one written: copies reach 16 GB/s. Nothing is published.
-    assert makespan_s(plan((CPU,) * 2, 1), model) == pytest.approx(2)
-    assert makespan_s(plan((CPU, STREAMED), 1), model) == pytest.approx(1 + (12 / 16 + 1 + 12 / 16))
+    assert predicted_s(plan((CPU,) * 2, 1), model) == pytest.approx(2)
+    assert predicted_s(plan((CPU, STREAMED), 1), model) == pytest.approx(1 + (12 / 16 + 1 + 12 / 16))
     update_plan = plan((STREAMED,) * 2, 2)
     spans = simulate(update_plan.schedule, update_plan.workload, model).spans
     for before, after in pairwise(spans):
@@ -214,5 +214,5 @@ def test_a_single_placement_takes_the_time_of_its_slowest_action() -> None:
             placements=place_all(Workload.from_numels([0] * 10), placement),
             num_slots=3,
         )
-        assert makespan_s(update_plan, model) == pytest.approx(seconds, rel=0.25)
+        assert predicted_s(update_plan, model) == pytest.approx(seconds, rel=0.25)
     assert model.load(ActionKind.CPU_STEP, 10**9).alone_s == pytest.approx(1.0)

@@ -14,7 +14,7 @@ from deep_opt_states.profiler.ranks import ProbeError
 from tests.fake_device.device import FakeDevice, LateAdam
 from tests.fake_device.timing import Late, Seeded
 from tests.profiler.virtual import LaunchedAdam, VirtualDevice, virtual_clock
-from tests.runtime.adam import PlainAdam
+from tests.runtime.plain_adam import PlainAdam
 
 NUMEL = 1000
 

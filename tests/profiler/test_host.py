@@ -26,7 +26,7 @@ from deep_opt_states.profiler.method import Probe
 from deep_opt_states.profiler.ranks import ProbeError
 from deep_opt_states.profiler.transfers import pinned_both
 from tests.profiler.virtual import TimedAdam, VirtualDevice
-from tests.runtime.adam import PlainAdam
+from tests.runtime.plain_adam import PlainAdam
 
 NUMEL = SUB_GROUPS * 1000
 
@@ -66,7 +66,9 @@ def test_correct_results_pass_the_verification(make: Callable[[], Probe], repeti
 
 @pytest.mark.usefixtures("other_defaults")
 @pytest.mark.parametrize("make", PROBES.values(), ids=PROBES)
-def test_probes_do_not_depend_on_the_default_dtype_and_device_of_the_training_script(make: Callable[[], Probe]) -> None:
+def test_host_probes_do_not_depend_on_the_default_dtype_and_device_of_the_training_script(
+    make: Callable[[], Probe],
+) -> None:
     probe = make()
     probe.repeat()
     probe.verify()

@@ -25,7 +25,7 @@ from perf_model.prediction.cost import CostModel
 from perf_model.prediction.hardware import QUANTITIES, REQUIRED, HardwareProfile, Measurement, ProfileError
 from tests.profiler.threads import on_ranks
 from tests.profiler.virtual import LaunchedAdam, TimedAdam, VirtualDevice, virtual_clock
-from tests.runtime.adam import PlainAdam
+from tests.runtime.plain_adam import PlainAdam
 
 SMALL = ProbeEffort(
     warm_ups=1,

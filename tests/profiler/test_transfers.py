@@ -47,7 +47,7 @@ def test_all_bytes_arrive(make: Callable[[Device[Any]], Probe]) -> None:
 
 @pytest.mark.usefixtures("other_defaults")
 @pytest.mark.parametrize("make", PROBES.values(), ids=PROBES)
-def test_probes_do_not_depend_on_the_default_dtype_and_device_of_the_training_script(
+def test_transfer_probes_do_not_depend_on_the_default_dtype_and_device_of_the_training_script(
     make: Callable[[Device[Any]], Probe],
 ) -> None:
     probe = make(HostDevice())

@@ -13,7 +13,7 @@ import torch
 
 from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange
 from deep_opt_states.device.slab import HostSlab
-from tests.runtime.adam import PlainAdam
+from tests.runtime.plain_adam import PlainAdam
 
 
 class VirtualEvent:

@@ -12,11 +12,11 @@ from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.state import Split, SubGroupState
 from perf_model.schedule.plan import UpdatePlan
 from tests.fake_device.device import FakeDevice, FakeStream
+from tests.fake_device.fake_worker import FakeWorker
 from tests.fake_device.timing import Timing
-from tests.fake_device.worker import FakeWorker
-from tests.runtime.adam import PlainAdam, adam_step
 from tests.runtime.hostile import LateAdam, pinned_states
-from tests.runtime.states import NAMES, fill_gradients, gradients, make_states, update_serially
+from tests.runtime.plain_adam import PlainAdam, adam_step
+from tests.runtime.random_states import NAMES, fill_gradients, gradients, make_states, update_serially
 
 WRITTEN = 0.5
 """The value that a user writes to a parameter in place, after a step."""
@@ -127,7 +127,7 @@ def on_device_copy(device: FakeDevice, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def serial(plan: UpdatePlan, habits: Habits, steps: int = 3, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    """Return the tensors that ``deferred`` returns, with every update finished before training goes on."""
+    """Return the tensors that ``deferred`` returns, with every update finished before training continues."""
     numels = [sub_group.numel for sub_group in plan.workload.sub_groups]
     states = make_states(numels, dtype, grad_dtypes=habits.grad_dtypes)
     splits = [Split.create(numel, early) for numel, early in zip(numels, habits.splits, strict=True)]

@@ -18,10 +18,10 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
 from tests.fake_device.device import FakeDevice, LateAdam
+from tests.fake_device.fake_worker import FakeWorker
 from tests.fake_device.timing import Late, Seeded, Timing
-from tests.fake_device.worker import FakeWorker
-from tests.runtime.adam import PlainAdam, adam_step
-from tests.runtime.states import NAMES, fill_gradients, gradients, make_states, update_serially
+from tests.runtime.plain_adam import PlainAdam, adam_step
+from tests.runtime.random_states import NAMES, fill_gradients, gradients, make_states, update_serially
 
 ORDERS = list(permutations(range(len(Lane))))
 """Every order of priority of the three streams and the CPU lane."""

@@ -23,13 +23,13 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
 from tests.fake_device.device import FakeDevice, FakeStream, LateAdam
+from tests.fake_device.fake_worker import FakeWorker
 from tests.fake_device.timing import Late, Seeded, Timing
-from tests.fake_device.worker import FakeWorker
 from tests.model.strategies import plans
-from tests.runtime.adam import PlainAdam, adam_step
 from tests.runtime.deferred import Habits, deferred, same, serial
 from tests.runtime.hostile import pinned_states
-from tests.runtime.states import assert_equal, fill_gradients, make_states, update_serially
+from tests.runtime.plain_adam import PlainAdam, adam_step
+from tests.runtime.random_states import assert_equal, fill_gradients, make_states, update_serially
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

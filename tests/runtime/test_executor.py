@@ -25,10 +25,10 @@ from perf_model.schedule.check import ScheduleError
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
-from tests.kernels.training import BETAS, fused
+from tests.kernels.adam_steps import BETAS, fused
 from tests.model.strategies import plans
-from tests.runtime.adam import PlainAdam, adam_step
-from tests.runtime.states import assert_equal, fill_gradients, make_states, update_serially
+from tests.runtime.plain_adam import PlainAdam, adam_step
+from tests.runtime.random_states import assert_equal, fill_gradients, make_states, update_serially
 
 CPU, STREAMED = Placement.CPU, Placement.STREAMED
 NUMELS = (40, 1, 33, 128, 7)
@@ -101,8 +101,8 @@ def test_each_step_is_announced_to_the_kernel_once() -> None:
     assert adam.begun == [(adam_step(1),) * 5]
 
 
-class Meeting(StockAdam):
-    """A kernel in which both threads have scaled their gradients before either goes on to update."""
+class MeetingAdam(StockAdam):
+    """A kernel in which both threads have scaled their gradients before either begins to update."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -118,7 +118,7 @@ def test_stocks_op_updates_on_two_threads_at_once() -> None:
     """Check the case of the fallback with a mixed placement on the CPU accelerator."""
     plan = UpdatePlan(workload=Workload.from_numels([128, 128]), placements=(CPU, STREAMED), num_slots=1)
     states, reference = (make_states([128, 128], torch.bfloat16) for _ in range(2))
-    together, alone = Meeting(2, BETAS, adamw=True), StockAdam(2, BETAS, adamw=True)
+    together, alone = MeetingAdam(2, BETAS, adamw=True), StockAdam(2, BETAS, adamw=True)
     with executor_of(plan, states, adam=together) as executor:
         for step in range(1, 4):
             for those in (states, reference):
@@ -130,7 +130,7 @@ def test_stocks_op_updates_on_two_threads_at_once() -> None:
     alone.close()
 
 
-class Watched(PlainAdam):
+class WatchedPlainAdam(PlainAdam):
     """A kernel that records which thread zeroed states, and which thread updated each sub-group."""
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class Watched(PlainAdam):
 
 
 def test_states_are_touched_by_the_thread_that_will_update_them() -> None:
-    adam = Watched()
+    adam = WatchedPlainAdam()
     states, untouched = make_states(NUMELS, torch.bfloat16), make_states(NUMELS, torch.bfloat16)
     for those in (states, untouched):
         fill_gradients(those, 1)

@@ -13,12 +13,12 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
 from tests.fake_device.device import FakeDevice, FakeStream, LateAdam
+from tests.fake_device.fake_worker import FakeWorker
 from tests.fake_device.queues import Deadlock
 from tests.fake_device.timing import Late, Seeded
-from tests.fake_device.worker import FakeWorker
-from tests.runtime.adam import PlainAdam, adam_step
 from tests.runtime.hostile import pinned_states
-from tests.runtime.states import fill_gradients
+from tests.runtime.plain_adam import PlainAdam, adam_step
+from tests.runtime.random_states import fill_gradients
 
 
 def finish(device: FakeDevice, stream: FakeStream) -> None:

@@ -16,9 +16,9 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.timing import Late
-from tests.runtime.adam import PlainAdam, adam_step
 from tests.runtime.hostile import hostile_executor, pinned_states
-from tests.runtime.states import assert_equal, fill_gradients, make_states, update_serially
+from tests.runtime.plain_adam import PlainAdam, adam_step
+from tests.runtime.random_states import assert_equal, fill_gradients, make_states, update_serially
 
 CPU, STREAMED = Placement.CPU, Placement.STREAMED
 NUMELS = [9, 7, 8, 6, 5]

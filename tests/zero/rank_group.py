@@ -95,7 +95,7 @@ class Group:
     def codes(self, timeout_s: float) -> list[int]:
         """Wait for all ranks, and return their exit codes.
 
-        Ranks that outlive the timeout are killed, and write a traceback.
+        Ranks that still run after the timeout are aborted, and write a traceback.
         """
         end_s = time.monotonic() + timeout_s
         while self.alive():
@@ -108,7 +108,7 @@ class Group:
         return [self._codes[rank.rank] for rank in self.ranks]
 
     def problem(self, timeout_s: float) -> str:
-        """Wait for all ranks. Return "" if all have succeeded, and otherwise the end of what they wrote."""
+        """Wait for all ranks. Return "" if all have succeeded, otherwise exit codes and the ends of all outputs."""
         codes = self.codes(timeout_s)
         if not any(codes):
             return ""

@@ -13,7 +13,7 @@ from tests.launch import Finished, run_ranks
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ProgramRanks:
     """The program that a module of tests starts; the module has one as ``RANKS``."""
 
     program: str
@@ -26,9 +26,9 @@ class Ranks:
 
 
 class TrainingOnce:
-    """The ranks of a module of tests: those of a world size are started when a test first asks for them."""
+    """The ranks of a module of tests: those of a world size are started when a test first needs them."""
 
-    def __init__(self, ranks: Ranks, new_folder: Callable[[], Path]) -> None:
+    def __init__(self, ranks: ProgramRanks, new_folder: Callable[[], Path]) -> None:
         self._ranks = ranks
         self._new_folder = new_folder
         self._folders: dict[int, Path] = {}

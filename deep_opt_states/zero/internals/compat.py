@@ -24,7 +24,7 @@ Parameter: TypeAlias = Any
 
 
 def is_supported(deepspeed_version: str) -> bool:
-    """Return whether the version is supported, whatever its local build tag (``0.19.8+abc``) is."""
+    """Return whether the version is supported. A local build tag (``0.19.8+abc``) is ignored."""
     return deepspeed_version.split("+")[0] in SUPPORTED_DEEPSPEED
 
 

@@ -29,10 +29,10 @@ def unsynchronize_throughput_timer(ds_config: Any) -> None:
 
 
 def breakdown_forbids_deferring(ds_config: Any) -> bool:
-    """Return whether DeepSpeed times forward, backward and ``step()`` separately, and log what follows from it.
+    """Return whether DeepSpeed times forward, backward and ``step()`` separately.
 
-    An update that continued in forward would be timed as forward, where the model waits for it. So each update ends
-    within ``step()`` if the phases are timed.
+    If it does, log that updates are not overlapped with forward. An update that continued in forward would be timed as
+    forward, where the model waits for it. So each update ends within ``step()`` if the phases are timed.
     """
     if ds_config.wall_clock_breakdown:
         log_rank_0(

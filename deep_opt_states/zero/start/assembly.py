@@ -50,7 +50,7 @@ class Assembly:
     widths: Widths
     """Bytes per parameter of the model's parameters and gradients."""
     device: AccountingDevice
-    """The device on which everything was reserved, with an account of it."""
+    """The device on which all memory was reserved, with a record of each reservation."""
     states: list[SubGroupState]
     """The fp32 states of each sub-group, each where the plan places it."""
     masters: list[torch.Tensor]

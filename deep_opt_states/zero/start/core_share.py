@@ -22,7 +22,7 @@ from deep_opt_states.zero.start.devices import AcceleratorChoice
 class _RankHost:
     """The host as one rank sees it.
 
-    A kernel numbers its CPUs alike for all its containers. A cgroup's quota belongs to one container.
+    A CPU has the same number in all containers on one kernel. A cgroup's quota applies to one container only.
     """
 
     kernel: str

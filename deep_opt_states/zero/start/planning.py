@@ -38,7 +38,7 @@ class PlannedRun:
 
     plan: UpdatePlan
     predict: Callable[[Windows], PredictedUpdate] | None
-    """Predicts an update, given how long backward and forward can overlap it; None if no prediction is asked for."""
+    """Predicts an update, given how long backward and forward can overlap it; None if no prediction is requested."""
     why_nothing_is_streamed: str = ""
     """The reason why the planner streams nothing; empty if it streams, or if the config itself gives the placement."""
 
@@ -61,7 +61,7 @@ def make_plan(
     *,
     params_on_host: bool = False,
 ) -> PlannedRun:
-    """Return the plan that the block asks for, the same on every rank. A collective over all ranks.
+    """Return the plan that the block specifies, the same on every rank. A collective over all ranks.
 
     The block gives the placements, or a rule for them; otherwise rank 0 plans them, with a profile that was measured
     with all ranks. ``share`` has the threads that update on the CPU; ``widths`` are the bytes per parameter of the

@@ -219,7 +219,7 @@ _CONFIG = (
         for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
     ),
     Rule(
-        # Before a step, DeepSpeed 0.19.8 asks DataStates for its commit_info to wait for it, but always gets none.
+        # Before a step, DeepSpeed 0.19.8 waits for DataStates only if it finds a commit_info, but it always finds none.
         "datastates_ckpt",
         "must be absent",
         "DataStates reads the states while the next update writes to them, and DeepSpeed does not wait for it: "

@@ -47,7 +47,7 @@ class Gathers:
     def first_uses(self) -> list[int] | None:
         """Return the sub-groups in the order in which forward needs them, identical on all ranks.
 
-        Return None until DeepSpeed knows that order.
+        Return None until DeepSpeed has recorded that order.
         """
         ds_ids = self._coordinator.first_uses()
         if ds_ids is None:

@@ -58,10 +58,10 @@ class Norms:
             # Each rank of a model-parallel group has a part of the model. If only one rank skipped the step, the others
             # would wait for it forever in the reduction of the norm. Without such a group, this does nothing.
             model_parallel_all_reduce(optimizer, overflow, dist.ReduceOp.MAX)
-        # The host waits once for both results: DeepSpeed asks for the norms next.
+        # The host waits once for both results: DeepSpeed reads the norms next.
         found = torch.cat([overflow.float(), *roots]).cpu()
         overflow_found = bool(found[0])
-        # A skipped step does not ask for the norms, and the next step has other gradients.
+        # A skipped step does not read the norms, and the next step has other gradients.
         self._roots = found[1:] if roots and not overflow_found else None
         return overflow_found
 

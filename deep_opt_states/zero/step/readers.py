@@ -35,8 +35,8 @@ def checkpoint_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the same memory that a checkpoint engine may send to another process.
 
     PyTorch moves the storage of a tensor that it sends to another process to shared memory. If a decoupled checkpoint
-    engine sent our tensors, the states would leave the page-locked slab for good. The returned tensor has a storage of
-    its own: PyTorch moves that one, with a copy, which no later update changes.
+    engine sent our tensors, the states would leave the page-locked slab permanently. The returned tensor has a separate
+    storage: PyTorch moves that one, with a copy, which no later update changes.
     """
     if not tensor.is_cpu:
         # PyTorch sends a handle to the GPU memory. DeepSpeed waits before its next step until the data is written.

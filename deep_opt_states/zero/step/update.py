@@ -299,7 +299,7 @@ class Update:
 
 
 _ALIVE: weakref.WeakSet[Update] = weakref.WeakSet()
-# A forked child has no worker thread. It would wait in vain for the actions of its parent's worker, and then report.
+# A forked child has no worker thread. It would wait forever for the actions of its parent's worker, and then report.
 os.register_at_fork(after_in_child=_ALIVE.clear)
 
 

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from deepspeed.utils import set_z3_leaf_modules
 from torch.utils.checkpoint import checkpoint
 
-from tests.zero.behaviour.variant import (
+from tests.zero.behaviour.behaviour_variant import (
     FP16,
     FP32,
     WIDTH,
-    Net,
+    BehaviourNet,
+    BehaviourVariant,
     Seen,
-    Variant,
     counters,
     final_states,
     gradients,
@@ -26,9 +26,9 @@ from tests.zero.behaviour.variant import (
 )
 
 
-def backward_of_the_tensor(variant: Variant) -> Seen:
+def backward_of_the_tensor(variant: BehaviourVariant) -> Seen:
     """Call ``loss.backward()`` and ``output.backward(gradient)`` instead of ``engine.backward``."""
-    engine = variant.engine(Net(), gradient_accumulation_steps=2)
+    engine = variant.engine(BehaviourNet(), gradient_accumulation_steps=2)
     for step in range(6):
         output = engine(inputs(step))
         if step % 2:
@@ -42,8 +42,8 @@ def backward_of_the_tensor(variant: Variant) -> Seen:
     yield from final_states(engine)
 
 
-def backward_of_the_scaled_loss(variant: Variant) -> Seen:
-    engine = variant.engine(Net(), **FP16)
+def backward_of_the_scaled_loss(variant: BehaviourVariant) -> Seen:
+    engine = variant.engine(BehaviourNet(), **FP16)
     for step in range(3):
         engine.scale(loss_of(engine(inputs(step, torch.float16)))).backward()
         yield from gradients(engine)
@@ -55,8 +55,8 @@ def backward_of_the_scaled_loss(variant: Variant) -> Seen:
     yield "without scale", raised(loss.backward)
 
 
-def gradients_not_scaled_by_accumulation(variant: Variant) -> Seen:
-    engine = variant.engine(Net(), gradient_accumulation_steps=3)
+def gradients_not_scaled_by_accumulation(variant: BehaviourVariant) -> Seen:
+    engine = variant.engine(BehaviourNet(), gradient_accumulation_steps=3)
     for step in range(6):
         engine.backward(loss_of(engine(inputs(step))), scale_wrt_gas=False)
         engine.step()
@@ -64,9 +64,9 @@ def gradients_not_scaled_by_accumulation(variant: Variant) -> Seen:
     yield from final_states(engine)
 
 
-def backwards_without_a_step(variant: Variant) -> Seen:
+def backwards_without_a_step(variant: BehaviourVariant) -> Seen:
     """Accumulate gradients from forward to forward until ``zero_grad``, and call the optimizer's own ``step``."""
-    engine = variant.engine(Net())
+    engine = variant.engine(BehaviourNet())
     yield from train(engine)
     for zero_grad in (False, True):
         for step in range(3):
@@ -84,8 +84,8 @@ def backwards_without_a_step(variant: Variant) -> Seen:
     yield from final_states(engine)
 
 
-def boundaries_that_the_caller_sets(variant: Variant) -> Seen:
-    engine = variant.engine(Net())
+def boundaries_that_the_caller_sets(variant: BehaviourVariant) -> Seen:
+    engine = variant.engine(BehaviourNet())
     for window in range(3):
         for position in range(3):
             engine.set_gradient_accumulation_boundary(position == 2)
@@ -96,8 +96,8 @@ def boundaries_that_the_caller_sets(variant: Variant) -> Seen:
     yield from final_states(engine)
 
 
-def coalesced_reduction(variant: Variant) -> Seen:
-    engine = variant.engine(Net(), gradient_clipping=0.1)
+def coalesced_reduction(variant: BehaviourVariant) -> Seen:
+    engine = variant.engine(BehaviourNet(), gradient_clipping=0.1)
     for step in range(4):
         with engine.coalesce_grad_reduction():
             for part in range(3):
@@ -109,8 +109,8 @@ def coalesced_reduction(variant: Variant) -> Seen:
     yield from final_states(engine)
 
 
-def calls_that_zero_3_refuses(variant: Variant) -> Seen:
-    engine = variant.engine(Net())
+def calls_that_zero_3_refuses(variant: BehaviourVariant) -> Seen:
+    engine = variant.engine(BehaviourNet())
     yield from train(engine)
     yield "no_sync", raised(engine.no_sync().__enter__)
     engine.backward(loss_of(engine(inputs(9))))
@@ -123,8 +123,8 @@ def calls_that_zero_3_refuses(variant: Variant) -> Seen:
     yield from final_states(engine)
 
 
-def one_loss_of_several_engines(variant: Variant) -> Seen:
-    engines = [variant.engine(Net()), variant.engine(Net(3)), variant.engine(Net(2))]
+def one_loss_of_several_engines(variant: BehaviourVariant) -> Seen:
+    engines = [variant.engine(BehaviourNet()), variant.engine(BehaviourNet(3)), variant.engine(BehaviourNet(2))]
     for step in range(3):
         losses = [loss_of(engine(inputs(step))) / (1 + index) for index, engine in enumerate(engines)]
         torch.stack(losses).sum().backward()
@@ -163,7 +163,7 @@ class Checkpointed(torch.nn.Module):
         return self.head(x)
 
 
-def recomputed_activations(variant: Variant) -> Seen:
+def recomputed_activations(variant: BehaviourVariant) -> Seen:
     """Recompute reentrantly and not, in bf16 and fp32, with frozen parameters that are persistent and that are not."""
     for use_reentrant, dtype, threshold in (
         (True, torch.bfloat16, WIDTH),
@@ -187,7 +187,7 @@ def recomputed_activations(variant: Variant) -> Seen:
         yield from final_states(engine)
 
 
-class Recomputed(Net):
+class Recomputed(BehaviourNet):
     """A network that recomputes with DeepSpeed's own activation checkpointing."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -196,7 +196,7 @@ class Recomputed(Net):
         return x
 
 
-def activation_checkpointing_of_deepspeed(variant: Variant) -> Seen:
+def activation_checkpointing_of_deepspeed(variant: BehaviourVariant) -> Seen:
     """Recompute without ``cpu_checkpointing``, which loses the inputs on the CPU accelerator, also with stock."""
     deepspeed.checkpointing.configure(None, num_checkpoints=4)
     engine = variant.engine(Recomputed(), zero_optimization={"offload_param": {"device": "cpu"}})
@@ -230,7 +230,7 @@ class Mixture(torch.nn.Module):
         return self.last(self.experts(self.first(x), expert))
 
 
-def leaf_modules(variant: Variant) -> Seen:
+def leaf_modules(variant: BehaviourVariant) -> Seen:
     """Train leaf modules: each rank's batch reaches a different expert, and some experts get no batch."""
     for accumulation in (1, 2):
         model = Mixture()

@@ -13,7 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from tests.launch import answer
-from tests.zero.behaviour.variant import Scenario, Variant, unequal
+from tests.zero.behaviour.behaviour_variant import BehaviourVariant, Scenario, unequal
 from tests.zero.parity.training import Block
 from tests.zero.process_group import process_group
 
@@ -23,7 +23,7 @@ BLOCK = {"placement": "stride", "update_stride": 2}
 def seen(scenario: Scenario, block: Block) -> list[tuple[str, object]]:
     """Return the values that the caller of the scenario sees with this config block."""
     torch.manual_seed(5)
-    variant = Variant(block)
+    variant = BehaviourVariant(block)
     try:
         found = list(scenario(variant))
         found.append(("in use", variant.is_in_use()))

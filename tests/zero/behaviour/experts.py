@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.module_inject.auto_ep_presets import base as auto_ep_presets
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from tests.zero.behaviour.variant import Seen, Variant, counters
+from tests.zero.behaviour.behaviour_variant import BehaviourVariant, Seen, counters
 
 VOCABULARY = 61
 
@@ -52,7 +52,7 @@ def partitions(engine: Any) -> Seen:
             offset += numel
 
 
-def experts_of_every_rank(variant: Variant) -> Seen:
+def experts_of_every_rank(variant: BehaviourVariant) -> Seen:
     """Train with all experts on each rank, then with the experts divided among the ranks."""
     for size in (1, dist.get_world_size()):
         changes = {

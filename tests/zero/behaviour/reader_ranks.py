@@ -27,7 +27,7 @@ from deepspeed.utils import (
 )
 
 from tests.zero.parity.case import Case
-from tests.zero.parity.model import batch
+from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import make_engine
 from tests.zero.process_group import process_group
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.kernels.intercepted import before_each_update
 from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case
-from tests.zero.parity.model import batch
+from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import Block, Record, collect, differences, make_engine
 from tests.zero.process_group import process_group
 from tests.zero.races.delayed_ranks import delayed

@@ -51,7 +51,7 @@ Call = Callable[["TrainedEngine", random.Random], Seen]
 
 
 @dataclass(frozen=True)
-class Shape:
+class RandomShape:
     """The random properties of a model.
 
     ``width`` is even, as DeepSpeed's setters of full values require for two ranks. With ``outside``, one layer's
@@ -68,7 +68,7 @@ class Shape:
     reads_in_hooks: bool
 
     @classmethod
-    def drawn(cls, rng: random.Random) -> Shape:
+    def drawn(cls, rng: random.Random) -> RandomShape:
         flips = [rng.random() < 0.5 for _ in range(6)]
         shape = cls(2 * rng.randint(6, 14), rng.randint(3, 5), *flips)
         # Stock refuses a parameter that two nested backwards reduce.
@@ -79,8 +79,8 @@ class Shape:
         return self.checkpointed and self.reentrant
 
 
-class Net(nn.Module):
-    def __init__(self, shape: Shape, seen_by_hooks: Seen) -> None:
+class SequenceNet(nn.Module):
+    def __init__(self, shape: RandomShape, seen_by_hooks: Seen) -> None:
         super().__init__()
         width = shape.width
         self.shape = shape
@@ -122,11 +122,11 @@ class TrainedEngine:
     Each call returns the values that it sees. ``seen_by_hooks`` holds those that forward hooks have seen.
     """
 
-    def __init__(self, case: Case, shape: Shape, block: Block, folder: Path) -> None:
+    def __init__(self, case: Case, shape: RandomShape, block: Block, folder: Path) -> None:
         torch.manual_seed(17)
         self.folder = folder
         self.seen_by_hooks: Seen = []
-        model = Net(shape, self.seen_by_hooks)
+        model = SequenceNet(shape, self.seen_by_hooks)
         self.shape, self.case = shape, case
         self.engine, *_ = deepspeed.initialize(
             model=model, model_parameters=list(model.parameters()), config=case.ds_config(block)
@@ -312,7 +312,7 @@ CALLS_AFTER_A_STEP: Sequence[Call] = (
 )
 
 
-def drawn(seed: int) -> tuple[Case, Shape, list[tuple[Call, int]], Block]:
+def drawn(seed: int) -> tuple[Case, RandomShape, list[tuple[Call, int]], Block]:
     """Return the case, the model, the calls with a seed for each, and the block of the reference.
 
     Every fourth sequence has calls after which stock reuses old gradients, and the plugin does not. The reference of
@@ -344,7 +344,12 @@ def drawn(seed: int) -> tuple[Case, Shape, list[tuple[Call, int]], Block]:
         if rng.random() < 0.6:
             calls.append(TrainedEngine.train)
     reference = {**case.blocks[0], **SERIAL} if serial else None
-    return case, Shape.drawn(rng), [(call, rng.randrange(10**6)) for call in (*calls, TrainedEngine.train)], reference
+    return (
+        case,
+        RandomShape.drawn(rng),
+        [(call, rng.randrange(10**6)) for call in (*calls, TrainedEngine.train)],
+        reference,
+    )
 
 
 def in_lockstep(seed: int, folder: Path) -> dict[str, Any]:

@@ -21,12 +21,12 @@ from deepspeed.utils import (
     safe_update_full_grad_vectorized,
 )
 
-from tests.zero.behaviour.variant import (
+from tests.zero.behaviour.behaviour_variant import (
     BY_DTYPE,
     WIDTH,
-    Net,
+    BehaviourNet,
+    BehaviourVariant,
     Seen,
-    Variant,
     counters,
     final_states,
     gradients,
@@ -39,13 +39,13 @@ from tests.zero.behaviour.variant import (
 )
 
 
-def fragments(variant: Variant) -> Seen:
+def fragments(variant: BehaviourVariant) -> Seen:
     """Read and write fragments after backward and after the step, in every dtype, with frozen parameters.
 
     Gradients are written in the model's dtype, as values and by a function of them.
     """
     for dtype, changes in BY_DTYPE.items():
-        model = Net()
+        model = BehaviourNet()
         for param in model.layers[1].parameters():
             param.requires_grad_(False)
         engine = variant.engine(model, **changes)
@@ -81,8 +81,8 @@ def fragments(variant: Variant) -> Seen:
         yield from final_states(engine)
 
 
-def states_that_move(variant: Variant) -> Seen:
-    engine = variant.engine(Net(), gradient_accumulation_steps=2)
+def states_that_move(variant: BehaviourVariant) -> Seen:
+    engine = variant.engine(BehaviourNet(), gradient_accumulation_steps=2)
     yield from train(engine, 4)
     for index, include in enumerate((None, *([state] for state in OffloadStateTypeEnum))):
         engine.offload_states(include=include, pin_memory=index % 2 == 1, non_blocking=index % 3 == 0)
@@ -95,14 +95,14 @@ def states_that_move(variant: Variant) -> Seen:
         yield from moments(engine)
         yield from train(engine, 2)
     yield from final_states(engine)
-    kept = variant.engine(Net(), zero_optimization={"offload_param": {"device": "cpu"}})
+    kept = variant.engine(BehaviourNet(), zero_optimization={"offload_param": {"device": "cpu"}})
     yield "with offload_param", raised(kept.offload_states)
     yield "to NVMe", raised(lambda: engine.offload_states(device="nvme"))
 
 
-def partitions_that_the_caller_replaces(variant: Variant) -> Seen:
+def partitions_that_the_caller_replaces(variant: BehaviourVariant) -> Seen:
     """Assign new memory to partitions: forward uses it until the next step, and the updated parameters afterwards."""
-    engine = variant.engine(Net(), zero_optimization={"stage3_param_persistence_threshold": 0})
+    engine = variant.engine(BehaviourNet(), zero_optimization={"stage3_param_persistence_threshold": 0})
     for step in range(4):
         if step in (0, 2):
             for param in engine.module.parameters():
@@ -113,15 +113,15 @@ def partitions_that_the_caller_replaces(variant: Variant) -> Seen:
     yield from final_states(engine)
 
 
-def one_engine_after_another(variant: Variant) -> Seen:
+def one_engine_after_another(variant: BehaviourVariant) -> Seen:
     """Create an engine for the model of a destroyed engine, and one for another model; destroy them during updates."""
     torch.manual_seed(1)
-    model = Net()
+    model = BehaviourNet()
     first = variant.engine(model)
     yield from train(first)
     first.destroy()
     again = variant.engine(model)
-    other = variant.engine(Net(2))
+    other = variant.engine(BehaviourNet(2))
     for step in range(3):
         yield from train(again, 1, first=step)
         yield from train(other, 1, first=step)
@@ -141,7 +141,7 @@ class Tied(torch.nn.Module):
         super().__init__()
         self.embed = torch.nn.Embedding(11, WIDTH)
         with deepspeed.zero.Init(config_dict_or_path=config):
-            self.inner = Net(2)
+            self.inner = BehaviourNet(2)
         self.bias = Returned()
         self.head = torch.nn.Linear(WIDTH, 11, bias=False)
         self.head.weight = self.embed.weight
@@ -161,7 +161,7 @@ class Returned(torch.nn.Module):
         return torch.tanh(x) * self.weight, self.weight
 
 
-def nested_contexts(variant: Variant) -> Seen:
+def nested_contexts(variant: BehaviourVariant) -> Seen:
     config = variant.config()
     with deepspeed.zero.Init(config_dict_or_path=config), deepspeed.zero.Init(config_dict_or_path=config):
         model = Tied(config)
@@ -177,9 +177,9 @@ def nested_contexts(variant: Variant) -> Seen:
     yield from final_states(engine)
 
 
-def generation(variant: Variant) -> Seen:
+def generation(variant: BehaviourVariant) -> Seen:
     """Remove and restore DeepSpeed's hooks for generation, while an update may be in flight."""
-    engine = variant.engine(Net(), zero_optimization={"offload_param": {"device": "cpu"}})
+    engine = variant.engine(BehaviourNet(), zero_optimization={"offload_param": {"device": "cpu"}})
     for step in range(4):
         yield from train(engine, 1, first=step)
         with unwrap_model_for_generation(engine) as model, torch.no_grad():
@@ -193,9 +193,9 @@ def generation(variant: Variant) -> Seen:
     yield from final_states(engine)
 
 
-def no_optimizer(variant: Variant) -> Seen:
+def no_optimizer(variant: BehaviourVariant) -> Seen:
     """Run inference without an optimizer: the config block has no effect."""
-    model = Net().requires_grad_(False)
+    model = BehaviourNet().requires_grad_(False)
     engine, *_ = deepspeed.initialize(model=model, config=variant.config(optimizer=None))
     yield "class", type(engine.optimizer).__name__
     with torch.no_grad():
@@ -204,7 +204,7 @@ def no_optimizer(variant: Variant) -> Seen:
     engine.destroy()
 
 
-def reductions(variant: Variant) -> Seen:
+def reductions(variant: BehaviourVariant) -> Seen:
     """Train with the settings that choose how gradients are reduced, and in which dtype."""
     for zero, changes in (
         (
@@ -221,7 +221,7 @@ def reductions(variant: Variant) -> Seen:
         ),
         ({}, {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}),
     ):
-        engine = variant.engine(Net(), zero_optimization=zero, gradient_accumulation_steps=2, **changes)
+        engine = variant.engine(BehaviourNet(), zero_optimization=zero, gradient_accumulation_steps=2, **changes)
         yield from train(engine, 4)
         yield from gradients(engine)
         yield from final_states(engine)
@@ -252,21 +252,23 @@ class SingleRankGroups:
         return None
 
 
-def data_parallel_groups_of_an_mpu(variant: Variant) -> Seen:
+def data_parallel_groups_of_an_mpu(variant: BehaviourVariant) -> Seen:
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    engine = variant.engine(Net(), {"mpu": SingleRankGroups(groups[dist.get_rank()]), "dist_init_required": False})
+    engine = variant.engine(
+        BehaviourNet(), {"mpu": SingleRankGroups(groups[dist.get_rank()]), "dist_init_required": False}
+    )
     yield from train(engine, 4)
     yield from params(engine)
     for master in engine.optimizer.fp32_partitioned_groups_flat:
         yield "master", master.data.clone()
 
 
-def gradients_that_are_switched(variant: Variant) -> Seen:
+def gradients_that_are_switched(variant: BehaviourVariant) -> Seen:
     """Freeze every other parameter in a step, and the others in the next; count the steps.
 
     The numbers are not compared, because stock reuses old gradients.
     """
-    engine = variant.engine(Net(), gradient_accumulation_steps=2)
+    engine = variant.engine(BehaviourNet(), gradient_accumulation_steps=2)
     for step in range(6):
         for index, param in enumerate(engine.module.parameters()):
             param.requires_grad = index % 2 == step // 2 % 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.tiers import thorough
-from tests.zero.training_once import Ranks, TrainingOnce, on_one_worker
+from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
 MODULES = ("backwards", "steps", "states", "experts")
 SCENARIOS = (
@@ -42,7 +42,7 @@ SCENARIOS = (
 )
 
 
-RANKS = Ranks("tests.zero.behaviour.behaviour_ranks", timeout_s=500, arguments=lambda folder: MODULES)
+RANKS = ProgramRanks("tests.zero.behaviour.behaviour_ranks", timeout_s=500, arguments=lambda folder: MODULES)
 WORLD_SIZES = (
     pytest.param(2, marks=on_one_worker(RANKS.program, 2)),
     thorough(1, on_one_worker(RANKS.program, 1)),

@@ -26,7 +26,7 @@ from deep_opt_states.device.kernels.fused import FusedAdam
 from tests.fork_server import import_all
 from tests.launch import answer
 from tests.zero.parity.case import CPU, STREAMED_ONE_SLOT, STRIDE_2, WITHOUT_FORWARD_OVERLAP, Case
-from tests.zero.parity.model import batch
+from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import Block, Record, closing_engine, collect, differences
 from tests.zero.rank_group import Group
 

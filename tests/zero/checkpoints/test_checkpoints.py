@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.zero.training_once import Ranks, TrainingOnce, on_one_worker
+from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
 JOBS = (
     "save, 1 rank",
@@ -22,7 +22,7 @@ JOBS = (
 )
 """Each job is a function of ``checkpoint_jobs.py`` that asserts its result."""
 
-RANKS = Ranks("tests.zero.checkpoints.checkpoint_jobs", timeout_s=400, arguments=lambda folder: [str(folder)])
+RANKS = ProgramRanks("tests.zero.checkpoints.checkpoint_jobs", timeout_s=400, arguments=lambda folder: [str(folder)])
 pytestmark = on_one_worker(RANKS.program)
 
 

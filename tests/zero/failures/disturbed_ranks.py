@@ -1,4 +1,4 @@
-"""Train while a script or the file system disturbs the plugin, and check that training goes on with correct results.
+"""Train while a script or the file system disturbs the plugin, and check that training continues with correct results.
 
 The disturbances are a default dtype, a report that cannot be written and a client's scheduler. ``destroy`` must free
 the staging slots.
@@ -18,7 +18,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from deep_opt_states.device.kernels.probe_arithmetic import find_arithmetic
 from tests.zero.parity.case import STREAMED, STRIDE_2, Case
-from tests.zero.parity.model import Net, batch
+from tests.zero.parity.parity_model import ParityNet, batch
 from tests.zero.parity.training import differences, make_engine, run_variant
 from tests.zero.process_group import process_group
 
@@ -30,7 +30,7 @@ def train(engine: Any, case: Case, steps: int) -> None:
         x, target = batch(case, dist.get_rank(), step, torch.bfloat16)
         engine.backward(engine(x, target, None, 1.0))
         engine.step()
-        # A rank that went on alone would not arrive here.
+        # If only one rank continued, the other would never reach this barrier.
         dist.barrier()
 
 
@@ -49,7 +49,7 @@ def train_with_another_default_dtype() -> None:
 
 
 def train_with_an_unwritable_report() -> None:
-    """Check that training goes on if the report cannot be written."""
+    """Check that training continues if the report cannot be written."""
     case = Case(name="report", blocks=(UNWRITABLE,), world_size=2)
     train(make_engine(case, UNWRITABLE), case, steps=3)
     print("trained without reports")
@@ -60,7 +60,7 @@ def train_with_a_client_scheduler() -> None:
     case = Case(name="client", blocks=(STRIDE_2,), world_size=2, schedule=False)
     config = case.ds_config(STRIDE_2)
     del config["optimizer"]
-    model = Net(case)
+    model = ParityNet(case)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine, *_ = deepspeed.initialize(

@@ -25,7 +25,7 @@ from tests.fork_server import import_all
 from tests.kernels.intercepted import before_each_update
 from tests.launch import answer, free_port, remove_shared_memory
 from tests.zero.parity.case import CPU, Case
-from tests.zero.parity.model import batch
+from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import make_engine
 from tests.zero.rank_group import Rank, fork
 
@@ -40,7 +40,7 @@ WAYS = {
 }
 """The ways to end, each with the numbers of ranks to try.
 
-``rank 0 raises``: rank 1 goes on. ``update hangs``: one update never ends. ``SIGTERM with a handler``: the script has
+``rank 0 raises``: rank 1 continues. ``update hangs``: one update never ends. ``SIGTERM with a handler``: the script has
 installed a handler that exits.
 """
 

@@ -27,7 +27,7 @@ from deep_opt_states.zero.step import update
 from perf_model.schedule.placement import Placement
 from tests.kernels.intercepted import before_each_update
 from tests.zero.parity.case import STRIDE_2, WITHOUT_FORWARD_OVERLAP, Case
-from tests.zero.parity.model import batch
+from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import Block, Record, collect, differences, make_engine, shared_folder, train
 from tests.zero.process_group import process_group
 from tests.zero.races.delayed_ranks import logged_collectives

@@ -26,7 +26,7 @@ from deep_opt_states.runtime.executor import Executor
 from tests.forked_child import exit_code_of_child, is_mapped
 from tests.launch import answer
 from tests.zero.parity.case import STRIDE_2, Case
-from tests.zero.parity.model import batch
+from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import Block, Record, closing_engine, collect, differences, make_engine
 from tests.zero.process_group import process_group
 
@@ -38,7 +38,7 @@ state_addresses: list[int] = []
 """The addresses of all states of the engine that trains. With stock the list is empty."""
 
 
-class Batches(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
+class EpochBatches(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
     """The batches of one epoch, each with the number of states that are mapped in the process that loads it."""
 
     def __init__(self, epoch: int) -> None:
@@ -71,7 +71,7 @@ def train(block: Block) -> tuple[Record, dict[str, Any]]:
             # The loader forks its processes below. After the first epoch an update is in flight at this moment.
             found["pending"].append(executor is not None and executor.pending)
             for x, target, mapped in DataLoader(
-                Batches(epoch), batch_size=None, num_workers=2, multiprocessing_context="fork"
+                EpochBatches(epoch), batch_size=None, num_workers=2, multiprocessing_context="fork"
             ):
                 found["mapped where data is loaded"].append(mapped)
                 loss = engine(x, target, None, 1.0)

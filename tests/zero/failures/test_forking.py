@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.zero.training_once import Ranks, TrainingOnce, on_one_worker
+from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
-RANKS = Ranks("tests.zero.failures.forking_ranks", timeout_s=200)
+RANKS = ProgramRanks("tests.zero.failures.forking_ranks", timeout_s=200)
 pytestmark = on_one_worker(RANKS.program)
 
 

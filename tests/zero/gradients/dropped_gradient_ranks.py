@@ -1,4 +1,4 @@
-"""Drop incomplete gradients: with ``zero_grad`` before a step, or after a backward that failed half way."""
+"""Drop incomplete gradients: with ``zero_grad`` before a step, or after a backward that failed before its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 8
 CPU, STREAMED = {"placement": "cpu"}, {"placement": "streamed"}
 
 
-class Net(torch.nn.Module):
+class DroppedGradientNet(torch.nn.Module):
     """Two layers, the second of which is not used in every forward."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class RaisesInBackward(torch.autograd.Function):
 
 def make_engine(block: dict[str, Any] | None, accumulation: int = 1, **zero: Any) -> Any:
     torch.manual_seed(0)
-    model = Net()
+    model = DroppedGradientNet()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,

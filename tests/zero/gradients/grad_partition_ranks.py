@@ -11,7 +11,7 @@ import torch
 
 from tests.launch import answer
 from tests.zero.parity.case import Case
-from tests.zero.parity.model import batch
+from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import Block, Record, closing_engine, collect, differences
 from tests.zero.process_group import process_group
 from tests.zero.race_detector.instrumentation import recording

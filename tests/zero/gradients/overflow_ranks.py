@@ -17,8 +17,17 @@ from deepspeed.accelerator import get_accelerator
 from deep_opt_states.zero.start import refusals
 from tests.launch import answer
 from tests.zero.behaviour.behaviour_ranks import run
+from tests.zero.behaviour.behaviour_variant import (
+    FP16,
+    BehaviourNet,
+    BehaviourVariant,
+    Seen,
+    counters,
+    final_states,
+    inputs,
+    loss_of,
+)
 from tests.zero.behaviour.states import SingleRankGroups
-from tests.zero.behaviour.variant import FP16, Net, Seen, Variant, counters, final_states, inputs, loss_of
 from tests.zero.process_group import process_group
 
 STEPS = 7
@@ -57,8 +66,8 @@ def logged_reductions() -> Iterator[list[str]]:
         yield reductions
 
 
-def train(variant: Variant, mpu: Any, overflows: dict[int, tuple[int, ...]]) -> Seen:
-    model = Net()
+def train(variant: BehaviourVariant, mpu: Any, overflows: dict[int, tuple[int, ...]]) -> Seen:
+    model = BehaviourNet()
     for param in model.parameters():
         # Mark the parameter as Megatron's layers do: its norm is summed over the ranks of the model-parallel group.
         param.model_parallel = True  # type: ignore[attr-defined]
@@ -86,12 +95,12 @@ def flags_and_norms(reductions: list[str]) -> list[str]:
     return [reduction for reduction in reductions if " of 1 " in reduction]
 
 
-def overflow_on_one_model_parallel_rank(variant: Variant) -> Seen:
+def overflow_on_one_model_parallel_rank(variant: BehaviourVariant) -> Seen:
     mpu = ModelParallelRanks(*groups())
     yield from train(variant, mpu, OVERFLOWS)
 
 
-def no_model_parallel_group(variant: Variant) -> Seen:
+def no_model_parallel_group(variant: BehaviourVariant) -> Seen:
     data_parallel, _ = groups()
     yield from train(variant, SingleRankGroups(data_parallel), {})
 

@@ -72,7 +72,7 @@ Model = Callable[[bool], torch.nn.Module]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
+class GradientVariant:
     model: str
     block: Block
     bucket: int
@@ -85,19 +85,19 @@ MODELS: dict[str, Model] = {"shared layer": SharedLayer, "tied embeddings": Tied
 CPU, STREAMED = {"placement": "cpu"}, {"placement": "streamed"}
 VARIANTS = (
     *(
-        Variant(model="shared layer", block=block, bucket=bucket, accumulation=accumulation)
+        GradientVariant(model="shared layer", block=block, bucket=bucket, accumulation=accumulation)
         for block in (CPU, STREAMED)
         for bucket in (LARGE, SMALL, ONE_ELEMENT)
         for accumulation in (1, 2)
     ),
-    *(Variant(model="tied embeddings", block=CPU, bucket=bucket) for bucket in (LARGE, ONE_ELEMENT)),
-    Variant(model="shared layer", block=CPU, bucket=ONE_ELEMENT, abandons=True),
-    *(Variant(model="shared layer", block=None, bucket=bucket) for bucket in (LARGE, SMALL, ONE_ELEMENT)),
-    Variant(model="tied embeddings", block=None, bucket=ONE_ELEMENT),
+    *(GradientVariant(model="tied embeddings", block=CPU, bucket=bucket) for bucket in (LARGE, ONE_ELEMENT)),
+    GradientVariant(model="shared layer", block=CPU, bucket=ONE_ELEMENT, abandons=True),
+    *(GradientVariant(model="shared layer", block=None, bucket=bucket) for bucket in (LARGE, SMALL, ONE_ELEMENT)),
+    GradientVariant(model="tied embeddings", block=None, bucket=ONE_ELEMENT),
 )
 
 
-def train(variant: Variant, recomputed: bool) -> dict[str, torch.Tensor]:
+def train(variant: GradientVariant, recomputed: bool) -> dict[str, torch.Tensor]:
     """Return the gradients of every step and the final states, by name."""
     torch.manual_seed(3)
     model = MODELS[variant.model](recomputed)
@@ -143,9 +143,10 @@ def train(variant: Variant, recomputed: bool) -> dict[str, torch.Tensor]:
         engine.destroy()
 
 
-def compare(variant: Variant) -> dict[str, Any]:
+def compare(variant: GradientVariant) -> dict[str, Any]:
     expected = train(
-        Variant(model=variant.model, block=None, bucket=LARGE, accumulation=variant.accumulation), recomputed=False
+        GradientVariant(model=variant.model, block=None, bucket=LARGE, accumulation=variant.accumulation),
+        recomputed=False,
     )
     try:
         found = train(variant, recomputed=True)

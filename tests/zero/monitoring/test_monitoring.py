@@ -15,7 +15,7 @@ from deep_opt_states.cli.main import main
 from deep_opt_states.report.run_data import RecordedRun
 from tests.model.profiles import RATES, profile
 from tests.zero.monitoring.monitored_ranks import OVERFLOWS_IN, STEPS, STEPS_PER_PRINT
-from tests.zero.training_once import Ranks, TrainingOnce, on_one_worker
+from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
 EVERY_UPDATE = {
     "exposed_s",
@@ -42,7 +42,7 @@ def write_profile(folder: Path) -> list[str]:
     return [str(folder), str(path)]
 
 
-RANKS = Ranks("tests.zero.monitoring.monitored_ranks", timeout_s=300, arguments=write_profile)
+RANKS = ProgramRanks("tests.zero.monitoring.monitored_ranks", timeout_s=300, arguments=write_profile)
 pytestmark = on_one_worker(RANKS.program)
 
 

@@ -14,7 +14,7 @@ from torch._C._profiler import _ExperimentalConfig
 from deep_opt_states.zero.internals import spans
 
 
-class Accelerator:
+class NvtxAccelerator:
     """DeepSpeed's accelerator for CUDA, with or without the package ``nvtx``, as far as spans use it."""
 
     def __init__(self, *, supports_nvtx_domain: bool) -> None:
@@ -48,7 +48,7 @@ def test_a_profiler_may_be_started_and_stopped_inside_a_span() -> None:
 
 @pytest.mark.parametrize(("supports", "domain"), [(True, "DeepSpeed"), (False, None)])
 def test_a_span_is_in_the_domain_of_deepspeed_and_ends_if_its_action_fails(supports: bool, domain: str | None) -> None:
-    accelerator = Accelerator(supports_nvtx_domain=supports)
+    accelerator = NvtxAccelerator(supports_nvtx_domain=supports)
     with mock.patch.object(spans, "get_accelerator", return_value=accelerator):
         with spans.ActionSpan("PREFETCH 3"):
             pass

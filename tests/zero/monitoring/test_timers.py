@@ -14,7 +14,7 @@ from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 from deep_opt_states.zero.internals import timers
 
 
-class Config:
+class TimerConfig:
     """The attributes of a ``DeepSpeedConfig`` that are read."""
 
     def __init__(self, written: dict[str, Any]) -> None:
@@ -34,7 +34,7 @@ class Config:
 def test_the_timer_waits_for_the_device_only_if_the_user_requests_it(
     written: dict[str, Any], synchronized: bool, logged: list[str]
 ) -> None:
-    config = Config(written)
+    config = TimerConfig(written)
     with mock.patch.object(timers, "log_rank_0") as log:
         timers.unsynchronize_throughput_timer(config)
     assert config.timers_config.synchronized == synchronized

@@ -31,8 +31,8 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
 from tests.profiler.virtual import VirtualDevice, VirtualStream
-from tests.runtime.adam import PlainAdam, adam_step
-from tests.runtime.states import fill_gradients, make_states
+from tests.runtime.plain_adam import PlainAdam, adam_step
+from tests.runtime.random_states import fill_gradients, make_states
 
 NUMEL = 8
 """The number of elements in each module's only parameter, which forms one sub-group."""
@@ -73,7 +73,7 @@ class GpuAdam(PlainAdam):
 
 
 @dataclass
-class Coordinator:
+class FakeCoordinator:
     """The parts of ``PartitionedParameterCoordinator`` that ``Gathers`` and this forward use."""
 
     device: VirtualDevice
@@ -166,7 +166,7 @@ class VirtualTraining:
             self._update = Update(self._executor, self.exposure, defers=True, on_finished=self._append_report)
         self._modules = [self._module(index) for index in range(count)]
         root = torch.nn.Sequential(*self._modules)
-        self._coordinator = Coordinator(device, self._modules, ahead, one_by_one)
+        self._coordinator = FakeCoordinator(device, self._modules, ahead, one_by_one)
         self._gathers = Gathers(root, self._coordinator, self._update, {index: index for index in range(count)})
 
     @classmethod

@@ -24,7 +24,7 @@ EVERY_PLACEMENT = (CPU, STREAMED, STREAMED_ONE_SLOT, STREAMED_MANY_SLOTS, STRIDE
 
 @dataclass(frozen=True, kw_only=True)
 class ParamGroup:
-    """The hyperparameters of one param group. The trainable parameters are dealt to the groups in turn."""
+    """The hyperparameters of one param group. The trainable parameters are assigned to the groups round-robin."""
 
     lr: float = 3e-3
     betas: tuple[float, float] = (0.9, 0.999)

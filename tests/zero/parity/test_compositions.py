@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.zero.training_once import Ranks, TrainingOnce, on_one_worker
+from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
 WORLD_SIZE = {"transformers": 1, "peft": 1, "torch.compile": 1, "ulysses": 2}
 
-RANKS = Ranks("tests.zero.parity.composition_ranks", timeout_s=300)
+RANKS = ProgramRanks("tests.zero.parity.composition_ranks", timeout_s=300)
 
 
 def grouped(name: str, world_size: int) -> Any:

@@ -10,14 +10,14 @@ import pytest
 from tests.tiers import thorough
 from tests.zero.parity.cases import CASES, DEPARTURES
 from tests.zero.parity.naive_rewrites import NAIVE
-from tests.zero.training_once import Ranks, TrainingOnce, on_one_worker
+from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
 BY_NAME = {case.name: case for case in (*CASES, *DEPARTURES)}
 STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
 
 
 # Fresh ranks hash strings differently, as under a user's launcher: an order that depends on it would differ.
-RANKS = Ranks(
+RANKS = ProgramRanks(
     "tests.zero.parity.parity_ranks", timeout_s=400, arguments=lambda folder: [str(folder / "results")], fresh=True
 )
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from deep_opt_states.device.cpu import HostDevice
 from tests.zero.parity.case import Case
-from tests.zero.parity.model import Net, batch, param_groups
+from tests.zero.parity.parity_model import ParityNet, batch, param_groups
 
 Block = dict[str, Any] | None
 """The plugin's config block; None is stock DeepSpeed."""
@@ -48,9 +48,9 @@ def make_engine(case: Case, block: Block) -> Any:
     config = case.ds_config(block)
     if case.zero_init:
         with deepspeed.zero.Init(config_dict_or_path=config):
-            model = Net(case)
+            model = ParityNet(case)
     else:
-        model = Net(case)
+        model = ParityNet(case)
     with mock.patch.object(HostDevice, "shares_host_memory", case.shares_host_memory):
         engine, *_ = deepspeed.initialize(model=model, model_parameters=param_groups(model, case), config=config)
     return engine

@@ -16,7 +16,7 @@ from perf_model.prediction.memory import accelerator_bytes_with_all_gradients
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
-from tests.runtime.adam import PlainAdam
+from tests.runtime.plain_adam import PlainAdam
 
 CUDA = AcceleratorChoice(HostDevice(), slots_on_host=False)
 HOST = AcceleratorChoice(HostDevice(), slots_on_host=True)

@@ -28,7 +28,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(frozen=True)
-class Finding:
+class RaceFinding:
     """A broken rule: ``rule``, the name of the ``memory``, and the two ``sides`` that conflict on it."""
 
     rule: str
@@ -54,7 +54,7 @@ class _Thread(threading.local):
 class Recorder:
     """The record of one process: the clock of each lane, the accesses to each storage, and the findings."""
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[RaceFinding] = field(default_factory=list)
     accesses_by_lane: dict[str, int] = field(default_factory=dict)
     """The number of recorded operations per lane. A test reads from it which lanes were checked at all."""
     waits: list[str] = field(default_factory=list)
@@ -168,7 +168,7 @@ class Recorder:
         """Check the memory that was freed: the next operation of its owner may write to it."""
         for memory in self.memories.pop_freed():
             if memory.pinned:
-                continue  # The allocator of pinned memory waits for asynchronous copies by itself.
+                continue  # The allocator of pinned memory already waits for asynchronous copies.
             clock = self.snapshot(memory.owner)
             clock.join(self.clock(self.host))
             # When memory is freed, the allocator records an event on each stream that was passed to record_stream, and
@@ -182,7 +182,7 @@ class Recorder:
 
     def add_finding(self, rule: str, memory: Memory, sides: tuple[str, str]) -> None:
         """Record that ``rule`` was broken; the same finding is recorded once."""
-        finding = Finding(rule, memory.name, sides)
+        finding = RaceFinding(rule, memory.name, sides)
         if finding not in self.findings:
             self.findings.append(finding)
 

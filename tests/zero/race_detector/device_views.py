@@ -1,4 +1,4 @@
-"""Make the two kinds of CPU memory look like two devices to Python code that asks tensors for their device.
+"""Make the two kinds of CPU memory look like two devices to Python code that reads the device of a tensor.
 
 ``torch.Tensor`` is patched instead of using a ``TorchFunctionMode``, because PyTorch disables such modes in the hooks
 of a backward.
@@ -23,7 +23,7 @@ _tensor = torch.tensor
 
 
 class DeviceViews:
-    """The methods of ``torch.Tensor`` that depend on a device, for the places that the recorder knows."""
+    """The methods of ``torch.Tensor`` that depend on a device, for the places that the recorder stores."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

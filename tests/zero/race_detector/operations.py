@@ -47,7 +47,7 @@ class OperationRecorder(TorchDispatchMode):
             recorder.allocated(tensor, place)
         name = func._schema.name
         if name.startswith(WITHOUT_CONTENTS) or not (fresh or writes or name in SYNCHRONIZING):
-            return result  # The operation makes a view or asks for a shape: it touches no elements.
+            return result  # The operation makes a view or reads a shape: it touches no elements.
         if name == "aten::copy_":
             self._copy(args[0], args[1], bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False)))
         elif name == "aten::_to_copy":

@@ -24,7 +24,7 @@ from tests.zero.memory.emulated_headroom import FREE_BYTES, varying_headroom
 from tests.zero.parity.case import CPU, STREAMED, STREAMED_MANY_SLOTS, STREAMED_ONE_SLOT, WITHOUT_BACKWARD_OVERLAP, Case
 from tests.zero.race_detector.accelerator import RecordedStream
 from tests.zero.race_detector.collectives import Handle
-from tests.zero.race_detector.detector import FREED, ILLEGAL, UNORDERED, Finding
+from tests.zero.race_detector.detector import FREED, ILLEGAL, UNORDERED, RaceFinding
 from tests.zero.races.missing_order import (
     actions_do_not_wait,
     backward_does_not_wait,
@@ -84,7 +84,7 @@ class Fault:
             clip=0.3,
         )
 
-    def is_shown_by(self, finding: Finding) -> bool:
+    def is_shown_by(self, finding: RaceFinding) -> bool:
         """Return whether ``finding`` is the expected one."""
         rule, memory, one, other = self.expected
         first, second = finding.sides

@@ -9,7 +9,7 @@ import pytest
 
 from tests.tiers import thorough
 from tests.zero.races.host_wait_ranks import OVERFLOWS_IN, STEPS
-from tests.zero.training_once import Ranks, TrainingOnce, on_one_worker
+from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
 NORMS = "per_sub_group < _get_norm_groups"
 NORMS_AND_OVERFLOW = "overflow < has_overflow"
@@ -38,7 +38,7 @@ OWN_WAITS_OUTSIDE_STEPS = {PARAMETERS_ARE_UPDATED, CPU_HAS_UPDATED, *UPDATE_IS_D
 STEPS_THAT_UPDATE = [step for step in range(STEPS) if step != OVERFLOWS_IN]
 
 
-RANKS = Ranks("tests.zero.races.host_wait_ranks", timeout_s=200)
+RANKS = ProgramRanks("tests.zero.races.host_wait_ranks", timeout_s=200)
 WORLD_SIZES = [
     thorough(1, on_one_worker(RANKS.program, 1)),
     pytest.param(2, marks=on_one_worker(RANKS.program, 2)),

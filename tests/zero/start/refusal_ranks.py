@@ -39,7 +39,7 @@ BASE: dict[str, Any] = {
 }
 
 
-class Accelerator(NamedTuple):
+class NamedAccelerator(NamedTuple):
     name: str
 
     def device_name(self) -> str:
@@ -162,7 +162,11 @@ ATTEMPTS: dict[str, tuple[dict[str, Any], dict[str, Any], AbstractContextManager
     "low-precision moments": ({"optimizer": None}, {"optimizer": low_precision_moments}, nullcontext()),
     "mpu": ({}, {"mpu": ModelParallel()}, nullcontext()),
     "deepspeed 0.18.0": ({}, {}, mock.patch.object(deepspeed, "__version__", "0.18.0")),
-    "another accelerator": ({}, {}, mock.patch.object(devices, "get_accelerator", return_value=Accelerator("xpu"))),
+    "another accelerator": (
+        {},
+        {},
+        mock.patch.object(devices, "get_accelerator", return_value=NamedAccelerator("xpu")),
+    ),
     "streamed on a GPU": ({}, {}, mock.patch.object(plugin, "choose_device", gpu_accelerator)),
     "step hooks": ({"optimizer": None}, {"optimizer": adam_with_step_hook}, nullcontext()),
     "quantised gradients": ({"zero_optimization.zero_quantized_gradients": True}, {}, nullcontext()),

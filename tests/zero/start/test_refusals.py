@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.zero.training_once import Ranks, TrainingOnce, on_one_worker
+from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
 NUMBERS = "Give Python numbers"
 
@@ -74,7 +74,7 @@ REFUSED_WITH_THE_OPTIMIZER = {
 """Attempts that are refused when DeepSpeed makes the optimizer: it has converted the model, but made no states yet."""
 
 
-RANKS = Ranks("tests.zero.start.refusal_ranks", timeout_s=120)
+RANKS = ProgramRanks("tests.zero.start.refusal_ranks", timeout_s=120)
 pytestmark = on_one_worker(RANKS.program)
 
 

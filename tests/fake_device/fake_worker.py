@@ -21,7 +21,7 @@ class FakeWorker:
         lanes = self._device.lanes
         lanes.cpu.add(lambda: complete_future(future, task))
         future.task_has_run = lanes.cpu.mark()
-        lanes.run_unasked()
+        lanes.run_before_wait()
         return future
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ def _no_collector() -> Iterator[None]:
         gc.enable()
 
 
-class Watched(TimedAdam):
+class WatchedTimedAdam(TimedAdam):
     """A kernel that records its addresses and threads, and that fails at its ``fails_at``-th update."""
 
     def __init__(self, device: VirtualDevice, fails_at: int | None = None) -> None:
@@ -102,7 +102,7 @@ def test_cpu_probes_use_a_slab_that_their_kernel_touched_before_it_was_locked(
     device: VirtualDevice,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kernel = Watched(device)
+    kernel = WatchedTimedAdam(device)
     slabs: list[tuple[int, bool]] = []
     register, empty_host = device._register, device.empty_host
     pinned: set[int] = set()
@@ -138,7 +138,7 @@ def pages_in_place(address: int, size_bytes: int) -> bool:
 
 
 def test_the_threads_that_touched_the_memory_first_update_it(device: VirtualDevice) -> None:
-    kernel = Watched(device)
+    kernel = WatchedTimedAdam(device)
     # Other numbers of threads have kernels and threads of their own.
     profile_of(device, kernel, cpu_adam=lambda _, threads, cores: kernel if threads == 3 else TimedAdam(device, 1e-3))
     assert kernel.updates > SUB_GROUPS
@@ -184,7 +184,7 @@ def test_all_memory_is_freed(device: VirtualDevice) -> None:
 @pytest.mark.parametrize("fails_at", [1, 3 * SUB_GROUPS])
 def test_all_memory_is_freed_while_the_error_of_a_probe_is_handled(device: VirtualDevice, fails_at: int) -> None:
     with pytest.raises(ProfileError, match="MemoryError: broken on purpose") as caught:
-        profile_of(device, Watched(device, fails_at))
+        profile_of(device, WatchedTimedAdam(device, fails_at))
     assert caught.value.__traceback__ is not None
     assert device.held_bytes == 0
     assert device.registered == []
@@ -192,12 +192,14 @@ def test_all_memory_is_freed_while_the_error_of_a_probe_is_handled(device: Virtu
 
 @pytest.mark.usefixtures("_no_collector")
 def test_all_memory_is_freed_if_the_accelerator_fails(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(LaunchedAdam):
+    class FailingLaunchedAdam(LaunchedAdam):
         def update(self, *arguments: Any) -> None:
             raise RuntimeError("an illegal memory access was encountered")
 
     profile = profile_of(
-        device, TimedAdam(device, UPDATE_S - TICK_S), device_adam=lambda: Broken(device, launch_s=0, kernel_s=0)
+        device,
+        TimedAdam(device, UPDATE_S - TICK_S),
+        device_adam=lambda: FailingLaunchedAdam(device, launch_s=0, kernel_s=0),
     )
     waived = profile.measurements["gpu_adam_params_per_s"].waived
     assert waived == "RuntimeError: an illegal memory access was encountered"

@@ -11,7 +11,7 @@ from statistics import median
 import pytest
 import torch
 
-from benchmarks.adam import NUMEL, gpu
+from benchmarks.adam import NUMEL, adam_gpu
 from perf_model.prediction.hardware import HardwareProfile
 from tests.gpu.figures import figure
 from tests.gpu.time_left import seconds_left
@@ -49,7 +49,7 @@ def test_every_quantity_of_the_gpu_is_measured(profile: HardwareProfile) -> None
 
 def test_the_gpu_adam_rate_of_the_profile_is_reported_next_to_the_benchmark_s(profile: HardwareProfile) -> None:
     """Report both rates: a probe that timed Python's launches would find a quarter of the rate or less."""
-    rows = list(gpu.compare(NUMEL, torch.bfloat16, repetitions=5))
+    rows = list(adam_gpu.compare(NUMEL, torch.bfloat16, repetitions=5))
     (samples,) = (row.samples for row in rows if row.variant == "GPU, ours" and row.quantity == "update rate")
     rate, probed = median(samples), profile.measurements["gpu_adam_params_per_s"].median
     figure("GPU Adam, rate of the benchmark", rate, "parameters/s")

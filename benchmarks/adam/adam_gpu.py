@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.adam.cpu import step_of
+from benchmarks.adam.adam_cpu import step_of
 from benchmarks.harness.rows import Row
 from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.kernels.adam import DEFAULT_BETAS, AdamTensors

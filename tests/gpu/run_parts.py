@@ -54,7 +54,7 @@ class Part:
     rows: Path | None = None
 
 
-class Status(Enum):
+class PartStatus(Enum):
     """The outcome of a part in one word."""
 
     PASSED = "passed"
@@ -68,7 +68,7 @@ class Outcome:
     """The result of a part; ``why`` explains its status."""
 
     name: str
-    status: Status
+    status: PartStatus
     seconds: float
     why: str
     rows: tuple[object, ...] = ()
@@ -106,14 +106,14 @@ def parts() -> list[Part]:
     return [
         BUILD,
         Part(name="kernel", command=pytest_command("gpu/test_kernel"), limit_s=40),
-        Part(name="executor", command=pytest_command("gpu/test_executor", "gpu/test_locking"), limit_s=35),
+        Part(name="executor", command=pytest_command("gpu/test_gpu_executor", "gpu/test_locking"), limit_s=35),
         Part(name="streams", command=pytest_command("gpu/test_streams"), limit_s=30, rows=FIGURES),
         Part(name="placements", command=pytest_command("gpu/test_placements"), limit_s=43),
         Part(name="engine", command=pytest_command("gpu/test_engine"), limit_s=47, rows=FIGURES),
         Part(name="processes", command=pytest_command("gpu/test_processes"), limit_s=35, rows=FIGURES),
         Part(name="large", command=pytest_command("gpu/test_large"), limit_s=28, rows=FIGURES),
         Part(name="long", command=pytest_command("gpu/test_long"), limit_s=40),
-        Part(name="profile", command=pytest_command("gpu/test_profile"), limit_s=35, rows=FIGURES),
+        Part(name="profile", command=pytest_command("gpu/test_gpu_profile"), limit_s=35, rows=FIGURES),
         Part(name="sanitizer", command=pytest_command("gpu/test_sanitizer"), limit_s=27),
     ]
 
@@ -167,7 +167,7 @@ def check(chosen: Sequence[Part], out: Path, missing: Callable[[], str] = no_gpu
     for part in chosen:
         ends_s += part.limit_s
         if problem:
-            outcome = Outcome(name=part.name, status=Status.WAIVED, seconds=0, why=f"no GPU: {problem}")
+            outcome = Outcome(name=part.name, status=PartStatus.WAIVED, seconds=0, why=f"no GPU: {problem}")
         else:
             limit_s = max(part.limit_s, ends_s - time.monotonic())
             print(f"{part.name}: at most {limit_s:.0f} s", flush=True)
@@ -179,7 +179,7 @@ def check(chosen: Sequence[Part], out: Path, missing: Callable[[], str] = no_gpu
         print(f"No GPU: {problem}.\n{REMEDY}")
         return 2
     print(f"Written: {out}")
-    return int(any(outcome.status in (Status.FAILED, Status.TIMED_OUT) for outcome in outcomes))
+    return int(any(outcome.status in (PartStatus.FAILED, PartStatus.TIMED_OUT) for outcome in outcomes))
 
 
 def _run(part: Part, log: Path, limit_s: float) -> Outcome:
@@ -217,13 +217,13 @@ def _run(part: Part, log: Path, limit_s: float) -> Outcome:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=ABORT_S)
     if returncode is None:
-        status, why = Status.TIMED_OUT, f"after {limit_s:.0f} s, at: {written[-1] if written else 'nothing yet'}"
+        status, why = PartStatus.TIMED_OUT, f"after {limit_s:.0f} s, at: {written[-1] if written else 'nothing yet'}"
     elif returncode < 0:
-        status, why = Status.FAILED, f"ended by {signal.Signals(-returncode).name}: see its stacks in {log.name}"
+        status, why = PartStatus.FAILED, f"ended by {signal.Signals(-returncode).name}: see its stacks in {log.name}"
     elif returncode == 0 and written and re.match(r"=* *\d+ skipped(, \d+ warnings?)? in ", written[-1]):
-        status, why = Status.WAIVED, next(line for line in written if line.startswith("SKIPPED"))
+        status, why = PartStatus.WAIVED, next(line for line in written if line.startswith("SKIPPED"))
     else:
-        status = Status.PASSED if returncode == 0 else Status.FAILED
+        status = PartStatus.PASSED if returncode == 0 else PartStatus.FAILED
         why = written[-1] if written else f"exit code {returncode}"
     rows = _whole_rows(_lines(part.rows)[len(before) :])
     return Outcome(name=part.name, status=status, seconds=time.monotonic() - start_s, why=why, rows=rows)

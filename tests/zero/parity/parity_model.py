@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.zero.parity.case import Case
 
 
-class Net(torch.nn.Module):
+class ParityNet(torch.nn.Module):
     """Linear layers of the case's widths. Inputs have shape [batch, widths[0]], targets [batch, widths[-1]]."""
 
     def __init__(self, case: Case) -> None:
@@ -41,8 +41,8 @@ def batch(case: Case, rank: int, micro_batch: int, dtype: torch.dtype) -> tuple[
     return x.to(dtype), target.to(dtype)
 
 
-def param_groups(model: Net, case: Case) -> list[dict[str, object]]:
-    """Return the case's param groups, to which the trainable parameters are dealt in turn."""
+def param_groups(model: ParityNet, case: Case) -> list[dict[str, object]]:
+    """Return the case's param groups, to which the trainable parameters are assigned round-robin."""
     params = [param for param in model.parameters() if param.requires_grad]
     groups = []
     for position, group in enumerate(case.groups):

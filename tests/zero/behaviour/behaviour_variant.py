@@ -15,7 +15,7 @@ from tests.zero.parity.training import Block, Record, collect
 
 Seen = Iterator[tuple[str, Any]]
 """Tensors, numbers and text, each with a name, in the same order for stock and for the plugin."""
-Scenario = Callable[["Variant"], Seen]
+Scenario = Callable[["BehaviourVariant"], Seen]
 
 WIDTH = 14
 
@@ -36,7 +36,7 @@ FP16 = {**FP32, "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_
 BY_DTYPE = {torch.bfloat16: {}, torch.float16: FP16, torch.float32: FP32}
 
 
-class Net(torch.nn.Module):
+class BehaviourNet(torch.nn.Module):
     """Linear layers; inputs and outputs have shape [batch, ``WIDTH``]."""
 
     def __init__(self, layers: int = 4) -> None:
@@ -49,7 +49,7 @@ class Net(torch.nn.Module):
         return x
 
 
-class Variant:
+class BehaviourVariant:
     """The engines of one scenario, with the plugin's config block, or of stock if ``block`` is None."""
 
     def __init__(self, block: Block) -> None:
