@@ -59,7 +59,7 @@ class ForkServer:
                 "module": module,
                 "arguments": arguments,
                 "environment": environment,
-                "ignores_sigint": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+                "ignores_sigint": _ignores_sigint(),
             }
         ).encode()
         try:
@@ -96,6 +96,16 @@ class ForkedProcess:
         if not line:
             raise RuntimeError("the fork server has ended")
         return int(line)
+
+
+def _ignores_sigint() -> bool:
+    """Return whether processes that this one starts ignore SIGINT, for example in the background of a shell.
+
+    Libraries may have changed that without Python, so ``signal.getsignal`` does not show it.
+    """
+    with open("/proc/self/status") as status:
+        (mask,) = (line.split()[1] for line in status if line.startswith("SigIgn:"))
+    return bool(int(mask, 16) >> (signal.SIGINT - 1) & 1)
 
 
 def import_all() -> None:
