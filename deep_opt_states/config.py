@@ -47,9 +47,9 @@ class Config(BaseModel):
 
     profile: str | None = Field(default=None, min_length=1)
     """The path of a hardware profile from which the plugin plans and predicts; `deep-opt-states profile` writes one. By
-    default, the plugin measures a quick profile at start, which takes seconds, and caches it in
-    `~/.cache/deep_opt_states` for this hardware and software. Only `"placement": "planned"` and `report` need one. If
-    one is given, predictions are reported with every placement."""
+    default, the plugin measures a quick profile at start, which takes seconds once DeepSpeed's kernels are compiled,
+    and caches it in `~/.cache/deep_opt_states` for this hardware and software. A profile is needed for
+    `"placement": "planned"` and for `report`. With the other placements, a profile adds predictions to the reports."""
 
     update_stride: int | None = Field(default=None, ge=2)
     """The stride k of `"placement": "stride"`, the rule of the paper: sub-group i, counted from 0, is streamed if i + 1
