@@ -47,10 +47,12 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
     assert not dead_links(page)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+# The changelog names files of earlier versions.
+CURRENT_PAGES = [page for page in PAGES if page.name != "CHANGELOG.md"]
+
+
+@pytest.mark.parametrize("page", CURRENT_PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_paths_that_are_named_exist(page: Path) -> None:
-    if page.name == "CHANGELOG.md":
-        pytest.skip("a changelog names files of earlier versions")
     assert not [path for path in PATH.findall(page.read_text(encoding="utf-8")) if not (REPOSITORY / path).exists()]
 
 

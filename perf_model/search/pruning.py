@@ -25,7 +25,7 @@ from perf_model.search.budgets import Budgets
 from perf_model.search.resource_constraints import KINDS, Array, ResourceConstraints
 
 PlacementMasks = Mapping[Placement, npt.NDArray[np.bool_]]
-"""For each placement, a mask of the sub-groups (columns) of each candidate (rows) that have it."""
+"""Boolean masks of shape [candidate, sub_group], by placement: which sub-groups of a candidate have the placement."""
 
 _BEFORE_FORWARD: dict[Placement, tuple[ActionKind, ActionKind | None]] = {
     Placement.CPU: (ActionKind.CPU_STEP, ActionKind.PUBLISH),

@@ -87,7 +87,7 @@ NAIVE: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
     ),
     "stale gradients": ("no gradient in some steps", Gradients, "complete_window", keep_stale_gradients),
 }
-"""For each name: the case that must fail, the class and its method that is replaced, and the replacement."""
+"""The rewrites by name: the case that must fail, the class, the name of its method, and the method that replaces it."""
 
 
 @contextmanager

@@ -99,7 +99,7 @@ def actions_do_not_wait(kind: ActionKind) -> Callable[[], AbstractContextManager
 
 
 forward_does_not_wait = combined(patched(Executor, "publish", do_nothing), patched(Executor, "advance", do_nothing))
-"""In this context forward neither waits for the update nor enqueues its actions."""
+"""A context in which forward neither waits for the update nor enqueues its actions."""
 
 
 def backward_does_not_wait() -> AbstractContextManager[object]:
