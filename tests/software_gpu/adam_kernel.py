@@ -1,0 +1,57 @@
+"""Execute launches of the Triton kernel by the C++ kernel, which has the same arithmetic, on a stream of the device.
+
+``TritonAdam`` itself is unchanged: it checks the tensors, chooses the ranges and converts the scalars. So the arguments
+here are those of ``triton_kernel.update``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from deep_opt_states.device.kernels.adam import STATES
+from deep_opt_states.device.kernels.library import DTYPES, CScalars, CUpdate, library
+from deep_opt_states.device.kernels.scalars import Scalars
+from tests.software_gpu import device
+
+
+class SoftwareAdamKernel:
+    """The kernel that replaces the jitted function of Triton in ``TritonAdam``.
+
+    ``params_per_s`` is its speed on the emulated machine.
+    """
+
+    params_per_s = float("inf")
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        return self._launch
+
+    def _launch(self, *tensors: Any, TAIL: int, BLOCK: int, num_warps: int, **scalars: Any) -> None:
+        master, exp_avg, exp_avg_sq, grad, param, numel, cut, skip = tensors
+        addresses = {
+            name: None if tensor is None else _address(tensor, skip)
+            for name, tensor in zip((*STATES, "grad", "param"), (master, exp_avg, exp_avg_sq, grad, param), strict=True)
+        }
+        update = CUpdate(
+            **addresses,
+            scalars=CScalars(**{field.name: scalars[field.name] for field in fields(Scalars)}),
+            numel=numel - skip,
+            cut=cut - skip,
+            grad_dtype=DTYPES[grad.dtype],
+            param_dtype=DTYPES[None if param is None else param.dtype],
+            tail=TAIL,
+            num_threads=1,
+            cores=None,
+        )
+        device.launch(
+            lambda: library().update([update], library().instruction_set),
+            "GPU Adam",
+            gpu_s=(numel - skip) / self.params_per_s,
+        )
+
+
+def _address(tensor: torch.Tensor, skip: int) -> int:
+    """Return where a launched function finds the element behind the ``skip`` elements that the kernel leaves alone."""
+    return device.real_address(tensor.data_ptr() + skip * tensor.element_size())

@@ -1,0 +1,154 @@
+// The functions that Python calls with ctypes, which releases the GIL during each call.
+#include <c10/core/Device.h>
+
+#include <cstring>
+#include <sstream>
+
+#include "backend.h"
+
+using namespace software_gpu;
+
+namespace {
+
+thread_local std::string last_error;
+
+// Run a function that may raise. Return 0, or 1 with the message in `last_error`.
+template <class Function>
+int guarded(Function function) {
+  try {
+    function();
+    return 0;
+  } catch (const std::exception& error) {
+    last_error = error.what();
+    return 1;
+  }
+}
+
+Cost cost_from(const double* amounts, double latency_s) {
+  Cost cost;
+  std::copy(amounts, amounts + NUM_RESOURCES, cost.amounts.begin());
+  cost.latency_s = latency_s;
+  return cost;
+}
+
+}  // namespace
+
+extern "C" {
+
+struct CSettings {
+  double lazy_s, jitter_s;
+  double capacities[NUM_RESOURCES];
+  double flops_per_s, device_bytes_per_s, launch_s, copy_latency_s;
+  uint64_t seed, memory_bytes, page_lock_limit_bytes;
+  int32_t lazy, execute_first, trace, poison;
+};
+
+struct CMemoryStatistics {
+  int64_t allocated, allocated_peak, reserved, reserved_peak, retries, out_of_memory, capacity;
+};
+
+const char* software_gpu_last_error() { return last_error.c_str(); }
+
+void software_gpu_configure(const CSettings* c) {
+  Settings settings;
+  settings.lazy = c->lazy;
+  settings.lazy_s = c->lazy_s;
+  settings.jitter_s = c->jitter_s;
+  settings.seed = c->seed;
+  settings.execute_first = c->execute_first;
+  settings.trace = c->trace;
+  settings.flops_per_s = c->flops_per_s;
+  settings.device_bytes_per_s = c->device_bytes_per_s;
+  settings.launch_s = c->launch_s;
+  settings.copy_latency_s = c->copy_latency_s;
+  runtime().set_settings(settings);
+  std::array<double, NUM_RESOURCES> capacities;
+  std::copy(c->capacities, c->capacities + NUM_RESOURCES, capacities.begin());
+  the_clock().set_capacities(capacities);
+  device_memory().set_capacity(c->memory_bytes);
+  device_memory().set_poison(c->poison);
+  pinned_memory().set_limit(c->page_lock_limit_bytes);
+}
+
+int software_gpu_synchronize() {
+  return guarded([] { runtime().host_wait_for_all("synchronize"); });
+}
+
+int software_gpu_synchronize_stream(int64_t stream) {
+  return guarded([=] { runtime().host_wait(runtime().stream(stream).mark(), "stream.synchronize"); });
+}
+
+// Wait until all streams are idle, without a record of the wait and without raising errors.
+void software_gpu_drain() { runtime().drain(); }
+
+// Copy the first error of a task to `buffer`, and forget it.
+void software_gpu_take_error(char* buffer, uint64_t size) {
+  std::string error = runtime().take_error();
+  strncpy(buffer, error.c_str(), size - 1);
+  buffer[size - 1] = 0;
+}
+
+void software_gpu_set_error(const char* message) { runtime().set_error(message); }
+
+uint64_t software_gpu_real_address(uint64_t device) {
+  return reinterpret_cast<uint64_t>(device_memory().arena().real(reinterpret_cast<void*>(device)));
+}
+
+// Enqueue `callback(argument)` on a stream.
+int software_gpu_launch(
+    int64_t stream, void (*callback)(uint64_t), uint64_t argument, const char* name, int32_t engine,
+    const double* amounts, double latency_s) {
+  return guarded([=] {
+    auto work = [=] { callback(argument); };
+    runtime().stream(stream).enqueue({work, name, static_cast<Engine>(engine), cost_from(amounts, latency_s)});
+  });
+}
+
+// Begin and end work of the calling thread that takes emulated time.
+void* software_gpu_begin_host_work(const double* amounts) {
+  Cost cost = cost_from(amounts, 0);
+  if (!the_clock().takes_time(cost)) return nullptr;
+  return new std::shared_ptr<Clock::Flow>(the_clock().start(Engine::NONE, cost, now_s()));
+}
+
+void software_gpu_end_host_work(void* work) {
+  if (work == nullptr) return;
+  auto* flow = static_cast<std::shared_ptr<Clock::Flow>*>(work);
+  the_clock().wait(*flow);
+  delete flow;
+}
+
+int32_t software_gpu_register(uint64_t address, uint64_t size) {
+  return static_cast<int32_t>(pinned_memory().register_range(reinterpret_cast<void*>(address), size));
+}
+
+int32_t software_gpu_unregister(uint64_t address) {
+  return pinned_memory().unregister_range(reinterpret_cast<void*>(address));
+}
+
+void software_gpu_empty_cache() { device_memory().empty_cache(); }
+void software_gpu_empty_host_cache() { pinned_memory().empty_cache(); }
+void software_gpu_reset_peaks() { device_memory().reset_peaks(); }
+
+void software_gpu_memory_statistics(CMemoryStatistics* result) {
+  auto found = device_memory().statistics();
+  *result = {found.allocated,     found.allocated_peak, found.reserved, found.reserved_peak, found.retries,
+             found.out_of_memory, static_cast<int64_t>(device_memory().capacity())};
+}
+
+void software_gpu_on_host_wait(void (*callback)(const char*)) { runtime().on_host_wait(callback); }
+
+double software_gpu_now_s() { return now_s(); }
+
+// Return the spans since the last call, one per line. They are valid until the next call on this thread.
+const char* software_gpu_take_spans() {
+  thread_local std::string text;
+  std::ostringstream lines;
+  lines.precision(17);
+  for (const Span& span : runtime().take_spans())
+    lines << span.stream << '\t' << span.name << '\t' << span.start_s << '\t' << span.end_s << '\n';
+  text = lines.str();
+  return text.c_str();
+}
+
+}  // extern "C"

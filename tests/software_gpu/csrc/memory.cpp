@@ -1,0 +1,377 @@
+#include "memory.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+
+#include "gil.h"
+
+namespace software_gpu {
+
+namespace {
+
+constexpr size_t KIB = 1024, MIB = 1024 * KIB;
+constexpr size_t PAGE = 4 * KIB;
+constexpr size_t ROUNDING = 512;
+constexpr size_t SMALL = MIB, SMALL_SEGMENT = 2 * MIB, LARGE_SEGMENT = 20 * MIB, LARGE = 10 * MIB;
+// All bits set is NaN in every floating-point type.
+constexpr int POISON = 0xFF;
+constexpr size_t POISON_FILE = 16 * MIB;
+
+size_t rounded_up(size_t size, size_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+
+void* mapped(void* address, size_t size, int protection, int flags, int file) {
+  void* result = mmap(address, size, protection, flags, file, 0);
+  if (result == MAP_FAILED) throw std::runtime_error(std::string("the software GPU cannot map memory: ") + strerror(errno));
+  return result;
+}
+
+constexpr int RESERVED = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+
+}  // namespace
+
+Arena::Arena() {
+  addresses_ = static_cast<char*>(mapped(nullptr, SIZE, PROT_NONE, RESERVED, -1));
+  bytes_ = static_cast<char*>(mapped(nullptr, SIZE, PROT_NONE, RESERVED, -1));
+  free_[addresses_] = SIZE;
+  poison_file_ = memfd_create("software_gpu_poison", MFD_CLOEXEC);
+  std::vector<char> poison(POISON_FILE, static_cast<char>(POISON));
+  if (poison_file_ < 0 || write(poison_file_, poison.data(), POISON_FILE) != static_cast<ssize_t>(POISON_FILE))
+    throw std::runtime_error("the software GPU cannot create a file in memory");
+}
+
+char* Arena::map(size_t size) {
+  for (auto& [begin, free_size] : free_) {
+    if (free_size < size) continue;
+    char* device = begin;
+    size_t left = free_size - size;
+    free_.erase(begin);
+    if (left > 0) free_[device + size] = left;
+    map_poison(real(device), size);
+    return device;
+  }
+  return nullptr;
+}
+
+void Arena::unmap(char* device, size_t size) {
+  mapped(real(device), size, PROT_NONE, RESERVED | MAP_FIXED, -1);
+  auto [it, _] = free_.emplace(device, size);
+  auto next = std::next(it);
+  if (next != free_.end() && it->first + it->second == next->first) {
+    it->second += next->second;
+    free_.erase(next);
+  }
+  if (it != free_.begin()) {
+    auto before = std::prev(it);
+    if (before->first + before->second == it->first) {
+      before->second += it->second;
+      free_.erase(it);
+    }
+  }
+}
+
+void Arena::poison(char* device, size_t size) {
+  char* begin = real(device);
+  char* end = begin + size;
+  constexpr size_t WORTH_MAPPING = 8 * MIB;
+  if (size < WORTH_MAPPING) {
+    memset(begin, POISON, size);
+    return;
+  }
+  char* first_page = reinterpret_cast<char*>(rounded_up(reinterpret_cast<size_t>(begin), PAGE));
+  char* last_page = reinterpret_cast<char*>(reinterpret_cast<size_t>(end) / PAGE * PAGE);
+  memset(begin, POISON, first_page - begin);
+  map_poison(first_page, last_page - first_page);
+  memset(last_page, POISON, end - last_page);
+}
+
+// Map the file of poison over and over. Pages that are only read share the file's, so that large blocks cost nothing.
+void Arena::map_poison(char* real, size_t size) {
+  for (size_t at = 0; at < size; at += POISON_FILE) {
+    size_t part = std::min(POISON_FILE, size - at);
+    mapped(real + at, part, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED, poison_file_);
+  }
+  // A forked child does not inherit the device's memory.
+  madvise(real, size, MADV_DONTFORK);
+}
+
+void* DeviceMemory::allocate(size_t size, Stream& stream) {
+  if (size == 0) return nullptr;
+  LockWithoutGil lock(mutex_);
+  give_back_finished();
+  size_t rounded = rounded_up(size, ROUNDING);
+  bool small = rounded <= SMALL;
+  Block* block = find(rounded, stream, small);
+  if (block == nullptr) block = new_segment(rounded, stream, small);
+  if (block == nullptr) {
+    ++statistics_.retries;
+    release_cached();
+    block = find(rounded, stream, small);
+    if (block == nullptr) block = new_segment(rounded, stream, small);
+  }
+  if (block == nullptr) {
+    ++statistics_.out_of_memory;
+    auto mib = [](size_t bytes) { return std::to_string(bytes / MIB) + " MiB"; };
+    throw OutOfMemory(
+        "Software GPU out of memory. Tried to allocate " + mib(rounded) + " (" + std::to_string(rounded) +
+        " bytes). The GPU has a total capacity of " + mib(capacity_) + " of which " +
+        mib(capacity_ - std::min<size_t>(capacity_, statistics_.reserved)) + " is free. " +
+        mib(statistics_.allocated) + " is allocated, and " + mib(statistics_.reserved) + " is reserved.");
+  }
+  split(block, rounded);
+  block->allocated = true;
+  allocated_[block->pointer] = block;
+  statistics_.allocated += block->size;
+  statistics_.allocated_peak = std::max(statistics_.allocated_peak, statistics_.allocated);
+  return block->pointer;
+}
+
+void DeviceMemory::free(void* pointer) {
+  if (pointer == nullptr || runtime().forked()) return;
+  LockWithoutGil lock(mutex_);
+  auto found = allocated_.find(pointer);
+  Block* block = found->second;
+  allocated_.erase(found);
+  statistics_.allocated -= block->size;
+  std::vector<Mark> marks;
+  for (Stream* stream : block->used_by)
+    if (stream != block->stream) marks.push_back(stream->mark());
+  block->used_by.clear();
+  if (marks.empty()) {
+    give_back(block);
+  } else {
+    pending_.emplace_back(block, std::move(marks));
+  }
+}
+
+void DeviceMemory::record_stream(void* pointer, Stream& stream) {
+  if (pointer == nullptr) return;
+  LockWithoutGil lock(mutex_);
+  auto found = allocated_.find(pointer);
+  if (found == allocated_.end()) throw std::runtime_error("record_stream of memory that is not allocated");
+  found->second->used_by.insert(&stream);
+}
+
+void DeviceMemory::empty_cache() {
+  LockWithoutGil lock(mutex_);
+  release_cached();
+}
+
+MemoryStatistics DeviceMemory::statistics() const {
+  LockWithoutGil lock(mutex_);
+  return statistics_;
+}
+
+void DeviceMemory::reset_peaks() {
+  LockWithoutGil lock(mutex_);
+  statistics_.allocated_peak = statistics_.allocated;
+  statistics_.reserved_peak = statistics_.reserved;
+}
+
+size_t DeviceMemory::capacity() const {
+  LockWithoutGil lock(mutex_);
+  return capacity_;
+}
+
+void DeviceMemory::set_capacity(size_t bytes) {
+  LockWithoutGil lock(mutex_);
+  capacity_ = bytes;
+}
+
+DeviceMemory::Block* DeviceMemory::find(size_t size, Stream& stream, bool small) {
+  Block least{nullptr, size, &stream, small};
+  Pool& blocks = pool(least);
+  auto found = blocks.lower_bound(&least);
+  if (found == blocks.end()) return nullptr;
+  Block* block = *found;
+  blocks.erase(found);
+  return block;
+}
+
+DeviceMemory::Block* DeviceMemory::new_segment(size_t size, Stream& stream, bool small) {
+  size_t segment = small ? SMALL_SEGMENT : size < LARGE ? LARGE_SEGMENT : rounded_up(size, SMALL_SEGMENT);
+  if (statistics_.reserved + segment > capacity_) return nullptr;
+  char* pointer = arena_.map(segment);
+  if (pointer == nullptr) return nullptr;
+  ++statistics_.segments;
+  statistics_.reserved += segment;
+  statistics_.reserved_peak = std::max(statistics_.reserved_peak, statistics_.reserved);
+  return new Block{pointer, segment, &stream, small};
+}
+
+void DeviceMemory::split(Block* block, size_t size) {
+  size_t left = block->size - size;
+  if (left < (block->small ? ROUNDING : SMALL + 1)) return;
+  Block* rest = new Block{block->pointer + size, left, block->stream, block->small};
+  rest->previous = block;
+  rest->next = block->next;
+  if (rest->next != nullptr) rest->next->previous = rest;
+  block->next = rest;
+  block->size = size;
+  pool(*rest).insert(rest);
+}
+
+// Put a block into its stream's pool, for reuse by what is issued on this stream from now on.
+void DeviceMemory::give_back(Block* block) {
+  if (poison_) {
+    char* pointer = block->pointer;
+    size_t size = block->size;
+    block->stream->enqueue({[this, pointer, size] { arena_.poison(pointer, size); }, "free"});
+  }
+  block->allocated = false;
+  for (Block* neighbour : {block->previous, block->next})
+    if (neighbour != nullptr && !neighbour->allocated && pool(*neighbour).erase(neighbour) > 0) merge(block, neighbour);
+  pool(*block).insert(block);
+}
+
+void DeviceMemory::merge(Block* block, Block* neighbour) {
+  if (neighbour == block->previous) {
+    block->pointer = neighbour->pointer;
+    block->previous = neighbour->previous;
+    if (block->previous != nullptr) block->previous->next = block;
+  } else {
+    block->next = neighbour->next;
+    if (block->next != nullptr) block->next->previous = block;
+  }
+  block->size += neighbour->size;
+  delete neighbour;
+}
+
+// Give back the blocks that other streams had used, as far as these streams are done with them.
+void DeviceMemory::give_back_finished() {
+  auto finished = std::stable_partition(pending_.begin(), pending_.end(), [](auto& entry) {
+    return !std::all_of(
+        entry.second.begin(), entry.second.end(), [](const Mark& mark) { return mark.stream->reached(mark); });
+  });
+  std::vector<Block*> blocks;
+  for (auto entry = finished; entry != pending_.end(); ++entry) blocks.push_back(entry->first);
+  pending_.erase(finished, pending_.end());
+  for (Block* block : blocks) give_back(block);
+}
+
+// Return whole free segments to the system. Like cudaFree, this waits for the device.
+void DeviceMemory::release_cached() {
+  runtime().drain();
+  give_back_finished();
+  runtime().drain();
+  for (auto& [_, blocks] : pools_) {
+    for (auto it = blocks.begin(); it != blocks.end();) {
+      Block* block = *it;
+      if (block->previous != nullptr || block->next != nullptr) {
+        ++it;
+        continue;
+      }
+      it = blocks.erase(it);
+      statistics_.reserved -= block->size;
+      --statistics_.segments;
+      arena_.unmap(block->pointer, block->size);
+      delete block;
+    }
+  }
+}
+
+DeviceMemory& device_memory() {
+  static DeviceMemory* memory = new DeviceMemory;
+  return *memory;
+}
+
+void* PinnedMemory::allocate(size_t size) {
+  if (size == 0) return nullptr;
+  size_t rounded = PAGE;
+  while (rounded < size) rounded *= 2;
+  std::lock_guard lock(mutex_);
+  char* pointer = nullptr;
+  for (auto& [address, block] : blocks_) {
+    if (block.allocated || block.size != rounded) continue;
+    bool used = std::any_of(
+        block.uses.begin(), block.uses.end(), [](const Mark& mark) { return !mark.stream->reached(mark); });
+    if (used) continue;
+    pointer = address;
+    break;
+  }
+  if (pointer == nullptr) {
+    pointer = static_cast<char*>(mapped(nullptr, rounded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1));
+  }
+  blocks_[pointer] = {rounded};
+  memset(pointer, POISON, size);
+  return pointer;
+}
+
+void PinnedMemory::free(void* pointer) {
+  if (pointer == nullptr) return;
+  std::lock_guard lock(mutex_);
+  blocks_.at(static_cast<char*>(pointer)).allocated = false;
+}
+
+void PinnedMemory::record_use(const void* pointer, Stream& stream) {
+  std::lock_guard lock(mutex_);
+  char* address = const_cast<char*>(static_cast<const char*>(pointer));
+  auto block = blocks_.upper_bound(address);
+  if (block == blocks_.begin()) return;
+  --block;
+  if (address < block->first + block->second.size) block->second.uses.push_back(stream.mark());
+}
+
+bool PinnedMemory::is_pinned(const void* pointer, size_t size) const {
+  std::lock_guard lock(mutex_);
+  char* address = const_cast<char*>(static_cast<const char*>(pointer));
+  auto inside = [&](auto& ranges, auto size_of) {
+    auto range = ranges.upper_bound(address);
+    if (range == ranges.begin()) return false;
+    --range;
+    return address + size <= range->first + size_of(range->second);
+  };
+  return inside(registered_, [](size_t bytes) { return bytes; }) ||
+         inside(blocks_, [](const Block& block) { return block.allocated ? block.size : 0; });
+}
+
+void PinnedMemory::empty_cache() {
+  std::lock_guard lock(mutex_);
+  for (auto it = blocks_.begin(); it != blocks_.end();) {
+    auto& [address, block] = *it;
+    bool used = std::any_of(
+        block.uses.begin(), block.uses.end(), [](const Mark& mark) { return !mark.stream->reached(mark); });
+    if (block.allocated || used) {
+      ++it;
+    } else {
+      munmap(address, block.size);
+      it = blocks_.erase(it);
+    }
+  }
+}
+
+PinnedMemory::Registered PinnedMemory::register_range(void* pointer, size_t size) {
+  std::lock_guard lock(mutex_);
+  char* begin = static_cast<char*>(pointer);
+  for (auto& [address, bytes] : registered_)
+    if (begin < address + bytes && address < begin + size) return Registered::OVERLAPS;
+  if (registered_bytes_ + size > limit_) return Registered::BEYOND_LIMIT;
+  registered_[begin] = size;
+  registered_bytes_ += size;
+  return Registered::OK;
+}
+
+bool PinnedMemory::unregister_range(void* pointer) {
+  std::lock_guard lock(mutex_);
+  auto found = registered_.find(static_cast<char*>(pointer));
+  if (found == registered_.end()) return false;
+  registered_bytes_ -= found->second;
+  registered_.erase(found);
+  return true;
+}
+
+void PinnedMemory::set_limit(size_t bytes) {
+  std::lock_guard lock(mutex_);
+  limit_ = bytes;
+}
+
+PinnedMemory& pinned_memory() {
+  static PinnedMemory* memory = new PinnedMemory;
+  return *memory;
+}
+
+}  // namespace software_gpu

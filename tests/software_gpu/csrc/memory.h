@@ -1,0 +1,142 @@
+// The memory of the device, which the host cannot touch, and page-locked host memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "stream.h"
+
+namespace software_gpu {
+
+// Addresses that tensors carry are reserved without access: a host access ends in SIGSEGV. The bytes are at the same
+// distance in another mapping, which only stream threads use.
+class Arena {
+ public:
+  Arena();
+  // Return the place where stream threads find the byte at a device address.
+  char* real(const void* device) const {
+    return const_cast<char*>(static_cast<const char*>(device)) + (bytes_ - addresses_);
+  }
+  bool contains(const void* pointer) const { return pointer >= addresses_ && pointer < addresses_ + SIZE; }
+  // Map fresh memory, which holds NaN in every floating-point type. Return nullptr if the addresses are used up.
+  char* map(size_t size);
+  void unmap(char* device, size_t size);
+  // Fill with NaN; whole pages give their memory back to the system.
+  void poison(char* device, size_t size);
+
+ private:
+  static constexpr size_t SIZE = size_t{1} << 38;
+  void map_poison(char* real, size_t size);
+
+  char* addresses_;
+  char* bytes_;
+  int poison_file_;
+  std::map<char*, size_t> free_;
+};
+
+struct MemoryStatistics {
+  int64_t allocated = 0, allocated_peak = 0, reserved = 0, reserved_peak = 0;
+  int64_t retries = 0, out_of_memory = 0, segments = 0;
+};
+
+class OutOfMemory : public std::exception {
+ public:
+  explicit OutOfMemory(std::string message) : message_(std::move(message)) {}
+  const char* what() const noexcept override { return message_.c_str(); }
+
+ private:
+  std::string message_;
+};
+
+// A caching allocator with the rules of PyTorch's for CUDA: segments, best fit, splitting, and a pool per stream.
+class DeviceMemory {
+ public:
+  static constexpr size_t DEFAULT_CAPACITY = size_t{4} << 30;
+
+  // Raise OutOfMemory, after the cache was emptied and the allocation was tried again.
+  void* allocate(size_t size, Stream& stream);
+  void free(void* pointer);
+  // The block may be used again only after what is in the stream's queue when it is freed.
+  void record_stream(void* pointer, Stream& stream);
+  void empty_cache();
+  MemoryStatistics statistics() const;
+  void reset_peaks();
+  size_t capacity() const;
+  void set_capacity(size_t bytes);
+  void set_poison(bool poison) { poison_ = poison; }
+  const Arena& arena() const { return arena_; }
+
+ private:
+  struct Block {
+    char* pointer;
+    size_t size;
+    Stream* stream;
+    bool small;
+    bool allocated = false;
+    Block* previous = nullptr;
+    Block* next = nullptr;
+    std::set<Stream*> used_by = {};
+  };
+  struct BySize {
+    bool operator()(const Block* a, const Block* b) const {
+      return a->size != b->size ? a->size < b->size : a->pointer < b->pointer;
+    }
+  };
+  using Pool = std::set<Block*, BySize>;
+  Pool& pool(const Block& block) { return pools_[{block.stream, block.small}]; }
+  Block* find(size_t size, Stream& stream, bool small);
+  Block* new_segment(size_t size, Stream& stream, bool small);
+  void split(Block* block, size_t size);
+  void give_back(Block* block);
+  void give_back_finished();
+  void merge(Block* block, Block* neighbour);
+  void release_cached();
+
+  mutable std::mutex mutex_;
+  Arena arena_;
+  size_t capacity_ = DEFAULT_CAPACITY;
+  bool poison_ = true;
+  MemoryStatistics statistics_;
+  std::map<std::pair<Stream*, bool>, Pool> pools_;
+  std::map<void*, Block*> allocated_;
+  std::vector<std::pair<Block*, std::vector<Mark>>> pending_;
+};
+
+DeviceMemory& device_memory();
+
+// Page-locked memory: what the allocator of pinned tensors provides, and ranges that were registered.
+class PinnedMemory {
+ public:
+  void* allocate(size_t size);
+  void free(void* pointer);
+  // Keep a block of the allocator until the stream has copied. A registered range is not kept: the caller has to.
+  void record_use(const void* pointer, Stream& stream);
+  bool is_pinned(const void* pointer, size_t size) const;
+  void empty_cache();
+  // Return false if a part of the range is page-locked already, or if it exceeds the limit.
+  enum class Registered { OK, OVERLAPS, BEYOND_LIMIT };
+  Registered register_range(void* pointer, size_t size);
+  bool unregister_range(void* pointer);
+  void set_limit(size_t bytes);
+
+ private:
+  struct Block {
+    size_t size;
+    bool allocated = true;
+    std::vector<Mark> uses = {};
+  };
+  mutable std::mutex mutex_;
+  size_t limit_ = SIZE_MAX, registered_bytes_ = 0;
+  std::map<char*, Block> blocks_;
+  std::map<char*, size_t> registered_;
+};
+
+PinnedMemory& pinned_memory();
+
+}  // namespace software_gpu

@@ -1,0 +1,389 @@
+"""Provide the device's functions under the names that ``torch.cuda`` has, so that code for CUDA can be run on it."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.software_gpu.library import (
+    DEVICE_TYPE,
+    CMemoryStatistics,
+    HostWait,
+    Launched,
+    amounts,
+    call,
+    checked,
+    library,
+)
+
+COMPUTE_ENGINE, NO_ENGINE = 2, 3
+"""Values of ``Engine`` in ``csrc/clock.h``."""
+
+
+def register() -> None:
+    """Load the device, and make this module ``torch.software_gpu``. Call this once per process."""
+    library()
+    torch._register_device_module(DEVICE_TYPE, sys.modules[__name__])
+    torch.utils.generate_methods_for_privateuse1_backend()
+
+
+# Devices
+
+
+def is_available() -> bool:
+    return True
+
+
+def is_initialized() -> bool:
+    return True
+
+
+def _is_in_bad_fork() -> bool:
+    return False
+
+
+def device_count() -> int:
+    return 1
+
+
+def current_device() -> int:
+    return 0
+
+
+def set_device(device: Any) -> None:
+    """Do nothing: there is one device per process."""
+
+
+@contextmanager
+def device(device: Any) -> Iterator[None]:
+    """Return a context for ``with torch.cuda.device(...)``; there is one device per process."""
+    yield
+
+
+def synchronize(device: Any = None) -> None:
+    checked("synchronize")
+
+
+@dataclass(frozen=True)
+class Properties:
+    """The properties of the device that are read somewhere, as ``torch.cuda.get_device_properties`` returns them."""
+
+    name: str
+    total_memory: int
+    multi_processor_count: int = 132
+    major: int = 9
+    minor: int = 0
+    # No PCI device has this address, so the NUMA node of the GPU is not known.
+    pci_domain_id: int = 0xFFFF
+    pci_bus_id: int = 0xFF
+    pci_device_id: int = 0x1F
+
+
+def get_device_properties(device: Any = None) -> Properties:
+    return Properties(get_device_name(), mem_get_info()[1])
+
+
+def get_device_name(device: Any = None) -> str:
+    return "software GPU"
+
+
+def get_device_capability(device: Any = None) -> tuple[int, int]:
+    return (9, 0)
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.bfloat16, torch.float16]
+
+
+# Random numbers, which are the CPU's
+
+
+def manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+manual_seed_all = manual_seed
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    torch.set_rng_state(state)
+
+
+# Streams and events
+
+
+def Event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
+    """Return an event, with the parameters of ``torch.cuda.Event``."""
+    return torch.Event(torch.device(DEVICE_TYPE, 0), enable_timing=enable_timing, blocking=blocking)
+
+
+class Stream(torch.Stream):
+    """A stream with the constructor of ``torch.cuda.Stream``."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **identity: Any) -> Stream:
+        if identity:
+            return super().__new__(cls, **identity)
+        return super().__new__(cls, torch.device(DEVICE_TYPE, 0), priority=priority)
+
+    def synchronize(self) -> None:
+        checked("synchronize_stream", self.stream_id)
+
+
+def _as_stream(stream: torch.Stream) -> Stream:
+    return Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+
+
+def current_stream(device: Any = None) -> Stream:
+    return _as_stream(torch.accelerator.current_stream())
+
+
+def default_stream(device: Any = None) -> Stream:
+    return Stream(stream_id=0, device_index=0, device_type=torch._C._autograd.DeviceType.PrivateUse1.value)
+
+
+def set_stream(stream: torch.Stream) -> None:
+    torch.accelerator.set_stream(stream)
+
+
+@contextmanager
+def stream(stream: torch.Stream | None) -> Iterator[None]:
+    """Issue work on ``stream`` inside this context."""
+    if stream is None:
+        yield
+        return
+    before = current_stream()
+    set_stream(stream)
+    try:
+        yield
+    finally:
+        set_stream(before)
+
+
+# Memory
+
+
+def memory_statistics() -> CMemoryStatistics:
+    """Return the statistics of the caching allocator."""
+    result = CMemoryStatistics()
+    call("memory_statistics", ctypes.byref(result))
+    return result
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """Return the free and the total bytes. What the caching allocator holds is not free."""
+    found = memory_statistics()
+    return found.capacity - found.reserved, found.capacity
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    """Return the statistics under the names of ``torch.cuda.memory_stats``."""
+    found = memory_statistics()
+    return {
+        "allocated_bytes.all.current": found.allocated,
+        "allocated_bytes.all.peak": found.allocated_peak,
+        "active_bytes.all.current": found.allocated,
+        "active_bytes.all.peak": found.allocated_peak,
+        "reserved_bytes.all.current": found.reserved,
+        "reserved_bytes.all.peak": found.reserved_peak,
+        "num_alloc_retries": found.retries,
+        "num_ooms": found.out_of_memory,
+    }
+
+
+def memory_allocated(device: Any = None) -> int:
+    return memory_statistics().allocated
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    return memory_statistics().allocated_peak
+
+
+def memory_reserved(device: Any = None) -> int:
+    return memory_statistics().reserved
+
+
+def max_memory_reserved(device: Any = None) -> int:
+    return memory_statistics().reserved_peak
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    call("reset_peaks")
+
+
+def empty_cache() -> None:
+    call("empty_cache")
+
+
+def empty_host_cache() -> None:
+    """Return page-locked memory that no tensor uses, as ``torch._C._host_emptyCache`` does."""
+    call("empty_host_cache")
+
+
+class CudaError(RuntimeError):
+    """The error of a call of the runtime, as ``torch.cuda.CudaError``."""
+
+
+_ERRORS = {
+    1: "invalid argument",
+    2: "out of memory",
+    712: "part or all of the requested memory range is already mapped",
+    713: "host memory is not registered",
+}
+"""CUDA's codes of errors."""
+
+
+class _Runtime:
+    """The functions of ``torch.cuda.cudart()`` that are used here. They return CUDA's codes of errors."""
+
+    @staticmethod
+    def cudaHostRegister(address: int, size_bytes: int, flags: int) -> int:
+        return (0, 712, 2)[call("register", address, size_bytes)]
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:
+        return 0 if call("unregister", address) else 713
+
+
+def cudart() -> _Runtime:
+    return _Runtime()
+
+
+def check_error(code: int) -> None:
+    """Raise ``CudaError`` unless ``code`` is success."""
+    if code:
+        raise CudaError(f"software GPU error: {_ERRORS[code]}")
+
+
+# Kernels of our own
+
+
+_launched: dict[int, Callable[[], None]] = {}
+_tickets = itertools.count(1)
+
+
+@Launched
+def _run(ticket: int) -> None:
+    """Run a launched function on the stream's thread. An error is raised at the next wait of the host."""
+    try:
+        _launched.pop(ticket)()
+    except BaseException:  # noqa: BLE001 (the next wait of the host raises it)
+        call("set_error", traceback.format_exc().encode())
+
+
+def launch(function: Callable[[], None], name: str, *, gpu_s: float = 0.0, latency_s: float = 0.0) -> None:
+    """Enqueue ``function`` on the current stream, as a kernel that takes so many seconds of the GPU.
+
+    The function must not hold references to tensors of the device, because a kernel does not. It works on ``host_view``
+    of them.
+    """
+    _enqueue(function, name, COMPUTE_ENGINE, amounts(gpu=gpu_s), latency_s)
+
+
+def _enqueue(function: Callable[[], None], name: str, engine: int, used: Any, latency_s: float) -> None:
+    ticket = next(_tickets)
+    _launched[ticket] = function
+    checked("launch", current_stream().stream_id, _run, ticket, name.encode(), engine, used, latency_s)
+
+
+def _sleep(cycles: int) -> None:
+    """Keep the current stream busy, at 2 GHz as ``device/cuda.py`` assumes it."""
+    _enqueue(lambda: None, "sleep", NO_ENGINE, amounts(), cycles / 2e9)
+
+
+def host_view(address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a CPU tensor over contiguous memory of the device. Only a launched function may use it."""
+    numel = 1
+    for size in shape:
+        numel *= size
+    if numel == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    size_bytes = numel * dtype.itemsize
+    memory = (ctypes.c_char * size_bytes).from_address(real_address(address))
+    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+
+
+def real_address(address: int) -> int:
+    """Return where a launched function finds the byte that has ``address`` on the device."""
+    return int(call("real_address", address))
+
+
+# What tests look at
+
+
+@dataclass(frozen=True)
+class Span:
+    """A task of a stream, in emulated seconds since the library was loaded. Waits of streams are named ``wait``."""
+
+    stream: int
+    name: str
+    start_s: float
+    end_s: float
+
+
+def take_spans() -> list[Span]:
+    """Return the spans since the last call; the setting ``trace`` must be on."""
+    lines = (line.split("\t") for line in call("take_spans").decode().splitlines())
+    return [Span(int(stream), name, float(start), float(end)) for stream, name, start, end in lines]
+
+
+def take_error() -> str:
+    """Return the first error of a task so far, or "", and forget it."""
+    buffer = ctypes.create_string_buffer(20_000)
+    call("take_error", buffer, len(buffer))
+    return buffer.value.decode()
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A moment at which a host thread waited for the device: why, in which thread, and the callers, nearest first."""
+
+    reason: str
+    thread: str
+    callers: tuple[str, ...]
+
+
+_NO_CALLBACK = HostWait()
+
+
+@contextmanager
+def recorded_host_waits() -> Iterator[list[Wait]]:
+    """Record every wait of the host for the device inside this context, also those that end at once."""
+    waits: list[Wait] = []
+
+    @HostWait
+    def record(reason: bytes) -> None:
+        stack = traceback.extract_stack(sys._getframe(1), limit=12)
+        callers = tuple(f"{frame.filename.rpartition('/')[2]}:{frame.name}" for frame in reversed(stack))
+        waits.append(Wait(reason.decode(), threading.current_thread().name, callers))
+
+    call("on_host_wait", record)
+    try:
+        yield waits
+    finally:
+        call("on_host_wait", _NO_CALLBACK)
+
+
+@contextmanager
+def host_work(**used: float) -> Iterator[None]:
+    """Let the work inside take as long as it would on the emulated machine, beside everything else that runs there.
+
+    ``used`` are amounts by resource: ``cpu`` in seconds, ``host_memory`` in bytes.
+    """
+    work = call("begin_host_work", amounts(**used))
+    try:
+        yield
+    finally:
+        call("end_host_work", work)

@@ -1,0 +1,148 @@
+"""Compile the device's C++ extension once per version of its sources, load it, and declare its functions."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import cpp_extension
+
+DEVICE_TYPE = "software_gpu"
+
+FOLDER = Path(__file__).parent / "csrc"
+FLAGS = ["-O1", "-Wall"]
+
+RESOURCES = ("h2d", "d2h", "both_directions", "pageable", "host_memory", "gpu", "cpu")
+"""The shared resources of the time model, in the order of ``Resource`` in ``csrc/clock.h``."""
+
+UNLIMITED = float("inf")
+
+Launched = ctypes.CFUNCTYPE(None, ctypes.c_uint64)
+HostWait = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+
+Amounts = ctypes.c_double * len(RESOURCES)
+
+
+class CSettings(ctypes.Structure):
+    """The ctypes counterpart of ``CSettings`` in ``csrc/interface.cpp``."""
+
+    _fields_ = (
+        ("lazy_s", ctypes.c_double),
+        ("jitter_s", ctypes.c_double),
+        ("capacities", Amounts),
+        *((name, ctypes.c_double) for name in ("flops_per_s", "device_bytes_per_s", "launch_s", "copy_latency_s")),
+        *((name, ctypes.c_uint64) for name in ("seed", "memory_bytes", "page_lock_limit_bytes")),
+        *((name, ctypes.c_int32) for name in ("lazy", "execute_first", "trace", "poison")),
+    )
+
+
+class CMemoryStatistics(ctypes.Structure):
+    """The ctypes counterpart of ``CMemoryStatistics`` in ``csrc/interface.cpp``; all numbers but two are bytes."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in (
+            "allocated",
+            "allocated_peak",
+            "reserved",
+            "reserved_peak",
+            "retries",
+            "out_of_memory",
+            "capacity",
+        )
+    )
+
+
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "last_error": (ctypes.c_char_p, ()),
+    "configure": (None, (ctypes.POINTER(CSettings),)),
+    "synchronize": (ctypes.c_int, ()),
+    "synchronize_stream": (ctypes.c_int, (ctypes.c_int64,)),
+    "drain": (None, ()),
+    "take_error": (None, (ctypes.c_char_p, ctypes.c_uint64)),
+    "set_error": (None, (ctypes.c_char_p,)),
+    "real_address": (ctypes.c_uint64, (ctypes.c_uint64,)),
+    "launch": (
+        ctypes.c_int,
+        (
+            ctypes.c_int64,
+            Launched,
+            ctypes.c_uint64,
+            ctypes.c_char_p,
+            ctypes.c_int32,
+            ctypes.POINTER(ctypes.c_double),
+            ctypes.c_double,
+        ),
+    ),
+    "begin_host_work": (ctypes.c_void_p, (ctypes.POINTER(ctypes.c_double),)),
+    "end_host_work": (None, (ctypes.c_void_p,)),
+    "register": (ctypes.c_int32, (ctypes.c_uint64, ctypes.c_uint64)),
+    "unregister": (ctypes.c_int32, (ctypes.c_uint64,)),
+    "empty_cache": (None, ()),
+    "empty_host_cache": (None, ()),
+    "reset_peaks": (None, ()),
+    "memory_statistics": (None, (ctypes.POINTER(CMemoryStatistics),)),
+    "on_host_wait": (None, (HostWait,)),
+    "now_s": (ctypes.c_double, ()),
+    "take_spans": (ctypes.c_char_p, ()),
+}
+
+
+def _name() -> str:
+    digest = hashlib.sha256(repr((FLAGS, torch.__version__)).encode())
+    for path in sorted(FOLDER.iterdir()):
+        digest.update(path.read_bytes())
+    return f"software_gpu_{digest.hexdigest()[:12]}"
+
+
+def compile_library() -> Path:
+    """Compile the extension unless that is done, and return the path of the shared library, without loading it."""
+    name = _name()
+    folder = Path(cpp_extension._get_build_directory(name, verbose=False))
+    path = folder / f"{name}.so"
+    if not path.exists():
+        # PyTorch's loader lets one of several processes compile, and the others wait.
+        sources = [str(source) for source in sorted(FOLDER.glob("*.cpp"))]
+        cpp_extension.load(name, sources, extra_cflags=FLAGS, is_python_module=False)
+    return path
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Return the loaded extension with typed functions, whose names begin with ``software_gpu_``.
+
+    Loading registers the device with PyTorch, under the name ``software_gpu``.
+    """
+    torch.utils.rename_privateuse1_backend(DEVICE_TYPE)
+    # Some operators have their meta kernels in Python.
+    importlib.import_module("torch._meta_registrations")
+    path = compile_library()
+    torch.ops.load_library(str(path))
+    loaded = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, f"software_gpu_{name}")
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """Call a function of the extension."""
+    return getattr(library(), f"software_gpu_{name}")(*arguments)
+
+
+def checked(name: str, *arguments: Any) -> None:
+    """Call a function of the extension that may fail, and raise ``RuntimeError`` if it does."""
+    if call(name, *arguments):
+        raise RuntimeError(call("last_error").decode())
+
+
+def amounts(**used: float) -> Any:
+    """Return the amounts that are used of each resource, by the names in ``RESOURCES``; zero of the others."""
+    unknown = used.keys() - set(RESOURCES)
+    assert not unknown, unknown
+    return Amounts(*(used.get(name, 0.0) for name in RESOURCES))

@@ -1,0 +1,79 @@
+"""Train on the device: give it to DeepSpeed as the accelerator, and to the plugin in the place of ``torch.cuda``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from deepspeed.accelerator import get_accelerator, set_accelerator
+
+from deep_opt_states.device import cuda
+from deep_opt_states.device.kernels import choice, triton_adam
+from deep_opt_states.host import machine
+from deep_opt_states.zero import plugin
+from deep_opt_states.zero.start import devices
+from deep_opt_states.zero.start.devices import AcceleratorChoice
+from tests.software_gpu import device
+from tests.software_gpu.accelerator import SoftwareAccelerator
+from tests.software_gpu.adam_kernel import SoftwareAdamKernel
+from tests.software_gpu.library import DEVICE_TYPE
+from tests.software_gpu.process_group import SoftwareProcessGroup
+from tests.software_gpu.settings import Settings, current
+
+KERNEL = SoftwareAdamKernel()
+
+
+class TorchWithDevice:
+    """The module ``torch`` with the device in the place of ``torch.cuda``."""
+
+    cuda = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def device(type_: str, index: int | None = None) -> torch.device:
+        return torch.device(DEVICE_TYPE if type_ == "cuda" else type_, index)
+
+    class _C:
+        """The private part of ``torch`` that ``device/cuda.py`` calls."""
+
+        _host_emptyCache = staticmethod(device.empty_host_cache)
+
+
+TORCH: Any = TorchWithDevice()
+
+
+@contextmanager
+def plugged(settings: Settings | None = None) -> Iterator[None]:
+    """Train on the device inside this context. Engines must be created and destroyed inside it.
+
+    ``device.register`` must have been called, and the process group must be of the backend in ``process_group.py``.
+    """
+    original, before = get_accelerator(), current()
+    (settings or Settings()).apply()
+    with ExitStack() as patches:
+        for module in (cuda, devices, choice):
+            patches.enter_context(mock.patch.object(module, "torch", TORCH))
+        patches.enter_context(mock.patch.object(triton_adam, "_import_kernel", return_value=(KERNEL, {})))
+        patches.enter_context(mock.patch.object(machine, "has_cuda", return_value=True))
+        for name in ("current_device", "get_device_properties"):
+            patches.enter_context(mock.patch.object(torch.cuda, name, getattr(device, name)))
+        patches.enter_context(mock.patch.object(plugin, "choose_device", _choice))
+        patches.enter_context(mock.patch.object(SoftwareProcessGroup, "host_tensors", False))
+        devices._no_gpu_adam.cache_clear()
+        set_accelerator(SoftwareAccelerator())
+        try:
+            yield
+            device.synchronize()
+        finally:
+            set_accelerator(original)
+            before.apply()
+            devices._no_gpu_adam.cache_clear()
+
+
+def _choice() -> AcceleratorChoice:
+    return AcceleratorChoice(cuda.CudaDevice(0), slots_on_host=False)

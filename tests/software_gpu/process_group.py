@@ -1,0 +1,191 @@
+"""Run collectives on streams of the device, with the rules of PyTorch's NCCL backend, and Gloo for the data.
+
+A collective runs on a stream of its process group, which first waits for the caller's stream. ``wait()`` on the handle
+makes the stream that is current then wait for the collective; the host does not wait. The handle keeps the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.software_gpu import device
+from tests.software_gpu.library import DEVICE_TYPE
+
+BACKEND = "software_nccl"
+
+Tensors = Any
+"""A tensor, or nested lists of tensors, as the methods of a process group take them."""
+
+COLLECTIVES = {
+    # The method of the process group, and the number of its arguments that are tensors.
+    "allreduce": 1,
+    "allreduce_coalesced": 1,
+    "broadcast": 1,
+    "reduce": 1,
+    "allgather": 2,
+    "allgather_coalesced": 2,
+    "_allgather_base": 2,
+    "all_gather_single": 2,
+    "reduce_scatter": 2,
+    "_reduce_scatter_base": 2,
+    "reduce_scatter_single": 2,
+    "alltoall": 2,
+    "gather": 2,
+    "scatter": 2,
+}
+
+CALLED_IN_GLOO = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"}
+"""The methods of Gloo that have an older name."""
+
+
+class SoftwareWork(dist.Work):
+    """The handle of a collective on the device."""
+
+    def __init__(self, tensors: list[torch.Tensor], done: torch.Event) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._done = done
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        device.current_stream().wait_event(self._done)
+        # From here on, tensors that are freed are reused after the collective, in the order of the current stream.
+        self._tensors = []
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self._done.query())
+
+    def is_success(self) -> bool:
+        return True
+
+
+class HostWork(dist.Work):
+    """The handle of a collective on tensors of the host, which is over when the call returns."""
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        return True
+
+
+class SoftwareProcessGroup(dist.ProcessGroup):
+    """A process group whose tensors are on the device.
+
+    Tensors of the host are refused, as NCCL refuses them, unless ``host_tensors`` is set for training on the CPU in the
+    same process. They have a Gloo group of their own, since the order of host and stream need not be that of the other
+    ranks.
+    """
+
+    host_tensors = True
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._on_host = self._gloo("host", store, rank, size, timeout)
+        self._on_stream = self._gloo("stream", store, rank, size, timeout)
+        self._stream: device.Stream | None = None
+        self._in_flight: list[SoftwareWork] = []
+
+    @staticmethod
+    def _gloo(name: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Return where objects that are broadcast or gathered are placed."""
+        return [torch.device("cpu" if self.host_tensors else DEVICE_TYPE)]
+
+    def barrier(self, *_: Any, **__: Any) -> dist.Work:
+        """Wait for all ranks on the stream, by a collective of one number, and let the host wait for that."""
+        if self.host_tensors:
+            self._on_host.barrier().wait()
+            return HostWork()
+        self.allreduce([torch.zeros(1, device=DEVICE_TYPE)], dist.AllreduceOptions()).wait()
+        device.current_stream().synchronize()
+        return HostWork()
+
+    def _run(self, method: str, tensors: Sequence[Tensors], call: Callable[..., dist.Work]) -> dist.Work:
+        flat = list(_flat(tensors))
+        if all(tensor.is_cpu for tensor in flat):
+            if not self.host_tensors:
+                raise RuntimeError(f"No backend type associated with device type cpu ({method})")
+            call(_method_of(self._on_host, method), tensors).wait()
+            return HostWork()
+        for tensor in flat:
+            if tensor.device.type != DEVICE_TYPE:
+                raise RuntimeError(f"{method}: all tensors must be on the same device, found {tensor.device}")
+            if not tensor.is_contiguous():
+                raise ValueError(f"{method}: tensors must be contiguous")
+        stream = self._stream = self._stream or device.Stream()
+        stream.wait_stream(device.current_stream())
+        views = [_view(argument) for argument in tensors]
+        done = device.Event()
+        with device.stream(stream):
+            device.launch(lambda: call(_method_of(self._on_stream, method), _opened(views)).wait(), method)
+            done.record()
+        # The tensors of a handle that was dropped without a wait are kept until the collective is over.
+        self._in_flight = [work for work in self._in_flight if work._tensors and not work.is_completed()]
+        work = SoftwareWork(flat, done)
+        self._in_flight.append(work)
+        return work
+
+
+def _method_of(gloo: dist.ProcessGroupGloo, method: str) -> Any:
+    return getattr(gloo, CALLED_IN_GLOO.get(method, method))
+
+
+def _add(method: str, num_tensors: int) -> None:
+    """Define the method of the process group that runs the collective ``method``."""
+
+    def run(self: SoftwareProcessGroup, *arguments: Any, **options: Any) -> dist.Work:
+        tensors, others = arguments[:num_tensors], arguments[num_tensors:]
+        return self._run(method, tensors, lambda run, opened: run(*opened, *others, **options))
+
+    setattr(SoftwareProcessGroup, method, run)
+
+
+for _method, _num_tensors in COLLECTIVES.items():
+    _add(_method, _num_tensors)
+
+
+def _flat(tensors: Tensors) -> Any:
+    if isinstance(tensors, torch.Tensor):
+        yield tensors
+    else:
+        for element in tensors:
+            yield from _flat(element)
+
+
+def _view(tensors: Tensors) -> Tensors:
+    """Return the tensors without references to their memory, as a task holds them."""
+    if isinstance(tensors, torch.Tensor):
+        return _View(tensors)
+    return [_view(element) for element in tensors]
+
+
+def _opened(views: Tensors) -> Tensors:
+    if isinstance(views, _View):
+        return views.open()
+    return [_opened(view) for view in views]
+
+
+class _View:
+    """The address, the shape and the dtype of a contiguous tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._address, self._shape, self._dtype = tensor.data_ptr(), tensor.shape, tensor.dtype
+
+    def open(self) -> torch.Tensor:
+        return device.host_view(self._address, self._shape, self._dtype)
+
+
+def register_backend() -> None:
+    """Make the backend known to ``torch.distributed``, for tensors of the host and of the device."""
+    with suppress(AttributeError):
+        dist.Backend.register_backend(BACKEND, _create, devices=["cpu", DEVICE_TYPE])
+
+
+_create: Callable[..., SoftwareProcessGroup] = SoftwareProcessGroup

@@ -1,0 +1,119 @@
+"""Set how the device behaves: its memory, how long work takes, and the adversaries that expose missing waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from tests.software_gpu.library import RESOURCES, UNLIMITED, Amounts, CSettings, call
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """The speeds of an emulated machine. Where a rate is unlimited, the work takes no emulated time.
+
+    Copies and host memory are in bytes per second. ``pageable`` limits copies from and to pageable memory. Kernels take
+    ``launch_s`` and then the time of their floating-point operations if they are products of matrices, else of the
+    bytes that they read and write. Every copy between host and device begins with ``copy_latency_s``.
+    """
+
+    h2d: float = UNLIMITED
+    d2h: float = UNLIMITED
+    both_directions: float = UNLIMITED
+    pageable: float = UNLIMITED
+    host_memory: float = UNLIMITED
+    flops_per_s: float = UNLIMITED
+    device_bytes_per_s: float = UNLIMITED
+    launch_s: float = 0.0
+    copy_latency_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of the device. The defaults are a device without delays, on which memory that is free holds NaN.
+
+    ``lazy``: a stream executes nothing before the host or another stream waits for it, or ``lazy_s`` have passed.
+    ``jitter_s``: each task starts after a random delay of up to so many seconds. ``execute_first``: a task executes
+    before the time that it takes has passed, instead of after it, so that the time of the arithmetic on this machine is
+    part of it. ``trace``: keep the spans of all tasks for ``device.take_spans``.
+    """
+
+    rates: Rates = field(default_factory=Rates)
+    lazy: bool = False
+    lazy_s: float = 0.3
+    jitter_s: float = 0.0
+    seed: int = 0
+    execute_first: bool = False
+    trace: bool = False
+    poison: bool = True
+    memory_bytes: int = 4 * GIB
+    page_lock_limit_bytes: int = 2**63
+
+    def apply(self) -> None:
+        """Let the device of this process behave so from now on."""
+        rates = self.rates
+        limited = {"h2d", "d2h", "both_directions", "pageable", "host_memory"}
+        capacities = {
+            # A GPU and a CPU do one second of work per second. They take no time if the rates of kernels are unlimited.
+            name: getattr(rates, name) if name in limited else 1.0
+            for name in RESOURCES
+        }
+        call(
+            "configure",
+            CSettings(
+                lazy_s=self.lazy_s,
+                jitter_s=self.jitter_s,
+                capacities=Amounts(*(capacities[name] for name in RESOURCES)),
+                flops_per_s=rates.flops_per_s,
+                device_bytes_per_s=rates.device_bytes_per_s,
+                launch_s=rates.launch_s,
+                copy_latency_s=rates.copy_latency_s,
+                seed=self.seed,
+                memory_bytes=self.memory_bytes,
+                page_lock_limit_bytes=self.page_lock_limit_bytes,
+                lazy=self.lazy,
+                execute_first=self.execute_first,
+                trace=self.trace,
+                poison=self.poison,
+            ),
+        )
+        _applied.append(self)
+
+
+_applied = [Settings()]
+
+
+def current() -> Settings:
+    """Return the settings that were applied last."""
+    return _applied[-1]
+
+
+@contextmanager
+def changed(**changes: object) -> Iterator[None]:
+    """Change the settings inside this context."""
+    before = current()
+    replace(before, **changes).apply()  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        # What was issued inside is executed with the settings inside.
+        call("drain")
+        before.apply()
+
+
+PLAIN = Settings()
+LAZY = Settings(lazy=True)
+JITTER = Settings(jitter_s=3e-3, seed=1)
+SLOW_LINK = Settings(rates=Rates(h2d=1e6, d2h=1e6))
+SLOW_KERNELS = Settings(rates=Rates(launch_s=2e-3))
+ADVERSARIES = {
+    "plain": PLAIN,
+    "lazy": LAZY,
+    "jitter": JITTER,
+    "slow link": SLOW_LINK,
+    "slow kernels": SLOW_KERNELS,
+}
+"""Ways in which the device is allowed to behave, and in which different missing waits show."""
