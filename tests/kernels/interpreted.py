@@ -26,6 +26,7 @@ from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.triton_adam import BlockShape, TritonAdam
 from tests.kernels.adam_steps import BETAS, STEP, copied, differences, random_tensors, with_infinities
+from tests.kernels.fp32_operations import fused_multiply_add
 from tests.launch import answer
 
 GRADS = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,23 +34,6 @@ PARAMS = (None, torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (63, 64, 65, 4111)
 """Lengths of less than one block, one block, and more. Blocks have 64 elements, or 4096 to cover many kinds of
 numbers."""
-
-
-def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
-    """Return x * y + z, rounded once to float32.
-
-    The exact result is rounded to odd in float64, and then to float32. This is correct because float64 has more than
-    twice the bits of float32, plus two (Boldo, Melquiond).
-    """
-    x, y, z = (np.asarray(operand, dtype=np.float32).astype(np.float64) for operand in (x, y, z))
-    product_ = x * y  # exact: 48 bits
-    total = product_ + z
-    rounded_z = total - product_
-    error = (product_ - (total - rounded_z)) + (z - rounded_z)
-    even = np.asarray(total).view(np.int64) % 2 == 0
-    inexact = np.isfinite(total) & np.isfinite(error) & (error != 0)
-    odd = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
-    return np.where(inexact & even, odd, total).astype(np.float32)
 
 
 def create_fma(self: InterpreterBuilder, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,18 +23,12 @@ from tests.kernels.compiled import (
 )
 from tests.launch import REPOSITORY, Finished, environment
 
+pytestmark = pytest.mark.usefixtures("compiled_anew")
+
 DTYPES = [("*bf16", "*bf16"), ("*fp32", "*bf16"), ("*fp16", "*fp16")]
 FUSION = {**OPTIONS, "enable_fp_fusion": True}
 SUMS = {Tail.UNFUSED: 6 * ELEMENTS_PER_THREAD, Tail.GRADIENT_FUSED: 0, Tail.MOMENT_FUSED: 0}
 """Sums per thread: the kernel calls ``_multiply_add`` six times per element, which adds only in an unfused tail."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compiled_anew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Use an empty cache, since Triton would otherwise find the kernels of an earlier run in the home directory."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield
 
 
 @pytest.mark.promise("P2")
