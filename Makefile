@@ -34,10 +34,12 @@ test: tier = -m "not thorough"
 test: test-all  ## Run the tests except those marked thorough
 
 test-all: $(INSTALLED)  ## Run all tests
-	@# Two tests run at a time, since they often wait for processes to start. The kernels are compiled before, so that
-	@# the two do not compile them at the same time.
+	@# Two tests run at a time, since they often wait for processes to start. The kernels and the software GPU are
+	@# compiled before, so that the two do not compile them at the same time.
 	@$(WITH_NINJA) $(VENV)/bin/python -c \
 	    'from deep_opt_states.device.kernels.probe_arithmetic import find_arithmetic; print(find_arithmetic())'
+	@$(WITH_NINJA) $(VENV)/bin/python -c \
+	    'from tests.software_gpu.library import compile_library; print(compile_library())'
 	@$(WITH_NINJA) $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder \
 	    $(tier) $(PYTEST_OPTIONS)
 

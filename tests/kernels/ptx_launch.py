@@ -59,7 +59,7 @@ class PtxKernel:
 
     def _launch(self, grid: tuple[int], *arguments: Any, **named: Any) -> None:
         named |= self._options
-        # Triton's own code chooses what it compiles: from the types and the alignment of the arguments.
+        # Triton's own code chooses the variant that it compiles, from the types and the alignment of the arguments.
         with mock.patch.object(driver, "_active", AbsentGpu(self._capability)):
             compiled = KERNEL.run(*arguments, grid=grid, warmup=True, **named)
         ptx = compiled.asm["ptx"]

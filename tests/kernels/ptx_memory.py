@@ -39,7 +39,7 @@ class EmulatedMemory:
         if not self._initialized[places].all():
             raise PtxError("reads memory that was not written")
         if self._written_by_others(places, threads):
-            raise PtxError("reads what another thread wrote, without a barrier")
+            raise PtxError("reads a value that another thread wrote, without a barrier")
         others = (self._reader[places] != NONE) & (self._reader[places] != threads)
         self._reader[places] = threads
         # Several threads of this instruction may read the same word.
@@ -54,7 +54,7 @@ class EmulatedMemory:
         places, threads = self._places(addresses, WORD_BYTES * words.shape[1], threads)
         read = self._reader[places]
         if ((read != NONE) & (read != threads)).any() or self._written_by_others(places, threads):
-            raise PtxError("writes what another thread reads or writes, without a barrier")
+            raise PtxError("writes an element that another thread reads or writes, without a barrier")
         self._writer[places] = threads
         if (self._writer[places] != threads).any():
             raise PtxError("two threads write to the same address")

@@ -1,7 +1,8 @@
 """Map each PTX instruction that computes to a function of arrays, which have one element per thread.
 
-The table has only what Triton emits for the Adam kernel, and next of kin. A floating-point instruction must state how
-it rounds: without ``.rn``, such as in ``mul.f32``, the assembler may fuse it into another one.
+The table has only the instructions that Triton emits for the Adam kernel, and similar ones. A floating-point
+instruction must state how it rounds: without ``.rn``, such as in ``mul.f32``, the assembler may fuse it into another
+one.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ ADDRESS = re.compile(r"\[\s*(?P<base>[%\w]+)\s*(?:\+\s*(?P<offset>-?\d+)\s*)?\]"
 
 
 class PtxError(Exception):
-    """An instruction that is unknown, or that is not allowed to do what it does. The message contains it."""
+    """An instruction that is unknown or whose effect is not allowed. The message contains it."""
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def test_some_cases_cover_every_pair_of_dtypes_at_every_offset() -> None:
 @pytest.mark.parametrize("capability", [CAPABILITIES[0], *map(thorough, CAPABILITIES[1:])])
 @pytest.mark.parametrize("tail", [Tail.UNFUSED, *map(thorough, list(Tail)[1:])])
 def test_compile_update_compiles_the_kernel_that_is_launched(tail: Tail, capability: int) -> None:
-    """Check it because the machine code of ``compile_update`` is what ``test_triton.py`` examines."""
+    """Check it because the machine code of ``compile_update`` is examined by ``test_triton.py``."""
     kernel = PtxKernel(capability)
     case = next(case for case in all_cases(tail, capability) if case.grad == case.param == torch.bfloat16)
     assert case.offsets == Offsets()

@@ -124,9 +124,9 @@ def test_rows_of_matrices_are_distributed_over_the_lanes() -> None:
         (["st.global.b32 [ %rd2 + 0 ], { %r4 };"], "two threads"),
         (
             ["xor.b32 %r6, %r2, 1;", "mad.wide.u32 %rd6, %r6, 4, %rd2;", "ld.global.b32 {%r5}, [%rd6];", STORE],
-            "writes what",
+            "writes an element that another thread",
         ),
-        ([*SHARE, *FROM_NEIGHBOUR], "reads what another thread wrote"),
+        ([*SHARE, *FROM_NEIGHBOUR], "reads a value that another thread wrote"),
         ([*SHARE[:4], "bar.sync 0;", *FROM_NEIGHBOUR], "was not written"),
         ([*SHARE, f"st.shared.b32 [ %r6 + {4 * THREADS} ], %r4;"], "outside of the block's shared memory"),
         (["setp.lt.u32 %p1, %r2, 3;", "@%p1 bra $there;", "bar.sync 0;", "$there:"], "not all threads"),

@@ -15,15 +15,11 @@ from deep_opt_states.device.kernels.adam import STATES
 from deep_opt_states.device.kernels.library import DTYPES, CScalars, CUpdate, library
 from deep_opt_states.device.kernels.scalars import Scalars
 from tests.software_gpu import device
+from tests.software_gpu.settings import current
 
 
 class SoftwareAdamKernel:
-    """The kernel that replaces the jitted function of Triton in ``TritonAdam``.
-
-    ``params_per_s`` is its speed on the emulated machine.
-    """
-
-    params_per_s = float("inf")
+    """The kernel that replaces the jitted function of Triton in ``TritonAdam``."""
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         return self._launch
@@ -48,7 +44,7 @@ class SoftwareAdamKernel:
         device.launch(
             lambda: library().update([update], library().instruction_set),
             "GPU Adam",
-            gpu_s=(numel - skip) / self.params_per_s,
+            gpu_s=(numel - skip) / current().rates.adam_params_per_s,
         )
 
 

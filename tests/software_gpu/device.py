@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import itertools
 import sys
 import threading
@@ -16,7 +17,6 @@ import torch
 
 from tests.software_gpu.library import (
     DEVICE_TYPE,
-    CMemoryStatistics,
     HostWait,
     Launched,
     amounts,
@@ -24,6 +24,7 @@ from tests.software_gpu.library import (
     checked,
     library,
 )
+from tests.software_gpu.settings import current
 
 COMPUTE_ENGINE, NO_ENGINE = 2, 3
 """Values of ``Engine`` in ``csrc/clock.h``."""
@@ -32,6 +33,7 @@ COMPUTE_ENGINE, NO_ENGINE = 2, 3
 def register() -> None:
     """Load the device, and make this module ``torch.software_gpu``. Call this once per process."""
     library()
+    current().apply()
     torch._register_device_module(DEVICE_TYPE, sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend()
 
@@ -44,11 +46,12 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    return True
+    return not _is_in_bad_fork()
 
 
 def _is_in_bad_fork() -> bool:
-    return False
+    """Return whether this process was forked from one that had used the device already, so that it cannot use it."""
+    return bool(call("forked"))
 
 
 def device_count() -> int:
@@ -70,7 +73,7 @@ def device(device: Any) -> Iterator[None]:
 
 
 def synchronize(device: Any = None) -> None:
-    checked("synchronize")
+    torch.accelerator.synchronize()
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,9 @@ def get_device_properties(device: Any = None) -> Properties:
 
 
 def get_device_name(device: Any = None) -> str:
-    return "software GPU"
+    """Return a name that emulated machines of different speeds do not share, since profiles are cached by it."""
+    rates = hashlib.sha256(repr(current().rates).encode()).hexdigest()[:8]
+    return f"software GPU {rates}"
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
@@ -130,28 +135,29 @@ def Event(enable_timing: bool = False, blocking: bool = False, interprocess: boo
     return torch.Event(torch.device(DEVICE_TYPE, 0), enable_timing=enable_timing, blocking=blocking)
 
 
-class Stream(torch.Stream):
+class DeviceStream(torch.Stream):
     """A stream with the constructor of ``torch.cuda.Stream``."""
 
-    def __new__(cls, device: Any = None, priority: int = 0, **identity: Any) -> Stream:
+    def __new__(cls, device: Any = None, priority: int = 0, **identity: Any) -> DeviceStream:
         if identity:
             return super().__new__(cls, **identity)
         return super().__new__(cls, torch.device(DEVICE_TYPE, 0), priority=priority)
 
-    def synchronize(self) -> None:
-        checked("synchronize_stream", self.stream_id)
+
+Stream = DeviceStream
+"""The name that ``torch.cuda`` has for it."""
 
 
-def _as_stream(stream: torch.Stream) -> Stream:
-    return Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+def _as_stream(stream: torch.Stream) -> DeviceStream:
+    return DeviceStream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
-def current_stream(device: Any = None) -> Stream:
+def current_stream(device: Any = None) -> DeviceStream:
     return _as_stream(torch.accelerator.current_stream())
 
 
-def default_stream(device: Any = None) -> Stream:
-    return Stream(stream_id=0, device_index=0, device_type=torch._C._autograd.DeviceType.PrivateUse1.value)
+def default_stream(device: Any = None) -> DeviceStream:
+    return DeviceStream(stream_id=0, device_index=0, device_type=torch._C._autograd.DeviceType.PrivateUse1.value)
 
 
 def set_stream(stream: torch.Stream) -> None:
@@ -175,56 +181,38 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
 # Memory
 
 
-def memory_statistics() -> CMemoryStatistics:
-    """Return the statistics of the caching allocator."""
-    result = CMemoryStatistics()
-    call("memory_statistics", ctypes.byref(result))
-    return result
-
-
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Return the free and the total bytes. What the caching allocator holds is not free."""
-    found = memory_statistics()
-    return found.capacity - found.reserved, found.capacity
+    """Return the free and the total bytes. Bytes in the cache of the allocator are not free."""
+    return torch.accelerator.get_memory_info()
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
-    """Return the statistics under the names of ``torch.cuda.memory_stats``."""
-    found = memory_statistics()
-    return {
-        "allocated_bytes.all.current": found.allocated,
-        "allocated_bytes.all.peak": found.allocated_peak,
-        "active_bytes.all.current": found.allocated,
-        "active_bytes.all.peak": found.allocated_peak,
-        "reserved_bytes.all.current": found.reserved,
-        "reserved_bytes.all.peak": found.reserved_peak,
-        "num_alloc_retries": found.retries,
-        "num_ooms": found.out_of_memory,
-    }
+    """Return the statistics of the caching allocator under the names of ``torch.cuda.memory_stats``."""
+    return torch.accelerator.memory_stats()
 
 
 def memory_allocated(device: Any = None) -> int:
-    return memory_statistics().allocated
+    return torch.accelerator.memory_allocated()
 
 
 def max_memory_allocated(device: Any = None) -> int:
-    return memory_statistics().allocated_peak
+    return torch.accelerator.max_memory_allocated()
 
 
 def memory_reserved(device: Any = None) -> int:
-    return memory_statistics().reserved
+    return torch.accelerator.memory_reserved()
 
 
 def max_memory_reserved(device: Any = None) -> int:
-    return memory_statistics().reserved_peak
+    return torch.accelerator.max_memory_reserved()
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    call("reset_peaks")
+    torch.accelerator.reset_peak_memory_stats()
 
 
 def empty_cache() -> None:
-    call("empty_cache")
+    torch.accelerator.empty_cache()
 
 
 def empty_host_cache() -> None:
@@ -232,24 +220,33 @@ def empty_host_cache() -> None:
     call("empty_host_cache")
 
 
-class CudaError(RuntimeError):
-    """The error of a call of the runtime, as ``torch.cuda.CudaError``."""
-
-
 _ERRORS = {
     1: "invalid argument",
     2: "out of memory",
     712: "part or all of the requested memory range is already mapped",
-    713: "host memory is not registered",
+    713: "pointer does not correspond to a registered memory region",
 }
 """CUDA's codes of errors."""
 
 
-class _Runtime:
+class SoftwareGpuError(RuntimeError):
+    """The error of a call of the runtime, as ``torch.cuda.CudaError``."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"software GPU error {code}: {_ERRORS[code]}")
+
+
+CudaError = SoftwareGpuError
+"""The name that ``torch.cuda`` has for it."""
+
+
+class DeviceRuntime:
     """The functions of ``torch.cuda.cudart()`` that are used here. They return CUDA's codes of errors."""
 
     @staticmethod
     def cudaHostRegister(address: int, size_bytes: int, flags: int) -> int:
+        if size_bytes <= 0:
+            return 1
         return (0, 712, 2)[call("register", address, size_bytes)]
 
     @staticmethod
@@ -257,14 +254,14 @@ class _Runtime:
         return 0 if call("unregister", address) else 713
 
 
-def cudart() -> _Runtime:
-    return _Runtime()
+def cudart() -> DeviceRuntime:
+    return DeviceRuntime()
 
 
 def check_error(code: int) -> None:
     """Raise ``CudaError`` unless ``code`` is success."""
     if code:
-        raise CudaError(f"software GPU error: {_ERRORS[code]}")
+        raise CudaError(code)
 
 
 # Kernels of our own
@@ -320,11 +317,11 @@ def real_address(address: int) -> int:
     return int(call("real_address", address))
 
 
-# What tests look at
+# Observations of tests
 
 
 @dataclass(frozen=True)
-class Span:
+class TaskSpan:
     """A task of a stream, in emulated seconds since the library was loaded. Waits of streams are named ``wait``."""
 
     stream: int
@@ -333,10 +330,19 @@ class Span:
     end_s: float
 
 
-def take_spans() -> list[Span]:
+def take_spans() -> list[TaskSpan]:
     """Return the spans since the last call; the setting ``trace`` must be on."""
     lines = (line.split("\t") for line in call("take_spans").decode().splitlines())
-    return [Span(int(stream), name, float(start), float(end)) for stream, name, start, end in lines]
+    return [TaskSpan(int(stream), name, float(start), float(end)) for stream, name, start, end in lines]
+
+
+def take_lag_s() -> float:
+    """Return the longest time since the last call by which this machine was behind the emulated one.
+
+    It is the time from the emulated end of a copy, a kernel or work of the host until the thread that executes it could
+    go on: that thread was woken late, or its arithmetic took longer than the emulated machine would have needed.
+    """
+    return float(call("take_lag_s"))
 
 
 def take_error() -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib
+import sys
 from functools import cache
 from pathlib import Path
+from subprocess import SubprocessError
 from typing import Any
 
 import torch
@@ -19,6 +21,9 @@ FLAGS = ["-O1", "-Wall"]
 
 RESOURCES = ("h2d", "d2h", "both_directions", "pageable", "host_memory", "gpu", "cpu")
 """The shared resources of the time model, in the order of ``Resource`` in ``csrc/clock.h``."""
+
+EAGER = ("none", "on default stream", "on other streams", "copies")
+"""The tasks that are eager, in the order of ``Eager`` in ``csrc/stream.h``."""
 
 UNLIMITED = float("inf")
 
@@ -37,32 +42,13 @@ class CSettings(ctypes.Structure):
         ("capacities", Amounts),
         *((name, ctypes.c_double) for name in ("flops_per_s", "device_bytes_per_s", "launch_s", "copy_latency_s")),
         *((name, ctypes.c_uint64) for name in ("seed", "memory_bytes", "page_lock_limit_bytes")),
-        *((name, ctypes.c_int32) for name in ("lazy", "execute_first", "trace", "poison")),
-    )
-
-
-class CMemoryStatistics(ctypes.Structure):
-    """The ctypes counterpart of ``CMemoryStatistics`` in ``csrc/interface.cpp``; all numbers but two are bytes."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_int64)
-        for name in (
-            "allocated",
-            "allocated_peak",
-            "reserved",
-            "reserved_peak",
-            "retries",
-            "out_of_memory",
-            "capacity",
-        )
+        *((name, ctypes.c_int32) for name in ("lazy", "eager", "execute_first", "trace", "emulated", "poison")),
     )
 
 
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "last_error": (ctypes.c_char_p, ()),
     "configure": (None, (ctypes.POINTER(CSettings),)),
-    "synchronize": (ctypes.c_int, ()),
-    "synchronize_stream": (ctypes.c_int, (ctypes.c_int64,)),
     "drain": (None, ()),
     "take_error": (None, (ctypes.c_char_p, ctypes.c_uint64)),
     "set_error": (None, (ctypes.c_char_p,)),
@@ -81,35 +67,55 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "begin_host_work": (ctypes.c_void_p, (ctypes.POINTER(ctypes.c_double),)),
     "end_host_work": (None, (ctypes.c_void_p,)),
+    "simulate": (
+        None,
+        (
+            ctypes.c_int32,
+            ctypes.POINTER(ctypes.c_double),
+            ctypes.POINTER(ctypes.c_int32),
+            *(ctypes.POINTER(ctypes.c_double),) * 4,
+        ),
+    ),
     "register": (ctypes.c_int32, (ctypes.c_uint64, ctypes.c_uint64)),
     "unregister": (ctypes.c_int32, (ctypes.c_uint64,)),
-    "empty_cache": (None, ()),
     "empty_host_cache": (None, ()),
-    "reset_peaks": (None, ()),
-    "memory_statistics": (None, (ctypes.POINTER(CMemoryStatistics),)),
+    "forked": (ctypes.c_int32, ()),
     "on_host_wait": (None, (HostWait,)),
     "now_s": (ctypes.c_double, ()),
+    "take_lag_s": (ctypes.c_double, ()),
     "take_spans": (ctypes.c_char_p, ()),
 }
 
 
 def _name() -> str:
-    digest = hashlib.sha256(repr((FLAGS, torch.__version__)).encode())
+    digest = hashlib.sha256(repr((FLAGS, torch.__version__, sys.implementation.cache_tag)).encode())
     for path in sorted(FOLDER.iterdir()):
         digest.update(path.read_bytes())
     return f"software_gpu_{digest.hexdigest()[:12]}"
 
 
 def compile_library() -> Path:
-    """Compile the extension unless that is done, and return the path of the shared library, without loading it."""
+    """Compile the extension unless that is done, and return the path of the shared library.
+
+    Raise ``RuntimeError`` if there is no compiler, or if it fails.
+    """
     name = _name()
     folder = Path(cpp_extension._get_build_directory(name, verbose=False))
-    path = folder / f"{name}.so"
-    if not path.exists():
-        # PyTorch's loader lets one of several processes compile, and the others wait.
-        sources = [str(source) for source in sorted(FOLDER.glob("*.cpp"))]
-        cpp_extension.load(name, sources, extra_cflags=FLAGS, is_python_module=False)
-    return path
+    # The linker writes the library while other processes may look for it already.
+    compiled = folder / "compiled"
+    if not compiled.exists():
+        try:
+            # PyTorch's loader lets one of several processes compile, and the others wait.
+            sources = [str(source) for source in sorted(FOLDER.glob("*.cpp"))]
+            cpp_extension.load(name, sources, extra_cflags=FLAGS, is_python_module=False)
+        except (OSError, RuntimeError, ImportError, SubprocessError) as error:
+            raise RuntimeError(
+                f"The software GPU cannot be compiled ({type(error).__name__}: {error}).\n"
+                "It needs a C++20 compiler (apt-get install g++, or set CXX), ninja (pip install ninja) and the "
+                "headers of Python (apt-get install python3-dev)."
+            ) from error
+        compiled.touch()
+    return folder / f"{name}.so"
 
 
 @cache

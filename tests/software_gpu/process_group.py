@@ -36,11 +36,17 @@ COLLECTIVES = {
     "_reduce_scatter_base": 2,
     "reduce_scatter_single": 2,
     "alltoall": 2,
+    "alltoall_base": 2,
+    "all_to_all_single": 2,
     "gather": 2,
     "scatter": 2,
 }
 
-CALLED_IN_GLOO = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"}
+CALLED_IN_GLOO = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+}
 """The methods of Gloo that have an older name."""
 
 

@@ -6,18 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from tests.software_gpu.library import RESOURCES, UNLIMITED, Amounts, CSettings, call
+from tests.software_gpu.library import EAGER, RESOURCES, UNLIMITED, Amounts, CSettings, call
 
 GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
+class MachineRates:
     """The speeds of an emulated machine. Where a rate is unlimited, the work takes no emulated time.
+
+    If all are unlimited, no machine is emulated, and events have the times of this machine.
 
     Copies and host memory are in bytes per second. ``pageable`` limits copies from and to pageable memory. Kernels take
     ``launch_s`` and then the time of their floating-point operations if they are products of matrices, else of the
-    bytes that they read and write. Every copy between host and device begins with ``copy_latency_s``.
+    bytes that they read and write. Every copy between host and device begins with ``copy_latency_s``. The GPU's Adam
+    updates ``adam_params_per_s``.
     """
 
     h2d: float = UNLIMITED
@@ -27,6 +30,7 @@ class Rates:
     host_memory: float = UNLIMITED
     flops_per_s: float = UNLIMITED
     device_bytes_per_s: float = UNLIMITED
+    adam_params_per_s: float = UNLIMITED
     launch_s: float = 0.0
     copy_latency_s: float = 0.0
 
@@ -36,14 +40,17 @@ class Settings:
     """The settings of the device. The defaults are a device without delays, on which memory that is free holds NaN.
 
     ``lazy``: a stream executes nothing before the host or another stream waits for it, or ``lazy_s`` have passed.
+    ``eager``: these tasks are executed when they are issued, and the host waits for that, as it may take long to issue
+    a task; one of ``library.EAGER``.
     ``jitter_s``: each task starts after a random delay of up to so many seconds. ``execute_first``: a task executes
     before the time that it takes has passed, instead of after it, so that the time of the arithmetic on this machine is
     part of it. ``trace``: keep the spans of all tasks for ``device.take_spans``.
     """
 
-    rates: Rates = field(default_factory=Rates)
+    rates: MachineRates = field(default_factory=MachineRates)
     lazy: bool = False
     lazy_s: float = 0.3
+    eager: str = "none"
     jitter_s: float = 0.0
     seed: int = 0
     execute_first: bool = False
@@ -75,12 +82,14 @@ class Settings:
                 memory_bytes=self.memory_bytes,
                 page_lock_limit_bytes=self.page_lock_limit_bytes,
                 lazy=self.lazy,
+                eager=EAGER.index(self.eager),
                 execute_first=self.execute_first,
                 trace=self.trace,
+                emulated=rates != MachineRates(),
                 poison=self.poison,
             ),
         )
-        _applied.append(self)
+        _applied[0] = self
 
 
 _applied = [Settings()]
@@ -88,7 +97,7 @@ _applied = [Settings()]
 
 def current() -> Settings:
     """Return the settings that were applied last."""
-    return _applied[-1]
+    return _applied[0]
 
 
 @contextmanager
@@ -99,7 +108,7 @@ def changed(**changes: object) -> Iterator[None]:
     try:
         yield
     finally:
-        # What was issued inside is executed with the settings inside.
+        # Tasks that were issued inside are executed with the settings inside.
         call("drain")
         before.apply()
 
@@ -107,8 +116,8 @@ def changed(**changes: object) -> Iterator[None]:
 PLAIN = Settings()
 LAZY = Settings(lazy=True)
 JITTER = Settings(jitter_s=3e-3, seed=1)
-SLOW_LINK = Settings(rates=Rates(h2d=1e6, d2h=1e6))
-SLOW_KERNELS = Settings(rates=Rates(launch_s=2e-3))
+SLOW_LINK = Settings(rates=MachineRates(h2d=1e6, d2h=1e6))
+SLOW_KERNELS = Settings(rates=MachineRates(launch_s=2e-3))
 ADVERSARIES = {
     "plain": PLAIN,
     "lazy": LAZY,

@@ -30,25 +30,14 @@ class TorchDeviceAllocator final : public c10::DeviceAllocator {
     device_memory().record_stream(pointer.get_context(), runtime().stream(stream.id()));
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
-    auto found = device_memory().statistics();
-    c10::CachingDeviceAllocator::DeviceStats result;
-    auto set = [](c10::CachingAllocator::StatArray& statistic, int64_t current, int64_t peak) {
-      statistic[0].current = current;
-      statistic[0].peak = peak;
-    };
-    set(result.allocated_bytes, found.allocated, found.allocated_peak);
-    set(result.active_bytes, found.allocated, found.allocated_peak);
-    set(result.reserved_bytes, found.reserved, found.reserved_peak);
-    set(result.segment, found.segments, found.segments);
-    result.num_alloc_retries = found.retries;
-    result.num_ooms = found.out_of_memory;
-    return result;
+    return device_memory().statistics();
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex) override { device_memory().reset_peaks(); }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
-    size_t total = device_memory().capacity();
-    return {total - device_memory().statistics().reserved, total};
+    size_t total = device_memory().capacity(), reserved = device_memory().statistics().reserved_bytes[0].current;
+    // The capacity may have been made smaller than what is in use.
+    return {total - std::min(total, reserved), total};
   }
 
  private:
@@ -58,7 +47,6 @@ class TorchDeviceAllocator final : public c10::DeviceAllocator {
 class TorchPinnedAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t size) override {
-    runtime().check_not_forked();
     void* pointer = pinned_memory().allocate(size);
     return {pointer, pointer, &release, c10::Device(c10::DeviceType::CPU)};
   }

@@ -15,47 +15,48 @@ namespace {
 constexpr int64_t STAGED_BYTES = 64 * 1024;
 constexpr int STAGING_TRAFFIC = 3;  // a pageable byte is read, written to page-locked memory, and read again
 
-Cost copy_cost(double bytes, bool to_device, bool pinned) {
+Cost copy_cost(double bytes, bool to_device, bool page_locked) {
   Cost cost;
   cost.latency_s = runtime().settings().copy_latency_s;
   cost.amounts[to_device ? H2D : D2H] = bytes;
   cost.amounts[BOTH_DIRECTIONS] = bytes;
-  cost.amounts[HOST_MEMORY] = pinned ? bytes : STAGING_TRAFFIC * bytes;
-  if (!pinned) cost.amounts[PAGEABLE] = bytes;
+  cost.amounts[HOST_MEMORY] = page_locked ? bytes : STAGING_TRAFFIC * bytes;
+  if (!page_locked) cost.amounts[PAGEABLE] = bytes;
   return cost;
 }
 
 // Copy contiguous memory of equal dtypes between host and device.
 void copy_bytes(const at::Tensor& destination, const at::Tensor& source, bool non_blocking) {
   size_t bytes = destination.nbytes();
-  if (bytes == 0) return;
   bool to_device = destination.device().type() == DEVICE;
   Stream& stream = current_stream();
-  const at::Tensor& on_host = to_device ? source : destination;
-  void* host = on_host.data_ptr();
-  bool pinned = pinned_memory().is_pinned(host, bytes);
+  void* host = (to_device ? source : destination).data_ptr();
   char* device = device_memory().arena().real((to_device ? destination : source).data_ptr());
+  HostMemory kind = pinned_memory().kind(host, bytes);
+  bool page_locked = kind != HostMemory::PAGEABLE;
+  bool staged = to_device && !page_locked && bytes <= STAGED_BYTES;
+  std::function<void()> work;
+  if (staged) {
+    auto bytes_begin = static_cast<char*>(host);
+    auto staging = std::make_shared<std::vector<char>>(bytes_begin, bytes_begin + bytes);
+    work = [=] { memcpy(device, staging->data(), bytes); };
+  } else {
+    work = [=] {
+      // CUDA leaves undefined what a copy does whose memory has been unregistered.
+      if (kind == HostMemory::REGISTERED && pinned_memory().kind(host, bytes) != HostMemory::REGISTERED)
+        throw std::runtime_error("memory was unregistered while a copy from or to it was in flight");
+      to_device ? memcpy(device, host, bytes) : memcpy(host, device, bytes);
+    };
+  }
   std::string name = to_device ? "copy H2D" : "copy D2H";
   Engine engine = to_device ? Engine::H2D : Engine::D2H;
-  if (to_device && !pinned && bytes <= STAGED_BYTES) {
-    auto staged = std::make_shared<std::vector<char>>(static_cast<char*>(host), static_cast<char*>(host) + bytes);
-    auto work = [=] { memcpy(device, staged->data(), bytes); };
-    stream.enqueue({work, name, engine, copy_cost(bytes, to_device, pinned)});
-    if (!non_blocking) runtime().host_wait(stream.mark(), name + ", blocking");
-    return;
-  }
-  auto work = [=] {
-    // Unregistering memory that a copy still uses is an error that CUDA leaves undefined.
-    if (pinned && !pinned_memory().is_pinned(host, bytes))
-      throw std::runtime_error("memory was unregistered while a copy from or to it was in flight");
-    to_device ? memcpy(device, host, bytes) : memcpy(host, device, bytes);
-  };
-  stream.enqueue({work, name, engine, copy_cost(bytes, to_device, pinned)});
-  if (pinned) pinned_memory().record_use(host, stream);
+  Task task{work, page_locked ? name : name + ", pageable", engine, copy_cost(bytes, to_device, page_locked)};
+  Mark copied = stream.issue(std::move(task));
+  if (kind == HostMemory::PINNED) pinned_memory().record_use(host, copied);
   if (!non_blocking) {
-    runtime().host_wait(stream.mark(), name + ", blocking");
-  } else if (!pinned) {
-    runtime().host_wait(stream.mark(), name + ", pageable");
+    runtime().host_wait(copied, name + ", blocking");
+  } else if (!page_locked && !staged) {
+    runtime().host_wait(copied, name + ", pageable");
   }
 }
 
@@ -72,8 +73,8 @@ void copy_between(const at::Tensor& destination, const at::Tensor& source, bool 
     if (!to.is_contiguous() || !same) to = at::empty_like(to, to.options().dtype(from.scalar_type()), contiguous);
     from = from.contiguous();
   }
-  // A conversion on the host needs the bytes at once, whatever the caller asked for.
-  copy_bytes(to, from, non_blocking && (to.is_same(destination) || destination.device().type() == DEVICE));
+  // Host memory that was allocated here is pageable, so the bytes are there when this returns.
+  copy_bytes(to, from, non_blocking);
   if (!to.is_same(destination)) destination.copy_(to, non_blocking);
 }
 

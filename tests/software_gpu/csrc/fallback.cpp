@@ -14,6 +14,8 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <sstream>
+#include <unordered_map>
 #include <unordered_set>
 
 #include "backend.h"
@@ -21,6 +23,9 @@
 namespace software_gpu {
 
 namespace {
+
+// The most results of meta kernels that are kept.
+constexpr size_t MOST_KNOWN = 10'000;
 
 using c10::IValue;
 using c10::OperatorHandle;
@@ -38,10 +43,15 @@ bool has_tensors(const IValue& value) {
                                   (value.toListRef()[0].isTensor() || value.toListRef()[0].isNone()));
 }
 
-bool allows_cpu_indices(const std::string& name) {
-  static const std::unordered_set<std::string> allowed = {
+// Copy indices that are in host memory to the device, where PyTorch's kernels for CUDA copy them: the host waits.
+void move_indices(const std::string& name, torch::jit::Stack& stack, size_t first) {
+  static const std::unordered_set<std::string> indexing = {
       "aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"};
-  return allowed.count(name) > 0;
+  if (indexing.count(name) == 0 || !stack[first].toTensor().device().is_privateuseone()) return;
+  c10::List<std::optional<at::Tensor>> indices;
+  for (const auto& index : stack[first + 1].toOptionalTensorVector())
+    indices.push_back(index && index->defined() ? std::optional(index->to(c10::Device(DEVICE, 0))) : std::nullopt);
+  stack[first + 1] = indices;
 }
 
 // Return a private copy of a CPU tensor. Numbers of Python stay marked, since they do not take part in type promotion.
@@ -51,13 +61,16 @@ at::Tensor by_value(const at::Tensor& tensor) {
   return copy;
 }
 
-TensorArgument captured(const at::Tensor& tensor, const std::string& name) {
+TensorArgument captured(const at::Tensor& tensor, const c10::FunctionSchema& schema, size_t argument) {
   if (!tensor.defined()) return {std::nullopt, tensor};
   if (tensor.device().type() == DEVICE) return {DeviceView(tensor), {}};
+  const auto* alias = schema.arguments()[argument].alias_info();
+  bool written = alias != nullptr && alias->isWrite();
   TORCH_CHECK(
-      tensor.device().is_cpu() && (tensor.dim() == 0 || allows_cpu_indices(name)),
+      tensor.device().is_cpu() && tensor.dim() == 0 && !written,
       "Expected all tensors to be on the same device, but found at least two devices, ", c10::Device(DEVICE, 0),
-      " and ", tensor.device(), "! (when checking arguments of ", name, ")");
+      " and ", tensor.device(), "! (when checking argument ", schema.arguments()[argument].name(), " of ",
+      schema.name(), ")");
   return {std::nullopt, by_value(tensor)};
 }
 
@@ -83,12 +96,12 @@ class Arguments {
       values_.push_back(value);
       tensors_.emplace_back();
       if (value.isTensor()) {
-        tensors_[i].push_back(captured(value.toTensor(), schema.name()));
+        tensors_[i].push_back(captured(value.toTensor(), schema, i));
         values_[i] = IValue();
       } else if (has_tensors(value)) {
         for (const IValue& element : value.toListRef())
           tensors_[i].push_back(
-              element.isNone() ? TensorArgument{} : captured(element.toTensor(), schema.name()));
+              element.isNone() ? TensorArgument{} : captured(element.toTensor(), schema, i));
         is_tensor_list_[i] = value.isTensorList();
         values_[i] = IValue();
       } else if (value.isDevice() && value.toDevice().type() == DEVICE) {
@@ -128,8 +141,38 @@ class Arguments {
         if (tensor.device) total += tensor.device->bytes();
     return total;
   }
+  // Return a text that determines the results of the meta kernel, or none if they may depend on more than it has.
+  std::optional<std::string> signature() const {
+    std::ostringstream text;
+    text << c10::get_default_dtype();
+    for (size_t i = 0; i < values_.size(); ++i) {
+      text << (is_tensor_list_.count(i) ? "[" : ";");
+      for (auto& tensor : tensors_[i]) {
+        if (tensor.device) {
+          text << tensor.device->dtype << tensor.device->sizes << tensor.device->strides;
+        } else if (tensor.value.defined()) {
+          if (!tensor.value.unsafeGetTensorImpl()->is_wrapped_number()) return std::nullopt;
+          text << "number" << tensor.value.scalar_type() << tensor.value.item();
+        }
+        text << ",";
+      }
+      const IValue& value = values_[i];
+      if (!tensors_[i].empty() || value.isNone()) continue;
+      bool is_plain = value.isScalar() || value.isString() || value.isDevice() || value.isIntList() ||
+                      value.isDoubleList() || value.isBoolList();
+      if (!is_plain) return std::nullopt;
+      text << value.tagKind() << value;
+    }
+    return text.str();
+  }
   const DeviceView* view(size_t i) const {
     return i < tensors_.size() && tensors_[i].size() == 1 && tensors_[i][0].device ? &*tensors_[i][0].device : nullptr;
+  }
+  bool has_mask() const {
+    for (auto& tensors : tensors_)
+      for (auto& tensor : tensors)
+        if (tensor.device && tensor.device->dtype == at::kBool) return true;
+    return false;
   }
   void update_view(size_t i, const at::Tensor& tensor) { tensors_[i][0] = {DeviceView(tensor), {}}; }
 
@@ -177,12 +220,14 @@ std::optional<size_t> aliased_argument(const c10::FunctionSchema& schema, size_t
   TORCH_CHECK(false, schema.name(), ": no argument is its result ", i);
 }
 
-// A few meta kernels give the dtypes of CUDA where the CPU's kernel gives others.
+// A few meta kernels give the dtypes of CUDA for the statistics of a norm, where the CPU has those of its parameters.
 at::ScalarType cpu_dtype(const std::string& name, size_t result, const at::Tensor& meta, const Arguments& arguments) {
-  if (name == "aten::native_layer_norm" && result > 0) {
-    const DeviceView *input = arguments.view(0), *weight = arguments.view(2);
-    return weight != nullptr ? weight->dtype : input->dtype;
-  }
+  static const std::map<std::string, std::vector<size_t>> parameters_first = {
+      {"aten::native_layer_norm", {2, 0}}, {"aten::native_batch_norm", {1, 2, 3, 4, 0}}};
+  auto found = parameters_first.find(name);
+  if (found == parameters_first.end() || result == 0) return meta.scalar_type();
+  for (size_t argument : found->second)
+    if (const DeviceView* view = arguments.view(argument)) return view->dtype;
   return meta.scalar_type();
 }
 
@@ -209,10 +254,21 @@ void store(const DeviceView& to, const at::Tensor& result, const std::string& na
   to.open().copy_(result);
 }
 
+// Return whether the operator fills its first argument, and reads no other tensor.
+bool fills_self(const c10::FunctionSchema& schema) {
+  const auto& arguments = schema.arguments();
+  const auto* alias = arguments[0].alias_info();
+  return schema.returns().size() == 1 && !arguments[0].is_out() && alias != nullptr && alias->isWrite() &&
+         std::none_of(arguments.begin() + 1, arguments.end(), [](const auto& argument) {
+           return argument.type()->isSubtypeOf(*c10::TensorType::get());
+         });
+}
+
 // Fill a tensor with random numbers in the order in which the calls are issued, as the CPU does.
 void fill_with_random_numbers(const OperatorHandle& op, torch::jit::Stack& stack, size_t first) {
   at::Tensor self = stack[first].toTensor();
-  at::Tensor drawn = at::empty(self.sizes(), self.options().device(c10::kCPU));
+  // The CPU draws in the order of the strides.
+  at::Tensor drawn = at::empty_strided(self.sizes(), self.strides(), self.options().device(c10::kCPU));
   torch::jit::Stack on_host(stack.begin() + first, stack.end());
   on_host[0] = drawn;
   call_kernel(op, on_host);
@@ -232,26 +288,36 @@ void run_and_wait(const OperatorHandle& op, torch::jit::Stack& stack, size_t fir
       [&] {
         try {
           results = arguments.open_stack();
+          // The kernel gives an argument for its result the size, which memory of the device does not allow.
+          for (size_t i = 0; i < results.size(); ++i)
+            if (schema.arguments()[i].is_out())
+              results[i] = at::empty({0}, at::TensorOptions(results[i].toTensor().scalar_type()));
           call_kernel(op, results);
         } catch (const std::exception& raised) {
           error = raised.what();
         }
       },
       arguments.bytes());
-  runtime().host_wait(current_stream().mark(), schema.name());
+  runtime().host_wait(current_stream().last(), schema.name());
   TORCH_CHECK(error.empty(), error);
-  torch::jit::Stack returned;
-  auto on_device = [&](const at::Tensor& result) {
-    if (!result.defined()) return result;
-    at::Tensor tensor = at::empty_strided(result.sizes(), result.strides(), result.options().device(DEVICE, 0));
+  auto copy_to = [&](const at::Tensor& tensor, const at::Tensor& result) {
     DeviceView to(tensor);
     enqueue_kernel(schema.name(), [to, result] { to.open().copy_(result); }, to.bytes());
     return tensor;
   };
+  auto on_device = [&](const at::Tensor& result) {
+    if (!result.defined()) return result;
+    return copy_to(at::empty_strided(result.sizes(), result.strides(), result.options().device(DEVICE, 0)), result);
+  };
+  torch::jit::Stack returned;
   for (size_t i = 0; i < results.size(); ++i) {
-    if (results[i].isTensor()) {
-      auto alias = aliased_argument(schema, i);
-      returned.push_back(alias ? stack[first + *alias] : IValue(on_device(results[i].toTensor())));
+    if (auto alias = aliased_argument(schema, i)) {
+      at::Tensor argument = stack[first + *alias].toTensor();
+      if (schema.arguments()[*alias].is_out())
+        copy_to(argument.resize_(results[i].toTensor().sizes()), results[i].toTensor());
+      returned.emplace_back(argument);
+    } else if (results[i].isTensor()) {
+      returned.push_back(on_device(results[i].toTensor()));
     } else if (results[i].isTensorList()) {
       c10::List<at::Tensor> list;
       for (const at::Tensor& tensor : results[i].toTensorVector()) list.push_back(on_device(tensor));
@@ -266,26 +332,38 @@ void run_and_wait(const OperatorHandle& op, torch::jit::Stack& stack, size_t fir
 
 // Return the results of the meta kernel, or none if there is no such kernel, or if the results depend on data.
 std::optional<torch::jit::Stack> meta_results(const OperatorHandle& op, const Arguments& arguments) {
+  const std::string& name = op.schema().name();
+  // A mask selects as many elements as it has ones. The meta kernel would raise that, which takes milliseconds.
+  if (name == "aten::index" && arguments.has_mask()) return std::nullopt;
+  // These meta kernels give the shapes of CUDA, where the CPU's kernels give others.
+  static const std::unordered_set<std::string> as_on_cuda = {"aten::_embedding_bag", "aten::_embedding_bag_forward_only"};
+  if (as_on_cuda.count(name)) return std::nullopt;
   static std::mutex mutex;
-  static std::unordered_set<std::string> without;
-  std::string name = toString(op.operator_name());
-  {
+  // Many meta kernels are in Python and take a hundred times as long as a launch on CUDA, so results are kept.
+  static auto* known = new std::unordered_map<std::string, torch::jit::Stack>;
+  auto key = arguments.signature();
+  if (key) {
+    *key = toString(op.operator_name()) + *key;
     std::lock_guard lock(mutex);
-    if (without.count(name)) return std::nullopt;
+    if (auto found = known->find(*key); found != known->end()) return found->second;
   }
   torch::jit::Stack stack = arguments.meta_stack();
   try {
     call_kernel(op, stack);
+    if (key) {
+      std::lock_guard lock(mutex);
+      if (known->size() == MOST_KNOWN) known->clear();
+      known->emplace(*key, stack);
+    }
     return stack;
   } catch (const c10::NotImplementedError&) {
+    return std::nullopt;
   } catch (const pybind11::error_already_set& error) {
     // This is what a meta kernel in Python raises if its results depend on data.
     pybind11::gil_scoped_acquire gil;
     if (!error.matches(PyExc_NotImplementedError)) throw;
+    return std::nullopt;
   }
-  std::lock_guard lock(mutex);
-  without.insert(name);
-  return std::nullopt;
 }
 
 // Give an `out=` argument the size that the operator gives it.
@@ -306,19 +384,10 @@ void resize_outputs(
 void fallback(const OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   size_t first = stack->size() - schema.arguments().size();
+  move_indices(schema.name(), *stack, first);
   Arguments arguments(op, *stack);
   if (draws_random_numbers(op)) {
-    bool fills_self = schema.returns().size() == 1 && schema.returns()[0].alias_info() != nullptr &&
-                      !schema.arguments()[0].is_out() && schema.arguments()[0].alias_info() != nullptr &&
-                      schema.arguments()[0].alias_info()->isWrite() &&
-                      std::none_of(schema.arguments().begin() + 1, schema.arguments().end(), [](const auto& argument) {
-                        return argument.type()->isSubtypeOf(*c10::TensorType::get());
-                      });
-    if (fills_self) {
-      fill_with_random_numbers(op, *stack, first);
-    } else {
-      run_and_wait(op, *stack, first, arguments);
-    }
+    fills_self(schema) ? fill_with_random_numbers(op, *stack, first) : run_and_wait(op, *stack, first, arguments);
     return;
   }
   auto meta = meta_results(op, arguments);
@@ -375,23 +444,27 @@ void fallback(const OperatorHandle& op, torch::jit::Stack* stack) {
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
-// Without this, operators that have a kernel of the CPU beside one that is composed of other operators would be composed
-// of them here, and round differently from the CPU.
+// Return whether the operator runs the CPU's kernel, although PyTorch could compose it of other operators, or has an
+// extension point for other devices. Composed, it would round differently from the CPU.
+bool replaces_composition(const OperatorHandle& op) {
+  static const std::unordered_set<std::string> composed_on_the_cpu = {"aten::convolution", "aten::convolution_backward"};
+  if (composed_on_the_cpu.count(op.schema().name())) return true;
+  using c10::DispatchKey;
+  if (!op.hasKernelForDispatchKey(DispatchKey::CPU)) return false;
+  for (const auto& result : op.schema().returns())
+    if (result.alias_info() != nullptr && !result.alias_info()->isWrite()) return false;
+  return op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
+         op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutogradNonFunctional) ||
+         op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
+}
+
 void register_operators_of_the_cpu() {
   static auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
     if (name.getNamespace() != "aten") continue;
     auto op = dispatcher.findSchema(name);
-    if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) continue;
-    if (!op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
-    bool composed = op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
-                    op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) ||
-                    op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
-    bool views = false;
-    for (const auto& result : op->schema().returns())
-      views |= result.alias_info() != nullptr && !result.alias_info()->isWrite();
-    if (!composed || views) continue;
+    if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1) || !replaces_composition(*op)) continue;
     std::string overload = name.overload_name.empty() ? "" : "." + name.overload_name;
     library->impl((name.name + overload).c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }

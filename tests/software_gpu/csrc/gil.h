@@ -23,11 +23,13 @@ class WithoutGil {
 // Hold a mutex. The GIL is not held while waiting for it, since the thread that has the mutex may wait for a stream.
 class LockWithoutGil {
  public:
-  explicit LockWithoutGil(std::mutex& mutex) : lock_(mutex, std::try_to_lock) {
-    if (lock_) return;
+  explicit LockWithoutGil(std::mutex& mutex) : lock_(mutex, std::defer_lock) { lock(); }
+  void lock() {
+    if (lock_.try_lock()) return;
     WithoutGil without_gil;
     lock_.lock();
   }
+  void unlock() { lock_.unlock(); }
 
  private:
   std::unique_lock<std::mutex> lock_;

@@ -33,36 +33,32 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream stream) const override {
     return torch_stream(exchange_current_stream(stream.id()));
   }
-  bool queryStream(const c10::Stream& stream) const override { return runtime().stream(stream.id()).idle(); }
+  bool queryStream(const c10::Stream& stream) const override { return runtime().stream(stream.id()).last().reached(); }
   void synchronizeStream(const c10::Stream& stream) const override {
-    runtime().host_wait(runtime().stream(stream.id()).mark(), "stream.synchronize");
+    runtime().host_wait(runtime().stream(stream.id()).last(), "stream.synchronize");
   }
   void synchronizeDevice(c10::DeviceIndex) const override { runtime().host_wait_for_all("synchronize"); }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override {
     device_allocator().recordStream(pointer, stream);
   }
 
-  // An event is the mark of its last record.
+  // An event is the mark of its last record. PyTorch asks nothing of an event that was never recorded.
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     if (*event == nullptr) *event = new Mark;
-    *static_cast<Mark*>(*event) = runtime().stream(stream.id()).mark();
+    mark(*event) = runtime().stream(stream.id()).record();
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event != nullptr) runtime().stream(stream.id()).wait_for(*static_cast<Mark*>(event));
+    runtime().stream(stream.id()).wait_for(mark(event));
   }
-  bool queryEvent(void* event) const override {
-    if (event == nullptr) return true;
-    auto mark = static_cast<Mark*>(event);
-    return mark->stream == nullptr || mark->stream->reached(*mark);
-  }
-  void synchronizeEvent(void* event) const override {
-    runtime().host_wait(event == nullptr ? Mark{} : *static_cast<Mark*>(event), "event.synchronize");
-  }
+  bool queryEvent(void* event) const override { return mark(event).reached(); }
+  void synchronizeEvent(void* event) const override { runtime().host_wait(mark(event), "event.synchronize"); }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Mark*>(event); }
   double elapsedTime(void* start, void* end, c10::DeviceIndex) const override {
-    TORCH_CHECK(queryEvent(start) && queryEvent(end), "Both events must be completed before calculating elapsed time.");
-    return 1e3 * (*static_cast<Mark*>(end)->at_s - *static_cast<Mark*>(start)->at_s);
+    return 1e3 * (*mark(end).at_s - *mark(start).at_s);
   }
+
+ private:
+  static Mark& mark(void* event) { return *static_cast<Mark*>(event); }
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
@@ -77,7 +73,7 @@ class Hooks final : public at::PrivateUse1HooksInterface {
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
-  bool isPinnedPtr(const void* data) const override { return pinned_memory().is_pinned(data, 1); }
+  bool isPinnedPtr(const void* data) const override { return pinned_memory().kind(data, 1) != HostMemory::PAGEABLE; }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
   c10::Device getDeviceFromPtr(void*) const override { return the_device(); }
   // Random numbers are the CPU's, so that models are initialized and dropped out as on the CPU accelerator.

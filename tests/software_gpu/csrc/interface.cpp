@@ -40,11 +40,7 @@ struct CSettings {
   double capacities[NUM_RESOURCES];
   double flops_per_s, device_bytes_per_s, launch_s, copy_latency_s;
   uint64_t seed, memory_bytes, page_lock_limit_bytes;
-  int32_t lazy, execute_first, trace, poison;
-};
-
-struct CMemoryStatistics {
-  int64_t allocated, allocated_peak, reserved, reserved_peak, retries, out_of_memory, capacity;
+  int32_t lazy, eager, execute_first, trace, emulated, poison;
 };
 
 const char* software_gpu_last_error() { return last_error.c_str(); }
@@ -52,30 +48,23 @@ const char* software_gpu_last_error() { return last_error.c_str(); }
 void software_gpu_configure(const CSettings* c) {
   Settings settings;
   settings.lazy = c->lazy;
+  settings.eager = static_cast<Eager>(c->eager);
   settings.lazy_s = c->lazy_s;
   settings.jitter_s = c->jitter_s;
   settings.seed = c->seed;
   settings.execute_first = c->execute_first;
   settings.trace = c->trace;
+  settings.emulated = c->emulated;
   settings.flops_per_s = c->flops_per_s;
   settings.device_bytes_per_s = c->device_bytes_per_s;
   settings.launch_s = c->launch_s;
   settings.copy_latency_s = c->copy_latency_s;
   runtime().set_settings(settings);
-  std::array<double, NUM_RESOURCES> capacities;
+  Amounts capacities;
   std::copy(c->capacities, c->capacities + NUM_RESOURCES, capacities.begin());
   the_clock().set_capacities(capacities);
-  device_memory().set_capacity(c->memory_bytes);
-  device_memory().set_poison(c->poison);
+  device_memory().configure(c->memory_bytes, c->poison);
   pinned_memory().set_limit(c->page_lock_limit_bytes);
-}
-
-int software_gpu_synchronize() {
-  return guarded([] { runtime().host_wait_for_all("synchronize"); });
-}
-
-int software_gpu_synchronize_stream(int64_t stream) {
-  return guarded([=] { runtime().host_wait(runtime().stream(stream).mark(), "stream.synchronize"); });
 }
 
 // Wait until all streams are idle, without a record of the wait and without raising errors.
@@ -100,7 +89,7 @@ int software_gpu_launch(
     const double* amounts, double latency_s) {
   return guarded([=] {
     auto work = [=] { callback(argument); };
-    runtime().stream(stream).enqueue({work, name, static_cast<Engine>(engine), cost_from(amounts, latency_s)});
+    runtime().stream(stream).issue({work, name, static_cast<Engine>(engine), cost_from(amounts, latency_s)});
   });
 }
 
@@ -118,6 +107,21 @@ void software_gpu_end_host_work(void* work) {
   delete flow;
 }
 
+// Write the ends of work that starts at `start_s`, in ascending order, to `end_s`. Nothing sleeps, and nothing else runs.
+void software_gpu_simulate(
+    int32_t count, const double* capacities, const int32_t* engines, const double* amounts, const double* latency_s,
+    const double* start_s, double* end_s) {
+  Amounts capacity;
+  std::copy(capacities, capacities + NUM_RESOURCES, capacity.begin());
+  Clock clock(capacity);
+  std::vector<std::shared_ptr<Clock::Flow>> flows;
+  for (int32_t i = 0; i < count; ++i) {
+    Cost cost = cost_from(amounts + i * NUM_RESOURCES, latency_s[i]);
+    flows.push_back(clock.start(static_cast<Engine>(engines[i]), cost, start_s[i]));
+  }
+  for (int32_t i = 0; i < count; ++i) end_s[i] = clock.simulate(flows[i]);
+}
+
 int32_t software_gpu_register(uint64_t address, uint64_t size) {
   return static_cast<int32_t>(pinned_memory().register_range(reinterpret_cast<void*>(address), size));
 }
@@ -126,19 +130,15 @@ int32_t software_gpu_unregister(uint64_t address) {
   return pinned_memory().unregister_range(reinterpret_cast<void*>(address));
 }
 
-void software_gpu_empty_cache() { device_memory().empty_cache(); }
 void software_gpu_empty_host_cache() { pinned_memory().empty_cache(); }
-void software_gpu_reset_peaks() { device_memory().reset_peaks(); }
 
-void software_gpu_memory_statistics(CMemoryStatistics* result) {
-  auto found = device_memory().statistics();
-  *result = {found.allocated,     found.allocated_peak, found.reserved, found.reserved_peak, found.retries,
-             found.out_of_memory, static_cast<int64_t>(device_memory().capacity())};
-}
+int32_t software_gpu_forked() { return runtime().forked(); }
 
 void software_gpu_on_host_wait(void (*callback)(const char*)) { runtime().on_host_wait(callback); }
 
 double software_gpu_now_s() { return now_s(); }
+
+double software_gpu_take_lag_s() { return the_clock().take_lag_s(); }
 
 // Return the spans since the last call, one per line. They are valid until the next call on this thread.
 const char* software_gpu_take_spans() {

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 #include "gil.h"
 
@@ -21,6 +22,8 @@ constexpr size_t SMALL = MIB, SMALL_SEGMENT = 2 * MIB, LARGE_SEGMENT = 20 * MIB,
 // All bits set is NaN in every floating-point type.
 constexpr int POISON = 0xFF;
 constexpr size_t POISON_FILE = 16 * MIB;
+// PyTorch keeps statistics per pool, and for all pools, which are those that are read.
+constexpr size_t ALL = 0;
 
 size_t rounded_up(size_t size, size_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
@@ -101,50 +104,54 @@ void Arena::map_poison(char* real, size_t size) {
 
 void* DeviceMemory::allocate(size_t size, Stream& stream) {
   if (size == 0) return nullptr;
-  LockWithoutGil lock(mutex_);
-  give_back_finished();
   size_t rounded = rounded_up(size, ROUNDING);
-  bool small = rounded <= SMALL;
-  Block* block = find(rounded, stream, small);
-  if (block == nullptr) block = new_segment(rounded, stream, small);
-  if (block == nullptr) {
-    ++statistics_.retries;
-    release_cached();
-    block = find(rounded, stream, small);
-    if (block == nullptr) block = new_segment(rounded, stream, small);
-  }
-  if (block == nullptr) {
-    ++statistics_.out_of_memory;
-    auto mib = [](size_t bytes) { return std::to_string(bytes / MIB) + " MiB"; };
-    throw OutOfMemory(
-        "Software GPU out of memory. Tried to allocate " + mib(rounded) + " (" + std::to_string(rounded) +
-        " bytes). The GPU has a total capacity of " + mib(capacity_) + " of which " +
-        mib(capacity_ - std::min<size_t>(capacity_, statistics_.reserved)) + " is free. " +
-        mib(statistics_.allocated) + " is allocated, and " + mib(statistics_.reserved) + " is reserved.");
+  LockWithoutGil lock(mutex_);
+  Block* block = take(rounded, stream);
+  if (block == nullptr) ++statistics_.num_alloc_retries;
+  while (block == nullptr) {
+    lock.unlock();
+    finish_frees();
+    lock.lock();
+    bool cache_is_empty = release_cached();
+    block = take(rounded, stream);
+    if (block == nullptr && cache_is_empty) {
+      ++statistics_.num_ooms;
+      throw OutOfMemory(out_of_memory(rounded));
+    }
   }
   split(block, rounded);
   block->allocated = true;
   allocated_[block->pointer] = block;
-  statistics_.allocated += block->size;
-  statistics_.allocated_peak = std::max(statistics_.allocated_peak, statistics_.allocated);
+  statistics_.allocated_bytes[ALL].increase(block->size);
+  statistics_.active_bytes[ALL].increase(block->size);
   return block->pointer;
 }
 
+std::string DeviceMemory::out_of_memory(size_t size) const {
+  auto mib = [](size_t bytes) { return std::to_string(bytes / MIB) + " MiB"; };
+  size_t reserved = statistics_.reserved_bytes[ALL].current;
+  return "Software GPU out of memory. Tried to allocate " + mib(size) + " (" + std::to_string(size) +
+         " bytes). The GPU has a total capacity of " + mib(capacity_) + " of which " +
+         mib(capacity_ - std::min(capacity_, reserved)) + " is free. " + mib(statistics_.allocated_bytes[ALL].current) +
+         " is allocated, and " + mib(reserved) + " is reserved.";
+}
+
 void DeviceMemory::free(void* pointer) {
+  // Tensors that a forked child collects are its parent's.
   if (pointer == nullptr || runtime().forked()) return;
   LockWithoutGil lock(mutex_);
   auto found = allocated_.find(pointer);
   Block* block = found->second;
   allocated_.erase(found);
-  statistics_.allocated -= block->size;
-  std::vector<Mark> marks;
+  statistics_.allocated_bytes[ALL].decrease(block->size);
+  std::vector<Mark> uses;
   for (Stream* stream : block->used_by)
-    if (stream != block->stream) marks.push_back(stream->mark());
+    if (stream != block->stream) uses.push_back(stream->last());
   block->used_by.clear();
-  if (marks.empty()) {
+  if (uses.empty()) {
     give_back(block);
   } else {
-    pending_.emplace_back(block, std::move(marks));
+    pending_.push_back({block, std::move(uses)});
   }
 }
 
@@ -157,19 +164,34 @@ void DeviceMemory::record_stream(void* pointer, Stream& stream) {
 }
 
 void DeviceMemory::empty_cache() {
+  runtime().check_not_forked();
+  finish_frees();
   LockWithoutGil lock(mutex_);
   release_cached();
 }
 
-MemoryStatistics DeviceMemory::statistics() const {
+// Wait until no stream uses any more what has been freed. Like cudaFree, this waits for the device.
+void DeviceMemory::finish_frees() {
+  runtime().drain();
+  {
+    LockWithoutGil lock(mutex_);
+    give_back_finished();
+  }
+  // Poison is still on the way to what was given back now.
+  runtime().drain();
+}
+
+DeviceMemory::Statistics DeviceMemory::statistics() const {
+  runtime().check_not_forked();
   LockWithoutGil lock(mutex_);
   return statistics_;
 }
 
 void DeviceMemory::reset_peaks() {
   LockWithoutGil lock(mutex_);
-  statistics_.allocated_peak = statistics_.allocated;
-  statistics_.reserved_peak = statistics_.reserved;
+  for (auto* statistic : {&statistics_.allocated_bytes, &statistics_.active_bytes, &statistics_.reserved_bytes,
+                          &statistics_.segment})
+    (*statistic)[ALL].reset_peak();
 }
 
 size_t DeviceMemory::capacity() const {
@@ -177,9 +199,17 @@ size_t DeviceMemory::capacity() const {
   return capacity_;
 }
 
-void DeviceMemory::set_capacity(size_t bytes) {
+void DeviceMemory::configure(size_t capacity, bool poison) {
   LockWithoutGil lock(mutex_);
-  capacity_ = bytes;
+  capacity_ = capacity;
+  poison_ = poison;
+}
+
+DeviceMemory::Block* DeviceMemory::take(size_t size, Stream& stream) {
+  give_back_finished();
+  bool small = size <= SMALL;
+  Block* block = find(size, stream, small);
+  return block != nullptr ? block : new_segment(size, stream, small);
 }
 
 DeviceMemory::Block* DeviceMemory::find(size_t size, Stream& stream, bool small) {
@@ -194,12 +224,11 @@ DeviceMemory::Block* DeviceMemory::find(size_t size, Stream& stream, bool small)
 
 DeviceMemory::Block* DeviceMemory::new_segment(size_t size, Stream& stream, bool small) {
   size_t segment = small ? SMALL_SEGMENT : size < LARGE ? LARGE_SEGMENT : rounded_up(size, SMALL_SEGMENT);
-  if (statistics_.reserved + segment > capacity_) return nullptr;
+  if (statistics_.reserved_bytes[ALL].current + segment > capacity_) return nullptr;
   char* pointer = arena_.map(segment);
   if (pointer == nullptr) return nullptr;
-  ++statistics_.segments;
-  statistics_.reserved += segment;
-  statistics_.reserved_peak = std::max(statistics_.reserved_peak, statistics_.reserved);
+  statistics_.segment[ALL].increase(1);
+  statistics_.reserved_bytes[ALL].increase(segment);
   return new Block{pointer, segment, &stream, small};
 }
 
@@ -207,6 +236,7 @@ void DeviceMemory::split(Block* block, size_t size) {
   size_t left = block->size - size;
   if (left < (block->small ? ROUNDING : SMALL + 1)) return;
   Block* rest = new Block{block->pointer + size, left, block->stream, block->small};
+  rest->last_use = block->last_use;
   rest->previous = block;
   rest->next = block->next;
   if (rest->next != nullptr) rest->next->previous = rest;
@@ -217,10 +247,12 @@ void DeviceMemory::split(Block* block, size_t size) {
 
 // Put a block into its stream's pool, for reuse by what is issued on this stream from now on.
 void DeviceMemory::give_back(Block* block) {
+  statistics_.active_bytes[ALL].decrease(block->size);
   if (poison_) {
-    char* pointer = block->pointer;
-    size_t size = block->size;
-    block->stream->enqueue({[this, pointer, size] { arena_.poison(pointer, size); }, "free"});
+    auto work = [this, pointer = block->pointer, size = block->size] { arena_.poison(pointer, size); };
+    block->last_use = block->stream->enqueue({work, "free"});
+  } else {
+    block->last_use = block->stream->last();
   }
   block->allocated = false;
   for (Block* neighbour : {block->previous, block->next})
@@ -243,35 +275,34 @@ void DeviceMemory::merge(Block* block, Block* neighbour) {
 
 // Give back the blocks that other streams had used, as far as these streams are done with them.
 void DeviceMemory::give_back_finished() {
-  auto finished = std::stable_partition(pending_.begin(), pending_.end(), [](auto& entry) {
-    return !std::all_of(
-        entry.second.begin(), entry.second.end(), [](const Mark& mark) { return mark.stream->reached(mark); });
+  auto finished = std::stable_partition(pending_.begin(), pending_.end(), [](const Pending& pending) {
+    return !std::all_of(pending.uses.begin(), pending.uses.end(), [](const Mark& use) { return use.reached(); });
   });
-  std::vector<Block*> blocks;
-  for (auto entry = finished; entry != pending_.end(); ++entry) blocks.push_back(entry->first);
+  for (auto pending = finished; pending != pending_.end(); ++pending) give_back(pending->block);
   pending_.erase(finished, pending_.end());
-  for (Block* block : blocks) give_back(block);
 }
 
-// Return whole free segments to the system. Like cudaFree, this waits for the device.
-void DeviceMemory::release_cached() {
-  runtime().drain();
-  give_back_finished();
-  runtime().drain();
+// Return the free segments to the system that no stream uses any more. Return false if a stream still uses some, which
+// other threads have freed meanwhile.
+bool DeviceMemory::release_cached() {
+  bool all = pending_.empty();
   for (auto& [_, blocks] : pools_) {
     for (auto it = blocks.begin(); it != blocks.end();) {
       Block* block = *it;
-      if (block->previous != nullptr || block->next != nullptr) {
+      bool whole = block->previous == nullptr && block->next == nullptr, used = !block->last_use.reached();
+      if (!whole || used) {
+        all &= !whole;
         ++it;
         continue;
       }
       it = blocks.erase(it);
-      statistics_.reserved -= block->size;
-      --statistics_.segments;
+      statistics_.segment[ALL].decrease(1);
+      statistics_.reserved_bytes[ALL].decrease(block->size);
       arena_.unmap(block->pointer, block->size);
       delete block;
     }
   }
+  return all;
 }
 
 DeviceMemory& device_memory() {
@@ -279,67 +310,62 @@ DeviceMemory& device_memory() {
   return *memory;
 }
 
+bool PinnedMemory::Block::is_free() const {
+  return !allocated && std::all_of(uses.begin(), uses.end(), [](auto& use) { return use.second.reached(); });
+}
+
 void* PinnedMemory::allocate(size_t size) {
+  runtime().check_not_forked();
   if (size == 0) return nullptr;
   size_t rounded = PAGE;
   while (rounded < size) rounded *= 2;
   std::lock_guard lock(mutex_);
-  char* pointer = nullptr;
-  for (auto& [address, block] : blocks_) {
-    if (block.allocated || block.size != rounded) continue;
-    bool used = std::any_of(
-        block.uses.begin(), block.uses.end(), [](const Mark& mark) { return !mark.stream->reached(mark); });
-    if (used) continue;
-    pointer = address;
-    break;
-  }
-  if (pointer == nullptr) {
-    pointer = static_cast<char*>(mapped(nullptr, rounded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1));
-  }
-  blocks_[pointer] = {rounded};
+  auto reusable = [&](auto& entry) { return entry.second.size == rounded && entry.second.is_free(); };
+  auto found = std::find_if(blocks_.begin(), blocks_.end(), reusable);
+  char* pointer =
+      found != blocks_.end()
+          ? found->first
+          : static_cast<char*>(mapped(nullptr, rounded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1));
+  blocks_[pointer] = {rounded, true};
   memset(pointer, POISON, size);
   return pointer;
 }
 
 void PinnedMemory::free(void* pointer) {
-  if (pointer == nullptr) return;
+  if (pointer == nullptr || runtime().forked()) return;
   std::lock_guard lock(mutex_);
   blocks_.at(static_cast<char*>(pointer)).allocated = false;
 }
 
-void PinnedMemory::record_use(const void* pointer, Stream& stream) {
+void PinnedMemory::record_use(const void* pointer, const Mark& copied) {
   std::lock_guard lock(mutex_);
-  char* address = const_cast<char*>(static_cast<const char*>(pointer));
-  auto block = blocks_.upper_bound(address);
-  if (block == blocks_.begin()) return;
-  --block;
-  if (address < block->first + block->second.size) block->second.uses.push_back(stream.mark());
+  auto block = std::prev(blocks_.upper_bound(static_cast<char*>(const_cast<void*>(pointer))));
+  block->second.uses[copied.stream] = copied;
 }
 
-bool PinnedMemory::is_pinned(const void* pointer, size_t size) const {
+HostMemory PinnedMemory::kind(const void* pointer, size_t size) const {
+  if (runtime().forked()) return HostMemory::PAGEABLE;
   std::lock_guard lock(mutex_);
-  char* address = const_cast<char*>(static_cast<const char*>(pointer));
+  char* address = static_cast<char*>(const_cast<void*>(pointer));
   auto inside = [&](auto& ranges, auto size_of) {
     auto range = ranges.upper_bound(address);
     if (range == ranges.begin()) return false;
     --range;
     return address + size <= range->first + size_of(range->second);
   };
-  return inside(registered_, [](size_t bytes) { return bytes; }) ||
-         inside(blocks_, [](const Block& block) { return block.allocated ? block.size : 0; });
+  if (inside(registered_, [](size_t bytes) { return bytes; })) return HostMemory::REGISTERED;
+  if (inside(blocks_, [](const Block& block) { return block.allocated ? block.size : 0; })) return HostMemory::PINNED;
+  return HostMemory::PAGEABLE;
 }
 
 void PinnedMemory::empty_cache() {
   std::lock_guard lock(mutex_);
   for (auto it = blocks_.begin(); it != blocks_.end();) {
-    auto& [address, block] = *it;
-    bool used = std::any_of(
-        block.uses.begin(), block.uses.end(), [](const Mark& mark) { return !mark.stream->reached(mark); });
-    if (block.allocated || used) {
-      ++it;
-    } else {
-      munmap(address, block.size);
+    if (it->second.is_free()) {
+      munmap(it->first, it->second.size);
       it = blocks_.erase(it);
+    } else {
+      ++it;
     }
   }
 }

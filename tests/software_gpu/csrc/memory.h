@@ -1,10 +1,11 @@
 // The memory of the device, which the host cannot touch, and page-locked host memory.
 #pragma once
 
+#include <c10/core/CachingDeviceAllocator.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
@@ -40,11 +41,6 @@ class Arena {
   std::map<char*, size_t> free_;
 };
 
-struct MemoryStatistics {
-  int64_t allocated = 0, allocated_peak = 0, reserved = 0, reserved_peak = 0;
-  int64_t retries = 0, out_of_memory = 0, segments = 0;
-};
-
 class OutOfMemory : public std::exception {
  public:
   explicit OutOfMemory(std::string message) : message_(std::move(message)) {}
@@ -57,19 +53,19 @@ class OutOfMemory : public std::exception {
 // A caching allocator with the rules of PyTorch's for CUDA: segments, best fit, splitting, and a pool per stream.
 class DeviceMemory {
  public:
-  static constexpr size_t DEFAULT_CAPACITY = size_t{4} << 30;
+  using Statistics = c10::CachingDeviceAllocator::DeviceStats;
 
-  // Raise OutOfMemory, after the cache was emptied and the allocation was tried again.
+  // Raise OutOfMemory if the cache was emptied and the memory does not suffice even so.
   void* allocate(size_t size, Stream& stream);
   void free(void* pointer);
   // The block may be used again only after what is in the stream's queue when it is freed.
   void record_stream(void* pointer, Stream& stream);
+  // Return whole free segments to the system.
   void empty_cache();
-  MemoryStatistics statistics() const;
+  Statistics statistics() const;
   void reset_peaks();
   size_t capacity() const;
-  void set_capacity(size_t bytes);
-  void set_poison(bool poison) { poison_ = poison; }
+  void configure(size_t capacity, bool poison);
   const Arena& arena() const { return arena_; }
 
  private:
@@ -82,6 +78,8 @@ class DeviceMemory {
     Block* previous = nullptr;
     Block* next = nullptr;
     std::set<Stream*> used_by = {};
+    // What the stream had in its queue when the block was given back, the poison included.
+    Mark last_use = {};
   };
   struct BySize {
     bool operator()(const Block* a, const Block* b) const {
@@ -89,47 +87,61 @@ class DeviceMemory {
     }
   };
   using Pool = std::set<Block*, BySize>;
+  struct Pending {
+    Block* block;
+    std::vector<Mark> uses;
+  };
   Pool& pool(const Block& block) { return pools_[{block.stream, block.small}]; }
+  Block* take(size_t size, Stream& stream);
   Block* find(size_t size, Stream& stream, bool small);
   Block* new_segment(size_t size, Stream& stream, bool small);
   void split(Block* block, size_t size);
   void give_back(Block* block);
   void give_back_finished();
   void merge(Block* block, Block* neighbour);
-  void release_cached();
+  void finish_frees();
+  bool release_cached();
+  std::string out_of_memory(size_t size) const;
 
+  // No thread waits for a stream while it holds the mutex: a task of that stream may free memory.
   mutable std::mutex mutex_;
   Arena arena_;
-  size_t capacity_ = DEFAULT_CAPACITY;
+  size_t capacity_ = 0;
   bool poison_ = true;
-  MemoryStatistics statistics_;
+  Statistics statistics_;
   std::map<std::pair<Stream*, bool>, Pool> pools_;
   std::map<void*, Block*> allocated_;
-  std::vector<std::pair<Block*, std::vector<Mark>>> pending_;
+  std::vector<Pending> pending_;
 };
 
 DeviceMemory& device_memory();
 
-// Page-locked memory: what the allocator of pinned tensors provides, and ranges that were registered.
+// How copies find host memory: PINNED is what the allocator of pinned tensors provides.
+enum class HostMemory { PAGEABLE, PINNED, REGISTERED };
+
 class PinnedMemory {
  public:
   void* allocate(size_t size);
   void free(void* pointer);
-  // Keep a block of the allocator until the stream has copied. A registered range is not kept: the caller has to.
-  void record_use(const void* pointer, Stream& stream);
-  bool is_pinned(const void* pointer, size_t size) const;
+  // Keep a block of the allocator until a copy has ended. A registered range is not kept: the caller has to.
+  void record_use(const void* pointer, const Mark& copied);
+  HostMemory kind(const void* pointer, size_t size) const;
+  // Return what no tensor and no copy uses to the system.
   void empty_cache();
-  // Return false if a part of the range is page-locked already, or if it exceeds the limit.
   enum class Registered { OK, OVERLAPS, BEYOND_LIMIT };
   Registered register_range(void* pointer, size_t size);
+  // Return false if there is no such range.
   bool unregister_range(void* pointer);
   void set_limit(size_t bytes);
 
  private:
   struct Block {
     size_t size;
-    bool allocated = true;
-    std::vector<Mark> uses = {};
+    bool allocated;
+    // The last copy on each stream.
+    std::map<Stream*, Mark> uses = {};
+
+    bool is_free() const;
   };
   mutable std::mutex mutex_;
   size_t limit_ = SIZE_MAX, registered_bytes_ = 0;

@@ -5,9 +5,11 @@
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "backend.h"
@@ -32,7 +34,7 @@ void enqueue_kernel(std::string name, std::function<void()> work, double bytes, 
   Cost cost;
   cost.latency_s = settings.launch_s;
   cost.amounts[GPU] = flops > 0 ? flops / settings.flops_per_s : bytes / settings.device_bytes_per_s;
-  current_stream().enqueue({std::move(work), std::move(name), Engine::COMPUTE, cost});
+  current_stream().issue({std::move(work), std::move(name), Engine::COMPUTE, cost});
 }
 
 namespace {
@@ -115,7 +117,7 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   at::Scalar result;
   enqueue_kernel("item", [&] { result = at::native::_local_scalar_dense_cpu(view.open()); }, view.bytes());
   // The wait ends when the task has, and only then raises errors, so the task may refer to variables of this function.
-  runtime().host_wait(current_stream().mark(), "item");
+  runtime().host_wait(current_stream().last(), "item");
   return result;
 }
 
@@ -129,7 +131,20 @@ int64_t fused_sdp_choice(
   return 0;
 }
 
+// PyTorch's dropout for accelerators rounds differently from that for the CPU, which is this.
+at::Tensor dropout(const at::Tensor& input, double p, bool train) {
+  TORCH_CHECK(p >= 0 && p <= 1, "dropout probability has to be between 0 and 1, but got ", p);
+  if (p == 0 || !train || input.numel() == 0) return input;
+  if (p == 1) return input.mul(at::zeros({}, input.options()));
+  at::Tensor noise = at::empty_like(input).bernoulli_(1 - p);
+  noise.div_(1 - p);
+  return input.mul(noise);
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("dropout", &dropout); }
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("dropout", &dropout);
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("view", &view);

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
+#include <random>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -18,61 +20,84 @@ std::chrono::duration<double> seconds(double count) { return std::chrono::durati
 
 }  // namespace
 
-Stream::Stream(int64_t id, uint64_t seed) : id_(id), random_(seed + id) { std::thread([this] { loop(); }).detach(); }
+bool Mark::reached() const { return stream == nullptr || stream->reached(position); }
 
-uint64_t Stream::push(std::function<void()> run) {
+Stream::Stream(int64_t id) : id_(id) { std::thread([this] { loop(); }).detach(); }
+
+Mark Stream::push(std::function<void()> run) {
   std::lock_guard lock(mutex_);
   queue_.push_back({std::move(run), now_s()});
   changed_.notify_all();
-  return ++pushed_;
+  return {this, ++pushed_};
 }
 
-void Stream::enqueue(Task task) {
+Mark Stream::enqueue(Task task) {
   double enqueued_s = now_s();
-  push([this, task = std::move(task), enqueued_s] { run_task(task, enqueued_s); });
+  return push([this, task = std::move(task), enqueued_s] { run_task(task, enqueued_s); });
 }
 
-Mark Stream::mark() {
+Mark Stream::last() const {
+  std::lock_guard lock(mutex_);
+  return {const_cast<Stream*>(this), pushed_};
+}
+
+Mark Stream::issue(Task task) {
+  bool waits = is_eager(task);
+  Mark executed = enqueue(std::move(task));
+  if (waits) {
+    WithoutGil without_gil;
+    block_until(executed.position);
+  }
+  return executed;
+}
+
+bool Stream::is_eager(const Task& task) const {
+  switch (runtime().settings().eager) {
+    case Eager::NONE: return false;
+    case Eager::ON_DEFAULT_STREAM: return id_ == 0;
+    case Eager::ON_OTHER_STREAMS: return id_ != 0;
+    case Eager::COPIES: return task.engine == Engine::H2D || task.engine == Engine::D2H;
+  }
+  return false;
+}
+
+Mark Stream::record() {
   auto at_s = std::make_shared<std::atomic<double>>(0);
   double enqueued_s = now_s();
-  uint64_t position = push([this, at_s, enqueued_s] { *at_s = std::max<double>(until_s_, enqueued_s); });
-  return {this, position, at_s};
+  Mark mark = push([this, at_s, enqueued_s] { *at_s = std::max(until_s_, enqueued_s); });
+  mark.at_s = at_s;
+  return mark;
 }
 
 void Stream::wait_for(const Mark& mark) {
   if (mark.stream == nullptr || mark.stream == this) return;
   double enqueued_s = now_s();
   push([this, mark, enqueued_s] {
-    mark.stream->block_until(mark);
-    double before_s = std::max<double>(until_s_, enqueued_s);
+    mark.stream->block_until(mark.position);
+    double before_s = std::max(until_s_, enqueued_s);
     until_s_ = std::max<double>(before_s, *mark.at_s);
     if (runtime().settings().trace) runtime().add_span({id_, "wait", before_s, until_s_});
   });
 }
 
-bool Stream::reached(const Mark& mark) const {
+bool Stream::reached(uint64_t position) const {
   std::lock_guard lock(mutex_);
-  return completed_ >= mark.position;
+  return completed_ >= position;
 }
 
-void Stream::block_until(const Mark& mark) {
+void Stream::block_until(uint64_t position) {
   std::unique_lock lock(mutex_);
-  demanded_ = std::max(demanded_, mark.position);
+  demanded_ = std::max(demanded_, position);
   changed_.notify_all();
-  changed_.wait(lock, [&] { return completed_ >= mark.position; });
+  changed_.wait(lock, [&] { return completed_ >= position; });
 }
-
-bool Stream::idle() const {
-  std::lock_guard lock(mutex_);
-  return completed_ == pushed_;
-}
-
-double Stream::now_on_stream_s() const { return std::max<double>(until_s_, now_s()); }
 
 void Stream::loop() {
+  std::mt19937_64 random;
+  std::optional<uint64_t> seeded_version;
   for (;;) {
     Queued next;
-    Settings settings = runtime().settings();
+    Settings settings;
     {
       std::unique_lock lock(mutex_);
       changed_.wait(lock, [&] { return !queue_.empty(); });
@@ -84,14 +109,21 @@ void Stream::loop() {
       next = std::move(queue_.front());
       queue_.pop_front();
     }
-    if (settings.jitter_s > 0)
-      std::this_thread::sleep_for(seconds(std::uniform_real_distribution(0.0, settings.jitter_s)(random_)));
+    if (seeded_version != settings.version) {
+      random.seed(settings.seed + id_);
+      seeded_version = settings.version;
+    }
+    if (settings.jitter_s > 0) {
+      double delay_s = std::uniform_real_distribution(0.0, settings.jitter_s)(random), begin_s = now_s();
+      std::this_thread::sleep_for(seconds(delay_s));
+      if (settings.trace) runtime().add_span({id_, "jitter", begin_s, begin_s + delay_s});
+    }
     try {
       next.run();
     } catch (const std::exception& error) {
       runtime().set_error(error.what());
     }
-    // Free what the task refers to before anybody can know that it has ended.
+    // Free what the task refers to before a waiting thread can know that it has ended.
     next.run = nullptr;
     std::lock_guard lock(mutex_);
     ++completed_;
@@ -100,19 +132,18 @@ void Stream::loop() {
 }
 
 void Stream::run_task(const Task& task, double enqueued_s) {
-  double start_s = std::max<double>(until_s_, enqueued_s);
-  if (!the_clock().takes_time(task.cost)) {
-    if (task.work) task.work();
-    until_s_ = runtime().settings().execute_first ? start_s : now_s();
-  } else {
+  Settings settings = runtime().settings();
+  double start_s = std::max(until_s_, enqueued_s);
+  if (the_clock().takes_time(task.cost)) {
     auto flow = the_clock().start(task.engine, task.cost, start_s);
-    // After an error, the stream still takes its time, and then reports the error.
-    bool first = runtime().settings().execute_first;
-    if (first && task.work) task.work();
+    if (settings.execute_first) task.work();
     until_s_ = the_clock().wait(flow);
-    if (!first && task.work) task.work();
+    if (!settings.execute_first) task.work();
+  } else {
+    task.work();
+    until_s_ = settings.emulated ? start_s : now_s();
   }
-  if (runtime().settings().trace) runtime().add_span({id_, task.name, start_s, until_s_});
+  if (settings.trace) runtime().add_span({id_, task.name, start_s, until_s_});
 }
 
 Settings Runtime::settings() const {
@@ -120,8 +151,9 @@ Settings Runtime::settings() const {
   return settings_;
 }
 
-void Runtime::set_settings(const Settings& settings) {
+void Runtime::set_settings(Settings settings) {
   std::lock_guard lock(mutex_);
+  settings.version = settings_.version + 1;
   settings_ = settings;
 }
 
@@ -129,10 +161,9 @@ Stream& Runtime::stream(int64_t id) {
   check_not_forked();
   std::lock_guard lock(mutex_);
   if (streams_.empty()) {
-    static bool registered = false;
-    if (!registered) pthread_atfork(nullptr, nullptr, [] { runtime().mark_forked(); });
-    registered = true;
-    streams_.push_back(std::make_unique<Stream>(0, settings_.seed));
+    // The child takes no lock here: a stream's thread, which it does not have, may have held any at the fork.
+    pthread_atfork(nullptr, nullptr, [] { runtime().forked_ = true; });
+    streams_.push_back(std::make_unique<Stream>(0));
   }
   if (id < 0 || id >= static_cast<int64_t>(streams_.size())) throw std::runtime_error("there is no such stream");
   return *streams_[id];
@@ -141,7 +172,7 @@ Stream& Runtime::stream(int64_t id) {
 Stream& Runtime::new_stream() {
   stream(0);
   std::lock_guard lock(mutex_);
-  streams_.push_back(std::make_unique<Stream>(streams_.size(), settings_.seed));
+  streams_.push_back(std::make_unique<Stream>(streams_.size()));
   return *streams_.back();
 }
 
@@ -157,7 +188,7 @@ void Runtime::host_wait(const Mark& mark, const std::string& reason) {
   if (mark.stream != nullptr) {
     if (auto callback = callback_.load()) callback(reason.c_str());
     WithoutGil without_gil;
-    mark.stream->block_until(mark);
+    mark.stream->block_until(mark.position);
   }
   raise_error();
 }
@@ -171,10 +202,7 @@ void Runtime::host_wait_for_all(const std::string& reason) {
 
 void Runtime::drain() {
   WithoutGil without_gil;
-  // A mark per stream first, so that lazy streams that wait for each other are all asked.
-  std::vector<Mark> marks;
-  for (Stream* stream : streams()) marks.push_back(stream->mark());
-  for (Mark& mark : marks) mark.stream->block_until(mark);
+  for (Stream* stream : streams()) stream->block_until(stream->last().position);
 }
 
 void Runtime::set_error(const std::string& message) {

@@ -1,7 +1,7 @@
 // Streams are threads, each with a queue of tasks. Marks in a queue are what streams and host threads wait for.
 //
-// The adversaries are here, too: with `lazy`, a stream executes nothing before somebody waits for it, and with `jitter`
-// it sleeps before each task, so that work which no wait orders does happen in a wrong order.
+// The adversaries are here, too: with `lazy`, a stream executes nothing before the host or another stream waits for it,
+// and with `jitter` it sleeps before each task, so that work which no wait orders does happen in a wrong order.
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -19,10 +18,14 @@
 
 namespace software_gpu {
 
+// The tasks that are executed when they are issued, while the host waits for them.
+enum class Eager { NONE, ON_DEFAULT_STREAM, ON_OTHER_STREAMS, COPIES };
+
 struct Settings {
   bool lazy = false;
-  // A lazy stream executes a task after these seconds even if nobody waits: CUDA promises progress, and a rank that
-  // waits for another rank's stream would wait for ever otherwise.
+  Eager eager = Eager::NONE;
+  // A lazy stream executes a task after these seconds without a wait: CUDA promises progress, and a rank that waits for
+  // another rank's stream would wait for ever otherwise.
   double lazy_s = 0.3;
   double jitter_s = 0;
   uint64_t seed = 0;
@@ -30,6 +33,10 @@ struct Settings {
   // this machine is part of the emulated duration and does not come on top of it.
   bool execute_first = false;
   bool trace = false;
+  // Whether a rate is limited. Work whose own rate is unlimited then takes no time, and not that of this machine.
+  bool emulated = false;
+  // The number of times that settings were set. The random numbers of jitter begin anew each time.
+  uint64_t version = 0;
   // The rates of kernels and the latencies of launches and copies. The rates of copies are capacities of the clock.
   double flops_per_s = Clock::UNLIMITED;
   double device_bytes_per_s = Clock::UNLIMITED;
@@ -53,36 +60,42 @@ struct Task {
 
 class Stream;
 
-// A position in a stream's queue. An event that was recorded refers to one; an empty mark is always reached.
+// A position in a stream's queue. An event that was recorded refers to one. An empty mark is always reached.
 struct Mark {
   Stream* stream = nullptr;
   uint64_t position = 0;
-  // The emulated moment at which the mark was reached. It is valid once the mark is reached.
-  std::shared_ptr<std::atomic<double>> at_s;
+  // The emulated moment at which an event was reached, which is known once the mark is reached. Other marks have none.
+  std::shared_ptr<std::atomic<double>> at_s = nullptr;
+
+  bool reached() const;
 };
 
 class Stream {
  public:
-  Stream(int64_t id, uint64_t seed);
+  explicit Stream(int64_t id);
 
   int64_t id() const { return id_; }
-  void enqueue(Task task);
-  // Mark everything that is in the queue now.
-  Mark mark();
-  // Let everything that is enqueued from now on wait for `mark`.
+  // Return the mark that is reached when the task has been executed.
+  Mark enqueue(Task task);
+  // Enqueue a task, and let the host wait for it if it is eager. The caller must hold no lock.
+  Mark issue(Task task);
+  // Return the mark of everything that is in the queue now.
+  Mark last() const;
+  // Enqueue the record of an event.
+  Mark record();
+  // Let everything that is enqueued from now on wait for the event at `mark`.
   void wait_for(const Mark& mark);
-  bool reached(const Mark& mark) const;
-  // Block the calling thread until the mark is reached.
-  void block_until(const Mark& mark);
-  bool idle() const;
-  double now_on_stream_s() const;
+  bool reached(uint64_t position) const;
+  // Block the calling thread until the position is reached.
+  void block_until(uint64_t position);
 
  private:
   struct Queued {
     std::function<void()> run;
     double enqueued_s;
   };
-  uint64_t push(std::function<void()> run);
+  Mark push(std::function<void()> run);
+  bool is_eager(const Task& task) const;
   void loop();
   void run_task(const Task& task, double enqueued_s);
 
@@ -91,18 +104,16 @@ class Stream {
   std::condition_variable changed_;
   std::deque<Queued> queue_;
   uint64_t pushed_ = 0, completed_ = 0, demanded_ = 0;
-  std::mt19937_64 random_;
-  // The emulated moment until which this stream has worked; only its thread writes it.
-  std::atomic<double> until_s_{0};
+  // The emulated moment until which this stream has worked. Only its thread uses it.
+  double until_s_ = 0;
 };
 
 // All streams of the process, the settings, the first error of a task, and the record of what the host waited for.
 class Runtime {
  public:
   Settings settings() const;
-  void set_settings(const Settings& settings);
+  void set_settings(Settings settings);
 
-  Stream& default_stream() { return stream(0); }
   Stream& stream(int64_t id);
   Stream& new_stream();
   std::vector<Stream*> streams() const;
@@ -113,8 +124,8 @@ class Runtime {
   // Wait without a record of it, as the driver does for its own purposes. Errors are not raised.
   void drain();
 
+  // Keep the error of a task, unless an earlier one is kept.
   void set_error(const std::string& message);
-  void raise_error() const;
   std::string take_error();
 
   void add_span(Span span);
@@ -124,9 +135,10 @@ class Runtime {
   // Raise if the process was forked from one that had used the device already, as CUDA does.
   void check_not_forked() const;
   bool forked() const { return forked_; }
-  void mark_forked() { forked_ = !streams().empty(); }
 
  private:
+  void raise_error() const;
+
   mutable std::mutex mutex_;
   Settings settings_;
   std::vector<std::unique_ptr<Stream>> streams_;

@@ -1,0 +1,242 @@
+"""Check the time model: its rules on a clock of its own, and emulated durations of copies and kernels on the device.
+
+Emulated durations are numbers of the model, on a clock that does not depend on how fast this machine is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+
+from tests.software_gpu import device
+from tests.software_gpu.library import DEVICE_TYPE, RESOURCES, UNLIMITED, Amounts, amounts, call
+from tests.software_gpu.settings import SLOW_KERNELS, SLOW_LINK, MachineRates, Settings, changed
+
+H2D, D2H, COMPUTE, NONE = range(4)
+"""Values of ``Engine`` in ``csrc/clock.h``."""
+
+
+@dataclass(frozen=True)
+class _Flow:
+    """EmulatedWork that starts at ``start_s`` or later."""
+
+    engine: int
+    used: dict[str, float] = field(default_factory=dict)
+    start_s: float = 0.0
+    latency_s: float = 0.0
+
+
+def _ends(capacities: dict[str, float], *works: _Flow) -> list[float]:
+    """Return when each of ``works`` ends on an idle machine whose other resources are unlimited."""
+    count = len(works)
+    doubles = ctypes.c_double * count
+    ends = doubles()
+    call(
+        "simulate",
+        count,
+        Amounts(*(capacities.get(name, UNLIMITED) for name in RESOURCES)),
+        (ctypes.c_int32 * count)(*(work.engine for work in works)),
+        (ctypes.c_double * (count * len(RESOURCES)))(*(amount for work in works for amount in amounts(**work.used))),
+        doubles(*(work.latency_s for work in works)),
+        doubles(*(work.start_s for work in works)),
+        ends,
+    )
+    return list(ends)
+
+
+def _about(*expected: float) -> object:
+    """Return a list that compares equal to numbers within the resolution of the clock, which is a nanosecond."""
+    return pytest.approx(list(expected), abs=1e-8)
+
+
+def a_copy_takes_its_latency_and_its_bytes() -> None:
+    copy = _Flow(H2D, {"h2d": 30}, start_s=2, latency_s=0.5)
+    assert _ends({"h2d": 10}, copy) == _about(5.5)
+    assert _ends({}, copy) == _about(2.5)
+
+
+def work_of_one_engine_runs_in_the_order_of_arrival() -> None:
+    works = [
+        _Flow(H2D, {"h2d": 10}),
+        _Flow(H2D, {"h2d": 20}, start_s=0.5, latency_s=0.25),
+        _Flow(H2D, {"h2d": 10}, start_s=9),
+    ]
+    assert _ends({"h2d": 10}, *works) == _about(1, 3.25, 10)
+
+
+def engines_work_at_the_same_time() -> None:
+    works = [_Flow(H2D, {"h2d": 10}), _Flow(D2H, {"d2h": 10}), _Flow(COMPUTE, {"gpu": 3})]
+    assert _ends({"h2d": 10, "d2h": 5, "gpu": 1}, *works) == _about(1, 2, 3)
+
+
+def copies_in_both_directions_share_their_joint_limit() -> None:
+    link = {"h2d": 10, "d2h": 10, "both_directions": 15}
+
+    def copy(engine: int, name: str, size: float) -> _Flow:
+        return _Flow(engine, {name: size, "both_directions": size})
+
+    assert _ends(link, copy(H2D, "h2d", 30), copy(D2H, "d2h", 30)) == _about(4, 4)
+    # The longer copy has the link for itself once the shorter one has ended, after 2 s at 7.5 bytes per second.
+    assert _ends(link, copy(H2D, "h2d", 30), copy(D2H, "d2h", 15)) == _about(3.5, 2)
+    assert _ends({**link, "both_directions": 20}, copy(H2D, "h2d", 30), copy(D2H, "d2h", 30)) == _about(3, 3)
+
+
+def host_memory_is_shared_by_copies_and_updates_of_the_cpu() -> None:
+    machine = {"h2d": 50, "host_memory": 100, "cpu": 1}
+    update = _Flow(NONE, {"cpu": 1, "host_memory": 100})
+    copy = _Flow(H2D, {"h2d": 50, "host_memory": 50})
+    assert _ends(machine, update) == _about(1)
+    assert _ends(machine, copy) == _about(1)
+    assert _ends(machine, update, copy) == _about(1.5, 1.5)
+    # EmulatedWork that does not use the full resource is not slowed down.
+    kernel = _Flow(COMPUTE, {"gpu": 1})
+    assert _ends({**machine, "gpu": 1}, update, copy, kernel) == _about(1.5, 1.5, 1)
+
+
+def flows_are_slowed_down_alike_by_the_resource_that_they_share() -> None:
+    """Check the fairness: each flow gets the same part of the speed that it has alone."""
+    machine = {"h2d": 10, "d2h": 40, "both_directions": 30}
+    copies = [
+        _Flow(H2D, {"h2d": 10, "both_directions": 10}),
+        _Flow(D2H, {"d2h": 40, "both_directions": 40}),
+    ]
+    # Alone 10 and 30 bytes per second, together three quarters of that. The second one then has 10 bytes left.
+    assert _ends(machine, *copies) == _about(4 / 3, 5 / 3)
+
+
+def work_that_is_added_late_ends_as_if_it_had_been_added_in_time() -> None:
+    """Add work after the clock has passed its start, as a thread does that was woken late."""
+    machine = {"h2d": 10, "d2h": 10, "both_directions": 15}
+    passed = _Flow(NONE, start_s=50)
+    late = [_Flow(H2D, {"h2d": 10}, start_s=number * 1.5, latency_s=0.5) for number in range(20)]
+    assert _ends(machine, passed, *late) == _about(50, *(1.5 * (number + 1) for number in range(20)))
+    # A flow that runs is slowed down for the time in which it should have shared the link.
+    long = _Flow(H2D, {"h2d": 30, "both_directions": 30})
+    other = _Flow(D2H, {"d2h": 30, "both_directions": 30})
+    just_passed = _Flow(NONE, start_s=1)
+    assert _ends(machine, long, just_passed, other) == _about(4, 1, 4)
+
+
+def _elapsed_ms(issue: Callable[[], object], rates: MachineRates, *, execute_first: bool = False) -> float:
+    """Return the emulated duration of the work that ``issue`` enqueues on the current stream."""
+    # The first call of an operator takes long, since PyTorch then imports its meta kernel.
+    issue()
+    with changed(rates=rates, execute_first=execute_first):
+        for sleep_s in (0.2, 2, 20):
+            begin, end = device.Event(enable_timing=True), device.Event(enable_timing=True)
+            issued_from_s = time.monotonic()
+            device._sleep(int(sleep_s * 2e9))
+            begin.record()
+            issue()
+            end.record()
+            issued_s = time.monotonic() - issued_from_s
+            end.synchronize()
+            # If all was in the queue before the first task started, nothing started late because it was issued late.
+            if issued_s < sleep_s:
+                return begin.elapsed_time(end)
+    raise AssertionError("this machine is too slow to issue the work")
+
+
+def _milliseconds(expected: float) -> object:
+    return pytest.approx(expected, rel=1e-6)
+
+
+def copies_take_their_bytes_over_the_rate_of_their_direction() -> None:
+    host, on_device = torch.zeros(1_000_000, pin_memory=True), torch.zeros(1_000_000, device=DEVICE_TYPE)
+    rates = MachineRates(h2d=4e8, d2h=2e8, copy_latency_s=1e-3)
+    assert _elapsed_ms(lambda: on_device.copy_(host, non_blocking=True), rates) == _milliseconds(11)
+    assert _elapsed_ms(lambda: host.copy_(on_device, non_blocking=True), rates) == _milliseconds(21)
+    few = (host[:10_000], on_device[:10_000])
+    assert _elapsed_ms(lambda: few[0].copy_(few[1], non_blocking=True), SLOW_LINK.rates) == _milliseconds(40)
+
+
+def pageable_copies_take_more_of_host_memory() -> None:
+    host, on_device = torch.zeros(10_000), torch.zeros(10_000, device=DEVICE_TYPE)
+    pinned = host.pin_memory()
+    rates = MachineRates(host_memory=1e7)
+    assert _elapsed_ms(lambda: on_device.copy_(pinned, non_blocking=True), rates) == _milliseconds(4)
+    assert _elapsed_ms(lambda: on_device.copy_(host, non_blocking=True), rates) == _milliseconds(12)
+    assert _elapsed_ms(lambda: on_device.copy_(host, non_blocking=True), MachineRates(pageable=1e7)) == _milliseconds(4)
+    assert _elapsed_ms(lambda: on_device.copy_(pinned, non_blocking=True), MachineRates(pageable=1e7)) < 1
+
+
+def products_take_their_flops_and_other_kernels_their_bytes() -> None:
+    a, b = torch.zeros(40, 50, device=DEVICE_TYPE), torch.zeros(50, 60, device=DEVICE_TYPE)
+    batch, bias = torch.zeros(3, 40, 50, device=DEVICE_TYPE), torch.zeros(60, device=DEVICE_TYPE)
+    rates = MachineRates(flops_per_s=1e8, device_bytes_per_s=1e6, launch_s=2e-3)
+    product = 2 * 40 * 50 * 60 / 1e5
+    assert _elapsed_ms(lambda: torch.mm(a, b), rates) == _milliseconds(2 + product)
+    assert _elapsed_ms(lambda: torch.addmm(bias, a, b), rates) == _milliseconds(2 + product)
+    assert _elapsed_ms(lambda: torch.bmm(batch, batch.mT), rates) == _milliseconds(2 + 3 * 2 * 40 * 50 * 40 / 1e5)
+    assert _elapsed_ms(lambda: a.add_(1), rates) == _milliseconds(2 + 8000 / 1e3)
+    assert _elapsed_ms(lambda: torch.add(a, 1, out=a), SLOW_KERNELS.rates) == _milliseconds(2)
+    launched = partial(device.launch, lambda: None, "nothing", gpu_s=5e-3, latency_s=1e-3)
+    assert _elapsed_ms(launched, rates) == _milliseconds(6)
+
+
+def many_short_kernels_do_not_drift() -> None:
+    tensor = torch.zeros(10, device=DEVICE_TYPE)
+    counts = []
+
+    def kernels() -> None:
+        counts.append(400)
+        for _ in range(400):
+            tensor.add_(1)
+
+    for execute_first in (False, True):
+        elapsed_ms = _elapsed_ms(kernels, MachineRates(launch_s=2e-4), execute_first=execute_first)
+        assert elapsed_ms == _milliseconds(80)
+    assert tensor.tolist() == [sum(counts)] * 10
+
+
+def streams_share_the_compute_engine_and_their_waits_take_over_their_time() -> None:
+    side = device.Stream()
+    event = device.Event()
+
+    def on_two_streams() -> None:
+        device.launch(lambda: None, "first", gpu_s=0.02)
+        event.record()
+        side.wait_event(event)
+        with device.stream(side):
+            device.launch(lambda: None, "second", gpu_s=0.03)
+        device.current_stream().wait_stream(side)
+        device.launch(lambda: None, "third", gpu_s=0.01)
+
+    assert _elapsed_ms(on_two_streams, MachineRates()) == _milliseconds(60)
+
+
+def spans_of_a_trace_have_the_emulated_times() -> None:
+    host, on_device = torch.zeros(1_000_000, pin_memory=True), torch.zeros(1_000_000, device=DEVICE_TYPE)
+    device.synchronize()
+    Settings(rates=MachineRates(h2d=4e8, launch_s=1e-3), trace=True).apply()
+    side = device.Stream()
+    with device.stream(side):
+        on_device.copy_(host, non_blocking=True)
+    device.current_stream().wait_stream(side)
+    on_device.add_(1)
+    device.synchronize()
+    copy, wait, kernel = sorted(device.take_spans(), key=lambda span: (span.end_s, span.start_s))
+    assert [copy.name, wait.name, kernel.name] == ["copy H2D", "wait", "aten::add_"]
+    assert [copy.stream, wait.stream, kernel.stream] == [side.stream_id, 0, 0]
+    assert copy.end_s - copy.start_s == pytest.approx(0.01)
+    assert wait.end_s == copy.end_s == kernel.start_s
+    assert kernel.end_s - kernel.start_s == pytest.approx(1e-3)
+    assert device.take_spans() == []
+
+
+def work_of_the_host_slows_copies_down_that_use_the_same_memory() -> None:
+    host, on_device = torch.zeros(1_000_000, pin_memory=True), torch.zeros(1_000_000, device=DEVICE_TYPE)
+    begin, end = device.Event(enable_timing=True), device.Event(enable_timing=True)
+    with changed(rates=MachineRates(h2d=1e8, host_memory=1e8)):
+        with device.host_work(cpu=0.4, host_memory=0.4 * 1e8):
+            begin.record()
+            on_device.copy_(host, non_blocking=True)
+            end.record()
+        end.synchronize()
+        assert begin.elapsed_time(end) > 60, "40 ms alone, and twice as long beside the work"
