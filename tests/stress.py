@@ -83,7 +83,17 @@ def delays(seed: int) -> str | None:
 
 def sequences(seed: int) -> str | None:
     """Compare random sequences of calls between updates with stock. Return the failure, or None."""
-    ranks = run_ranks(1 + seed % 2, ["-m", "tests.zero.behaviour.sequence_ranks", str(seed)], timeout_s=TIMEOUT_S)
+    return _sequence(1 + seed % 2, seed)
+
+
+def sequences_on_software_gpu(seed: int) -> str | None:
+    """Compare the same on the GPU in software, whose streams are as late as possible, or late at random."""
+    return _sequence(1 + seed // 2 % 2, seed, "--on", "software_gpu", "--adversary", ("lazy", "jitter")[seed % 2])
+
+
+def _sequence(world_size: int, seed: int, *options: str) -> str | None:
+    program = ["-m", "tests.zero.behaviour.sequence_ranks", *options, str(seed)]
+    ranks = run_ranks(world_size, program, timeout_s=TIMEOUT_S)
     bad = [str(answer) for answer in ranks[0].answers() if answer["differences"]]
     return _problem(ranks, bad, 1)
 
@@ -97,7 +107,7 @@ def _problem(ranks: list[Finished], bad: list[str], expected: int) -> str | None
     return "\n".join(bad) or None
 
 
-SEARCHES = (schedules, engine, delays, sequences)
+SEARCHES = (schedules, engine, delays, sequences, sequences_on_software_gpu)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """Run scenarios with stock and with the plugin, and print for each the values that differ.
 
-Arguments: any number of ``module`` or ``module.scenario`` of ``tests.zero.behaviour``.
+Arguments: any number of ``module`` or ``module.scenario`` of ``tests.zero.behaviour``, and those of
+``process_group_on_accelerator``.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from deepspeed.accelerator import get_accelerator
 
 from tests.launch import answer
 from tests.zero.behaviour.behaviour_variant import BehaviourVariant, Scenario, unequal
+from tests.zero.on_accelerator import process_group_on_accelerator
 from tests.zero.parity.training import Block
-from tests.zero.process_group import process_group
 
 BLOCK = {"placement": "stride", "update_stride": 2}
 
@@ -51,5 +52,5 @@ def main(*names: str) -> None:
 
 
 if __name__ == "__main__":
-    with process_group():
-        main(*sys.argv[1:])
+    with process_group_on_accelerator(sys.argv[1:]) as arguments:
+        main(*arguments)

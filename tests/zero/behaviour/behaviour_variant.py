@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_local_optimizer_state
 
+from tests.zero.on_accelerator import on_accelerator
 from tests.zero.parity.training import Block, Record, collect
 
 Seen = Iterator[tuple[str, Any]]
@@ -29,6 +30,8 @@ BASE: dict[str, Any] = {
         "offload_optimizer": {"device": "cpu"},
         "sub_group_size": 150,
         "stage3_param_persistence_threshold": 20,
+        # DeepSpeed's default is a buffer of 2 GB in fp32 for each engine.
+        "reduce_bucket_size": 100_000,
     },
 }
 FP32 = {"bf16": {"enabled": False}}
@@ -91,7 +94,7 @@ class BehaviourVariant:
 def inputs(step: int, dtype: torch.dtype = torch.bfloat16, rows: int = 2) -> torch.Tensor:
     """Return this rank's inputs of that step, of shape [rows, ``WIDTH``]."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return (2 * torch.randn(rows, WIDTH, generator=generator)).to(dtype)
+    return on_accelerator((2 * torch.randn(rows, WIDTH, generator=generator)).to(dtype))
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from deepspeed.module_inject.auto_ep_presets import base as auto_ep_presets
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from tests.zero.behaviour.behaviour_variant import BehaviourVariant, Seen, counters
+from tests.zero.on_accelerator import on_accelerator
 
 VOCABULARY = 61
 
@@ -77,7 +78,7 @@ def experts_of_every_rank(variant: BehaviourVariant) -> Seen:
         yield "sub-groups", len(engine.optimizer.fp16_groups)
         for step in range(6):
             generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-            tokens = torch.randint(0, VOCABULARY, (2, 16), generator=generator)
+            tokens = on_accelerator(torch.randint(0, VOCABULARY, (2, 16), generator=generator))
             loss = engine(input_ids=tokens, labels=tokens).loss
             engine.backward(loss)
             engine.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,10 +27,10 @@ from deepspeed.utils import (
     safe_update_full_grad_vectorized,
 )
 
+from tests.zero.on_accelerator import on_accelerator, process_group_on_accelerator
 from tests.zero.parity.case import Case
 from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import make_engine
-from tests.zero.process_group import process_group
 
 CASE = Case(
     name="readers",
@@ -76,6 +77,7 @@ def compare(when: str, engines: list[Any], partitions: bool) -> None:
     stock, ours = ([(name, tensor.clone()) for name, tensor in readings(engine, partitions)] for engine in engines)
     assert len(stock) == len(ours) > 40
     for (name, expected), (_, found) in zip(stock, ours, strict=True):
+        assert expected.device == found.device, f"{when}: {name} is on {found.device}, with stock on {expected.device}"
         assert torch.equal(expected, found), f"{when}: {name} differs"
     stock_on, ours_on = (
         {state: get_state_devices(engine, state) for state in OffloadStateTypeEnum} for engine in engines
@@ -85,7 +87,7 @@ def compare(when: str, engines: list[Any], partitions: bool) -> None:
 
 def backward(engine: Any, step: int) -> None:
     x, target = batch(CASE, dist.get_rank(), step, torch.bfloat16)
-    engine.backward(engine(x, target, None, 1.0))
+    engine.backward(engine(on_accelerator(x), on_accelerator(target), None, 1.0))
 
 
 def params(engine: Any) -> list[Any]:
@@ -140,5 +142,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with process_group():
+    with process_group_on_accelerator(sys.argv[1:]):
         main()

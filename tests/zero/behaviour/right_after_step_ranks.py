@@ -6,6 +6,7 @@ updates are delayed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from tests.kernels.intercepted import before_each_update
+from tests.zero.on_accelerator import on_accelerator, process_group_on_accelerator
 from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case
 from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import Block, Record, collect, differences, make_engine
-from tests.zero.process_group import process_group
 from tests.zero.races.delayed_ranks import delayed
 
 ALL, SOME = 10**9, 50
@@ -44,7 +45,7 @@ def make_engines(block: Block, threshold: int) -> list[Any]:
 def step(engine: Any, number: int) -> torch.Tensor:
     case = Case(name="data", blocks=())
     x, target = batch(case, dist.get_rank(), number, torch.bfloat16)
-    loss = engine(x, target, None, 1.0)
+    loss = engine(on_accelerator(x), on_accelerator(target), None, 1.0)
     engine.backward(loss)
     engine.step()
     return loss.detach()
@@ -99,7 +100,7 @@ def check_that_an_update_uses_the_hyperparameters_of_its_step(block: Block) -> N
 
 
 if __name__ == "__main__":
-    with process_group():
+    with process_group_on_accelerator(sys.argv[1:]):
         with delayed(1, update_s=0.01, layer_s=0):
             for block in (CPU, STRIDE_2, STREAMED):
                 check_in_place_reads_and_writes(block, ALL)

@@ -1,7 +1,7 @@
 """Run random sequences of calls on random models, with stock and the plugin in lockstep, and compare all results.
 
-Arguments: seeds, or ``naive``. Every rank prints one answer per seed, and one per naive rewrite. The updates are
-delayed, so that most calls are made while one is pending.
+Arguments: seeds, or ``naive``, and those of ``process_group_on_accelerator``. Every rank prints one answer per seed,
+and one per naive rewrite. The updates are delayed, so that most calls are made while one is pending.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.zero.step.gathers import Gathers
 from deep_opt_states.zero.step.update import Update
 from tests.launch import answer
+from tests.zero.on_accelerator import on_accelerator, process_group_on_accelerator
 from tests.zero.parity.case import SERIAL, Case
 from tests.zero.parity.random_case import random_block
 from tests.zero.parity.training import Block, Record, collect, differences, shared_folder
-from tests.zero.process_group import process_group
 from tests.zero.races.delayed_ranks import delayed
 
 CALLS = 16
@@ -143,7 +143,7 @@ class TrainedEngine:
 
     def batch(self, rng: random.Random, rows: int = 4) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * rng.randrange(1000) + dist.get_rank())
-        return (2 * torch.randn(rows, self.shape.width, generator=generator)).bfloat16()
+        return on_accelerator((2 * torch.randn(rows, self.shape.width, generator=generator)).bfloat16())
 
     def train(
         self, rng: random.Random, forwards: int = 1, factor: float = 1.0, before_step: Call | None = None
@@ -413,8 +413,8 @@ def naive() -> None:
 
 
 if __name__ == "__main__":
-    with process_group():
-        for argument in sys.argv[1:]:
+    with process_group_on_accelerator(sys.argv[1:]) as arguments:
+        for argument in arguments:
             if argument == "naive":
                 naive()
             else:

@@ -1,0 +1,74 @@
+"""Save checkpoints on the device and on the CPU accelerator, load each on the other, and print the differences.
+
+Stock loads the plugin's checkpoints, and the plugin loads stock's. The answers also have the dtypes, shapes and
+devices of the tensors in the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_flatten
+
+from tests.launch import answer
+from tests.software_gpu.plugged import plugged
+from tests.software_gpu.ranks import software_process_group
+from tests.software_gpu.settings import LAZY
+from tests.zero.parity.case import Case
+from tests.zero.parity.training import Block, Record, closing_engine, differences, shared_folder, train
+
+MIXED = {"placement": ["resident", "cpu", "streamed", "cpu", "streamed"]}
+VARIANTS: dict[str, Block] = {"stock": None, "ours": MIXED}
+PLACES: dict[str, Callable[[], AbstractContextManager[None]]] = {"CPU": nullcontext, "device": lambda: plugged(LAZY)}
+
+CASE = Case(name="checkpoint transfer", blocks=(MIXED,), steps=3, clip=0.5)
+
+
+def save(case: Case, block: Block, folder: Path) -> list[str]:
+    """Train and save a checkpoint. Return the dtype, shape and device of every tensor in the files of this rank."""
+    with closing_engine(case, block) as engine:
+        train(engine, case, folder)
+        engine.save_checkpoint(str(folder))
+    (states,) = folder.glob(f"global_step*/*zero_pp_rank_{dist.get_rank()}_*optim_states.pt")
+    (model,) = folder.glob(f"global_step*/*zero_pp_rank_{dist.get_rank()}_*model_states.pt")
+    leaves, _ = tree_flatten([torch.load(path, weights_only=False) for path in (states, model)])
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type}" for tensor in tensors]
+
+
+def resume(case: Case, block: Block, folder: Path) -> Record:
+    """Load the checkpoint in ``folder`` into a fresh engine, train, and return the record."""
+    with closing_engine(case, block) as engine:
+        path, _ = engine.load_checkpoint(str(folder))
+        assert path is not None
+        return train(engine, case, folder)
+
+
+def main() -> None:
+    case = replace(CASE, world_size=dist.get_world_size())
+    with shared_folder() as folder:
+        for place, context in PLACES.items():
+            with context():
+                files = {name: save(case, block, folder / place / name) for name, block in VARIANTS.items()}
+            answer({"place": place, **files})
+        expected = resume(case, None, folder / "CPU" / "stock")
+        for saved_on, loaded_on in (("CPU", "device"), ("device", "CPU"), ("device", "device")):
+            for saved_by, loaded_by in (("stock", "ours"), ("ours", "stock")):
+                with PLACES[loaded_on]():
+                    found = resume(case, VARIANTS[loaded_by], folder / saved_on / saved_by)
+                answer(
+                    {
+                        "transfer": f"{saved_by} on {saved_on} to {loaded_by} on {loaded_on}",
+                        "differences": differences(expected, found),
+                    }
+                )
+
+
+if __name__ == "__main__":
+    with software_process_group():
+        main()

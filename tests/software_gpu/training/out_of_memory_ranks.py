@@ -1,0 +1,143 @@
+"""Let an allocation on the device fail in the middle of training, and print the results of stock and of the plugin.
+
+The memory of the device is lowered to the bytes that are reserved at that moment. The first answers are one per phase
+that meets the failure. The last is of slots that are added while training, and for which there is no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from deep_opt_states.runtime.state import Slot
+from tests.launch import answer
+from tests.software_gpu import device
+from tests.software_gpu.plugged import plugged
+from tests.software_gpu.ranks import software_process_group
+from tests.software_gpu.settings import LAZY, changed
+from tests.zero.on_accelerator import on_accelerator
+from tests.zero.parity.case import STREAMED_ONE_SLOT, STRIDE_2, Case
+from tests.zero.parity.parity_model import batch
+from tests.zero.parity.training import (
+    Block,
+    Record,
+    closing_engine,
+    differences,
+    run_resumed,
+    run_variant,
+    shared_folder,
+    train,
+)
+
+CASE = Case(
+    name="out of memory",
+    blocks=(STRIDE_2,),
+    steps=2,
+    clip=0.5,
+    schedule=False,
+    widths=(64, 300, 700, 500, 64),
+    sub_group_size=200_000,
+)
+"""Slots and gradients are larger than the bytes that the caching allocator reserves beyond a request."""
+
+GROWING = Case(name="growing", blocks=(STREAMED_ONE_SLOT,), steps=8, widths=CASE.widths, sub_group_size=200_000)
+
+ROWS = 5_000
+"""The rows of a batch whose activations do not fit into the memory that training with four rows has reserved."""
+
+PHASES = ("forward", "backward", "step")
+
+
+@contextmanager
+def no_more_memory(while_phase: str, phase: str) -> Iterator[None]:
+    """Lower the memory of the device inside this context to the reserved bytes, if ``phase`` is ``while_phase``."""
+    if phase != while_phase:
+        yield
+        return
+    device.empty_cache()
+    with changed(memory_bytes=device.memory_reserved()):
+        yield
+
+
+def step(engine: Any) -> None:
+    x, target = map(on_accelerator, batch(CASE, 0, 7, torch.bfloat16))
+    engine.backward(engine(x, target, None, 1.0))
+    engine.step()
+
+
+def error_in(phase: str, engine: Any) -> str:
+    """Train one step on a large batch without memory in ``phase``, and return the error's class, or "" without one."""
+    generator = torch.Generator().manual_seed(3)
+    x, target = (on_accelerator(torch.randn(ROWS, 64, generator=generator).bfloat16()) for _ in range(2))
+    try:
+        with no_more_memory("forward", phase):
+            loss = engine(x, target, None, 1.0)
+        with no_more_memory("backward", phase):
+            engine.backward(loss)
+        with no_more_memory("step", phase):
+            engine.step()
+    except torch.OutOfMemoryError as error:
+        return type(error).__name__
+    return ""
+
+
+def fails_in(phase: str, block: Block, folder: Path) -> tuple[str, bool, Record, Record]:
+    """Let a step fail after a checkpoint, train on, then load the checkpoint and train again.
+
+    Return the error, whether an update was in flight when the step began, and the records of both trainings.
+    """
+    with closing_engine(CASE, block) as engine:
+        train(engine, CASE, folder)
+        engine.save_checkpoint(str(folder))
+        step(engine)
+        pending = block is not None and engine.optimizer._assembly.executor.pending
+        error = error_in(phase, engine)
+        continued = train(engine, CASE, folder)
+        engine.load_checkpoint(str(folder))
+        return error, pending, continued, train(engine, CASE, folder)
+
+
+def slots_without_memory() -> dict[str, Any]:
+    """Train with a slot that the plan has, and with no memory for those that the free memory would allow."""
+    reserve = Slot.reserve
+    slots = 0
+
+    def reserve_without_memory(*args: Any) -> Slot:
+        nonlocal slots
+        slots += 1
+        with no_more_memory("training", "training" if slots > 1 else "start"):
+            return reserve(*args)
+
+    expected = run_variant(GROWING, None)
+    with plugged(LAZY), mock.patch.object(Slot, "reserve", reserve_without_memory):
+        before = device.memory_stats()["num_ooms"]
+        found = run_variant(GROWING, STREAMED_ONE_SLOT)
+        failed = device.memory_stats()["num_ooms"] - before
+    return {"differences": differences(expected, found), "allocations that failed": failed}
+
+
+def main() -> None:
+    resumed = run_resumed(CASE, None, None)
+    for phase in PHASES:
+        with shared_folder() as folder, plugged(LAZY):
+            (error, _, continued, _), ours = (fails_in(phase, block, folder / str(block)) for block in (None, STRIDE_2))
+        answer(
+            {
+                "phase": phase,
+                "errors": [error, ours[0]],
+                "pending": ours[1],
+                "differences after the error": differences(continued, ours[2]),
+                "differences after the checkpoint was loaded": differences(resumed, ours[3]),
+            }
+        )
+    answer(slots_without_memory())
+
+
+if __name__ == "__main__":
+    with software_process_group():
+        main()

@@ -1,0 +1,148 @@
+"""Train parity cases on the device, with stock and with the plugin, and compare with stock on the CPU accelerator.
+
+The argument is the name of a selection: ``CHOICE``, or an adversary. Every rank prints one answer per case, with the
+differences of each arm: of stock, and of each config block. One process trains all cases of the world size on both
+accelerators.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from deep_opt_states.profiler.cache import quick_profile
+from deep_opt_states.profiler.method import QUICK
+from deep_opt_states.zero.start import planning
+from tests.launch import answer
+from tests.software_gpu.plugged import plugged
+from tests.software_gpu.ranks import software_process_group
+from tests.software_gpu.settings import ADVERSARIES, MachineRates
+from tests.zero.parity.case import Case
+from tests.zero.parity.cases import CASES, DEPARTURES
+from tests.zero.parity.training import Block, Record, differences, run_resumed, run_variant
+
+CHOICE = "choice"
+"""The selection of ``make test``: every case, shortened, on the CPU accelerator and once or more on the device."""
+
+EVERY_CASE = ("plain", "lazy")
+"""The adversaries under which every case trains with stock and with every config block."""
+
+ONE_OF_CHOICE = 5
+"""In the choice, every fifth block of a case is trained, at least one, and stock in every fifth case."""
+
+ONE_OF_OTHERS = 4
+"""Under the other adversaries, which sleep, every fourth case is trained, with one block."""
+
+MACHINE = MachineRates(
+    h2d=5e10,
+    d2h=5e10,
+    both_directions=9e10,
+    pageable=1e10,
+    flops_per_s=5e14,
+    device_bytes_per_s=2.5e12,
+    adam_params_per_s=7e10,
+    launch_s=5e-6,
+    copy_latency_s=1e-5,
+)
+"""An emulated machine whose profile is plausible for a GPU, for the cases that plan from a quick profile."""
+
+EFFORT = replace(QUICK, max_samples=3, update_numel=1_000_000, launch_numel=1_000_000, matrix_size=1024)
+"""The quick profile is measured with smaller sizes, since this machine executes the work of the GPU."""
+
+
+@dataclass(frozen=True)
+class ParityArm:
+    """A training run on the device. ``saved_by`` and ``resumed_by`` differ in cases that resume."""
+
+    adversary: str
+    saved_by: Block
+    resumed_by: Block
+
+    def __str__(self) -> str:
+        names = ["stock" if block is None else str(block) for block in (self.saved_by, self.resumed_by)]
+        return f"{self.adversary}: {' to '.join(dict.fromkeys(names))}"
+
+
+def arms_of(case: Case, blocks: tuple[Block, ...], adversary: str) -> Iterator[ParityArm]:
+    """Yield the arms of these blocks; a case that resumes does so with stock and with the plugin in turn."""
+    for block in blocks:
+        if not case.resume:
+            yield ParityArm(adversary, block, block)
+        elif block is not None:
+            yield ParityArm(adversary, None, block)
+            yield ParityArm(adversary, block, None)
+
+
+def selected(selection: str, world_size: int) -> Iterator[tuple[Case, list[ParityArm]]]:
+    """Yield the cases of the selection for this number of ranks, each with its arms on the device."""
+    cases = [case for case in (*CASES, *DEPARTURES) if case.world_size == world_size]
+    for position, case in enumerate(cases):
+        stock: tuple[Block, ...] = () if case in DEPARTURES else (None,)
+        if selection == CHOICE:
+            first, second = EVERY_CASE if position % 2 else reversed(EVERY_CASE)
+            arms = [*arms_of(case, case.blocks[position % len(case.blocks) :: ONE_OF_CHOICE], first)]
+            if position % ONE_OF_CHOICE == 0:
+                arms += arms_of(case, stock, second)
+            yield shortened(case), arms
+        elif selection in EVERY_CASE:
+            yield case, [*arms_of(case, (*stock, *case.blocks), selection)]
+        elif position % ONE_OF_OTHERS == 0:
+            yield shortened(case), [*arms_of(case, case.blocks[position % len(case.blocks) :][:1], selection)]
+
+
+def shortened(case: Case) -> Case:
+    """Return the case with 6 steps, and a checkpoint that is loaded at most 2 steps after it was saved."""
+    reload = None if case.reload is None else (3, 3 + min(2, case.reload[1] - case.reload[0]))
+    poisoned = {step: factor for step, factor in case.poisoned.items() if step < 6}
+    return replace(case, steps=6, reload=reload, poisoned=poisoned)
+
+
+def trained_record(case: Case, saved_by: Block, resumed_by: Block) -> Record:
+    return run_resumed(case, saved_by, resumed_by) if case.resume else run_variant(case, resumed_by)
+
+
+def compare(case: Case, arms: list[ParityArm]) -> dict[str, Any]:
+    """Train the case with stock on the CPU accelerator, then the arms on the device, and return the differences.
+
+    Departures from stock are compared with stock on gradients of zero.
+    """
+    expected = trained_record(replace(case, zero_instead_of_skip=True), None, None)
+    found: dict[str, Any] = {}
+    for arm in arms:
+        settings = ADVERSARIES[arm.adversary]
+        with (
+            plugged(replace(settings, rates=MACHINE) if {} in case.blocks else settings),
+            mock.patch.object(planning, "quick_profile", partial(quick_profile, effort=EFFORT)),
+        ):
+            record = trained_record(case, arm.saved_by, arm.resumed_by)
+        found[str(arm)] = {
+            "class": record.optimizer_class,
+            "deferred": record.deferred,
+            "differences": differences(expected, record),
+        }
+    return {"name": case.name, "arms": found, "numbers": expected.numbers}
+
+
+def main(selection: str) -> None:
+    # DeepSpeed's CPU accelerator returns False on some CPUs, but trains fp16 on all of them.
+    get_accelerator().is_fp16_supported = lambda: True
+    for case, arms in selected(selection, dist.get_world_size()):
+        try:
+            answer(compare(case, arms))
+        except Exception:  # noqa: BLE001 (reported by the test)
+            # The collectives of the ranks no longer match, so that a later case could wait for ever.
+            answer({"name": case.name, "error": traceback.format_exc()})
+            return
+
+
+if __name__ == "__main__":
+    with software_process_group():
+        main(sys.argv[1])

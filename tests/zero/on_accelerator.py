@@ -1,0 +1,41 @@
+"""Run a program of the tests on the accelerator that its arguments name: the CPU accelerator, or a GPU in software."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from tests.zero.process_group import process_group
+
+
+@contextmanager
+def process_group_on_accelerator(arguments: Sequence[str]) -> Iterator[list[str]]:
+    """Run the block in a process group of all ranks, and end the process when the block has succeeded.
+
+    With ``--on software_gpu --adversary lazy`` among the arguments, the block trains on the GPU in software with that
+    adversary, otherwise on the CPU accelerator. The other arguments are yielded.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--on", choices=("cpu", "software_gpu"), default="cpu")
+    parser.add_argument("--adversary", default="plain")
+    options, others = parser.parse_known_args(arguments)
+    if options.on == "cpu":
+        with process_group():
+            yield others
+        return
+    # Imported here, because most programs do not load the device.
+    from tests.software_gpu.plugged import plugged
+    from tests.software_gpu.ranks import software_process_group
+    from tests.software_gpu.settings import ADVERSARIES
+
+    with software_process_group(), plugged(ADVERSARIES[options.adversary]):
+        yield others
+
+
+def on_accelerator(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor on the current device of DeepSpeed's accelerator. The copy does not block the host."""
+    return tensor.to(get_accelerator().current_device_name(), non_blocking=True)
