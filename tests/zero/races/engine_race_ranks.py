@@ -37,6 +37,7 @@ from tests.zero.race_detector.detector import UNORDERED, Recorder
 from tests.zero.race_detector.instrumentation import recording
 from tests.zero.race_detector.memory_names import name_memories
 from tests.zero.races.faults import FAULTS, Fault
+from tests.zero.races.missing_order import combined
 from tests.zero.races.reads_between_steps import READS, after_each_step, before_each_backward
 from tests.zero.races.writes_between_steps import WRITES, write_gathered, write_partitions
 
@@ -118,7 +119,7 @@ def run_case(case: Case, blocks: tuple[Block, ...], reference: Block, context: S
 
 
 def run_fault(fault: Fault) -> None:
-    findings = record(fault.case, fault.block, fault.seeded()).recorder.findings
+    findings = record(fault.case, fault.block, combined(fault.script, fault.seeded)()).recorder.findings
     answer_on_rank_0({"fault": fault.name, "shown": sum(map(fault.is_shown_by, findings))})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,8 +57,9 @@ from tests.zero.races.writes_between_steps import write_and_partition, write_gat
 class Fault:
     """A missing wait, and the finding that must show it.
 
-    ``seeded`` returns the context in which the wait is missing. ``expected`` holds the rule, a part of the memory's
-    name, and a part of each side of the finding, in either order.
+    ``seeded`` returns the context in which the wait is missing, and ``script`` that in which the user's script makes
+    the accesses that the wait is for. ``expected`` holds the rule, a part of the memory's name, and a part of each side
+    of the finding, in either order.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Fault:
     accumulation: int = 1
     uses_of_shared: int = 0
     zero: dict[str, Any] = field(default_factory=dict)
+    script: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
     def case(self) -> Case:
@@ -182,7 +184,8 @@ FAULTS = (
     ),
     Fault(
         name="a user's gather does not wait for a deferred update",
-        seeded=combined(patched(Gathers, "_finish_update", do_nothing), after_each_step(read_gathered)),
+        seeded=patched(Gathers, "_finish_update", do_nothing),
+        script=after_each_step(read_gathered),
         block=STREAMED,
         world_size=2,
         zero=NO_PERSISTENT_PARAMETERS,
@@ -191,37 +194,37 @@ FAULTS = (
     # The caller writes parameters before the next forward gathers them.
     Fault(
         name="forward's all-gather does not wait for a write in GatheredParameters",
-        seeded=combined(
-            patched(Coordinator, "gather_after_current_stream", do_nothing), after_each_step(write_gathered)
-        ),
+        seeded=patched(Coordinator, "gather_after_current_stream", do_nothing),
+        script=after_each_step(write_gathered),
         block=CPU,
         world_size=2,
         expected=(UNORDERED, "16-bit parameters", "_partition_param", "all_gather_into_tensor"),
     ),
     Fault(
         name="forward's all-gather does not wait for a write in partition(), after an update that ended in step()",
-        seeded=combined(
-            patched(Coordinator, "gather_after_current_stream", do_nothing), after_each_step(write_and_partition)
-        ),
+        seeded=patched(Coordinator, "gather_after_current_stream", do_nothing),
+        script=after_each_step(write_and_partition),
         block=not_deferred(STREAMED),
         world_size=2,
         expected=(UNORDERED, "16-bit parameters", "_partition_param", "all_gather_into_tensor"),
     ),
     Fault(
         name="forward's all-gather does not wait for a write to a partition in place",
-        seeded=combined(
-            patched(Coordinator, "gather_after_current_stream", do_nothing), after_each_step(write_partitions)
-        ),
-        block=CPU,
+        seeded=patched(Coordinator, "gather_after_current_stream", do_nothing),
+        script=after_each_step(write_partitions),
+        # A write that bypasses DeepSpeed's interfaces does not wait for a deferred update.
+        block=not_deferred(CPU),
         world_size=2,
-        expected=(UNORDERED, "16-bit parameters", "mul_", "all_gather_into_tensor"),
+        expected=(UNORDERED, "16-bit parameters", "mul_", "_all_gather_dtype"),
     ),
     Fault(
         name="backward's all-gather does not wait for a write to a partition in place",
-        seeded=combined(patched(Gathers, "order_after_caller", do_nothing), before_each_backward(write_partitions)),
+        seeded=patched(Gathers, "order_after_caller", do_nothing),
+        script=before_each_backward(write_partitions),
         block=CPU,
         world_size=2,
-        zero={"stage3_max_reuse_distance": 0},
+        # Without prefetches, since forward could prefetch parameters of backward before the write.
+        zero={"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0},
         expected=(UNORDERED, "16-bit parameters", "mul_", "_all_gather_dtype"),
     ),
     # Persistent parameters are updated and published before step() returns.
@@ -241,13 +244,15 @@ FAULTS = (
     ),
     Fault(
         name="readers of persistent parameters do not wait until the early ranges are published",
-        seeded=combined(patched(EarlyUpdate, "wait", do_nothing), after_each_step(read_persistent)),
+        seeded=patched(EarlyUpdate, "wait", do_nothing),
+        script=after_each_step(read_persistent),
         block=CPU,
         expected=(UNORDERED, "16-bit parameters", "early_update.py", "aten::sum in reads_between_steps.py"),
     ),
     Fault(
         name="readers of persistent parameters do not wait until the early ranges are updated on the accelerator",
-        seeded=combined(patched(EarlyUpdate, "wait", do_nothing), after_each_step(read_persistent)),
+        seeded=patched(EarlyUpdate, "wait", do_nothing),
+        script=after_each_step(read_persistent),
         block=RESIDENT,
         expected=(
             UNORDERED,
@@ -303,28 +308,29 @@ FAULTS = (
     # No reader of states or parameters sees an update in flight.
     Fault(
         name="readers of masters do not wait for the worker",
-        seeded=combined(readers_do_not_wait("fp32_partitioned_groups_flat"), after_each_step(read_masters)),
+        seeded=readers_do_not_wait("fp32_partitioned_groups_flat"),
+        script=after_each_step(read_masters),
         block=CPU,
         expected=(UNORDERED, "master of sub-group", "_cpu_step", "aten::sum in reads_between_steps.py"),
     ),
     Fault(
         name="readers of masters do not wait for FLUSH_STATES",
-        seeded=combined(readers_do_not_wait("fp32_partitioned_groups_flat"), after_each_step(read_masters)),
+        seeded=readers_do_not_wait("fp32_partitioned_groups_flat"),
+        script=after_each_step(read_masters),
         block=STREAMED,
         expected=(UNORDERED, "master of sub-group", "_flush_states", "aten::sum in reads_between_steps.py"),
     ),
     Fault(
         name="readers of moments do not wait for FLUSH_STATES",
-        seeded=combined(
-            patched(DeepOptimizerStates_Stage3, "state", DeepSpeedZeroOptimizer_Stage3.state),
-            after_each_step(read_moments),
-        ),
+        seeded=patched(DeepOptimizerStates_Stage3, "state", DeepSpeedZeroOptimizer_Stage3.state),
+        script=after_each_step(read_moments),
         block=STREAMED,
         expected=(UNORDERED, "exp_avg of sub-group", "_flush_states", "aten::sum in reads_between_steps.py"),
     ),
     Fault(
         name="readers of 16-bit parameters do not wait for PUBLISH",
-        seeded=combined(readers_do_not_wait("fp16_partitioned_groups_flat"), after_each_step(read_parameters)),
+        seeded=readers_do_not_wait("fp16_partitioned_groups_flat"),
+        script=after_each_step(read_parameters),
         block=CPU,
         expected=(UNORDERED, "16-bit parameters", "_publish", "aten::sum in reads_between_steps.py"),
     ),
@@ -418,7 +424,8 @@ FAULTS = (
     ),
     Fault(
         name="PREFETCH into a new slot does not wait for the stream that used its memory",
-        seeded=combined(varying_headroom, patched(Executor, "_lanes_wait_for_caller", do_nothing)),
+        seeded=patched(Executor, "_lanes_wait_for_caller", do_nothing),
+        script=varying_headroom,
         block=STREAMED_ONE_SLOT,
         steps=len(FREE_BYTES) + 1,
         expected=(UNORDERED, "state.py", "write on default stream", "_prefetch"),

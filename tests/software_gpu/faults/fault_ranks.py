@@ -1,0 +1,105 @@
+"""Train with each seeded fault on the device, and print the differences from a run on the CPU accelerator.
+
+Arguments: ``faults``, for each fault in its adversary; ``controls``, for one run without a fault in each of these
+adversaries; or ``all controls``, for the cases of all faults without them, each in its adversary and in another one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cache
+from itertools import cycle
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from tests.launch import answer
+from tests.software_gpu import device
+from tests.software_gpu.faults.adversaries import ADVERSARIES, LAZY
+from tests.software_gpu.faults.shown import EQUIVALENT, SHOWN_IN
+from tests.software_gpu.plugged import plugged
+from tests.software_gpu.ranks import software_process_group
+from tests.zero.parity.case import Case
+from tests.zero.parity.training import Block, Record, differences, run_variant
+from tests.zero.races.engine_race_ranks import NO_THROUGHPUT_TIMER
+from tests.zero.races.faults import FAULTS, Fault
+
+Script = Callable[[], AbstractContextManager[Any]]
+
+RUNS: dict[str, tuple[Case, Script]] = {}
+"""The distinct cases with the scripts that they are run in, by a text that is equal for equal ones."""
+
+
+def key_of(case: Case, script: Script) -> str:
+    """Return the key in ``RUNS`` of a case, whose name does not matter."""
+    case = replace(case, name="", extra=NO_THROUGHPUT_TIMER)
+    key = f"{case} {id(script)}"
+    RUNS[key] = (case, script)
+    return key
+
+
+def trained(case: Case, block: Block, script: Script) -> Record:
+    """Train the case, and record the values that the script reads as well."""
+    with script() as results:
+        record = run_variant(case, block)
+    record.numbers["read"] = [value.item() for values in results or () for value in values or ()]
+    return record
+
+
+@cache
+def expected(key: str) -> Record:
+    """Return the record of stock on the CPU accelerator, or of the plugin there where stock departs from us."""
+    case, script = RUNS[key]
+    return trained(case, case.blocks[0] if case.uses_of_shared else None, script)
+
+
+def wrong_numbers(key: str, adversary: str, seeded: Callable[[], AbstractContextManager[object]]) -> list[str]:
+    """Train on the device, and return a line for each number that is wrong, or the exception that was raised."""
+    case, script = RUNS[key]
+    # Stock does not depend on the block.
+    reference = expected(key if case.uses_of_shared else key_of(replace(case, blocks=()), script))
+    try:
+        with plugged(ADVERSARIES[adversary].settings), ADVERSARIES[adversary].host(), seeded():
+            return differences(reference, trained(case, case.blocks[0], script))
+    except Exception as error:  # noqa: BLE001 (an error shows a fault, too)
+        device.call("drain")
+        device.take_error()
+        return [f"{type(error).__name__}: {error}"]
+
+
+def adversary_of(fault: Fault) -> str:
+    return SHOWN_IN.get(fault.name, LAZY)
+
+
+def main(selected: str) -> None:
+    get_accelerator().is_fp16_supported = lambda: True
+    faults = [fault for fault in FAULTS if fault.world_size == dist.get_world_size()]
+    keys = {fault.name: key_of(fault.case, fault.script) for fault in faults}
+    if selected == "faults":
+        for fault in faults:
+            adversary = adversary_of(fault)
+            found = wrong_numbers(keys[fault.name], adversary, EQUIVALENT.get(fault.name, fault.seeded))
+            answer_on_rank_0({"fault": fault.name, "adversary": adversary, "wrong": found})
+        return
+    if selected == "controls":
+        chosen = set({adversary_of(fault): (keys[fault.name], adversary_of(fault)) for fault in faults}.values())
+    else:
+        chosen = {(keys[fault.name], adversary_of(fault)) for fault in faults}
+        chosen |= set(zip(keys.values(), cycle(ADVERSARIES), strict=False))
+    for key, adversary in sorted(chosen):
+        found = wrong_numbers(key, adversary, nullcontext)
+        answer_on_rank_0({"case": key, "adversary": adversary, "wrong": found})
+
+
+def answer_on_rank_0(result: dict[str, Any]) -> None:
+    if dist.get_rank() == 0:
+        answer(result)
+
+
+if __name__ == "__main__":
+    with software_process_group():
+        main(" ".join(sys.argv[1:]))

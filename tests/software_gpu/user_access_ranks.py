@@ -1,0 +1,78 @@
+"""Write parameters and read gradients where users' scripts do, and compare with stock on the CPU accelerator.
+
+DeepSpeed's throughput timer is as it is by default. It synchronizes the device, unless the plugin lets updates go on.
+Every rank prints one answer per placement and adversary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.launch import answer
+from tests.software_gpu.plugged import plugged
+from tests.software_gpu.ranks import software_process_group
+from tests.software_gpu.settings import PLAIN, Settings
+from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case
+from tests.zero.parity.parity_model import batch
+from tests.zero.parity.training import Block, Record, closing_engine, differences, run_variant
+from tests.zero.races.faults import RESIDENT
+from tests.zero.races.reads_between_steps import after_each_step
+from tests.zero.races.writes_between_steps import write_gathered
+
+ADVERSARIES = {"plain": PLAIN, "lazy": Settings(lazy=True, lazy_s=20.0)}
+
+
+def written(case: Case, block: Block) -> Record:
+    """Train, and write all parameters in ``GatheredParameters(modifier_rank=0)`` after each step."""
+    with after_each_step(write_gathered)():
+        return run_variant(case, block)
+
+
+def grad_partitions(case: Case, block: Block) -> tuple[Record, set[str]]:
+    """Return the gradients of each backward from ``get_fp32_grad_partitions``, and their devices."""
+    record, devices = Record(), set()
+    with closing_engine(case, block) as engine:
+        for step in range(case.steps):
+            x, target = (tensor.to(engine.device) for tensor in batch(case, dist.get_rank(), step, torch.bfloat16))
+            engine.backward(engine(x, target, None, 1.0))
+            for sub_group, partitions in engine.optimizer.get_fp32_grad_partitions().items():
+                for index, gradient in partitions.items():
+                    param = engine.optimizer.fp16_groups[sub_group][index]
+                    devices.add(gradient.device.type)
+                    record.tensors[f"{step} {sub_group} {index}"] = real_part(param, gradient)
+            engine.step()
+    return record, devices
+
+
+def real_part(param: Any, partition: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the partition without padding, which stock does not initialize."""
+    begin = dist.get_rank() * partition.numel()
+    return partition.flatten()[: max(0, param.ds_numel - begin)].cpu().clone()
+
+
+def main() -> None:
+    case = Case(name="access", blocks=(), world_size=dist.get_world_size(), steps=4, clip=0.3)
+    stock, (stock_gradients, _) = written(case, None), grad_partitions(case, None)
+    for placement, block in {"cpu": CPU, "stride": STRIDE_2, "streamed": STREAMED, "resident": RESIDENT}.items():
+        for adversary, settings in ADVERSARIES.items():
+            with plugged(settings):
+                after_writes = written(case, block)
+            with plugged(settings):
+                gradients, devices = grad_partitions(case, block)
+            answer(
+                {
+                    "placement": placement,
+                    "adversary": adversary,
+                    "written": differences(stock, after_writes),
+                    "gradients": differences(stock_gradients, gradients),
+                    "devices of gradients": sorted(devices),
+                }
+            )
+
+
+if __name__ == "__main__":
+    with software_process_group():
+        main()
