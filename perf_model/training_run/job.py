@@ -110,10 +110,11 @@ class Job:
 
     def gradients_s(self, path: GradientPath, profile: HardwareProfile) -> float:
         """Return the seconds of the copies of the gradients, which backward hides; 0 if a rate is waived."""
-        d2h, h2d, both = map(profile.get, ("d2h_bytes_per_s", "h2d_bytes_per_s", "both_bytes_per_s"))
-        if d2h is None or h2d is None or both is None:
+        d2h, h2d = map(profile.get, ("d2h_bytes_per_s", "h2d_bytes_per_s"))
+        if d2h is None or h2d is None:
             return 0.0
-        return max(path.down / d2h, path.up / h2d, (path.down + path.up) / both)
+        # DeepSpeed issues all of them on one stream, where they run one after another.
+        return path.down / d2h + path.up / h2d
 
     def mfu(self, iteration_s: float, peak_flops: float) -> float:
         """Return the model FLOPs utilisation: forward and backward, without recomputation, over the GPU's peak."""
