@@ -5,6 +5,7 @@ several files:
 
 - ``adam/``: how fast is one Adam update, on the CPU and on the GPU?
 - ``planner/``: how good are the plans, and how long does planning take?
+- ``emulated/``: how long do stock and ours take on emulated machines, and what does the model predict?
 - all other modules: see their first lines, or run ``python -m benchmarks --help``.
 
 The other folders:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.emulated import EXPOSED, ITERATION, PREDICTED_EXPOSED, PREDICTED_ITERATION
+from benchmarks.emulated.arms import QUICK
 from benchmarks.harness import variants
 from benchmarks.harness.charts import draw
 from benchmarks.harness.interleaved_runs import EngineRun, ExposedWaits
@@ -85,6 +87,18 @@ def test_quick_run_gives_numbers_and_no_failed_claim(name: str, tmp_path: Path) 
     rows = run_quickly(name, tmp_path)
     assert any("median" in row for row in rows)
     assert not [row for row in rows if row.get("failed")]
+
+
+def test_emulated_arms_have_stocks_bits_and_every_row_says_that_it_is_emulated(tmp_path: Path) -> None:
+    *rows, complete = run_quickly("emulated", tmp_path)
+    assert complete["quantity"] == COMPLETE
+    assert not [row for row in rows if "EMULATED" not in row["quantity"] or "EMULATED" not in row["setting"]["machine"]]
+    bits = {row["variant"]: row["value"] for row in rows if row["quantity"].startswith("bit-identical")}
+    assert bits == dict.fromkeys(QUICK, True)
+    for quantity in (ITERATION, PREDICTED_ITERATION, EXPOSED, PREDICTED_EXPOSED):
+        seconds = {row["variant"]: row["median"] for row in rows if row["quantity"] == quantity}
+        assert seconds.keys() == bits.keys()
+        assert all(value > 0 for value in seconds.values())
 
 
 @pytest.mark.thorough

@@ -146,7 +146,7 @@ def _draw_bars(axis: Any, found: Rows) -> None:
             [positions[name] for name in segments],
             [row["median"] for row in segments.values()],
             left=[ends[name] for name in segments],
-            xerr=_spread(segments.values()) if len(quantities) == 1 else None,
+            xerr=spread_of(segments.values()) if len(quantities) == 1 else None,
             ecolor="#333333",
             capsize=2,
             label=quantity,
@@ -159,7 +159,8 @@ def _draw_bars(axis: Any, found: Rows) -> None:
         axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def _spread(found: Iterable[Mapping[str, Any]]) -> list[list[float]]:
+def spread_of(found: Iterable[Mapping[str, Any]]) -> list[list[float]]:
+    """Return how far the 20th and the 80th percentile of each row are from its median."""
     ends = [(row["median"] - row["p20"], row["p80"] - row["median"]) for row in found]
     return [[below for below, _ in ends], [above for _, above in ends]]
 

@@ -124,7 +124,7 @@ def run_variant(variant: Variant, setting: TrainingSetting, iterations: int, war
             run.updates_on_accelerator = any(placement is not Placement.CPU for placement in plan.placements)
             waits.watch(engine.optimizer)
         _train(run, engine, setting, warm_up + iterations + 1, before_bytes, waits)
-        run.digest = _digest(engine)
+        run.digest = weights_digest(engine)
         if run.plan:
             run.compared = engine.optimizer.report.comparison()
     # The last update is reported when the engine is destroyed.
@@ -358,7 +358,7 @@ def _pinned_bytes(run: EngineRun, engine: Any) -> int:
     return slab + int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
 
 
-def _digest(engine: Any) -> str:
+def weights_digest(engine: Any) -> str:
     """Return a hash of the fp32 parameters, one after the other, so that sub-groups do not matter. A collective."""
     digest = hashlib.sha256()
     for param in engine.module.parameters():

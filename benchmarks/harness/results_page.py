@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment
 
 from benchmarks.harness.charts import chart_file_of, varying
-from benchmarks.harness.rows import BENCHMARKS, COMPLETE, format_row, format_setting, machine_of, read_rows
+from benchmarks.harness.rows import BENCHMARKS, COMPLETE, EMULATED, format_row, format_setting, machine_of, read_rows
 from benchmarks.harness.targets import check_targets
 
 Rows = list[dict[str, Any]]
@@ -32,7 +32,8 @@ each benchmark on each machine. A cell has the median and, in parentheses, the 2
 
 In the tables, *stock* is DeepSpeed's ZeRO-3 with optimizer offloading, and *ours* is stock with this plugin. The
 *update* is the work of the optimizer step. Its *exposed* part is the time for which the model waits; its *hidden* part
-overlaps with forward or backward. A speedup of 2x means half of the time.
+overlaps with forward or backward. A speedup of 2x means half of the time. A figure with the word *EMULATED* was not
+measured on a GPU: its seconds are those of an emulated machine (`benchmarks/emulated/`).
 {% if unmeasured %}
 
 {{ unmeasured }}
@@ -52,7 +53,7 @@ overlaps with forward or backward. A speedup of 2x means half of the time.
 
 {% endif %}
 {% for run in runs[name] %}
-Measured on {{ run.machine }} with {{ run.cores }} cores, {{ run.date }}, at commit {{ run.commit }}; {{ run.versions }}
+{{ run.how }} on {{ run.machine }}, {{ run.date }}, at commit {{ run.commit }}; {{ run.versions }}
 
 {% if run.chart %}
 ![{{ name }}](results/{{ run.chart }})
@@ -131,8 +132,8 @@ def _describe_run(rows: Rows) -> dict[str, Any]:
     for row in rows:
         by_keys.setdefault(tuple(row["setting"]), []).append(row)
     return {
-        "machine": " with ".join(filter(None, [first["gpu"], first["cpu"]])),
-        "cores": first["cores"],
+        "how": EMULATED if all(EMULATED in row["quantity"] for row in rows) else "Measured",
+        "machine": " with ".join(filter(None, [first["gpu"], first["cpu"], f"{first['cores']} cores"])),
         "versions": ", ".join(f"{package} {version}" for package, version in first["versions"].items()),
         "date": first["date"],
         "commit": first["commit"],
@@ -190,8 +191,8 @@ def _setting_cell(value: object) -> str:
 
 
 def _notes(rows: Rows) -> list[str]:
-    notes = [f"{row['quantity'].capitalize()} of **{row['variant']}**: {row['value']}" for row in rows if _is_note(row)]
-    return list(dict.fromkeys(notes))
+    notes = [f"{row['quantity']} of **{row['variant']}**: {row['value']}" for row in rows if _is_note(row)]
+    return [note[0].upper() + note[1:] for note in dict.fromkeys(notes)]
 
 
 def _waivers(rows: Rows) -> list[str]:

@@ -41,8 +41,12 @@ BENCHMARKS = {
     "planner": "How good are the plans, and how long does planning take?",
     "overhead": "How much does the plugin cost where it cannot gain anything?",
     "scaling": "How does the gain change with more ranks?",
+    "emulated": "How long do stock and ours take on EMULATED machines, and what does the model predict?",
 }
 """The question that each benchmark answers."""
+
+EMULATED = "EMULATED"
+"""The word in the quantity of every row whose seconds are those of an emulated machine."""
 
 PACKAGES = ("torch", "deepspeed", "triton", "numpy")
 """The packages whose versions each row records."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from typing import Any
 
-from benchmarks.harness.rows import format_row, machine_of
+from benchmarks.harness.rows import EMULATED, format_row, machine_of
 from benchmarks.harness.sizes import ON_CPU, with_default_sub_groups
 from benchmarks.harness.variants import ALL_CPU, OURS_DEFAULT
 
@@ -108,6 +108,50 @@ TARGETS = (
         at_most=1.02,
     ),
     Target(
+        description="EMULATED: error of predicted iterations at most 5 %",
+        benchmark="emulated",
+        variant="*",
+        quantity="EMULATED iteration, prediction error",
+        on_gpu=False,
+        at_least=-0.05,
+        at_most=0.05,
+    ),
+    Target(
+        description="EMULATED: error of predicted exposed times at most 5 %, from the rates of the machine alone",
+        benchmark="emulated",
+        variant="*",
+        quantity="EMULATED exposed, prediction error",
+        on_gpu=False,
+        at_least=-0.05,
+        at_most=0.05,
+    ),
+    Target(
+        description="EMULATED: the same, for the forward and backward that were measured, as the plugin reports",
+        benchmark="emulated",
+        variant="*",
+        quantity="EMULATED exposed, error of the prediction afterwards",
+        on_gpu=False,
+        at_least=-0.05,
+        at_most=0.05,
+    ),
+    Target(
+        description="EMULATED: error of predicted updates at most 5 %",
+        benchmark="emulated",
+        variant="*",
+        quantity="EMULATED update, prediction error",
+        on_gpu=False,
+        at_least=-0.05,
+        at_most=0.05,
+    ),
+    Target(
+        description="EMULATED: all iterations in the predicted order",
+        benchmark="emulated",
+        variant="all arms",
+        quantity="pairs of EMULATED arms in the predicted order",
+        on_gpu=False,
+        at_least=1.0,
+    ),
+    Target(
         description="GPU, micro-batch 1: the iteration at least twice as fast as stock's",
         benchmark="training_step",
         variant=OURS_DEFAULT.name,
@@ -169,6 +213,8 @@ def _limit(target: Target, rows: Rows, missed: Mapping[str, Any]) -> str:
 
 def _traces(rows: Rows, missed: Mapping[str, Any]) -> str:
     """Return links to the traces of the same machine, which show where the time goes instead."""
+    if EMULATED in missed["quantity"]:
+        return "; [causes](../docs/benchmarking.md#emulated-machines)"
     found = [row for row in rows if row["quantity"] == "trace" and machine_of(row) == machine_of(missed)]
     links = ", ".join(f"[{row['variant']}](results/{row['value']})" for row in found)
     return f"; traces of a step: {links}" if links else "; `python -m benchmarks trace` shows where the time goes"

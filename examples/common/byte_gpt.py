@@ -23,13 +23,14 @@ MIN_TEXT_BYTES = 1_000_000
 class Shape:
     """The dimensions of a model; by default it has 10.9 million parameters.
 
-    ``context`` is the number of bytes that the model attends to.
+    ``context`` is the number of bytes that the model attends to. ``bias``: all layers but the last one have biases.
     """
 
     layers: int = 6
     width: int = 384
     heads: int = 6
     context: int = 128
+    bias: bool = True
 
 
 class Block(nn.Module):
@@ -41,12 +42,12 @@ class Block(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.heads = shape.heads
-        self.attention_norm = nn.LayerNorm(shape.width)
-        self.qkv = nn.Linear(shape.width, 3 * shape.width)
-        self.attention_out = nn.Linear(shape.width, shape.width)
-        self.mlp_norm = nn.LayerNorm(shape.width)
-        self.mlp_in = nn.Linear(shape.width, 4 * shape.width)
-        self.mlp_out = nn.Linear(4 * shape.width, shape.width)
+        self.attention_norm = nn.LayerNorm(shape.width, bias=shape.bias)
+        self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=shape.bias)
+        self.attention_out = nn.Linear(shape.width, shape.width, bias=shape.bias)
+        self.mlp_norm = nn.LayerNorm(shape.width, bias=shape.bias)
+        self.mlp_in = nn.Linear(shape.width, 4 * shape.width, bias=shape.bias)
+        self.mlp_out = nn.Linear(4 * shape.width, shape.width, bias=shape.bias)
 
     def forward(self, stream: Tensor) -> Tensor:
         stream = stream + self.attention_out(self.attend(self.qkv(self.attention_norm(stream))))
@@ -68,7 +69,7 @@ class ByteGPT(nn.Module):
         self.byte_embedding = nn.Embedding(VOCABULARY, shape.width)
         self.position_embedding = nn.Embedding(shape.context, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.LayerNorm(shape.width)
+        self.norm = nn.LayerNorm(shape.width, bias=shape.bias)
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Embedding | nn.Linear):

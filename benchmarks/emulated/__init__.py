@@ -1,0 +1,142 @@
+"""How long do stock and ours take on EMULATED machines, and what does the performance model predict?
+
+Everything is EMULATED: no row is a measurement of a GPU. A small model trains for real on the software GPU of the tests
+(``tests/software_gpu``), and its losses and weights are compared bit by bit. Its copies, its kernels and its updates
+take the time that they would take on the emulated machine, whose rates are those of a preset of ``perf_model``. The
+predictions come from the same rates. So this shows whether the runtime does what the model says, and not whether a
+preset describes a real machine: ``run.py`` explains the scales.
+
+The parts:
+
+- ``run``: which machine and training run is emulated, and which small model stands for it?
+- ``host_passes``: how do updates on the CPU take emulated time?
+- ``arms``: which placements are compared?
+- ``turns``: how are the arms trained in turns, and what is measured?
+- ``prediction``: what does ``perf_model`` predict for an arm?
+- ``chart``: how are predicted and measured seconds drawn?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+import deepspeed
+
+from benchmarks.emulated.arms import arms_of
+from benchmarks.emulated.chart import PredictedAndMeasured
+from benchmarks.emulated.prediction import PredictedArm, predict, windows_of
+from benchmarks.emulated.run import EmulatedRun, SmallModel, load_average
+from benchmarks.emulated.turns import Arm, Turns, train_in_turns
+from benchmarks.harness.rows import Row
+from benchmarks.harness.variants import NO_OVERLAP
+from deep_opt_states.report.comparison import median_windows
+from perf_model.prediction.simulate import NO_WINDOWS
+from tests.software_gpu import device
+from tests.software_gpu.process_group import BACKEND, register_backend
+
+SHARE_ON_ONE_GPU = 0.4
+"""The share of GPU memory for a planned update if one GPU has the whole model: a tenth could not hold its gradients."""
+
+RUNS = tuple(
+    replace(node, model=model, micro_batch=micro_batch, small=SmallModel(layers=layers))
+    for node in (
+        EmulatedRun(machine="a100-pcie4", ranks=4),
+        EmulatedRun(machine="h100-pcie5", ranks=4),
+        EmulatedRun(machine="gh200", ranks=1, gpu_memory_share=SHARE_ON_ONE_GPU),
+    )
+    for model, micro_batch, layers in (("7B", 1, 4), ("13B", 2, 5))
+)
+
+NEARLY_EQUAL = 0.02
+"""Arms whose predicted iterations differ by less than this share have no predicted order."""
+
+ITERATION = "EMULATED iteration"
+EXPOSED = "EMULATED exposed"
+EXPOSED_AFTERWARDS = f"{EXPOSED}, predicted afterwards"
+EXPOSED_AFTERWARDS_ERROR = f"{EXPOSED}, error of the prediction afterwards"
+"""The prediction that the plugin itself reports after training, when it knows how long forward and backward took."""
+
+PREDICTED_ITERATION, PREDICTED_EXPOSED = f"{ITERATION}, predicted", f"{EXPOSED}, predicted"
+
+CHART = PredictedAndMeasured(
+    (PREDICTED_ITERATION, ITERATION), (PREDICTED_EXPOSED, EXPOSED), titles=("machine", "model", "micro_batch")
+)
+
+
+def measure(*, quick: bool) -> Iterator[Row]:
+    """Yield predicted and measured seconds of each arm in each run."""
+    device.register()
+    register_backend()
+    deepspeed.init_distributed(dist_backend=BACKEND)
+    turns = Turns(turns=1, iterations=2) if quick else Turns(turns=2, iterations=2)
+    for run in RUNS[:1] if quick else RUNS:
+        with run.profile_for_planning() as profile, run.emulated() as passes:
+            load = load_average()
+            arms = train_in_turns(run, arms_of(run, profile, quick=quick), passes, turns)
+        predictions = [_predicted(run, arm) for arm in arms]
+        for arm, predicted in zip(arms, predictions, strict=True):
+            labels: dict[str, Any] = {"variant": arm.variant.name, "setting": run.labels}
+            yield from _rows(arm, arms[0], predicted, **labels)
+            if _overlaps(arm):
+                yield from _afterwards_rows(run, arm, **labels)
+        labels = {"variant": "all arms", "setting": run.labels}
+        yield _order_row(arms, predictions, **labels)
+        loads = [load, load_average()]
+        yield Row(quantity="load of this machine during the EMULATED run", unit="threads", samples=loads, **labels)
+
+
+def _predicted(run: EmulatedRun, arm: Arm) -> PredictedArm:
+    return predict(run, arm.numels, arm.plan, windows_of(run) if _overlaps(arm) else NO_WINDOWS)
+
+
+def _overlaps(arm: Arm) -> bool:
+    return arm.variant.block is not None and not NO_OVERLAP.items() <= arm.variant.block.items()
+
+
+def _rows(arm: Arm, stock: Arm, predicted: PredictedArm, **labels: Any) -> Iterator[Row]:
+    # Stock's step is its update, all of which is exposed.
+    exposed_s = [update.exposed_s for update in arm.updates] or arm.step_s
+    update_s = [update.update_s for update in arm.updates] or arm.step_s
+    yield from _compared(ITERATION, predicted.iteration_s, arm.iteration_s, **labels)
+    yield from _compared(EXPOSED, predicted.exposed_s, exposed_s, **labels)
+    yield Row(quantity="EMULATED idle time of the computing stream", unit="s", samples=arm.idle_s, **labels)
+    yield from _compared("EMULATED update", predicted.update_s, update_s, **labels)
+    cpu_s = "CPU time of this machine per EMULATED iteration"
+    yield Row(quantity=cpu_s, unit="s", samples=arm.cpu_s, **labels)
+    lag_s = "longest lag of this machine in an EMULATED iteration"
+    yield Row(quantity=lag_s, unit="s", samples=arm.lag_s, **labels)
+    same = (arm.losses, arm.digest) == (stock.losses, stock.digest)
+    yield Row(quantity="bit-identical to stock (EMULATED)", value=same, claimed=True, **labels)
+    yield Row(quantity="configuration (EMULATED)", value=arm.configuration, **labels)
+    if arm.plan is not None:
+        source = " (planned from the rates of the preset)" if arm.variant.name.startswith("planned") else ""
+        yield Row(quantity="plan (EMULATED)", value=f"{arm.plan}{source}", **labels)
+
+
+def _afterwards_rows(run: EmulatedRun, arm: Arm, **labels: Any) -> Iterator[Row]:
+    predicted_s = predict(run, arm.numels, arm.plan, median_windows(arm.updates)).exposed_s
+    yield Row(quantity=EXPOSED_AFTERWARDS, unit="s", samples=[predicted_s], **labels)
+    errors = [predicted_s / update.exposed_s - 1 for update in arm.updates]
+    yield Row(quantity=EXPOSED_AFTERWARDS_ERROR, unit="share", samples=errors, **labels)
+
+
+def _compared(quantity: str, predicted_s: float, measured_s: Sequence[float], **labels: Any) -> Iterator[Row]:
+    yield Row(quantity=quantity, unit="s", samples=measured_s, **labels)
+    yield Row(quantity=f"{quantity}, predicted", unit="s", samples=[predicted_s], **labels)
+    errors = [predicted_s / sample_s - 1 for sample_s in measured_s]
+    yield Row(quantity=f"{quantity}, prediction error", unit="share", samples=errors, **labels)
+
+
+def _order_row(arms: Sequence[Arm], predictions: Sequence[PredictedArm], **labels: Any) -> Row:
+    """Return the share of pairs of arms whose iterations are in the predicted order."""
+    right = []
+    for (arm, predicted), (other, other_predicted) in combinations(zip(arms, predictions, strict=True), 2):
+        ratio = predicted.iteration_s / other_predicted.iteration_s
+        if max(ratio, 1 / ratio) > 1 + NEARLY_EQUAL:
+            right.append((ratio > 1) == (median(arm.iteration_s) > median(other.iteration_s)))
+    share = sum(right) / len(right)
+    return Row(quantity="pairs of EMULATED arms in the predicted order", unit="share", samples=[share], **labels)

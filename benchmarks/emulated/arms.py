@@ -1,0 +1,46 @@
+"""List the arms that run on every emulated machine: stock, and each placement with and without overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.emulated.run import EmulatedRun
+from benchmarks.harness.variants import NO_OVERLAP, STOCK, Variant, ours
+
+WITHOUT = "no overlap"
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "all CPU": {"placement": "cpu"},
+    "all streamed": {"placement": "streamed"},
+    "stride 2": {"placement": "stride", "update_stride": 2},
+    "stride 3": {"placement": "stride", "update_stride": 3},
+}
+
+SHARED = {
+    # Emulated seconds do not depend on the cores of this machine, which other processes may use.
+    "bind_cores": False,
+    "cpu_threads": 1,
+    # The arms are compared with a fixed number of slots: no memory is left for slots that are added while training.
+    "gpu_memory_margin_gb": 1000.0,
+}
+
+
+def arms_of(run: EmulatedRun, profile: Path, *, quick: bool) -> list[Variant]:
+    """Return the arms of ``run``, stock first. ``profile`` is the file with which the plugin plans."""
+    planned = {"placement": "planned", "profile": str(profile), "gpu_memory_gb": run.gpu_memory_gb}
+    placements = PLACEMENTS | {"planned": planned}
+    arms = [STOCK]
+    for name, placement in placements.items():
+        arms += [
+            ours(f"{name}, {WITHOUT}", **SHARED, **placement, **NO_OVERLAP),
+            ours(f"{name}, overlap", **SHARED, **placement),
+        ]
+    if quick:
+        arms = [arm for arm in arms if arm.name in QUICK]
+    return [replace(arm, zero=run.zero) for arm in arms]
+
+
+QUICK: Sequence[str] = (STOCK.name, f"all CPU, {WITHOUT}", "all streamed, overlap", "planned, overlap")

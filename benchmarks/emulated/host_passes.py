@@ -1,0 +1,81 @@
+"""Let updates on the CPU take emulated time: the plugin's fused pass, and the three passes of stock DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from deep_opt_states.device.kernels.adam import RangeUpdate
+from deep_opt_states.device.kernels.fused import FusedAdam
+from perf_model.prediction.cost import CostModel, Resource
+from perf_model.schedule.action import ActionKind
+from tests.software_gpu import device
+
+PUBLISHES = "_reassign_or_swap_out_partitioned_parameters"
+"""The method that also copies the parameters to the GPU."""
+
+STOCK_PASSES = {
+    # Bytes of host memory per parameter, which add up to those of ``stock_traffic_by_action``.
+    "unscale_and_clip_grads": 8,
+    "_optimizer_step": 28,
+    PUBLISHES: 6,
+}
+"""The methods of stock's optimizer that do one pass each. The plugin overrides them without calling them."""
+
+
+class HostPasses:
+    """The passes of CPU updates on an emulated machine.
+
+    ``cost`` and ``stock`` are the cost models of the machine. Each of their seconds does the work of ``1 / per_s``
+    emulated seconds. All of it takes time only while ``take_time`` is set.
+    """
+
+    def __init__(self, cost: CostModel, stock: CostModel, per_s: float) -> None:
+        self.take_time = False
+        self._ours, self._stock = (model.per_param[ActionKind.CPU_STEP] for model in (cost, stock))
+        assert self._stock[Resource.DRAM] == sum(STOCK_PASSES.values())
+        self._per_s = per_s
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Wrap the passes inside this context."""
+        with ExitStack() as patches:
+            patches.enter_context(mock.patch.object(FusedAdam, "update_ranges", self._fused(FusedAdam.update_ranges)))
+            for name, num_bytes in STOCK_PASSES.items():
+                method = getattr(DeepSpeedZeroOptimizer_Stage3, name)
+                wrapped = self._stock_pass(method, num_bytes)
+                patches.enter_context(mock.patch.object(DeepSpeedZeroOptimizer_Stage3, name, wrapped))
+            yield
+
+    @contextmanager
+    def _working(self, numel: int, per_param: Any, share: float = 1.0) -> Iterator[None]:
+        if not self.take_time:
+            yield
+            return
+        cpu_s = per_param[Resource.CPU] * share * numel / self._per_s
+        with device.host_work(cpu=cpu_s, host_memory=per_param[Resource.DRAM] * share * numel):
+            yield
+
+    def _fused(self, update_ranges: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(kernel: FusedAdam, updates: Sequence[RangeUpdate]) -> None:
+            with self._working(sum(update.element_range.numel for update in updates), self._ours):
+                update_ranges(kernel, updates)
+
+        return wrapped
+
+    def _stock_pass(self, method: Callable[..., Any], num_bytes: int) -> Callable[..., Any]:
+        share = num_bytes / self._stock[Resource.DRAM]
+
+        def wrapped(optimizer: Any, sub_group_id: int, *args: Any) -> Any:
+            numel = optimizer.fp16_partitioned_groups_flat[sub_group_id].numel()
+            with self._working(numel, self._stock, share):
+                if method.__name__ != PUBLISHES:
+                    return method(optimizer, sub_group_id, *args)
+            # The device itself times the copy, which follows the pass.
+            return method(optimizer, sub_group_id, *args)
+
+        return wrapped

@@ -1,0 +1,70 @@
+"""Predict an iteration on an EMULATED machine, by the same simulation as for a real one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from benchmarks.emulated.run import EmulatedRun
+from perf_model.prediction.cost import CostModel
+from perf_model.prediction.overlap_windows import Windows
+from perf_model.prediction.simulate import NO_WINDOWS, simulate
+from perf_model.schedule.lowering import serial_schedule
+from perf_model.schedule.placement import Placement, place_all
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.training_run.job import GradientPath
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedArm:
+    """The predicted emulated seconds of one arm: its update, the part that the model waits for, and the iteration."""
+
+    update_s: float
+    exposed_s: float
+    iteration_s: float
+
+
+def predict(
+    run: EmulatedRun, numels: list[int], plan: UpdatePlan | None, windows: Windows = NO_WINDOWS
+) -> PredictedArm:
+    """Return the prediction for sub-groups of ``numels`` parameters of the small model.
+
+    ``plan`` is the plugin's for the small model, or None for stock. ``windows`` are the emulated seconds of backward
+    and of the next forward that the update may overlap with.
+    """
+    workload = run.workload(numels)
+    if plan is None:
+        plan = UpdatePlan(workload=workload, placements=place_all(workload, Placement.CPU), num_slots=1)
+        update_s = simulate(serial_schedule(plan.placements), workload, CostModel.for_stock(run.profile)).end_s
+        exposed_s, gradients = update_s, GradientPath.for_stock(plan)
+    else:
+        plan = replace(plan, workload=workload)
+        windows = Windows(backward_s=windows.backward_s / run.slowdown, forward_s=windows.forward_s / run.slowdown)
+        timeline = simulate(plan.schedule, workload, CostModel.from_profile(run.profile), windows)
+        update_s, exposed_s = timeline.end_s, windows.exposed_s(timeline, workload)
+        gradients = GradientPath.for_plan(plan)
+    backward_s = _backward_s(run, run.job.gradients_s(gradients, run.profile))
+    return PredictedArm(
+        update_s=run.slowdown * update_s,
+        exposed_s=run.slowdown * exposed_s,
+        iteration_s=run.slowdown * (run.forward_s + backward_s + exposed_s),
+    )
+
+
+def windows_of(run: EmulatedRun) -> Windows:
+    """Return the emulated seconds of backward and forward that an update of ``run`` may overlap with.
+
+    Prefetching begins when the first bucket of gradients is reduced.
+    """
+    return Windows(
+        backward_s=run.slowdown * (1 - run.share_of_bucket) * run.backward_s,
+        forward_s=run.slowdown * run.forward_s,
+    )
+
+
+def _backward_s(run: EmulatedRun, copies_s: float) -> float:
+    """Return the seconds of backward, with copies of the gradients that take ``copies_s``.
+
+    The first bucket is copied when it is full, and the last one after backward.
+    """
+    bucket = run.share_of_bucket
+    return max(run.backward_s + bucket * copies_s, bucket * run.backward_s + copies_s)

@@ -1,0 +1,194 @@
+"""Describe a training run on an EMULATED machine, and the small model that trains in the place of the run's model.
+
+One rank of the run is emulated. Each parameter of the small model stands for ``scale`` parameters of the rank, so the
+emulated machine has the rates of the preset divided by ``scale``: then an update of the small model takes as long as
+one of the run. All seconds are multiplied by ``slowdown``, so that the Python code, which runs at the speed of this
+machine, takes a small part of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.emulated.host_passes import HostPasses
+from benchmarks.harness.setting import TrainingSetting
+from deep_opt_states.zero.start.devices import SHARE_OF_GPU_MEMORY
+from examples.common.byte_gpt import Shape
+from perf_model.prediction.cost import CostModel, Resource
+from perf_model.prediction.hardware import HardwareProfile, Measurement
+from perf_model.presets.machines import MACHINES
+from perf_model.presets.models import MODELS
+from perf_model.schedule.action import ActionKind
+from perf_model.schedule.workload import Workload
+from perf_model.training_run.job import REDUCE_BUCKET_SIZE, Job
+from tests.software_gpu import plugged, settings
+
+SEQUENCE = 2048
+"""Tokens per sequence of the run. The small model trains on fewer."""
+
+STOCK_STEP_S = 1.5
+"""Emulated seconds that stock's passes over host memory take in every run, which decides the slowdown."""
+
+LARGEST_PERSISTENT = 1000
+"""The norms of the small model have at most so many elements. DeepSpeed keeps them gathered, as those of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallModel(TrainingSetting):
+    """The model that trains for real: without biases, as the models of the runs."""
+
+    width: int = 256
+    context: int = 32
+    micro_batch: int = 1
+    sub_group_size: int = 200_000
+
+    @property
+    def shape(self) -> Shape:
+        return replace(super().shape, bias=False)
+
+    @property
+    def forward_flops(self) -> float:
+        """Return the operations of the matrix products of forward; those of backward are twice as many."""
+        products = 12 * self.layers * self.width**2 + 256 * self.width
+        attention = 2 * self.layers * self.width * self.context
+        return 2.0 * self.tokens * (products + attention)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedRun:
+    """A training run on one node: ``ranks`` GPUs of the preset ``machine`` train the preset ``model`` with ZeRO-3.
+
+    A planned update may use ``gpu_memory_share`` of each GPU's memory, by default as much as the plugin's default.
+    """
+
+    machine: str
+    ranks: int
+    model: str = "7B"
+    micro_batch: int = 1
+    gpu_memory_share: float = SHARE_OF_GPU_MEMORY
+    small: SmallModel = field(default_factory=lambda: SmallModel(layers=4))
+
+    @cached_property
+    def job(self) -> Job:
+        """Return the run as ``perf_model`` describes it."""
+        return Job(
+            shape=MODELS[self.model],
+            world_size=self.ranks,
+            ranks_per_node=self.ranks,
+            micro_batch=self.micro_batch,
+            sequence=SEQUENCE,
+            recompute=False,
+        )
+
+    @cached_property
+    def profile(self) -> HardwareProfile:
+        """Return the profile of the machine that is emulated."""
+        return MACHINES[self.machine].profile(self.ranks)
+
+    @cached_property
+    def scale(self) -> float:
+        """Return how many parameters of a rank one parameter of the small model stands for."""
+        return self.job.shape.numel / self.ranks / self.small.parameters
+
+    @cached_property
+    def slowdown(self) -> float:
+        """Return how many emulated seconds one second of the machine takes."""
+        numel = self.job.shape.numel / self.ranks
+        return STOCK_STEP_S * self.profile.rate("stock_cpu_adam_params_per_s") / numel
+
+    @property
+    def labels(self) -> dict[str, object]:
+        """Return the setting of the rows."""
+        return {
+            "machine": f"EMULATED {self.machine}, {self.ranks} GPU{'s' if self.ranks > 1 else ''}",
+            "model": self.model,
+            "micro_batch": self.micro_batch,
+            "gpu_memory_share": self.gpu_memory_share,
+            "slowdown": round(self.slowdown, 2),
+            "parameters": self.small.parameters,
+            "parameters_each_stands_for": round(self.scale),
+        }
+
+    def workload(self, numels: list[int]) -> Workload:
+        """Return the sub-groups of a rank of the run, for those of the small model."""
+        return Workload.from_numels([round(self.scale * numel) for numel in numels])
+
+    @property
+    def zero(self) -> dict[str, Any]:
+        """Return DeepSpeed's default sizes, which count parameters of all ranks, for the small model on one rank.
+
+        One weight of the small model stands for more parameters than DeepSpeed gathers ahead, so it gathers none ahead.
+        """
+        return {
+            "reduce_bucket_size": round(REDUCE_BUCKET_SIZE / (self.scale * self.ranks)),
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_param_persistence_threshold": LARGEST_PERSISTENT,
+        }
+
+    @property
+    def share_of_bucket(self) -> float:
+        """Return the share of the gradients that are in one bucket."""
+        return min(1.0, REDUCE_BUCKET_SIZE / self.job.shape.numel)
+
+    @property
+    def gpu_memory_gb(self) -> float:
+        """Return the GPU memory that a planned update of the small model may use."""
+        assert self.profile.gpu_memory_bytes is not None
+        return self.gpu_memory_share * self.profile.gpu_memory_bytes / self.scale / 1e9
+
+    @contextmanager
+    def profile_for_planning(self) -> Iterator[Path]:
+        """Write the profile with which the plugin plans for the small model, and yield the path of the file.
+
+        The file has the rates of the machine, since a plan depends only on their ratios. The latency of a copy, which
+        is negligible in the run, would not be negligible for the small model, and is left out.
+        """
+        waived = Measurement(waived="negligible in the run that is emulated")
+        profile = replace(self.profile, measurements={**self.profile.measurements, "copy_latency_s": waived})
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "profile.json"
+            path.write_text(profile.to_json())
+            yield path
+
+    @contextmanager
+    def emulated(self) -> Iterator[HostPasses]:
+        """Emulate the machine inside this context. Yield the passes of CPU updates, which take emulated time, too."""
+        cost, stock = CostModel.from_profile(self.profile), CostModel.for_stock(self.profile)
+        per_s = 1 / (self.scale * self.slowdown)
+        rates = settings.MachineRates(
+            h2d=cost.capacities[Resource.H2D] * per_s,
+            d2h=cost.capacities[Resource.D2H] * per_s,
+            both_directions=cost.capacities[Resource.BOTH] * per_s,
+            pageable=cost.capacities[Resource.PAGEABLE] * per_s,
+            host_memory=cost.capacities[Resource.DRAM] * per_s,
+            flops_per_s=self.small.forward_flops / (self.slowdown * self.forward_s),
+            adam_params_per_s=per_s / cost.per_param[ActionKind.GPU_STEP][Resource.GPU],
+            copy_latency_s=cost.copy_latency_s * self.slowdown,
+        )
+        passes = HostPasses(cost, stock, per_s)
+        with ExitStack() as patches:
+            patches.enter_context(plugged.plugged(settings.Settings(rates=rates, execute_first=True, trace=True)))
+            patches.enter_context(passes.applied())
+            yield passes
+
+    @property
+    def forward_s(self) -> float:
+        """Return the seconds of forward on the machine."""
+        return self.job.forward_s(self.profile.rate("matmul_flops_per_s"))
+
+    @property
+    def backward_s(self) -> float:
+        """Return the seconds of backward on the machine."""
+        return self.job.backward_s(self.profile.rate("matmul_flops_per_s"))
+
+
+def load_average() -> float:
+    """Return how many threads wanted to run on this machine in the last minute."""
+    return os.getloadavg()[0]

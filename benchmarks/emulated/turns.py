@@ -1,0 +1,166 @@
+"""Train all arms of a run on an EMULATED machine in turns, and measure emulated seconds.
+
+All engines exist at once. They warm up without emulated time. Then each arm trains for a few iterations in every turn,
+and the first iteration of a turn is not counted, since it follows no update that it could overlap with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.emulated.host_passes import HostPasses
+from benchmarks.emulated.run import EmulatedRun
+from benchmarks.harness.interleaved_runs import batch_for, engine_for, weights_digest
+from benchmarks.harness.variants import Variant
+from deep_opt_states.report.comparison import MeasuredUpdate
+from perf_model.schedule.plan import UpdatePlan
+from tests.software_gpu import device, settings
+
+WARM_UP = 3
+"""Iterations in which DeepSpeed records the order of its modules, and the plugin adapts its schedule."""
+
+COMPUTING_STREAM = 0
+PHASES = ("forward", "backward", "step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """The number of turns, and of counted iterations of each arm in each turn."""
+
+    turns: int
+    iterations: int
+
+
+@dataclass
+class Arm:
+    """One arm, with the measurements of its counted iterations in emulated seconds.
+
+    ``idle_s`` is the time in which the computing stream ran no kernel. ``updates`` are those that the plugin has
+    reported; stock has none. ``cpu_s`` is CPU time of this machine, and ``lag_s`` the longest time by which this
+    machine was behind the emulated one in an iteration.
+    """
+
+    variant: Variant
+    engine: Any
+    numels: list[int]
+    configuration: str
+    plan: UpdatePlan | None = None
+    iteration_s: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    idle_s: list[float] = field(default_factory=list)
+    updates: list[MeasuredUpdate] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    lag_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    digest: str = ""
+    """Hash of the fp32 master weights at the end."""
+    _reported: list[MeasuredUpdate] = field(default_factory=list)
+    _trained: int = 0
+    """The number of iterations so far."""
+
+    @classmethod
+    def create(cls, variant: Variant, engine: Any) -> Arm:
+        """Return the arm of ``engine``. Raise ``AssertionError`` if that is not the variant's."""
+        numels = [partition.numel() for partition in engine.optimizer.fp16_partitioned_groups_flat]
+        arm = cls(variant, engine, numels, variant.verify(engine))
+        if variant.block is not None:
+            report = engine.optimizer.report
+            updated = report.updated
+
+            def record(phases: Any, timeline: Any) -> None:
+                arm._reported.append(MeasuredUpdate.from_timeline(timeline(), phases))
+                updated(phases, timeline)
+
+            report.updated = record
+        return arm
+
+    def train(self, setting: Any, iterations: int) -> None:
+        """Train for some iterations. Each phase ends with a mark on the computing stream."""
+        device.launch(lambda: None, "mark")
+        losses = []
+        for _ in range(iterations):
+            cpu_s = time.process_time()
+            inputs, targets = batch_for(self.engine, setting, self._trained)
+            self._trained += 1
+            loss = self.engine(inputs, targets)
+            device.launch(lambda: None, "mark")
+            self.engine.backward(loss)
+            device.launch(lambda: None, "mark")
+            losses.append(loss.detach())
+            self.engine.step()
+            device.launch(lambda: None, "mark")
+            self.cpu_s.append(time.process_time() - cpu_s)
+            self.lag_s.append(device.take_lag_s())
+        if self.variant.block is not None:
+            # Let the last update end, and be reported.
+            self.engine.optimizer._update.wait()
+            self.engine.optimizer._update.report()
+        device.synchronize()
+        self.losses += [float(loss) for loss in losses]
+
+    def warm_up(self, setting: Any) -> None:
+        """Train without counting anything."""
+        self.train(setting, WARM_UP)
+        device.take_spans()
+        if self.variant.block is not None:
+            self.plan = self.engine.optimizer.plan
+        for uncounted in (self.cpu_s, self.lag_s, self._reported):
+            uncounted.clear()
+
+    def take_turn(self, setting: Any, iterations: int) -> None:
+        """Train for one iteration that is not counted, and then for ``iterations`` that are."""
+        device.take_spans()
+        device.take_lag_s()
+        uncounted = len(self.cpu_s)
+        self.train(setting, 1 + iterations)
+        for samples in (self.cpu_s, self.lag_s):
+            del samples[uncounted]
+        # No forward followed the last update.
+        self.updates += self._reported[:-1]
+        self._reported.clear()
+        stream = [span for span in device.take_spans() if span.stream == COMPUTING_STREAM]
+        marks = [span.start_s for span in stream if span.name == "mark"]
+        ends_s = marks[:: len(PHASES)]
+        for start_s, end_s in list(pairwise(ends_s))[1:]:
+            busy_s = sum(
+                span.end_s - span.start_s for span in stream if _computes(span) and start_s <= span.start_s < end_s
+            )
+            self.iteration_s.append(end_s - start_s)
+            self.idle_s.append(end_s - start_s - busy_s)
+            self.step_s.append(end_s - marks[marks.index(end_s) - 1])
+
+
+def _computes(span: device.TaskSpan) -> bool:
+    return not span.name.startswith(("copy", "mark", "wait"))
+
+
+def train_in_turns(run: EmulatedRun, variants: Sequence[Variant], passes: HostPasses, turns: Turns) -> list[Arm]:
+    """Return the arms with their measurements. The order alternates from turn to turn."""
+    with ExitStack() as engines:
+        passes.take_time = False
+        with settings.changed(rates=settings.MachineRates()):
+            arms = []
+            for variant in variants:
+                # DeepSpeed formats every parameter for its log, which takes most of the time to create an engine.
+                with mock.patch.object(torch.nn.Parameter, "__repr__", object.__repr__):
+                    engine = engines.enter_context(engine_for(variant, run.small))
+                arms.append(Arm.create(variant, engine))
+                arms[-1].warm_up(run.small)
+        passes.take_time = True
+        for turn in range(turns.turns):
+            for arm in arms if turn % 2 == 0 else reversed(arms):
+                arm.take_turn(run.small, turns.iterations)
+        passes.take_time = False
+        with settings.changed(rates=settings.MachineRates()):
+            for arm in arms:
+                arm.digest = weights_digest(arm.engine)
+                del arm.engine
+    return arms
