@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -48,9 +48,12 @@ TORCH: Any = TorchWithDevice()
 
 
 @contextmanager
-def plugged(settings: Settings | None = None) -> Iterator[None]:
+def plugged(
+    settings: Settings | None = None, adam_kernel: tuple[Any, Mapping[str, object]] = (KERNEL, {})
+) -> Iterator[None]:
     """Train on the device inside this context. Engines must be created and destroyed inside it.
 
+    ``adam_kernel`` replaces the jitted function of Triton in ``TritonAdam``, and the options of its launches.
     ``device.register`` must have been called, and the process group must be of the backend in ``process_group.py``.
     """
     original, before = get_accelerator(), current()
@@ -58,7 +61,7 @@ def plugged(settings: Settings | None = None) -> Iterator[None]:
     with ExitStack() as patches:
         for module in (cuda, devices, choice):
             patches.enter_context(mock.patch.object(module, "torch", TORCH))
-        patches.enter_context(mock.patch.object(triton_adam, "_import_kernel", return_value=(KERNEL, {})))
+        patches.enter_context(mock.patch.object(triton_adam, "_import_kernel", return_value=adam_kernel))
         patches.enter_context(mock.patch.object(machine, "has_cuda", return_value=True))
         for name in ("current_device", "get_device_properties"):
             patches.enter_context(mock.patch.object(torch.cuda, name, getattr(device, name)))

@@ -1,0 +1,19 @@
+"""Check that a model trains to stock's bits if each update on the device interprets the PTX of the Triton kernel."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launch import run_ranks
+
+ON_DEVICE, STEPS = 4, 3
+
+
+@pytest.mark.promise("P1", "P2")
+def test_training_with_interpreted_ptx_on_the_device_has_the_bits_of_stock() -> None:
+    (finished,) = run_ranks(1, ["-m", "tests.software_gpu.training.interpreted_adam_ranks"], timeout_s=300)
+    assert finished.returncode == 0, finished.output[-5000:]
+    (found,) = finished.answers()
+    assert found["differences"] == []
+    # Persistent parameters are updated by launches of their own, and each variant is compiled by an empty launch.
+    assert found["launches"] >= ON_DEVICE * STEPS
