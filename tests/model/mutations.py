@@ -11,7 +11,6 @@ from perf_model.schedule.schedule import Schedule
 
 def without_one_wait(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
     """Yield the schedule without one of its waits."""
-    """Yield the schedule without one of its waits."""
     for position, action in enumerate(schedule.actions):
         for name in action.waits:
             mutant = replace(action, waits=tuple(wait for wait in action.waits if wait != name))
@@ -20,7 +19,6 @@ def without_one_wait(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
 
 
 def with_two_actions_swapped(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
-    """Yield the schedule with two of its actions swapped."""
     """Yield the schedule with two of its actions swapped."""
     for first, second in combinations(range(len(schedule.actions)), 2):
         actions = list(schedule.actions)
@@ -31,14 +29,12 @@ def with_two_actions_swapped(schedule: Schedule) -> Iterator[tuple[str, Schedule
 
 def with_one_action_dropped(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
     """Yield the schedule without one of its actions."""
-    """Yield the schedule without one of its actions."""
     for position, action in enumerate(schedule.actions):
         actions = schedule.actions[:position] + schedule.actions[position + 1 :]
         yield f"{action.name} dropped", replace(schedule, actions=actions)
 
 
 def with_one_action_repeated(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
-    """Yield the schedule with one of its actions issued twice."""
     """Yield the schedule with one of its actions issued twice."""
     for position, action in enumerate(schedule.actions):
         actions = (*schedule.actions[: position + 1], *schedule.actions[position:])

@@ -17,13 +17,11 @@ from perf_model.schedule.workload import Workload
 
 def numels(max_numel: int = 10**6) -> st.SearchStrategy[list[int]]:
     """Return a strategy for the lengths of up to 12 sub-groups."""
-    """Return a strategy for the lengths of up to 12 sub-groups."""
     return st.lists(st.integers(1, max_numel), min_size=1, max_size=12)
 
 
 @st.composite
 def plans(draw: st.DrawFn, max_numel: int = 10**6) -> UpdatePlan:
-    """Draw a plan with any placements, any number of slots up to 6, and any order."""
     """Draw a plan with any placements, any number of slots up to 6, and any order."""
     workload = Workload.from_numels(draw(numels(max_numel)))
     count = len(workload.sub_groups)

@@ -63,13 +63,11 @@ def test_a_rate_of_both_directions_above_their_sum_is_refused() -> None:
 
 def raw(**changes: Any) -> str:
     """Return a profile as JSON with these changes; a value of ``"missing"`` removes the key."""
-    """Return a profile as JSON with these changes; a value of ``"missing"`` removes the key."""
     value = {**json.loads(profile().to_json()), **changes}
     return json.dumps({key: entry for key, entry in value.items() if entry != "missing"})
 
 
 def with_rate(name: str, rate: float, **changes: Any) -> str:
-    """Return a profile as JSON in which the quantity ``name`` has one sample."""
     """Return a profile as JSON in which the quantity ``name`` has one sample."""
     measurements = json.loads(profile().to_json())["measurements"]
     return raw(measurements={**measurements, name: {"samples": [rate]}}, **changes)

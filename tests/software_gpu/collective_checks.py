@@ -169,7 +169,7 @@ def a_barrier_waits_on_the_host_for_all_ranks() -> None:
 def _read_after_a_collective(*, wait: bool) -> bool:
     """Return whether the default stream reads the result, if it waits for the collective or does not."""
     size = dist.get_world_size()
-    with changed(lazy=True, lazy_s=1.0):
+    with changed(lazy=True, lazy_s=100.0):
         tensor = torch.ones(1000, device=DEVICE_TYPE)
         result = torch.empty(1000 * size, device=DEVICE_TYPE)
         device.synchronize()
@@ -192,7 +192,7 @@ def a_missing_wait_for_the_handle_shows() -> None:
 
 def a_collective_waits_for_the_stream_of_the_caller() -> None:
     def reduced() -> list[float]:
-        with changed(lazy=True, lazy_s=1.0):
+        with changed(lazy=True, lazy_s=100.0):
             tensor = torch.zeros(10, device=DEVICE_TYPE)
             device.synchronize()
             tensor.add_(1)
@@ -225,7 +225,7 @@ def groups_may_be_used_in_another_order_by_every_rank() -> None:
 
 def a_dropped_handle_keeps_its_tensors_until_the_collective_is_over() -> None:
     size = dist.get_world_size()
-    with changed(lazy=True, lazy_s=1.0):
+    with changed(lazy=True, lazy_s=100.0):
         result = torch.empty(1000 * size, device=DEVICE_TYPE)
         tensor = torch.ones(1000, device=DEVICE_TYPE)
         dist.all_gather_into_tensor(result, tensor, async_op=True)
