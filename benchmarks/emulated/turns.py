@@ -129,17 +129,17 @@ class Arm:
         stream = [span for span in device.take_spans() if span.stream == COMPUTING_STREAM]
         marks = [span.start_s for span in stream if span.name == "mark"]
         ends_s = marks[:: len(PHASES)]
-        for start_s, end_s in list(pairwise(ends_s))[1:]:
+        for iteration, (start_s, end_s) in list(enumerate(pairwise(ends_s), start=1))[1:]:
             busy_s = sum(
                 span.end_s - span.start_s for span in stream if _computes(span) and start_s <= span.start_s < end_s
             )
             self.iteration_s.append(end_s - start_s)
             self.idle_s.append(end_s - start_s - busy_s)
-            self.step_s.append(end_s - marks[marks.index(end_s) - 1])
+            self.step_s.append(end_s - marks[iteration * len(PHASES) - 1])
 
 
 def _computes(span: device.TaskSpan) -> bool:
-    return not span.name.startswith(("copy", "mark", "wait"))
+    return not span.name.startswith(("copy H2D", "copy D2H", "mark", "wait"))
 
 
 def train_in_turns(run: EmulatedRun, variants: Sequence[Variant], passes: HostPasses, turns: Turns) -> list[Arm]:
