@@ -24,7 +24,7 @@ H2D, D2H, COMPUTE, NONE = range(4)
 
 @dataclass(frozen=True)
 class _Flow:
-    """EmulatedWork that starts at ``start_s`` or later."""
+    """Work that starts at ``start_s`` or later."""
 
     engine: int
     used: dict[str, float] = field(default_factory=dict)
@@ -94,7 +94,7 @@ def host_memory_is_shared_by_copies_and_updates_of_the_cpu() -> None:
     assert _ends(machine, update) == _about(1)
     assert _ends(machine, copy) == _about(1)
     assert _ends(machine, update, copy) == _about(1.5, 1.5)
-    # EmulatedWork that does not use the full resource is not slowed down.
+    # Work that does not use the full resource is not slowed down.
     kernel = _Flow(COMPUTE, {"gpu": 1})
     assert _ends({**machine, "gpu": 1}, update, copy, kernel) == _about(1.5, 1.5, 1)
 

@@ -17,23 +17,32 @@ from tests.software_gpu import device
 CAPABILITY = 90
 """The compute capability of H100 and H200."""
 
+NUMEL_ARGUMENT = 5
+"""The position of the number of elements among the arguments of ``triton_kernel.update``."""
+
 
 class InterpretedAdamKernel:
-    """The kernel that replaces the jitted function of Triton in ``TritonAdam``. ``launches`` counts those executed."""
+    """The kernel that replaces the jitted function of Triton in ``TritonAdam``.
+
+    ``launches`` is the number of launches so far that had elements; the others only compile.
+    """
 
     def __init__(self) -> None:
         self._ptx = PtxKernel(CAPABILITY)
-
-    @property
-    def launches(self) -> int:
-        return len(self._ptx.launched)
+        self.launches = 0
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int], *arguments: Any, **named: Any) -> None:
         views = [_view(argument) for argument in arguments]
-        device.launch(lambda: self._ptx[grid](*(view() for view in views), **named), "GPU Adam, interpreted")
+        numel = arguments[NUMEL_ARGUMENT]
+
+        def interpret() -> None:
+            self._ptx[grid](*(view() for view in views), **named)
+            self.launches += numel > 0
+
+        device.launch(interpret, "GPU Adam, interpreted")
 
 
 def _view(argument: Any) -> Any:

@@ -54,6 +54,8 @@ def plugged(
     """Train on the device inside this context. Engines must be created and destroyed inside it.
 
     ``adam_kernel`` replaces the jitted function of Triton in ``TritonAdam``, and the options of its launches.
+    The function that chooses the device by the accelerator's name is replaced, because it knows CUDA and the CPU only.
+
     ``device.register`` must have been called, and the process group must be of the backend in ``process_group.py``.
     """
     original, before = get_accelerator(), current()
@@ -74,6 +76,8 @@ def plugged(
             device.synchronize()
         finally:
             set_accelerator(original)
+            # After an exception, tasks may be left that must be executed with the settings of this context.
+            device.call("drain")
             before.apply()
             devices._no_gpu_adam.cache_clear()
 

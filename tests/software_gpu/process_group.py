@@ -7,7 +7,6 @@ makes the stream that is current then wait for the collective; the host does not
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -190,8 +189,7 @@ class _View:
 
 def register_backend() -> None:
     """Make the backend known to ``torch.distributed``, for tensors of the host and of the device."""
-    with suppress(AttributeError):
-        dist.Backend.register_backend(BACKEND, _create, devices=["cpu", DEVICE_TYPE])
+    dist.Backend.register_backend(BACKEND, _create, devices=["cpu", DEVICE_TYPE])
 
 
 _create: Callable[..., SoftwareProcessGroup] = SoftwareProcessGroup

@@ -351,8 +351,10 @@ std::optional<torch::jit::Stack> meta_results(const OperatorHandle& op, const Ar
   try {
     call_kernel(op, stack);
     if (key) {
+      // Destroyed after the lock is released: the tensors of a meta kernel in Python may need the GIL for that.
+      std::unordered_map<std::string, torch::jit::Stack> discarded;
       std::lock_guard lock(mutex);
-      if (known->size() == MOST_KNOWN) known->clear();
+      if (known->size() == MOST_KNOWN) known->swap(discarded);
       known->emplace(*key, stack);
     }
     return stack;

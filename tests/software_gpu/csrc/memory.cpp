@@ -141,6 +141,7 @@ void DeviceMemory::free(void* pointer) {
   if (pointer == nullptr || runtime().forked()) return;
   LockWithoutGil lock(mutex_);
   auto found = allocated_.find(pointer);
+  if (found == allocated_.end()) throw std::runtime_error("memory of the software GPU was freed that is not allocated");
   Block* block = found->second;
   allocated_.erase(found);
   statistics_.allocated_bytes[ALL].decrease(block->size);
@@ -375,6 +376,8 @@ PinnedMemory::Registered PinnedMemory::register_range(void* pointer, size_t size
   char* begin = static_cast<char*>(pointer);
   for (auto& [address, bytes] : registered_)
     if (begin < address + bytes && address < begin + size) return Registered::OVERLAPS;
+  for (auto& [address, block] : blocks_)
+    if (begin < address + block.size && address < begin + size) return Registered::OVERLAPS;
   if (registered_bytes_ + size > limit_) return Registered::BEYOND_LIMIT;
   registered_[begin] = size;
   registered_bytes_ += size;

@@ -134,15 +134,25 @@ void Stream::loop() {
 void Stream::run_task(const Task& task, double enqueued_s) {
   Settings settings = runtime().settings();
   double start_s = std::max(until_s_, enqueued_s);
+  // A task that fails takes its time, too.
+  std::exception_ptr error;
+  auto execute = [&] {
+    try {
+      task.work();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  };
   if (the_clock().takes_time(task.cost)) {
     auto flow = the_clock().start(task.engine, task.cost, start_s);
-    if (settings.execute_first) task.work();
+    if (settings.execute_first) execute();
     until_s_ = the_clock().wait(flow);
-    if (!settings.execute_first) task.work();
+    if (!settings.execute_first) execute();
   } else {
-    task.work();
+    execute();
     until_s_ = settings.emulated ? start_s : now_s();
   }
+  if (error) std::rethrow_exception(error);
   if (settings.trace) runtime().add_span({id_, task.name, start_s, until_s_});
 }
 

@@ -57,18 +57,20 @@ def expected(key: str) -> Record:
     return trained(case, case.blocks[0] if case.uses_of_shared else None, script)
 
 
-def wrong_numbers(key: str, adversary: str, seeded: Callable[[], AbstractContextManager[object]]) -> list[str]:
-    """Train on the device, and return a line for each number that is wrong, or the exception that was raised."""
+def trained_on_device(key: str, adversary: str, seeded: Callable[[], AbstractContextManager[object]]) -> dict[str, Any]:
+    """Train on the device, and return a line for each number that is ``wrong``, and the ``error`` that was raised."""
     case, script = RUNS[key]
     # Stock does not depend on the block.
     reference = expected(key if case.uses_of_shared else key_of(replace(case, blocks=()), script))
     try:
         with plugged(ADVERSARIES[adversary].settings), ADVERSARIES[adversary].host(), seeded():
-            return differences(reference, trained(case, case.blocks[0], script))
-    except Exception as error:  # noqa: BLE001 (an error shows a fault, too)
+            return {"wrong": differences(reference, trained(case, case.blocks[0], script)), "error": ""}
+    except Exception as error:  # noqa: BLE001 (reported by the test)
         device.call("drain")
         device.take_error()
-        return [f"{type(error).__name__}: {error}"]
+        # A failed update has the error of its kernel as its cause.
+        cause = error.__cause__ or error
+        return {"wrong": [], "error": f"{type(cause).__name__}: {cause}"}
 
 
 def adversary_of(fault: Fault) -> str:
@@ -82,8 +84,8 @@ def main(selected: str) -> None:
     if selected == "faults":
         for fault in faults:
             adversary = adversary_of(fault)
-            found = wrong_numbers(keys[fault.name], adversary, EQUIVALENT.get(fault.name, fault.seeded))
-            answer_on_rank_0({"fault": fault.name, "adversary": adversary, "wrong": found})
+            found = trained_on_device(keys[fault.name], adversary, EQUIVALENT.get(fault.name, fault.seeded))
+            answer_on_rank_0({"fault": fault.name, "adversary": adversary, **found})
         return
     if selected == "controls":
         chosen = set({adversary_of(fault): (keys[fault.name], adversary_of(fault)) for fault in faults}.values())
@@ -91,8 +93,7 @@ def main(selected: str) -> None:
         chosen = {(keys[fault.name], adversary_of(fault)) for fault in faults}
         chosen |= set(zip(keys.values(), cycle(ADVERSARIES), strict=False))
     for key, adversary in sorted(chosen):
-        found = wrong_numbers(key, adversary, nullcontext)
-        answer_on_rank_0({"case": key, "adversary": adversary, "wrong": found})
+        answer_on_rank_0({"case": key, "adversary": adversary, **trained_on_device(key, adversary, nullcontext)})
 
 
 def answer_on_rank_0(result: dict[str, Any]) -> None:

@@ -15,5 +15,5 @@ def test_training_with_interpreted_ptx_on_the_device_has_the_bits_of_stock() -> 
     assert finished.returncode == 0, finished.output[-5000:]
     (found,) = finished.answers()
     assert found["differences"] == []
-    # Persistent parameters are updated by launches of their own, and each variant is compiled by an empty launch.
+    # Persistent parameters are updated by launches of their own.
     assert found["launches"] >= ON_DEVICE * STEPS
