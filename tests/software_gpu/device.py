@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
+import math
 import sys
 import threading
 import traceback
@@ -302,9 +303,7 @@ def _sleep(cycles: int) -> None:
 
 def host_view(address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return a CPU tensor over contiguous memory of the device. Only a launched function may use it."""
-    numel = 1
-    for size in shape:
-        numel *= size
+    numel = math.prod(shape)
     if numel == 0:
         return torch.empty(tuple(shape), dtype=dtype)
     size_bytes = numel * dtype.itemsize

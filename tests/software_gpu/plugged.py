@@ -21,7 +21,7 @@ from tests.software_gpu.accelerator import SoftwareAccelerator
 from tests.software_gpu.adam_kernel import SoftwareAdamKernel
 from tests.software_gpu.library import DEVICE_TYPE
 from tests.software_gpu.process_group import SoftwareProcessGroup
-from tests.software_gpu.settings import Settings, current
+from tests.software_gpu.settings import Settings, applied
 
 KERNEL = SoftwareAdamKernel()
 
@@ -58,9 +58,8 @@ def plugged(
 
     ``device.register`` must have been called, and the process group must be of the backend in ``process_group.py``.
     """
-    original, before = get_accelerator(), current()
-    (settings or Settings()).apply()
-    with ExitStack() as patches:
+    original = get_accelerator()
+    with applied(settings or Settings()), ExitStack() as patches:
         for module in (cuda, devices, choice):
             patches.enter_context(mock.patch.object(module, "torch", TORCH))
         patches.enter_context(mock.patch.object(triton_adam, "_import_kernel", return_value=adam_kernel))
@@ -76,9 +75,6 @@ def plugged(
             device.synchronize()
         finally:
             set_accelerator(original)
-            # After an exception, tasks may be left that must be executed with the settings of this context.
-            device.call("drain")
-            before.apply()
             devices._no_gpu_adam.cache_clear()
 
 

@@ -101,16 +101,23 @@ def current() -> Settings:
 
 
 @contextmanager
-def changed(**changes: object) -> Iterator[None]:
-    """Change the settings inside this context."""
+def applied(settings: Settings) -> Iterator[None]:
+    """Replace the settings inside this context."""
     before = current()
-    replace(before, **changes).apply()  # type: ignore[arg-type]
+    settings.apply()
     try:
         yield
     finally:
-        # Tasks that were issued inside are executed with the settings inside.
+        # Tasks that were issued inside are executed with the settings inside, also after an exception.
         call("drain")
         before.apply()
+
+
+@contextmanager
+def changed(**changes: object) -> Iterator[None]:
+    """Change some of the settings inside this context."""
+    with applied(replace(current(), **changes)):  # type: ignore[arg-type]
+        yield
 
 
 PLAIN = Settings()

@@ -44,7 +44,7 @@ GATHERS = ("partition_parameters.py", "partitioned_param_coordinator.py")
 """DeepSpeed's gathers in forward and backward: how often the host waits depends on how far they are ahead."""
 
 COPY_OF_OFFLOADED = "copy H2D, blocking"
-"""With several ranks, DeepSpeed copies an offloaded parameter for its gather by a copy that blocks the host."""
+"""The wait for a copy that DeepSpeed issues before it gathers an offloaded parameter, with several ranks only."""
 
 CONDITIONS = {
     "": lambda variant, world_size: True,
