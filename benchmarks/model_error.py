@@ -1,4 +1,4 @@
-"""How accurate are the predictions of the update time, over a grid of placements and sub-group sizes?
+"""How accurate are the predictions of the update time, over a grid of placements and unit sizes?
 
 The predictions use a profile of this machine that is measured just before, as users do. The predicted time is that of
 the whole update, which is done when ``step()`` returns. The error is predicted divided by measured, minus 1; one sample
@@ -27,20 +27,20 @@ from perf_model.prediction.hardware import HardwareProfile
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 SIZE_FACTORS = (1, 4)
-"""Sub-group sizes, as multiples of the usual one."""
+"""Sizes of sub-groups, and of units unless they are planned, as multiples of the usual one."""
 
 CHART = Bars("prediction error", "predicted update", "measured update")
 
 
 def measure(*, quick: bool) -> Iterator[Row]:
-    """Yield predicted and measured times for each placement and sub-group size."""
+    """Yield predicted and measured times for each placement and size."""
     base = default_setting(quick=quick)
     repetitions = Repetitions(iterations=3, rounds=1) if quick else Repetitions(iterations=8, rounds=2)
     with measured_profile(quick=quick) as path:
         profile = HardwareProfile.read(path)
         for factor in SIZE_FACTORS:
             setting = replace(base, sub_group_size=factor * base.sub_group_size)
-            plan, *grid = _variants(path)
+            plan, *grid = _variants(path, setting.sub_group_size)
             for variants in ([plan], grid):
                 runs = run_interleaved(variants, setting, repetitions)
                 yield from rows_of_runs(runs, partial(_rows, profile))
@@ -61,10 +61,10 @@ def _rows(
     yield Row(quantity="update / lower bound", unit="times", samples=ratios, **labels)
 
 
-def _variants(profile: Path) -> list[Variant]:
-    """Return the planned variant, then one variant per share of streamed parameters."""
+def _variants(profile: Path, unit_size: int) -> list[Variant]:
+    """Return the planned variant, then one variant per share of streamed parameters, in units of that size."""
     variants = [planned("planned", profile=str(profile), **NO_OVERLAP)]
     for share in SHARES:
-        block = {"placement": "fraction", "gpu_fraction": share, "profile": str(profile), **NO_OVERLAP}
-        variants.append(ours(f"{share:.0%} streamed", **block))
+        block = {"placement": "fraction", "gpu_fraction": share, "profile": str(profile), "unit_size": unit_size}
+        variants.append(ours(f"{share:.0%} streamed", **block, **NO_OVERLAP))
     return variants

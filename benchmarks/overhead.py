@@ -1,33 +1,86 @@
 """How much does the plugin cost where it cannot gain anything: a model of one million parameters, updated on the CPU?
 
 The plugin runs with both overlaps, and with the update done when ``step()`` returns.
+
+Units cost something, too: the same model is updated once in DeepSpeed's sub-groups of some size, and once in units of
+at most that size inside sub-groups of DeepSpeed's default size. The update is done when ``step()`` returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from benchmarks.harness import variants
 from benchmarks.harness.charts import Bars
 from benchmarks.harness.interleaved_runs import EngineRun, run_interleaved
 from benchmarks.harness.rows import Row
-from benchmarks.harness.run_rows import all_samples, rows_of_runs, same_bits_row
+from benchmarks.harness.run_rows import (
+    all_samples,
+    configuration_rows,
+    error_rows,
+    labels_of,
+    rows_of_runs,
+    same_bits_row,
+)
 from benchmarks.harness.setting import TrainingSetting
-from benchmarks.harness.sizes import Repetitions
-from benchmarks.harness.variants import ours
+from benchmarks.harness.sizes import Repetitions, default_setting, with_default_sub_groups
+from benchmarks.harness.variants import NO_OVERLAP, Variant, ours
 
 SETTING = TrainingSetting(layers=5, width=128, context=128, micro_batch=4)
 """1.07 M parameters."""
+
+PLACEMENTS = ("cpu", "streamed")
+"""The placements whose updates are compared in units and in sub-groups."""
+
+COST_OF_UNITS = "step() / step() with sub-groups"
 
 CHART = Bars("iteration", "iteration / stock's iteration")
 
 
 def measure(*, quick: bool) -> Iterator[Row]:
-    """Yield the iteration times of stock and of ours, and their ratio."""
+    """Yield the iteration times of stock and of ours, and their ratio, then what units cost against sub-groups."""
     compared = (variants.STOCK, ours("ours", placement="cpu"), variants.ALL_CPU)
     repetitions = Repetitions(iterations=5, rounds=2) if quick else Repetitions(iterations=40, rounds=6)
     yield from rows_of_runs(run_interleaved(compared, SETTING, repetitions), _rows)
+
+    yield from _cost_of_units(quick=quick)
+
+
+def _cost_of_units(*, quick: bool) -> Iterator[Row]:
+    """Yield the times of ``step()`` with sub-groups and with units of the same size, and their ratio in each round."""
+    setting = default_setting(quick=quick)
+    repetitions = Repetitions(iterations=2, rounds=1) if quick else Repetitions(iterations=8, rounds=6)
+    pairs = [(in_sub_groups(setting, placement), in_units(setting, placement)) for placement in PLACEMENTS]
+    runs = run_interleaved([variant for pair in pairs for variant in pair], setting, repetitions)
+    yield from error_rows(runs.errors, setting)
+    for pair in pairs:
+        if any(variant.name in runs.errors for variant in pair):
+            continue
+        both = [runs.completed[variant.name] for variant in pair]
+        for variant, variant_runs in zip(pair, both, strict=True):
+            labels = labels_of(variant.name, setting)
+            yield Row(quantity="step()", unit="s", samples=all_samples(variant_runs, "step_s"), **labels)
+            yield from configuration_rows(variant_runs, **labels)
+        sub_groups, units = ([median(run.step_s) for run in variant_runs] for variant_runs in both)
+        ratios = [with_units / without for with_units, without in zip(units, sub_groups, strict=True)]
+        yield Row(quantity=COST_OF_UNITS, unit="times", samples=ratios, **labels_of(pair[1].name, setting))
+
+
+def in_sub_groups(setting: TrainingSetting, placement: str) -> Variant:
+    """Return the variant in which each of DeepSpeed's sub-groups is one unit."""
+    block = {"placement": placement, "unit_size": setting.parameters}
+    return ours(f"ours, {placement}, sub-groups", **block, **NO_OVERLAP)
+
+
+def in_units(setting: TrainingSetting, placement: str) -> Variant:
+    """Return the variant with units as large as the setting's sub-groups, in sub-groups of DeepSpeed's default size."""
+    block = {"placement": placement, "unit_size": setting.sub_group_size}
+    variant = ours(f"ours, {placement}, units", **block, **NO_OVERLAP)
+    # Norms are summed per sub-group, so the bits are those of stock with these sub-groups.
+    return replace(variant, zero={"sub_group_size": with_default_sub_groups(setting).sub_group_size}, exact=False)
 
 
 def _rows(runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], **labels: Any) -> Iterator[Row]:

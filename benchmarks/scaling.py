@@ -33,7 +33,7 @@ from perf_model.presets.machines import MACHINES, REACHED_SHARE
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
 from perf_model.search.budgets import DoesNotFit
-from perf_model.search.planner import SUB_GROUP_SIZES
+from perf_model.search.unit_sizes import UNIT_SIZES
 from perf_model.training_run.forecast import MemoryLimits, Overlap, PredictedIteration, forecast
 from perf_model.training_run.job import PARAM_BYTES, Job
 
@@ -90,7 +90,7 @@ def _simulated(model: str, gpus: int) -> Iterator[Row]:
     setting = {"machine": MACHINE, "sequence": SEQUENCE, "micro_batch": 1, "model": model, "GPUs": gpus}
     simulated_row = partial(Row, variant="SIMULATED", setting=setting)
     try:
-        found = forecast(job, profile, limits, Overlap(), SUB_GROUP_SIZES)
+        found = forecast(job, profile, limits, Overlap(), UNIT_SIZES)
     except DoesNotFit as reason:
         yield simulated_row(quantity="exposed update of ours", waived=str(reason))
         return
@@ -98,7 +98,7 @@ def _simulated(model: str, gpus: int) -> Iterator[Row]:
     whole = MemoryLimits(gpu=profile.gpu_memory_bytes, host=profile.host_memory_bytes)
     others = {
         **found.baselines,
-        "no_offload": forecast(job, profile, whole, Overlap(), SUB_GROUP_SIZES).baselines["no_offload"],
+        "no_offload": forecast(job, profile, whole, Overlap(), UNIT_SIZES).baselines["no_offload"],
     }
     candidates = {name: others[name] for name in WITHOUT_INTERLEAVING}
     fitting = {name: baseline for name, baseline in candidates.items() if isinstance(baseline, PredictedIteration)}

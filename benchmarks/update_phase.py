@@ -36,7 +36,8 @@ from perf_model.prediction.cost import CostModel, stock_traffic_by_action, traff
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.workload import Workload
-from perf_model.search.bounds import Bound, ResidentCapacity, work_bound
+from perf_model.search.bounds import Bound, work_bound
+from perf_model.search.capacity import ResidentCapacity
 from perf_model.training_run.job import PARAM_BYTES
 
 CHART = Bars("update", UPDATE_SPEEDUP, "host memory traffic")

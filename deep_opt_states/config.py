@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from deep_opt_states.names import CONFIG_KEY, is_about_our_block
-from perf_model.schedule.placement import Placement, place_all, place_by_fraction, place_by_stride
+from perf_model.schedule.cutting import cut_into_units
+from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import Workload
+from perf_model.schedule.rules import NO_RULES, PlacementRules, RulesError
+from perf_model.schedule.simple_placements import place_all, place_by_fraction, place_by_stride
+from perf_model.schedule.workload import Partition, Workload
+
+DEFAULT_UNIT_SIZE = 50_000_000
+"""The most parameters of a unit where neither the config nor the planner chooses."""
 
 
 class ConfigError(ValueError):
@@ -35,34 +50,47 @@ class Config(BaseModel):
     """Whether the plugin is active. With `false`, stock DeepSpeed trains."""
 
     placement: (
-        Literal["planned", "cpu", "streamed", "stride", "fraction"] | list[Literal["cpu", "streamed", "resident"]]
+        Literal["planned", "cpu", "streamed", "stride", "fraction"]
+        | list[Literal["cpu", "streamed", "resident"]]
+        | Annotated[
+            InstanceOf[PlacementRules],
+            WithJsonSchema({"type": "array", "items": {"type": "object"}}),
+        ]
     ) = "planned"
-    """The rule that decides where each sub-group of the optimizer states is updated. `"planned"` chooses the placement
-    for which the performance model predicts the shortest exposed update time on this machine. `"cpu"` updates
-    all sub-groups on the CPU. `"streamed"` keeps all states in host memory, copies each sub-group to the
-    accelerator, updates it there and copies it back. `"stride"` streams every k-th sub-group, where
-    `update_stride` is k, and updates the others on the CPU. `"fraction"` streams the share of the parameters
-    that `gpu_fraction` sets, and updates the others on the CPU. A list has `"cpu"`, `"streamed"` or `"resident"`
-    for each sub-group, in order; the states of a resident sub-group stay in the memory of the accelerator."""
+    """Where the optimizer states are kept and updated, by unit: a part of one sub-group, cut along layers where
+    possible. `"planned"` chooses the placements for which the performance model predicts the shortest exposed update
+    time on this machine. `"cpu"` updates all units on the CPU. `"streamed"` keeps all states in host memory, copies
+    each unit to the accelerator, updates it there and copies it back. `"stride"` streams every k-th unit, where
+    `update_stride` is k, and updates the others on the CPU. `"fraction"` streams the share of the parameters that
+    `gpu_fraction` sets, and updates the others on the CPU. A list of strings has `"cpu"`, `"streamed"` or `"resident"`
+    for all units of each sub-group, in the order of the sub-groups; the states of a resident unit stay in the memory of
+    the accelerator. A list of objects places parameters by name: see [Rules by name](#rules-by-name)."""
+
+    unit_size: int | None = Field(default=None, ge=1)
+    """The most parameters of a unit on each rank, rounded up to a multiple of 256. By default, the planner chooses it;
+    a placement that leaves nothing to the planner has units of at most 50,000,000 parameters. DeepSpeed's sub-groups
+    and checkpoints do not depend on it."""
 
     profile: str | None = Field(default=None, min_length=1)
     """The path of a hardware profile from which the plugin plans and predicts; `deep-opt-states profile` writes one. By
     default, the plugin measures a quick profile at start, which takes seconds once DeepSpeed's kernels are compiled,
     and caches it in `~/.cache/deep_opt_states` for this hardware and software. A profile is needed for
-    `"placement": "planned"` and for `report`. With the other placements, a profile adds predictions to the reports."""
+    `"placement": "planned"`, for rules by name if a parameter is planned, and for `report`. With the other placements,
+    a profile adds predictions to the reports."""
 
     update_stride: int | None = Field(default=None, ge=2)
-    """The stride k of `"placement": "stride"`, the rule of the paper: sub-group i, counted from 0, is streamed if i + 1
-    is a multiple of k. This placement requires the key, and any other placement refuses it."""
+    """The stride k of `"placement": "stride"`, the rule of the paper: unit i, counted from 0, is streamed if i + 1 is a
+    multiple of k. This placement requires the key, and any other placement refuses it."""
 
     gpu_fraction: float | None = Field(default=None, ge=0.0, le=1.0)
-    """The share of the parameters that `"placement": "fraction"` streams, spread evenly over the sub-groups.
+    """The share of the parameters that `"placement": "fraction"` streams, spread evenly over the units.
     This placement requires the key, and any other placement refuses it."""
 
     num_slots: int = Field(default=2, ge=1)
-    """The number of staging slots on the accelerator, through which streamed sub-groups pass. Each slot has the size of
-    the largest streamed sub-group, at 12 bytes per parameter. With 2 slots, transfers overlap with updates.
-    `"placement": "planned"` refuses the key, because it chooses the number itself."""
+    """The number of staging slots on the accelerator, through which streamed units pass. Each slot has the size of
+    the largest streamed unit, at 12 bytes per parameter. With 2 slots, transfers overlap with updates.
+    `"placement": "planned"`, and rules by name that leave something to the planner, refuse the key, because the planner
+    chooses the number."""
 
     cpu_threads: int | None = Field(default=None, ge=1)
     """The number of threads with which each rank updates on the CPU. By default one per physical core of the rank's
@@ -73,23 +101,25 @@ class Config(BaseModel):
     threads of the process off these cores. On the CPU accelerator nothing is pinned."""
 
     gpu_memory_gb: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
-    """The memory of each GPU that `"placement": "planned"` may use for staging slots and resident states, in GB (10^9
-    bytes), in addition to the three staging buffers for gradients. By default a tenth of the GPU's memory, because the
-    need of the activations is not known at start. Any other placement refuses the key. With every placement, gradients
-    are accumulated over micro-batches on the GPU if they fit within this limit together with the slots and the resident
-    states. No effect on the CPU accelerator, which has no memory of its own."""
+    """The memory of each GPU that the planner may use for staging slots and resident states, in GB (10^9 bytes), in
+    addition to the three staging buffers for gradients. By default nothing at start, because the need of the
+    activations is not known, and after the first steps all memory that was free at their peak, less
+    `gpu_memory_margin_gb`. A number is a limit from the start on, and the planner does not use more later. In both
+    cases it uses less when memory becomes short. A placement that leaves nothing to the planner refuses the key.
+    Gradients are accumulated over micro-batches on the GPU if they fit within this limit together with the slots and
+    the resident states. No effect on the CPU accelerator, which has no memory of its own."""
 
     gpu_memory_margin_gb: float = Field(default=2.0, ge=0.0, allow_inf_nan=False)
-    """The memory of each GPU that stays free when staging slots are added for prefetching during backward, in GB (10^9
-    bytes). Slots are added after some steps, from memory that was free until then, and removed if memory becomes short;
-    the log reports both. No effect if `gpu_memory_gb` is set: then no slots are added."""
+    """The memory of each GPU that stays free when the planner uses what was free in the first steps, in GB (10^9
+    bytes). When training has taken half of it, memory counts as short: states move back to host memory, until the
+    margin is free again. The log reports each move."""
 
     overlap_backward: bool = True
-    """Whether to prefetch the states of streamed sub-groups into free staging slots during backward."""
+    """Whether to prefetch the states of streamed units into free staging slots during backward."""
 
     overlap_forward: bool = True
     """Whether the update overlaps with the next forward. `step()` then returns when the gradient norm is known and the
-    parameters that DeepSpeed keeps gathered are updated. All other sub-groups are updated while forward runs, before it
+    parameters that DeepSpeed keeps gathered are updated. All other units are updated while forward runs, before it
     uses their parameters. No effect with `wall_clock_breakdown`, or on a GPU if `timers.throughput.synchronized` is
     `true`. If the config does not set that key, the throughput timer uses the host's clock and does not synchronize the
     device."""
@@ -110,43 +140,99 @@ class Config(BaseModel):
             if self.placement != placement and value is not None:
                 remedy = f'Remove it, or set "placement": "{placement}".'
                 raise _RuleError(key, f'belongs to "placement": "{placement}"', value, remedy)
-        if self.placement == "planned" and "num_slots" in self.model_fields_set:
-            remedy = 'Remove it, or set another "placement".'
-            raise _RuleError("num_slots", 'is chosen by "placement": "planned"', self.num_slots, remedy)
-        if self.placement != "planned" and self.gpu_memory_gb is not None:
-            remedy = 'Remove it: the memory of another "placement" follows from that placement and "num_slots".'
-            raise _RuleError("gpu_memory_gb", 'belongs to "placement": "planned"', self.gpu_memory_gb, remedy)
+        if self.placement == "planned" or any(rule.placement is None for rule in self.rules.rules):
+            self._refuse_num_slots()
+        if not self.may_plan and self.gpu_memory_gb is not None:
+            rule = 'belongs to a "placement" that leaves something to the planner'
+            remedy = 'Remove it: the memory of this "placement" follows from the placement and "num_slots".'
+            raise _RuleError("gpu_memory_gb", rule, self.gpu_memory_gb, remedy)
         return self
 
+    def _refuse_num_slots(self) -> None:
+        if "num_slots" in self.model_fields_set:
+            rule = 'is chosen by the planner, to which "placement" leaves all or some parameters'
+            remedy = 'Remove it, or set a "placement" that leaves nothing to the planner.'
+            raise _RuleError("num_slots", rule, self.num_slots, remedy)
+
+    @field_validator("placement", mode="before")
+    @classmethod
+    def _parse_rules(cls, value: object) -> object:
+        """Return rules if ``value`` is a list with an object in it, and else ``value``."""
+        if isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
+            return PlacementRules.from_json(value)
+        return value
+
     @property
-    def predicts(self) -> bool:
+    def rules(self) -> PlacementRules:
+        """Return the rules by name; without rules if ``placement`` is something else."""
+        return self.placement if isinstance(self.placement, PlacementRules) else NO_RULES
+
+    @property
+    def may_plan(self) -> bool:
+        """Return whether the planner would decide, if not for this model, then for one with other names."""
+        return self.placement == "planned" or (isinstance(self.placement, PlacementRules) and self.placement.may_plan)
+
+    def plans(self, workload: Workload) -> bool:
+        """Return whether the planner decides the placement of a unit of ``workload``."""
+        return self.placement == "planned" or (self.may_plan and any(unit.fixed is None for unit in workload.units))
+
+    def predicts(self, workload: Workload) -> bool:
         """Return whether a hardware profile is needed, to plan or to compare predictions with measurements."""
-        return self.placement == "planned" or self.profile is not None or self.report is not None
+        return self.plans(workload) or self.profile is not None or self.report is not None
+
+    def check_names(
+        self, trained: Sequence[str], frozen: Collection[str] = (), aliases: Mapping[str, str] | None = None
+    ) -> None:
+        """Raise ``ConfigError`` if a rule by name has no effect, or if a key does not suit what the rules leave.
+
+        The arguments are those of ``PlacementRules.check``.
+        """
+        try:
+            self.rules.check(trained, frozen, aliases)
+            if self.rules.rules and any(self.rules.placement_of(name) is None for name in trained):
+                self._refuse_num_slots()
+        except RulesError as error:
+            raise ConfigError(f"{CONFIG_KEY}.{error}") from None
+        except _RuleError as error:
+            raise ConfigError(error.message) from None
+
+    def workload(self, sub_groups: Sequence[Sequence[Partition]], unit_size: int | None = None) -> Workload:
+        """Return the units of ``sub_groups``, fixed where a rule by name is for their parameters.
+
+        ``unit_size`` is a choice of the planner, which ``unit_size`` of the config overrides.
+        """
+        return cut_into_units(sub_groups, self.unit_size or unit_size or DEFAULT_UNIT_SIZE, self.rules.placement_of)
 
     def plan(self, workload: Workload) -> UpdatePlan:
-        """Return the plan for ``workload`` that a rule or a list defines. ``placement`` must not be ``"planned"``.
+        """Return the plan for ``workload`` that the config defines. The planner must have nothing to decide.
 
         Raise ``ConfigError`` if a list does not have one entry per sub-group.
         """
-        assert self.placement != "planned"
-        if isinstance(self.placement, list):
-            if len(self.placement) != len(workload.sub_groups):
-                raise ConfigError(
-                    f"{CONFIG_KEY}.placement: an explicit list must have one entry per sub-group; this model has "
-                    f"{len(workload.sub_groups)} sub-groups, found {len(self.placement)} entries.\n"
-                    f'Change the list, or "sub_group_size" in "zero_optimization", or name a rule '
-                    f'such as "placement": "stride".'
-                )
-            placements = tuple(map(Placement, self.placement))
-        elif self.placement == "stride":
-            assert self.update_stride is not None
-            placements = place_by_stride(workload, self.update_stride)
-        elif self.placement == "fraction":
-            assert self.gpu_fraction is not None
-            placements = place_by_fraction(workload, self.gpu_fraction)
-        else:
-            placements = place_all(workload, Placement(self.placement))
-        return UpdatePlan(workload=workload, placements=placements, num_slots=self.num_slots)
+        assert not self.plans(workload)
+        return UpdatePlan(workload=workload, placements=self._placements(workload), num_slots=self.num_slots)
+
+    def _placements(self, workload: Workload) -> tuple[Placement, ...]:
+        match self.placement:
+            case PlacementRules():
+                return tuple(unit.fixed for unit in workload.units if unit.fixed is not None)
+            case list(entries):
+                count = len(workload.sub_group_numels)
+                if len(entries) != count:
+                    raise ConfigError(
+                        f"{CONFIG_KEY}.placement: an explicit list must have one entry per sub-group; this model has "
+                        f"{count} sub-groups, found {len(entries)} entries.\n"
+                        f'Change the list, or "sub_group_size" in "zero_optimization", or name a rule '
+                        f'such as "placement": "stride".'
+                    )
+                return tuple(Placement(entries[unit.sub_group]) for unit in workload.units)
+            case "stride":
+                assert self.update_stride is not None
+                return place_by_stride(workload, self.update_stride)
+            case "fraction":
+                assert self.gpu_fraction is not None
+                return place_by_fraction(workload, self.gpu_fraction)
+            case _:
+                return place_all(workload, Placement(self.placement))
 
 
 def parse_config(ds_config: Mapping[str, Any]) -> Config | None:
@@ -207,8 +293,12 @@ _RULES = {
     "enabled": _KeyRule("must be true or false", "Leave it out to enable the plugin."),
     "placement": _KeyRule(
         'must be "planned", "cpu", "streamed", "stride", "fraction", '
-        'or a list with "cpu", "streamed" or "resident" for each sub-group',
+        'a list with "cpu", "streamed" or "resident" for each sub-group, or a list of rules by name',
         "Leave it out for the placement that is predicted to be fastest on this machine.",
+    ),
+    "unit_size": _KeyRule(
+        "must be an integer of at least 1",
+        "It is the most parameters of a unit on each rank; leave it out for the size that the planner chooses.",
     ),
     "profile": _KeyRule(
         "must be a path",
@@ -216,7 +306,7 @@ _RULES = {
     ),
     "update_stride": _KeyRule(
         "must be an integer of at least 2",
-        'Every k-th sub-group is updated on the GPU; for all of them, use "placement": "streamed".',
+        'Every k-th unit is updated on the GPU; for all of them, use "placement": "streamed".',
         example="2",
     ),
     "gpu_fraction": _KeyRule(
@@ -226,7 +316,7 @@ _RULES = {
     ),
     "num_slots": _KeyRule(
         "must be an integer of at least 1",
-        "It is the number of staging slots on the GPU for streamed sub-groups; with 2, transfers and updates overlap.",
+        "It is the number of staging slots on the GPU for streamed units; with 2, transfers and updates overlap.",
     ),
     "cpu_threads": _KeyRule(
         "must be an integer of at least 1",
@@ -238,14 +328,14 @@ _RULES = {
     ),
     "gpu_memory_gb": _KeyRule(
         "must be a number of at least 0",
-        "It is the memory of each GPU, in GB, that the optimizer may use; leave it out for a tenth of that memory.",
+        "It is the memory of each GPU, in GB, that the optimizer may use; leave it out to use what stays free.",
     ),
     "gpu_memory_margin_gb": _KeyRule(
         "must be a number of at least 0",
-        "It is the memory of each GPU, in GB, that stays free when slots are added for prefetching during backward.",
+        "It is the memory of each GPU, in GB, that the planner leaves free of what was free in the first steps.",
     ),
     "overlap_backward": _KeyRule(
-        "must be true or false", "Leave it out to prefetch the states of streamed sub-groups during backward."
+        "must be true or false", "Leave it out to prefetch the states of streamed units during backward."
     ),
     "overlap_forward": _KeyRule(
         "must be true or false",
@@ -271,6 +361,9 @@ def _messages(error: ValidationError) -> list[str]:
         cause = item.get("ctx", {}).get("error")
         if isinstance(cause, _RuleError):
             by_key.setdefault(cause.key, cause.message)
+            continue
+        if isinstance(cause, RulesError):
+            by_key.setdefault("placement", f"{CONFIG_KEY}.{cause}")
             continue
         key = str(item["loc"][0])
         if item["type"] == "extra_forbidden":

@@ -319,7 +319,7 @@ def test_waits_are_subtracted_from_the_phase_in_which_they_occur() -> None:
     """Check two updates that continue in the next forward and end in its backward, and one that ends in ``step()``."""
     exposure, reported = SimpleNamespace(count=0), []
     optimizer = SimpleNamespace(
-        _assembly=SimpleNamespace(exposure=exposure),
+        _running=SimpleNamespace(exposure=exposure),
         report=SimpleNamespace(updated=lambda phases, timeline: reported.append(phases)),
     )
     waits = ExposedWaits()

@@ -12,10 +12,19 @@ from hypothesis import strategies as st
 from deep_opt_states.config import Config, ConfigError, parse_config
 from deep_opt_states.names import CONFIG_KEY
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.workload import Workload
+from perf_model.schedule.workload import Partition, Workload
 
 WORKLOAD = Workload.from_numels([10, 10, 10, 10])
-CPU, STREAMED = Placement.CPU, Placement.STREAMED
+CPU, STREAMED, RESIDENT = Placement
+
+NAMES = [
+    "embed.weight",
+    *(f"layers.{layer}.{name}.weight" for layer in range(2) for name in ("attn", "mlp")),
+    "head.weight",
+]
+SUB_GROUPS = [[Partition(name, 1024) for name in NAMES[:3]], [Partition(name, 1024) for name in NAMES[3:]]]
+BY_NAME = [{"match": "*.mlp.*", "states": "cpu"}, {"match": "head.*", "states": "resident"}]
+REST_STREAMED = {"match": "*", "states": "streamed"}
 
 
 def parse(block: Any) -> Config:
@@ -44,11 +53,88 @@ def test_an_empty_block_enables_the_plugin() -> None:
         ({"placement": "fraction", "gpu_fraction": 0}, (CPU, CPU, CPU, CPU)),
         ({"placement": "fraction", "gpu_fraction": 0.5}, (CPU, STREAMED, CPU, STREAMED)),
         ({"placement": "fraction", "gpu_fraction": 1}, (STREAMED,) * 4),
-        ({"placement": ["streamed", "cpu", "resident", "streamed"]}, (STREAMED, CPU, Placement.RESIDENT, STREAMED)),
+        ({"placement": ["streamed", "cpu", "resident", "streamed"]}, (STREAMED, CPU, RESIDENT, STREAMED)),
     ],
 )
 def test_each_rule_gives_its_placements(block: dict[str, Any], placements: tuple[Placement, ...]) -> None:
-    assert parse(block).plan(WORKLOAD).placements == placements
+    config = parse(block)
+    assert config.plan(WORKLOAD).placements == placements
+    assert not config.plans(WORKLOAD)
+    assert not config.predicts(WORKLOAD)
+
+
+def test_units_are_of_the_configured_size_or_of_the_planners_or_of_the_default() -> None:
+    long = [[Partition("layer.weight", 120_000_000)]]
+    units = {
+        name: [unit.numel for unit in parse(block).workload(long, size).units]
+        for name, block, size in (
+            ("default", {"placement": "cpu"}, None),
+            ("planner", {}, 60_000_000),
+            ("config", {"unit_size": 120_000_000}, 60_000_000),
+        )
+    }
+    assert units == {"default": [40_000_000] * 3, "planner": [60_000_000] * 2, "config": [120_000_000]}
+
+
+def test_placements_by_rule_are_of_units_and_a_list_is_of_sub_groups() -> None:
+    def placements(**block: Any) -> list[tuple[int, Placement]]:
+        config = parse({"unit_size": 1024, **block})
+        plan = config.plan(config.workload(SUB_GROUPS))
+        return [
+            (unit.sub_group, placement) for unit, placement in zip(plan.workload.units, plan.placements, strict=True)
+        ]
+
+    assert placements(placement="stride", update_stride=2) == [
+        (0, CPU), (0, STREAMED), (0, CPU), (1, STREAMED), (1, CPU), (1, STREAMED)
+    ]  # fmt: skip
+    assert placements(placement=["resident", "cpu"]) == [(0, RESIDENT)] * 3 + [(1, CPU)] * 3
+    assert [placement for _, placement in placements(placement=[*BY_NAME, REST_STREAMED])] == [
+        STREAMED, STREAMED, CPU, STREAMED, CPU, RESIDENT
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rules", "plans"),
+    [
+        (BY_NAME, True),
+        ([*BY_NAME, {"match": "*", "states": "planned"}], True),
+        ([*BY_NAME, REST_STREAMED], False),
+        ([*BY_NAME, {"match": ["embed.*", "*.attn.*"], "states": "streamed"}], False),
+    ],
+)
+def test_rules_need_a_profile_only_if_a_parameter_of_the_model_is_planned(
+    rules: list[dict[str, Any]], plans: bool
+) -> None:
+    config = parse({"placement": rules})
+    workload = config.workload(SUB_GROUPS)
+    assert config.plans(workload) is plans
+    assert config.predicts(workload) is plans
+    assert parse({"placement": rules, "report": "folder"}).predicts(workload)
+    rest = None if plans else STREAMED
+    assert [unit.fixed for unit in workload.units] == [rest, rest, CPU, rest, CPU, RESIDENT]
+    if not plans:
+        assert config.plan(workload).placements == (STREAMED, STREAMED, CPU, STREAMED, CPU, RESIDENT)
+
+
+def test_the_default_block_plans_and_needs_a_profile() -> None:
+    workload = parse({}).workload(SUB_GROUPS)
+    assert parse({}).plans(workload)
+    assert parse({}).predicts(workload)
+
+
+def test_a_rule_without_effect_is_refused_with_the_dotted_key() -> None:
+    parse({"placement": BY_NAME}).check_names(NAMES)
+    parse({}).check_names(NAMES)
+    with pytest.raises(ConfigError) as caught:
+        parse({"placement": [{"match": "heads.*", "states": "cpu"}]}).check_names(NAMES)
+    assert str(caught.value).startswith(
+        "deep_optimizer_states.placement[0].match: must match a parameter of the model, found 'heads.*'.\n"
+        "The nearest names: head"
+    )
+    with pytest.raises(ConfigError, match="which matches only frozen parameters"):
+        parse({"placement": BY_NAME}).check_names(NAMES[:-1], frozen=NAMES[-1:])
+    with pytest.raises(ConfigError, match=r'another name of "embed\.weight"'):
+        parse({"placement": BY_NAME}).check_names(NAMES[:-1], aliases={NAMES[-1]: NAMES[0]})
 
 
 def test_an_error_has_the_rule_the_value_and_the_remedy() -> None:
@@ -56,7 +142,7 @@ def test_an_error_has_the_rule_the_value_and_the_remedy() -> None:
         parse({"placement": "stride", "update_stride": 1})
     assert str(caught.value) == (
         "deep_optimizer_states.update_stride: must be an integer of at least 2, found 1.\n"
-        'Every k-th sub-group is updated on the GPU; for all of them, use "placement": "streamed".'
+        'Every k-th unit is updated on the GPU; for all of them, use "placement": "streamed".'
     )
 
 
@@ -86,6 +172,18 @@ def test_an_error_has_the_rule_the_value_and_the_remedy() -> None:
         ({"gpu_memory_gb": float("inf")}, "gpu_memory_gb", "inf"),
         ({"gpu_memory_gb": "4"}, "gpu_memory_gb", "4"),
         ({"placement": "streamed", "gpu_memory_gb": 4}, "gpu_memory_gb", "4"),
+        ({"placement": [*BY_NAME, REST_STREAMED], "gpu_memory_gb": 4}, "gpu_memory_gb", "4"),
+        ({"placement": [{"match": "*", "states": "planned"}], "num_slots": 4}, "num_slots", "4"),
+        ({"num_slots": 4}, "num_slots", "4"),
+        ({"placement": BY_NAME, "update_stride": 2}, "update_stride", "2"),
+        ({"placement": [*BY_NAME, "cpu"]}, "placement[2]", "'cpu'"),
+        ({"placement": [{"states": "cpu"}]}, "placement[0].match", "nothing"),
+        ({"placement": [{"match": "*", "states": "gpu"}]}, "placement[0].states", "'gpu'"),
+        ({"placement": [{"match": "*", "state": "cpu"}]}, "placement[0].state", "'cpu'"),
+        ({"placement": {"match": "*", "states": "cpu"}}, "placement", "{'match': '*', 'states': 'cpu'}"),
+        ({"unit_size": 0}, "unit_size", "0"),
+        ({"unit_size": 1e6}, "unit_size", "1000000.0"),
+        ({"unit_size": "1"}, "unit_size", "'1'"),
         ({"num_slots": 0}, "num_slots", "0"),
         ({"num_slots": 1.0}, "num_slots", "1.0"),
         ({"cpu_threads": 0}, "cpu_threads", "0"),
@@ -108,6 +206,20 @@ def test_an_invalid_value_is_refused_with_its_dotted_key(block: Any, key: str, f
     assert first.startswith(f"{dotted}: ")
     assert found in first
     assert remedy
+
+
+def test_the_number_of_slots_is_refused_if_rules_leave_a_parameter_to_the_planner() -> None:
+    config = parse({"placement": BY_NAME, "num_slots": 4})
+    config.check_names([NAMES[2], NAMES[-1]])
+    with pytest.raises(
+        ConfigError, match=r"deep_optimizer_states\.num_slots: is chosen by the planner, .* found 4\.\n"
+    ):
+        config.check_names(NAMES)
+
+
+def test_keys_of_the_planner_are_accepted_where_rules_leave_something_to_the_planner() -> None:
+    assert parse({"placement": BY_NAME, "gpu_memory_gb": 4}).gpu_memory_gb == 4
+    assert parse({"placement": [*BY_NAME, REST_STREAMED], "num_slots": 4}).num_slots == 4
 
 
 def test_the_error_for_a_misspelt_key_suggests_the_right_one() -> None:

@@ -1,17 +1,35 @@
-"""Test that the examples are five scripts, and that the plain one trains with the config next to it."""
+"""Test that the examples are five scripts and two configs, and that the plain script trains with its config."""
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
+from deep_opt_states.config import parse_config
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.workload import Partition
 from tests.launch import REPOSITORY, run_ranks
 
 
-def test_only_the_five_scripts_lie_next_to_their_config() -> None:
+def test_only_the_five_scripts_lie_next_to_the_configs() -> None:
     scripts = {"accelerated.py", "demo.py", "hf_trainer.py", "train.py", "with_lightning.py"}
-    assert {path.name for path in (REPOSITORY / "examples").iterdir() if path.is_file()} == {*scripts, "ds_config.json"}
+    configs = {"ds_config.json", "mixture_of_experts.json"}
+    assert {path.name for path in (REPOSITORY / "examples").iterdir() if path.is_file()} == scripts | configs
+
+
+def test_the_rules_for_a_mixture_of_experts_are_for_the_names_of_such_a_model() -> None:
+    names = [
+        "model.embed_tokens.weight",
+        *(f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "mlp.gate", "mlp.experts.0.up_proj")),
+        "lm_head.weight",
+    ]
+    config = parse_config(json.loads((REPOSITORY / "examples" / "mixture_of_experts.json").read_text()))
+    assert config is not None
+    config.check_names(names)
+    workload = config.workload([[Partition(name, 1024) for name in names]])
+    assert [unit.fixed for unit in workload.units] == [None, None, Placement.CPU, Placement.RESIDENT]
 
 
 @pytest.mark.thorough

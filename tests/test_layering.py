@@ -22,6 +22,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "perf_model.schedule": set(),
     "perf_model.prediction": {"perf_model.json_input", "perf_model.schedule", "perf_model.units"},
     "perf_model.search": {"perf_model.prediction", "perf_model.schedule", "perf_model.units"},
+    "perf_model.replanning": {
+        "perf_model.prediction",
+        "perf_model.schedule",
+        "perf_model.search",
+        "perf_model.units",
+    },
     "perf_model.training_run": {
         "perf_model.json_input",
         "perf_model.prediction",
@@ -32,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "perf_model.presets": {"perf_model.prediction", "perf_model.schedule", "perf_model.training_run"},
     "perf_model.published": {"perf_model.prediction", "perf_model.schedule", "perf_model.training_run"},
     "perf_model.cli": {
+        "perf_model.json_input",
         "perf_model.prediction",
         "perf_model.presets",
         "perf_model.published",
@@ -70,13 +77,15 @@ MAY_IMPORT: dict[str, set[str]] = {
         "perf_model.schedule",
     },
     "deep_opt_states.zero": set(),
-    "deep_opt_states.zero.internals": {"deep_opt_states.names", "deep_opt_states.runtime"},
+    "deep_opt_states.zero.internals": {"deep_opt_states.names", "deep_opt_states.runtime", "perf_model.schedule"},
     "deep_opt_states.zero.step": {
         "deep_opt_states.device",
         "deep_opt_states.runtime",
         "deep_opt_states.zero.internals",
         "perf_model.prediction",
+        "perf_model.replanning",
         "perf_model.schedule",
+        "perf_model.search",
     },
     "deep_opt_states.zero.start": {
         "deep_opt_states.config",
@@ -101,6 +110,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.zero.internals",
         "deep_opt_states.zero.start",
         "deep_opt_states.zero.step",
+        "perf_model.prediction",
         "perf_model.schedule",
     },
     "deep_opt_states.zero.plugin": {

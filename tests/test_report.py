@@ -13,11 +13,11 @@ from deep_opt_states.report.comparison import ComparisonRow, MeasuredUpdate, Pre
 from deep_opt_states.report.monitor_events import Event, MonitorEvents
 from deep_opt_states.report.progress_line import ProgressLine
 from deep_opt_states.report.record import StepCounts, UpdateRecord, Work
-from deep_opt_states.report.reporter import WARM_UPDATES, ReportSink, UpdateReporter
+from deep_opt_states.report.reporter import WARM_UPDATES, ReportedPlan, ReportSink, UpdateReporter
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline
-from perf_model.schedule.placement import place_by_stride
 from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.simple_placements import place_by_stride
 from perf_model.schedule.workload import Workload
 
 WORKLOAD = Workload.from_numels([10] * 4)
@@ -72,7 +72,7 @@ def test_the_exposed_time_is_predicted_for_the_measured_windows() -> None:
 
 
 WORK = Work(numel=40, gpu_share=0.5, numels=[10, 10, 8, 10], param_bytes=2)
-"""The work of four sub-groups, the third of which has an early range of two parameters."""
+"""The work of four units, the third of which has an early range of two parameters."""
 
 
 def reported(predicted: Timeline | None, updates: Sequence[float], sinks: Sequence[ReportSink] = ()) -> list[str]:
@@ -80,7 +80,9 @@ def reported(predicted: Timeline | None, updates: Sequence[float], sinks: Sequen
     log: list[str] = []
     predict = None if predicted is None else lambda _: PredictedUpdate(predicted, 0.0)
     steps = count(1)
-    reporter = UpdateReporter(WORK, predict, sinks, lambda: StepCounts(step := next(steps), 8 * step), log.append)
+    reporter = UpdateReporter(
+        ReportedPlan(work=WORK, predict=predict), sinks, lambda: StepCounts(step := next(steps), 8 * step), log.append
+    )
     for update_s in updates:
         reporter.updated([PhaseSpan(Phase.EXPOSED, 0.0, update_s)], lambda: timeline(2.0))
     reporter.close()
@@ -106,7 +108,7 @@ def test_a_forked_child_does_not_write_its_parents_report() -> None:
             os.write(write_end, b"closed")
 
     read_end, write_end = os.pipe()
-    reporter = UpdateReporter(WORK, None, [Closed()], lambda: StepCounts(1, 8), lambda _: None)
+    reporter = UpdateReporter(ReportedPlan(work=WORK), [Closed()], lambda: StepCounts(1, 8), lambda _: None)
     if (child := os.fork()) == 0:
         reporter.close()
         os._exit(0)
@@ -160,9 +162,11 @@ def test_the_monitor_receives_predictions_when_deepspeed_prints() -> None:
 
 
 def test_the_plan_is_logged_at_the_end_if_something_was_updated() -> None:
-    for updates, expected in (([], []), ([1.0], ["cpu: 4 sub-groups"])):
+    for updates, expected in (([], []), ([1.0], ["cpu: 4 units"])):
         log: list[str] = []
-        reporter = UpdateReporter(WORK, None, [], lambda: StepCounts(1, 8), log.append, planned="cpu: 4 sub-groups")
+        reporter = UpdateReporter(
+            ReportedPlan(work=WORK, description="cpu: 4 units"), [], lambda: StepCounts(1, 8), log.append
+        )
         for update_s in updates:
             reporter.updated([PhaseSpan(Phase.EXPOSED, 0.0, update_s)], lambda: timeline(2.0))
         reporter.close()

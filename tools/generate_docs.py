@@ -45,7 +45,8 @@ def _type(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return ", ".join(f'`"{value}"`' for value in schema["enum"])
     if schema["type"] == "array":
-        return f"a list of {_type(schema['items'])}"
+        # A list of values ends with the last value, and a list of a type with the plural.
+        return f"a list of {_type(schema['items'])}{'' if 'enum' in schema['items'] else 's'}"
     bounds = [
         f"at {word} {schema[bound]:g}" for bound, word in (("minimum", "least"), ("maximum", "most")) if bound in schema
     ]

@@ -79,15 +79,13 @@ def in_slab(state: AdamState, gradient: torch.Tensor, kernel: AdamKernel) -> Ada
     """Return a copy of ``state`` as our training allocates it: in one slab, first touched by the kernel's threads."""
     numel = gradient.numel()
     plan = UpdatePlan(workload=Workload.from_numels([numel]), placements=(Placement.CPU,), num_slots=1)
-    memory = StateMemory.reserve(plan, [state.param], torch.bfloat16, HostDevice())
-    (ours,) = memory.states
-    assert ours.rounded is not None
-    kernel.zero(ours.slab_tensors)
-    ours.master.copy_(state.master)
-    ours.grad.copy_(gradient)
-    return AdamTensors(
-        master=ours.master, exp_avg=ours.exp_avg, exp_avg_sq=ours.exp_avg_sq, grad=ours.grad, param=ours.rounded
-    )
+    memory = StateMemory(plan.workload, [state.param], torch.bfloat16, HostDevice())
+    memory.set_plan(plan)
+    (tensors,), (unit,) = memory.sub_groups, memory.units
+    kernel.zero(tensors.adam_tensors)
+    unit.master.copy_(state.master)
+    unit.grad.copy_(gradient)
+    return unit.cpu_tensors
 
 
 class ThreePassUpdate:

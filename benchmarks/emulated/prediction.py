@@ -9,8 +9,9 @@ from perf_model.prediction.cost import CostModel
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import NO_WINDOWS, simulate
 from perf_model.schedule.lowering import serial_schedule
-from perf_model.schedule.placement import Placement, place_all
+from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.simple_placements import place_all
 from perf_model.training_run.job import GradientPath
 
 
@@ -26,17 +27,18 @@ class PredictedArm:
 def predict(
     run: EmulatedRun, numels: list[int], plan: UpdatePlan | None, windows: Windows = NO_WINDOWS
 ) -> PredictedArm:
-    """Return the prediction for sub-groups of ``numels`` parameters of the small model.
+    """Return the prediction of stock for sub-groups of ``numels`` parameters of the small model, or of a plan.
 
-    ``plan`` is the plugin's for the small model, or None for stock. ``windows`` are the emulated seconds of backward
-    and of the next forward that the update may overlap with.
+    ``plan`` is the plugin's for the units of the small model, or None for stock. ``windows`` are the emulated seconds
+    of backward and of the next forward that the update may overlap with.
     """
-    workload = run.workload(numels)
     if plan is None:
+        workload = run.workload(numels)
         plan = UpdatePlan(workload=workload, placements=place_all(workload, Placement.CPU), num_slots=1)
         update_s = simulate(serial_schedule(plan.placements), workload, CostModel.for_stock(run.profile)).end_s
         exposed_s, gradients = update_s, GradientPath.for_stock(plan)
     else:
+        workload = run.workload([unit.numel for unit in plan.workload.units])
         plan = replace(plan, workload=workload)
         windows = Windows(backward_s=windows.backward_s / run.slowdown, forward_s=windows.forward_s / run.slowdown)
         timeline = simulate(plan.schedule, workload, CostModel.from_profile(run.profile), windows)

@@ -117,7 +117,7 @@ class EmulatedRun:
         }
 
     def workload(self, numels: list[int]) -> Workload:
-        """Return the sub-groups of a rank of the run, for those of the small model."""
+        """Return the workload of a rank of the run, for units of ``numels`` parameters of the small model."""
         return Workload.from_numels([round(self.scale * numel) for numel in numels])
 
     @property

@@ -150,7 +150,7 @@ class ExposedWaits:
 
     def watch(self, optimizer: Any) -> None:
         """Record every update that ``optimizer`` reports from now on, and pass the report on."""
-        self._exposure, report = optimizer._assembly.exposure, optimizer.report
+        self._exposure, report = optimizer._running.exposure, optimizer.report
         updated = report.updated
 
         def record(phases: Any, timeline: Callable[[], Any]) -> None:

@@ -1,9 +1,9 @@
 """Add fill and drain to the work bound: the time at the start and the end of an update when not every action can run.
 
-At the start, nothing can be flushed before a sub-group was prefetched and updated, and nothing can be published before
-the CPU has updated a sub-group. At the end, before the last flush or publish, the same holds in reverse. Meanwhile the
+At the start, nothing can be flushed before a unit was prefetched and updated, and nothing can be published before
+the CPU has updated a unit. At the end, before the last flush or publish, the same holds in reverse. Meanwhile the
 work of a constraint (``resource_constraints.py``) proceeds more slowly, because only some kinds of actions can run. The
-smallest sub-group gives the least time that this takes.
+smallest unit gives the least time that this takes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from perf_model.schedule.workload import Workload
 from perf_model.search.bounds import (
     NO_CAPACITY,
     Bound,
-    ResidentCapacity,
     candidate_lines,
     least_bound,
     work_bound,
 )
+from perf_model.search.capacity import ResidentCapacity
 from perf_model.search.resource_constraints import KINDS, Array, ResourceConstraints
 
 
 def fill_and_drain_s(workload: Workload, cost: CostModel, capacity: ResidentCapacity = NO_CAPACITY) -> float:
-    """Return the least seconds by which every plan exceeds ``work_bound``; ``capacity`` is for resident sub-groups."""
+    """Return the least seconds by which every plan exceeds ``work_bound``; ``capacity`` is for resident units."""
     seconds = bound_with_fill_and_drain(workload, cost, capacity).seconds
     return max(0.0, seconds - work_bound(workload.numel, cost, capacity).seconds)
 
@@ -40,7 +40,7 @@ def bound_with_fill_and_drain(workload: Workload, cost: CostModel, capacity: Res
 
     The bound is the least over the shares of the placements, and over the subsets of placements that occur at all.
     """
-    smallest = min(sub_group.numel for sub_group in workload.sub_groups)
+    smallest = min(unit.numel for unit in workload.units)
     constraints = ResourceConstraints.from_cost(cost)
     per_param = {placement: constraints.seconds_per_param(placement) for placement in Placement}
     subsets = chain.from_iterable(combinations(cost.placements, count) for count in (1, 2, 3))

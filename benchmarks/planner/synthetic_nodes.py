@@ -8,12 +8,13 @@ from itertools import product
 
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.hardware import HardwareProfile, Measurement, Provenance
-from perf_model.prediction.memory import resident_bytes_of
+from perf_model.prediction.memory import TrainingSetup, resident_bytes_of
 from perf_model.presets.models import MODELS
-from perf_model.schedule.workload import Workload
+from perf_model.schedule.cutting import cut_into_units
+from perf_model.schedule.workload import Partition, Workload, form_sub_groups
 from perf_model.search.budgets import Budgets
 from perf_model.search.starting_points import MAX_SLOTS
-from perf_model.training_run.job import PARAM_BYTES
+from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE, PARAM_BYTES
 from perf_model.training_run.model import ModelShape, gpt
 
 LINKS = {"PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9, "NVLink-C2C": 450e9}
@@ -85,14 +86,20 @@ class SyntheticNode:
             )
         )
 
-    def workload(self, sub_group_size: int) -> Workload:
-        """Return the sub-groups of one rank."""
-        return Workload.from_parameters(self.shape.parameters(), self.ranks, sub_group_size)
+    def workload(self, unit_size: int) -> Workload:
+        """Return the units of one rank, with DeepSpeed's default of ``sub_group_size``."""
+        partitions = [Partition(name, -(-numel // self.ranks)) for name, numel in self.shape.parameters()]
+        return cut_into_units(form_sub_groups(partitions, DEFAULT_SUB_GROUP_SIZE), unit_size)
+
+    @property
+    def setup(self) -> TrainingSetup:
+        """Return a setup in which gradients are accumulated, so that all of them stay on the GPU."""
+        return TrainingSetup(accumulates=True)
 
     @property
     def budgets(self) -> Budgets:
         """Return the GPU memory that the updates of one rank may use."""
-        longest, *_ = sorted((-(-numel // self.ranks) for numel in self.shape.parameters()), reverse=True)
+        longest, *_ = sorted((-(-numel // self.ranks) for _, numel in self.shape.parameters()), reverse=True)
         numel = -(-self.shape.numel // self.ranks)
         # All gradients stay on the GPU, as they do without offloading. In blocks they take a little more memory.
         gradients_bytes = int(1.1 * PARAM_BYTES * numel) + 2**26

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -123,13 +124,34 @@ class CudaDevice:
             raise
 
 
-def free_and_retries() -> tuple[int, int]:
+@dataclass(frozen=True)
+class AllocatorMark:
+    """The statistics of PyTorch's allocator at one moment: the most bytes that it has held, and those given back."""
+
+    peak_bytes: int
+    freed_bytes: int
+
+
+def mark_emptied_allocator() -> AllocatorMark:
+    """Give unused memory in PyTorch's cache back to the GPU, and return the mark from which a new peak counts."""
+    torch.cuda.empty_cache()
+    stats = torch.cuda.memory_stats()
+    return AllocatorMark(stats.get("reserved_bytes.all.peak", 0), stats.get("reserved_bytes.all.freed", 0))
+
+
+def free_and_retries(since: AllocatorMark | None = None) -> tuple[int, int]:
     """Return the bytes of the GPU that were free at PyTorch's peak, and the number of allocations that were retried.
 
     PyTorch retries an allocation after it has emptied its cache. A script may empty the cache, too, so the memory that
     is free at one moment does not show the peak.
+
+    ``since``: only of the peak after this mark. If that is below the peak before, it is not known exactly, and the
+    number of bytes may be too small.
     """
     free_bytes, _ = torch.cuda.mem_get_info()
     stats = torch.cuda.memory_stats()
-    below_peak = stats.get("reserved_bytes.all.peak", 0) - stats.get("reserved_bytes.all.current", 0)
-    return free_bytes - below_peak, stats.get("num_alloc_retries", 0)
+    peak_bytes = stats.get("reserved_bytes.all.peak", 0)
+    held_bytes = stats.get("reserved_bytes.all.current", 0)
+    if since is not None and peak_bytes == since.peak_bytes:
+        peak_bytes = min(peak_bytes, held_bytes + stats.get("reserved_bytes.all.freed", 0) - since.freed_bytes)
+    return free_bytes - (peak_bytes - held_bytes), stats.get("num_alloc_retries", 0)

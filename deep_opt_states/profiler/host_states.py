@@ -10,8 +10,6 @@ import torch
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamTensors
 from perf_model.schedule.host_layout import Widths, slab_tensors
-from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import STATES, Workload
 
 SUB_GROUPS = 8
@@ -33,16 +31,12 @@ class HostStates:
     """
 
     def __init__(self, device: Device[Any], numel: int, kernel: AdamKernel) -> None:
-        plan = UpdatePlan(
-            workload=Workload.from_numels([numel // SUB_GROUPS] * SUB_GROUPS),
-            placements=(Placement.CPU,) * SUB_GROUPS,
-            num_slots=1,
-        )
+        workload = Workload.from_numels([numel // SUB_GROUPS] * SUB_GROUPS)
         self.kernel = kernel
         self.thread = ThreadPoolExecutor(max_workers=1)
-        self.slab = device.host_slab(WIDTHS.slab_bytes(plan))
-        on_host: list[dict[str, torch.Tensor]] = [{} for _ in plan.placements]
-        for part in slab_tensors(plan, WIDTHS):
+        self.slab = device.host_slab(WIDTHS.slab_bytes(workload))
+        on_host: list[dict[str, torch.Tensor]] = [{} for _ in range(SUB_GROUPS)]
+        for part in slab_tensors(workload, WIDTHS):
             dtype = torch.float32 if part.name in STATES else torch.bfloat16
             on_host[part.sub_group][part.name] = self.slab.tensor(part.offset_bytes, part.numel, dtype)
         self.sub_groups = [AdamTensors(param=tensors.pop("rounded"), **tensors) for tensors in on_host]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -40,14 +39,6 @@ class ComparisonRow:
         )
 
 
-def seconds_by_kind(timeline: Timeline) -> dict[ActionKind, float]:
-    """Return the summed seconds of the actions of each kind."""
-    busy_s: dict[ActionKind, float] = defaultdict(float)
-    for span in timeline.spans:
-        busy_s[span.action.kind] += span.end_s - span.start_s
-    return busy_s
-
-
 @dataclass(frozen=True)
 class PredictedUpdate:
     """The timeline of an update, its exposed seconds, and the phases of the model during the update."""
@@ -78,7 +69,7 @@ class MeasuredUpdate:
         windows = Windows(backward_s=seconds_of(Phase.BACKWARD, phases), forward_s=seconds_of(Phase.FORWARD, phases))
         # An update that does not overlap with the next forward ends when the model stops waiting for it.
         update_s = timeline.end_s if windows.forward_s > 0 else exposed_s
-        return cls(seconds_by_kind(timeline), update_s, exposed_s, windows)
+        return cls(timeline.seconds_by_kind(), update_s, exposed_s, windows)
 
 
 def median_windows(measured: Sequence[MeasuredUpdate]) -> Windows:
@@ -96,7 +87,7 @@ def compare(predict: Callable[[Windows], PredictedUpdate], measured: Sequence[Me
     rows = [ComparisonRow(UPDATE, predicted.timeline.end_s, median(update.update_s for update in measured))]
     if windows.forward_s > 0:
         rows.append(ComparisonRow(EXPOSED, predicted.exposed_s, median(update.exposed_s for update in measured)))
-    by_kind = seconds_by_kind(predicted.timeline)
+    by_kind = predicted.timeline.seconds_by_kind()
     rows.extend(
         ComparisonRow(kind.value, by_kind[kind], median(update.by_kind[kind] for update in measured))
         for kind in ActionKind

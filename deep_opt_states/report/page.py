@@ -81,7 +81,7 @@ def render(run: RecordedRun, name: str) -> str:
         info=run.info,
         tables=list(_tables(run)),
         figures=list(_figures(run)),
-        sub_groups=_sub_groups(run.info.plan),
+        units=_units(run.info.plan),
     )
 
 
@@ -98,7 +98,7 @@ def _tables(run: RecordedRun) -> Iterable[Table]:
     if run.compared:
         caption = f"Predicted against measured, median of {run.compared_updates} updates"
         yield Table(caption, ["", "predicted", "measured", "error"], list(map(_compared, run.compared)))
-    headings = ["placement", "sub-groups", "parameters of rank 0", "share"]
+    headings = ["placement", "units", "parameters of rank 0", "share"]
     yield Table("Plan", headings, list(_placements(run.info.plan)))
     numel = max(1, run.info.plan.workload.numel)
     memory: list[list[Cell]] = [
@@ -144,12 +144,12 @@ def _placements(plan: UpdatePlan) -> Iterable[list[Cell]]:
             ]
 
 
-def _sub_groups(plan: UpdatePlan) -> Table:
+def _units(plan: UpdatePlan) -> Table:
     rows: list[list[Cell]] = [
-        [str(sub_group.index), placement.value, Number(sub_group.numel, f"{sub_group.numel:,}")]
-        for sub_group, placement in zip(plan.workload.sub_groups, plan.placements, strict=True)
+        [str(unit.index), unit.label, placement.value, Number(unit.numel, f"{unit.numel:,}")]
+        for unit, placement in zip(plan.workload.units, plan.placements, strict=True)
     ]
-    return Table("Every sub-group", ["sub-group", "placement", "parameters"], rows)
+    return Table("Every unit", ["unit", "layers", "placement", "parameters"], rows)
 
 
 def _figures(run: RecordedRun) -> Iterable[Figure]:

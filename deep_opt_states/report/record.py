@@ -25,8 +25,8 @@ class Work:
     """The work of each update on this rank.
 
     ``numel`` parameters are updated, ``gpu_share`` of them on the accelerator. ``numels`` has the parameters of each
-    sub-group that the schedule's actions update; they are fewer than the sub-group has if early ranges are updated
-    before ``step()`` returns. The model's parameters have ``param_bytes`` bytes each.
+    unit that the schedule's actions update; they are fewer than the unit has if early ranges are updated before
+    ``step()`` returns. The model's parameters have ``param_bytes`` bytes each.
     """
 
     numel: int
@@ -40,7 +40,7 @@ class Work:
         moved = 0.0
         for span in timeline.spans:
             if span.action.lane is lane:
-                moved += getattr(traffic[span.action.kind], lane.value) * self.numels[span.action.sub_group]
+                moved += getattr(traffic[span.action.kind], lane.value) * self.numels[span.action.unit]
         return moved
 
 

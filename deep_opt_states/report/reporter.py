@@ -7,6 +7,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
@@ -41,36 +42,50 @@ class ReportSink(Protocol):
         """Finish the report at the end of training; ``updated`` was never called if nothing was updated."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReportedPlan:
+    """The plan of the updates, as reports need it.
+
+    ``work`` is the work of each update. ``predict`` predicts an update for given windows; None disables predictions.
+    ``description`` describes the placements and is logged at the end.
+    """
+
+    work: Work
+    predict: Callable[[Windows], PredictedUpdate] | None = None
+    description: str = ""
+
+
 class UpdateReporter:
     """A reporter of all updates of one engine.
 
-    ``predict`` predicts an update for given windows; None disables predictions. ``read_counts`` returns the counts of
-    the update that is being reported. ``log`` prints a line. ``planned`` describes the placements and is logged at the
-    end. A sink that fails is logged once and then disabled, since a report must not end the training.
+    ``read_counts`` returns the counts of the update that is being reported. ``log`` prints a line. A sink that fails is
+    logged once and then disabled, since a report must not end the training.
     """
 
     def __init__(
         self,
-        work: Work,
-        predict: Callable[[Windows], PredictedUpdate] | None,
+        plan: ReportedPlan,
         sinks: Sequence[ReportSink],
         read_counts: Callable[[], StepCounts],
         log: Callable[[str], None],
-        planned: str = "",
     ) -> None:
-        self._work = work
-        # A prediction is a simulation. The sinks and the end of training request the same one.
-        self._predict = None if predict is None else lru_cache(maxsize=1)(predict)
         self._sinks = list(sinks)
         self._read_counts = read_counts
         self._log = log
-        self._planned = planned
         self._measured: deque[MeasuredUpdate] = deque(maxlen=COMPARED_UPDATES)
         self._updates = 0
+        self.change_plan(plan)
         self._closed = False
         # A script may end without destroying its engine.
         atexit.register(self.close)
         _ALIVE.add(self)
+
+    def change_plan(self, plan: ReportedPlan) -> None:
+        """Report ``plan`` from now on, and compare it with the updates from now on."""
+        self._work, self._planned = plan.work, plan.description
+        # A prediction is a simulation. The sinks and the end of training request the same one.
+        self._predict = None if plan.predict is None else lru_cache(maxsize=1)(plan.predict)
+        self._measured.clear()
 
     def updated(self, phases: Sequence[PhaseSpan], timeline: Callable[[], Timeline]) -> None:
         """Report one update.

@@ -17,9 +17,9 @@ from perf_model.json_input import parse_json, read_text, shorten
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import Workload
+from perf_model.schedule.workload import Unit, Workload
 
-FORMAT = 1
+FORMAT = 2
 
 INFO, STEPS, MEASURED, PREDICTED = "run.json", "steps.jsonl", "timeline.json", "predicted.json"
 PAGE = "report.html"
@@ -54,7 +54,7 @@ class RunInfo:
             "accelerator": self.accelerator,
             "software": dict(self.software),
             "plan": {
-                "numels": [sub_group.numel for sub_group in plan.workload.sub_groups],
+                "units": [[unit.numel, unit.sub_group, unit.begin, unit.label] for unit in plan.workload.units],
                 "placements": [placement.value for placement in plan.placements],
                 "num_slots": plan.num_slots,
                 "order": None if plan.order is None else list(plan.order),
@@ -75,7 +75,12 @@ class RunInfo:
             accelerator=str(found["accelerator"]),
             software={str(name): str(version) for name, version in found["software"].items()},
             plan=UpdatePlan(
-                workload=Workload.from_numels([int(numel) for numel in plan["numels"]]),
+                workload=Workload(
+                    tuple(
+                        Unit(index, int(numel), sub_group=int(sub_group), begin=int(begin), label=str(label))
+                        for index, (numel, sub_group, begin, label) in enumerate(plan["units"])
+                    )
+                ),
                 placements=tuple(map(Placement, plan["placements"])),
                 num_slots=int(plan["num_slots"]),
                 order=None if plan["order"] is None else tuple(map(int, plan["order"])),

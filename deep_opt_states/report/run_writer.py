@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
@@ -21,10 +22,10 @@ class RunWriter:
 
     name = "deep_optimizer_states.report"
 
-    def __init__(self, folder: Path, every_n_steps: float | None, info: RunInfo) -> None:
+    def __init__(self, folder: Path, every_n_steps: float | None, describe: Callable[[], RunInfo]) -> None:
         self._folder = folder
         self._every_n_steps = every_n_steps
-        self._info = info.to_json_dict()
+        self._describe = describe
         self._steps: TextIO | None = None
         self._last: UpdateRecord | None = None
 
@@ -55,7 +56,7 @@ class RunWriter:
         self._folder.mkdir(parents=True, exist_ok=True)
         for name in (MEASURED, PREDICTED, PAGE):
             (self._folder / name).unlink(missing_ok=True)
-        replace_file(self._folder / INFO, to_json(self._info))
+        replace_file(self._folder / INFO, to_json(self._describe().to_json_dict()))
         # Buffer a line at a time, so that the file of a killed process has all updates that it ran.
         return (self._folder / STEPS).open("w", buffering=1)
 
@@ -66,5 +67,5 @@ class RunWriter:
             trace = predicted.timeline.chrome_trace(predicted.phases)
             replace_file(self._folder / PREDICTED, json.dumps(trace))
         rows = [{"what": row.name, "predicted_s": row.predicted_s, "measured_s": row.measured_s} for row in compared]
-        info = {**self._info, "compared_updates": reporter.compared_updates, "compared": rows}
+        info = {**self._describe().to_json_dict(), "compared_updates": reporter.compared_updates, "compared": rows}
         replace_file(self._folder / INFO, to_json(info))

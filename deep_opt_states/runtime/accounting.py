@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,14 +14,17 @@ from perf_model.prediction.memory import MemoryKind, Reservation
 
 
 class AccountingDevice:
-    """A wrapper around ``device`` that records what is reserved on it, and forwards every call.
-
-    ``reserved`` has one entry per tensor or slab, with its size in bytes. Memory that has been freed is still listed.
-    """
+    """A wrapper around ``device`` that records what is reserved on it, and forwards every call."""
 
     def __init__(self, device: Device[Any]) -> None:
         self._device = device
-        self.reserved: list[Reservation] = []
+        self._reserved: list[tuple[Reservation, Callable[[], object]]] = []
+        """Each reservation, with a function that returns None once the memory is free."""
+
+    @property
+    def reserved(self) -> list[Reservation]:
+        """Return one entry per tensor or slab that is reserved now, with its size in bytes."""
+        return [reservation for reservation, owner in self._reserved if owner() is not None]
 
     @property
     def shares_host_memory(self) -> bool:
@@ -36,8 +41,9 @@ class AccountingDevice:
         return self._account(MemoryKind.PINNED, self._device.empty_host(numel, dtype))
 
     def host_slab(self, size_bytes: int) -> HostSlab:
-        self.reserved.append(Reservation(kind=MemoryKind.PINNED, each_bytes=size_bytes))
-        return self._device.host_slab(size_bytes)
+        slab = self._device.host_slab(size_bytes)
+        self._reserved.append((Reservation(kind=MemoryKind.PINNED, each_bytes=size_bytes), weakref.ref(slab)))
+        return slab
 
     def enter_thread(self) -> None:
         self._device.enter_thread()
@@ -61,5 +67,7 @@ class AccountingDevice:
         self._device.release_cached()
 
     def _account(self, kind: MemoryKind, tensor: torch.Tensor) -> torch.Tensor:
-        self.reserved.append(Reservation(kind=kind, each_bytes=tensor.untyped_storage().nbytes()))
+        reservation = Reservation(kind=kind, each_bytes=tensor.untyped_storage().nbytes())
+        self._reserved = [(known, owner) for known, owner in self._reserved if owner() is not None]
+        self._reserved.append((reservation, weakref.ref(tensor)))
         return tensor

@@ -21,82 +21,52 @@ from itertools import accumulate
 from typing import Any
 
 from deep_opt_states.device.interface import Device, Event, Stream
-from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
+from deep_opt_states.runtime.action_events import ActionEvents
 from deep_opt_states.runtime.actions import Actions
 from deep_opt_states.runtime.early_update import EarlyUpdate
-from deep_opt_states.runtime.state import Split, SubGroupState
+from deep_opt_states.runtime.resident_states import ResidentStates
+from deep_opt_states.runtime.state import Split, UnitState
 from deep_opt_states.runtime.worker import CpuLane, Worker
-from perf_model.prediction.timeline import Span, Timeline
+from perf_model.prediction.timeline import Timeline
 from perf_model.schedule.action import Action, ActionKind, Lane
 from perf_model.schedule.check import check
-from perf_model.schedule.happens_before import CHAINS
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
 
 PUBLISHING = (ActionKind.GPU_STEP, ActionKind.PUBLISH)
-"""The kinds of action that write a sub-group's 16-bit parameters. Each sub-group has exactly one such action."""
-
-_PLACEMENTS = {chain[0]: placement for placement, chain in CHAINS.items()}
-"""The placement of a sub-group, by the kind of its first action."""
+"""The kinds of action that write a unit's 16-bit parameters. Each unit has exactly one such action."""
 
 
 class UpdateFailed(RuntimeError):
-    """The error for an update that was applied only in part: some sub-groups are updated, others are not."""
-
-
-class ActionEvents:
-    """The events around each stream action of one update, and the times of the actions that the worker runs."""
-
-    def __init__(self, device: Device[Any], names: Sequence[str]) -> None:
-        self.started: dict[str, Event] = {name: device.event() for name in names}
-        """Events recorded before each action. Only ``timeline`` reads them."""
-        self.finished: dict[str, Event] = {name: device.event() for name in names}
-        """Producer -> consumer: recorded after each action. The streams and the worker wait for them where an action
-        waits for this one, and the caller's current stream waits for them in ``publish``."""
-        self.origin = device.event()
-        """Caller's stream -> host: recorded when the update begins. It marks second 0 of the timeline."""
-        self.origin_s = 0.0
-        """The host's clock, in seconds, when the host has waited for ``origin``."""
-        self.on_worker: dict[str, tuple[float, float]] = {}
-        """Start and end of each action of the worker, in seconds after ``origin_s``."""
-
-    def timeline(self, actions: Sequence[Action]) -> Timeline:
-        """Return when each of ``actions`` ran. All of them must have finished."""
-        spans = []
-        for action in actions:
-            if action.lane is Lane.CPU:
-                start_s, end_s = self.on_worker[action.name]
-            else:
-                start_s = self.started[action.name].seconds_after(self.origin)
-                end_s = self.finished[action.name].seconds_after(self.origin)
-            spans.append(Span(action, start_s, end_s))
-        return Timeline(tuple(spans))
+    """The error for an update that was applied only in part: some units are updated, others are not."""
 
 
 class Executor:
     """The runtime that executes one schedule per optimizer step, on the accelerator's streams and one worker thread.
 
-    Streams, events and the worker are reserved in the constructor, slots there and in ``set_schedule``. An update
-    allocates nothing. ``host_adam`` updates in host memory, and ``device_adam`` on the accelerator; it may be None if
-    every sub-group is updated on the CPU. ``worker`` is the cpu lane, a new ``Worker`` by default. ``splits`` has the
-    ranges of each sub-group that ``begin`` updates early; by default there are none. Every action is issued, or run by
-    the worker, inside the context ``span(name)``. Raise ``ScheduleError`` if the schedule is not safe to execute.
+    Streams and the worker are reserved in the constructor, events and slots there, in ``set_units`` and in
+    ``set_schedule``. An update allocates nothing. ``host_adam`` updates in host memory, and ``device_adam`` on the
+    accelerator; it may be None if every unit is updated on the CPU. ``worker`` is the cpu lane, a new ``Worker`` by
+    default. ``splits`` has the ranges of each unit that ``begin`` updates early; by default there are none. Every
+    action is issued, or run by the worker, inside the context ``span(name)``. Raise ``ScheduleError`` if the schedule
+    is not safe to execute.
 
     **Order of calls.** One thread makes all calls. ``begin`` starts an update and ``finish`` ends it; ``run`` does
     both. Between them the caller may call ``publish``, ``publish_early_ranges``, ``mark_requested``, ``may_block``,
-    ``may_advance`` and ``advance``, in any order and any number of times. ``prefetch``, ``set_schedule`` and ``touch``
-    are called only while no update is pending, and ``close`` comes last.
+    ``may_advance`` and ``advance``, in any order and any number of times. ``prefetch``, ``give_states_back``,
+    ``set_units``, ``set_schedule`` and ``touch`` are called only while no update is pending, and ``close`` comes last.
 
-    **Memory.** Between updates all tensors belong to the caller. From ``prefetch`` to ``begin`` the caller must not
-    write to the optimizer states, unless it calls ``discard`` afterwards. From ``begin`` to ``finish`` gradients,
+    **Memory.** Between updates gradients and parameters belong to the caller. Optimizer states do so after
+    ``give_states_back``, until ``prefetch`` or ``begin``. From ``begin`` to ``finish`` gradients,
     optimizer states and parameters belong to the executor: the caller must neither write to gradients and states nor
     read parameters. There are two exceptions: the parameters of early ranges may be read and written once ``begin`` has
-    returned, and the parameters of a sub-group may be read after ``publish``, both only on the stream that is current
+    returned, and the parameters of a unit may be read after ``publish``, both only on the stream that is current
     in ``begin`` or ``publish``. On any other stream, call ``publish_early_ranges`` or ``publish`` first. ``finish``
     blocks the host until nothing is in flight, so that afterwards every stream and thread may use the tensors.
 
     **Failure.** Any exception in any lane is fatal for the update: parameters and states may already be updated for
-    some sub-groups and not for others. The executor stops, waits for the operations in flight and keeps the exception
+    some units and not for others. The executor stops, waits for the operations in flight and keeps the exception
     in ``failure``. From then on ``prefetch``, ``publish``, ``advance`` and ``finish`` issue nothing. Only ``run``
     raises ``UpdateFailed``. The other methods do not, since a rank that raised alone would leave the other ranks
     waiting in a collective; their caller reads ``failure`` and agrees with the other ranks first. No update may begin
@@ -107,7 +77,7 @@ class Executor:
     def __init__(
         self,
         schedule: Schedule,
-        states: Sequence[SubGroupState],
+        states: Sequence[UnitState],
         device: Device[Any],
         host_adam: AdamKernel,
         device_adam: AdamKernel | None,
@@ -115,39 +85,33 @@ class Executor:
         splits: Sequence[Split] | None = None,
         span: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._states = states
+        _check(schedule, states)
         self._device = device
         self._host_adam = host_adam
         self._device_adam = device_adam
-        self._splits = splits or [Split.create(state.numel) for state in states]
         self._span = span
-        self._streams: dict[Lane, Stream[Any]] = {}
+        self._streams: dict[Lane, Stream[Any]] = {lane: device.stream() for lane in Lane if lane is not Lane.CPU}
         """One stream per lane: h2d overlaps prefetches and publishing with everything else, compute overlaps the update
         with the transfers, and d2h overlaps flushes and the copies of gradients with transfers in the other
         direction."""
-        self._actions = Actions(states, self._splits, device, host_adam, device_adam)
+        self._reserved = device.event()
+        """Caller's stream -> all lanes: memory that was allocated since is free of the caller's kernels."""
+        self._drained: dict[Lane, Event] = {lane: device.event() for lane in self._streams}
+        """Each lane's stream -> host: everything that was issued on it has finished."""
+        self._residents = ResidentStates(
+            device, self._streams[Lane.H2D], self._streams[Lane.COMPUTE], self._streams[Lane.D2H]
+        )
+        self._actions = Actions(device, host_adam, device_adam)
         self._prefetched: set[str] = set()
         """Names of the actions that ``prefetch`` has issued, which the update does not issue again."""
         self.pending = False
         """Whether an update has begun and ``finish`` has not been called since, even if the update has failed."""
-        self.set_schedule(schedule)
-        self._streams = {lane: device.stream() for lane in Lane if lane is not Lane.CPU}
-        self._reserved = device.event()
-        """Caller's stream -> all lanes: the memory of new slots is free of the caller's kernels."""
-        self._lanes_wait_for_caller()
-        on_streams = [action.name for action in schedule.actions if action.lane is not Lane.CPU]
-        # There are two sets: the timeline of one update can still be read while the next one records the other set.
-        self._events, self._next_events = ActionEvents(device, on_streams), ActionEvents(device, on_streams)
-        self._drained: dict[Lane, Event] = {lane: device.event() for lane in self._streams}
-        """Each lane's stream -> host: everything that was issued on it has finished."""
         self._worker = worker or Worker(device.enter_thread)
-        begins_with = {action.sub_group: action.kind for action in reversed(schedule.actions)}
-        early = [
-            (_PLACEMENTS[begins_with[index]], index, element_range)
-            for index, split in enumerate(self._splits)
-            for element_range in split.early
-        ]
-        self._early_update = EarlyUpdate(early, states, device, self._streams, self._worker)
+        try:
+            self._use(schedule, states, splits)
+        except BaseException:
+            self._worker.close()
+            raise
         self._stop = threading.Event()
         """Set by a failure: the host issues no further action, and the worker starts none."""
         self._updated: dict[str, Future[None]] = {}
@@ -159,24 +123,57 @@ class Executor:
         self.failure: BaseException | None = None
         """The exception that ended an update and left the states inconsistent, until ``forget_failure``."""
 
+    def set_units(self, schedule: Schedule, states: Sequence[UnitState], splits: Sequence[Split] | None = None) -> None:
+        """Update ``states`` by ``schedule`` from the next update on, and reserve the slots that it needs.
+
+        The caller has called ``write_back`` for units that are no longer resident, or were cut elsewhere. The rules and
+        errors are those of ``set_schedule``.
+        """
+        assert not self.pending
+        _check(schedule, states)
+        # A lane may still copy into a slot or into resident memory that is freed here, for an update that never began.
+        self._drain_streams()
+        self._use(schedule, states, splits)
+
+    def _use(self, schedule: Schedule, states: Sequence[UnitState], splits: Sequence[Split] | None) -> None:
+        """Update ``states`` by ``schedule``, which is safe. If memory is short, nothing has changed."""
+        splits = splits or [Split.create(state.elements) for state in states]
+        # Only on this rank. ``self._splits`` decides which collectives forward calls, and is the same on every rank.
+        here = [
+            Split.all_early(state.elements) if state.is_evicted else split
+            for state, split in zip(states, splits, strict=True)
+        ]
+        early_update = EarlyUpdate(states, here, self._device, self._streams, self._worker)
+        self._actions.set_units(schedule, states, here)
+        self._early_update = early_update
+        self._states, self._splits = states, splits
+        self._residents.set_units(states)
+        on_streams = [action.name for action in schedule.actions if action.lane is not Lane.CPU]
+        # There are two sets: the timeline of one update can still be read while the next one records the other set.
+        self._events, self._next_events = (ActionEvents(self._device, on_streams) for _ in range(2))
+        self._adopt(schedule)
+
     def set_schedule(self, schedule: Schedule) -> None:
         """Execute ``schedule`` from the next update on, and reserve or free slots as it needs them.
 
-        ``schedule`` must have the same placements, and the same order on every rank. Raise ``ScheduleError`` if it is
-        not safe to execute, or the device's out-of-memory error; then nothing has changed.
+        ``schedule`` must have the same units and placements, and the same order on every rank. Raise ``ScheduleError``
+        if it is not safe to execute, or the device's out-of-memory error; then nothing has changed.
         """
         assert not self.pending
-        check(schedule, Workload.from_numels([state.numel for state in self._states]))
+        _check(schedule, self._states)
         if schedule.num_slots < self._actions.num_slots:
             # A lane may still copy into a slot that is freed here. The next owner of the memory must not receive it.
             self._drain_streams()
         self._actions.reserve_slots_for(schedule)
-        if self._streams:
-            self._lanes_wait_for_caller()
-        self.discard()
+        self._adopt(schedule)
+
+    def _adopt(self, schedule: Schedule) -> None:
+        """Derive from ``schedule``, whose slots are reserved, what an update needs."""
+        self._lanes_wait_for_caller()
+        self._prefetched.clear()
         self._schedule = schedule
         self._publishing = {
-            action.sub_group: position for position, action in enumerate(schedule.actions) if action.kind in PUBLISHING
+            action.unit: position for position, action in enumerate(schedule.actions) if action.kind in PUBLISHING
         }
         self._on_streams_from = next(
             (position for position, action in enumerate(schedule.actions) if action.lane is not Lane.CPU),
@@ -203,26 +200,44 @@ class Executor:
     def prefetch(self) -> None:
         """Issue the first prefetch into each slot for an update that has not begun, to overlap them with backward.
 
-        The optimizer states must not be written to before that update begins, or ``discard`` must be called after they
-        are.
+        Load resident states, too. The caller must not write to optimizer states before that update begins, unless it
+        calls ``give_states_back`` first.
         """
         assert not self.pending
         if self.failure is not None:
             return
         with self._keep_failure():
+            self._residents.load()
             for action in self._schedule.actions:
                 # A prefetch that waits for another action reuses a slot, which the update must release first.
                 if action.kind is ActionKind.PREFETCH and not action.waits and action.name not in self._prefetched:
                     self._on_stream(action, self._next_events)
                     self._prefetched.add(action.name)
 
-    def discard(self) -> None:
-        """Discard the prefetched states, because the caller writes to the states in host memory.
+    def give_states_back(self) -> None:
+        """Make the states in host memory those of the last update, and let the caller read and write them.
 
-        They are prefetched again, by the update or by ``prefetch``.
+        Resident states are written back. They and the prefetched states are copied again, by the update or by
+        ``prefetch``.
         """
+        assert not self.pending
         # A copy that is still in flight is harmless: the next copy into its slot follows on the same stream.
         self._prefetched.clear()
+        if self.failure is None:
+            with self._keep_failure():
+                self._residents.write_back()
+        self._residents.invalidate()
+
+    def write_back(self, units: Sequence[UnitState] | None = None) -> None:
+        """Make the states of the resident ``units`` in host memory those of the last update, as ``set_units`` requires.
+
+        None stands for all units. Nothing is loaded again: the caller neither reads nor writes them. After a failure,
+        nothing is written.
+        """
+        assert not self.pending
+        if self.failure is None:
+            with self._keep_failure():
+                self._residents.write_back(units)
 
     def begin(self, steps: Sequence[AdamStep]) -> None:
         """Begin an update: update and publish the early ranges, and submit the first actions of the worker.
@@ -245,6 +260,8 @@ class Executor:
                 if kernel is not None:
                     kernel.begin_step(steps)
             self._wait_for_caller()
+            self._residents.load()
+            self._residents.mark_updated()
             self._early_update.update(self._host_adam, self._device_adam)
             self._issue(self._on_streams_from, blocks=False)
 
@@ -261,14 +278,14 @@ class Executor:
             with self._keep_failure():
                 self._issue(len(self._schedule.actions), blocks=False)
 
-    def publish(self, sub_group: int) -> None:
-        """Issue the actions up to the publication of ``sub_group``, and make the current stream wait for it.
+    def publish(self, unit: int) -> None:
+        """Issue the actions up to the publication of ``unit``, and make the current stream wait for it.
 
         The host waits for the worker where one of these actions depends on it.
         """
-        if not self.pending or self.failure is not None or not self._splits[sub_group].rest:
+        if not self.pending or self.failure is not None or not self._splits[unit].rest:
             return
-        position = self._publishing[sub_group]
+        position = self._publishing[unit]
         with self._keep_failure():
             self._issue(position + 1, blocks=True)
             self._device.current_stream().wait(self._events.finished[self._schedule.actions[position].name])
@@ -278,20 +295,20 @@ class Executor:
         if self.pending:
             self._early_update.wait()
 
-    def may_block(self, sub_group: int) -> bool:
-        """Return whether the host may have to wait in ``publish(sub_group)`` while an update is pending.
+    def may_block(self, unit: int) -> bool:
+        """Return whether the host may have to wait in ``publish(unit)`` while an update is pending.
 
-        The result is the same on every rank: it depends only on the placements, the order, and the sub-groups that were
+        The result is the same on every rank: it depends only on the placements, the order, and the units that were
         passed to ``mark_requested``. The progress of this rank's worker, a failure or an end of the update on this
         rank, and the number of slots do not matter.
         """
-        if not self._splits[sub_group].rest:
+        if not self._splits[unit].rest:
             return False
-        return self._waiting_before[self._publishing[sub_group] + 1] > self._waiting_before[self._requested]
+        return self._waiting_before[self._publishing[unit] + 1] > self._waiting_before[self._requested]
 
-    def mark_requested(self, sub_group: int) -> None:
-        """Record that every rank is about to publish the parameters of ``sub_group``."""
-        self._requested = max(self._requested, self._publishing[sub_group] + 1)
+    def mark_requested(self, unit: int) -> None:
+        """Record that every rank is about to publish the parameters of ``unit``."""
+        self._requested = max(self._requested, self._publishing[unit] + 1)
 
     def finish(self) -> None:
         """Issue the remaining actions, and block the host until every action has finished."""
@@ -304,13 +321,13 @@ class Executor:
                 self._prefetched.clear()
         self.pending = False
 
-    def touch(self, states: Sequence[SubGroupState]) -> None:
-        """Zero ``states``, which are updated on the CPU, on the threads that will update them.
+    def touch(self, tensors: Sequence[AdamTensors]) -> None:
+        """Zero ``tensors``, which are in host memory, on the threads that update on the CPU.
 
         The first touch of a page decides its NUMA node, so this places the pages near these threads.
         """
-        for state in states:
-            self._worker.submit(partial(self._host_adam.zero, state.slab_tensors)).result()
+        for group in tensors:
+            self._worker.submit(partial(self._host_adam.zero, group)).result()
 
     def timeline(self) -> Timeline:
         """Return when each action of the last update ran.
@@ -360,15 +377,18 @@ class Executor:
         self.failure = None
         self.pending = False
         self._updated = {}
+        self._prefetched.clear()
+        self._residents.invalidate()
 
     def close(self) -> None:
         """End the worker, and free the slots. The executor cannot be used afterwards."""
         self._worker.close()
         self._actions.close()
+        self._residents.close()
         self._states = ()
 
     def _lanes_wait_for_caller(self) -> None:
-        """Make all lanes wait for the caller's stream, on which new slots are allocated.
+        """Make all lanes wait for the caller's stream, on which new memory is allocated.
 
         The allocator may have reused memory that kernels on that stream still read or write.
         """
@@ -475,3 +495,9 @@ class Executor:
         """
         failures = [failure for future in self._updated.values() if (failure := future.exception()) is not None]
         return failures[0] if failures else error
+
+
+def _check(schedule: Schedule, states: Sequence[UnitState]) -> None:
+    """Raise ``ScheduleError`` if ``schedule`` is not a safe one for ``states`` and their placements."""
+    placements = check(schedule, Workload.from_numels(state.numel for state in states))
+    assert placements == tuple(state.placement for state in states), placements

@@ -138,6 +138,14 @@ class Exposure:
         self._waits, self._others = UpdateWaits(device, max_intervals), UpdateWaits(device, max_intervals)
         self._prefetch_marked = False
 
+    def reserve(self, max_intervals: int) -> None:
+        """Reserve events for updates with up to ``max_intervals`` waits each. Call this between updates.
+
+        The waits for earlier updates remain readable.
+        """
+        assert not self._prefetch_marked
+        self._waits, self._others = (UpdateWaits(self._device, max_intervals) for _ in range(2))
+
     def mark_prefetch(self) -> None:
         """Mark where prefetching for the next update begins. This discards the waits for the update before the last."""
         if not self._prefetch_marked:

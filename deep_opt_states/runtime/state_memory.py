@@ -1,19 +1,21 @@
-"""Reserve the memory of all sub-groups' states, each where its placement requires it."""
+"""Reserve the memory of all states: a slab in host memory, and the memory on the accelerator that a plan needs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from deep_opt_states.device.interface import Device
+from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange
 from deep_opt_states.device.slab import HostSlab
-from deep_opt_states.runtime.state import SubGroupState
+from deep_opt_states.runtime.state import Resident, Slot, UnitState
 from perf_model.schedule.host_layout import Widths, slab_tensors
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import STATES
+from perf_model.schedule.workload import STATES, Unit, Workload
 
 
 def widths_of(
@@ -30,54 +32,89 @@ def widths_of(
     )
 
 
-class StateMemory:
-    """The states of all sub-groups, and the slab that holds those in host memory.
+@dataclass(frozen=True)
+class SubGroupTensors:
+    """The tensors of one sub-group in the slab, of shape [numel] each.
 
-    The slab is laid out sub-group by sub-group. It is registered with the driver once its pages are touched.
+    The states are fp32. ``grad`` is in the accumulation dtype. ``rounded`` has the model's dtype; it is None if a CPU
+    update needs no buffer for rounded parameters.
     """
 
-    def __init__(self, slab: HostSlab, states: list[SubGroupState]) -> None:
-        self._slab = slab
-        self.states = states
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    grad: torch.Tensor
+    rounded: torch.Tensor | None = None
 
-    @classmethod
-    def reserve(
-        cls,
-        plan: UpdatePlan,
+    @property
+    def adam_tensors(self) -> AdamTensors:
+        """Return the tensors as an Adam kernel takes them, with ``rounded`` as the parameters."""
+        return AdamTensors(
+            master=self.master, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq, grad=self.grad, param=self.rounded
+        )
+
+
+class StateMemory:
+    """The states of one rank.
+
+    ``sub_groups`` are the tensors in the slab, which do not depend on a plan. ``units`` are views of them, and the
+    memory on the accelerator, for the plan that was passed to ``set_plan`` last. ``params`` has the flat buffer of each
+    sub-group, of shape [numel], in the model's dtype; if ``params_on_host``, these buffers are in page-locked host
+    memory although ``device`` has memory of its own.
+
+    The constructor fills the slab with zeros that no thread has touched. Raise ``HostMemoryError`` if the host cannot
+    provide it.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
         params: Sequence[torch.Tensor],
         grad_dtype: torch.dtype,
         device: Device[Any],
         *,
         params_on_host: bool = False,
-    ) -> StateMemory:
-        """Reserve the states of all sub-groups, filled with zeros.
-
-        ``params`` has the flat buffer of each sub-group, of shape [numel], in the model's dtype. If ``params_on_host``,
-        these buffers are in page-locked host memory although ``device`` has memory of its own. Raise
-        ``HostMemoryError`` if the host cannot provide the slab, or the device's out-of-memory error.
-        """
+    ) -> None:
         widths = widths_of(params[0], grad_dtype, device, params_on_host=params_on_host)
-        slab = device.host_slab(widths.slab_bytes(plan))
+        self._device = device
+        self._params = list(params)
+        self._publishes = widths.publishes
+        self._params_on_host = params_on_host and not device.shares_host_memory
+        self._staging: torch.Tensor | None = None
+        self._slab: HostSlab = device.host_slab(widths.slab_bytes(workload))
         dtypes = {**dict.fromkeys(STATES, torch.float32), "grad": grad_dtype, "rounded": params[0].dtype}
-        on_host: list[dict[str, torch.Tensor]] = [{} for _ in plan.placements]
-        for tensor in slab_tensors(plan, widths):
-            on_host[tensor.sub_group][tensor.name] = slab.tensor(tensor.offset_bytes, tensor.numel, dtypes[tensor.name])
-        staged_numel = plan.largest_on_accelerator if params_on_host and not device.shares_host_memory else 0
-        staging = device.empty(staged_numel, params[0].dtype) if staged_numel else None
-        states = []
-        for tensors, param, placement in zip(on_host, params, plan.placements, strict=True):
-            for name in (*STATES, "grad"):
-                if name not in tensors:
-                    tensors[name] = device.empty(param.numel(), dtypes[name]).zero_()
-            rounded = None
-            if placement is Placement.CPU:
-                published = tensors["master"] if widths.publishes and param.dtype == torch.float32 else param
-                rounded = tensors.pop("rounded", published)
-            staged = None
-            if staging is not None and placement is not Placement.CPU:
-                staged = staging.narrow(0, 0, param.numel())
-            states.append(SubGroupState(**tensors, param=param, rounded=rounded, staged=staged))
-        return cls(slab, states)
+        tensors: list[dict[str, torch.Tensor]] = [{} for _ in params]
+        for tensor in slab_tensors(workload, widths):
+            tensors[tensor.sub_group][tensor.name] = self._slab.tensor(
+                tensor.offset_bytes, tensor.numel, dtypes[tensor.name]
+            )
+        self.sub_groups = [SubGroupTensors(**named) for named in tensors]
+        self.units: list[UnitState] = []
+
+    def set_plan(self, plan: UpdatePlan, *, is_evicted: bool = False) -> None:
+        """Make ``units`` those of ``plan``, with the memory on the accelerator that their placements need.
+
+        If ``is_evicted``, they get none there: that memory is given back to training, and the gradients go to host
+        memory. Otherwise, units that have the same elements and need memory as before keep it with its contents,
+        gradients included, and gradients of the others are copied to their new place. The caller has written back
+        resident states. Raise the device's out-of-memory error if memory is short; then nothing has changed.
+        """
+        before = {(state.sub_group, state.elements): state for state in self.units}
+        staging = None if is_evicted else self._reserve_staging(plan)
+        units = [
+            self._unit(unit, placement, staging, before.get((unit.sub_group, self._elements(unit))), is_evicted)
+            for unit, placement in zip(plan.workload.units, plan.placements, strict=True)
+        ]
+        self._move_gradients(units)
+        self.units, self._staging = units, staging
+
+    def replace_params(self, params: Sequence[torch.Tensor]) -> None:
+        """Update ``params`` from now on: DeepSpeed reallocates its flat buffers in ``reload_states()``."""
+        if all(param is known for param, known in zip(params, self._params, strict=True)):
+            return
+        self._params = list(params)
+        for unit in self.units:
+            unit.replace_param(unit.elements.view(self._params[unit.sub_group]))
 
     def lock(self) -> None:
         """Lock the slab's pages in memory. Call this once the threads that will use its pages have touched them.
@@ -88,5 +125,82 @@ class StateMemory:
 
     def close(self) -> None:
         """Drop the states and close the slab. No operation that reads or writes the states may be in flight."""
-        self.states = []
+        self.units = []
+        self.sub_groups = []
+        self._staging = None
         self._slab.close()
+
+    def _elements(self, unit: Unit) -> ElementRange:
+        numel = self._params[unit.sub_group].numel()
+        return ElementRange(begin=unit.begin, end=unit.end, sub_group_numel=numel)
+
+    def _unit(
+        self,
+        unit: Unit,
+        placement: Placement,
+        staging: torch.Tensor | None,
+        before: UnitState | None,
+        is_evicted: bool,
+    ) -> UnitState:
+        """Return the state of ``unit``. ``before`` is its state so far, None if there was no unit of these elements."""
+        tensors, param = self.sub_groups[unit.sub_group], self._params[unit.sub_group]
+        elements = self._elements(unit)
+        master, narrowed_param = elements.view(tensors.master), elements.view(param)
+        if not self._publishes:
+            rounded = narrowed_param
+        else:
+            # The parameters of an fp32 model are published from the master weights.
+            rounded = master if tensors.rounded is None else elements.view(tensors.rounded)
+        state = UnitState(
+            placement=placement,
+            sub_group=unit.sub_group,
+            elements=elements,
+            master=master,
+            exp_avg=elements.view(tensors.exp_avg),
+            exp_avg_sq=elements.view(tensors.exp_avg_sq),
+            grad=elements.view(tensors.grad),
+            param=narrowed_param,
+            rounded=rounded,
+            is_evicted=is_evicted and placement is not Placement.CPU,
+        )
+        if not state.is_on_accelerator:
+            return state
+        if before is not None and before.is_on_accelerator:
+            state.grad = before.grad
+        else:
+            state.grad = self._device.empty(unit.numel, tensors.grad.dtype)
+        if staging is not None:
+            state.staged = staging.narrow(0, 0, unit.numel)
+        if placement is Placement.RESIDENT:
+            kept = None if before is None else before.resident
+            state.resident = kept or Resident(Slot.reserve(self._device, unit.numel))
+        return state
+
+    def _reserve_staging(self, plan: UpdatePlan) -> torch.Tensor | None:
+        """Return memory on the accelerator for the rounded parameters of its largest unit, if they are on the host."""
+        numel = plan.largest_on_accelerator if self._params_on_host else 0
+        if numel == 0:
+            return None
+        if self._staging is not None and self._staging.numel() == numel:
+            return self._staging
+        return self._device.empty(numel, self._params[0].dtype)
+
+    def _move_gradients(self, units: Sequence[UnitState]) -> None:
+        """Copy the gradients to where ``units`` have them, by way of the slab, and block the host until they are there.
+
+        Backward has not begun. What moves are the gradients of the last step, which users may still read.
+        """
+        kept = {id(state.grad) for state in units}
+        for state in self.units:
+            if state.is_on_accelerator and id(state.grad) not in kept:
+                self._device.copy(self._slab_grad(state), state.grad)
+        kept = {id(state.grad) for state in self.units}
+        for state in units:
+            if state.is_on_accelerator and id(state.grad) not in kept:
+                self._device.copy(state.grad, self._slab_grad(state))
+        moved = self._device.event()
+        self._device.current_stream().record(moved)
+        moved.synchronize()
+
+    def _slab_grad(self, state: UnitState) -> torch.Tensor:
+        return state.elements.view(self.sub_groups[state.sub_group].grad)

@@ -21,7 +21,9 @@ The sections of the class:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,19 +42,21 @@ from deep_opt_states.zero.internals.compat import (
     forget_gradient_buffers,
     param_coordinator,
     partition_rank,
+    ranges_of_partitioned_params,
     restore_param_views,
-    sub_groups_of_partitioned_params,
 )
 from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.start.assembly import Assembly, assemble
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.reporting import EngineProgress
-from deep_opt_states.zero.step.adaptive_schedule import AdaptiveSchedule
+from deep_opt_states.zero.step.adaptation import FirstUses, make_adaptation
 from deep_opt_states.zero.step.buckets import Buckets
 from deep_opt_states.zero.step.gathers import Gathers
 from deep_opt_states.zero.step.norms import Norms
 from deep_opt_states.zero.step.readers import WaitsBeforeRead, checkpoint_view
+from deep_opt_states.zero.step.running_plan import RunningPlan
 from deep_opt_states.zero.step.update import Update
+from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.schedule.plan import UpdatePlan
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -68,13 +72,18 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     """
 
     device: Any
-    plan: UpdatePlan
     accounting_device: AccountingDevice
     """The device on which this plugin has reserved its memory, with a record of each reservation."""
     report: UpdateReporter
 
     _assembly: Assembly
+    _running: RunningPlan
     _update: Update
+
+    @property
+    def plan(self) -> UpdatePlan:
+        """Return the plan of the next update, and of the present one if it is in flight."""
+        return self._running.plan
 
     # --- Attributes that wait for the update before they are read. No update exists while stock's constructor runs ---
 
@@ -84,7 +93,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
 
     def _wait_for_states(self) -> None:
         if "_update" in vars(self):
-            self._update.wait(discard_prefetched=True)
+            self._update.wait(states=True)
 
     def _get_state(self) -> Any:
         self._wait_for_states()
@@ -119,27 +128,30 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     def _create_fp32_partitions(self) -> None:
         """Create the fp32 states where the plan places them; stock would convert the parameters to new tensors."""
         self._assembly = assembly = assemble(self, self._config, self._accelerator, self._resources)
-        self.plan, self.accounting_device = assembly.planned.plan, assembly.device
-        self._gradients = assembly.gradients
-        for master, state in zip(assembly.masters, assembly.states, strict=True):
+        self.accounting_device = assembly.device
+        self._running = running = assembly.running
+        self._gradients = running.gradients
+        for master, tensors in zip(assembly.masters, running.memory.sub_groups, strict=True):
             self.fp32_partitioned_groups_flat.append(master)
             # Stock would create the moments, unpinned, at the first step.
-            moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+            moments = {"exp_avg": tensors.exp_avg, "exp_avg_sq": tensors.exp_avg_sq}
             self.optimizer.state[master] = {"step": 0, **moments}
         self.report = self._progress.make_report(self._config, assembly)
         self._update = Update(
-            assembly.executor,
-            assembly.exposure,
+            running.executor,
+            running.exposure,
             defers=assembly.defers,
-            on_finished=lambda phases, timeline: self.report.updated(phases, timeline),
+            on_finished=self._updated,
         )
         # Stock looks up here on which device a sub-group is. Between steps, its optimizer has no parameters.
-        self.subgroup_to_device = dict.fromkeys(range(len(assembly.states)), "cpu")
+        self.subgroup_to_device = dict.fromkeys(range(len(assembly.masters)), "cpu")
         for param_group in self.optimizer.param_groups:
             param_group["params"] = []
         self._norms = Norms(self)
         self._steps: list[AdamStep] = []
         self._stepped = False
+        self._window_is_open = False
+        """Whether gradients were reduced since the last step."""
         self._grad_scale = 1.0
 
     def initialize_optimizer_states(self) -> None:
@@ -154,12 +166,38 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             self.device = device
         forget_gradient_buffers(self)
         self._gathers = Gathers(
-            self.module, param_coordinator(self), self._update, sub_groups_of_partitioned_params(self)
+            self.module,
+            param_coordinator(self),
+            self._update,
+            ranges_of_partitioned_params(self),
+            self._running,
         )
         self._resources.callback(self._gathers.release)
-        first_uses = self._gathers.first_uses if self._assembly.defers else None
-        headroom = self._accelerator.headroom(self.plan, self._config)
-        self._schedule = AdaptiveSchedule(self.plan, self._assembly.executor, headroom, first_uses)
+        first_uses = None
+        if self._assembly.defers:
+            first_uses = FirstUses(names=self._gathers.first_used_names, units=self._gathers.first_uses)
+        self._adaptation = make_adaptation(
+            self._running,
+            first_uses,
+            self._assembly.planned.request,
+            self._assembly.budget,
+            self._update.report,
+            self._before_eviction,
+            self.module,
+            self._resources,
+        )
+
+    def _before_eviction(self) -> None:
+        """Wait until nothing uses the states and the gradients of units on the accelerator."""
+        self._update.wait()
+        self._wait_for_reduction()
+        self._forget_fp32_copies()
+
+    def _updated(self, phases: Sequence[PhaseSpan], read_timeline: Callable[[], Timeline]) -> None:
+        """Report one update, and let the adaptation measure it."""
+        read_once = cache(read_timeline)
+        self._adaptation.measure(self._progress.progress().step, phases, read_once)
+        self.report.updated(phases, read_once)
 
     # --- Backward ---
 
@@ -187,17 +225,25 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._update.wait(on_all_ranks=True)
         if self._stepped:
             self._stepped = False
-            for sub_group_id, state in enumerate(self._assembly.states):
-                # If the user had set gradients, the update has read a temporary fp32 copy: free it.
-                state.grad = self._gradients.buffer_of(sub_group_id)
-            self._schedule.adapt()
-            self.plan = self._schedule.plan
+            self._forget_fp32_copies()
+            # A caller may have skipped this method in earlier micro-batches: then units do not move in the middle of
+            # the sums. Every rank reduces the same buckets, so the ranks agree on it.
+            if not self._window_is_open and self._adaptation.adapt(
+                memory_is_short=self._update.memory_is_short_anywhere
+            ):
+                self._progress.plan_changed(self.report, self._assembly)
         super().backward_prologue()
+
+    def _forget_fp32_copies(self) -> None:
+        """Free the temporary fp32 copies of gradients that the update has read if the user had set some."""
+        for index, unit in enumerate(self._running.memory.units):
+            unit.grad = self._gradients.buffer_of(index)
 
     def partition_grads(self, params_to_release: Any, grad_partitions: Any) -> Any:
         # Some callers skip ``backward_prologue``, for example ``loss.backward()``: wait here as well.
         self._update.wait(on_all_ranks=True)
         self._buckets.remove(params_to_release)
+        self._window_is_open = True
         self._gradients.add_reduced_bucket(params_to_release, grad_partitions)
         if self._config.overlap_backward and self.is_gradient_accumulation_boundary():
             self._update.prefetch()
@@ -251,6 +297,8 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     # --- Step: the hooks of step(), in the order in which it calls them ---
 
     def _pre_step(self) -> None:
+        self._adaptation.observe_memory()
+        self._update.memory_is_short = self._adaptation.memory_is_short
         self._update.synchronize_ranks(raise_failure=False)
         # Before ``super()``, which forgets the parameters that were reduced in this window.
         self._gradients.complete_window()
@@ -259,6 +307,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._gradients.wait_for_copies()
         self._steps.clear()
         self._norms.forget()
+        self._window_is_open = False
         super()._pre_step()
         # After the window is complete: it ends even if this step is refused, and must not be added to the next one.
         self._update.raise_if_failed()
@@ -329,9 +378,9 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             self._begin_update()
 
     def _begin_update(self) -> None:
-        for sub_group_id, state in enumerate(self._assembly.states):
-            state.replace_param(self.fp16_partitioned_groups_flat[sub_group_id])
-            state.grad = self._gradients.grad_for_update(sub_group_id)
+        self._running.memory.replace_params(self.fp16_partitioned_groups_flat)
+        for unit, grad in zip(self._running.memory.units, self._gradients.grads_for_update(), strict=True):
+            unit.grad = grad
         # A copy: the LR scheduler and the user may change the next step's hyperparameters while this update runs.
         steps = tuple(self._steps)
         self._stepped = True
@@ -367,7 +416,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         super().set_full_hp_param(*args, **kwargs)
 
     def _get_fp32_opt_state_partition(self, *args: Any, **kwargs: Any) -> Any:
-        self._update.wait(discard_prefetched=True)
+        self._update.wait(states=True)
         self._update.raise_if_failed()
         return super()._get_fp32_opt_state_partition(*args, **kwargs)
 
@@ -389,7 +438,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         super().checkpoint_event_prologue()
 
     def _rigid_state_dict(self) -> Any:
-        self._update.wait(discard_prefetched=True)
+        self._update.wait(states=True)
         self._update.raise_if_failed()
         saved = super()._rigid_state_dict()
         saved[FP32_FLAT_GROUPS] = [checkpoint_view(master) for master in saved[FP32_FLAT_GROUPS]]
@@ -416,11 +465,11 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
 
     def _copy_loaded_moments(self) -> None:
         """Copy the loaded moments into our memory: loading has replaced our tensors by new ones."""
-        for sub_group_id, state in enumerate(self._assembly.states):
+        for sub_group_id, tensors in enumerate(self._running.memory.sub_groups):
             loaded = self.optimizer.state[self.fp32_partitioned_groups_flat[sub_group_id]]
             # A checkpoint that stock saved before its first step has no moments; stock then starts from zero.
             loaded.setdefault("step", 0)
-            for key, ours in zip(MOMENTS, (state.exp_avg, state.exp_avg_sq), strict=True):
+            for key, ours in zip(MOMENTS, (tensors.exp_avg, tensors.exp_avg_sq), strict=True):
                 if key in loaded:
                     ours.copy_(loaded[key])
                 else:
@@ -447,4 +496,3 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             self.optimizer.state.clear()
             self.fp32_partitioned_groups_flat.clear()
             self._assembly.masters.clear()
-            self._assembly.states.clear()

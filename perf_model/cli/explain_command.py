@@ -1,37 +1,34 @@
-"""Show in numbers why each sub-group has its placement."""
+"""Show in numbers why each unit has its placement."""
 
 from __future__ import annotations
 
 import argparse
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 from perf_model.cli.inputs import read_inputs
-from perf_model.prediction.memory import memory_of
+from perf_model.cli.unit_runs import changes_by_move, show_change
 from perf_model.schedule.happens_before import CHAINS
 from perf_model.schedule.placement import Placement
 from perf_model.search.bounds import busy_s_per_param, resources
-from perf_model.search.planner import evaluate
 from perf_model.training_run.forecast import Forecast
-from perf_model.training_run.job import PARAM_BYTES
 from perf_model.units import seconds
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan, the busy time of each resource and the cost of moving a sub-group; return the exit code."""
+    """Print the plan, the busy time of each resource and the cost of moving a unit; return the exit code."""
     from rich.console import Console
     from rich.table import Table
 
     found = read_inputs(options, options.world_size, options.micro_batch).forecast()
     console = Console()
     console.print(f"{found.planned.plan}\n", highlight=False, markup=False, soft_wrap=True)
-    for title, headers, rows in (_resources(found), _sub_groups(found)):
+    for title, headers, rows in (_resources(found), _units(found)):
         console.print(title, highlight=False, markup=False)
         table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
         for header in headers:
-            justify: Literal["left", "right"] = "left" if header in ("", "sub-groups", "alone") else "right"
+            justify: Literal["left", "right"] = "left" if header in ("", "units", "alone") else "right"
             # Fold long cells: cutting them off would lose information. Lists of actions are never folded, because they
             # are easier to read in whole lines.
             table.add_column(header, justify=justify, overflow="fold", no_wrap=header == "alone")
@@ -64,35 +61,26 @@ def _resources(found: Forecast) -> TableContents:
     return title, ("", *rules, "this plan"), rows
 
 
-def _sub_groups(found: Forecast) -> TableContents:
-    """Return one row per size and placement of sub-groups. A move is that of the middle one of these sub-groups."""
+def _units(found: Forecast) -> TableContents:
+    """Return one row per size and placement of units. A move is that of the middle one of these units."""
     plan = found.planned.plan
     by_placement_and_numel: dict[tuple[Placement, int], list[int]] = defaultdict(list)
-    for sub_group, placement in zip(plan.workload.sub_groups, plan.placements, strict=True):
-        by_placement_and_numel[placement, sub_group.numel].append(sub_group.index)
+    for unit, placement in zip(plan.workload.units, plan.placements, strict=True):
+        by_placement_and_numel[placement, unit.numel].append(unit.index)
+    middles = {key: indices[len(indices) // 2] for key, indices in by_placement_and_numel.items()}
+    changes_s = changes_by_move(found, list(middles.values()))
     rows: list[Sequence[str]] = []
     for (placement, numel), indices in by_placement_and_numel.items():
         loads = (f"{kind.value} {seconds(found.cost.load(kind, numel).total_s)}" for kind in CHAINS[placement])
-        middle = indices[len(indices) // 2]
-        moved = ["here" if other is placement else _moved(found, middle, other) for other in Placement]
+        moved = []
+        for other in Placement:
+            move = middles[placement, numel], other
+            here_or_impossible = "here" if other is placement else "not possible"
+            moved.append(show_change(changes_s[move]) if move in changes_s else here_or_impossible)
         rows.append((_first_few(indices), f"{numel / 1e6:,.1f} M", placement.value, "\n".join(loads), *moved))
-    title = "Moving one of these sub-groups changes the exposed time by"
+    title = "Moving one of these units changes the exposed time by"
     moves = (f"to {placement.value}" for placement in Placement)
-    return title, ("sub-groups", "size", "now", "alone", *moves), rows
-
-
-def _moved(found: Forecast, index: int, placement: Placement) -> str:
-    """Return the change of the exposed time if sub-group ``index`` had this placement, or why it cannot have it."""
-    plan = found.planned.plan
-    if placement not in found.cost.placements:
-        return "not possible"
-    placements = (*plan.placements[:index], placement, *plan.placements[index + 1 :])
-    other = replace(plan, placements=placements)
-    if found.budgets.missing(memory_of(other, PARAM_BYTES)):
-        return "no memory"
-    exposed_s = evaluate(other, found.cost, found.budgets, found.windows, PARAM_BYTES).exposed_s
-    change_s = exposed_s - found.planned.exposed_s
-    return ("+" if change_s >= 0 else "-") + seconds(abs(change_s))
+    return title, ("units", "size", "now", "alone", *moves), rows
 
 
 def _first_few(indices: Sequence[int]) -> str:

@@ -4,40 +4,51 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from perf_model.json_input import parse_json, read_text
 from perf_model.prediction.hardware import HardwareProfile, ProfileError
 from perf_model.presets.machines import MACHINES, MachinePreset
 from perf_model.presets.models import MODELS
+from perf_model.schedule.cutting import PIECE_MULTIPLE
+from perf_model.schedule.rules import PlacementRules, RulesError
 from perf_model.search.budgets import DoesNotFit
-from perf_model.search.planner import SUB_GROUP_SIZES
+from perf_model.search.unit_sizes import UNIT_SIZES
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, find_remedy, forecast
 from perf_model.training_run.hf_config import read_hf_config
-from perf_model.training_run.job import Job
+from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE, Job
 from perf_model.training_run.model import ModelError, ModelShape, require_integer
 
-MAX_SUB_GROUPS = 10_000
-"""Planning for this many sub-groups takes seconds; for many more it would take hours."""
+MAX_UNIT_SIZE = 10**15
+MAX_UNITS = 10_000
+"""Planning for this many units takes seconds; for many more it would take hours."""
+
+CONFIG_OPTIONS = ("unit_size", "gpu_memory_gb", "sub_group_size")
+"""The options without which the config has no such key: then training chooses as the command does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The checked inputs of one forecast. ``profile_path`` is None where the profile is a preset."""
+    """The checked inputs of one forecast. ``profile_path`` is None where the profile is a preset.
+
+    ``given`` are the names of the options in ``CONFIG_OPTIONS`` that the user gave.
+    """
 
     job: Job
     profile: HardwareProfile
     limits: MemoryLimits
     overlap: Overlap
-    sub_group_sizes: tuple[int, ...]
+    unit_sizes: tuple[int, ...]
     profile_path: Path | None
+    given: frozenset[str]
 
     def forecast(self) -> Forecast:
         """Return the forecast of the best plan. Raise ``DoesNotFit``, with a remedy that fits, if no plan does."""
         try:
-            return forecast(self.job, self.profile, self.limits, self.overlap, self.sub_group_sizes)
+            return forecast(self.job, self.profile, self.limits, self.overlap, self.unit_sizes)
         except DoesNotFit as error:
-            remedy = find_remedy(self.job, self.profile, self.limits, self.sub_group_sizes)
+            remedy = find_remedy(self.job, self.profile, self.limits)
             raise DoesNotFit(error.missing, remedy) from None
 
 
@@ -50,9 +61,12 @@ def read_inputs(options: argparse.Namespace, world_size: int, micro_batch: int) 
         micro_batch=micro_batch,
         sequence=options.sequence,
         recompute=not options.no_recompute,
+        sub_group_size=DEFAULT_SUB_GROUP_SIZE if options.sub_group_size is None else options.sub_group_size,
     )
-    if options.sub_group_size is not None:
-        _check_sub_group_size(options.sub_group_size, job)
+    if options.rules is not None:
+        job = _with_rules(job, options.rules)
+    if options.unit_size is not None:
+        _check_unit_size(options.unit_size, job)
     preset = options.profile in MACHINES
     profile = _preset(MACHINES[options.profile], job) if preset else _profile(Path(options.profile))
     if options.gpu_memory_gb is not None and not profile.has_accelerator:
@@ -69,8 +83,9 @@ def read_inputs(options: argparse.Namespace, world_size: int, micro_batch: int) 
         overlap=Overlap(
             backward=options.overlap in ("backward", "both"), forward=options.overlap in ("forward", "both")
         ),
-        sub_group_sizes=SUB_GROUP_SIZES if options.sub_group_size is None else (options.sub_group_size,),
+        unit_sizes=UNIT_SIZES if options.unit_size is None else (options.unit_size,),
         profile_path=None if preset else Path(options.profile),
+        given=frozenset(name for name in CONFIG_OPTIONS if getattr(options, name) is not None),
     )
 
 
@@ -78,13 +93,26 @@ def _model(name: str) -> ModelShape:
     return MODELS[name] if name in MODELS else read_hf_config(Path(name))
 
 
-def _check_sub_group_size(size: int, job: Job) -> None:
-    """Raise ``ModelError`` if ``size`` is impossible, or makes so many sub-groups that planning would take hours."""
-    require_integer("sub_group_size", size, 1, 10**15, "Correct --sub-group-size.")
-    count = len(job.workload(size).sub_groups)
-    if count > MAX_SUB_GROUPS:
-        rule = f"sub_group_size: must make at most {MAX_SUB_GROUPS:,} sub-groups per rank, found {count:,} with {size}"
-        raise ModelError(f"{rule}.\nGive a larger --sub-group-size.")
+def _with_rules(job: Job, path: Path) -> Job:
+    """Return ``job`` with the rules in the file ``path``. Raise ``ModelError`` if they cannot be used for its model."""
+    try:
+        return replace(job, rules=PlacementRules.from_json(parse_json(read_text(path))))
+    except RulesError as error:
+        raise ModelError(f"--rules {path}: {error}") from None
+    except (OSError, ValueError) as error:
+        rule = f"--rules: must be a readable file with a JSON list, found {path}: {error}."
+        raise ModelError(f'{rule}\nFor example: [{{"match": "lm_head.*", "states": "resident"}}]') from None
+
+
+def _check_unit_size(size: int, job: Job) -> None:
+    """Raise ``ModelError`` if ``size`` is impossible, or makes so many units that planning would take hours."""
+    require_integer("unit_size", size, 1, MAX_UNIT_SIZE, "Correct --unit-size.")
+    # With a tiny size, cutting alone would take hours.
+    least = job.workload(MAX_UNIT_SIZE).numel // (size + PIECE_MULTIPLE)
+    count = least if least > MAX_UNITS else len(job.workload(size).units)
+    if count > MAX_UNITS:
+        rule = f"unit_size: must make at most {MAX_UNITS:,} units per rank, found {count:,} or more with {size}"
+        raise ModelError(f"{rule}.\nGive a larger --unit-size.")
 
 
 def _preset(machine: MachinePreset, job: Job) -> HardwareProfile:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from math import ceil
+from dataclasses import asdict
 from typing import Any
 
 from perf_model.cli.inputs import Inputs, read_inputs
+from perf_model.cli.unit_runs import unit_runs
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast, Infeasible, Outcome
 from perf_model.units import GB, billions, gigabytes, percent, seconds
+
+MAX_ROWS = 20
+"""The most rows of units on the screen."""
 
 TITLES = {
     "stock": "stock offload",
@@ -22,6 +26,8 @@ TITLES = {
     "no_offload": "no offload",
 }
 """The titles on the screen, by the keys in JSON."""
+
+WHY = "why: the rule; otherwise, by how much the exposed time changes if one unit of the row has another placement"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -38,6 +44,19 @@ def run(options: argparse.Namespace) -> int:
 def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
     """Return the forecast as ``--json`` prints it: seconds and bytes."""
     placements = found.planned.plan.placements
+    units = [
+        {
+            "index": unit.index,
+            "sub_group": unit.sub_group,
+            "begin": unit.begin,
+            "numel": unit.numel,
+            "label": unit.label,
+            "placement": run.placement.value,
+            "why": run.why,
+        }
+        for run in unit_runs(found)
+        for unit in run.units
+    ]
     return {
         "predicted": found.predicted.to_json_dict(),
         "baselines": {name: _outcome(outcome, found) for name, outcome in found.baselines.items()},
@@ -50,6 +69,10 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
             "pinned_bytes": found.memory.pinned_bytes,
         },
         "placement": {placement.value: placements.count(placement) for placement in Placement},
+        "units": units,
+        "windows": {"backward_s": found.windows.backward_s, "forward_s": found.windows.forward_s},
+        "budgets": asdict(found.budgets),
+        "plan": found.chosen.to_json_dict(),
         "deepspeed_config": deepspeed_config(found, inputs),
     }
 
@@ -57,26 +80,32 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
 def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
     """Return the part of the DeepSpeed config that the plan needs.
 
-    It does not contain the plan: training measures its machine and plans again.
+    It does not contain the choices of the planner: training makes them in the same way. If rules leave nothing to the
+    planner, training does not plan, and the size of the units and the number of slots are those of this plan.
     """
-    block: dict[str, Any] = {"placement": "planned"}
+    job, plan = found.job, found.planned.plan
+    block: dict[str, Any] = {"placement": job.rules.to_json() or "planned"}
+    planned = any(unit.fixed is None for unit in plan.workload.units)
+    if "unit_size" in inputs.given or not planned:
+        block["unit_size"] = found.unit_size
+    if not planned:
+        block["num_slots"] = plan.num_slots
     if inputs.profile_path is not None:
         block["profile"] = str(inputs.profile_path.resolve())
-    if inputs.profile.has_accelerator:
-        # The memory of this plan, rounded up to a tenth of a GB. Without the key, training would allow less.
-        block["gpu_memory_gb"] = ceil(10 * found.planned.memory.gpu_bytes / GB) / 10
+    if "gpu_memory_gb" in inputs.given and planned and found.budgets.gpu_bytes is not None:
+        # The option is the memory of the GPU, and the key is the part of it that training leaves to the optimizer.
+        block["gpu_memory_gb"] = found.budgets.gpu_bytes / GB
     if not inputs.overlap.backward:
         block["overlap_backward"] = False
     if not inputs.overlap.forward:
         block["overlap_forward"] = False
+    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    if "sub_group_size" in inputs.given:
+        zero["sub_group_size"] = job.sub_group_size
     return {
-        "train_micro_batch_size_per_gpu": found.job.micro_batch,
+        "train_micro_batch_size_per_gpu": job.micro_batch,
         "bf16": {"enabled": True},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {"device": "cpu"},
-            "sub_group_size": found.sub_group_size,
-        },
+        "zero_optimization": zero,
         "deep_optimizer_states": block,
     }
 
@@ -102,11 +131,22 @@ def _print_screen(found: Forecast, inputs: Inputs) -> None:
     count = len(plan.placements)
     show(
         f"{job.shape.name} ({billions(job.shape.numel)} parameters) on {job.world_size} x {_machine(inputs)}, "
-        f"{billions(plan.workload.numel)} per rank, {count} sub-groups of "
-        f'{plan.workload.numel / count / 1e6:,.0f} M ("sub_group_size": {found.sub_group_size:,})'
+        f"{billions(plan.workload.numel)} per rank, {count} units of {plan.workload.numel / count / 1e6:,.0f} M, "
+        f"at most {found.unit_size / 1e6:,.0f} M"
     )
     counts = "   ".join(f"{placement.value} {plan.placements.count(placement)}" for placement in Placement)
     show(f"{_origin(inputs)}\n\n  update   {counts}   {plan.schedule.num_slots} slots\n")
+    units = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for header in ("units", "layers", "parameters", "placement", "why"):
+        units.add_column(header, justify="right" if header == "parameters" else "left", overflow="fold")
+    runs = unit_runs(found)
+    for run in runs[:MAX_ROWS]:
+        # Text, because the pattern of a rule may contain square brackets, which are markup in a str.
+        units.add_row(*map(Text, (run.indices, run.layers, _millions(run.numel), run.placement.value, run.why)))
+    console.print(units)
+    if len(runs) > MAX_ROWS:
+        show(f"... and {len(runs) - MAX_ROWS} more rows; --json has every unit, and explain has a row per size")
+    show(f"{WHY}\n")
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for header in ("", "forward", "backward", "exposed", "+ hidden", "iteration", "tokens/s", "MFU"):
         table.add_column(header, justify="right" if header else "left", no_wrap=True)
@@ -136,6 +176,10 @@ def _print_screen(found: Forecast, inputs: Inputs) -> None:
         )
     show("Paste into your DeepSpeed config:")
     show(json.dumps(deepspeed_config(found, inputs), indent=2))
+
+
+def _millions(numel: int) -> str:
+    return f"{numel / 1e6:,.1f} M"
 
 
 def _bounds(found: Forecast) -> str:

@@ -17,6 +17,7 @@ from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.published.runs import RunsError
 from perf_model.search.budgets import DoesNotFit
+from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE
 from perf_model.training_run.model import ModelError
 from perf_model.units import GB
 
@@ -47,7 +48,7 @@ def add_planning_commands(commands: argparse._SubParsersAction[argparse.Argument
     folder = "the folder for timeline.json and timeline.png; default: simulation"
     simulate.add_argument("--output", type=Path, default=Path("simulation"), help=folder)
 
-    explain = _add_command(commands, "explain", "show in numbers why each sub-group has its placement", _explain)
+    explain = _add_command(commands, "explain", "show in numbers why each unit has its placement", _explain)
     _add_machine_and_model(explain)
     _add_job(explain)
     _add_limits(explain)
@@ -97,8 +98,12 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-memory-gb", type=_bytes_of_gb, help="host memory per node; default: as in the profile")
     pinned = "page-locked host memory per rank; default: unlimited"
     parser.add_argument("--pinned-memory-gb", type=_bytes_of_gb, help=pinned)
-    sub_group_size = "parameters per sub-group of a rank; default: the best of several sizes"
+    sub_group_size = f"sub_group_size of the DeepSpeed config; default: DeepSpeed's, {DEFAULT_SUB_GROUP_SIZE}"
     parser.add_argument("--sub-group-size", type=int, help=sub_group_size)
+    rules = 'a JSON list of rules by name, as in "placement" of the config; default: everything is planned'
+    parser.add_argument("--rules", type=Path, metavar="FILE", help=rules)
+    unit_size = "parameters per unit of a rank, at most; default: the best of several sizes"
+    parser.add_argument("--unit-size", type=int, help=unit_size)
     overlap = "the phases that the update is overlapped with; default: both, as in training"
     parser.add_argument("--overlap", choices=("none", "backward", "forward", "both"), default="both", help=overlap)
 

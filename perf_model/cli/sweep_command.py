@@ -18,7 +18,7 @@ SweepRow = dict[str, str | int | float | None]
 """The values of one row by column; None where there is no value."""
 
 COLUMNS = (
-    "world_size", "micro_batch", "cpu", "streamed", "resident", "sub_group_size", "update_s", "exposed_update_s",
+    "world_size", "micro_batch", "cpu", "streamed", "resident", "unit_size", "update_s", "exposed_update_s",
     "iteration_s", "tokens_per_s", "mfu", "stock_iteration_s", "speed_up", "gpu_peak_bytes", "host_bytes", "why",
 )  # fmt: skip
 
@@ -62,7 +62,7 @@ def _values(found: Forecast) -> SweepRow:
     return {
         **{placement.value: placements.count(placement) for placement in Placement},
         **{key: value for key, value in found.predicted.to_json_dict().items() if key in COLUMNS},
-        "sub_group_size": found.sub_group_size,
+        "unit_size": found.unit_size,
         "stock_iteration_s": stock_s,
         "speed_up": None if stock_s is None else stock_s / found.predicted.iteration_s,
         "gpu_peak_bytes": found.memory.gpu_bytes,

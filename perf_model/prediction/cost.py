@@ -245,7 +245,7 @@ class CostModel:
         )
 
     def load(self, kind: ActionKind, numel: int) -> Load:
-        """Return the cost of an action of that kind on a sub-group of ``numel`` parameters."""
+        """Return the cost of an action of that kind on a unit of ``numel`` parameters."""
         amounts = {resource: each * numel for resource, each in self.per_param[kind].items() if each > 0}
         busiest_s = max((amount / self.capacities[resource] for resource, amount in amounts.items()), default=0.0)
         copies = COPIES_PER_ACTION.get(kind, 0) if amounts else 0

@@ -54,7 +54,7 @@ def draw_svg(timeline: Timeline, title: str, phases: Sequence[PhaseSpan] = ()) -
 def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figure:
     """Return the figure of ``timeline``.
 
-    A bar is labelled with its sub-group and, in brackets, its slot, as far as they fit. ``phases`` are in order of
+    A bar is labelled with its unit and, in brackets, its slot, as far as they fit. ``phases`` are in order of
     time. The background of the bars has the colour of the phase, which distinguishes exposed from hidden actions.
     """
     # Importing matplotlib takes a second, which planning must not take.
@@ -132,8 +132,8 @@ def _row_label(row: Lane | str, timeline: Timeline) -> str:
 
 def _labels(action: Action) -> list[str]:
     """Return the labels of a bar, the longest first."""
-    sub_group = str(action.sub_group)
-    return [sub_group] if action.slot is None else [f"{sub_group} [{action.slot}]", sub_group]
+    unit = str(action.unit)
+    return [unit] if action.slot is None else [f"{unit} [{action.slot}]", unit]
 
 
 def _fitting(labels: Sequence[str], width_points: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -45,53 +45,76 @@ class Reservation:
     count: int = 1
 
 
-def reserved_by_the_runtime(
-    plan: UpdatePlan,
-    param_bytes: int,
-    *,
-    accumulates: bool,
-    publishes: bool = True,
-    params_on_host: bool = False,
-    longest_partition_numel: int | None = None,
-) -> list[Reservation]:
+SIXTEEN_BIT = Widths(param=2, grad=2)
+"""The widths of a 16-bit model whose gradients have its dtype."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """The facts about a training run, besides the plan, that the memory of the optimizer depends on.
+
+    ``accumulates``: gradients are accumulated over several micro-batches. ``params_on_host``: DeepSpeed offloads
+    parameters from an accelerator that has its own memory. ``longest_partition_numel`` is the length of the longest
+    partition of one parameter; without it, the buffers for gradients on their way to host memory are left out.
+    """
+
+    widths: Widths = SIXTEEN_BIT
+    accumulates: bool = False
+    params_on_host: bool = False
+    longest_partition_numel: int | None = None
+
+
+DEFAULT_SETUP = TrainingSetup()
+"""A 16-bit model with gradients in its dtype, one micro-batch per step, and its parameters on the accelerator."""
+
+
+def reserved_by_the_runtime(plan: UpdatePlan, setup: TrainingSetup) -> list[Reservation]:
     """Return the memory that the runtime reserves for ``plan``.
 
     It is reserved once, so it counts in the peaks of backward and forward as well as in that of the update. It consists
-    of one slab of page-locked memory, and of states and gradients on the accelerator.
+    of one slab of page-locked memory, and of states, gradients and buffers on the accelerator.
 
-    ``param_bytes`` is 2 for 16-bit models and 4 for fp32 models. ``accumulates``: gradients are accumulated over
-    micro-batches. Gradients are assumed to be in the dtype of the model, in which DeepSpeed accumulates them by
-    default. If everything is updated on the CPU, they are assumed to be accumulated in host memory; the runtime
-    accumulates them on the accelerator if enough of its memory is free. ``publishes`` is that of ``Widths``.
-    ``params_on_host``: DeepSpeed offloads parameters from an accelerator that has its own memory; a buffer in that
-    memory then stages the largest sub-group that the accelerator updates.
-
-    ``longest_partition_numel`` is that of ``staging_numel``. Without it, the buffers for gradients on their way to host
-    memory are left out. They need no additional memory: stock takes as much of the accelerator (``staging_numel``).
+    Without accumulation, the gradients of streamed and resident units are on the accelerator. With accumulation, those
+    of all units are there as soon as anything is updated there. If everything is updated on the CPU, gradients are
+    assumed to be accumulated in host memory; the runtime accumulates them on the accelerator if enough of its memory is
+    free.
     """
-    widths = Widths(param=param_bytes, grad=param_bytes, publishes=publishes and not params_on_host)
     numels = _numels_by_placement(plan)
     streamed, residents = numels[Placement.STREAMED], numels[Placement.RESIDENT]
-    kept = [*streamed, *residents]
-    if accumulates and kept:
-        # Gradients of CPU sub-groups are accumulated there, too: ``memory_of`` counts memory for all of them.
-        kept += numels[Placement.CPU]
-    staging = []
-    if publishes and longest_partition_numel is not None:
-        staging = staging_buffers(plan, param_bytes, longest_partition_numel)
     return [
-        Reservation(kind=MemoryKind.PINNED, each_bytes=widths.slab_bytes(plan)),
-        *states_on_accelerator(streamed, residents, plan.num_slots),
-        *gradients_on_accelerator(kept, param_bytes),
-        *(rounding_buffer(plan, param_bytes) if params_on_host else []),
-        *staging,
+        Reservation(kind=MemoryKind.PINNED, each_bytes=setup.widths.slab_bytes(plan.workload)),
+        *on_accelerator(streamed, residents, numels[Placement.CPU], plan.num_slots, setup),
+        *staging_buffers(plan, setup),
     ]
 
 
-def rounding_buffer(plan: UpdatePlan, param_bytes: int) -> list[Reservation]:
-    """Return the buffer that an update on the accelerator rounds to, before parameters are copied to host memory."""
-    each_bytes = plan.largest_on_accelerator * param_bytes
-    return [Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=each_bytes)] if each_bytes else []
+def on_accelerator(
+    streamed: Counter[int], residents: Counter[int], on_cpu: Counter[int], num_slots: int, setup: TrainingSetup
+) -> list[Reservation]:
+    """Return states, gradients and rounding buffer on the accelerator.
+
+    The arguments count the units of each length, by placement.
+    """
+    updated = streamed + residents
+    if not updated:
+        return []
+    kept = updated + on_cpu if setup.accumulates else updated
+    return [
+        *states_on_accelerator(streamed, residents, num_slots),
+        *gradients_on_accelerator(kept, setup.widths.grad),
+        *rounding_buffer(max(updated), setup),
+    ]
+
+
+def rounding_buffer(largest_numel: int, setup: TrainingSetup) -> list[Reservation]:
+    """Return the buffer that an update on the accelerator rounds to, before parameters are copied to host memory.
+
+    It is needed only if parameters are in host memory. ``largest_numel`` is the length of the largest unit that the
+    accelerator updates.
+    """
+    if not setup.params_on_host:
+        return []
+    return [Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=largest_numel * setup.widths.param)]
 
 
 def staging_numel(plan: UpdatePlan, grad_bytes: int, longest_partition_numel: int) -> int:
@@ -101,24 +124,27 @@ def staging_numel(plan: UpdatePlan, grad_bytes: int, longest_partition_numel: in
     parameter.
 
     All buffers together take ``grad_bytes * longest_partition_numel`` bytes, and at most 192 MiB. If that is less than
-    192 KiB, the buffers are 64 KiB each, or as long as the longest sub-group if that is less.
+    192 KiB, the buffers are 64 KiB each, or as long as the longest unit if that is less.
 
     Stock takes that much, too: with an offloaded optimizer it keeps gradients in host memory and copies each of them
     back to the accelerator to compute its norm. That takes ``grad_bytes`` per parameter, in addition to the fp32 copy
     of 4 bytes per parameter whose norm it computes (``stage3.py``, ``partition_grads``). The runtime computes the same
     norm from the reduced gradient, without the copy back.
     """
-    longest_sub_group = max(_numels_by_placement(plan)[Placement.CPU], default=0)
+    longest_unit = max(_numels_by_placement(plan)[Placement.CPU], default=0)
     share = longest_partition_numel // NUM_STAGING_BUFFERS
     smallest, largest = (
         size_bytes // grad_bytes for size_bytes in (SMALLEST_STAGING_BUFFER_BYTES, LARGEST_STAGING_BUFFER_BYTES)
     )
-    return min(longest_sub_group, largest, max(smallest, share))
+    return min(longest_unit, largest, max(smallest, share))
 
 
-def staging_buffers(plan: UpdatePlan, grad_bytes: int, longest_partition_numel: int) -> list[Reservation]:
-    """Return the buffers that ``staging_numel`` describes."""
-    each_bytes = grad_bytes * staging_numel(plan, grad_bytes, longest_partition_numel)
+def staging_buffers(plan: UpdatePlan, setup: TrainingSetup) -> list[Reservation]:
+    """Return the buffers that ``staging_numel`` describes; none if the accelerator shares host memory."""
+    shares_host_memory = not setup.widths.publishes and not setup.params_on_host
+    if setup.longest_partition_numel is None or shares_host_memory:
+        return []
+    each_bytes = setup.widths.grad * staging_numel(plan, setup.widths.grad, setup.longest_partition_numel)
     if each_bytes == 0:
         return []
     return [Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=each_bytes, count=NUM_STAGING_BUFFERS)]
@@ -127,20 +153,17 @@ def staging_buffers(plan: UpdatePlan, grad_bytes: int, longest_partition_numel: 
 def accelerator_bytes_with_all_gradients(plan: UpdatePlan, grad_bytes: int) -> int:
     """Return the bytes of accelerator memory that ``plan`` needs if all gradients stay there.
 
-    This includes the gradients of the sub-groups that the CPU updates. Gradients take ``grad_bytes`` per parameter.
+    This includes the gradients of the units that the CPU updates. Gradients take ``grad_bytes`` per parameter.
     """
     numels = _numels_by_placement(plan)
     states = states_on_accelerator(numels[Placement.STREAMED], numels[Placement.RESIDENT], plan.num_slots)
-    every = [sub_group.numel for sub_group in plan.workload.sub_groups]
+    every = Counter(unit.numel for unit in plan.workload.units)
     return cuda_bytes_of([*states, *gradients_on_accelerator(every, grad_bytes)])
 
 
-def states_on_accelerator(streamed: Sequence[int], residents: Sequence[int], num_slots: int) -> list[Reservation]:
-    """Return p, m and v in slots and of resident sub-groups, given the lengths of streamed and resident sub-groups."""
-    num_slots = min(num_slots, len(streamed))
-    lengths = {max(streamed, default=0): num_slots}
-    for numel, count in Counter(residents).items():
-        lengths[numel] = lengths.get(numel, 0) + count
+def states_on_accelerator(streamed: Counter[int], residents: Counter[int], num_slots: int) -> list[Reservation]:
+    """Return p, m and v in slots and of resident units, given how many of each length are streamed and resident."""
+    lengths = Counter({max(streamed, default=0): min(num_slots, streamed.total())}) + residents
     parts = STAGED_BYTES_PER_PARAM // FP32_BYTES
     return [
         Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=numel * FP32_BYTES, count=parts * count)
@@ -148,18 +171,18 @@ def states_on_accelerator(streamed: Sequence[int], residents: Sequence[int], num
     ]
 
 
-def gradients_on_accelerator(numels: Iterable[int], param_bytes: int) -> list[Reservation]:
-    """Return the gradients of sub-groups of these lengths."""
+def gradients_on_accelerator(numels: Counter[int], grad_bytes: int) -> list[Reservation]:
+    """Return the gradients of units, given how many there are of each length."""
     return [
-        Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=numel * param_bytes, count=count)
-        for numel, count in Counter(numels).items()
+        Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=numel * grad_bytes, count=count)
+        for numel, count in numels.items()
     ]
 
 
 def reserved_by_stock(plan: UpdatePlan, param_bytes: int) -> list[Reservation]:
     """Return the memory that DeepSpeed's own optimizer reserves for ``plan``, which streams nothing.
 
-    Resident sub-groups are those that Twin-Flow keeps on the accelerator. DeepSpeed reserves fp32 states and gradients
+    Resident units are those that Twin-Flow keeps on the accelerator. DeepSpeed reserves fp32 states and gradients
     (``stage3.py``: ``fp32_partitioned_groups_flat``), and the gradients that it accumulates over micro-batches
     (``grad_partitions_flat_buffer``). In host memory they are pageable, unless ``offload_optimizer.pin_memory`` is set.
     """
@@ -196,14 +219,18 @@ class MemoryUse:
         )
 
 
-def memory_of(plan: UpdatePlan, param_bytes: int = 2) -> MemoryUse:
+def memory_of(plan: UpdatePlan, setup: TrainingSetup = DEFAULT_SETUP) -> MemoryUse:
     """Return the most memory that the optimizer needs with ``plan``.
 
-    As soon as something is updated on the accelerator, memory for all gradients is counted there, as without
-    offloading. If everything is updated on the CPU, this memory is not counted: 2 bytes per parameter of a 16-bit
-    model.
+    Staging buffers are not counted where stock takes as much for the gradients of the longest partition
+    (``staging_numel``), because the training run needs that memory without the runtime, too.
     """
-    return MemoryUse.from_reservations(reserved_by_the_runtime(plan, param_bytes, accumulates=True))
+    reserved = reserved_by_the_runtime(plan, setup)
+    if staging := staging_buffers(plan, setup):
+        taken_bytes = sum(buffer.count * buffer.each_bytes for buffer in staging)
+        if taken_bytes <= setup.widths.grad * (setup.longest_partition_numel or 0):
+            reserved = reserved[: -len(staging)]
+    return MemoryUse.from_reservations(reserved)
 
 
 def cuda_bytes_of(reservations: Iterable[Reservation]) -> int:
@@ -230,26 +257,33 @@ def cuda_bytes_of(reservations: Iterable[Reservation]) -> int:
     return taken_bytes
 
 
+def block_bytes_of(size_bytes: int) -> int:
+    """Return the bytes of the blocks of a tensor: the least that the tensor takes of the accelerator's memory."""
+    block_bytes = _round_up(size_bytes, 512)
+    return _round_up(block_bytes, 2 * MIB) if block_bytes >= 10 * MIB else block_bytes
+
+
 def resident_bytes_of(numel: int) -> int:
-    """Return the least bytes that p, m and v of that length take, in a slot or resident: those of whole blocks."""
-    block_bytes = _round_up(numel * FP32_BYTES, 512)
-    return 3 * (_round_up(block_bytes, 2 * MIB) if block_bytes >= 10 * MIB else block_bytes)
+    """Return the least bytes that p, m and v of that length take, in a slot or resident."""
+    return 3 * block_bytes_of(numel * FP32_BYTES)
 
 
 def _sizes(plan: UpdatePlan) -> Iterator[tuple[int, Placement, int]]:
-    """Yield each length of a sub-group with its placement, and the number of sub-groups that have both."""
+    """Yield each length of a unit with its placement, and the number of units that have both."""
     return ((numel, placement, count) for (numel, placement), count in Counter(_placed(plan)).items())
 
 
-def _numels_by_placement(plan: UpdatePlan) -> dict[Placement, list[int]]:
-    return {
-        placement: [numel for numel, candidate in _placed(plan) if candidate is placement] for placement in Placement
-    }
+def _numels_by_placement(plan: UpdatePlan) -> dict[Placement, Counter[int]]:
+    """Return by placement how many units there are of each length."""
+    counts: dict[Placement, Counter[int]] = {placement: Counter() for placement in Placement}
+    for numel, placement, count in _sizes(plan):
+        counts[placement][numel] += count
+    return counts
 
 
 def _placed(plan: UpdatePlan) -> Iterator[tuple[int, Placement]]:
-    placed = zip(plan.workload.sub_groups, plan.placements, strict=True)
-    return ((sub_group.numel, placement) for sub_group, placement in placed)
+    placed = zip(plan.workload.units, plan.placements, strict=True)
+    return ((unit.numel, placement) for unit, placement in placed)
 
 
 def _round_up(size_bytes: int, multiple: int) -> int:

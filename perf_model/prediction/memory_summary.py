@@ -15,7 +15,7 @@ from perf_model.units import size
 def summary_by_placement(plan: UpdatePlan, widths: Widths) -> list[str]:
     """Return one line per placement of the plan, with the bytes of one rank."""
     return [
-        f"{placement.value}: {_counted(plan.placements.count(placement), 'sub-group')}, "
+        f"{placement.value}: {_counted(plan.placements.count(placement), 'unit')}, "
         f"{plan.numel(placement):,} parameters, {', '.join(_taken(plan, widths, placement))}"
         for placement in Placement
         if placement in plan.placements
@@ -35,8 +35,7 @@ def total_reserved(reservations: Iterable[Reservation]) -> str:
 
 
 def _taken(plan: UpdatePlan, widths: Widths, placement: Placement) -> Iterator[str]:
-    if host_bytes := widths.host_bytes(plan, placement):
-        yield f"{size(host_bytes)} of host memory"
+    yield f"{size(sum(widths.on_host.values()) * plan.numel(placement))} of host memory"
     if placement is Placement.CPU:
         return
     numel, schedule = plan.numel(placement), plan.schedule

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline
 from perf_model.schedule.action import ActionKind
-from perf_model.schedule.workload import Workload
+from perf_model.schedule.workload import Unit, Workload
 
 ALLOWED_IN_BACKWARD = ActionKind.PREFETCH
 """The only kind of action that may start before the norm of the gradients is known: it reads nothing but the states,
@@ -18,13 +18,20 @@ class Windows:
     """The windows that overlap with the update.
 
     ``backward_s`` is the tail of backward in which states may be prefetched, and ``forward_s`` is the next forward.
-    Forward is assumed to use the sub-groups in their order: the later forward needs the parameters of a sub-group, the
-    longer its update can be hidden. Both windows are 0 if the update has to finish before ``step()`` returns. The
-    update is assumed to slow down neither backward nor forward.
+    ``first_use`` names each unit once, in the order in which forward first uses them; None is the order of the indices.
+    The later forward needs the parameters of a unit, the longer its update can be hidden. Both windows are 0 if the
+    update has to finish before ``step()`` returns. The update is assumed to slow down neither backward nor forward.
     """
 
     backward_s: float = 0.0
     forward_s: float = 0.0
+    first_use: tuple[int, ...] | None = None
+
+    def in_order_of_use(self, workload: Workload) -> tuple[Unit, ...]:
+        """Return the units in the order in which forward first uses them."""
+        if self.first_use is None:
+            return workload.units
+        return tuple(workload.units[index] for index in self.first_use)
 
     def exposed_s(self, timeline: Timeline, workload: Workload) -> float:
         """Return the exposed seconds of the update: those by which the iteration grows.
@@ -38,18 +45,18 @@ class Windows:
         exposed_s = max(0.0, timeline.end_s - self.forward_s)
         ready_s = _ready_s(timeline)
         before, numel = 0, workload.numel
-        for sub_group in workload.sub_groups:
-            exposed_s = max(exposed_s, ready_s[sub_group.index] - self.forward_s * before / numel)
-            before += sub_group.numel
+        for unit in self.in_order_of_use(workload):
+            exposed_s = max(exposed_s, ready_s[unit.index] - self.forward_s * before / numel)
+            before += unit.numel
         return exposed_s
 
     def phases(self, timeline: Timeline, workload: Workload) -> tuple[PhaseSpan, ...]:
         """Return the phases of the model during the update: backward, forward, and the waits for the update."""
         ready_s, numel = _ready_s(timeline), workload.numel
         ends_s, now_s = [(Phase.BACKWARD, 0.0)], 0.0
-        for sub_group in workload.sub_groups:
-            start_s = max(now_s, ready_s[sub_group.index])
-            now_s = start_s + self.forward_s * sub_group.numel / numel
+        for unit in self.in_order_of_use(workload):
+            start_s = max(now_s, ready_s[unit.index])
+            now_s = start_s + self.forward_s * unit.numel / numel
             ends_s += [(Phase.EXPOSED, start_s), (Phase.FORWARD, now_s)]
         ends_s.append((Phase.EXPOSED, timeline.end_s))
         spans: list[PhaseSpan] = []
@@ -64,13 +71,13 @@ class Windows:
 
 
 def _ready_s(timeline: Timeline) -> dict[int, float]:
-    """Return, by sub-group, when its parameters are ready for forward.
+    """Return, by unit, when its parameters are ready for forward.
 
     The host issues actions in the order of the schedule and blocks in between, so the parameters are ready only after
     every action that was issued before.
     """
     return {
-        span.action.sub_group: span.end_s
+        span.action.unit: span.end_s
         for span in timeline.spans
         if span.action.kind in (ActionKind.GPU_STEP, ActionKind.PUBLISH)
     }

@@ -75,7 +75,7 @@ class _Simulation:
     def __init__(self, schedule: Schedule, workload: Workload, simulator: Simulator) -> None:
         self._actions = schedule.actions
         self._simulator = simulator
-        self._numels = {sub_group.index: sub_group.numel for sub_group in workload.sub_groups}
+        self._numels = {unit.index: unit.numel for unit in workload.units}
         self._now_s = 0.0 - min(simulator.windows.backward_s, self._fill_s())
         self._issued = 0
         self._started_s = [_NEVER_S] * len(self._actions)
@@ -108,9 +108,7 @@ class _Simulation:
         """
         on_lane = (action for action in self._actions if action.lane is ALLOWED_IN_BACKWARD.lane)
         filling = takewhile(lambda action: action.kind is ALLOWED_IN_BACKWARD and not action.waits, on_lane)
-        return sum(
-            self._simulator.load(ALLOWED_IN_BACKWARD, self._numels[action.sub_group]).total_s for action in filling
-        )
+        return sum(self._simulator.load(ALLOWED_IN_BACKWARD, self._numels[action.unit]).total_s for action in filling)
 
     def _issue(self) -> None:
         """Issue actions until the host blocks."""
@@ -132,7 +130,7 @@ class _Simulation:
             if waiting and lane not in self._running and self._may_start(waiting[-1]):
                 position = waiting.pop()
                 action = self._actions[position]
-                load = self._simulator.load(action.kind, self._numels[action.sub_group])
+                load = self._simulator.load(action.kind, self._numels[action.unit])
                 self._running[lane] = _Running(position, action.kind, load, self._now_s)
                 self._started_s[position] = self._now_s
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from perf_model.schedule.action import Action, Lane
+from perf_model.schedule.action import Action, ActionKind, Lane
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,13 @@ class Timeline:
     def busy_s(self, lane: Lane) -> float:
         """Return the seconds in which ``lane`` ran an action. Actions of one lane never overlap."""
         return sum(span.end_s - span.start_s for span in self.spans if span.action.lane is lane)
+
+    def seconds_by_kind(self) -> dict[ActionKind, float]:
+        """Return the summed seconds of the actions of each kind."""
+        busy_s: dict[ActionKind, float] = defaultdict(float)
+        for span in self.spans:
+            busy_s[span.action.kind] += span.end_s - span.start_s
+        return busy_s
 
     def chrome_trace(self, phases: Sequence[PhaseSpan] = ()) -> dict[str, object]:
         """Return the Trace Event Format that Perfetto and chrome://tracing open.

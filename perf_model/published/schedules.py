@@ -32,7 +32,8 @@ def workload_of(setting: RunSetting) -> Workload:
     """
     one, two = (gpt("published", layers, setting.hidden, 1, VOCAB, POSITIONS).numel for layers in (1, 2))
     layers = min(MAX_LAYERS, max(1, 1 + round((setting.real_params - one) / (two - one))))
-    tensors = gpt("published", layers, setting.hidden, 1, VOCAB, POSITIONS).parameters()
+    shape = gpt("published", layers, setting.hidden, 1, VOCAB, POSITIONS)
+    tensors = [numel for _, numel in shape.parameters()]
     scale = setting.real_params / sum(tensors)
     scaled = [max(1, round(scale * numel)) for numel in tensors]
     return Workload.from_parameters(scaled, setting.ranks, setting.sub_group_size)
@@ -41,7 +42,7 @@ def workload_of(setting: RunSetting) -> Workload:
 @cache
 def placements_of(setting: RunSetting) -> tuple[Placement, ...]:
     """Return the placement of each sub-group of one rank."""
-    count = len(workload_of(setting).sub_groups)
+    count = len(workload_of(setting).units)
     offloaded = int(setting.cpu_ratio * count)
     placements = [Placement.CPU] * offloaded + [Placement.RESIDENT] * (count - offloaded)
     if setting.update_stride is not None:

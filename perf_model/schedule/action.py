@@ -1,4 +1,4 @@
-"""Define the actions of a schedule: the steps of the update of one sub-group, and the lane that runs each of them.
+"""Define the actions of a schedule: the steps of the update of one unit, and the lane that runs each of them.
 
 The text of an action can be parsed again: ``PREFETCH 3 slot 0 after FLUSH_STATES 1``.
 """
@@ -27,14 +27,14 @@ class ActionKind(Enum):
     PREFETCH = "PREFETCH"
     """Copy of fp32 p, m and v to a staging slot. The gradient is already on the accelerator."""
     GPU_STEP = "GPU_STEP"
-    """Unscaling, clipping and Adam on the states in a slot, or on those of a resident sub-group. Writes the 16-bit
+    """Unscaling, clipping and Adam on the states in a slot, or on those of a resident unit. Writes the 16-bit
     parameters in place."""
     FLUSH_STATES = "FLUSH_STATES"
     """Copy of p, m and v from the slot back to host memory."""
     CPU_STEP = "CPU_STEP"
     """Unscaling, clipping, Adam and rounding to 16 bit, in host memory."""
     PUBLISH = "PUBLISH"
-    """Copy of the 16-bit parameters of a CPU sub-group to the accelerator."""
+    """Copy of the 16-bit parameters of a CPU unit to the accelerator."""
 
     __hash__ = object.__hash__
 
@@ -52,26 +52,26 @@ _LANES = {
     ActionKind.PUBLISH: Lane.H2D,
 }
 
-_TEXT = re.compile(r"(?P<kind>[A-Z_]+) (?P<sub_group>\d+)( slot (?P<slot>\d+))?( after (?P<waits>.+))?")
+_TEXT = re.compile(r"(?P<kind>[A-Z_]+) (?P<unit>\d+)( slot (?P<slot>\d+))?( after (?P<waits>.+))?")
 
 
 @dataclass(frozen=True)
 class Action:
-    """One step of the update of one sub-group.
+    """One step of the update of one unit.
 
-    ``slot`` is the staging slot that the action reads or writes (streamed sub-groups only). ``waits`` names the actions
+    ``slot`` is the staging slot that the action reads or writes (streamed units only). ``waits`` names the actions
     of *other* lanes that must have finished before this one starts. Earlier actions of the same lane need no wait.
     """
 
     kind: ActionKind
-    sub_group: int
+    unit: int
     slot: int | None = None
     waits: tuple[str, ...] = ()
 
     @cached_property
     def name(self) -> str:
         """Return the name, which is unique in a schedule: predicted and measured times are joined by it."""
-        return f"{self.kind.value} {self.sub_group}"
+        return f"{self.kind.value} {self.unit}"
 
     @property
     def lane(self) -> Lane:
@@ -89,12 +89,12 @@ class Action:
         match = _TEXT.fullmatch(text.strip())
         if match is None or match["kind"] not in ActionKind.__members__:
             raise ValueError(
-                f"An action has the form 'KIND sub_group [slot N] [after NAME, NAME]', where KIND is one of "
+                f"An action has the form 'KIND unit [slot N] [after NAME, NAME]', where KIND is one of "
                 f"{', '.join(ActionKind.__members__)}; found {text.strip()!r}."
             )
         return cls(
             kind=ActionKind[match["kind"]],
-            sub_group=int(match["sub_group"]),
+            unit=int(match["unit"]),
             slot=None if match["slot"] is None else int(match["slot"]),
             waits=() if match["waits"] is None else tuple(match["waits"].split(", ")),
         )

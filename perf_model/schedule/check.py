@@ -25,7 +25,7 @@ def check(schedule: Schedule, workload: Workload) -> tuple[Placement, ...]:
 
     These rules are checked:
 
-    - Every sub-group has exactly the actions of one placement, each once and in order.
+    - Every unit has exactly the actions of one placement, each once and in order.
     - Waits name actions of other lanes that were issued before, so that nothing deadlocks.
     - Every action starts after the data that it reads was written.
     - A slot exists, is large enough, and is reused only after the states of its previous occupant were flushed.
@@ -43,18 +43,18 @@ def _check_chains(schedule: Schedule, workload: Workload) -> tuple[Placement, ..
     for action in schedule.actions:
         if seen[action.name] > 1:
             raise ScheduleError(schedule, action, "An action is issued once per step.")
-        if not 0 <= action.sub_group < len(workload.sub_groups):
-            raise ScheduleError(schedule, action, f"There are {len(workload.sub_groups)} sub-groups.")
-        kinds[action.sub_group].append(action.kind)
+        if not 0 <= action.unit < len(workload.units):
+            raise ScheduleError(schedule, action, f"There are {len(workload.units)} units.")
+        kinds[action.unit].append(action.kind)
     by_chain = {chain: placement for placement, chain in CHAINS.items()}
     placements = []
-    for sub_group in workload.sub_groups:
-        placement = by_chain.get(tuple(kinds[sub_group.index]))
+    for unit in workload.units:
+        placement = by_chain.get(tuple(kinds[unit.index]))
         if placement is None:
-            last = [action for action in schedule.actions if action.sub_group == sub_group.index][-1:]
+            last = [action for action in schedule.actions if action.unit == unit.index][-1:]
             chains = " or ".join(" ".join(kind.value for kind in chain) for chain in CHAINS.values())
-            found = " ".join(kind.value for kind in kinds[sub_group.index]) or "nothing"
-            rule = f"Sub-group {sub_group.index} is updated by {chains}, in that order; found {found}."
+            found = " ".join(kind.value for kind in kinds[unit.index]) or "nothing"
+            rule = f"Unit {unit.index} is updated by {chains}, in that order; found {found}."
             raise ScheduleError(schedule, last[0] if last else None, rule)
         placements.append(placement)
     return tuple(placements)
@@ -70,17 +70,17 @@ def _check_slots(schedule: Schedule, workload: Workload, placements: tuple[Place
         raise ScheduleError(schedule, None, rule)
     slot_of: dict[int, int | None] = {}
     for action in schedule.actions:
-        if placements[action.sub_group] is not Placement.STREAMED:
+        if placements[action.unit] is not Placement.STREAMED:
             if action.slot is not None:
-                raise ScheduleError(schedule, action, "Only a streamed sub-group uses a slot.")
+                raise ScheduleError(schedule, action, "Only a streamed unit uses a slot.")
             continue
         if action.slot is None or not 0 <= action.slot < schedule.num_slots:
             raise ScheduleError(schedule, action, f"{action.kind.value} needs one of {schedule.num_slots} slots.")
-        if slot_of.setdefault(action.sub_group, action.slot) != action.slot:
-            raise ScheduleError(schedule, action, "A sub-group stays in the slot that it was prefetched to.")
-        numel = workload.sub_groups[action.sub_group].numel
+        if slot_of.setdefault(action.unit, action.slot) != action.slot:
+            raise ScheduleError(schedule, action, "A unit stays in the slot that it was prefetched to.")
+        numel = workload.units[action.unit].numel
         if numel > schedule.slot_numel:
-            rule = f"A slot holds {schedule.slot_numel} parameters; sub-group {action.sub_group} has {numel}."
+            rule = f"A slot holds {schedule.slot_numel} parameters; unit {action.unit} has {numel}."
             raise ScheduleError(schedule, action, rule)
 
 

@@ -18,26 +18,26 @@ CHAINS: dict[Placement, tuple[ActionKind, ...]] = {
     Placement.STREAMED: (ActionKind.PREFETCH, ActionKind.GPU_STEP, ActionKind.FLUSH_STATES),
     Placement.RESIDENT: (ActionKind.GPU_STEP,),
 }
-"""The actions of one sub-group for each placement. Each action reads the output of the action before it."""
+"""The actions of one unit for each placement. Each action reads the output of the action before it."""
 
 
 def dependencies(actions: Sequence[Action]) -> dict[str, tuple[Action, ...]]:
     """Return, by action name, the actions that must have finished before the action starts.
 
-    These are the predecessor in the chain of the sub-group and, for a PREFETCH, the FLUSH_STATES of the previous
+    These are the predecessor in the chain of the unit and, for a PREFETCH, the FLUSH_STATES of the previous
     occupant of the slot, which still reads the memory that the prefetch overwrites. ``actions`` must be well-formed:
-    every sub-group has the actions of one chain, in order.
+    every unit has the actions of one chain, in order.
     """
     by_name = {action.name: action for action in actions}
     latest: dict[int, Action] = {}
     occupant: dict[int, Action] = {}
     needs: dict[str, tuple[Action, ...]] = {}
     for action in actions:
-        required = [latest[action.sub_group]] if action.sub_group in latest else []
-        latest[action.sub_group] = action
+        required = [latest[action.unit]] if action.unit in latest else []
+        latest[action.unit] = action
         if action.kind is ActionKind.PREFETCH and action.slot is not None:
             if action.slot in occupant:
-                required.append(by_name[f"{ActionKind.FLUSH_STATES.value} {occupant[action.slot].sub_group}"])
+                required.append(by_name[f"{ActionKind.FLUSH_STATES.value} {occupant[action.slot].unit}"])
             occupant[action.slot] = action
         needs[action.name] = tuple(required)
     return needs

@@ -16,7 +16,7 @@ from perf_model.schedule.workload import Workload
 
 
 def lower(workload: Workload, placements: Sequence[Placement], num_slots: int, order: Sequence[int]) -> Schedule:
-    """Return the schedule that executes ``placements``, with the sub-groups processed in ``order``."""
+    """Return the schedule that executes ``placements``, with the units processed in ``order``."""
     num_slots, slot_numel = needed_slots(workload, placements, num_slots)
     slots = assign_slots([index for index in order if placements[index] is Placement.STREAMED], num_slots)
     return Schedule(
@@ -28,14 +28,14 @@ def lower(workload: Workload, placements: Sequence[Placement], num_slots: int, o
 
 
 def needed_slots(workload: Workload, placements: Sequence[Placement], num_slots: int) -> tuple[int, int]:
-    """Return the number of slots, at most one per streamed sub-group, and the length of each in parameters."""
-    placed = zip(workload.sub_groups, placements, strict=True)
-    streamed = [sub_group.numel for sub_group, placement in placed if placement is Placement.STREAMED]
+    """Return the number of slots, at most one per streamed unit, and the length of each in parameters."""
+    placed = zip(workload.units, placements, strict=True)
+    streamed = [unit.numel for unit, placement in placed if placement is Placement.STREAMED]
     return min(num_slots, len(streamed)), max(streamed, default=0)
 
 
 def assign_slots(streamed: Sequence[int], num_slots: int) -> dict[int, int]:
-    """Return the slot of each streamed sub-group: round robin in update order."""
+    """Return the slot of each streamed unit: round robin in update order."""
     return {index: position % num_slots for position, index in enumerate(streamed)}
 
 
@@ -80,21 +80,21 @@ def insert_waits(actions: Sequence[Action]) -> list[Action]:
                 waits = (producer.name, *waits)
                 start = clocks.start_clock(action, waits)
         clocks.issue(action, start)
-        lowered.append(Action(action.kind, action.sub_group, action.slot, waits) if waits else action)
+        lowered.append(Action(action.kind, action.unit, action.slot, waits) if waits else action)
     return lowered
 
 
 def serial_schedule(placements: Sequence[Placement]) -> Schedule:
     """Return the schedule of stock DeepSpeed, in which each action waits for the action before it.
 
-    Resident sub-groups are those that Twin-Flow keeps on the accelerator. Stock streams nothing: ``placements`` must
+    Resident units are those that Twin-Flow keeps on the accelerator. Stock streams nothing: ``placements`` must
     not contain ``STREAMED``.
     """
     assert Placement.STREAMED not in placements
     actions: list[Action] = []
-    for sub_group, placement in enumerate(placements):
+    for unit, placement in enumerate(placements):
         for kind in CHAINS[placement]:
             # An earlier action of the same lane needs no wait.
             waits = tuple(before.name for before in actions[-1:] if before.lane is not kind.lane)
-            actions.append(Action(kind, sub_group, waits=waits))
+            actions.append(Action(kind, unit, waits=waits))
     return Schedule(num_slots=0, slot_numel=0, staging_bytes=0, actions=tuple(actions))

@@ -1,7 +1,7 @@
-"""Order the sub-groups of an update: the streamed and resident ones by their update, the CPU ones by their publish.
+"""Order the units of an update: the streamed and resident ones by their update, the CPU ones by their publish.
 
-All lanes should finish together. Before the host publishes a CPU sub-group, it blocks until the CPU has updated it.
-Therefore, before each publish the host issues the share of the other sub-groups (by parameters) that should be done at
+All lanes should finish together. Before the host publishes a CPU unit, it blocks until the CPU has updated it.
+Therefore, before each publish the host issues the share of the other units (by parameters) that should be done at
 that time.
 """
 
@@ -16,10 +16,10 @@ from perf_model.schedule.workload import Workload
 def forward_order(
     workload: Workload, placements: Sequence[Placement], first_use: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Return an order in which forward finds the sub-groups of each placement ready in the order of their first use.
+    """Return an order in which forward finds the units of each placement ready in the order of their first use.
 
-    ``first_use`` names every sub-group once, in the order in which forward uses them; None stands for the order of the
-    indices. Resident sub-groups come first: they are ready immediately.
+    ``first_use`` names every unit once, in the order in which forward uses them; None stands for the order of the
+    indices. Resident units come first: they are ready immediately.
     """
     in_order = range(len(placements)) if first_use is None else first_use
     by_placement = {
@@ -30,16 +30,16 @@ def forward_order(
 
 
 def longest_in_the_middle(workload: Workload, placements: Sequence[Placement]) -> tuple[int, ...]:
-    """Return an order in which, for each placement, longer sub-groups are nearer to the middle.
+    """Return an order in which, for each placement, longer units are nearer to the middle.
 
-    While the first sub-group is prefetched, nothing can be flushed yet, and while the last one is flushed, nothing is
-    left to prefetch. In these positions a long sub-group, often the embedding, costs the most. Resident sub-groups are
-    spread among the streamed ones, because both need the GPU. For example, streamed sub-groups of lengths 500, 10, 20,
+    While the first unit is prefetched, nothing can be flushed yet, and while the last one is flushed, nothing is
+    left to prefetch. In these positions a long unit, often the embedding, costs the most. Resident units are
+    spread among the streamed ones, because both need the GPU. For example, streamed units of lengths 500, 10, 20,
     30, 40 and 600 are ordered 10, 30, 500, 600, 40, 20.
     """
     by_placement: dict[Placement, list[int]] = {}
     for placement in Placement:
-        by_length = sorted(_placed(placements, placement), key=lambda index: workload.sub_groups[index].numel)
+        by_length = sorted(_placed(placements, placement), key=lambda index: workload.units[index].numel)
         by_placement[placement] = [*by_length[::2], *reversed(by_length[1::2])]
     return tuple(_merge_by_progress(workload, by_placement))
 
@@ -49,17 +49,17 @@ def _placed(placements: Sequence[Placement], placement: Placement) -> list[int]:
 
 
 def _merge_by_progress(workload: Workload, by_placement: dict[Placement, list[int]]) -> Iterable[int]:
-    """Merge the sub-groups in the order in which they are due.
+    """Merge the units in the order in which they are due.
 
-    A CPU sub-group is due when it should be done, and any other sub-group when it should be half done. Time is measured
+    A CPU unit is due when it should be done, and any other unit when it should be half done. Time is measured
     by the share of the parameters of the same placement that are updated by then.
     """
     due: list[tuple[float, bool, int]] = []
     for placement, indices in by_placement.items():
-        total = sum(workload.sub_groups[index].numel for index in indices)
+        total = sum(workload.units[index].numel for index in indices)
         seen = 0
         for index in indices:
-            numel = workload.sub_groups[index].numel
+            numel = workload.units[index].numel
             done = seen + numel
             on_cpu = placement is Placement.CPU
             due.append(((done if on_cpu else seen + numel / 2) / total, on_cpu, index))

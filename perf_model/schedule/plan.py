@@ -1,4 +1,4 @@
-"""Define ``UpdatePlan``: a placement for each sub-group, and the number of slots that streaming uses."""
+"""Define ``UpdatePlan``: a placement for each unit, and the number of slots that streaming uses."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from perf_model.schedule.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan:
-    """A placement for each sub-group of ``workload``, and at most ``num_slots`` slots for the streamed ones.
+    """A placement for each unit of ``workload``, and at most ``num_slots`` slots for the streamed ones.
 
-    ``order`` is the order in which the host processes the sub-groups; None stands for ``order.forward_order``. The
+    ``order`` is the order in which the host processes the units; None stands for ``order.forward_order``. The
     actions of the plan are in ``schedule``, which is derived on first use. Raise ``ValueError`` unless there is exactly
-    one placement per sub-group, at least one slot, and an order that names each sub-group once.
+    one placement per unit, at least one slot, and an order that names each unit once.
     """
 
     workload: Workload
@@ -28,17 +28,15 @@ class UpdatePlan:
     order: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if len(self.placements) != len(self.workload.sub_groups):
+        if len(self.placements) != len(self.workload.units):
             raise ValueError(
-                f"A plan has one placement per sub-group: {len(self.workload.sub_groups)} sub-groups, "
+                f"A plan has one placement per unit: {len(self.workload.units)} units, "
                 f"found {len(self.placements)} placements."
             )
         if self.num_slots < 1:
             raise ValueError(f"A plan has at least 1 slot, found {self.num_slots}.")
         if self.order is not None and sorted(self.order) != list(range(len(self.placements))):
-            raise ValueError(
-                f"A plan's order names each of its {len(self.placements)} sub-groups once, found {self.order}."
-            )
+            raise ValueError(f"A plan's order names each of its {len(self.placements)} units once, found {self.order}.")
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -53,23 +51,23 @@ class UpdatePlan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return a hash of the actions and of the lengths of the sub-groups.
+        """Return a hash of the actions and of the borders of the units.
 
-        It is equal on two ranks if and only if they execute the same actions on sub-groups of the same lengths.
+        It is equal on two ranks if and only if they execute the same actions on the same runs of elements.
         """
-        numels = " ".join(str(sub_group.numel) for sub_group in self.workload.sub_groups)
-        return hashlib.sha256(f"{numels}\n{self.schedule}".encode()).hexdigest()[:16]
+        borders = " ".join(f"{unit.sub_group}:{unit.begin}:{unit.end}" for unit in self.workload.units)
+        return hashlib.sha256(f"{borders}\n{self.schedule}".encode()).hexdigest()[:16]
 
     def numel(self, placement: Placement) -> int:
         """Return the number of this rank's parameters with that placement."""
-        placed = zip(self.workload.sub_groups, self.placements, strict=True)
-        return sum(sub_group.numel for sub_group, candidate in placed if candidate is placement)
+        placed = zip(self.workload.units, self.placements, strict=True)
+        return sum(unit.numel for unit, candidate in placed if candidate is placement)
 
     @property
     def largest_on_accelerator(self) -> int:
-        """Return the length of the largest sub-group that is updated on the accelerator, 0 if there is none."""
-        placed = zip(self.workload.sub_groups, self.placements, strict=True)
-        return max((sub_group.numel for sub_group, placement in placed if placement is not Placement.CPU), default=0)
+        """Return the length of the largest unit that is updated on the accelerator, 0 if there is none."""
+        placed = zip(self.workload.units, self.placements, strict=True)
+        return max((unit.numel for unit, placement in placed if placement is not Placement.CPU), default=0)
 
     def __str__(self) -> str:
         counts = ", ".join(
@@ -79,7 +77,7 @@ class UpdatePlan:
         )
         share = 1 - self.numel(Placement.CPU) / max(1, self.workload.numel)
         return (
-            f"{len(self.placements)} sub-groups, {self.workload.numel:,} parameters: {counts} "
+            f"{len(self.placements)} units, {self.workload.numel:,} parameters: {counts} "
             f"({share:.0%} of the parameters updated on the GPU), "
             f"{self.schedule.num_slots} slots of {self.schedule.slot_numel:,}, plan {self.fingerprint}"
         )

@@ -10,24 +10,26 @@ seconds. An update takes at least the maximum of T over all constraints. So the 
 of this maximum over x and r.
 
 A streamed parameter uses at least as much of each constraint as a resident one. So at the minimum, either nothing is
-streamed, or as many parameters are resident as fit. Each of these two cases is a straight line in the plane of x and r.
-On a line, the minimum is at an end, or at a point where two constraints have the same T.
+streamed, or as many parameters are resident as fit next to those that are streamed. In the plane of x and r, the first
+case is a straight line, and the second one is a few of them. On a line, the minimum is at an end, or at a point where
+two constraints have the same T.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from perf_model.prediction.cost import CostModel, Resource
-from perf_model.prediction.memory import cuda_bytes_of, gradients_on_accelerator, resident_bytes_of
 from perf_model.prediction.overlap_windows import ALLOWED_IN_BACKWARD, Windows
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.happens_before import CHAINS
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.workload import Workload
+from perf_model.search.capacity import ResidentCapacity
 from perf_model.search.resource_constraints import KINDS, Array, ResourceConstraints
 
 
@@ -49,58 +51,6 @@ class PlacementShares:
             streamed=self.streamed + weight * (other.streamed - self.streamed),
             resident=self.resident + weight * (other.resident - self.resident),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResidentCapacity:
-    """Upper bounds of the shares of the parameters whose states fit in GPU memory.
-
-    ``alone`` is the share that can be resident if nothing is streamed, ``with_a_slot`` the share next to one staging
-    slot. ``prefetched`` is the share whose states can be on the accelerator when the step is decided.
-    """
-
-    alone: float = 0.0
-    with_a_slot: float = 0.0
-    prefetched: float = 1.0
-
-    @classmethod
-    def uniform(cls, share: float) -> ResidentCapacity:
-        """Return the capacity of ``share``, with or without a slot, and no limit for prefetches."""
-        return cls(alone=share, with_a_slot=share)
-
-    @classmethod
-    def from_gpu_bytes(cls, workload: Workload, gpu_bytes: int | None) -> ResidentCapacity:
-        """Return the capacity of ``gpu_bytes`` of GPU memory (None: unlimited), after reserving the gradients."""
-        if gpu_bytes is None:
-            return cls.uniform(1.0)
-        numels = (sub_group.numel for sub_group in workload.sub_groups)
-        gpu_bytes -= cuda_bytes_of(gradients_on_accelerator(numels, MIN_GRADIENT_BYTES)) - MAX_SHARED_BYTES
-        slot_bytes = min(resident_bytes_of(sub_group.numel) for sub_group in workload.sub_groups)
-        alone = _share_that_fits(gpu_bytes, workload)
-        return cls(alone=alone, with_a_slot=_share_that_fits(gpu_bytes - slot_bytes, workload), prefetched=alone)
-
-
-MIN_GRADIENT_BYTES = 2
-"""The least bytes per parameter that a gradient takes."""
-
-MAX_SHARED_BYTES = 22 * 2**20
-"""The most bytes of states that can be in segments that the allocator reserves for gradients: in the last segment of
-each size, 2 and 20 MiB."""
-
-
-def _share_that_fits(gpu_bytes: int, workload: Workload) -> float:
-    """Return an upper bound of the share that fits.
-
-    The share is at most that of the sub-groups with the fewest bytes per parameter, filled up to ``gpu_bytes``. It is
-    also at most that of the N largest sub-groups, where N is the number of the smallest sub-groups that would fit.
-    """
-    numels = np.sort([sub_group.numel for sub_group in workload.sub_groups])
-    each_bytes = np.array([resident_bytes_of(numel) for numel in numels.tolist()])
-    count = int(np.searchsorted(np.cumsum(np.sort(each_bytes)), max(0, gpu_bytes), side="right"))
-    densest = np.argsort(each_bytes / numels)
-    taken_bytes = np.concatenate([[0], np.cumsum(each_bytes[densest])])
-    most = np.interp(max(0, gpu_bytes), taken_bytes, np.concatenate([[0], np.cumsum(numels[densest])]))
-    return float(min(most, numels[len(numels) - count :].sum()) / workload.numel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,12 +109,11 @@ def exposed_bound(numel: int, cost: CostModel, windows: Windows, capacity: Resid
 def first_needed_bound(
     workload: Workload, cost: CostModel, windows: Windows, capacity: ResidentCapacity = NO_CAPACITY
 ) -> Bound:
-    """Return a second lower bound of the exposed time: forward needs the first sub-group before it can hide anything.
+    """Return a second lower bound of the exposed time: forward needs its first unit before it can hide anything.
 
-    The bound is the time of the fastest placement that the first sub-group can have, minus the prefetch that backward
-    can hide.
+    The bound is the time of the fastest placement that this unit can have, minus the prefetch that backward can hide.
     """
-    numel = workload.sub_groups[0].numel
+    numel = workload.units[0 if windows.first_use is None else windows.first_use[0]].numel
     possible = {
         Placement.CPU: True,
         Placement.STREAMED: capacity.prefetched > 0,
@@ -185,6 +134,17 @@ def first_needed_bound(
     return min(found, key=lambda bound: bound.seconds)
 
 
+def sharpest_exposed_bound(
+    workload: Workload, cost: CostModel, windows: Windows, capacity: ResidentCapacity = NO_CAPACITY
+) -> Bound:
+    """Return the larger of the two lower bounds of the exposed time."""
+    bounds = (
+        exposed_bound(workload.numel, cost, windows, capacity),
+        first_needed_bound(workload, cost, windows, capacity),
+    )
+    return max(bounds, key=lambda bound: bound.seconds)
+
+
 def candidate_lines(
     occurring: Collection[Placement], capacity: ResidentCapacity
 ) -> list[tuple[PlacementShares, PlacementShares]]:
@@ -192,19 +152,37 @@ def candidate_lines(
 
     There is no line if these placements cannot take all of the parameters.
     """
-    alone, with_a_slot = (capacity.alone, capacity.with_a_slot) if Placement.RESIDENT in occurring else (0.0, 0.0)
-    on_cpu, streamed = Placement.CPU in occurring, Placement.STREAMED in occurring
+    resides, streams = Placement.RESIDENT in occurring, Placement.STREAMED in occurring
+    on_cpu = Placement.CPU in occurring
+    alone = capacity.alone if resides else 0.0
     found = []
     if on_cpu or alone >= 1.0:
         found.append((PlacementShares(resident=0.0 if on_cpu else 1.0), PlacementShares(resident=alone)))
-    if streamed:
-        found.append(
-            (
-                PlacementShares(resident=with_a_slot) if on_cpu else PlacementShares(streamed=1.0),
-                PlacementShares(streamed=1.0 - with_a_slot, resident=with_a_slot),
-            )
-        )
+    if streams:
+        points = [
+            PlacementShares(streamed=share, resident=capacity.next_to_streamed(share) if resides else 0.0)
+            for share in _corners(capacity)
+        ]
+        if not on_cpu:
+            # Without the CPU, all parameters are streamed or resident.
+            points = [point for point in points if point.streamed + point.resident >= 1.0 - _ROUNDING]
+        found += pairwise(points) if len(points) > 1 else [(point, point) for point in points]
     return found
+
+
+_ROUNDING = 1e-12
+
+
+def _corners(capacity: ResidentCapacity) -> list[float]:
+    """Return the streamed shares at which the most residents next to them change direction, and the ends."""
+    lost, most = capacity.lost_to_gradients, capacity.most_streamed
+    corners = {0.0, most, 1.0 - capacity.with_a_slot}
+    if lost > 0.0:
+        corners |= {
+            (capacity.next_to_gradients - capacity.with_a_slot) / lost,
+            (1.0 - capacity.next_to_gradients) / (1.0 - lost),
+        }
+    return sorted(corner for corner in corners if 0.0 <= corner <= most)
 
 
 def least_bound(

@@ -30,7 +30,7 @@ class Budgets:
 class DoesNotFit(ValueError):
     """No plan fits the budgets. ``missing`` are the bytes, by budget, by which the nearest plan exceeds them."""
 
-    def __init__(self, missing: dict[str, int], remedy: str = "Use more ranks, or smaller sub-groups.") -> None:
+    def __init__(self, missing: dict[str, int], remedy: str = "Use more ranks.") -> None:
         self.missing = missing
         excesses = " and ".join(
             f"{name.removesuffix('_bytes')} memory by {gigabytes(excess)} per rank" for name, excess in missing.items()

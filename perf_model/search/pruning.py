@@ -1,42 +1,39 @@
 """Compute lower bounds of many placements at once, so that the planner simulates only those that may be better.
 
-``TimeLowerBounds`` bounds the exposed seconds whatever the order of the sub-groups, and ``MemoryLowerBounds`` bounds
-the memory. The planner skips a placement if either bound rules it out.
+``TimeLowerBounds`` bounds the exposed seconds whatever the order of the units, and ``MemoryLowerBounds`` bounds
+the memory of the accelerator. The planner skips a placement if either bound rules it out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from perf_model.prediction.cost import CostModel
-from perf_model.prediction.memory import MemoryUse, memory_of
+from perf_model.prediction.memory import TrainingSetup
 from perf_model.prediction.overlap_windows import ALLOWED_IN_BACKWARD, Windows
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.happens_before import CHAINS
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import STAGED_BYTES_PER_PARAM
 from perf_model.schedule.workload import Workload
-from perf_model.search.budgets import Budgets
 from perf_model.search.resource_constraints import KINDS, Array, ResourceConstraints
 
 PlacementMasks = Mapping[Placement, npt.NDArray[np.bool_]]
-"""Boolean masks of shape [candidate, sub_group], by placement: which sub-groups of a candidate have the placement."""
+"""Boolean masks of shape [candidate, unit], by placement: which units of a candidate have the placement."""
 
 _BEFORE_FORWARD: dict[Placement, tuple[ActionKind, ActionKind | None]] = {
     Placement.CPU: (ActionKind.CPU_STEP, ActionKind.PUBLISH),
     Placement.STREAMED: (ActionKind.PREFETCH, ActionKind.GPU_STEP),
     Placement.RESIDENT: (ActionKind.GPU_STEP, None),
 }
-"""The actions that forward waits for: the first kind runs one sub-group after another, the second kind follows it."""
+"""The actions that forward waits for: the first kind runs one unit after another, the second kind follows it."""
 
 
 def placement_masks(candidates: Sequence[tuple[Placement, ...]]) -> PlacementMasks:
-    """Return the masks of ``candidates``, which are placements of the same sub-groups."""
+    """Return the masks of ``candidates``, which are placements of the same units."""
     known = list(Placement)
     codes = np.array([[known.index(placement) for placement in candidate] for candidate in candidates])
     return {placement: codes == code for code, placement in enumerate(known)}
@@ -46,7 +43,8 @@ class TimeLowerBounds:
     """Lower bounds of the exposed seconds of placements of one workload."""
 
     def __init__(self, workload: Workload, cost: CostModel, windows: Windows) -> None:
-        self._numels = np.array([sub_group.numel for sub_group in workload.sub_groups], dtype=np.float64)
+        assert windows.first_use is None, "the workload is arranged"
+        self._numels = np.array([unit.numel for unit in workload.units], dtype=np.float64)
         self._windows = windows
         constraints = ResourceConstraints.from_cost(cost)
         self._busy_s = {placement: constraints.seconds_per_param(placement) for placement in cost.placements}
@@ -63,8 +61,8 @@ class TimeLowerBounds:
         It is the maximum of three bounds:
 
         - All the work, of which backward hides only the prefetches that fill the slots, and forward all that it can.
-        - The flushes, which run one after another, after the prefetch and the update of one sub-group.
-        - The sub-groups that forward needs up to a given moment. In any order, the last of them is finished only after
+        - The flushes, which run one after another, after the prefetch and the update of one unit.
+        - The units that forward needs up to a given moment. In any order, the last of them is finished only after
           its lane has updated all of them.
         """
         windows = self._windows
@@ -92,7 +90,7 @@ class TimeLowerBounds:
     def exposed_s_with_slots(self, placements: tuple[Placement, ...], num_slots: int) -> float:
         """Return a lower bound of the exposed seconds of one candidate with ``num_slots`` slots.
 
-        One sub-group occupies a slot from its prefetch to its flush. Backward can hide only the first prefetch into
+        One unit occupies a slot from its prefetch to its flush. Backward can hide only the first prefetch into
         each slot.
         """
         streamed = np.array([placement is Placement.STREAMED for placement in placements])
@@ -104,42 +102,23 @@ class TimeLowerBounds:
 
 
 class MemoryLowerBounds:
-    """Lower bounds of the memory that placements of one workload take.
+    """Lower bounds of the accelerator's memory that placements of one workload take.
 
-    Host and pinned bytes are sums over the sub-groups. The bound of the GPU memory is that of the residents and one
-    slot, and of the gradients if there is either.
+    They count the residents, one slot, and the gradients that are on the accelerator.
     """
 
-    def __init__(self, workload: Workload, param_bytes: int) -> None:
-        self._numels = np.array([sub_group.numel for sub_group in workload.sub_groups])
-        self._param_bytes = param_bytes
+    def __init__(self, workload: Workload, setup: TrainingSetup) -> None:
+        self._numels = np.array([unit.numel for unit in workload.units])
+        self._setup = setup
 
-    @cached_property
-    def _per_sub_group(self) -> dict[Placement, list[MemoryUse]]:
-        """Return the memory of each sub-group alone; computed only if a budget needs it, because it is slow."""
-
-        @cache
-        def memory(numel: int, placement: Placement) -> MemoryUse:
-            plan = UpdatePlan(workload=Workload.from_numels([numel]), placements=(placement,), num_slots=1)
-            return memory_of(plan, self._param_bytes)
-
-        return {placement: [memory(numel, placement) for numel in self._numels.tolist()] for placement in Placement}
-
-    def missing_bytes(self, candidates: PlacementMasks, budgets: Budgets) -> npt.NDArray[np.int64]:
-        """Return a lower bound of the bytes by which each candidate exceeds all budgets; 0 if it may fit."""
-        missing_bytes = np.zeros(len(candidates[Placement.CPU]), dtype=np.int64)
-        if budgets.gpu_bytes is not None:
-            resident = candidates[Placement.RESIDENT] @ self._numels
-            slot = (candidates[Placement.STREAMED] * self._numels).max(axis=1)
-            states_bytes = (resident + slot) * STAGED_BYTES_PER_PARAM
-            gpu_bytes = states_bytes + (states_bytes > 0) * self._numels.sum() * self._param_bytes
-            missing_bytes += np.maximum(0, gpu_bytes - budgets.gpu_bytes)
-        for name in ("host_bytes", "pinned_bytes"):
-            if (budget := getattr(budgets, name)) is not None:
-                each_bytes = {
-                    placement: np.array([getattr(memory, name) for memory in self._per_sub_group[placement]])
-                    for placement in candidates
-                }
-                taken_bytes = sum(mask @ each_bytes[placement] for placement, mask in candidates.items())
-                missing_bytes += np.maximum(0, taken_bytes - budget)
-        return missing_bytes
+    def gpu_bytes(self, candidates: PlacementMasks) -> npt.NDArray[np.int64]:
+        """Return a lower bound of the bytes that each candidate takes."""
+        resident, streamed = candidates[Placement.RESIDENT], candidates[Placement.STREAMED]
+        longest_slot = (streamed * self._numels).max(axis=1)
+        updated = resident | streamed
+        kept = updated @ self._numels
+        if self._setup.accumulates:
+            kept = np.where(kept > 0, self._numels.sum(), 0)
+        states_bytes = (resident @ self._numels + longest_slot) * STAGED_BYTES_PER_PARAM
+        taken_bytes: npt.NDArray[np.int64] = states_bytes + kept * self._setup.widths.grad
+        return taken_bytes

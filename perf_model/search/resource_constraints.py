@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations, product
 
 import numpy as np
@@ -46,7 +47,12 @@ class ResourceConstraints:
 
     @classmethod
     def from_cost(cls, cost: CostModel) -> ResourceConstraints:
-        """Derive the constraints of the machine that ``cost`` describes."""
+        """Return the constraints of the machine that ``cost`` describes; for equal costs they are derived once."""
+        amounts = ((kind, tuple(each.items())) for kind, each in cost.per_param.items())
+        return _from_amounts(tuple(cost.capacities.items()), tuple(amounts))
+
+    @classmethod
+    def _derive(cls, cost: CostModel) -> ResourceConstraints:
         possible = {kind for placement in cost.placements for kind in CHAINS[placement]}
         by_resource = [
             [_amount(cost, kind, resource) / capacity if kind in possible else 0.0 for kind in KINDS]
@@ -65,6 +71,16 @@ class ResourceConstraints:
         """Return, for each constraint, the seconds that one parameter with ``placement`` takes."""
         chain_s: Array = self.seconds[:, [KINDS.index(kind) for kind in CHAINS[placement]]].sum(axis=1)
         return chain_s
+
+
+@lru_cache(maxsize=16)
+def _from_amounts(
+    capacities: tuple[tuple[Resource, float], ...],
+    per_param: tuple[tuple[ActionKind, tuple[tuple[Resource, float], ...]], ...],
+) -> ResourceConstraints:
+    """Derive the constraints from values that can be hashed; latencies have no influence on them."""
+    per_kind = {kind: dict(each) for kind, each in per_param}
+    return ResourceConstraints._derive(CostModel(capacities=dict(capacities), per_param=per_kind))
 
 
 def _amount(cost: CostModel, kind: ActionKind, resource: Resource) -> float:

@@ -12,14 +12,16 @@ from perf_model.prediction.memory import MemoryUse, memory_of, reserved_by_stock
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import simulate
 from perf_model.schedule.action import ActionKind
-from perf_model.schedule.happens_before import CHAINS
 from perf_model.schedule.lowering import serial_schedule
-from perf_model.schedule.placement import Placement, place_all, place_by_stride
+from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.simple_placements import place_all, place_by_stride
 from perf_model.schedule.workload import Workload
 from perf_model.search.budgets import Budgets, DoesNotFit
-from perf_model.search.planner import SUB_GROUP_SIZES, PlannedUpdate, evaluate, plan_sub_groups
+from perf_model.search.plan_request import PlanRequest, SizedPlan, without_accelerator
+from perf_model.search.planner import PlannedUpdate, require_memory
 from perf_model.search.starting_points import MAX_SLOTS
+from perf_model.search.unit_sizes import UNIT_SIZES
 from perf_model.training_run.job import PARAM_BYTES, GradientPath, Job
 from perf_model.units import gigabytes
 
@@ -102,64 +104,76 @@ class Forecast:
 
     ``memory`` has ``gpu_bytes`` per GPU and the other bytes per node, including the model and its activations on the
     device that trains. It is the peak of every phase, because the memory of the optimizer is also reserved during
-    forward and backward. The plan was made with ``cost``, ``budgets`` and ``windows``.
+    forward and backward. The plan was found for ``request``.
     """
 
     job: Job
-    cost: CostModel
-    budgets: Budgets
-    windows: Windows
-    sub_group_size: int
-    planned: PlannedUpdate
+    request: PlanRequest
+    chosen: SizedPlan
     predicted: PredictedIteration
     baselines: dict[str, Outcome]
     memory: MemoryUse
 
+    @property
+    def planned(self) -> PlannedUpdate:
+        """Return the plan with its prediction."""
+        return self.chosen.planned
+
+    @property
+    def unit_size(self) -> int:
+        """Return the size that the units of the plan were cut to."""
+        return self.chosen.unit_size
+
+    @property
+    def cost(self) -> CostModel:
+        """Return the costs that the plan was made with."""
+        return self.request.cost
+
+    @property
+    def budgets(self) -> Budgets:
+        """Return the memory that the plan may take."""
+        return self.request.budgets
+
+    @property
+    def windows(self) -> Windows:
+        """Return the windows that the plan was made for."""
+        return self.request.windows
+
 
 def forecast(
-    job: Job, profile: HardwareProfile, limits: MemoryLimits, overlap: Overlap, sub_group_sizes: Iterable[int]
+    job: Job, profile: HardwareProfile, limits: MemoryLimits, overlap: Overlap, unit_sizes: Iterable[int]
 ) -> Forecast:
-    """Return the forecast of the plan that exposes the least time over the sub-group sizes, and of the alternatives.
+    """Return the forecast of the plan that exposes the least time over the unit sizes, and of the alternatives.
 
     Raise ``DoesNotFit`` if no plan fits, and ``ProfileError`` if the profile lacks a rate.
     """
     predictor = _Predictor(job, profile, limits, overlap)
-    sub_group_size, planned = predictor.plan(sub_group_sizes)
+    request = predictor.request(unit_sizes)
+    chosen = request.plan()
+    planned = chosen.planned
     return Forecast(
         job=job,
-        cost=predictor.cost,
-        budgets=predictor.budgets,
-        windows=predictor.windows,
-        sub_group_size=sub_group_size,
-        planned=planned,
+        request=request,
+        chosen=chosen,
         predicted=predictor.iteration(planned.update_s, planned.exposed_s, GradientPath.for_plan(planned.plan)),
         baselines=predictor.baselines(planned),
         memory=predictor.memory(planned.memory),
     )
 
 
-def find_remedy(
-    job: Job, profile: HardwareProfile, limits: MemoryLimits, sub_group_sizes: tuple[int, ...] = SUB_GROUP_SIZES
-) -> str:
-    """Return the remedy if no plan fits with any of these sub-group sizes."""
-    if sub_group_sizes != SUB_GROUP_SIZES:
-        size = _Predictor(job, profile, limits).size_that_fits(SUB_GROUP_SIZES)
-        if size is not None:
-            return f'It fits with "sub_group_size": {size}.'
-    ranks = least_world_size_that_fits(job, profile, limits, sub_group_sizes)
+def find_remedy(job: Job, profile: HardwareProfile, limits: MemoryLimits) -> str:
+    """Return the remedy if no plan fits. The size of the units makes no difference."""
+    ranks = least_world_size_that_fits(job, profile, limits)
     if ranks is not None:
         return f"It fits with {ranks} ranks."
     most = replace(job, world_size=max(_more_ranks(job), default=job.world_size))
     return _Predictor(most, profile, limits).why_never()
 
 
-def least_world_size_that_fits(
-    job: Job, profile: HardwareProfile, limits: MemoryLimits, sub_group_sizes: Iterable[int] = SUB_GROUP_SIZES
-) -> int | None:
+def least_world_size_that_fits(job: Job, profile: HardwareProfile, limits: MemoryLimits) -> int | None:
     """Return the first of twice, four times ... the ranks of ``job`` with which a plan fits, or None."""
-    sizes = tuple(sub_group_sizes)
     for ranks in _more_ranks(job):
-        if _Predictor(replace(job, world_size=ranks), profile, limits).size_that_fits(sizes) is not None:
+        if _Predictor(replace(job, world_size=ranks), profile, limits).fits:
             return ranks
     return None
 
@@ -198,26 +212,32 @@ class _Predictor:
             self.budgets = Budgets(gpu_bytes=left_bytes, host_bytes=host, pinned_bytes=limits.pinned)
         else:
             # The model is in host memory, too, and there is no accelerator to stream to.
-            on_cpu = {kind: self.cost.per_param[kind] for kind in CHAINS[Placement.CPU]}
-            self.cost = replace(self.cost, per_param=on_cpu)
+            self.cost = without_accelerator(self.cost)
             self.budgets = Budgets(gpu_bytes=0, host_bytes=left_bytes, pinned_bytes=limits.pinned)
 
-    def plan(self, sub_group_sizes: Iterable[int]) -> tuple[int, PlannedUpdate]:
-        """Return the best sub-group size and its plan. Raise ``DoesNotFit`` if no plan fits."""
-        workload_of = self._job.workload
-        return plan_sub_groups(workload_of, sub_group_sizes, self.cost, self.budgets, self.windows, PARAM_BYTES)
+    def request(self, unit_sizes: Iterable[int]) -> PlanRequest:
+        """Return the request for the best plan with one of these unit sizes."""
+        return PlanRequest(
+            sub_groups=self._job.sub_groups,
+            unit_sizes=tuple(unit_sizes),
+            cost=self.cost,
+            budgets=self.budgets,
+            windows=self.windows,
+            setup=self._job.setup,
+            rules=self._job.rules,
+            first_use=self._job.shape.first_use(),
+        )
 
-    def size_that_fits(self, sub_group_sizes: Iterable[int]) -> int | None:
-        """Return the largest of the sizes with which a plan fits, or None."""
+    @property
+    def fits(self) -> bool:
+        """Return whether a plan fits; the size of the units makes no difference."""
         if self._training_limit is not None and self._training_limit < self._job.gpu_bytes:
-            return None
-        for size in sorted(sub_group_sizes, reverse=True):
-            try:
-                self.plan([size])
-            except DoesNotFit:
-                continue
-            return size
-        return None
+            return False
+        try:
+            require_memory(self._job.workload(max(UNIT_SIZES)), self.cost, self.budgets, self._job.setup)
+        except DoesNotFit:
+            return False
+        return True
 
     def why_never(self) -> str:
         """Return the remedy if no number of ranks fits. Call this on the predictor with the largest number of ranks."""
@@ -259,11 +279,15 @@ class _Predictor:
         )
 
     def baselines(self, planned: PlannedUpdate) -> dict[str, Outcome]:
-        """Return the alternatives on the same sub-groups; Twin-Flow gets as much GPU memory as the plan takes."""
+        """Return the alternatives: of our runtime on the same units, and of DeepSpeed on its sub-groups.
+
+        Twin-Flow gets as much GPU memory as the plan takes.
+        """
         workload = planned.plan.workload
+        sub_groups = Workload.from_numels(workload.sub_group_numels)
         predictions: dict[str, Callable[[], Outcome]] = {
-            "stock": lambda: self._deepspeed(workload, residents=0),
-            "twin_flow": lambda: self._deepspeed(workload, _residents_in(planned.memory.gpu_bytes, workload)),
+            "stock": lambda: self._deepspeed(sub_groups, residents=0),
+            "twin_flow": lambda: self._deepspeed(sub_groups, _residents_in(planned.memory.gpu_bytes, sub_groups)),
             "all_cpu": lambda: self._fixed_placements(workload, place_all(workload, Placement.CPU)),
             "all_streamed": lambda: self._fixed_placements(workload, place_all(workload, Placement.STREAMED)),
             "stride_2": lambda: self._fixed_placements(workload, place_by_stride(workload, 2)),
@@ -283,9 +307,9 @@ class _Predictor:
         missing: dict[str, int] = {}
         for num_slots in range(MAX_SLOTS, 0, -1):
             plan = UpdatePlan(workload=workload, placements=placements, num_slots=num_slots)
-            missing = self.budgets.missing(memory_of(plan, PARAM_BYTES))
+            missing = self.budgets.missing(memory_of(plan, self._job.setup))
             if not missing:
-                update = evaluate(plan, self.cost, self.budgets, self.windows, PARAM_BYTES)
+                update = self.request(()).evaluate(plan)
                 return self.iteration(update.update_s, update.exposed_s, GradientPath.for_plan(plan))
         return Infeasible(reason=DoesNotFit(missing).rule)
 
@@ -311,7 +335,7 @@ def _plan_of_deepspeed(workload: Workload, residents: int) -> UpdatePlan:
 
     The first sub-groups are the GPU part of Twin-Flow (``stage3.py``, ``subgroup_to_device``).
     """
-    on_cpu = len(workload.sub_groups) - residents
+    on_cpu = len(workload.units) - residents
     placements = (Placement.RESIDENT,) * residents + (Placement.CPU,) * on_cpu
     return UpdatePlan(workload=workload, placements=placements, num_slots=1)
 
@@ -323,4 +347,4 @@ def _residents_in(gpu_bytes: int, workload: Workload) -> int:
         reserved = reserved_by_stock(_plan_of_deepspeed(workload, residents), PARAM_BYTES)
         return MemoryUse.from_reservations(reserved).gpu_bytes > gpu_bytes
 
-    return bisect_left(range(1, len(workload.sub_groups) + 1), True, key=is_too_many)
+    return bisect_left(range(1, len(workload.units) + 1), True, key=is_too_many)

@@ -6,11 +6,15 @@ All figures are per rank. Communication between GPUs is assumed to be hidden by 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from perf_model.prediction.hardware import HardwareProfile
+from perf_model.prediction.memory import TrainingSetup
+from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import Workload
+from perf_model.schedule.rules import NO_RULES, PlacementRules
+from perf_model.schedule.workload import Partition, Workload, form_sub_groups
 from perf_model.training_run.model import ModelError, ModelShape, require_integer
 
 PARAM_BYTES = 2
@@ -20,6 +24,9 @@ MAX_LIVE_PARAMETERS = 1_000_000_000
 REDUCE_BUCKET_SIZE = 500_000_000
 """The most parameters that are gathered at a time, and per reduction bucket: DeepSpeed's defaults of
 ``stage3_max_live_parameters`` and ``reduce_bucket_size``."""
+
+DEFAULT_SUB_GROUP_SIZE = 1_000_000_000
+"""DeepSpeed's default of ``sub_group_size``, in parameters of one rank."""
 
 MAX_TOKENS = 10**7
 """The most tokens per rank and step. Up to this limit, all numbers of bytes stay below 2^63 for every model."""
@@ -59,8 +66,9 @@ class GradientPath:
 class Job:
     """A training run with ZeRO-3: each of ``world_size`` ranks trains ``micro_batch`` sequences per step.
 
-    A sequence has ``sequence`` tokens. ``recompute``: activations are recomputed in backward. Raise ``ModelError`` for
-    an impossible number.
+    A sequence has ``sequence`` tokens. ``recompute``: activations are recomputed in backward.
+    ``sub_group_size`` is that of DeepSpeed's config, in parameters of one rank, and ``rules`` are those of our block.
+    Raise ``ModelError`` for an impossible number, and ``RulesError`` for a rule without effect on this model.
     """
 
     shape: ModelShape
@@ -69,9 +77,17 @@ class Job:
     micro_batch: int
     sequence: int
     recompute: bool = True
+    sub_group_size: int = DEFAULT_SUB_GROUP_SIZE
+    rules: PlacementRules = NO_RULES
 
     def __post_init__(self) -> None:
-        maxima = {"world_size": 10**6, "ranks_per_node": 10**4, "micro_batch": 10**6, "sequence": MAX_TOKENS}
+        maxima = {
+            "world_size": 10**6,
+            "ranks_per_node": 10**4,
+            "micro_batch": 10**6,
+            "sequence": MAX_TOKENS,
+            "sub_group_size": 10**15,
+        }
         for key, limit in maxima.items():
             require_integer(key, getattr(self, key), 1, limit, f"Correct --{key.replace('_', '-')}.")
         if self.micro_batch * self.sequence > MAX_TOKENS:
@@ -84,10 +100,32 @@ class Job:
                 f"ranks_per_node: must divide the world size, {self.world_size}, found {self.ranks_per_node}.\n"
                 f"Correct --ranks-per-node or --world-size."
             )
+        self.rules.check([name for name, _ in self.shape.parameters()], aliases=self.shape.aliases)
 
-    def workload(self, sub_group_size: int) -> Workload:
-        """Return the sub-groups of one rank; ``sub_group_size`` is in parameters, as in DeepSpeed's config."""
-        return Workload.from_parameters(self.shape.parameters(), self.world_size, sub_group_size)
+    @cached_property
+    def sub_groups(self) -> list[list[Partition]]:
+        """Return one rank's partitions of the parameters, by DeepSpeed's sub-groups.
+
+        As Hugging Face's Trainer does, norms and biases are in a param group of their own, without weight decay. A
+        sub-group has parameters of one param group.
+        """
+        groups: dict[bool, list[Partition]] = {True: [], False: []}
+        for partition in self._partitions:
+            groups["norm" not in partition.name and not partition.name.endswith(".bias")].append(partition)
+        return [sub_group for group in groups.values() for sub_group in form_sub_groups(group, self.sub_group_size)]
+
+    def workload(self, unit_size: int) -> Workload:
+        """Return the units of one rank, of at most ``unit_size`` parameters each."""
+        return cut_into_units(self.sub_groups, unit_size, self.rules.placement_of)
+
+    @cached_property
+    def setup(self) -> TrainingSetup:
+        """Return the facts that the memory of the optimizer depends on besides the plan."""
+        return TrainingSetup(longest_partition_numel=max(partition.numel for partition in self._partitions))
+
+    @cached_property
+    def _partitions(self) -> list[Partition]:
+        return [Partition(name, -(-numel // self.world_size)) for name, numel in self.shape.parameters()]
 
     @property
     def ranks_on_node(self) -> int:

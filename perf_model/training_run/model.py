@@ -67,23 +67,42 @@ class ModelShape:
             rule = f"parameters: must be at most {MAX_PARAMETERS:,} in all, found {self.numel:,}"
             raise ModelError(f"{rule}.\nCorrect the model's shape.")
 
-    def parameters(self) -> list[int]:
-        """Return the number of elements of each parameter, in the order of Hugging Face's Llama and similar models."""
-        norm = [self.hidden] * self.norm_params_per_hidden
-        tensors = [self.vocab * self.hidden]
+    def parameters(self) -> list[tuple[str, int]]:
+        """Return the name and the number of elements of each parameter, as in Hugging Face's Llama, in its order."""
+        tensors = [("model.embed_tokens.weight", self.vocab * self.hidden)]
         if self.learned_positions:
-            tensors.append(self.learned_positions * self.hidden)
-        for _ in range(self.layers):
-            tensors += [*self._attention(), *self._feed_forward(), *norm, *norm]
-        tensors += norm
+            tensors.append(("model.embed_positions.weight", self.learned_positions * self.hidden))
+        for layer in range(self.layers):
+            of_layer = [*self._attention(), *self._feed_forward()]
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                of_layer += self._norm(name)
+            tensors += [(f"model.layers.{layer}.{name}", numel) for name, numel in of_layer]
+        tensors += [(f"model.{name}", numel) for name, numel in self._norm("norm")]
         if not self.tied_embeddings:
-            tensors.append(self.vocab * self.hidden)
+            tensors.append(("lm_head.weight", self.vocab * self.hidden))
         return tensors
+
+    def first_use(self) -> list[str]:
+        """Return the names of the parameters in the order in which forward first uses them."""
+        modules = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+
+        def position(name: str) -> tuple[int, int]:
+            path = name.split(".")
+            if path[1] == "layers":
+                return int(path[2]), modules.index(path[3])
+            return (-1, 0) if path[1].startswith("embed") else (self.layers, 0)
+
+        return sorted((name for name, _ in self.parameters()), key=position)
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Return each further name of a tied parameter, with the name that it has in ``parameters``."""
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.tied_embeddings else {}
 
     @property
     def numel(self) -> int:
         """Return the number of parameters of the model."""
-        return sum(self.parameters())
+        return sum(numel for _, numel in self.parameters())
 
     def forward_flops(self, batch: int, sequence: int) -> float:
         """Return the multiplications and additions of all matrix products for ``batch`` sequences in forward."""
@@ -103,30 +122,28 @@ class ModelShape:
         again = forward - 2.0 * batch * sequence * self.hidden * self.vocab if recompute else 0.0
         return 3 * forward + again
 
-    def _attention(self) -> list[int]:
+    def _attention(self) -> list[tuple[str, int]]:
         query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
         tensors = []
-        for width in (query, key_value, key_value):
-            tensors.append(self.hidden * width)
-            if self.bias or self.qkv_bias:
-                tensors.append(width)
-        tensors.append(query * self.hidden)
-        if self.bias:
-            tensors.append(self.hidden)
+        for name, width in (("q", query), ("k", key_value), ("v", key_value)):
+            tensors += _linear(f"self_attn.{name}_proj", self.hidden, width, bias=self.bias or self.qkv_bias)
+        tensors += _linear("self_attn.o_proj", query, self.hidden, bias=self.bias)
         if self.qk_norm:
-            tensors += [self.head_dim, self.head_dim]
+            tensors += [(f"self_attn.{name}_norm.weight", self.head_dim) for name in ("q", "k")]
         return tensors
 
-    def _feed_forward(self) -> list[int]:
+    def _feed_forward(self) -> list[tuple[str, int]]:
         tensors = []
-        for _ in range(2 if self.gated else 1):
-            tensors.append(self.hidden * self.intermediate)
-            if self.bias:
-                tensors.append(self.intermediate)
-        tensors.append(self.intermediate * self.hidden)
-        if self.bias:
-            tensors.append(self.hidden)
-        return tensors
+        for name in ("gate", "up") if self.gated else ("up",):
+            tensors += _linear(f"mlp.{name}_proj", self.hidden, self.intermediate, bias=self.bias)
+        return tensors + _linear("mlp.down_proj", self.intermediate, self.hidden, bias=self.bias)
+
+    def _norm(self, name: str) -> list[tuple[str, int]]:
+        return [(f"{name}.{kind}", self.hidden) for kind in ("weight", "bias")[: self.norm_params_per_hidden]]
+
+
+def _linear(name: str, inputs: int, outputs: int, *, bias: bool) -> list[tuple[str, int]]:
+    return [(f"{name}.weight", inputs * outputs), *([(f"{name}.bias", outputs)] if bias else [])]
 
 
 def require_integer(key: str, value: object, least: int, most: int, remedy: str) -> int:

@@ -14,7 +14,7 @@ import pytest
 from deep_opt_states.cli.main import main
 from deep_opt_states.report.comparison import PredictedUpdate
 from deep_opt_states.report.record import StepCounts, UpdateRecord, Work
-from deep_opt_states.report.reporter import WARM_UPDATES, UpdateReporter
+from deep_opt_states.report.reporter import WARM_UPDATES, ReportedPlan, UpdateReporter
 from deep_opt_states.report.run_data import RecordedRun, RunError, RunInfo
 from deep_opt_states.report.run_writer import RunWriter
 from perf_model.prediction.cost import CostModel
@@ -22,8 +22,8 @@ from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import simulate
 from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline, seconds_of
 from perf_model.schedule.action import Lane
-from perf_model.schedule.placement import place_by_stride
 from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.simple_placements import place_by_stride
 from perf_model.schedule.workload import Workload
 from tests.browser import browsing, find_browser
 from tests.model.profiles import profile
@@ -51,11 +51,13 @@ def train(folder: Path, updates: int = UPDATES, predict: bool = True) -> UpdateR
     """Write a run as training would, with updates of different lengths, and return the reporter."""
     steps = count(1)
     log: list[str] = []
-    numels = [sub_group.numel for sub_group in WORKLOAD.sub_groups]
+    numels = [unit.numel for unit in WORKLOAD.units]
     reporter = UpdateReporter(
-        Work(numel=WORKLOAD.numel, gpu_share=0.5, numels=numels, param_bytes=2),
-        predicted if predict else None,
-        [RunWriter(folder, EVERY, INFO)],
+        ReportedPlan(
+            work=Work(numel=WORKLOAD.numel, gpu_share=0.5, numels=numels, param_bytes=2),
+            predict=predicted if predict else None,
+        ),
+        [RunWriter(folder, EVERY, lambda: INFO)],
         lambda: StepCounts(step := next(steps), 8 * step),
         log.append,
     )
@@ -153,7 +155,7 @@ def check_tables(tables: dict[str, Any], info: dict[str, Any], steps: list[dict[
     assert [values[0][0] for _, values in tables["Plan"]] == [
         plan["placements"].count(placement) for placement in ("cpu", "streamed")
     ]
-    assert sum(values[1][0] for _, values in tables["Plan"]) == sum(plan["numels"])
+    assert sum(values[1][0] for _, values in tables["Plan"]) == sum(numel for numel, *_ in plan["units"])
     locked, accelerator = tables["Memory that rank 0 reserved for the update"]
     pinned_bytes = info["memory_bytes"]["pinned"]
     assert locked[0] == "page-locked host memory"
@@ -251,7 +253,7 @@ def test_a_page_that_cannot_be_written_is_an_error(run: Path, capsys: pytest.Cap
 def test_one_engine_at_a_time_writes_to_a_folder_and_a_new_run_replaces_the_files_there(tmp_path: Path) -> None:
     first = train(tmp_path)
     (tmp_path / "report.html").write_text("the page of another run")
-    second = RunWriter(tmp_path, EVERY, INFO)
+    second = RunWriter(tmp_path, EVERY, lambda: INFO)
     nothing = UpdateRecord(
         1, StepCounts(1, 8), [], Work(numel=1, gpu_share=0, numels=[1], param_bytes=2), lambda: Timeline(())
     )

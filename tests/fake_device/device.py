@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors, ElementRange, OneRangePerCall
+from deep_opt_states.device.slab import HostSlab
 from tests.fake_device.fake_memory import Allocation
 from tests.fake_device.queues import Lanes, Operation, Queue, Ready
 from tests.fake_device.timing import Late, Timing
@@ -78,6 +79,21 @@ class FakeStream:
             self._device.issuing = previous
 
 
+class FakeSlab(HostSlab):
+    """A test double of the slab, over page-locked ``memory``, which is zeroed."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        super().__init__(0)
+        self._pinned: torch.Tensor | None = memory.zero_()
+
+    def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        assert self._pinned is not None
+        return self._pinned.narrow(0, offset_bytes, numel * dtype.itemsize).view(dtype)
+
+    def close(self) -> None:
+        self._pinned = None
+
+
 class FakeDevice:
     """A test double of a GPU. All memory is NaN until it is written.
 
@@ -120,6 +136,9 @@ class FakeDevice:
         self._pinned = [*(other for other in self._pinned if not other.freed), allocation]
         return allocation.hand_out(dtype)
 
+    def host_slab(self, size_bytes: int) -> FakeSlab:
+        return FakeSlab(self.empty_host(size_bytes, torch.uint8))
+
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Queue the copy, as ``cudaMemcpyAsync`` does. A pageable source is read at once.
 
@@ -134,7 +153,13 @@ class FakeDevice:
             if allocation in self._pinned:
                 allocation.record(self.issuing.queue)
         target, origin = self._address_of(destination), self._address_of(source)
-        self._issue(lambda: target.copy_(origin))
+        written = self._allocation(destination)
+
+        def copy() -> None:
+            assert written is None or not written.is_reused, "a copy wrote to memory that was freed before"
+            target.copy_(origin)
+
+        self._issue(copy)
 
     def occupy(self, seconds: float) -> None:
         """Queue one operation that does nothing. The ``Timing`` chooses for how long the stream is busy."""

@@ -8,6 +8,8 @@ address, not a reference. Freed memory is overwritten with NaN as early as its n
   (CUDACachingAllocator).
 - Pinned host memory belongs to the host, which may write at once. Asynchronous copies record their stream by themselves
   (CachingHostAllocator); kernels that read the memory through its address do not.
+
+A copy that writes to the memory later would overwrite the data of its next owner: it raises ``AssertionError``.
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ class Allocation:
     def __init__(self, lanes: Lanes, nbytes: int, owner: Queue | None) -> None:
         self.nbytes = nbytes
         self.freed = False
+        self.is_reused = False
+        """Whether the block may be another owner's by now."""
         self._lanes = lanes
         self._users = set() if owner is None else {owner}
         self._memory = bytearray(nbytes or 1)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._overwrite()
+        self._bytes.fill_(_NAN_BYTE)
 
     def hand_out(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the user's tensor. Call this once: the block is freed with the last tensor that shares the storage."""
@@ -61,4 +65,5 @@ class Allocation:
         self._lanes.as_soon_as(lambda: all(done() for done in finished), self._overwrite)
 
     def _overwrite(self) -> None:
+        self.is_reused = True
         self._bytes.fill_(_NAN_BYTE)

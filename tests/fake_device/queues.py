@@ -78,17 +78,21 @@ class Lanes:
     def run_until(self, done: Ready) -> None:
         """Run operations until ``done``. Raise ``Deadlock`` if none can run before that."""
         while not done():
-            if not self._run_one():
+            if not self.run_one():
                 raise Deadlock("the host waits for work that nothing can finish")
         self._run_whenever()
 
     def run_before_wait(self) -> None:
         """Run operations until the timing stops them. Called after an operation was issued, before any wait."""
         if not self._working:
-            while self._timing.runs_before_wait() and self._run_one():
+            while self._timing.runs_before_wait() and self.run_one():
                 pass
 
-    def _run_one(self) -> bool:
+    def run_one(self) -> bool:
+        """Run one operation, the first that may run in the order of lanes that the timing chooses.
+
+        Return whether there was one.
+        """
         self._run_whenever()
         queues = self._queues()
         working, self._working = self._working, True

@@ -26,14 +26,16 @@ class Timing(Protocol):
 class Late:
     """A timing that is as late as possible: nothing runs before the host waits, and then by strict priority.
 
-    Operations that no wait holds back overtake others. Lanes that ``priorities`` does not name come last.
+    Operations that no wait holds back overtake others. Lanes that ``priorities`` does not name come last, and lanes
+    that do not exist yet are left out.
     """
 
     def __init__(self, priorities: Sequence[int] = ()) -> None:
         self._priorities = tuple(priorities)
 
     def lanes(self, count: int) -> Sequence[int]:
-        return [*self._priorities, *(lane for lane in range(count) if lane not in self._priorities)]
+        named = [lane for lane in self._priorities if lane < count]
+        return [*named, *(lane for lane in range(count) if lane not in named)]
 
     def runs_before_wait(self) -> bool:
         return False

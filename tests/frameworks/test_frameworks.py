@@ -79,7 +79,7 @@ def test_the_commands_of_the_readme_have_the_bits_of_stock_with_and_without_the_
         finished = launch(commands, [*script, "--save_every", str(SAVE_EVERY)], config, timeout_s=560)
         return output_of(finished)
 
-    plan = r"\[deep_opt_states\] \d+ sub-groups, .* [1-9]\d* streamed"
+    plan = r"\[deep_opt_states\] \d+ units, .* [1-9]\d* streamed"
     assert "[deep_opt_states]" not in run("stock", STEPS, block=False)
     assert re.search(plan, run("resumed", SAVE_EVERY))
     saved = {file: file.stat().st_mtime_ns for file in tmp_path.glob("resumed/**/*_states.pt")}

@@ -10,8 +10,9 @@ import random
 import pytest
 import torch
 
-from perf_model.schedule.placement import Placement, place_all
+from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.simple_placements import place_all
 from perf_model.schedule.workload import Workload
 from tests.gpu.updates import deferred, executed, random_plan, same, serial, serial_of_deferred
 
@@ -55,8 +56,8 @@ def test_an_fp32_gradient_among_bf16_gradients_of_early_ranges_gives_the_serial_
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
-def test_equal_sub_groups_streamed_repeatedly_through_few_slots_give_the_serial_bits(num_slots: int) -> None:
-    """Check that no action starts too early: it would read the previous sub-group's numbers, of equal shape."""
+def test_equal_units_streamed_repeatedly_through_few_slots_give_the_serial_bits(num_slots: int) -> None:
+    """Check that no action starts too early: it would read the previous unit's numbers, of equal shape."""
     workload = Workload.from_numels([700_001] * 8)
     plan = UpdatePlan(workload=workload, placements=place_all(workload, Placement.STREAMED), num_slots=num_slots)
     expected = serial(plan, torch.bfloat16, torch.bfloat16, seed=1, count=10)

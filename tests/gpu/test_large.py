@@ -1,4 +1,4 @@
-"""Test a sub-group of more than 10^9 parameters: each of its states is larger than 4 GiB, and so is each copy."""
+"""Test a unit of more than 10^9 parameters: each of its states is larger than 4 GiB, and so is each copy."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from deep_opt_states.device.cuda import CudaDevice
-from deep_opt_states.device.kernels.adam import AdamTensors
+from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.state import SubGroupState
-from perf_model.schedule.placement import Placement, place_all
+from deep_opt_states.runtime.state import UnitState
+from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.simple_placements import place_all
 from perf_model.schedule.workload import STATES, Workload
 from tests.gpu.figures import figure
 from tests.gpu.kernels import triton_adam
@@ -26,7 +27,7 @@ GPU_BYTES = 48 * 2**30
 
 
 @pytest.mark.skipif(psutil.virtual_memory().available < HOST_BYTES, reason=f"takes {HOST_BYTES / 1e9:.0f} GB of memory")
-def test_a_sub_group_of_a_billion_parameters_is_streamed() -> None:
+def test_a_unit_of_a_billion_parameters_is_streamed() -> None:
     free_bytes, _ = torch.cuda.mem_get_info()
     if free_bytes < GPU_BYTES:
         pytest.skip(f"takes {GPU_BYTES / 1e9:.0f} GB of GPU memory, {free_bytes / 1e9:.0f} GB are free")
@@ -37,7 +38,7 @@ def test_a_sub_group_of_a_billion_parameters_is_streamed() -> None:
     sizes = [-(-numel // ALIGNED_NUMEL) * ALIGNED_NUMEL for numel in NUMELS]
     slab = device.host_slab(len(STATES) * 4 * sum(sizes))
     slab.lock()
-    states: list[SubGroupState] = []
+    states: list[UnitState] = []
     begin = 0
     for tensors, size in zip(reference, sizes, strict=True):
         on_host = {}
@@ -46,7 +47,20 @@ def test_a_sub_group_of_a_billion_parameters_is_streamed() -> None:
             on_host[name].copy_(getattr(tensors, name))
             begin += size
         assert tensors.param is not None
-        states.append(SubGroupState(**on_host, grad=tensors.grad, param=tensors.param.clone(), rounded=None))
+        param = tensors.param.clone()
+        states.append(
+            UnitState(
+                master=on_host["master"],
+                exp_avg=on_host["exp_avg"],
+                exp_avg_sq=on_host["exp_avg_sq"],
+                grad=tensors.grad,
+                param=param,
+                rounded=param,  # no unit is updated on the CPU
+                placement=Placement.STREAMED,
+                sub_group=len(states),
+                elements=ElementRange.whole(param.numel()),
+            )
+        )
     kernel, in_place = triton_adam(), triton_adam()
     kernel.compile([torch.bfloat16], [torch.bfloat16])
     executor = Executor(plan.schedule, states, device, host_adam(), kernel)
@@ -60,9 +74,9 @@ def test_a_sub_group_of_a_billion_parameters_is_streamed() -> None:
         torch.cuda.synchronize()
         for index, (state, tensors) in enumerate(zip(states, reference, strict=True)):
             assert tensors.param is not None
-            assert torch.equal(state.param, tensors.param), f"param of sub-group {index}"
+            assert torch.equal(state.param, tensors.param), f"param of unit {index}"
             for name in STATES:
-                assert torch.equal(getattr(state, name).cuda(), getattr(tensors, name)), f"{name} of sub-group {index}"
+                assert torch.equal(getattr(state, name).cuda(), getattr(tensors, name)), f"{name} of unit {index}"
     finally:
         executor.close()
         states.clear()

@@ -15,8 +15,9 @@ import torch
 
 from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.runtime.executor import Executor
-from perf_model.schedule.placement import Placement, place_all
+from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.simple_placements import place_all
 from perf_model.schedule.workload import Workload
 from tests.gpu.figures import figure
 from tests.gpu.kernels import triton_adam
@@ -74,7 +75,7 @@ def test_an_event_before_the_origin_is_at_a_negative_second() -> None:
 
 @contextmanager
 def streamed(count: int, numel: int, num_slots: int) -> Iterator[tuple[Executor, UpdatePlan]]:
-    """Yield an executor of equal sub-groups, all of them streamed, after its first update; gradients are written."""
+    """Yield an executor of equal units, all of them streamed, after its first update; gradients are written."""
     workload = Workload.from_numels([numel] * count)
     plan = UpdatePlan(workload=workload, placements=place_all(workload, Placement.STREAMED), num_slots=num_slots)
     device = CudaDevice(torch.cuda.current_device())

@@ -10,16 +10,16 @@ from typing import TypeAlias
 import torch
 
 from deep_opt_states.device.cuda import CudaDevice
-from deep_opt_states.device.kernels.adam import AdamStep
+from deep_opt_states.device.kernels.adam import AdamStep, ElementRange
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.state import Split, SubGroupState
+from deep_opt_states.runtime.state import Split, UnitState
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import Workload
+from perf_model.schedule.workload import STATES, Workload
 from tests.gpu.kernels import triton_adam
 from tests.kernels.adam_steps import BETAS, machine_arithmetic, steps_of
-from tests.runtime.random_states import NAMES, gradients, make_states, update_serially
+from tests.runtime.random_states import NAMES, gradients, make_states, place, update_serially
 
 GATHER_CYCLES = 20_000_000
 """Cycles of the GPU's clock, about ten milliseconds: longer than the host needs to issue an update."""
@@ -45,42 +45,44 @@ def host_adam(num_threads: int = 4) -> FusedAdam:
 
 
 GradDtypes: TypeAlias = "torch.dtype | Sequence[torch.dtype]"
-"""The dtype of all gradients, or one per sub-group: a gradient that a user has set is fp32, whatever the model's is."""
+"""The dtype of all gradients, or one per unit: a gradient that a user has set is fp32, whatever the model's is."""
 
 
 def dtypes_of(plan: UpdatePlan, grad_dtypes: GradDtypes) -> list[torch.dtype]:
-    """Return the gradient dtype of each sub-group."""
+    """Return the gradient dtype of each unit."""
     return [grad_dtypes] * len(plan.placements) if isinstance(grad_dtypes, torch.dtype) else list(grad_dtypes)
 
 
 def cuda_states(
     device: CudaDevice, plan: UpdatePlan, dtype: torch.dtype, grad_dtypes: GradDtypes, seed: int
-) -> list[SubGroupState]:
-    """Return states on the device and in host memory. Gradients are in the memory where their sub-group is updated."""
+) -> list[UnitState]:
+    """Return states in host memory, with memory on the device where units are resident.
+
+    Gradients are in the memory where their unit is updated.
+    """
     states = make_states(numels_of(plan), dtype, seed)
-    for state, placement, grad_dtype in zip(states, plan.placements, dtypes_of(plan, grad_dtypes), strict=True):
-        reserve = device.empty if placement is Placement.RESIDENT else device.empty_host
-        for name in ("master", "exp_avg", "exp_avg_sq"):
-            setattr(state, name, reserve(state.numel, torch.float32).copy_(getattr(state, name)))
-        on_cpu = placement is Placement.CPU
+    place(states, plan.schedule, device)
+    for state, grad_dtype in zip(states, dtypes_of(plan, grad_dtypes), strict=True):
+        for name in STATES:
+            setattr(state, name, device.empty_host(state.numel, torch.float32).copy_(getattr(state, name)))
+        on_cpu = state.placement is Placement.CPU
         state.grad = (device.empty_host if on_cpu else device.empty)(state.numel, grad_dtype).fill_(torch.nan)
         state.param = device.empty(state.numel, dtype).copy_(state.param)
-        if on_cpu:
-            state.rounded = state.master if dtype == torch.float32 else device.empty_host(state.numel, dtype)
+        state.rounded = state.master if dtype == torch.float32 else device.empty_host(state.numel, dtype)
     return states
 
 
 def numels_of(plan: UpdatePlan) -> list[int]:
-    """Return the number of parameters of each sub-group."""
-    return [sub_group.numel for sub_group in plan.workload.sub_groups]
+    """Return the number of parameters of each unit."""
+    return [unit.numel for unit in plan.workload.units]
 
 
 def steps_for(plan: UpdatePlan, count: int) -> list[list[AdamStep]]:
-    """Return ``count`` Adam steps for all sub-groups."""
+    """Return ``count`` Adam steps for all sub-groups, of which each is one unit."""
     return [[step] * len(plan.placements) for step in steps_of(count)]
 
 
-def late_backward(states: Sequence[SubGroupState], step: int) -> None:
+def late_backward(states: Sequence[UnitState], step: int) -> None:
     """Issue writes of the step's gradients that take long to finish."""
     arrived = [
         gradient.to(state.grad.dtype).pin_memory().to("cuda", non_blocking=True)
@@ -114,6 +116,7 @@ def executed(
             late_backward(states, number)
             executor.run(steps)
             found.extend(gathered)
+        executor.give_states_back()
         with torch.cuda.stream(gather):
             found.extend(getattr(state, name).clone() for state in states for name in NAMES)
         gather.synchronize()
@@ -133,7 +136,7 @@ def deferred(
     """Execute the plan with deferred updates, and return early ranges, gathered parameters and the final states.
 
     For each step, these are the parameters of the early ranges directly after the update has begun, and the parameters
-    that the next forward gathers sub-group by sub-group while the update continues. Half of the steps are prefetched;
+    that the next forward gathers unit by unit while the update continues. Half of the steps are prefetched;
     in the other half ``advance`` issues all actions that it can. Calls that training makes during an update are made
     inside ``issuing``.
     """
@@ -168,6 +171,7 @@ def deferred(
             torch.cuda.current_stream().wait_stream(gather)
             executor.finish()
             assert executor.failure is None, executor.failure
+        executor.give_states_back()
         found.extend(getattr(state, name).clone() for state in states for name in NAMES)
         torch.cuda.synchronize()
     finally:
@@ -176,19 +180,19 @@ def deferred(
 
 
 def early_ranges(plan: UpdatePlan, seed: int) -> list[Split]:
-    """Return up to two early ranges per sub-group, with arbitrary borders."""
+    """Return up to two early ranges per unit, with arbitrary borders."""
     chosen = random.Random(f"early ranges {seed}")
     splits = []
     for numel in numels_of(plan):
         borders = sorted(chosen.randint(0, numel) for _ in range(4))
-        splits.append(Split.create(numel, zip(borders[::2], borders[1::2], strict=True)))
+        splits.append(Split.create(ElementRange.whole(numel), zip(borders[::2], borders[1::2], strict=True)))
     return splits
 
 
 def serial_of_deferred(
     plan: UpdatePlan, dtype: torch.dtype, grad_dtypes: GradDtypes, seed: int, count: int = 4
 ) -> list[torch.Tensor]:
-    """Return the tensors that ``deferred`` must return, from updates of one sub-group after another on the CPU."""
+    """Return the tensors that ``deferred`` must return, from updates of one unit after another on the CPU."""
     states = make_states(numels_of(plan), dtype, seed)
     splits, adam = early_ranges(plan, seed), host_adam()
     found: list[torch.Tensor] = []
@@ -207,7 +211,7 @@ def serial_of_deferred(
 def serial(
     plan: UpdatePlan, dtype: torch.dtype, grad_dtypes: GradDtypes, seed: int, count: int = 4
 ) -> list[torch.Tensor]:
-    """Return the tensors that ``executed`` must return, from updates of one sub-group after another on the CPU."""
+    """Return the tensors that ``executed`` must return, from updates of one unit after another on the CPU."""
     states = make_states(numels_of(plan), dtype, seed)
     adam = host_adam()
     found: list[torch.Tensor] = []

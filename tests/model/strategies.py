@@ -16,7 +16,7 @@ from perf_model.schedule.workload import Workload
 
 
 def numels(max_numel: int = 10**6) -> st.SearchStrategy[list[int]]:
-    """Return a strategy for the lengths of up to 12 sub-groups."""
+    """Return a strategy for the lengths of up to 12 units."""
     return st.lists(st.integers(1, max_numel), min_size=1, max_size=12)
 
 
@@ -24,7 +24,7 @@ def numels(max_numel: int = 10**6) -> st.SearchStrategy[list[int]]:
 def plans(draw: st.DrawFn, max_numel: int = 10**6) -> UpdatePlan:
     """Draw a plan with any placements, any number of slots up to 6, and any order."""
     workload = Workload.from_numels(draw(numels(max_numel)))
-    count = len(workload.sub_groups)
+    count = len(workload.units)
     placements = draw(st.lists(st.sampled_from(Placement), min_size=count, max_size=count))
     order = draw(st.one_of(st.none(), st.permutations(range(count)).map(tuple)))
     return UpdatePlan(workload=workload, placements=tuple(placements), num_slots=draw(st.integers(1, 6)), order=order)
@@ -59,7 +59,7 @@ def schedules(draw: st.DrawFn, max_numel: int = 10**6) -> tuple[Schedule, Worklo
         actions.append(Action(kind, index, slots.get(index)))
         if kind is ActionKind.FLUSH_STATES:
             free.append(slots[index])
-    slot_numel = max((plan.workload.sub_groups[index].numel for index in slots), default=0)
+    slot_numel = max((plan.workload.units[index].numel for index in slots), default=0)
     schedule = Schedule(
         num_slots=plan.num_slots,
         slot_numel=slot_numel,

@@ -13,7 +13,7 @@ names = st.builds(lambda kind, index: f"{kind.value} {index}", st.sampled_from(A
 actions = st.builds(
     Action,
     kind=st.sampled_from(ActionKind),
-    sub_group=indices,
+    unit=indices,
     slot=st.none() | indices,
     waits=st.lists(names, max_size=3).map(tuple),
 )

@@ -8,15 +8,16 @@ from hypothesis import strategies as st
 
 from benchmarks.planner.fill_and_drain import bound_with_fill_and_drain, fill_and_drain_s
 from perf_model.prediction.cost import CostModel, Resource
-from perf_model.prediction.memory import cuda_bytes_of, gradients_on_accelerator, memory_of, resident_bytes_of
+from perf_model.prediction.memory import TrainingSetup, block_bytes_of, memory_of, resident_bytes_of
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import simulate
+from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
-from perf_model.search.bounds import MAX_SHARED_BYTES, ResidentCapacity, exposed_bound, first_needed_bound, work_bound
-from perf_model.search.budgets import Budgets
+from perf_model.search.bounds import exposed_bound, first_needed_bound, work_bound
+from perf_model.search.capacity import ResidentCapacity
 from perf_model.search.pruning import MemoryLowerBounds, TimeLowerBounds, placement_masks
 from tests.model.costs import cost, costs, windows
 from tests.model.strategies import plans, schedules
@@ -28,14 +29,10 @@ NOT_ABOVE = 1 - 1e-6
 
 
 def resident_share(schedule: Schedule, workload: Workload) -> float:
-    streamed = {action.sub_group for action in schedule.actions if action.slot is not None}
-    actions = [action.sub_group for action in schedule.actions]
-    residents = [
-        sub_group
-        for sub_group in workload.sub_groups
-        if actions.count(sub_group.index) == 1 and sub_group.index not in streamed
-    ]
-    return sum(sub_group.numel for sub_group in residents) / workload.numel
+    streamed = {action.unit for action in schedule.actions if action.slot is not None}
+    actions = [action.unit for action in schedule.actions]
+    residents = [unit for unit in workload.units if actions.count(unit.index) == 1 and unit.index not in streamed]
+    return sum(unit.numel for unit in residents) / workload.numel
 
 
 @given(schedules(), costs, windows)
@@ -53,11 +50,22 @@ def test_no_schedule_beats_the_bounds(drawn: tuple[Schedule, Workload], model: C
     assert 0 <= bound.shares.resident <= capacity.alone
 
 
-@given(plans(10**8), costs, windows)
-def test_no_plan_beats_the_bounds_of_its_gpu_memory(plan: UpdatePlan, model: CostModel, overlap: Windows) -> None:
+setups = st.builds(
+    TrainingSetup,
+    widths=st.builds(Widths, param=st.just(2), grad=st.sampled_from([2, 4]), publishes=st.booleans()),
+    accumulates=st.booleans(),
+    params_on_host=st.booleans(),
+    longest_partition_numel=st.one_of(st.none(), st.integers(1, 10**8)),
+)
+
+
+@given(plans(10**8), costs, windows, setups)
+def test_no_plan_beats_the_bounds_of_its_gpu_memory(
+    plan: UpdatePlan, model: CostModel, overlap: Windows, setup: TrainingSetup
+) -> None:
     """Check all bounds, with the capacity of exactly the GPU memory that the plan takes."""
     workload = plan.workload
-    capacity = ResidentCapacity.from_gpu_bytes(workload, memory_of(plan).gpu_bytes)
+    capacity = ResidentCapacity.from_gpu_bytes(workload, memory_of(plan, setup).gpu_bytes, setup)
     timeline = simulate(plan.schedule, workload, model, overlap)
     exposed_s = overlap.exposed_s(timeline, workload)
     assert exposed_s >= exposed_bound(workload.numel, model, overlap, capacity).seconds * NOT_ABOVE
@@ -71,13 +79,12 @@ def test_no_plan_beats_the_bounds_of_its_gpu_memory(plan: UpdatePlan, model: Cos
     assert fill_and_drain_s(workload, model, capacity) >= 0
 
 
-@given(plans(10**8))
-def test_memory_is_never_less_than_its_lower_bound(plan: UpdatePlan) -> None:
-    memory = memory_of(plan)
-    taken = Budgets(gpu_bytes=memory.gpu_bytes, host_bytes=memory.host_bytes, pinned_bytes=memory.pinned_bytes)
-    assert MemoryLowerBounds(plan.workload, 2).missing_bytes(placement_masks([plan.placements]), taken)[0] == 0
-    too_little = Budgets(host_bytes=memory.host_bytes - 1)
-    assert MemoryLowerBounds(plan.workload, 2).missing_bytes(placement_masks([plan.placements]), too_little)[0] == 1
+@given(plans(10**8), setups)
+def test_memory_is_never_less_than_its_lower_bound(plan: UpdatePlan, setup: TrainingSetup) -> None:
+    least_bytes = MemoryLowerBounds(plan.workload, setup).gpu_bytes(placement_masks([plan.placements]))[0]
+    taken_bytes = memory_of(plan, setup).gpu_bytes
+    assert least_bytes <= taken_bytes
+    assert (least_bytes > 0) == (set(plan.placements) != {Placement.CPU})
 
 
 def test_the_bound_names_the_resource_that_binds() -> None:
@@ -103,18 +110,39 @@ def test_residents_relieve_every_resource_but_the_gpu() -> None:
     assert shared.seconds == pytest.approx(1 / 11)
 
 
-def test_capacity_for_residents_is_counted_in_whole_sub_groups() -> None:
+def test_capacity_for_residents_is_counted_in_whole_units() -> None:
     workload = Workload.from_numels([10**7] * 10)
-    each = resident_bytes_of(10**7)
+    states, gradient = resident_bytes_of(10**7), block_bytes_of(2 * 10**7)
     assert ResidentCapacity.from_gpu_bytes(workload, None) == ResidentCapacity.uniform(1.0)
-    assert ResidentCapacity.from_gpu_bytes(workload, 0) == ResidentCapacity(prefetched=0.0)
-    # Memory for all gradients is reserved, except for the bytes that states may share with gradients.
-    kept = cuda_bytes_of(gradients_on_accelerator([10**7] * 10, 2)) - MAX_SHARED_BYTES
-    for gpu_bytes in (kept + 3 * each, kept + 4 * each - 1):
-        three, two = pytest.approx(0.3), pytest.approx(0.2)
-        assert ResidentCapacity.from_gpu_bytes(workload, gpu_bytes) == ResidentCapacity(
-            alone=three, with_a_slot=two, prefetched=three
-        )
+    nothing = ResidentCapacity.from_gpu_bytes(workload, 0)
+    assert (nothing.alone, nothing.with_a_slot, nothing.prefetched) == (0.0, 0.0, 0.0)
+    # With accumulation, memory for all gradients is reserved; without, for those of the residents.
+    for setup, reserved, each in (
+        (TrainingSetup(accumulates=True), 10 * gradient, states),
+        (TrainingSetup(), 0, states + gradient),
+    ):
+        for gpu_bytes in (reserved + 4 * each, reserved + 5 * each - 1):
+            capacity = ResidentCapacity.from_gpu_bytes(workload, gpu_bytes, setup)
+            assert capacity.alone == pytest.approx(0.4)
+            assert capacity.prefetched == pytest.approx(0.4)
+            assert capacity.with_a_slot == pytest.approx(0.3)
+
+
+def test_the_gradients_of_streamed_parameters_leave_less_memory_for_residents() -> None:
+    workload = Workload.from_numels([10**7] * 20)
+    states, gradient = resident_bytes_of(10**7), block_bytes_of(2 * 10**7)
+    # One slot, and either one streamed unit and three residents, or two residents and more streamed units.
+    capacity = ResidentCapacity.from_gpu_bytes(workload, 4 * states + 4 * gradient)
+    assert capacity.next_to_streamed(0.05) == pytest.approx(0.15)
+    streamed = (states + 2 * gradient) / gradient / 20
+    assert capacity.next_to_streamed(streamed) == pytest.approx(0.1)
+    # With memory for a slot and three gradients, three of the units can be streamed.
+    few = ResidentCapacity.from_gpu_bytes(workload, states + 3 * gradient)
+    assert few.most_streamed == pytest.approx(0.15)
+    slow_cpu = cost(cpu=1e7)
+    assert work_bound(workload.numel, slow_cpu, few).shares.streamed == pytest.approx(0.15)
+    all_fit = ResidentCapacity.from_gpu_bytes(workload, states + 20 * gradient)
+    assert work_bound(workload.numel, slow_cpu, all_fit).shares.streamed > 0.9
 
 
 @given(costs, windows)
@@ -158,7 +186,7 @@ def test_backward_hides_prefetches_only() -> None:
         ({"cpu": 1e11, "h2d": 1e9}, ResidentCapacity(), 0.01 + 2, Resource.H2D),
     ],
 )
-def test_forward_waits_for_the_first_sub_group(
+def test_forward_waits_for_the_first_unit(
     changes: dict[str, float], capacity: ResidentCapacity, seconds: float, binding: Resource
 ) -> None:
     workload = Workload.from_numels([10**9, 10**6])
@@ -173,7 +201,7 @@ def test_fill_and_drain_by_hand() -> None:
     model = cost(cpu=1e6, d2h=16e9)
     bound_s = work_bound(workload.numel, model).seconds
     # A prefetch takes 0.1 s. With nearly everything streamed, the h2d direction is busy for 1 s. It is idle while the
-    # last sub-group is updated (0.1 ms) and flushed (75 ms).
+    # last unit is updated (0.1 ms) and flushed (75 ms).
     assert bound_s == pytest.approx(1.0, rel=0.01)
     streamed = UpdatePlan(workload=workload, placements=(Placement.STREAMED,) * 10, num_slots=4)
     simulated_s = simulate(streamed.schedule, workload, model).end_s
@@ -182,8 +210,8 @@ def test_fill_and_drain_by_hand() -> None:
 
 
 @given(st.integers(1, 20), costs)
-def test_twice_as_many_sub_groups_take_at_most_twice_as_long(count: int, model: CostModel) -> None:
-    """Check that fill and drain do not grow with the number of sub-groups."""
+def test_twice_as_many_units_take_at_most_twice_as_long(count: int, model: CostModel) -> None:
+    """Check that fill and drain do not grow with the number of units."""
     workloads = (Workload.from_numels([10**7] * number) for number in (count, 2 * count))
     few, many = (bound_with_fill_and_drain(workload, model).seconds for workload in workloads)
     assert few <= many <= 2 * few * (1 + 1e-9)

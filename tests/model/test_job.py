@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -125,7 +124,7 @@ def test_backward_is_charged_for_the_gradients_of_each_placement() -> None:
     assert 0 < plan.numel(Placement.RESIDENT) < numel
     d2h, h2d = RATES["d2h_bytes_per_s"], RATES["h2d_bytes_per_s"]
     assert GradientPath.for_plan(plan) == GradientPath(down=2 * plan.numel(Placement.CPU))
-    compute_s = forecast_7b(MemoryLimits(gpu=None, host=None)).predicted.backward_s
+    compute_s = SMALL.backward_s(1e15)
     assert found.predicted.backward_s == pytest.approx(max(2 * plan.numel(Placement.CPU) / d2h, compute_s))
     iterations = {name: outcome for name, outcome in found.baselines.items() if isinstance(outcome, PredictedIteration)}
     assert set(iterations) >= {"stock", "twin_flow", "all_cpu", "all_streamed", "stride_2"}
@@ -140,13 +139,13 @@ def test_backward_is_charged_for_the_gradients_of_each_placement() -> None:
 
 @pytest.mark.parametrize("size", [1_000_000, 100_000_000, 3_000_000_000])
 def test_the_job_fits_with_the_ranks_that_the_remedy_names(size: int) -> None:
-    limits = MemoryLimits(gpu=15 * 10**9, host=None, pinned=6 * 10**9)
+    limits = MemoryLimits(gpu=15 * 10**9, host=None, pinned=32 * 10**9)
     job = replace(SMALL, shape=MODELS["20B"])
     with pytest.raises(DoesNotFit):
         forecast_7b(limits, job, size)
-    ranks = least_world_size_that_fits(job, WITH_GPU, limits, [size])
+    ranks = least_world_size_that_fits(job, WITH_GPU, limits)
     assert ranks is not None
-    assert find_remedy(job, WITH_GPU, limits, (size,)) == f"It fits with {ranks} ranks."
+    assert find_remedy(job, WITH_GPU, limits) == f"It fits with {ranks} ranks."
     forecast_7b(limits, replace(job, world_size=ranks), size)
 
 
@@ -156,17 +155,6 @@ def test_the_remedy_with_more_ranks_fills_whole_nodes() -> None:
     ranks = least_world_size_that_fits(job, WITH_GPU, limits)
     assert ranks is not None
     assert ranks % 6 == 0
-
-
-def test_the_remedy_names_smaller_sub_groups_that_fit() -> None:
-    """Check a job whose one sub-group fits neither in pinned memory on the CPU nor in a slot, which takes 20 GB."""
-    limits = MemoryLimits(gpu=15 * 10**9, host=None, pinned=22 * 10**9)
-    with pytest.raises(DoesNotFit):
-        forecast_7b(limits, size=3_000_000_000)
-    remedy = find_remedy(SMALL, WITH_GPU, limits, (3_000_000_000,))
-    match = re.fullmatch(r'It fits with "sub_group_size": (\d+)\.', remedy)
-    assert match, remedy
-    forecast_7b(limits, size=int(match[1]))
 
 
 def test_the_remedy_names_the_memory_of_training_where_no_number_of_ranks_fits() -> None:
@@ -192,7 +180,7 @@ def test_the_peak_of_training_includes_all_memory_of_the_optimizer(overlap: Over
     streamed, resident = plan.numel(Placement.STREAMED), plan.numel(Placement.RESIDENT)
     assert min(streamed, resident) > 0
     slots_bytes = plan.schedule.num_slots * plan.schedule.slot_numel * 12
-    least_bytes = job.gpu_bytes + slots_bytes + 12 * resident + 2 * plan.workload.numel
+    least_bytes = job.gpu_bytes + slots_bytes + 12 * resident + 2 * (resident + streamed)
     rounding_bytes = 22 * MIB + 10 * MIB * len(plan.placements)
     assert least_bytes <= found.memory.gpu_bytes <= min(22 * 10**9, least_bytes + rounding_bytes)
     assert job.gpu_bytes > job.activation_bytes > 0, "activations of forward and backward"

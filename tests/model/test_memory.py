@@ -11,6 +11,7 @@ from perf_model.prediction.memory import (
     MemoryKind,
     MemoryUse,
     Reservation,
+    TrainingSetup,
     cuda_bytes_of,
     memory_of,
     reserved_by_stock,
@@ -18,10 +19,11 @@ from perf_model.prediction.memory import (
     resident_bytes_of,
     staging_numel,
 )
+from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.host_layout import ALIGNMENT_BYTES, Widths, slab_tensors
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import STATES, Workload
+from perf_model.schedule.workload import STATES, Partition, Workload
 from tests.model.strategies import plans
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
@@ -30,8 +32,12 @@ NUMEL = 2**24
 """The length of 64 MiB of fp32: neither blocks nor powers of two are rounded."""
 
 
+WIDTHS = [Widths(param=2, grad=2), Widths(param=2, grad=4), Widths(param=4, grad=4)]
+SHARING = Widths(param=2, grad=2, publishes=False)
+
+
 def plan(*placements: Placement, num_slots: int = 1, numel: int = NUMEL) -> UpdatePlan:
-    """Return a plan of sub-groups that all have ``numel`` parameters."""
+    """Return a plan of units that all have ``numel`` parameters."""
     return UpdatePlan(
         workload=Workload.from_numels([numel] * len(placements)), placements=placements, num_slots=num_slots
     )
@@ -68,32 +74,36 @@ def test_blocks_of_different_lengths_share_a_segment() -> None:
     assert cuda_bytes_of([reserved(512, 1), reserved(9 * MIB, 1), reserved(64 * MIB, 1)]) == (2 + 20 + 64) * MIB
 
 
-def test_a_cpu_sub_group_takes_16_bytes_per_parameter_all_pinned() -> None:
+def test_a_cpu_unit_takes_16_bytes_per_parameter_all_pinned() -> None:
     """Check that p, m, v, the gradient and the rounded parameters are pinned, and nothing is on the accelerator."""
     pinned = (3 * 4 + 2 + 2) * NUMEL
     assert memory_of(plan(CPU)) == MemoryUse(gpu_bytes=0, host_bytes=pinned, pinned_bytes=pinned)
     # An fp32 model has nothing to round.
-    assert memory_of(plan(CPU), param_bytes=4).pinned_bytes == (3 * 4 + 4) * NUMEL
+    assert memory_of(plan(CPU), TrainingSetup(widths=Widths(param=4, grad=4))).pinned_bytes == (3 * 4 + 4) * NUMEL
 
 
-def test_streamed_sub_groups_share_the_slots_and_keep_their_gradients_on_the_accelerator() -> None:
-    """Check that there is one set of p, m and v per slot, at most one slot per sub-group, and all gradients."""
-    pinned = 3 * 3 * 4 * NUMEL
+def test_streamed_units_share_the_slots_and_keep_their_gradients_on_the_accelerator() -> None:
+    """Check that there is one set of p, m and v per slot, at most one slot per unit, and all gradients."""
+    pinned = 3 * 16 * NUMEL
     for num_slots, slots in ((1, 1), (2, 2), (4, 3)):
         assert memory_of(plan(STREAMED, STREAMED, STREAMED, num_slots=num_slots)) == MemoryUse(
             gpu_bytes=(slots * 3 * 4 + 3 * 2) * NUMEL, host_bytes=pinned, pinned_bytes=pinned
         )
 
 
-def test_a_slot_is_as_long_as_the_longest_streamed_sub_group() -> None:
+def test_a_slot_is_as_long_as_the_longest_streamed_unit() -> None:
     workload = Workload.from_numels([4 * NUMEL, NUMEL, 2 * NUMEL])
     mixed = UpdatePlan(workload=workload, placements=(CPU, STREAMED, STREAMED), num_slots=2)
-    assert memory_of(mixed).gpu_bytes == (2 * 3 * 4 * 2 + 2 * 7) * NUMEL, "including the gradients of the CPU sub-group"
+    assert memory_of(mixed).gpu_bytes == (2 * 3 * 4 * 2 + 2 * 3) * NUMEL, "without the gradients of the CPU unit"
+    accumulating = memory_of(mixed, TrainingSetup(accumulates=True))
+    assert accumulating.gpu_bytes == (2 * 3 * 4 * 2 + 2 * 7) * NUMEL, "including the gradients of the CPU unit"
 
 
-def test_a_resident_sub_group_takes_no_host_memory() -> None:
-    """Check that p, m, v and the gradient are on the accelerator."""
-    assert memory_of(plan(RESIDENT)) == MemoryUse(gpu_bytes=(3 * 4 + 2) * NUMEL, host_bytes=0, pinned_bytes=0)
+def test_a_resident_unit_has_a_place_in_host_memory_to_which_it_can_return() -> None:
+    """Check that p, m, v and the gradient are on the accelerator, and that host memory is that of a CPU unit."""
+    pinned = memory_of(plan(CPU)).pinned_bytes
+    resident = MemoryUse(gpu_bytes=(3 * 4 + 2) * NUMEL, host_bytes=pinned, pinned_bytes=pinned)
+    assert memory_of(plan(RESIDENT)) == resident
     assert resident_bytes_of(NUMEL) == 12 * NUMEL, "without the gradient"
 
 
@@ -105,34 +115,40 @@ def test_stock_pins_nothing() -> None:
 @given(plans(10**8))
 def test_alignment_and_segments_add_little_to_the_bytes_of_the_tensors(drawn: UpdatePlan) -> None:
     memory = memory_of(drawn)
-    on_cpu, resident, streamed = drawn.numel(CPU), drawn.numel(RESIDENT), drawn.numel(STREAMED)
-    wanted = 16 * on_cpu + 12 * streamed
+    resident, streamed = drawn.numel(RESIDENT), drawn.numel(STREAMED)
+    wanted = 16 * drawn.workload.numel
     assert memory.host_bytes == memory.pinned_bytes
     assert wanted <= memory.pinned_bytes < wanted + 5 * ALIGNMENT_BYTES * len(drawn.placements)
-    gradients = 2 * drawn.workload.numel if resident + streamed > 0 else 0
+    gradients = 2 * (resident + streamed)
     wanted = 12 * resident + gradients + drawn.schedule.staging_bytes
     tensors = 3 * (drawn.placements.count(RESIDENT) + drawn.schedule.num_slots) + len(drawn.placements)
     assert wanted <= memory.gpu_bytes <= wanted + 22 * MIB + tensors * 10 * MIB
 
 
 def test_accumulated_gradients_stay_on_the_accelerator_if_any_states_are_updated_there() -> None:
-    def gradients(accumulates: bool, *placements: Placement) -> int:
-        reserved = reserved_by_the_runtime(plan(*placements), 2, accumulates=accumulates)
-        return sum(tensors.count for tensors in reserved if tensors.each_bytes == 2 * NUMEL)
+    def gradients(accumulates: bool, grad_bytes: int, *placements: Placement) -> int:
+        setup = TrainingSetup(accumulates=accumulates, widths=Widths(param=2, grad=grad_bytes))
+        with_states = plan(*placements, num_slots=1)
+        states_bytes = 12 * NUMEL * (placements.count(RESIDENT) + min(1, placements.count(STREAMED)))
+        gradients_bytes = memory_of(with_states, setup).gpu_bytes - states_bytes
+        assert gradients_bytes % (grad_bytes * NUMEL) == 0
+        return gradients_bytes // (grad_bytes * NUMEL)
 
-    assert gradients(False, CPU, STREAMED, RESIDENT) == 2
-    assert gradients(True, CPU, STREAMED, RESIDENT) == 3
-    assert gradients(True, CPU, CPU) == 0
+    for grad_bytes in (2, 4):
+        assert gradients(False, grad_bytes, CPU, STREAMED, RESIDENT) == 2
+        assert gradients(True, grad_bytes, CPU, STREAMED, RESIDENT) == 3
+        assert gradients(True, grad_bytes, CPU, CPU) == 0
 
 
 def test_parameters_in_host_memory_are_staged_on_the_accelerator() -> None:
     def reserved(*placements: Placement) -> tuple[int, int]:
-        found = reserved_by_the_runtime(plan(*placements), 2, accumulates=False, params_on_host=True)
+        setup = TrainingSetup(widths=SHARING, params_on_host=True)
+        found = reserved_by_the_runtime(plan(*placements), setup)
         pinned_bytes = sum(tensors.each_bytes for tensors in found if tensors.kind is MemoryKind.PINNED)
         return pinned_bytes, sum(tensors.count for tensors in found if tensors.each_bytes == 2 * NUMEL)
 
     # One buffer in addition to the gradients that the accelerator uses; the CPU rounds to the parameters themselves.
-    assert reserved(CPU, STREAMED, RESIDENT) == (14 * NUMEL + 12 * NUMEL, 3)
+    assert reserved(CPU, STREAMED, RESIDENT) == (3 * 14 * NUMEL, 3)
     assert reserved(CPU, CPU) == (2 * 14 * NUMEL, 0)
 
 
@@ -158,13 +174,9 @@ def test_gradients_are_copied_to_host_memory_through_three_buffers(
     assert grad_bytes * staging_numel(update_plan, grad_bytes, longest_partition_numel) == buffer_bytes
 
     def reserved(longest_partition_numel: int | None, publishes: bool = True) -> list[Reservation]:
-        return reserved_by_the_runtime(
-            update_plan,
-            grad_bytes,
-            accumulates=False,
-            publishes=publishes,
-            longest_partition_numel=longest_partition_numel,
-        )
+        widths = Widths(param=2, grad=grad_bytes, publishes=publishes)
+        setup = TrainingSetup(widths=widths, longest_partition_numel=longest_partition_numel)
+        return reserved_by_the_runtime(update_plan, setup)
 
     buffers = Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=buffer_bytes, count=3)
     expected = [*reserved(None), buffers] if buffer_bytes else reserved(None)
@@ -173,7 +185,16 @@ def test_gradients_are_copied_to_host_memory_through_three_buffers(
     assert shared == reserved(None, publishes=False), "an accelerator that shares host memory copies no gradients"
 
 
-def test_a_staging_buffer_is_not_longer_than_the_longest_sub_group_on_the_cpu() -> None:
+def test_staging_buffers_count_only_where_stock_takes_less_for_the_gradient_of_one_parameter() -> None:
+    def counted(longest_partition_numel: int) -> int:
+        setup = TrainingSetup(longest_partition_numel=longest_partition_numel)
+        return memory_of(plan(CPU, CPU), setup).gpu_bytes
+
+    assert counted(12_000_000) == 0, "stock copies 24 MB back to compute the norm"
+    assert counted(1000) == 2 * MIB, "3 buffers of 64 KiB share a segment; stock copies 2 kB"
+
+
+def test_a_staging_buffer_is_not_longer_than_the_longest_unit_on_the_cpu() -> None:
     assert staging_numel(plan(CPU, RESIDENT, numel=1000), 2, 900) == 1000
 
 
@@ -191,22 +212,24 @@ def test_resident_bytes_of_is_a_lower_bound(numel: int, count: int) -> None:
     assert memory_of(plan(*[RESIDENT] * count, numel=numel)).gpu_bytes >= count * resident_bytes_of(numel)
 
 
-WIDTHS = [Widths(param=2, grad=2), Widths(param=2, grad=4), Widths(param=4, grad=4)]
-SHARING = Widths(param=2, grad=2, publishes=False)
-
-
 @given(plans(10**6), st.sampled_from([*WIDTHS, SHARING]))
 def test_the_tensors_of_a_slab_follow_one_another_aligned(drawn: UpdatePlan, widths: Widths) -> None:
+    workload = drawn.workload
     end_bytes = 0
     found: dict[int, list[str]] = {}
-    for tensor in slab_tensors(drawn, widths):
+    for tensor in slab_tensors(workload, widths):
         assert end_bytes <= tensor.offset_bytes < end_bytes + ALIGNMENT_BYTES
         assert tensor.offset_bytes % ALIGNMENT_BYTES == 0
-        assert tensor.numel == drawn.workload.sub_groups[tensor.sub_group].numel
+        assert tensor.numel == workload.sub_group_numels[tensor.sub_group]
         found.setdefault(tensor.sub_group, []).append(tensor.name)
         width = {"grad": widths.grad, "rounded": widths.param}.get(tensor.name, 4)
         end_bytes = tensor.offset_bytes + tensor.numel * width
-    assert end_bytes <= widths.slab_bytes(drawn) < end_bytes + ALIGNMENT_BYTES
-    of_cpu = [*STATES, "grad", "rounded"] if widths.param == 2 and widths.publishes else [*STATES, "grad"]
-    for index, placement in enumerate(drawn.placements):
-        assert found.get(index, []) == {CPU: of_cpu, STREAMED: [*STATES], RESIDENT: []}[placement]
+    assert end_bytes <= widths.slab_bytes(workload) < end_bytes + ALIGNMENT_BYTES
+    of_each = [*STATES, "grad", "rounded"] if widths.param == 2 and widths.publishes else [*STATES, "grad"]
+    assert found == dict.fromkeys(range(len(workload.sub_group_numels)), of_each)
+
+
+def test_units_of_one_sub_group_share_the_tensors_of_the_slab() -> None:
+    cut = cut_into_units([[Partition("layers.0.w", 1000)], [Partition("layers.1.w", 10)]], 300)
+    assert len(cut.units) == 5
+    assert [tensor.numel for tensor in slab_tensors(cut, WIDTHS[0])] == [1000] * 5 + [10] * 5

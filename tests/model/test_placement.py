@@ -1,21 +1,22 @@
-"""Check the rules that place sub-groups without a measurement."""
+"""Check the rules that place units without a measurement."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf_model.schedule.placement import Placement, place_all, place_by_fraction, place_by_stride
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.simple_placements import place_all, place_by_fraction, place_by_stride
 from perf_model.schedule.workload import Workload
 from tests.model.strategies import numels
 
 
 def streamed(placements: tuple[Placement, ...]) -> list[int]:
-    """Return the indices of the streamed sub-groups."""
+    """Return the indices of the streamed units."""
     return [index for index, placement in enumerate(placements) if placement is Placement.STREAMED]
 
 
-def test_stride_streams_the_sub_groups_that_the_paper_streams() -> None:
+def test_stride_streams_the_units_that_the_paper_streams() -> None:
     workload = Workload.from_numels([10] * 7)
     assert streamed(place_by_stride(workload, 2)) == [1, 3, 5]
     assert streamed(place_by_stride(workload, 3)) == [2, 5]
@@ -24,7 +25,7 @@ def test_stride_streams_the_sub_groups_that_the_paper_streams() -> None:
     assert streamed(place_by_stride(Workload.from_numels([10]), 2)) == []
 
 
-def test_fraction_counts_parameters_and_not_sub_groups() -> None:
+def test_fraction_counts_parameters_and_not_units() -> None:
     assert streamed(place_by_fraction(Workload.from_numels([1, 1, 1, 1, 96]), 0.96)) != [0, 1, 2, 3]
     assert streamed(place_by_fraction(Workload.from_numels([10] * 6), 0.5)) == [1, 3, 5]
 

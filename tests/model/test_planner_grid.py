@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 
-from benchmarks.planner import PlanQuality, compare_with_bounds, excess_over_best_plan, rows_of_nodes
+from benchmarks.planner import ROUNDING, PlanQuality, compare_with_bounds, excess_over_best_plan, rows_of_nodes
 from benchmarks.planner.synthetic_nodes import CORES, LINKS, RANKS_PER_NODE, SHAPES, draw_nodes
 
 # One worker of pytest-xdist makes the fixture, once.
@@ -21,14 +21,14 @@ def qualities() -> list[PlanQuality]:
 
 def test_no_plan_beats_the_bound(qualities: list[PlanQuality]) -> None:
     assert min(quality.ratio for quality in qualities) >= 1 - 1e-9
-    assert all(quality.ratio <= quality.ratio_to_work for quality in qualities)
+    assert all(quality.ratio <= quality.ratio_to_work * (1 + ROUNDING) for quality in qualities)
 
 
 def test_half_of_the_plans_are_within_three_percent_of_the_bound(qualities: list[PlanQuality]) -> None:
     assert median(quality.ratio for quality in qualities) <= 1.03
 
 
-def test_no_plan_of_few_sub_groups_is_faster_than_the_chosen_one() -> None:
+def test_no_plan_of_few_units_is_faster_than_the_chosen_one() -> None:
     nodes = draw_nodes(400, seed=7)
     small = (node for node in nodes if node.shape.name == "1B" and node.ranks == 8 and node.resident == 0.1)
     excess = excess_over_best_plan(next(small))

@@ -103,7 +103,7 @@ def test_the_schedule_of_any_run_is_safe_and_has_the_placements_of_its_setting(s
     workload, schedule = workload_of(setting), schedule_of(setting)
     placements = check(schedule, workload)
     assert placements == placements_of(setting)
-    offloaded = int(setting.cpu_ratio * len(workload.sub_groups))
+    offloaded = int(setting.cpu_ratio * len(workload.units))
     stride = setting.update_stride
     for index, placement in enumerate(placements):
         streamed = stride is not None and (index + 1) % stride == 0

@@ -8,20 +8,21 @@ from dataclasses import dataclass
 import pytest
 
 from perf_model.prediction.cost import CostModel
-from perf_model.prediction.memory import memory_of
+from perf_model.prediction.memory import DEFAULT_SETUP, TrainingSetup, memory_of
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
-from perf_model.schedule.placement import Placement, place_all
+from perf_model.schedule.host_layout import Widths
+from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.simple_placements import place_all
 from perf_model.schedule.workload import Workload
 from perf_model.search.budgets import Budgets
 from perf_model.search.planner import plan_updates
 from perf_model.search.reasons import why_nothing_is_streamed
+from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE, Job
 from perf_model.units import GB
 from tests.model.profiles import RATES, profile
 
-PARAM_BYTES = 2
-DEEPSPEEDS_SUB_GROUP_SIZE = 1_000_000_000
 SLOW_LINK = {
     **RATES,
     "h2d_bytes_per_s": 1e9,
@@ -40,63 +41,66 @@ class PlanAndReason:
 
 
 def plan_with_reason(
-    workload: Workload, cost: CostModel, gpu_gb: float | None, extra_gradient_bytes: int = 0
+    workload: Workload, cost: CostModel, gpu_gb: float | None, setup: TrainingSetup = DEFAULT_SETUP
 ) -> PlanAndReason:
-    """Plan as training does: the extra bytes of gradients are subtracted from the budget of the planner."""
-    allowed = None if gpu_gb is None else int(gpu_gb * GB)
-    planned_with = None if allowed is None else max(0, allowed - extra_gradient_bytes)
-    plan = plan_updates(workload, cost, Budgets(gpu_bytes=planned_with), param_bytes=PARAM_BYTES).plan
-    why = why_nothing_is_streamed(
-        plan, cost, Budgets(gpu_bytes=allowed), PARAM_BYTES, extra_gradient_bytes=extra_gradient_bytes
-    )
-    return PlanAndReason(plan, why)
+    budgets = Budgets(gpu_bytes=None if gpu_gb is None else int(gpu_gb * GB))
+    plan = plan_updates(workload, cost, budgets, setup=setup).plan
+    return PlanAndReason(plan, why_nothing_is_streamed(plan, cost, budgets, setup))
 
 
 def streams(found: PlanAndReason) -> bool:
     return Placement.STREAMED in found.plan.placements
 
 
-@pytest.mark.parametrize("extra", [0, 2])
+@pytest.mark.parametrize("grad_bytes", [2, 4])
 @pytest.mark.parametrize("model", ["Llama-3-8B", "13B", "Llama-3-70B"])
 @pytest.mark.parametrize("machine", MACHINES)
-def test_the_default_sub_groups_do_not_fit_in_a_tenth_of_a_gpu_and_each_remedy_makes_them_fit(
-    machine: str, model: str, extra: int
+def test_units_as_long_as_sub_groups_do_not_fit_in_a_tenth_of_a_gpu_and_each_remedy_makes_them_fit(
+    machine: str, model: str, grad_bytes: int
 ) -> None:
-    """Check all presets; ``extra`` are the bytes per parameter that fp32 gradients take in addition to bf16 ones."""
+    """Check all presets on 4 ranks with accumulation, so that all gradients are on the GPU."""
     hardware = MACHINES[machine].profile(4)
     assert hardware.gpu_memory_bytes is not None
     cost, tenth_gb = CostModel.from_profile(hardware), 0.1 * hardware.gpu_memory_bytes / GB
-    parameters = MODELS[model].parameters()
-    workload = Workload.from_parameters(parameters, 4, DEEPSPEEDS_SUB_GROUP_SIZE)
-    extra_bytes = extra * workload.numel
-    found = plan_with_reason(workload, cost, tenth_gb, extra_bytes)
+    setup = TrainingSetup(widths=Widths(param=2, grad=grad_bytes), accumulates=True)
+    job = Job(shape=MODELS[model], world_size=4, ranks_per_node=4, micro_batch=1, sequence=2048)
+    parameters = [numel for _, numel in job.shape.parameters()]
+    workload = Workload.from_parameters(parameters, 4, DEFAULT_SUB_GROUP_SIZE)
+    found = plan_with_reason(workload, cost, tenth_gb, setup)
     assert not streams(found)
     assert found.why is not None
     assert f"the budget of {tenth_gb:.1f} GB of GPU memory cannot hold a slot of " in found.why
     gigabytes = re.search(r'"gpu_memory_gb" to at least (\d+\.\d)', found.why)
     assert gigabytes is not None
-    shortest = min(range(len(workload.sub_groups)), key=lambda index: workload.sub_groups[index].numel)
-    placements = [Placement.CPU] * len(workload.sub_groups)
+    shortest = min(range(len(workload.units)), key=lambda index: workload.units[index].numel)
+    placements = [Placement.CPU] * len(workload.units)
     placements[shortest] = Placement.STREAMED
     one = UpdatePlan(workload=workload, placements=tuple(placements), num_slots=1)
-    needed_gb = (memory_of(one, PARAM_BYTES).gpu_bytes + extra_bytes) / GB
+    needed_gb = memory_of(one, setup).gpu_bytes / GB
     assert needed_gb <= float(gigabytes[1]) < needed_gb + 0.1
-    size = re.search(r'"sub_group_size" to (\d+)', found.why)
-    gradients_gb = (PARAM_BYTES + extra) * workload.numel / GB
-    # If not even the gradients fit, smaller sub-groups do not help.
+    size = re.search(r'"unit_size" to (\d+)', found.why)
+    gradients_gb = grad_bytes * workload.numel / GB
+    # If not even the gradients fit, smaller units do not help.
     assert (size is None) == (tenth_gb - gradients_gb < 2 * 12 * 5e6 / GB)
     assert (size is None) == ("or use more ranks" in found.why)
     if size is not None:
-        smaller = Workload.from_parameters(parameters, 4, int(size[1]))
-        again = plan_with_reason(smaller, cost, tenth_gb, extra_bytes)
+        again = plan_with_reason(job.workload(int(size[1])), cost, tenth_gb, setup)
         assert again.why is None or "cannot hold" not in again.why
 
 
-def test_the_reason_names_the_budget_the_needed_memory_and_the_remedy() -> None:
-    found = plan_with_reason(Workload.from_numels([10**9, 10**9]), CostModel.from_profile(profile()), gpu_gb=8.0)
+@pytest.mark.parametrize(
+    ("setup", "gradients", "needed"),
+    [(TrainingSetup(), "2.0", "14.1"), (TrainingSetup(accumulates=True), "4.0", "16.1")],
+)
+def test_the_reason_names_the_budget_the_needed_memory_and_the_remedy(
+    setup: TrainingSetup, gradients: str, needed: str
+) -> None:
+    cost = CostModel.from_profile(profile())
+    found = plan_with_reason(Workload.from_numels([10**9, 10**9]), cost, gpu_gb=8.0, setup=setup)
     assert found.why == (
-        "Nothing is streamed: the budget of 8.0 GB of GPU memory cannot hold a slot of 12.0 GB in addition to 4.0 GB "
-        'of gradients. Set "gpu_memory_gb" to at least 16.1, or "sub_group_size" to 100000000.'
+        "Nothing is streamed: the budget of 8.0 GB of GPU memory cannot hold a slot of 12.0 GB in addition to "
+        f'{gradients} GB of gradients. Set "gpu_memory_gb" to at least {needed}, or "unit_size" to '
+        f"{200_000_000 if not setup.accumulates else 100_000_000}."
     )
 
 
@@ -129,11 +133,11 @@ def test_without_a_rate_of_adam_on_the_gpu_the_reason_is_the_profile() -> None:
 def test_states_that_all_fit_are_not_streamed() -> None:
     found = plan_with_reason(Workload.from_numels([10**8] * 4), CostModel.from_profile(profile()), gpu_gb=None)
     assert set(found.plan.placements) == {Placement.RESIDENT}
-    assert found.why == "Nothing is streamed: the states of all sub-groups fit into GPU memory, and stay there."
+    assert found.why == "Nothing is streamed: the states of all units fit into GPU memory, and stay there."
 
 
 def test_an_accelerator_that_cannot_update_is_the_reason_before_any_other() -> None:
     workload, cost = Workload.from_numels([10**9]), CostModel.from_profile(profile())
     on_cpu = UpdatePlan(workload=workload, placements=place_all(workload, Placement.CPU), num_slots=1)
-    why = why_nothing_is_streamed(on_cpu, cost, Budgets(gpu_bytes=0), PARAM_BYTES, unavailable="Triton is missing.")
+    why = why_nothing_is_streamed(on_cpu, cost, Budgets(gpu_bytes=0), DEFAULT_SETUP, unavailable="Triton is missing.")
     assert why == "Nothing is streamed: Triton is missing."

@@ -14,9 +14,10 @@ from perf_model.schedule.action import Action, ActionKind
 from perf_model.schedule.check import ScheduleError, check
 from perf_model.schedule.lowering import assign_slots, insert_waits, issue_order
 from perf_model.schedule.order import forward_order, longest_in_the_middle
-from perf_model.schedule.placement import Placement, place_by_stride
+from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import Schedule, bytes_of_slots, format_grid
+from perf_model.schedule.simple_placements import place_by_stride
 from perf_model.schedule.workload import Workload
 from tests.model.mutations import with_one_action_dropped, with_one_action_repeated, without_one_wait
 from tests.model.strategies import plans, schedules
@@ -71,10 +72,10 @@ def test_slots_beyond_the_declared_memory_are_refused(plan: UpdatePlan, missing:
 
 
 @given(plans())
-def test_there_are_at_most_as_many_slots_as_streamed_sub_groups(plan: UpdatePlan) -> None:
+def test_there_are_at_most_as_many_slots_as_streamed_units(plan: UpdatePlan) -> None:
     streamed = [
-        sub_group.numel
-        for sub_group, placement in zip(plan.workload.sub_groups, plan.placements, strict=True)
+        unit.numel
+        for unit, placement in zip(plan.workload.units, plan.placements, strict=True)
         if placement is STREAMED
     ]
     assert plan.schedule.num_slots == min(plan.num_slots, len(streamed))
@@ -94,7 +95,7 @@ def test_fingerprints_of_different_plans_differ() -> None:
 
 @pytest.mark.parametrize(
     ("placements", "num_slots", "message"),
-    [((CPU,), 1, "4 sub-groups, found 1 placements"), (MIXED, 0, "at least 1 slot, found 0")],
+    [((CPU,), 1, "4 units, found 1 placements"), (MIXED, 0, "at least 1 slot, found 0")],
 )
 def test_a_plan_without_slots_or_with_missing_placements_is_refused(
     placements: tuple[Placement, ...], num_slots: int, message: str
@@ -106,14 +107,14 @@ def test_a_plan_without_slots_or_with_missing_placements_is_refused(
 # The lowering passes, each with the expected result
 
 
-def test_sub_groups_are_merged_by_progress() -> None:
+def test_units_are_merged_by_progress() -> None:
     # CPU: 100 and 60 of 160 are done at 0.63 and 1. Streamed: 100 and 100 of 200 are half done at 0.25 and 0.75.
     assert forward_order(WORKLOAD, MIXED) == (1, 0, 2, 3)
-    # Resident sub-groups wait for nothing and come first.
+    # Resident units wait for nothing and come first.
     assert forward_order(WORKLOAD, (CPU, STREAMED, RESIDENT, RESIDENT)) == (2, 3, 1, 0)
 
 
-def test_long_sub_groups_are_in_the_middle() -> None:
+def test_long_units_are_in_the_middle() -> None:
     workload = Workload.from_numels([500, 10, 20, 30, 40, 600])
     assert longest_in_the_middle(workload, (STREAMED,) * 6) == (1, 3, 0, 5, 4, 2)
     # CPU: 60 and 100 of 160 are done at 0.38 and 1. Resident: 100 and 100 of 200 are half done at 0.25 and 0.75.
@@ -127,13 +128,13 @@ def test_a_plan_executes_the_order_that_it_names(plan: UpdatePlan, random: Rando
     for chosen in (tuple(order), longest_in_the_middle(plan.workload, plan.placements)):
         ordered = replace(plan, order=chosen)
         check(ordered.schedule, plan.workload)
-        updates = [action.sub_group for action in ordered.schedule.actions if action.kind is ActionKind.GPU_STEP]
+        updates = [action.unit for action in ordered.schedule.actions if action.kind is ActionKind.GPU_STEP]
         assert updates == [index for index in chosen if plan.placements[index] is not CPU]
 
 
 @pytest.mark.parametrize("order", [(), (0, 1, 2), (0, 1, 2, 2), (0, 1, 2, 4)])
-def test_an_order_that_does_not_name_each_sub_group_once_is_refused(order: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="names each of its 4 sub-groups once, found"):
+def test_an_order_that_does_not_name_each_unit_once_is_refused(order: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="names each of its 4 units once, found"):
         UpdatePlan(workload=WORKLOAD, placements=MIXED, num_slots=1, order=order)
 
 
@@ -198,7 +199,7 @@ STREAMED_CHAIN = "PREFETCH 0 slot 0\nGPU_STEP 0 slot 0 after PREFETCH 0\nFLUSH_S
     [
         ("CPU_STEP 0\nPUBLISH 0", [9], "PUBLISH 0 may start before CPU_STEP 0", "PUBLISH 0"),
         ("PUBLISH 0 after CPU_STEP 0\nCPU_STEP 0", [9], "in that order; found PUBLISH CPU_STEP", "CPU_STEP 0"),
-        ("CPU_STEP 0\nPUBLISH 0 after CPU_STEP 0", [9, 9], "Sub-group 1 .* found nothing", None),
+        ("CPU_STEP 0\nPUBLISH 0 after CPU_STEP 0", [9, 9], "Unit 1 .* found nothing", None),
         ("CPU_STEP 0\nPUBLISH 0 after CPU_STEP 9", [9], "CPU_STEP 9 was not", "PUBLISH 0"),
         (
             "CPU_STEP 0\nCPU_STEP 1 after CPU_STEP 0\nPUBLISH 0 after CPU_STEP 0\nPUBLISH 1 after CPU_STEP 1",
@@ -206,9 +207,9 @@ STREAMED_CHAIN = "PREFETCH 0 slot 0\nGPU_STEP 0 slot 0 after PREFETCH 0\nFLUSH_S
             "A wait names an action of another lane; CPU_STEP 0 is on the same",
             "CPU_STEP 1",
         ),
-        ("CPU_STEP 7\nPUBLISH 7 after CPU_STEP 7", [9], "There are 1 sub-groups", "CPU_STEP 7"),
-        ("CPU_STEP 0 slot 0\nPUBLISH 0 after CPU_STEP 0", [9], "Only a streamed sub-group uses a slot", "CPU_STEP 0"),
-        (STREAMED_CHAIN, [101], "A slot holds 100 parameters; sub-group 0 has 101", "PREFETCH 0"),
+        ("CPU_STEP 7\nPUBLISH 7 after CPU_STEP 7", [9], "There are 1 units", "CPU_STEP 7"),
+        ("CPU_STEP 0 slot 0\nPUBLISH 0 after CPU_STEP 0", [9], "Only a streamed unit uses a slot", "CPU_STEP 0"),
+        (STREAMED_CHAIN, [101], "A slot holds 100 parameters; unit 0 has 101", "PREFETCH 0"),
         (STREAMED_CHAIN.replace("slot 0", "slot 1"), [9], "needs one of 1 slots", "PREFETCH 0"),
         (STREAMED_CHAIN.replace(" slot 0", ""), [9], "needs one of 1 slots", "PREFETCH 0"),
         (
@@ -230,18 +231,18 @@ def test_a_faulty_schedule_is_refused_and_its_failing_action_is_marked(
     assert [re.search(r"[A-Z_]+ \d+", row).group() for row in rows] == ([] if marked is None else [marked])
 
 
-def test_a_sub_group_that_changes_its_slot_is_refused() -> None:
+def test_a_unit_that_changes_its_slot_is_refused() -> None:
     text = STREAMED_CHAIN.replace("FLUSH_STATES 0 slot 0", "FLUSH_STATES 0 slot 1")
     with pytest.raises(ScheduleError, match="stays in the slot"):
         check(schedule(text, num_slots=2), Workload.from_numels([9]))
 
 
 @given(schedules(), st.integers(-3, -1))
-def test_negative_sub_groups_and_slots_are_refused(drawn: tuple[Schedule, Workload], number: int) -> None:
+def test_negative_units_and_slots_are_refused(drawn: tuple[Schedule, Workload], number: int) -> None:
     """Check negative indices, which Python would count from the end: two slots could be taken for one."""
     schedule, workload = drawn
     for position, action in enumerate(schedule.actions):
-        wrong = [replace(action, sub_group=number)]
+        wrong = [replace(action, unit=number)]
         if action.slot is not None:
             wrong.append(replace(action, slot=number))
         for mutant in wrong:

@@ -12,9 +12,10 @@ from perf_model.prediction.overlap_windows import ALLOWED_IN_BACKWARD, Windows
 from perf_model.prediction.simulate import simulate
 from perf_model.prediction.timeline import Phase
 from perf_model.schedule.action import ActionKind, Lane
-from perf_model.schedule.placement import Placement, place_all, place_by_stride
+from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import Schedule
+from perf_model.schedule.simple_placements import place_all, place_by_stride
 from perf_model.schedule.workload import Workload
 from tests.model.costs import cost, costs, makespan_s, windows
 from tests.model.profiles import profile
@@ -24,7 +25,7 @@ CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 
 
 def plan(placements: tuple[Placement, ...], num_slots: int, numel: int = 10**9) -> UpdatePlan:
-    """Return a plan of sub-groups that all have ``numel`` parameters."""
+    """Return a plan of units that all have ``numel`` parameters."""
     return UpdatePlan(
         workload=Workload.from_numels([numel] * len(placements)), placements=placements, num_slots=num_slots
     )
@@ -35,7 +36,7 @@ def predicted_s(update_plan: UpdatePlan, model: CostModel) -> float:
     return makespan_s(simulate(update_plan.schedule, update_plan.workload, model))
 
 
-# Cases by hand. A sub-group has 10^9 parameters. On the CPU its update takes 1 s and its publish 1/6 s; streamed, its
+# Cases by hand. A unit has 10^9 parameters. On the CPU its update takes 1 s and its publish 1/6 s; streamed, its
 # prefetch takes 1 s, its update 1 ms, and its flush 1 s.
 
 
@@ -45,7 +46,7 @@ def test_cpu_updates_hide_every_publish_but_the_last() -> None:
 
 def test_one_slot_runs_in_series_and_two_overlap() -> None:
     assert predicted_s(plan((STREAMED,) * 4, 1), cost()) == pytest.approx(4 * (1 + 1e-3 + 1))
-    # The third prefetch waits for the first flush. From then on, each direction takes one second per sub-group.
+    # The third prefetch waits for the first flush. From then on, each direction takes one second per unit.
     assert predicted_s(plan((STREAMED,) * 4, 2), cost()) == pytest.approx(1 + 4 + 3e-3, abs=2e-3)
 
 
@@ -82,9 +83,9 @@ def test_the_host_blocks_before_a_publish() -> None:
     assert starts["PREFETCH 1"] == pytest.approx(1 + 1 / 6)
 
 
-def test_resident_sub_groups_wait_for_nothing() -> None:
+def test_resident_units_wait_for_nothing() -> None:
     assert predicted_s(plan((RESIDENT,) * 4, 1), cost(gpu=1e9)) == pytest.approx(4)
-    # CPU sub-groups are updated and published concurrently.
+    # CPU units are updated and published concurrently.
     assert predicted_s(plan((RESIDENT,) * 4 + (CPU,) * 4, 1), cost(gpu=1e9)) == pytest.approx(4 + 1 / 6)
 
 
@@ -107,7 +108,7 @@ def test_backward_hides_the_prefetches_that_fill_the_slots_and_no_others() -> No
 
 
 def test_forward_hides_updates_that_it_does_not_need_yet() -> None:
-    # The sub-groups are published after 7/6 and 13/6 s. Forward needs the first at once and the second when half of
+    # The units are published after 7/6 and 13/6 s. Forward needs the first at once and the second when half of
     # forward is over. The whole update finishes before the next backward.
     update_plan = plan((CPU,) * 2, 1)
     timeline = simulate(update_plan.schedule, update_plan.workload, cost())
@@ -117,7 +118,7 @@ def test_forward_hides_updates_that_it_does_not_need_yet() -> None:
 
 
 def test_phases_show_the_model_blocked_where_it_waits_for_the_update() -> None:
-    # The sub-groups are published after 7/6 and 13/6 s. Each half of forward takes a quarter of a second.
+    # The units are published after 7/6 and 13/6 s. Each half of forward takes a quarter of a second.
     update_plan = plan((CPU,) * 2, 1)
     timeline = simulate(update_plan.schedule, update_plan.workload, cost())
     overlap = Windows(backward_s=2.0, forward_s=0.5)
@@ -194,7 +195,7 @@ def test_a_simulation_respects_lanes_waits_windows_and_every_capacity(
     lane_ends = dict.fromkeys(Lane, -overlap.backward_s)
     used = dict.fromkeys(Resource, 0.0)
     for span in timeline.spans:
-        action, numel = span.action, workload.sub_groups[span.action.sub_group].numel
+        action, numel = span.action, workload.units[span.action.unit].numel
         load = model.load(action.kind, numel)
         assert span.start_s >= max([lane_ends[action.lane], *(ends[name] for name in action.waits)])
         assert span.start_s >= 0.0 or action.kind is ALLOWED_IN_BACKWARD

@@ -237,7 +237,8 @@ def test_states_that_cannot_be_locked_are_freed() -> None:
     with pytest.raises(HostMemoryError, match="refused"):
         HostStates(Refusing(), NUMEL, TimedAdam(VirtualDevice(), 0))
     assert len(closed) == 1
-    assert threading.active_count() == threads
+    # Threads of earlier tests may end in between.
+    assert threading.active_count() <= threads
 
 
 def test_cuda_releases_both_caches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import torch
 
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.state import Split, SubGroupState
+from deep_opt_states.runtime.state import Split, UnitState
 from perf_model.schedule.plan import UpdatePlan
 from tests.fake_device.device import FakeDevice, FakeStream
 from tests.fake_device.fake_worker import FakeWorker
 from tests.fake_device.timing import Timing
 from tests.runtime.hostile import LateAdam, pinned_states
 from tests.runtime.plain_adam import PlainAdam, adam_step
-from tests.runtime.random_states import NAMES, fill_gradients, gradients, make_states, update_serially
+from tests.runtime.random_states import NAMES, fill_gradients, gradients, make_states, place, update_serially
 
 WRITTEN = 0.5
 """The value that a user writes to a parameter in place, after a step."""
@@ -31,9 +31,9 @@ class Habits:
     writes: bool = True
     """Whether the script writes to the parameters of early ranges after each step. The next update overwrites them."""
     splits: list[list[tuple[int, int]]] = field(default_factory=list)
-    """The early ranges of each sub-group."""
+    """The early ranges of each unit, in elements of its sub-group."""
     grad_dtypes: list[torch.dtype] = field(default_factory=list)
-    """The dtype of each sub-group's gradients, fp32 if users set them. If the list is empty, all gradients are fp32."""
+    """The dtype of each unit's gradients, fp32 if users set them. If the list is empty, all gradients are fp32."""
     params_on_host: bool = False
 
 
@@ -41,11 +41,12 @@ def deferred(
     plan: UpdatePlan, timing: Timing, habits: Habits, steps: int = 3, dtype: torch.dtype = torch.bfloat16
 ) -> list[torch.Tensor]:
     """Return all parameters that were read, in order, and all states at the end, with deferred updates."""
-    numels = [sub_group.numel for sub_group in plan.workload.sub_groups]
+    numels = [unit.numel for unit in plan.workload.units]
     device = FakeDevice(timing)
     gathers = device.stream()
     states = pinned_states(device, numels, dtype, grad_dtypes=habits.grad_dtypes, params_on_host=habits.params_on_host)
-    splits = [Split.create(numel, early) for numel, early in zip(numels, habits.splits, strict=True)]
+    splits = [Split.create(state.elements, early) for state, early in zip(states, habits.splits, strict=True)]
+    place(states, plan.schedule, device)
     executor = Executor(
         plan.schedule,
         states,
@@ -64,12 +65,13 @@ def deferred(
         if habits.prefetches:
             executor.prefetch()
             if chance.random() < 0.2:
-                executor.discard()
+                executor.give_states_back()
         executor.begin([adam_step(step)] * len(numels))
         read.extend(touch_early_ranges(device, states, splits, habits))
         read.extend(forward(executor, device, gathers, states, chance, habits.writes))
         executor.finish()
         assert executor.failure is None, executor.failure
+    executor.give_states_back()
     all_read = device.event()
     device.current_stream().record(all_read)
     all_read.synchronize()
@@ -77,7 +79,7 @@ def deferred(
 
 
 def touch_early_ranges(
-    device: FakeDevice, states: Sequence[SubGroupState], splits: Sequence[Split], habits: Habits
+    device: FakeDevice, states: Sequence[UnitState], splits: Sequence[Split], habits: Habits
 ) -> Iterator[torch.Tensor]:
     """Yield copies of the early ranges' parameters, and write to the parameters if ``habits.writes``."""
     for state, split in zip(states, splits, strict=True):
@@ -92,11 +94,11 @@ def forward(
     executor: Executor,
     device: FakeDevice,
     gathers: FakeStream,
-    states: Sequence[SubGroupState],
+    states: Sequence[UnitState],
     chance: random.Random,
     writes: bool,
 ) -> Iterator[torch.Tensor]:
-    """Yield copies of the parameters that a forward reads: of most sub-groups, of some twice.
+    """Yield copies of the parameters that a forward reads: of most units, of some twice.
 
     A separate stream gathers the parameters, and the caller's stream reads them there.
     """
@@ -128,9 +130,9 @@ def on_device_copy(device: FakeDevice, tensor: torch.Tensor) -> torch.Tensor:
 
 def serial(plan: UpdatePlan, habits: Habits, steps: int = 3, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
     """Return the tensors that ``deferred`` returns, with every update finished before training continues."""
-    numels = [sub_group.numel for sub_group in plan.workload.sub_groups]
+    numels = [unit.numel for unit in plan.workload.units]
     states = make_states(numels, dtype, grad_dtypes=habits.grad_dtypes)
-    splits = [Split.create(numel, early) for numel, early in zip(numels, habits.splits, strict=True)]
+    splits = [Split.create(state.elements, early) for state, early in zip(states, habits.splits, strict=True)]
     chance = random.Random(habits.seed)
     read: list[torch.Tensor] = []
     for step in range(1, steps + 1):

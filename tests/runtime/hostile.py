@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.state import SubGroupState
+from deep_opt_states.runtime.state import UnitState
 from perf_model.prediction.timeline import Timeline
 from perf_model.schedule.action import Lane
 from perf_model.schedule.placement import Placement
@@ -21,7 +21,7 @@ from tests.fake_device.device import FakeDevice, LateAdam
 from tests.fake_device.fake_worker import FakeWorker
 from tests.fake_device.timing import Late, Seeded, Timing
 from tests.runtime.plain_adam import PlainAdam, adam_step
-from tests.runtime.random_states import NAMES, fill_gradients, gradients, make_states, update_serially
+from tests.runtime.random_states import NAMES, fill_gradients, gradients, make_states, place, update_serially
 
 ORDERS = list(permutations(range(len(Lane))))
 """Every order of priority of the three streams and the CPU lane."""
@@ -36,7 +36,7 @@ def pinned_states(
     *,
     grad_dtypes: Sequence[torch.dtype] = (),
     params_on_host: bool = False,
-) -> list[SubGroupState]:
+) -> list[UnitState]:
     """Return states in page-locked host memory.
 
     The parameters are in device memory, or in page-locked host memory if ``params_on_host``. Memory that is written
@@ -57,19 +57,23 @@ def pinned_states(
     return states
 
 
-def hostile_executor(schedule: Schedule, states: Sequence[SubGroupState], device: FakeDevice) -> Executor:
-    """Return an executor on ``device``, whose kernels and worker also run as late as the device's timing decides."""
+def hostile_executor(schedule: Schedule, states: Sequence[UnitState], device: FakeDevice) -> Executor:
+    """Return an executor on ``device``, whose kernels and worker also run as late as the device's timing decides.
+
+    The memory of the units that are resident in ``schedule`` is reserved.
+    """
+    place(states, schedule, device)
     return Executor(schedule, states, device, PlainAdam(), LateAdam(device, PlainAdam()), worker=FakeWorker(device))
 
 
 @dataclass
 class Trained:
-    """The results of a training run: ``read`` has every sub-group's parameters as each step's backward read them.
+    """The results of a training run: ``read`` has every unit's parameters as each step's backward read them.
 
     ``last`` is the timeline of the last update.
     """
 
-    states: list[SubGroupState]
+    states: list[UnitState]
     read: list[torch.Tensor]
     last: Timeline = field(default_factory=lambda: Timeline(()))
 
@@ -91,11 +95,12 @@ def run(
             device.copy(state.grad, device.empty(state.numel, torch.float32).copy_(gradient))
         executor.run([adam_step(step)] * len(numels))
     trained.last = executor.timeline()
+    executor.give_states_back()
     return trained
 
 
 def serial(numels: Sequence[int], steps: int = 2, dtype: torch.dtype = torch.bfloat16) -> Trained:
-    """Return the results of training in which each sub-group is updated after the other, without a device."""
+    """Return the results of training in which one unit is updated after the other, without a device."""
     trained = Trained(make_states(numels, dtype), [])
     for step in range(1, steps + 1):
         trained.read.extend(state.param.clone() for state in trained.states)
@@ -119,7 +124,7 @@ NUMELS = (5, 3, 8, 2, 7, 4)
 
 
 def small_plans() -> Iterator[UpdatePlan]:
-    """Yield all placements of 4 sub-groups, and mixed placements of 6, with 1 to 4 slots."""
+    """Yield all placements of 4 units, and mixed placements of 6, with 1 to 4 slots."""
     for count, codes in ((4, range(2**4)), (6, (0b111111, 0b010101, 0b110110, 0b011110))):
         for code in codes:
             placements = tuple(Placement.STREAMED if code >> index & 1 else Placement.CPU for index in range(count))

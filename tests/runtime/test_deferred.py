@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.kernels.adam import ElementRange
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.state import Split, SubGroupState
+from deep_opt_states.runtime.state import Split, UnitState
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
@@ -29,7 +29,7 @@ from tests.model.strategies import plans
 from tests.runtime.deferred import Habits, deferred, same, serial
 from tests.runtime.hostile import pinned_states
 from tests.runtime.plain_adam import PlainAdam, adam_step
-from tests.runtime.random_states import assert_equal, fill_gradients, make_states, update_serially
+from tests.runtime.random_states import assert_equal, fill_gradients, make_states, place, update_serially
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,8 +53,8 @@ def habits_of(draw: st.DrawFn, plan: UpdatePlan) -> Habits:
         seed=draw(st.integers(0, 2**32)),
         prefetches=draw(st.booleans()),
         writes=draw(st.booleans()),
-        splits=[draw(cut_up(sub_group.numel)) for sub_group in plan.workload.sub_groups],
-        grad_dtypes=[draw(st.sampled_from(GRAD_DTYPES)) for _ in plan.workload.sub_groups],
+        splits=[draw(cut_up(unit.numel)) for unit in plan.workload.units],
+        grad_dtypes=[draw(st.sampled_from(GRAD_DTYPES)) for _ in plan.workload.units],
         params_on_host=draw(st.booleans()),
     )
 
@@ -78,14 +78,14 @@ def test_the_cpu_writes_parameters_in_host_memory_where_they_are(params_on_host:
     plan = UpdatePlan(workload=Workload.from_numels([9, 7]), placements=(CPU, CPU), num_slots=1)
     device = FakeDevice(Late())
     states = pinned_states(device, [9, 7], dtype, params_on_host=params_on_host)
-    splits = [Split.create(9, [(0, 2)]), Split.create(7, [(3, 5)])]
+    splits = [Split.create(states[0].elements, [(0, 2)]), Split.create(states[1].elements, [(3, 5)])]
     executor = Executor(plan.schedule, states, device, PlainAdam(), None, worker=FakeWorker(device), splits=splits)
     before = [state.param.clone() for state in states]
     for state in states:
         state.grad.fill_(1)
     with mock.patch.object(device, "copy", wraps=device.copy) as copy:
         executor.run([adam_step(1)] * 2)
-    # The first sub-group has one early range and the rest after it; the second also has a rest before its early range.
+    # The first unit has one early range and the rest after it; the second also has a rest before its early range.
     assert copy.call_count == (0 if params_on_host else 2 + 1 + 2)
     assert not any(torch.equal(state.param, old) for state, old in zip(states, before, strict=True))
 
@@ -119,7 +119,7 @@ def test_leaving_out_a_wait_of_the_executor_gives_a_wrong_number(method: str) ->
 
 
 def test_caller_that_does_not_wait_for_published_parameters_reads_a_wrong_number() -> None:
-    """Check it for the sub-groups that the caller gathers, and for the early ranges."""
+    """Check it for the units that the caller gathers, and for the early ranges."""
     waits = FakeStream.wait
 
     def wait(self: FakeStream, event: Any) -> None:
@@ -131,21 +131,22 @@ def test_caller_that_does_not_wait_for_published_parameters_reads_a_wrong_number
         assert gives_a_wrong_number()
 
 
-def test_a_write_to_the_states_after_a_prefetch_needs_a_discard() -> None:
-    """Check that with ``discard`` the update starts from the written states, and without it from the old ones."""
+def test_a_write_to_the_states_after_a_prefetch_needs_the_states_back() -> None:
+    """Check that the update starts from the written states after ``give_states_back``, and else from the old ones."""
     found = []
-    for discards in (True, False):
+    for gives_back in (True, False):
         device = FakeDevice()
         states = make_states([4], torch.bfloat16)
         states[0].master = device.empty_host(4, torch.float32).copy_(states[0].master)
         for name in ("exp_avg", "exp_avg_sq", "grad"):
             setattr(states[0], name, device.empty_host(4, torch.float32).zero_())
         plan = UpdatePlan(workload=Workload.from_numels([4]), placements=(STREAMED,), num_slots=1)
+        place(states, plan.schedule, HostDevice())
         executor = Executor(plan.schedule, states, HostDevice(), PlainAdam(), PlainAdam())
         executor.prefetch()
         states[0].master.fill_(7.0)
-        if discards:
-            executor.discard()
+        if gives_back:
+            executor.give_states_back()
         executor.run([adam_step(1)])
         executor.close()
         found.append(bool((states[0].master > 6).all()))
@@ -159,7 +160,7 @@ class FailsOnce(PlainAdam):
         super().update(*args)
 
 
-def load(states: Sequence[SubGroupState]) -> None:
+def load(states: Sequence[UnitState]) -> None:
     """Load the states as from a checkpoint: the host writes to them at once."""
     for state, loaded in zip(
         states, make_states([state.numel for state in states], torch.bfloat16, seed=7), strict=True
@@ -177,6 +178,7 @@ def test_next_update_after_a_failure_starts_from_the_loaded_states() -> None:
         device = FakeDevice(timing)
         device.stream()  # the timings order LANES lanes, and the executor adds one stream less
         states = pinned_states(device, [4] * 3, torch.bfloat16)
+        place(states, plan.schedule, device)
         late = LateAdam(device, PlainAdam())
         executor = Executor(plan.schedule, states, device, FailsOnce(), late, worker=FakeWorker(device))
         fill_gradients(states, 1)
@@ -195,20 +197,21 @@ def test_next_update_after_a_failure_starts_from_the_loaded_states() -> None:
 
 
 def test_may_block_depends_only_on_the_schedule_and_the_calls() -> None:
-    """Check that forward may gather streamed and resident sub-groups ahead, up to the next CPU update."""
+    """Check that forward may gather streamed and resident units ahead, up to the next CPU update."""
     placements = (RESIDENT, STREAMED, CPU, STREAMED, CPU)
     plan = UpdatePlan(workload=Workload.from_numels([4] * 5), placements=placements, num_slots=2, order=(0, 1, 2, 3, 4))
     states = make_states([4] * 5, torch.bfloat16)
-    splits = [*[Split.create(4)] * 4, Split.create(4, [(0, 4)])]
+    place(states, plan.schedule, HostDevice())
+    splits = [Split.create(state.elements, [(0, 4)] if index == 4 else []) for index, state in enumerate(states)]
     executor = Executor(plan.schedule, states, HostDevice(), PlainAdam(), PlainAdam(), splits=splits)
     fill_gradients(states, 1)
 
     def blocking() -> list[bool]:
         return [executor.may_block(index) for index in range(5)]
 
-    def publish(sub_group: int) -> None:
-        executor.mark_requested(sub_group)
-        executor.publish(sub_group)
+    def publish(unit: int) -> None:
+        executor.mark_requested(unit)
+        executor.publish(unit)
 
     executor.begin([adam_step(1)] * 5)
     assert blocking() == [False, False, True, True, False]
@@ -221,12 +224,12 @@ def test_may_block_depends_only_on_the_schedule_and_the_calls() -> None:
     executor.begin([adam_step(2)] * 5)
     executor.finish()
     assert blocking() == [False, False, True, True, False], (
-        "another rank, which has not waited, would gather other sub-groups"
+        "another rank, which has not waited, would gather other units"
     )
     executor.begin([adam_step(3)] * 5)
     executor.fail(ZeroDivisionError())
     assert blocking() == [False, False, True, True, False], (
-        "another rank, which has not failed, would gather other sub-groups"
+        "another rank, which has not failed, would gather other units"
     )
     publish(3)
     assert blocking() == [False] * 5
@@ -234,13 +237,23 @@ def test_may_block_depends_only_on_the_schedule_and_the_calls() -> None:
     executor.close()
 
 
-def test_split_covers_the_whole_sub_group() -> None:
-    split = Split.create(10, [(6, 8), (2, 4), (4, 5), (9, 9)])
-    ranges = [ElementRange(begin=begin, end=end, sub_group_numel=10) for begin, end in ((2, 5), (6, 8))]
-    assert split.early == tuple(ranges)
-    assert split.rest == tuple(
-        ElementRange(begin=begin, end=end, sub_group_numel=10) for begin, end in ((0, 2), (5, 6), (8, 10))
-    )
-    assert Split.create(10).rest == (ElementRange.whole(10),)
-    assert Split.create(10, [(0, 10)]).rest == ()
-    assert Split.create(0) == Split((), ())
+def ranges(numel: int, *borders: tuple[int, int]) -> tuple[ElementRange, ...]:
+    return tuple(ElementRange(begin=begin, end=end, sub_group_numel=numel) for begin, end in borders)
+
+
+def test_split_covers_the_whole_unit() -> None:
+    whole = ElementRange.whole(10)
+    split = Split.create(whole, [(6, 8), (2, 4), (4, 5), (9, 9)])
+    assert split.early == ranges(10, (2, 5), (6, 8))
+    assert split.rest == ranges(10, (0, 2), (5, 6), (8, 10))
+    assert Split.create(whole).rest == (whole,)
+    assert Split.create(whole, [(0, 10)]).rest == ()
+    assert Split.create(ElementRange.whole(0)) == Split((), ())
+
+
+def test_split_has_the_part_of_each_early_range_that_is_inside_the_unit() -> None:
+    early = [(0, 3), (5, 9), (12, 20), (20, 30)]
+    (unit,) = ranges(40, (8, 20))
+    assert Split.create(unit, early) == Split(early=ranges(40, (8, 9), (12, 20)), rest=ranges(40, (9, 12)))
+    (after,) = ranges(40, (30, 40))
+    assert Split.create(after, early) == Split(early=(), rest=(after,))

@@ -28,7 +28,7 @@ from perf_model.schedule.workload import Workload
 from tests.kernels.adam_steps import BETAS, fused
 from tests.model.strategies import plans
 from tests.runtime.plain_adam import PlainAdam, adam_step
-from tests.runtime.random_states import assert_equal, fill_gradients, make_states, update_serially
+from tests.runtime.random_states import assert_equal, fill_gradients, make_states, place, update_serially
 
 CPU, STREAMED = Placement.CPU, Placement.STREAMED
 NUMELS = (40, 1, 33, 128, 7)
@@ -39,8 +39,9 @@ MIXED = UpdatePlan(
 
 @contextmanager
 def executor_of(plan: UpdatePlan, states: Any, device: Any = None, adam: Any = None) -> Iterator[Executor]:
-    adam = adam or PlainAdam()
-    executor = Executor(plan.schedule, states, device or HostDevice(), adam, adam)
+    adam, device = adam or PlainAdam(), device or HostDevice()
+    place(states, plan.schedule, device)
+    executor = Executor(plan.schedule, states, device, adam, adam)
     try:
         yield executor
     finally:
@@ -50,7 +51,7 @@ def executor_of(plan: UpdatePlan, states: Any, device: Any = None, adam: Any = N
 @pytest.mark.promise("P2")
 @given(plans(max_numel=50_000), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
 def test_every_plan_gives_what_a_serial_update_gives(plan: UpdatePlan, dtype: torch.dtype) -> None:
-    numels = [sub_group.numel for sub_group in plan.workload.sub_groups]
+    numels = [unit.numel for unit in plan.workload.units]
     states, reference = make_states(numels, dtype), make_states(numels, dtype)
     with executor_of(plan, states) as executor:
         for step in range(1, 4):
@@ -59,7 +60,10 @@ def test_every_plan_gives_what_a_serial_update_gives(plan: UpdatePlan, dtype: to
                 fill_gradients(those, step)
             executor.run(steps)
             update_serially(reference, PlainAdam(), steps)
-            assert_equal(states, reference)
+            for state, expected in zip(states, reference, strict=True):
+                assert torch.equal(state.param, expected.param)
+        executor.give_states_back()
+        assert_equal(states, reference)
 
 
 def test_the_thread_that_updates_enters_the_device_before_it_waits_for_events() -> None:
@@ -155,7 +159,7 @@ def test_states_are_touched_by_the_thread_that_will_update_them() -> None:
         for state in those:
             state.rounded.fill_(1)
     with executor_of(MIXED, states, adam=adam) as executor:
-        executor.touch([states[0], states[3]])
+        executor.touch([states[index].cpu_tensors for index in (0, 3)])
         for index, (state, original) in enumerate(zip(states, untouched, strict=True)):
             for name in ("master", "exp_avg", "exp_avg_sq", "grad", "rounded"):
                 before = getattr(original, name)

@@ -18,7 +18,7 @@ from tests.fake_device.queues import Deadlock
 from tests.fake_device.timing import Late, Seeded
 from tests.runtime.hostile import pinned_states
 from tests.runtime.plain_adam import PlainAdam, adam_step
-from tests.runtime.random_states import fill_gradients
+from tests.runtime.random_states import fill_gradients, place
 
 
 def finish(device: FakeDevice, stream: FakeStream) -> None:
@@ -238,6 +238,28 @@ def test_pinned_memory_is_recorded_by_copies_and_not_by_kernels() -> None:
     assert computed.isnan().all()
 
 
+def test_a_copy_to_memory_that_was_freed_before_is_an_error() -> None:
+    device = FakeDevice(Late([0]))
+    stream = device.stream()
+    pinned, freed = device.empty_host(2, torch.float32).fill_(1), device.empty(2, torch.float32)
+    with stream.issue():
+        device.copy(freed, pinned)
+    del freed
+    with pytest.raises(AssertionError, match="memory that was freed before"):
+        finish(device, stream)
+
+
+def test_a_copy_to_memory_that_is_freed_afterwards_is_none() -> None:
+    device = FakeDevice(Late([0]))
+    stream = device.stream()
+    pinned, freed = device.empty_host(2, torch.float32).fill_(1), device.empty(2, torch.float32)
+    with stream.issue():
+        device.copy(freed, pinned)
+    device.record_stream(freed, stream)
+    del freed
+    finish(device, stream)
+
+
 # A failure, with work in flight
 
 
@@ -251,6 +273,7 @@ def test_a_failed_update_leaves_nothing_in_flight() -> None:
     states = pinned_states(device, (3, 4), torch.bfloat16)
     failing = mock.create_autospec(PlainAdam, instance=True)
     failing.update_ranges.side_effect = ZeroDivisionError
+    place(states, plan.schedule, device)
     executor = Executor(
         plan.schedule, states, device, failing, LateAdam(device, PlainAdam()), worker=FakeWorker(device)
     )

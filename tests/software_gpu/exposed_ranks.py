@@ -42,7 +42,7 @@ class Observed:
 @contextmanager
 def observed(engine: Any) -> Iterator[Observed]:
     found = Observed()
-    report, executor = engine.optimizer.report, engine.optimizer._assembly.executor
+    report, executor = engine.optimizer.report, engine.optimizer._running.executor
     updated, wait_for_caller, drain_streams = report.updated, executor._wait_for_caller, executor._drain_streams
 
     def observed_report(phases: Any, timeline: Any) -> None:

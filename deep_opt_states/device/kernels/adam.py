@@ -53,10 +53,14 @@ class ElementRange:
         """Return the number of elements in the range."""
         return self.end - self.begin
 
-    def view(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the view of this range, of shape [numel], of a tensor of shape [sub_group_numel]."""
-        # A schedule makes many views per action. Most of the time to issue is saved if a whole range needs no view.
-        return whole if self.numel == self.sub_group_numel else whole.narrow(0, self.begin, self.numel)
+    def part(self, begin: int, end: int) -> ElementRange:
+        """Return the range [begin, end) of the same sub-group."""
+        return ElementRange(begin=begin, end=end, sub_group_numel=self.sub_group_numel)
+
+    def view(self, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Return the view of this range, of shape [numel], of ``tensor``, which begins at element ``first``."""
+        # A schedule makes many views per action. Most of the time to issue is saved if a whole tensor needs no view.
+        return tensor if self.numel == tensor.numel() else tensor.narrow(0, self.begin - first, self.numel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +77,9 @@ class AdamTensors:
     grad: torch.Tensor
     param: torch.Tensor | None
 
-    def narrow(self, element_range: ElementRange) -> AdamTensors:
-        """Return views of ``element_range`` of the whole sub-group's tensors."""
-        return self.map(element_range.view)
+    def narrow(self, element_range: ElementRange, first: int = 0) -> AdamTensors:
+        """Return views of ``element_range`` of these tensors, which begin at element ``first`` of the sub-group."""
+        return self.map(lambda tensor: element_range.view(tensor, first))
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> AdamTensors:
         """Return the results of ``change`` for each tensor. A ``param`` that is None stays None."""

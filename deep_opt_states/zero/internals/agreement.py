@@ -46,6 +46,13 @@ def same_on_all_ranks(find: Callable[[], Value], describe: Callable[[Value], str
     return _compare_outcomes(find_and_describe)
 
 
+def gather_values(value: Value) -> list[Value]:
+    """Return every rank's value, ordered by rank, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def _compare_outcomes(run: Callable[[], tuple[Value, str]]) -> Value:
     """Run ``run`` on every rank, and return its value if its description is the same on every rank. A collective."""
     failure: Exception | None = None
@@ -54,8 +61,7 @@ def _compare_outcomes(run: Callable[[], tuple[Value, str]]) -> Value:
     except Exception as error:  # noqa: BLE001 (raised below, after the other ranks know)
         failure = error
         description = f"failed with {type(error).__name__}: {error}"
-    descriptions: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(descriptions, description)
+    descriptions = gather_values(description)
     if failure is not None:
         raise failure
     _refuse_difference(descriptions)
@@ -76,10 +82,10 @@ def _refuse_difference(descriptions: list[str]) -> None:
         )
 
 
-class FailureAgreement:
-    """The collective after each update that lets every rank know whether the update failed on any.
+class StepAgreement:
+    """The collective after each update that lets every rank know whether the update failed on any, and its memory.
 
-    It is one all-reduce of an int32 per rank. Without it, the other ranks would wait in their next collective for a
+    It is one all-reduce of two int32 per rank. Without it, the other ranks would wait in their next collective for a
     rank that has raised.
     """
 
@@ -87,16 +93,22 @@ class FailureAgreement:
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
         device = get_accelerator().current_device_name()
-        self._failed = torch.zeros(self._world_size, dtype=torch.int32, device=device)
+        self._shared = torch.zeros(self._world_size, 2, dtype=torch.int32, device=device)
 
-    def share(self, executor: Executor) -> None:
-        """Mark ``executor`` as failed if the update failed on another rank; its failure then names the ranks."""
+    def share(self, executor: Executor, *, memory_is_short: bool) -> bool:
+        """Return whether accelerator memory is short on any rank, given whether it is on this one.
+
+        Mark ``executor`` as failed if the update failed on another rank; its failure then names the ranks.
+        """
         if self._world_size == 1:
-            return
-        self._failed.zero_()
+            return memory_is_short
+        self._shared.zero_()
         # ``fill_`` and not an assignment, which would copy from the host and make the host wait for the copy.
-        self._failed[self._rank].fill_(executor.failure is not None)
-        dist.all_reduce(self._failed)
-        if executor.failure is None and bool(self._failed.any()):
-            ranks = ", ".join(str(rank) for rank in self._failed.nonzero().flatten().tolist())
+        self._shared[self._rank, 0].fill_(executor.failure is not None)
+        self._shared[self._rank, 1].fill_(memory_is_short)
+        dist.all_reduce(self._shared)
+        failed, short = self._shared.T.tolist()
+        if executor.failure is None and any(failed):
+            ranks = ", ".join(str(rank) for rank, count in enumerate(failed) if count)
             executor.fail(UpdateFailed(f"the update failed on rank {ranks}, whose own message has the cause"))
+        return any(short)

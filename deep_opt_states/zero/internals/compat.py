@@ -10,11 +10,13 @@ be imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import torch
+
+from perf_model.schedule.workload import Partition
 
 SUPPORTED_DEEPSPEED = ("0.19.8",)
 """The releases of DeepSpeed that this folder was written for."""
@@ -86,6 +88,12 @@ def has_gradient_here(optimizer: Any, param: Parameter) -> bool:
     return begin < param.ds_numel
 
 
+def place_of_gradient(optimizer: Any, param: Parameter) -> tuple[int, int, int]:
+    """Return the sub-group of ``param``, the position of its first element there, and its length on this rank."""
+    sub_group, begin, numel = optimizer.grad_position[optimizer.get_param_id(param)]
+    return sub_group, begin, numel
+
+
 def all_gather_partitions(optimizer: Any, param: Parameter, partition: torch.Tensor) -> torch.Tensor:
     """Return the whole tensor, of the shape of ``param``, of which each rank has a ``partition``. A collective."""
     whole: torch.Tensor = optimizer._fp32_state_allgather(param, partition)
@@ -113,6 +121,17 @@ def model_parallel_all_reduce(optimizer: Any, tensor: torch.Tensor, op: Any) -> 
     optimizer._model_parallel_all_reduce(tensor=tensor, op=op)
 
 
+def partitions_by_name(optimizer: Any) -> list[list[Partition]]:
+    """Return this rank's partition of each parameter, by sub-group and in the order of the flat buffers.
+
+    A parameter that the model has under several names has the first of them.
+    """
+    names = {param.ds_id: name for name, param in optimizer.module.named_parameters()}
+    return [
+        [Partition(names[param.ds_id], param.partition_numel()) for param in group] for group in optimizer.fp16_groups
+    ]
+
+
 # Persistent parameters: small ones that DeepSpeed keeps gathered, by ``stage3_param_persistence_threshold``. They may
 # be read at any time, so they are updated before ``step()`` returns.
 
@@ -120,23 +139,29 @@ def model_parallel_all_reduce(optimizer: Any, tensor: torch.Tensor, op: Any) -> 
 def persistent_ranges(optimizer: Any) -> list[list[tuple[int, int]]]:
     """Return per sub-group the ranges [begin, end) of this rank's partition that hold persistent parameters."""
     persistent = _persistent_ids(optimizer)
-    ranges = []
-    for group in optimizer.fp16_groups:
-        borders = [0, *accumulate(param.partition_numel() for param in group)]
-        params = zip(pairwise(borders), group, strict=True)
-        ranges.append([param_range for param_range, param in params if param.ds_id in persistent])
+    ranges: list[list[tuple[int, int]]] = [[] for _ in optimizer.fp16_groups]
+    for param, sub_group, begin, end in _placed(optimizer):
+        if param.ds_id in persistent:
+            ranges[sub_group].append((begin, end))
     return ranges
 
 
-def sub_groups_of_partitioned_params(optimizer: Any) -> dict[int, int]:
-    """Return the sub-group of each parameter that is not persistent, by ``ds_id``."""
+def ranges_of_partitioned_params(optimizer: Any) -> dict[int, tuple[int, int, int]]:
+    """Return the sub-group, the begin and the end of each parameter that is not persistent, by ``ds_id``."""
     persistent = _persistent_ids(optimizer)
     return {
-        param.ds_id: sub_group_id
-        for sub_group_id, group in enumerate(optimizer.fp16_groups)
-        for param in group
+        param.ds_id: (sub_group, begin, end)
+        for param, sub_group, begin, end in _placed(optimizer)
         if param.ds_id not in persistent
     }
+
+
+def _placed(optimizer: Any) -> Iterator[tuple[Parameter, int, int, int]]:
+    """Yield each parameter with its sub-group and the range [begin, end) of its partition there."""
+    for sub_group, group in enumerate(optimizer.fp16_groups):
+        borders = [0, *accumulate(param.partition_numel() for param in group)]
+        for param, (begin, end) in zip(group, pairwise(borders), strict=True):
+            yield param, sub_group, begin, end
 
 
 def _persistent_ids(optimizer: Any) -> set[int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,27 +17,34 @@ from deep_opt_states.device.kernels.choice import ChosenKernel, cpu_adam
 from deep_opt_states.host import machine
 from deep_opt_states.host.affinity import LaunchBinding
 from deep_opt_states.host.cores import CoreShare
+from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.profiler.ranks import training_ranks
 from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.exposure import Exposure
+from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.runtime.staging import Staging
-from deep_opt_states.runtime.state import Split, SubGroupState
+from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.state_memory import StateMemory, widths_of
 from deep_opt_states.zero.internals.agreement import raise_together
-from deep_opt_states.zero.internals.compat import persistent_ranges
+from deep_opt_states.zero.internals.compat import partitions_by_name, persistent_ranges
 from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.internals.spans import ActionSpan
 from deep_opt_states.zero.start.core_share import share_cores
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.host_memory import FreeHostMemory, SharingRanks, check_free_memory, check_locking
 from deep_opt_states.zero.start.planning import PlannedRun, make_plan
-from deep_opt_states.zero.step.gradients import GradientBuffer, Gradients
-from perf_model.prediction.memory import staging_numel
+from deep_opt_states.zero.start.refusals import Unsupported
+from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
+from deep_opt_states.zero.step.gradients import Gradients
+from deep_opt_states.zero.step.running_plan import RunningPlan, max_intervals, splits_of
+from perf_model.prediction.memory import TrainingSetup, staging_numel
+from perf_model.schedule.cutting import WHOLE_SUB_GROUPS
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import Workload
+from perf_model.schedule.simple_placements import place_all
+from perf_model.schedule.workload import Partition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,24 +56,21 @@ class Assembly:
 
     planned: PlannedRun
     """The plan, with the function that predicts how long an update takes."""
+    budget: GpuBudget | None
+    """The accelerator memory that the planner may use; None if there is none or the config gives the placements."""
     widths: Widths
     """Bytes per parameter of the model's parameters and gradients."""
     device: AccountingDevice
     """The device on which all memory was reserved, with a record of each reservation."""
-    states: list[SubGroupState]
-    """The fp32 states of each sub-group, each where the plan places it."""
+    running: RunningPlan
+    """The states, the executor and everything else that depends on the plan that runs."""
     masters: list[torch.Tensor]
     """The fp32 parameters of each sub-group. The optimizer's state is keyed by these tensor objects: their data may
     move (``offload_states``), the objects stay."""
-    gradients: Gradients
     kernels: tuple[AdamKernel, ...]
     """The kernels that update: the CPU's first, then the accelerator's if it has one of its own."""
-    splits: list[Split]
-    """The ranges of each sub-group that are updated before ``step()`` returns, and the rest."""
     defers: bool
     """Whether the rest may be updated while the next forward runs; the same on every rank."""
-    executor: Executor
-    exposure: Exposure
 
 
 def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, resources: ExitStack) -> Assembly:
@@ -84,20 +90,36 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
     widths = widths_of(
         params[0], optimizer.gradient_accumulation_dtype, accelerator.device, params_on_host=params_on_host
     )
-    workload = Workload.from_numels([param.numel() for param in params])
-    planned = make_plan(config, workload, accelerator, widths, share, params_on_host=params_on_host)
+    sub_groups = partitions_by_name(optimizer)
+    raise_together(lambda: _check_names(config, optimizer, sub_groups))
+    # The budget of GPU memory does not include the staging buffers for gradients.
+    setup = TrainingSetup(
+        widths=widths, accumulates=optimizer.gradient_accumulation_steps > 1, params_on_host=params_on_host
+    )
+    choice = raise_together(lambda: _choose_host_adam(optimizer, share, resources))
+    # The fallback kernel cannot update a part of a sub-group with the same bits. Units are the same on every rank, and
+    # deferring decides which collectives forward calls, so one rank that has to use the fallback decides for all.
+    updates_parts = all(training_ranks().gather(choice.arithmetic is not None))
+    if not updates_parts:
+        if config.rules.rules:
+            raise Unsupported(
+                f"{CONFIG_KEY}.placement: rules by name divide sub-groups, which needs the plugin's own CPU kernel on "
+                f"every rank; found that a rank has to use DeepSpeed's ({choice.why or 'see the log of the others'}).\n"
+                f'Mend that, or use another "placement", for example "planned".'
+            )
+        config = config.model_copy(update={"unit_size": WHOLE_SUB_GROUPS})
+    budget = accelerator.gpu_budget(config) if config.may_plan else None
+    planned = make_plan(config, sub_groups, setup, accelerator, budget, share)
     plan = planned.plan
     ranks = SharingRanks.gather(training_ranks())
     # Every rank checks before any rank allocates memory that another rank's check would then find missing.
     raise_together(
-        lambda: check_free_memory(widths.slab_bytes(plan), plan.workload.numel, ranks, FreeHostMemory.measure())
+        lambda: check_free_memory(
+            widths.slab_bytes(plan.workload), plan.workload.numel, ranks, FreeHostMemory.measure()
+        )
     )
     # After every rank has checked: memory that one rank locks as a trial is missing from what another finds available.
     raise_together(lambda: _check_locking(plan, widths, accelerator))
-    choice = raise_together(lambda: _choose_host_adam(optimizer, plan, share, resources))
-    # The fallback kernel cannot update a part of a sub-group with the same bits. Deferring decides which collectives
-    # forward calls, so one rank that has to use the fallback keeps all ranks from deferring.
-    defers = all(training_ranks().gather(config.overlap_forward and choice.arithmetic is not None))
 
     def build() -> Assembly:
         return _build(
@@ -106,10 +128,11 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
             accelerator,
             resources,
             planned=planned,
+            budget=budget,
             widths=widths,
             share=share,
             host_adam=choice.kernel,
-            defers=defers,
+            defers=config.overlap_forward and updates_parts,
             params_on_host=params_on_host,
         )
 
@@ -123,6 +146,7 @@ def _build(
     resources: ExitStack,
     *,
     planned: PlannedRun,
+    budget: GpuBudget | None,
     widths: Widths,
     share: CoreShare,
     host_adam: AdamKernel,
@@ -135,49 +159,66 @@ def _build(
     if share.launch_cores:
         resources.callback(LaunchBinding(share.launch_cores).release)
     device = AccountingDevice(accelerator.device)
-    memory = StateMemory.reserve(plan, params, grad_dtype, device, params_on_host=params_on_host)
+    memory = StateMemory(plan.workload, params, grad_dtype, device, params_on_host=params_on_host)
     resources.callback(memory.close)
-    states = memory.states
+    memory.set_plan(plan)
+    gradient_buffers = partial(_gradient_buffers, optimizer, accelerator, budget, widths, device)
     gradients = Gradients(
-        optimizer,
-        _gradient_buffers(optimizer, config, accelerator, plan, widths, states, device),
-        _staging(optimizer, plan, device),
+        optimizer, gradient_buffers(plan, memory.units, False), _staging(optimizer, plan, budget, device)
     )
     # Closed before ``memory``, which gradients are copied to: closing waits for the copies in flight.
     resources.callback(gradients.close)
-    device_adam = accelerator.device_adam(plan, host_adam, optimizer.optimizer, grad_dtype, params[0].dtype)
+    device_adam = accelerator.device_adam(plan, budget, host_adam, optimizer.optimizer, grad_dtype, params[0].dtype)
     kernels = [host_adam]
     # Where slots are host memory, the same kernel updates both.
     if device_adam is not None and device_adam is not host_adam:
         resources.callback(device_adam.close)
         kernels.append(device_adam)
-    early_ranges = persistent_ranges(optimizer) if defers else [[] for _ in states]
-    splits = [Split.create(state.numel, ranges) for state, ranges in zip(states, early_ranges, strict=True)]
-    executor = Executor(plan.schedule, states, device, host_adam, device_adam, splits=splits, span=ActionSpan)
-    resources.callback(executor.close)
-    executor.touch(
-        [state for state, placement in zip(states, plan.placements, strict=True) if placement is Placement.CPU]
+    early_ranges = persistent_ranges(optimizer) if defers else [[] for _ in params]
+    executor = Executor(
+        plan.schedule,
+        memory.units,
+        device,
+        host_adam,
+        device_adam,
+        splits=splits_of(memory.units, early_ranges),
+        span=ActionSpan,
     )
-    # One interval at the step, one before backward, and one for each action that is issued in between. Each sub-group
-    # is waited for by the stream that gathers it ahead, by the computing stream for that stream, and by the computing
-    # stream itself.
-    exposure = Exposure(device, max_intervals=2 + len(plan.schedule.actions) + 3 * len(states))
-    masters = [_init_master(optimizer, sub_group_id, state) for sub_group_id, state in enumerate(states)]
+    resources.callback(executor.close)
+    executor.touch([tensors.adam_tensors for tensors in memory.sub_groups])
+    exposure = Exposure(device, max_intervals(plan))
+    masters = [_init_master(optimizer, index, tensors.master) for index, tensors in enumerate(memory.sub_groups)]
     # After the fp32 parameters were written: the slab is registered once its pages are touched.
     memory.lock()
     return Assembly(
         planned=planned,
+        budget=budget,
         widths=widths,
         device=device,
-        states=states,
         masters=masters,
-        gradients=gradients,
         kernels=tuple(kernels),
-        splits=splits,
         defers=defers,
-        executor=executor,
-        exposure=exposure,
+        running=RunningPlan(
+            plan=plan,
+            memory=memory,
+            executor=executor,
+            gradients=gradients,
+            exposure=exposure,
+            early_ranges=early_ranges,
+            gradient_buffers=gradient_buffers,
+        ),
     )
+
+
+def _check_names(config: Config, optimizer: Any, sub_groups: Sequence[Sequence[Partition]]) -> None:
+    """Raise ``ConfigError`` if a rule by name has no effect on the model."""
+    trained = [partition.name for partitions in sub_groups for partition in partitions]
+    names: dict[Any, str] = {}
+    aliases: dict[str, str] = {}
+    for name, param in optimizer.module.named_parameters(remove_duplicate=False):
+        if names.setdefault(param, name) != name:
+            aliases[name] = names[param]
+    config.check_names(trained, set(names.values()).difference(trained), aliases)
 
 
 def _params_on_host(optimizer: Any, device: Device[Any]) -> bool:
@@ -188,12 +229,12 @@ def _params_on_host(optimizer: Any, device: Device[Any]) -> bool:
 def _check_locking(plan: UpdatePlan, widths: Widths, accelerator: AcceleratorChoice) -> None:
     # On the device itself and not on the ``AccountingDevice``: the memory is given back at once.
     limit_bytes = machine.memlock_limit_bytes()
-    check_locking(widths.slab_bytes(plan), plan.workload.numel, accelerator.device, limit_bytes)
+    check_locking(widths.slab_bytes(plan.workload), plan.workload.numel, accelerator.device, limit_bytes)
 
 
-def _choose_host_adam(optimizer: Any, plan: UpdatePlan, share: CoreShare, resources: ExitStack) -> ChosenKernel:
+def _choose_host_adam(optimizer: Any, share: CoreShare, resources: ExitStack) -> ChosenKernel:
     choice = cpu_adam(
-        len(plan.placements),
+        len(optimizer.fp16_groups),
         optimizer.optimizer.defaults["betas"],
         adamw=optimizer.optimizer.adam_w_mode,
         num_threads=share.threads,
@@ -207,46 +248,52 @@ def _choose_host_adam(optimizer: Any, plan: UpdatePlan, share: CoreShare, resour
 
 def _gradient_buffers(
     optimizer: Any,
-    config: Config,
     accelerator: AcceleratorChoice,
-    plan: UpdatePlan,
+    budget: GpuBudget | None,
     widths: Widths,
-    states: list[SubGroupState],
     device: AccountingDevice,
+    plan: UpdatePlan,
+    units: Sequence[UnitState],
+    is_evicted: bool,
 ) -> list[GradientBuffer]:
-    """Return where each sub-group's gradients are kept.
+    """Return where each unit's gradients are kept.
 
-    If the accelerator has enough free memory, sums over micro-batches stay there, also for sub-groups that the CPU
-    updates.
+    If the accelerator has enough free memory, sums over micro-batches stay there, also for units that the CPU updates.
     """
-    sums_stay = optimizer.gradient_accumulation_steps > 1 and accelerator.fits_accumulators(
-        plan, widths.grad, config.gpu_memory_gb
-    )
+    accumulates = optimizer.gradient_accumulation_steps > 1 and not is_evicted
+    sums_stay = accumulates and accelerator.fits_accumulators(plan, widths.grad, budget)
     buffers = []
-    for state, placement in zip(states, plan.placements, strict=True):
+    for unit in units:
         accumulator = None
-        if sums_stay and placement is Placement.CPU:
+        if sums_stay and unit.placement is Placement.CPU:
             # Padding of a partition is never written, and it counts in the norm: it must be zero.
-            accumulator = device.empty(state.numel, optimizer.gradient_accumulation_dtype).zero_()
-        buffers.append(GradientBuffer(grad=state.grad, device_accumulator=accumulator))
+            accumulator = device.empty(unit.numel, optimizer.gradient_accumulation_dtype).zero_()
+        buffers.append(
+            GradientBuffer(
+                sub_group=unit.sub_group, elements=unit.elements, grad=unit.grad, device_accumulator=accumulator
+            )
+        )
     return buffers
 
 
-def _staging(optimizer: Any, plan: UpdatePlan, device: AccountingDevice) -> Staging | None:
+def _staging(optimizer: Any, plan: UpdatePlan, budget: GpuBudget | None, device: AccountingDevice) -> Staging | None:
     """Return the buffers through which gradients are copied to host memory.
 
-    Return None if no gradient is copied there, or if the accelerator shares host memory.
+    Return None if no gradient is copied there, or if the accelerator shares host memory. With a ``budget``, any unit
+    may be updated on the CPU later.
     """
+    if budget is not None:
+        plan = replace(plan, placements=place_all(plan.workload, Placement.CPU))
     dtype = optimizer.gradient_accumulation_dtype
     longest = max(param.partition_numel() for group in optimizer.fp16_groups for param in group)
     numel = staging_numel(plan, dtype.itemsize, longest)
     return None if numel == 0 or device.shares_host_memory else Staging(device, numel, dtype)
 
 
-def _init_master(optimizer: Any, sub_group_id: int, state: SubGroupState) -> torch.Tensor:
+def _init_master(optimizer: Any, sub_group_id: int, states_master: torch.Tensor) -> torch.Tensor:
     """Copy the model's parameters into the sub-group's fp32 parameters, and return these as DeepSpeed expects them."""
-    state.master.copy_(optimizer.fp16_partitioned_groups_flat[sub_group_id])
-    master: Any = state.master.data
+    states_master.copy_(optimizer.fp16_partitioned_groups_flat[sub_group_id])
+    master: Any = states_master.data
     ds_ids = optimizer.fp16_partitioned_groups_flat_id[sub_group_id]
     master.ds_id = f"{ds_ids[0]}_{ds_ids[-1]}"
     master.requires_grad = True

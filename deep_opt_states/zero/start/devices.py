@@ -1,4 +1,4 @@
-"""Choose the device for DeepSpeed's accelerator, and decide which sub-groups and how much memory it can take."""
+"""Choose the device for DeepSpeed's accelerator, and decide which units and how much memory it can take."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from deep_opt_states.device.kernels.choice import gpu_adam
 from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.profiler.adam_kernels import training_gpu_adam
-from deep_opt_states.runtime.headroom import Headroom
+from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.zero.start.refusals import Unsupported
 from perf_model.prediction.memory import accelerator_bytes_with_all_gradients
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.schedule import bytes_of_slots
 from perf_model.units import GB
 
 SHARE_OF_GPU_MEMORY = 0.1
-"""Share of the GPU memory that the optimizer may use by default. The need of the activations is not known at start."""
+"""Share of the GPU memory in which gradients are accumulated if the config gives the placements."""
 
 
 @dataclass(frozen=True)
@@ -39,43 +38,33 @@ class AcceleratorChoice:
     slots_on_host: bool
     """Whether the accelerator is the CPU: staging slots are in host memory, and the CPU kernel updates them, too."""
 
-    def memory_for_states_bytes(self, gpu_memory_gb: float | None) -> int:
-        """Return how much accelerator memory a plan may use for optimizer states, in bytes.
+    def gpu_budget(self, config: Config) -> GpuBudget | None:
+        """Return how much accelerator memory the planner may use, now and later.
 
-        ``gpu_memory_gb`` is the limit that the config sets, in gigabytes; None for the default share. Return 0 for the
-        CPU, which has no memory of its own, and where nothing can be updated on the accelerator.
+        If the config sets no limit, that is nothing until the first steps have shown how much is free: training must
+        not need more memory than with stock. Where nothing can be updated on the accelerator, it is always nothing.
+        Return None for the CPU, which has no memory of its own.
         """
-        if self.slots_on_host or self.why_no_device_adam():
-            return 0
-        return _memory_bytes(gpu_memory_gb)
+        if self.slots_on_host:
+            return None
+        limit = 0.0 if self.why_no_device_adam() else config.gpu_memory_gb
+        return GpuBudget(
+            start_bytes=0 if limit is None else int(limit * GB),
+            margin_bytes=int(config.gpu_memory_margin_gb * GB),
+            fills=limit is None,
+        )
 
-    def fits_accumulators(self, plan: UpdatePlan, grad_bytes: int, gpu_memory_gb: float | None) -> bool:
+    def fits_accumulators(self, plan: UpdatePlan, grad_bytes: int, budget: GpuBudget | None) -> bool:
         """Return whether all gradients fit on the accelerator in addition to the states that ``plan`` places there.
 
-        ``grad_bytes`` is per parameter; ``gpu_memory_gb`` is the limit that the config sets, None for the default
-        share. The CPU has no memory of its own: there, gradients are accumulated on the accelerator if ``plan`` updates
-        anything on it, because such a plan reserves memory for them.
+        ``grad_bytes`` is per parameter. ``budget`` is that of the planner; None if the config gives the placements,
+        which then may take a share of the memory. The CPU has no memory of its own: there, gradients are accumulated on
+        the accelerator if ``plan`` updates anything on it, because such a plan reserves memory for them.
         """
         if self.slots_on_host:
             return _num_on_device(plan) > 0
-        return accelerator_bytes_with_all_gradients(plan, grad_bytes) <= _memory_bytes(gpu_memory_gb)
-
-    def headroom(self, plan: UpdatePlan, config: Config) -> Headroom | None:
-        """Return how many slots can be added to those of ``plan``, to prefetch into them during backward.
-
-        Return None if none can: on the CPU, without ``overlap_backward``, if the config limits the GPU memory, and if
-        every streamed sub-group has a slot already.
-        """
-        schedule, streamed = plan.schedule, plan.placements.count(Placement.STREAMED)
-        if self.slots_on_host or not config.overlap_backward or config.gpu_memory_gb is not None:
-            return None
-        if streamed == schedule.num_slots:
-            return None
-        return Headroom(
-            slot_bytes=bytes_of_slots(1, schedule.slot_numel),
-            margin_bytes=int(config.gpu_memory_margin_gb * GB),
-            max_slots=streamed - schedule.num_slots,
-        )
+        allowed_bytes = _share_of_memory() if budget is None else budget.bytes
+        return accelerator_bytes_with_all_gradients(plan, grad_bytes) <= allowed_bytes
 
     def why_no_device_adam(self) -> str:
         """Return why sub-groups cannot be updated on the accelerator, with the remedy; empty if they can.
@@ -95,7 +84,7 @@ class AcceleratorChoice:
         on_device = _num_on_device(plan)
         if on_device and (problem := self.why_no_device_adam()):
             raise Unsupported(
-                f"{CONFIG_KEY}.placement: streamed and resident sub-groups need a GPU Adam kernel that gives the same "
+                f"{CONFIG_KEY}.placement: streamed and resident units need a GPU Adam kernel that gives the same "
                 f"bits as the CPU kernel; found {on_device} of them, and no such kernel.\n{problem}\n"
                 f'Or use "placement": "cpu" on this accelerator.'
             )
@@ -104,19 +93,21 @@ class AcceleratorChoice:
     def device_adam(
         self,
         plan: UpdatePlan,
+        budget: GpuBudget | None,
         host_adam: AdamKernel,
         optimizer: DeepSpeedCPUAdam,
         grad_dtype: torch.dtype,
         param_dtype: torch.dtype,
     ) -> AdamKernel | None:
-        """Return the kernel that updates the sub-groups that ``plan`` places on the accelerator, if there are any.
+        """Return the kernel that updates the units that ``plan`` places on the accelerator.
 
-        The kernel is compiled for both dtypes of gradients here, so that no step compiles. ``optimizer`` supplies the
+        Return None if there are none, and the planner has no ``budget`` with which it might place some there later. The
+        kernel is compiled for both dtypes of gradients here, so that no step compiles. ``optimizer`` supplies the
         hyperparameters. Raise ``KernelUnavailable`` if the kernel cannot be used.
         """
         if self.slots_on_host:
             return host_adam
-        if not _num_on_device(plan):
+        if not _num_on_device(plan) and (budget is None or self.why_no_device_adam()):
             return None
         kernel = gpu_adam(optimizer.defaults["betas"], adamw=optimizer.adam_w_mode)
         # Gradients that the user has accessed are in fp32 (see ``Gradients.writable_fp32``).
@@ -137,11 +128,9 @@ def choose_device() -> AcceleratorChoice:
     )
 
 
-def _memory_bytes(gpu_memory_gb: float | None) -> int:
-    if gpu_memory_gb is None:
-        _, total_bytes = torch.cuda.mem_get_info()
-        return int(SHARE_OF_GPU_MEMORY * total_bytes)
-    return int(gpu_memory_gb * GB)
+def _share_of_memory() -> int:
+    _, total_bytes = torch.cuda.mem_get_info()
+    return int(SHARE_OF_GPU_MEMORY * total_bytes)
 
 
 def _num_on_device(plan: UpdatePlan) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +19,27 @@ from deep_opt_states.names import __version__
 from deep_opt_states.report.monitor_events import MonitorEvents
 from deep_opt_states.report.progress_line import ProgressLine
 from deep_opt_states.report.record import StepCounts, Work
-from deep_opt_states.report.reporter import ReportSink, UpdateReporter
+from deep_opt_states.report.reporter import ReportedPlan, ReportSink, UpdateReporter
 from deep_opt_states.report.run_data import RunInfo
 from deep_opt_states.report.run_writer import RunWriter
 from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.start.assembly import Assembly
+from deep_opt_states.zero.step.running_plan import splits_of
 from perf_model.prediction.memory import MemoryKind, Reservation
 from perf_model.prediction.memory_summary import total_reserved
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 
 
-def describe_run(plan: UpdatePlan, reserved: Sequence[Reservation]) -> RunInfo:
-    """Return the facts about this run that do not change while it trains."""
+def describe_run(plan: UpdatePlan, reserved: Sequence[Reservation], began: str) -> RunInfo:
+    """Return the facts about this run, with the plan and the memory that it has now. It ``began`` at that time."""
     memory_bytes = dict.fromkeys((kind.value for kind in (MemoryKind.PINNED, MemoryKind.ACCELERATOR)), 0)
     for reservation in reserved:
         memory_bytes[reservation.kind.value] += reservation.count * reservation.each_bytes
     accelerator = get_accelerator()
     name = accelerator.device_name()
     return RunInfo(
-        began=datetime.now().astimezone().isoformat(timespec="seconds"),
+        began=began,
         world_size=dist.get_world_size(),
         accelerator=f"{name} ({torch.cuda.get_device_name()})" if name == "cuda" else name,
         software={
@@ -70,24 +72,39 @@ class EngineProgress:
 
     def make_report(self, config: Config, assembly: Assembly) -> UpdateReporter:
         """Return the reporter of the updates that run on ``assembly``. Only on rank 0 it has sinks to report to."""
-        planned, splits = assembly.planned, assembly.splits
-        plan, reserved = planned.plan, assembly.device.reserved
-        work = Work(
-            numel=plan.workload.numel,
-            gpu_share=1 - plan.numel(Placement.CPU) / max(1, plan.workload.numel),
-            numels=[sum(part.numel for part in split.rest) for split in splits],
-            param_bytes=assembly.widths.param,
-        )
-        sinks = self._sinks(config, describe_run(plan, reserved)) if dist.get_rank() == 0 else []
-        at_end = f"{planned.at_end(assembly.widths)}\n  in all: {total_reserved(reserved)}"
-        return UpdateReporter(work, planned.predict, sinks, self.progress, log_rank_0, at_end)
+        began = datetime.now().astimezone().isoformat(timespec="seconds")
+        sinks = self._sinks(config, partial(_describe, assembly, began)) if dist.get_rank() == 0 else []
+        return UpdateReporter(_reported_plan(assembly), sinks, self.progress, log_rank_0)
 
-    def _sinks(self, config: Config, info: RunInfo) -> list[ReportSink]:
+    def plan_changed(self, report: UpdateReporter, assembly: Assembly) -> None:
+        """Report the updates from now on with the plan that ``assembly`` runs now."""
+        report.change_plan(_reported_plan(assembly))
+
+    def _sinks(self, config: Config, describe: Callable[[], RunInfo]) -> list[ReportSink]:
         sinks: list[ReportSink] = []
         if self._steps_per_print is not None:
             sinks.append(ProgressLine(self._steps_per_print, log_rank_0))
         if self._monitor.enabled:
             sinks.append(MonitorEvents(self._steps_per_print, self._monitor.write_events))
         if config.report is not None:
-            sinks.append(RunWriter(Path(config.report), self._steps_per_print, info))
+            sinks.append(RunWriter(Path(config.report), self._steps_per_print, describe))
         return sinks
+
+
+def _describe(assembly: Assembly, began: str) -> RunInfo:
+    return describe_run(assembly.running.plan, assembly.device.reserved, began)
+
+
+def _reported_plan(assembly: Assembly) -> ReportedPlan:
+    planned, running, reserved = assembly.planned, assembly.running, assembly.device.reserved
+    plan, splits = running.plan, splits_of(running.memory.units, running.early_ranges)
+    return ReportedPlan(
+        work=Work(
+            numel=plan.workload.numel,
+            gpu_share=1 - plan.numel(Placement.CPU) / max(1, plan.workload.numel),
+            numels=[sum(part.numel for part in split.rest) for split in splits],
+            param_bytes=assembly.widths.param,
+        ),
+        predict=None if planned.predict is None else partial(planned.predict, plan),
+        description=f"{planned.at_end(plan, assembly.widths)}\n  in all: {total_reserved(reserved)}",
+    )

@@ -19,21 +19,31 @@ import torch
 
 from deep_opt_states.zero.internals.compat import Parameter
 from deep_opt_states.zero.internals.coordinator import Coordinator
+from deep_opt_states.zero.step.running_plan import RunningPlan
 from deep_opt_states.zero.step.update import Update
+from perf_model.schedule.workload import Unit, Workload
 
 
 class Gathers:
     """The hooks of one model into DeepSpeed's gathers.
 
-    ``sub_groups`` maps ``ds_id`` to the sub-group, for the parameters of ``module`` that are not updated before
-    ``step()`` returns. ``coordinator`` is DeepSpeed's, which gathers the parameters of a module before its forward.
+    ``ranges`` has the sub-group, the begin and the end of each parameter of ``module`` that is not updated before
+    ``step()`` returns, by ``ds_id``. ``running`` has the plan, whose units hold these parameters. ``coordinator`` is
+    DeepSpeed's, which gathers the parameters of a module before its forward.
     """
 
     def __init__(
-        self, module: torch.nn.Module, coordinator: Any, update: Update, sub_groups: Mapping[int, int]
+        self,
+        module: torch.nn.Module,
+        coordinator: Any,
+        update: Update,
+        ranges: Mapping[int, tuple[int, int, int]],
+        running: RunningPlan,
     ) -> None:
         self._update = update
-        self._sub_groups = sub_groups
+        self._ranges = ranges
+        self._running = running
+        self._units_of_workload: tuple[Workload, dict[int, tuple[int, ...]]] | None = None
         self._coordinator = Coordinator(coordinator)
         self._caller_may_have_written = True
         self._release: list[Callable[[], object]] = [
@@ -41,18 +51,44 @@ class Gathers:
             # Before DeepSpeed's own hook, which gathers this module's parameters and prefetches those of the next ones.
             module.register_forward_pre_hook(self._before_forward, prepend=True).remove,
         ]
-        for param in module.parameters():
+        self._names: dict[int, str] = {}
+        param: Parameter
+        for name, param in module.named_parameters():
+            self._names[param.ds_id] = name
             self._watch(param)
 
+    def first_used_names(self) -> list[str] | None:
+        """Return the names of the parameters in the order in which forward first uses them, identical on all ranks.
+
+        Return None until DeepSpeed has recorded that order.
+        """
+        ds_ids = self._coordinator.first_uses()
+        return None if ds_ids is None else [self._names[ds_id] for ds_id in ds_ids if ds_id in self._names]
+
     def first_uses(self) -> list[int] | None:
-        """Return the sub-groups in the order in which forward needs them, identical on all ranks.
+        """Return the units in the order in which forward needs them, identical on all ranks.
 
         Return None until DeepSpeed has recorded that order.
         """
         ds_ids = self._coordinator.first_uses()
         if ds_ids is None:
             return None
-        return list(dict.fromkeys(self._sub_groups[ds_id] for ds_id in ds_ids if ds_id in self._sub_groups))
+        return list(dict.fromkeys(unit for ds_id in ds_ids for unit in self._units.get(ds_id, ())))
+
+    @property
+    def _units(self) -> dict[int, tuple[int, ...]]:
+        """Return the units that hold each parameter, by ``ds_id``. They change with the plan."""
+        workload = self._running.plan.workload
+        if self._units_of_workload is None or self._units_of_workload[0] is not workload:
+            by_sub_group: dict[int, list[Unit]] = {}
+            for unit in workload.units:
+                by_sub_group.setdefault(unit.sub_group, []).append(unit)
+            units = {
+                ds_id: tuple(unit.index for unit in by_sub_group[sub_group] if unit.begin < end and begin < unit.end)
+                for ds_id, (sub_group, begin, end) in self._ranges.items()
+            }
+            self._units_of_workload = workload, units
+        return self._units_of_workload[1]
 
     def release(self) -> None:
         """Remove all hooks."""
@@ -85,7 +121,7 @@ class Gathers:
         def all_gather_coalesced_after_publish(params: Iterable[Parameter], *args: Any, **kwargs: Any) -> Any:
             params = list(params)
             # The stream that gathers is current here, and waits for the update.
-            self._update.publish(self._sub_groups_of(params))
+            self._update.publish(self._units_of(params))
             return all_gather_coalesced(params, *args, **kwargs)
 
         param.all_gather = all_gather_after_update
@@ -99,7 +135,7 @@ class Gathers:
         self._release.append(release)
 
     def _before_any_reader(self, params: Iterable[Parameter]) -> None:
-        if any(param.ds_id in self._sub_groups for param in params):
+        if any(param.ds_id in self._units for param in params):
             self._finish_update()
 
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
@@ -124,7 +160,7 @@ class Gathers:
         params = self._coordinator.params_of(module)
         # Make the computing stream wait: it reads the parameters as well. Do so before the prefetch looks at the next
         # modules' parameters.
-        self._update.wait_for(self._sub_groups_of(param for param in params if self._coordinator.is_partitioned(param)))
+        self._update.wait_for(self._units_of(param for param in params if self._coordinator.is_partitioned(param)))
         with (
             self._coordinator.prefetching_until(self._may_block, params),
             # DeepSpeed makes the computing stream wait for every all-gather in flight, not only for this module's.
@@ -138,9 +174,8 @@ class Gathers:
         DeepSpeed gathers the parameters of the next modules before it launches the kernels of this module. If the host
         waited for a CPU update at that point, the GPU would be idle.
         """
-        sub_group = self._sub_groups.get(param.ds_id)
-        return sub_group is not None and self._update.may_block(sub_group)
+        return any(self._update.may_block(unit) for unit in self._units.get(param.ds_id, ()))
 
-    def _sub_groups_of(self, params: Iterable[Parameter]) -> list[int]:
-        """Return the sub-groups of ``params`` in ascending order, in which the schedule's actions are issued, too."""
-        return sorted({self._sub_groups[param.ds_id] for param in params if param.ds_id in self._sub_groups})
+    def _units_of(self, params: Iterable[Parameter]) -> list[int]:
+        """Return the units that hold ``params``, in ascending order, in which actions are issued, too."""
+        return sorted({unit for param in params for unit in self._units.get(param.ds_id, ())})

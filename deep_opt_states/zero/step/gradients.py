@@ -1,4 +1,4 @@
-"""Keep each gradient where its sub-group is updated, and copy it between host and accelerator at most once.
+"""Keep each gradient where it is updated, and copy it between host and accelerator at most once.
 
 The gradient of a parameter is the sum of all gradients that were reduced for it since the last step, and zero if there
 were none. Stock DeepSpeed deviates from that in two cases, and only in these two do we not reproduce its bits:
@@ -9,6 +9,9 @@ were none. Stock DeepSpeed deviates from that in two cases, and only in these tw
    reentrant checkpointing. In stock, each reduction overwrites the previous one, or an assertion fails because the
    parameter is in the bucket twice (see ``buckets.py``). Here the gradients are added up, as in PyTorch without ZeRO.
 
+The partition of one parameter may belong to several units, with a gradient buffer each. Its norm is computed from the
+whole partition, on the accelerator, before parts of it are copied to their buffers.
+
 Stock copies a gradient to the host in the accumulation dtype, back to the accelerator, and to the host in fp32. Here a
 gradient stays in the accumulation dtype. Only a gradient that the user sets is in fp32, until backward writes to it
 again.
@@ -17,43 +20,27 @@ again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.runtime.staging import GradientTraffic, Staging
-from deep_opt_states.zero.internals.compat import Parameter, has_gradient_here, l2_norm
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientBuffer:
-    """The memory of a sub-group's gradients: tensors of shape [numel] in the accumulation dtype."""
-
-    grad: torch.Tensor
-    """The gradients as the update reads them."""
-    device_accumulator: torch.Tensor | None = None
-    """Memory on the accelerator in which gradients are accumulated over micro-batches, if ``grad`` is in host memory
-    and the accelerator has enough memory; None otherwise."""
-
-    @property
-    def accumulator(self) -> torch.Tensor:
-        """Return the tensor in which gradients are accumulated over micro-batches."""
-        return self.grad if self.device_accumulator is None else self.device_accumulator
+from deep_opt_states.zero.internals.compat import Parameter, has_gradient_here, l2_norm, place_of_gradient
+from deep_opt_states.zero.step.gradient_buffers import GradientBuffer, Segment, Segments
 
 
 class Gradients:
     """The gradients of one rank, from their reduction to the update.
 
-    ``buffers`` holds one buffer per sub-group, in DeepSpeed's order and initially zero. ``staging`` copies gradients to
-    host memory; None if the accelerator shares host memory, or if no gradients go to it.
+    ``buffers`` holds one buffer per unit, in their order and initially zero. ``staging`` copies gradients to host
+    memory; None if the accelerator shares host memory, or if no gradients go to it.
     """
 
     def __init__(self, optimizer: Any, buffers: Sequence[GradientBuffer], staging: Staging | None) -> None:
         self._optimizer = optimizer
-        self._buffers = buffers
         self._staging = staging
+        self.set_buffers(buffers)
         self._waited_for_copies = False
         """Whether the current stream waits for the copies of all sums to which the current bucket may be added."""
         self._in_fp32: dict[int, torch.Tensor] = {}
@@ -67,6 +54,30 @@ class Gradients:
         self._unscaled: dict[int, float] = {}
         """The factor that stock multiplies into the gradient before Adam, by ``ds_id``, for gradients that still lack
         it: our kernels only read gradients."""
+
+    def set_buffers(self, buffers: Sequence[GradientBuffer]) -> None:
+        """Use ``buffers``, which contain the gradients of the last step, from now on.
+
+        If a window is open, they contain its sums, too: see ``copy_open_sums_to_host``.
+        """
+        self._buffers = buffers
+        self._segments = Segments(self._optimizer, buffers)
+
+    @property
+    def have_device_accumulators(self) -> bool:
+        """Return whether gradients of units that the CPU updates are accumulated on the accelerator."""
+        return any(buffer.device_accumulator is not None for buffer in self._buffers)
+
+    def copy_open_sums_to_host(self) -> None:
+        """Copy the sums of an open window to the buffers of units that the CPU updates, and wait for all copies.
+
+        Afterwards these buffers need no accumulators on the accelerator. No gradient is being reduced.
+        """
+        self.synchronize()
+        for param in self._summed.values():
+            for segment in self._segments.of_param(param):
+                if segment.buffer.device_accumulator is not None:
+                    segment.view(segment.buffer.grad).copy_(segment.view(segment.buffer.accumulator))
 
     # Backward
 
@@ -143,8 +154,8 @@ class Gradients:
         for ds_id, param in self._stale.items():
             if ds_id not in self._written:
                 self._forget_fp32(param)
-                sub_group, view = self._place(param)
-                view(self._buffers[sub_group].grad).zero_()
+                for segment in self._segments.of_param(param):
+                    segment.view(segment.buffer.grad).zero_()
         self._stale = self._written
         self._written = {}
         self._summed.clear()
@@ -156,31 +167,30 @@ class Gradients:
         if grad_scale != 1.0:
             self._unscaled.update((param.ds_id, grad_scale) for param in self._optimizer.fp16_groups[sub_group])
 
-    def buffer_of(self, sub_group: int) -> torch.Tensor:
-        """Return the sub-group's gradients in the accumulation dtype, shape [numel]."""
-        return self._buffers[sub_group].grad
+    def buffer_of(self, unit: int) -> torch.Tensor:
+        """Return the unit's gradients in the accumulation dtype, shape [numel]."""
+        return self._buffers[unit].grad
 
-    def grad_for_update(self, sub_group: int) -> torch.Tensor:
-        """Return the gradients that the update reads, shape [numel].
+    def grads_for_update(self) -> list[torch.Tensor]:
+        """Return the gradients of each unit that the update reads, shape [numel].
 
         These are the gradient buffer itself, or an fp32 copy of it that includes the gradients that the user may have
         set.
         """
-        buffer = self.buffer_of(sub_group)
-        in_fp32 = [param for param in self._optimizer.fp16_groups[sub_group] if param.ds_id in self._in_fp32]
-        if not in_fp32:
-            return buffer
-        grad = buffer.float()
-        for param in in_fp32:
-            _, view = self._place(param)
-            view(grad).copy_(self._in_fp32[param.ds_id])
-        return grad
+        grads = [buffer.grad for buffer in self._buffers]
+        for param in self._params() if self._in_fp32 else ():
+            if param.ds_id in self._in_fp32:
+                for segment in self._segments.of_param(param):
+                    if grads[segment.unit] is segment.buffer.grad:
+                        grads[segment.unit] = segment.buffer.grad.to(torch.float32, copy=True)
+                    segment.view(grads[segment.unit]).copy_(segment.part(self._in_fp32[param.ds_id]))
+        return grads
 
     def close(self) -> None:
         """Release all memory after all copies to it have finished."""
         if self._staging is not None:
             self._staging.close()
-        self._buffers = ()
+        self.set_buffers(())
         self._in_fp32.clear()
 
     # Readers and writers other than backward and the update
@@ -221,22 +231,33 @@ class Gradients:
     def _add(self, param: Parameter, partition: torch.Tensor, first: bool, boundary: bool) -> torch.Tensor:
         """Return the sum so far, on the accelerator, and copy it to host memory if it belongs there now.
 
-        Allocate nothing: a sum that is in host memory is added to ``partition``, which has no other reader any more.
+        Allocate nothing: sums that are in host memory, or in several buffers, are added to ``partition``, which has no
+        other reader any more.
         """
-        sub_group, view = self._place(param)
-        buffer = self._buffers[sub_group]
-        accumulator = view(buffer.accumulator).narrow(0, 0, partition.numel())
+        segments = self._segments.of_param(param, partition.numel())
         # DeepSpeed has converted the partition to the accumulation dtype, so that this copies nothing.
-        partition = partition.view(-1).to(accumulator.dtype)
+        total = partition.view(-1).to(segments[0].buffer.grad.dtype)
+        accumulators = [segment.view(segment.buffer.accumulator) for segment in segments]
+        if len(segments) == 1 and not self._in_host_memory(accumulators[0]):
+            (accumulator,) = accumulators
+            total = accumulator.copy_(total) if first else accumulator.add_(total)
+        else:
+            for segment, accumulator in zip(segments, accumulators, strict=True):
+                self._add_segment(segment.part(total), accumulator, first)
+        for segment in segments:
+            if boundary if segment.buffer.device_accumulator is not None else self._in_host_memory(segment.buffer.grad):
+                self._send(segment, total)
+        return total
+
+    def _add_segment(self, total: torch.Tensor, accumulator: torch.Tensor, first: bool) -> None:
+        """Add ``accumulator`` to ``total`` unless this is the first gradient, and keep the sum if it stays there."""
         if self._in_host_memory(accumulator):
-            total = partition
             if not first:
                 self._add_host_accumulator(total, accumulator)
-        else:
-            total = accumulator.copy_(partition) if first else accumulator.add_(partition)
-        if boundary if buffer.device_accumulator is not None else self._in_host_memory(buffer.grad):
-            self._send(param, total)
-        return total
+            return
+        if not first:
+            total.add_(accumulator)
+        accumulator.copy_(total)
 
     def _add_host_accumulator(self, total: torch.Tensor, accumulator: torch.Tensor) -> None:
         """Add ``accumulator``, which is in host memory, to ``total`` on the accelerator: the host would be slow."""
@@ -248,17 +269,21 @@ class Gradients:
 
     def _finish(self, param: Parameter) -> None:
         """Complete the sum of a parameter, which was not known to be the last when the last gradient was added."""
-        sub_group, view = self._place(param)
-        buffer = self._buffers[sub_group]
-        total = view(buffer.accumulator)
-        if self._in_host_memory(total):
-            self.wait_for_copies()
-            # Copy it back for its norm: after backward, and one parameter at a time.
-            total = total.to(get_accelerator().current_device_name(), non_blocking=True)
-            self.traffic.h2d_bytes += total.nbytes
-            self.traffic.h2d_copies += 1
-        elif buffer.device_accumulator is not None:
-            self._send(param, total)
+        segments = self._segments.of_param(param)
+        parts = []
+        for segment in segments:
+            part = segment.view(segment.buffer.accumulator)
+            if self._in_host_memory(part):
+                self.wait_for_copies()
+                # Copy it back for its norm: after backward, and one parameter at a time.
+                part = part.to(get_accelerator().current_device_name(), non_blocking=True)
+                self.traffic.h2d_bytes += part.nbytes
+                self.traffic.h2d_copies += 1
+            parts.append(part)
+        total = parts[0] if len(parts) == 1 else torch.cat(parts)
+        for segment in segments:
+            if segment.buffer.device_accumulator is not None:
+                self._send(segment, total)
         self._complete(param, total)
 
     def _complete(self, param: Parameter, total: torch.Tensor) -> None:
@@ -272,14 +297,13 @@ class Gradients:
         self._in_fp32.pop(param.ds_id, None)
         self._unscaled.pop(param.ds_id, None)
 
-    def _send(self, param: Parameter, total: torch.Tensor) -> None:
-        """Copy ``total`` to the gradient buffer, which is in host memory. ``_flush`` must follow."""
-        sub_group, offset = self._position(param)
-        grad = self._buffers[sub_group].grad
+    def _send(self, segment: Segment, total: torch.Tensor) -> None:
+        """Copy the segment of ``total`` to its gradient buffer, which is in host memory. ``_flush`` must follow."""
+        values = segment.part(total)
         if self._staging is None:
-            grad.narrow(0, offset, total.numel()).copy_(total)
+            segment.view(segment.buffer.grad).copy_(values)
         else:
-            self._staging.send(grad, offset, total)
+            self._staging.send(segment.buffer.grad, segment.offset, values)
 
     def _flush(self) -> None:
         if self._staging is not None:
@@ -295,16 +319,14 @@ class Gradients:
 
     def _position(self, param: Parameter) -> tuple[int, int]:
         """Return the parameter's sub-group and the offset of its first element there."""
-        sub_group, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(param)]
+        sub_group, offset, _ = place_of_gradient(self._optimizer, param)
         return sub_group, offset
 
     def _copied(self, param: Parameter) -> torch.Tensor:
-        """Return an fp32 copy of the parameter's part of the gradient buffer, shape [partition_numel]."""
-        sub_group, view = self._place(param)
-        copied: torch.Tensor = view(self.buffer_of(sub_group)).to(torch.float32, copy=True)
-        return copied
-
-    def _place(self, param: Parameter) -> tuple[int, Any]:
-        """Return the parameter's sub-group, and a function that narrows a tensor of its length to the parameter."""
-        sub_group, offset, numel = self._optimizer.grad_position[self._optimizer.get_param_id(param)]
-        return sub_group, lambda whole: whole.narrow(0, offset, numel)
+        """Return an fp32 copy of the parameter's part of the gradient buffers, shape [partition_numel]."""
+        parts = [segment.view(segment.buffer.grad) for segment in self._segments.of_param(param)]
+        if len(parts) == 1:
+            return parts[0].to(torch.float32, copy=True)
+        if len({part.device for part in parts}) > 1:
+            parts = [part.cpu() for part in parts]
+        return torch.cat(parts).to(torch.float32)

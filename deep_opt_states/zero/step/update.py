@@ -17,7 +17,7 @@ Call                      Caller                                     Collective 
 ``run``                   ``step()``, at its last sub-group          unless deferred   DEFERRED; if not deferred: IDLE,
                                                                                        or it raises on every rank
 ``wait_for``, ``publish`` forward, before it gathers or reads        no                the current stream waits for the
-                          parameters                                                   parameters of the sub-groups
+                          parameters                                                   parameters of the units
 ``advance``               ``step()`` and forward                     no                more actions are enqueued
 ``wait``                  every reader of parameters or states,      no                this rank's part is done; the
                           also on one rank alone                                       phase is as before
@@ -52,7 +52,7 @@ from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.exposure import Exposure, UpdateWaits
 from deep_opt_states.runtime.worker import EXIT_TIMEOUT_S
-from deep_opt_states.zero.internals.agreement import FailureAgreement
+from deep_opt_states.zero.internals.agreement import StepAgreement
 from deep_opt_states.zero.internals.log import log_error
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 
@@ -104,11 +104,15 @@ class Update:
         self._exposure = exposure
         self._defers = defers
         self._on_finished = on_finished
-        self._failures = FailureAgreement()
+        self._agreement = StepAgreement()
+        self.memory_is_short = False
+        """Whether accelerator memory is short on this rank. The ranks exchange it when they synchronize."""
+        self.memory_is_short_anywhere = False
+        """Whether it was short on any rank when the ranks synchronized last; the same on every rank."""
         self._waited_for: set[int] = set()
-        """Sub-groups whose parameters the computing stream has waited for."""
+        """Units whose parameters the computing stream has waited for."""
         self._gathered: set[int] = set()
-        """Sub-groups that only the gathering stream has waited for."""
+        """Units that only the gathering stream has waited for."""
         self._unreported: MeasuredTimes | None = None
         """The times of the last update, unless it failed or was reported."""
         self._previous_unreported: MeasuredTimes | None = None
@@ -172,28 +176,28 @@ class Update:
 
     # While forward runs
 
-    def wait_for(self, sub_groups: Iterable[int]) -> None:
-        """Make the current stream, which computes, wait for the early ranges and the parameters of ``sub_groups``."""
+    def wait_for(self, units: Iterable[int]) -> None:
+        """Make the current stream, which computes, wait for the early ranges and the parameters of ``units``."""
         self._executor.publish_early_ranges()
-        for sub_group in sub_groups:
-            self._executor.mark_requested(sub_group)
-            if sub_group not in self._waited_for:
-                self._waited_for.add(sub_group)
+        for unit in units:
+            self._executor.mark_requested(unit)
+            if unit not in self._waited_for:
+                self._waited_for.add(unit)
                 with self._exposure.waits.direct():
-                    self._executor.publish(sub_group)
+                    self._executor.publish(unit)
 
-    def publish(self, sub_groups: Iterable[int]) -> None:
-        """Make the current stream, which gathers, wait for the early ranges and the parameters of ``sub_groups``."""
+    def publish(self, units: Iterable[int]) -> None:
+        """Make the current stream, which gathers, wait for the early ranges and the parameters of ``units``."""
         self._executor.publish_early_ranges()
-        for sub_group in sub_groups:
-            self._executor.mark_requested(sub_group)
-            if not self._executor.pending or sub_group in self._waited_for or sub_group in self._gathered:
-                # One of the two streams has waited for the sub-group already: no time is lost here.
-                self._executor.publish(sub_group)
+        for unit in units:
+            self._executor.mark_requested(unit)
+            if not self._executor.pending or unit in self._waited_for or unit in self._gathered:
+                # One of the two streams has waited for the unit already: no time is lost here.
+                self._executor.publish(unit)
             else:
-                self._gathered.add(sub_group)
+                self._gathered.add(unit)
                 with self._exposure.waits.on_gathering_stream():
-                    self._executor.publish(sub_group)
+                    self._executor.publish(unit)
 
     def gathers_awaited(self) -> AbstractContextManager[None]:
         """Return a context in which the current stream, which computes, waits for the stream that gathers."""
@@ -206,18 +210,18 @@ class Update:
             with self._exposure.waits.direct():
                 self._executor.advance()
 
-    def may_block(self, sub_group: int) -> bool:
-        """Return whether gathering the sub-group's parameters now could make a host wait; the same on every rank."""
-        return self.is_deferred and self._executor.may_block(sub_group)
+    def may_block(self, unit: int) -> bool:
+        """Return whether gathering the unit's parameters now could make a host wait; the same on every rank."""
+        return self.is_deferred and self._executor.may_block(unit)
 
     # End an update
 
-    def wait(self, *, on_all_ranks: bool = False, discard_prefetched: bool = False) -> None:
+    def wait(self, *, on_all_ranks: bool = False, states: bool = False) -> None:
         """Block until this rank's part is done: gradients, states and parameters are the caller's again.
 
         ``on_all_ranks``: every rank makes this call at the same point, so that nothing is deferred on any rank
-        afterwards. It is no collective. ``discard_prefetched``: the caller may write to the states, so that the next
-        update must not use the copies that were prefetched.
+        afterwards. It is no collective. ``states``: the caller reads or writes optimizer states, too. Those in host
+        memory are then the newest, and the next update copies them to the accelerator again.
         """
         if on_all_ranks and self.is_deferred:
             self._phase = UpdatePhase.FINISHED
@@ -225,8 +229,8 @@ class Update:
             with self._exposure.waits.direct():
                 self._executor.finish()
             self._record_times()
-        if discard_prefetched:
-            self._executor.discard()
+        if states:
+            self._executor.give_states_back()
 
     def synchronize_ranks(self, *, raise_failure: bool = True) -> None:
         """Wait for the update, and let every rank know whether it failed on any. Every rank must call this.
@@ -238,7 +242,7 @@ class Update:
         if not self.ranks_agree:
             # Before the collective: if it is interrupted on this rank, it must not be repeated by this rank alone.
             self._phase = UpdatePhase.IDLE
-            self._failures.share(self._executor)
+            self.memory_is_short_anywhere = self._agreement.share(self._executor, memory_is_short=self.memory_is_short)
             if self.failed:
                 self._phase = UpdatePhase.FAILED
         if raise_failure:

@@ -33,7 +33,12 @@ SHOWN_IN = {
     "PUBLISH does not wait for the worker": LAZY_WORKER,
     # The slot's memory must have been used just before, and its last kernels must be late.
     "PREFETCH into a new slot does not wait for the stream that used its memory": LAZY_KERNELS_WITHOUT_FREE_MEMORY,
+    "forward waits for the units that held the parameters before a move": LAZY_WORKER,
 }
+
+HIDDEN = {"PREFETCH into a new slot does not wait for the stream that used its memory"}
+"""The faults that the device hides. A move makes the host wait for the default stream, whose kernels used the memory,
+when it copies gradients. The recording accelerator counts only the waits that order the accesses."""
 
 
 class IndependentStream(device.Stream):

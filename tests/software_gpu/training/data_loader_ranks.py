@@ -42,7 +42,7 @@ def train_from_loader(block: Block) -> tuple[Record, list[bool], list[bool]]:
     page_locked, pending = [], []
     with closing_engine(CASE, block) as engine:
         for epoch in range(EPOCHS):
-            pending.append(block is not None and engine.optimizer._assembly.executor.pending)
+            pending.append(block is not None and engine.optimizer._running.executor.pending)
             loader = DataLoader(
                 ParityBatches(epoch),
                 batch_size=None,

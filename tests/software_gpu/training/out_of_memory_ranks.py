@@ -1,7 +1,7 @@
 """Let an allocation on the device fail in the middle of training, and print the results of stock and of the plugin.
 
-The memory of the device is lowered to the bytes that are reserved at that moment. The first answers are one per phase
-that meets the failure. The last is of slots that are added while training, and for which there is no memory.
+The memory of the device is lowered to the bytes that are reserved at that moment. There is one answer per phase
+that meets the failure.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
-from deep_opt_states.runtime.state import Slot
 from tests.launch import answer
 from tests.software_gpu import device
 from tests.software_gpu.plugged import plugged
@@ -29,7 +27,6 @@ from tests.zero.parity.training import (
     closing_engine,
     differences,
     run_resumed,
-    run_variant,
     shared_folder,
     train,
 )
@@ -95,30 +92,11 @@ def fails_in(phase: str, block: Block, folder: Path) -> tuple[str, bool, Record,
         train(engine, CASE, folder)
         engine.save_checkpoint(str(folder))
         step(engine)
-        pending = block is not None and engine.optimizer._assembly.executor.pending
+        pending = block is not None and engine.optimizer._running.executor.pending
         error = error_in(phase, engine)
         continued = train(engine, CASE, folder)
         engine.load_checkpoint(str(folder))
         return error, pending, continued, train(engine, CASE, folder)
-
-
-def slots_without_memory() -> dict[str, Any]:
-    """Train with a slot that the plan has, and with no memory for those that the free memory would allow."""
-    reserve = Slot.reserve
-    slots = 0
-
-    def reserve_without_memory(*args: Any) -> Slot:
-        nonlocal slots
-        slots += 1
-        with no_more_memory("training", "training" if slots > 1 else "start"):
-            return reserve(*args)
-
-    expected = run_variant(GROWING, None)
-    with plugged(LAZY), mock.patch.object(Slot, "reserve", reserve_without_memory):
-        before = device.memory_stats()["num_ooms"]
-        found = run_variant(GROWING, STREAMED_ONE_SLOT)
-        failed = device.memory_stats()["num_ooms"] - before
-    return {"differences": differences(expected, found), "allocations that failed": failed}
 
 
 def main() -> None:
@@ -135,7 +113,6 @@ def main() -> None:
                 "differences after the checkpoint was loaded": differences(resumed, ours[3]),
             }
         )
-    answer(slots_without_memory())
 
 
 if __name__ == "__main__":

@@ -21,12 +21,9 @@ def test_a_checkpoint_of_either_accelerator_resumes_on_the_other_with_the_bits_o
         assert finished.returncode == 0, finished.output[-5000:]
         on_cpu, on_device, *transfers = finished.answers()
         for files in (on_cpu, on_device):
-            assert len(files["stock"]) == len(files["ours"]) >= 20
-            different = [pair for pair in zip(files["stock"], files["ours"], strict=True) if pair[0] != pair[1]]
-            # Master and moments of one sub-group are resident. They are saved from the device, without a second copy in
-            # host memory, and DeepSpeed loads all states into host memory wherever they were.
-            assert len(different) == (3 if files is on_device else 0)
-            assert all(stock.replace("cpu", "software_gpu") == ours for stock, ours in different)
+            assert len(files["stock"]) >= 20
+            # Resident states are written back before they are saved, so that all are in host memory as with stock.
+            assert files["ours"] == files["stock"]
         assert [answer["transfer"] for answer in transfers] == TRANSFERS
         for answer in transfers:
             assert answer["differences"] == [], answer["transfer"]

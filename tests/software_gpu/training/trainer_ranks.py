@@ -7,18 +7,15 @@ because the CPU's fused kernel has other bits.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import torch
-from accelerate import PartialState
 from deepspeed.accelerator import get_accelerator
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, training_args
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
 
 from tests.launch import answer
+from tests.software_gpu.hugging_face import keep_process_group, trainer_on_device
 from tests.software_gpu.plugged import plugged
 from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import LAZY
@@ -105,21 +102,8 @@ def train(block: Block, folder: Path, resume_from: Path | None = None) -> Record
     return record
 
 
-@contextmanager
-def on_device() -> Iterator[None]:
-    """Train on the device inside this context, where Transformers and Accelerate know GPUs of other kinds only."""
-    default = property(lambda _: torch.device(get_accelerator().current_device_name()))
-    with (
-        plugged(LAZY),
-        mock.patch.object(PartialState, "default_device", default),
-        mock.patch.object(training_args, "is_torch_bf16_gpu_available", return_value=True),
-    ):
-        yield
-
-
 def main(folder: Path) -> None:
-    # Accelerate destroys the process group after each run.
-    PartialState.destroy_process_group = lambda *_: None
+    keep_process_group()
     saved = {name: folder / name for name in ("stock", "plugin")}
     on_cpu = {
         "from the start": train(None, saved["stock"]),
@@ -129,7 +113,7 @@ def main(folder: Path) -> None:
     def answer_with(name: str, start: str, record: Record) -> None:
         answer({"name": name, "class": record.optimizer_class, "differences": differences(on_cpu[start], record)})
 
-    with on_device():
+    with plugged(LAZY), trainer_on_device():
         answer_with("stock on the device", "from the start", train(None, folder / "stock on the device"))
         answer_with("plugin on the device", "from the start", train(STRIDE_2, saved["plugin"]))
         from_stock = train(STRIDE_2, folder / "from stock", saved["stock"] / f"checkpoint-{SAVE_EVERY}")

@@ -391,8 +391,8 @@ def do_nothing(*_: Any) -> None:
 _wait = Update.wait
 
 
-def wait_unless_for_states(update: Update, *, on_all_ranks: bool = False, discard_prefetched: bool = False) -> None:
-    if not discard_prefetched:
+def wait_unless_for_states(update: Update, *, on_all_ranks: bool = False, states: bool = False) -> None:
+    if not states:
         _wait(update, on_all_ranks=on_all_ranks)
 
 
@@ -400,7 +400,7 @@ NAIVE = {
     "forward does not wait": (2, Executor, "publish", do_nothing),
     "other gathers do not wait": (74, Gathers, "_finish_update", do_nothing),
     "readers of states do not wait": (9, Update, "wait", wait_unless_for_states),
-    "prefetched states are not discarded": (13, Executor, "discard", do_nothing),
+    "prefetched states are not discarded": (13, Executor, "give_states_back", do_nothing),
 }
 """Removed waits by name: the seed of a sequence on one rank that must notice it, the method, and its replacement."""
 

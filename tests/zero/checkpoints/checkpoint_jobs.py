@@ -27,13 +27,17 @@ from deepspeed.utils import safe_set_local_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch.utils._pytree import tree_flatten
 
+from deep_opt_states.config import Config
+from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.zero.start import planning
 from deep_opt_states.zero.start.devices import AcceleratorChoice
+from deep_opt_states.zero.step import adaptation
 from tests.fork_server import import_all
 from tests.launch import answer
 from tests.model.profiles import RATES, profile
 from tests.zero.parity.case import CPU, STREAMED_ONE_SLOT, STRIDE_2, Case
-from tests.zero.parity.training import Block, Record, closing_engine, collect, differences, train
+from tests.zero.parity.cases import OTHER_RULES, PLANNED_REST, RULES
+from tests.zero.parity.training import Block, Record, closing_engine, collect, differences, run_resumed, train
 from tests.zero.rank_group import Group
 
 CASE = Case(
@@ -74,13 +78,15 @@ class Places:
         masters = optimizer.fp32_partitioned_groups_flat
         keys = ("exp_avg", "exp_avg_sq")
         shown = [(master, *(optimizer.optimizer.state[master][key] for key in keys)) for master in masters]
-        updated = [(state.master, state.exp_avg, state.exp_avg_sq) for state in optimizer._assembly.states]
+        updated = [
+            (tensors.master, tensors.exp_avg, tensors.exp_avg_sq) for tensors in optimizer._running.memory.sub_groups
+        ]
         addresses, updated_addresses = (
             [tensor.data_ptr() for sub_group in sub_groups for tensor in sub_group] for sub_groups in (shown, updated)
         )
         assert addresses == updated_addresses
         assert len(set(addresses)) == len(addresses) >= 15
-        kernels = (optimizer._assembly.executor, optimizer._assembly.executor._actions, *optimizer._assembly.kernels)
+        kernels = (optimizer._running.executor, optimizer._running.executor._actions, *optimizer._assembly.kernels)
         return cls(tuple(addresses), tuple(map(id, kernels)), len(optimizer.accounting_device.reserved))
 
 
@@ -178,15 +184,34 @@ def resume(folder: Path) -> None:
     assert plans[-1] != plans[-2], "the two profiles must lead to different plans"
 
 
+def another_set_of_rules(folder: Path) -> None:
+    """Load checkpoints that were saved under rules by name with stock and under other rules, and the other way."""
+    expected = run_resumed(make_case(), None, None)
+    ways: list[tuple[Block, Block]] = [
+        (RULES, OTHER_RULES),
+        (OTHER_RULES, PLANNED_REST),
+        (PLANNED_REST, None),
+        (None, RULES),
+    ]
+    for saved_by, resumed_by in ways:
+        assert_same(expected, run_resumed(make_case(), saved_by, resumed_by), f"{saved_by} to {resumed_by}")
+
+
 @contextmanager
 def planned_for_a_gpu() -> Iterator[None]:
     """Plan as for a machine with a GPU inside the block.
 
     On the CPU accelerator a plan places everything on the CPU and accepts only profiles of machines without a GPU.
+    There is always enough free memory.
     """
+
+    def gpu_budget(_: AcceleratorChoice, config: Config) -> GpuBudget:
+        return GpuBudget(start_bytes=int((config.gpu_memory_gb or 0) * 1e9), margin_bytes=0, fills=False)
+
     with (
         mock.patch.object(planning, "_refuse_other_machine"),
-        mock.patch.object(AcceleratorChoice, "memory_for_states_bytes", lambda _, gb: int((gb or 0) * 1e9)),
+        mock.patch.object(AcceleratorChoice, "gpu_budget", gpu_budget),
+        mock.patch.object(adaptation, "free_and_retries", return_value=(10**12, 0)),
     ):
         yield
 
@@ -349,6 +374,7 @@ def main(folder: Path) -> None:
             "convert": (convert, folder, 1),
             "resume": (resume, two, 2),
             "missing moments": (missing_moments, one, 1),
+            "another set of rules": (another_set_of_rules, two, 2),
         },
         {
             "universal, 1 to 2 ranks": (universal, one, 2),

@@ -81,7 +81,7 @@ def destroy_frees_the_staging_slots() -> None:
     case = Case(name="destroy", blocks=(STREAMED,), world_size=2)
     engine = make_engine(case, STREAMED)
     train(engine, case, steps=1)
-    slots = [weakref.ref(slot.master) for slot in engine.optimizer._assembly.executor._actions._slots]
+    slots = [weakref.ref(slot.master) for slot in engine.optimizer._running.executor._actions._slots]
     assert slots
     engine.destroy()
     engine.destroy()

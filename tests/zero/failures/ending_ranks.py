@@ -59,7 +59,7 @@ def run(child: Child) -> None:
     deepspeed.init_distributed()
     case = Case(name="ending", blocks=(), world_size=child.world_size)
     engine = make_engine(case, CPU)
-    rest = engine.optimizer._assembly.executor._splits[1].rest[0]
+    rest = engine.optimizer._running.executor._splits[1].rest[0]
 
     def delay_or_fail(update: RangeUpdate) -> None:
         time.sleep(UPDATE_S)

@@ -64,7 +64,7 @@ def train(block: Block) -> tuple[Record, dict[str, Any]]:
     with spacious_slabs(), closing_engine(CASE, block) as engine:
         executor: Executor | None = None
         if block is not None:
-            executor = engine.optimizer._assembly.executor
+            executor = engine.optimizer._running.executor
             state_addresses[:] = addresses_of_states(engine)
         for epoch in range(EPOCHS):
             found["mapped in the parent"].append(num_mapped())
@@ -85,8 +85,10 @@ def train(block: Block) -> tuple[Record, dict[str, Any]]:
 
 
 def addresses_of_states(engine: Any) -> list[int]:
-    states = engine.optimizer._assembly.states
-    return [tensor.data_ptr() for state in states for tensor in (state.master, state.exp_avg, state.exp_avg_sq)]
+    sub_groups = engine.optimizer._running.memory.sub_groups
+    return [
+        tensor.data_ptr() for tensors in sub_groups for tensor in (tensors.master, tensors.exp_avg, tensors.exp_avg_sq)
+    ]
 
 
 def end_with_num_mapped(end: Callable[[int], Any]) -> Callable[[], int]:
@@ -160,7 +162,9 @@ def collect_engine_without_destroy() -> dict[str, Any]:
     parameter_offload.FWD_MODULE_STACK.clear()
     registered = len(addresses), list(calls)
     del engine, hook
-    gc.collect()
+    # A view keeps the tensor that it is a view of until the view itself is collected.
+    while gc.collect():
+        pass
     return {"registered": registered, "calls": calls, "mapped": is_mapped(addresses[0])}
 
 

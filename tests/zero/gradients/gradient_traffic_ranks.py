@@ -71,7 +71,7 @@ def traffic(recorder: Recorder | None, block: dict[str, Any], accumulation: int)
             "longest": max(param.partition_numel() for group in optimizer.fp16_groups for param in group),
             **asdict(optimizer._gradients.traffic),
             "steps": case.steps,
-            "numels": [sub_group.numel for sub_group in optimizer.plan.workload.sub_groups],
+            "numels": [sub_group.numel for sub_group in optimizer.plan.workload.units],
             "numel": {placement.value: optimizer.plan.numel(placement) for placement in Placement},
             "parameters": sum(len(group) for group in optimizer.fp16_groups),
             "element_bytes": optimizer.gradient_accumulation_dtype.itemsize,

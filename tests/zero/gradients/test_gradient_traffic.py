@@ -10,7 +10,8 @@ from collections import Counter
 from typing import Any
 
 from deep_opt_states.config import Config, parse_config
-from perf_model.prediction.memory import MemoryKind, reserved_by_the_runtime
+from perf_model.prediction.memory import MemoryKind, TrainingSetup, reserved_by_the_runtime
+from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.workload import Workload
 from tests.launch import run_ranks
 
@@ -25,7 +26,7 @@ def test_gradients_cross_pcie_only_as_often_as_their_placement_requires() -> Non
     (finished,) = run_ranks(1, ["-m", "tests.zero.gradients.gradient_traffic_ranks", json.dumps(CASES)], timeout_s=200)
     assert finished.returncode == 0, finished.output[-4000:]
     for case, found in zip(CASES, finished.answers(), strict=True):
-        # The recording accelerator keeps no sums over micro-batches if it updates no sub-group.
+        # The recording accelerator keeps no sums over micro-batches if it updates no unit.
         check_traffic(*case, found, sums_stay=case[0] != CPU)
         check_memory(*case, found)
 
@@ -54,9 +55,13 @@ def check_memory(block: dict[str, Any], accumulation: int, found: dict[str, Any]
     config = parse_config({"deep_optimizer_states": block})
     assert isinstance(config, Config)
     plan = config.plan(Workload.from_numels(found["numels"]))
-    declared = reserved_by_the_runtime(
-        plan, found["element_bytes"], accumulates=accumulation > 1, longest_partition_numel=found["longest"]
+    width = found["element_bytes"]
+    setup = TrainingSetup(
+        widths=Widths(param=width, grad=width),
+        accumulates=accumulation > 1,
+        longest_partition_numel=found["longest"],
     )
+    declared = reserved_by_the_runtime(plan, setup)
     expected: Counter[int] = Counter()
     for reservation in declared:
         if reservation.kind is MemoryKind.ACCELERATOR:

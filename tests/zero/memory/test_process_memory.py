@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from deep_opt_states.config import Config, parse_config
-from perf_model.prediction.memory import Reservation, reserved_by_stock, reserved_by_the_runtime
+from perf_model.prediction.memory import Reservation, TrainingSetup, reserved_by_stock, reserved_by_the_runtime
+from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
 from tests.launch import run_ranks
@@ -56,7 +57,7 @@ def test_the_predicted_memory_is_reserved_and_used_by_the_process(name: str, sto
     ours = trained(json.dumps(BLOCKS[name]))
     plan = planned(BLOCKS[name], ours["numels"])
     assert len(plan.placements) == 6
-    predicted = reserved_by_the_runtime(plan, param_bytes=2, accumulates=False, publishes=False)
+    predicted = reserved_by_the_runtime(plan, TrainingSetup(widths=Widths(param=2, grad=2, publishes=False)))
     reserved = Counter((kind, each_bytes) for kind, each_bytes in map(tuple, ours["reserved"]))
     expected: Counter[tuple[str, int]] = Counter()
     for item in predicted:

@@ -123,7 +123,7 @@ def timed(block: Block) -> dict[str, Any]:
 
 @contextmanager
 def slow_updates() -> Any:
-    """Delay every sub-group's CPU update, so that a timer that does not cover the updates is noticed."""
+    """Delay every unit's CPU update, so that a timer that does not cover the updates is noticed."""
     cpu_step = Actions._cpu_step
 
     def slow(self: Actions, action: Action) -> None:

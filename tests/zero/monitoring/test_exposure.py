@@ -38,7 +38,7 @@ def test_a_wait_through_the_gathering_stream_counts_like_a_direct_one(ahead: int
 
 
 def test_each_exposed_span_lies_where_the_model_waited() -> None:
-    """Check the spans: a sub-group takes 0.3 s over the link and a module 0.1 s, so forward waits 0.2 s before each."""
+    """Check the spans: a unit takes 0.3 s over the link and a module 0.1 s, so forward waits 0.2 s before each."""
     iteration = run_iteration(Durations(prefetch_s=0.3, forward_s=[0.1] * 3), ahead=1)
     waits = [span for span in iteration.phases if span.phase is Phase.EXPOSED and span.end_s > span.start_s]
     assert start_and_end_times(waits) == pytest.approx([0.0, 0.3, 0.4, 0.6, 0.7, 0.9])

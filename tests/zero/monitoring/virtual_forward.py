@@ -32,15 +32,15 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
 from tests.profiler.virtual import VirtualDevice, VirtualStream
 from tests.runtime.plain_adam import PlainAdam, adam_step
-from tests.runtime.random_states import fill_gradients, make_states
+from tests.runtime.random_states import fill_gradients, make_states, place
 
 NUMEL = 8
-"""The number of elements in each module's only parameter, which forms one sub-group."""
+"""The number of elements in each module's only parameter, which forms one unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """Seconds on the streams: each module's forward; all copies of one sub-group in one direction, its update and its
+    """Seconds on the streams: each module's forward; all copies of one unit in one direction, its update and its
     all-gather. The host takes no time."""
 
     forward_s: Sequence[float]
@@ -153,21 +153,24 @@ class VirtualTraining:
         plan = UpdatePlan(workload=workload, placements=(Placement.STREAMED,) * count, num_slots=num_slots)
         device = self._device = VirtualDevice()
         self._states = make_states([NUMEL] * count, torch.bfloat16)
+        place(self._states, plan.schedule, device)
         self._executor = Executor(
             plan.schedule, self._states, device, PlainAdam(), GpuAdam(device, durations.gpu_step_s)
         )
-        # The states of a sub-group take three copies. Stream 0 is the caller's and copies nothing.
+        # The states of a unit take three copies. Stream 0 is the caller's and copies nothing.
         lanes = [lane for lane in Lane if lane is not Lane.CPU]
         each_s = {Lane.H2D: durations.prefetch_s / 3, Lane.D2H: durations.flush_s / 3}
         self._copy_s = [0.0, *(each_s.get(lane, 0.0) for lane in lanes)]
         self.reported: list[tuple[tuple[PhaseSpan, ...], Timeline]] = []
         self.exposure = Exposure(device, max_intervals=100)
-        with mock.patch.object(update_module, "FailureAgreement"):
+        with mock.patch.object(update_module, "StepAgreement"):
             self._update = Update(self._executor, self.exposure, defers=True, on_finished=self._append_report)
         self._modules = [self._module(index) for index in range(count)]
         root = torch.nn.Sequential(*self._modules)
         self._coordinator = FakeCoordinator(device, self._modules, ahead, one_by_one)
-        self._gathers = Gathers(root, self._coordinator, self._update, {index: index for index in range(count)})
+        ranges = {index: (index, 0, NUMEL) for index in range(count)}
+        running: Any = SimpleNamespace(plan=plan)
+        self._gathers = Gathers(root, self._coordinator, self._update, ranges, running)
 
     @classmethod
     @contextmanager

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CPU = {"placement": "cpu"}
-STREAMED = {"placement": "streamed"}
+STREAMED = {"placement": "streamed", "unit_size": 300}
 STREAMED_ONE_SLOT = {"placement": "streamed", "num_slots": 1}
 STREAMED_MANY_SLOTS = {"placement": "streamed", "num_slots": 64}
-STRIDE_2 = {"placement": "stride", "update_stride": 2}
-STRIDE_3 = {"placement": "stride", "update_stride": 3, "num_slots": 3}
+STRIDE_2 = {"placement": "stride", "update_stride": 2, "unit_size": 700}
+STRIDE_3 = {"placement": "stride", "update_stride": 3, "num_slots": 3, "unit_size": 500}
 STRIDE_BEYOND = {"placement": "stride", "update_stride": 1000}
 FRACTION = {"placement": "fraction", "gpu_fraction": 0.4}
 

@@ -22,7 +22,31 @@ from tests.zero.parity.case import (
 BASE_GROUP = ParamGroup()
 DECAYING_GROUP = ParamGroup(lr=1e-3, weight_decay=0.2)
 OTHER_BETAS_GROUP = ParamGroup(lr=2e-3, betas=(0.8, 0.95), weight_decay=0.0)
-OFFLOADED_MIX = {"placement": ["resident", "streamed", "cpu", "streamed", "resident"], "num_slots": 1}
+OFFLOADED_MIX = {
+    "placement": ["resident", "streamed", "cpu", "streamed", "resident"],
+    "num_slots": 1,
+    "unit_size": 600,
+}
+RULES = {
+    "placement": [
+        {"match": "layers.0.*", "states": "resident"},
+        {"match": ["*.bias", "layers.3.*"], "states": "cpu"},
+        {"match": "layers.[12].weight", "states": "streamed"},
+    ],
+    "unit_size": 600,
+}
+OTHER_RULES = {
+    "placement": [
+        {"match": "layers.1.weight", "states": "cpu"},
+        {"match": "*.weight", "states": "resident"},
+        {"match": "*", "states": "streamed"},
+    ],
+    "unit_size": 1500,
+    "num_slots": 1,
+}
+PLANNED_REST = {"placement": [{"match": "layers.0.*", "states": "resident"}, {"match": "*.2.*", "states": "streamed"}]}
+"""Rules by name; the last ones leave layers to the planner."""
+
 INF, NAN = float("inf"), float("nan")
 
 CASES = (
@@ -53,7 +77,7 @@ CASES = (
     Case(
         name="residents, clipping, reload in process",
         blocks=(
-            {"placement": ["streamed", "resident", "cpu", "resident", "streamed"], "num_slots": 1},
+            {"placement": ["streamed", "resident", "cpu", "resident", "streamed"], "num_slots": 1, "unit_size": 400},
             {"placement": ["resident"] * 5, **WITHOUT_BACKWARD_OVERLAP},
         ),
         steps=20,
@@ -66,6 +90,38 @@ CASES = (
         world_size=2,
         dtype="fp16",
         poisoned={1: 1e6},
+        resume=True,
+    ),
+    Case(
+        name="rules by name, reload in process",
+        blocks=(RULES, {**OTHER_RULES, **SERIAL}, PLANNED_REST),
+        steps=12,
+        reload=(5, 7),
+        clip=0.5,
+    ),
+    Case(
+        name="rules by name, one sub-group, two groups, fp32, resume",
+        blocks=(OTHER_RULES, PLANNED_REST),
+        dtype="fp32",
+        groups=(BASE_GROUP, DECAYING_GROUP),
+        sub_group_size=10**9,
+        resume=True,
+    ),
+    Case(
+        name="2 ranks, rules by name, fp16, accumulation 2",
+        blocks=(RULES, OTHER_RULES, PLANNED_REST),
+        world_size=2,
+        dtype="fp16",
+        accumulation=2,
+        clip=0.5,
+        poisoned={1: 1e6},
+    ),
+    Case(
+        name="2 ranks, rules by name, offloaded parameters, resume",
+        blocks=(RULES, OTHER_RULES),
+        world_size=2,
+        offload_param=True,
+        clip=0.5,
         resume=True,
     ),
     Case(name="one sub-group", blocks=(CPU, STREAMED, STRIDE_2), sub_group_size=10**9),

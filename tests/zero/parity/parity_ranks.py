@@ -6,24 +6,18 @@ DeepSpeed takes longer than most cases.
 
 from __future__ import annotations
 
-import json
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
 from tests.zero.parity.case import Case
+from tests.zero.parity.case_runs import Result, write_results
 from tests.zero.parity.cases import CASES, DEPARTURES
 from tests.zero.parity.naive_rewrites import NAIVE, applied
 from tests.zero.parity.training import Record, differences, run_resumed, run_variant
 from tests.zero.process_group import process_group
-
-Result = dict[str, Any]
 
 
 def same_as_stock(case: Case) -> Result:
@@ -63,8 +57,6 @@ def result(stock: Record, variants: dict[str, Record]) -> Result:
 
 
 def main(path: str) -> None:
-    # DeepSpeed's CPU accelerator returns False on some CPUs, but trains fp16 on all of them.
-    get_accelerator().is_fp16_supported = lambda: True
     world_size = dist.get_world_size()
     work: dict[str, Callable[[], Result]] = {}
     for case in (case for case in CASES if case.world_size == world_size):
@@ -74,15 +66,7 @@ def main(path: str) -> None:
     world_sizes = {case.name: case.world_size for case in (*CASES, *DEPARTURES)}
     for name in (name for name in NAIVE if world_sizes[NAIVE[name][0]] == world_size):
         work[name] = lambda name=name: naive(name)
-    results = {}
-    for name, train in work.items():
-        try:
-            results[name] = train()
-        except Exception:  # noqa: BLE001 (reported by the test)
-            # The collectives of the ranks no longer match, so that a later case could wait for ever.
-            results[name] = {"error": traceback.format_exc()}
-            break
-    Path(f"{path}.{dist.get_rank()}").write_text(json.dumps(results))
+    write_results(work, path)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Check that sub-groups are updated in the order in which forward uses them, once DeepSpeed has recorded it."""
+"""Check that units are updated in the order in which forward uses them, once DeepSpeed has recorded it."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Record:
     deferred: int = 0
     """The number of forwards that began while an update was in flight."""
     published: set[int] = field(default_factory=set)
-    """The sub-groups that forward waited for in these cases."""
+    """The units that forward waited for then."""
 
 
 def make_engine(case: Case, block: Block) -> Any:
@@ -135,7 +135,7 @@ def train(engine: Any, case: Case, folder: Path) -> Record:
 
 @contextmanager
 def recorded_forward(optimizer: Any, record: Record) -> Iterator[None]:
-    """Record whether an update is in flight when the forward inside begins, and which sub-groups it waits for."""
+    """Record whether an update is in flight when the forward inside begins, and which units it waits for."""
     update = getattr(optimizer, "_update", None)
     if update is None or not update._executor.pending:
         yield
@@ -144,10 +144,10 @@ def recorded_forward(optimizer: Any, record: Record) -> Iterator[None]:
     executor = update._executor
     publish = executor.publish
 
-    def recorded_publish(sub_group: int) -> None:
+    def recorded_publish(unit: int) -> None:
         if executor.pending:
-            record.published.add(sub_group)
-        publish(sub_group)
+            record.published.add(unit)
+        publish(unit)
 
     with mock.patch.object(executor, "publish", recorded_publish):
         yield
@@ -174,7 +174,7 @@ def collect(optimizer: Any, record: Record) -> None:
             # Stock does not initialize the padding after the last rank's partition.
             real = max(0, min(numel, param.ds_numel - rank * numel))
             for kind, tensor in flat.items():
-                # The states of a resident sub-group are on the accelerator, those of stock are on the host.
+                # The 16-bit parameters are on the accelerator.
                 record.tensors[f"{kind} of {param.ds_id - first}"] = tensor[offset : offset + real].cpu().clone()
             record.tensors[f"ds_tensor of {param.ds_id - first}"] = param.ds_tensor.data[:real].cpu().clone()
             offset += numel

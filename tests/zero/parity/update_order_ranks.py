@@ -1,7 +1,7 @@
-"""Train param groups whose sub-groups are not in the order of forward. Every rank prints two answers.
+"""Train param groups whose units are not in the order of forward. Every rank prints two answers.
 
-The first answer is with overlap in forward, the second without. Each has the order of the sub-groups in every schedule
-that the executor used.
+The first answer is with overlap in forward, the second without. Each has the order of the units in every schedule that
+the executor used.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def main(overlap: bool) -> None:
         sub_group_size=1000,
     )
     published: list[list[int]] = []
-    set_schedule = Executor.set_schedule
+    adopt = Executor._adopt
 
-    def recorded_set_schedule(self: Executor, schedule: Schedule) -> None:
+    def recorded_adopt(self: Executor, schedule: Schedule) -> None:
         kinds = ("PUBLISH", "GPU_STEP")
-        published.append([action.sub_group for action in schedule.actions if action.kind.value in kinds])
-        set_schedule(self, schedule)
+        published.append([action.unit for action in schedule.actions if action.kind.value in kinds])
+        adopt(self, schedule)
 
     expected = run_variant(case, None)
-    with mock.patch.object(Executor, "set_schedule", recorded_set_schedule):
+    with mock.patch.object(Executor, "_adopt", recorded_adopt):
         found = run_variant(case, block)
     result: dict[str, Any] = {"differences": differences(expected, found), "published": published}
     answer(result)

@@ -7,8 +7,10 @@ from collections.abc import Collection
 import pytest
 import torch
 
+from deep_opt_states.config import Config
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.kernels.adam import AdamKernel
+from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.zero.start import devices
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.refusals import Unsupported
@@ -60,22 +62,34 @@ def test_without_a_gpu_kernel_only_cpu_placement_is_accepted() -> None:
 
 
 @pytest.mark.usefixtures("gpu_kernel")
-def test_states_may_use_a_tenth_of_the_gpu_unless_the_config_gives_a_budget() -> None:
-    assert CUDA.memory_for_states_bytes(None) == 8 * 10**9
-    assert CUDA.memory_for_states_bytes(2.5) == 25 * 10**8
-    assert CUDA.memory_for_states_bytes(0) == 0
-    assert HOST.memory_for_states_bytes(2.5) == 0
+@pytest.mark.parametrize(("gpu_memory_gb", "start_bytes"), [(None, 0), (2.5, 25 * 10**8), (0, 0)])
+def test_the_planner_starts_without_gpu_memory_unless_the_config_gives_a_budget(
+    gpu_memory_gb: float | None, start_bytes: int
+) -> None:
+    config = Config(gpu_memory_gb=gpu_memory_gb)
+    budget = CUDA.gpu_budget(config)
+    assert budget is not None
+    assert budget.bytes == start_bytes
+    for _ in range(10):
+        budget.observe(60 * 10**9, alloc_retries=0, held_bytes=budget.bytes)
+    # Without a limit of the user, the budget grows to what is free, less the margin.
+    assert budget.bytes == (58 * 10**9 if gpu_memory_gb is None else start_bytes)
+    assert HOST.gpu_budget(config) is None
 
 
+@pytest.mark.usefixtures("gpu_kernel")
 def test_sums_over_micro_batches_stay_on_the_gpu_if_they_fit_next_to_the_states() -> None:
     all_gradients = accelerator_bytes_with_all_gradients(ON_CPU, 4)
     with_states = accelerator_bytes_with_all_gradients(MIXED, 4)
     assert 0 < all_gradients < with_states
     for plan, needed in ((ON_CPU, all_gradients), (MIXED, with_states)):
-        assert CUDA.fits_accumulators(plan, 4, needed / 1e9)
-        assert not CUDA.fits_accumulators(plan, 4, (needed - 1) / 1e9)
-    assert HOST.fits_accumulators(MIXED, 4, 0)
-    assert not HOST.fits_accumulators(ON_CPU, 4, 10)
+        assert CUDA.fits_accumulators(plan, 4, GpuBudget(start_bytes=needed, margin_bytes=0, fills=False))
+        assert not CUDA.fits_accumulators(plan, 4, GpuBudget(start_bytes=needed - 1, margin_bytes=0, fills=False))
+        # Where the config gives the placements, a tenth of the GPU may be used.
+        assert CUDA.fits_accumulators(plan, 4, None)
+        assert not CUDA.fits_accumulators(plan, 10**9, None)
+    assert HOST.fits_accumulators(MIXED, 4, None)
+    assert not HOST.fits_accumulators(ON_CPU, 4, None)
 
 
 @pytest.mark.usefixtures("no_gpu_kernel")
@@ -87,8 +101,13 @@ def test_the_reason_is_given_if_only_the_cpu_updates(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("no_gpu_kernel")
-def test_without_a_gpu_kernel_the_budget_of_gpu_memory_is_zero() -> None:
-    assert CUDA.memory_for_states_bytes(None) == CUDA.memory_for_states_bytes(2.5) == 0
+def test_without_a_gpu_kernel_the_planner_never_uses_gpu_memory() -> None:
+    for config in (Config(), Config(gpu_memory_gb=2.5)):
+        budget = CUDA.gpu_budget(config)
+        assert budget is not None
+        for _ in range(10):
+            assert budget.bytes == 0
+            budget.observe(10**10, 0, 0)
 
 
 class Optimizer:
@@ -109,15 +128,21 @@ class RecordingAdam(PlainAdam):
         self.compiled_for = dtypes
 
 
-def test_a_gpu_kernel_is_made_only_if_the_gpu_updates_a_sub_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_kernel_is_made_only_if_the_gpu_may_update_a_unit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(devices, "gpu_adam", RecordingAdam)
+    monkeypatch.setattr(devices, "_no_gpu_adam", lambda: "")
     host_adam: AdamKernel = PlainAdam()
 
-    def kernel(choice: AcceleratorChoice, update_plan: UpdatePlan) -> AdamKernel | None:
-        return choice.device_adam(update_plan, host_adam, Optimizer(), torch.bfloat16, torch.bfloat16)
+    def kernel(
+        choice: AcceleratorChoice, update_plan: UpdatePlan, budget: GpuBudget | None = None
+    ) -> AdamKernel | None:
+        return choice.device_adam(update_plan, budget, host_adam, Optimizer(), torch.bfloat16, torch.bfloat16)
 
     assert kernel(HOST, MIXED) is host_adam
     assert kernel(CUDA, ON_CPU) is None
+    assert kernel(CUDA, ON_CPU, GpuBudget(start_bytes=0, margin_bytes=0, fills=True)) is not None
     made = kernel(CUDA, MIXED)
     assert isinstance(made, RecordingAdam)
     assert made.made_with == ((0.8, 0.9), False)

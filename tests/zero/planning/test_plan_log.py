@@ -14,12 +14,16 @@ from deep_opt_states.host.cores import CoreShare
 from deep_opt_states.zero.start import devices, planning
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.planning import PlannedRun, make_plan
+from perf_model.prediction.memory import TrainingSetup
 from perf_model.schedule.host_layout import Widths
-from perf_model.schedule.workload import Workload
+from perf_model.schedule.workload import Partition
 from tests.model.profiles import profile
 
 CUDA = AcceleratorChoice(HostDevice(), slots_on_host=False)
-WORKLOAD = Workload.from_numels([1_000_000_000, 500_000_000])
+SUB_GROUPS = [[Partition("layers.0.weight", 1_000_000_000)], [Partition("layers.1.weight", 500_000_000)]]
+WHOLE = {"unit_size": 1_000_000_000}
+"""A setting with which each sub-group is one unit."""
+
 BF16, BF16_SUMMED_IN_FP32 = Widths(param=2, grad=2), Widths(param=2, grad=4)
 
 
@@ -34,26 +38,35 @@ def one_rank_with_a_gpu_of_80_gb(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(widths: Widths = BF16, **block: Any) -> PlannedRun:
-    return make_plan(Config(**block), WORKLOAD, CUDA, widths, CoreShare(threads=1, reason="a test"))
+    setup = TrainingSetup(widths=widths, accumulates=True)
+    config, share = Config(**block), CoreShare(threads=1, reason="a test")
+    return make_plan(config, SUB_GROUPS, setup, CUDA, CUDA.gpu_budget(config), share)
 
 
 @pytest.mark.parametrize(
     ("widths", "gpu_memory_gb", "budget", "gradients", "needed", "size"),
     [
-        (BF16, None, "8.0 GB", "3.0 GB", "9.1", 200_000_000),
+        (BF16, 8.0, "8.0 GB", "3.0 GB", "9.1", 200_000_000),
         (BF16_SUMMED_IN_FP32, 10.0, "10.0 GB", "6.0 GB", "12.1", 100_000_000),
     ],
 )
 def test_the_reason_states_the_budget_that_the_user_has_set(
-    widths: Widths, gpu_memory_gb: float | None, budget: str, gradients: str, needed: str, size: int
+    widths: Widths, gpu_memory_gb: float, budget: str, gradients: str, needed: str, size: int
 ) -> None:
-    found = planned(widths, gpu_memory_gb=gpu_memory_gb)
+    found = planned(widths, gpu_memory_gb=gpu_memory_gb, **WHOLE)
     reason = (
         f"Nothing is streamed: the budget of {budget} of GPU memory cannot hold a slot of 6.0 GB in addition to "
-        f'{gradients} of gradients. Set "gpu_memory_gb" to at least {needed}, or "sub_group_size" to {size}.'
+        f'{gradients} of gradients. Set "gpu_memory_gb" to at least {needed}, or "unit_size" to {size}.'
     )
     assert found.at_start().splitlines() == [str(found.plan), reason]
-    assert found.at_end(widths).splitlines()[-1].strip() == reason
+    assert found.at_end(found.plan, widths).splitlines()[-1].strip() == reason
+
+
+def test_without_a_budget_the_reason_is_that_free_memory_is_not_known_yet() -> None:
+    _, reason = planned().at_start().splitlines()
+    assert reason == (
+        "Nothing is streamed: the planner uses no GPU memory until the first steps have shown how much is free."
+    )
 
 
 def test_a_missing_gpu_kernel_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,23 +76,27 @@ def test_a_missing_gpu_kernel_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_no_reason_is_logged_if_something_is_streamed_or_the_config_decides() -> None:
-    for found in (planned(gpu_memory_gb=10.0), planned(placement="cpu", profile="p.json")):
+    for found in (
+        planned(gpu_memory_gb=8.0),
+        planned(gpu_memory_gb=10.0, **WHOLE),
+        planned(placement="cpu", profile="p.json"),
+    ):
         assert found.at_start() == str(found.plan)
-        assert "Nothing is streamed" not in found.at_end(BF16)
+        assert "Nothing is streamed" not in found.at_end(found.plan, BF16)
 
 
 def test_the_memory_of_each_placement_is_logged() -> None:
-    found = planned(placement=["streamed", "cpu"], num_slots=1)
-    assert found.at_end(BF16).splitlines() == [
+    found = planned(placement=["streamed", "cpu"], num_slots=1, **WHOLE)
+    assert found.at_end(found.plan, BF16).splitlines() == [
         "planned for rank 0:",
-        "  cpu: 1 sub-group, 500,000,000 parameters, 8.00 GB of host memory",
-        "  streamed: 1 sub-group, 1,000,000,000 parameters, 12.0 GB of host memory, on the accelerator 1 slot of "
+        "  cpu: 1 unit, 500,000,000 parameters, 8.00 GB of host memory",
+        "  streamed: 1 unit, 1,000,000,000 parameters, 16.0 GB of host memory, on the accelerator 1 slot of "
         "12.0 GB and 2.00 GB of gradients",
     ]
-    found = planned(placement=["resident", "streamed"])
-    assert found.at_end(BF16_SUMMED_IN_FP32).splitlines()[1:] == [
-        "  streamed: 1 sub-group, 500,000,000 parameters, 6.00 GB of host memory, on the accelerator 1 slot of 6.00 GB "
+    found = planned(placement=["resident", "streamed"], **WHOLE)
+    assert found.at_end(found.plan, BF16_SUMMED_IN_FP32).splitlines()[1:] == [
+        "  streamed: 1 unit, 500,000,000 parameters, 9.00 GB of host memory, on the accelerator 1 slot of 6.00 GB "
         "and 2.00 GB of gradients",
-        "  resident: 1 sub-group, 1,000,000,000 parameters, on the accelerator 12.0 GB of states and 4.00 GB of "
-        "gradients",
+        "  resident: 1 unit, 1,000,000,000 parameters, 18.0 GB of host memory, on the accelerator 12.0 GB of states "
+        "and 4.00 GB of gradients",
     ]

@@ -5,34 +5,42 @@ from __future__ import annotations
 import torch
 
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
+from perf_model.schedule.placement import Placement
 from tests.zero.race_detector.detector import Recorder
+
+STATES = ("master", "exp_avg", "exp_avg_sq")
 
 
 def name_memories(recorder: Recorder, optimizer: DeepOptimizerStates_Stage3) -> None:
-    """Name the states, the slots, the gradient buffers and the buckets of ``optimizer``."""
+    """Name the states, the slots, the gradient buffers and the buckets of ``optimizer``.
+
+    Memory in the slab has the name of its sub-group, and memory on the accelerator that of its unit. Call this again
+    after units have moved.
+    """
 
     def name(tensor: torch.Tensor, words: str) -> None:
         recorder.memory(tensor).name = words
 
-    for index, state in enumerate(optimizer._assembly.states):
-        for attribute, words in {
-            "master": "master",
-            "exp_avg": "exp_avg",
-            "exp_avg_sq": "exp_avg_sq",
-            "grad": "gradient",
-            "rounded": "rounded copy",
-        }.items():
-            # Only sub-groups that the CPU updates have a rounded copy.
-            if (tensor := getattr(state, attribute)) is not None:
-                name(tensor, f"{words} of sub-group {index}")
-        name(state.param, "16-bit parameters")
-    for slot in optimizer._assembly.executor._actions._slot_of.values():
-        for attribute in ("master", "exp_avg", "exp_avg_sq"):
+    memory, executor = optimizer._running.memory, optimizer._running.executor
+    for index, tensors in enumerate(memory.sub_groups):
+        for attribute in STATES:
+            name(getattr(tensors, attribute), f"{attribute} of sub-group {index}")
+        name(tensors.grad, f"gradient of sub-group {index}")
+        # An fp32 model has no rounded parameters: its parameters are copied from the masters.
+        if tensors.rounded is not None:
+            name(tensors.rounded, f"rounded copy of sub-group {index}")
+    for index, unit in enumerate(memory.units):
+        if unit.placement is not Placement.CPU:
+            name(unit.grad, f"gradient of unit {index}")
+        if unit.resident is not None:
+            for attribute in STATES:
+                name(getattr(unit.resident.states, attribute), f"resident {attribute} of unit {index}")
+        name(unit.param, "16-bit parameters")
+    for slot in executor._actions._slot_of.values():
+        for attribute in STATES:
             name(getattr(slot, attribute), f"slot, {attribute}")
-    early_update = optimizer._assembly.executor._early_update
-    for tensor, words in ((early_update._grads, "gradients"), (early_update._rounded, "rounded copy")):
-        if tensor is not None:
-            name(tensor, f"{words} of early ranges")
+    if (grads := executor._early_update._grads) is not None:
+        name(grads, "gradients of early ranges")
     if (staging := optimizer._gradients._staging) is not None:
         for buffer in staging._buffers:
             name(buffer, "staging buffer")

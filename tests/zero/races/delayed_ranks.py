@@ -123,7 +123,7 @@ def logged_prefetches(log: list[str]) -> Iterator[None]:
         yield
 
 
-def worker_is_busy(self: Executor, sub_group: int) -> bool:
+def worker_is_busy(self: Executor, unit: int) -> bool:
     """Return whether the worker has not finished: a naive ``may_block``, since the ranks' workers differ in speed."""
     return not all(future.done() for future in self._updated.values())
 
@@ -149,7 +149,7 @@ def one_rank_reads_states() -> Iterator[None]:
 
 
 def main(seeds: list[int]) -> None:
-    # There are several sub-groups of each placement, and the prefetch reaches over some of them.
+    # There are several units of each placement, and the prefetch reaches over some of them.
     block = {"placement": ["cpu", "streamed", "cpu", "cpu", "resident", "streamed", "cpu", "cpu"], "num_slots": 1}
     case = Case(
         name="delayed",

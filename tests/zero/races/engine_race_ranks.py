@@ -7,9 +7,11 @@ Arguments: ``cases``, ``faults``, or random cases, each a seed with the names of
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import cycle
 from operator import attrgetter
 from typing import Any
@@ -18,12 +20,11 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from tests.launch import answer
-from tests.zero.memory.emulated_headroom import FREE_BYTES, varying_headroom
+from tests.zero.moves.random_plans import random_moves
 from tests.zero.parity.case import (
     CPU,
     SERIAL,
     STREAMED,
-    STREAMED_ONE_SLOT,
     STRIDE_2,
     WITHOUT_BACKWARD_OVERLAP,
     WITHOUT_FORWARD_OVERLAP,
@@ -118,6 +119,15 @@ def run_case(case: Case, blocks: tuple[Block, ...], reference: Block, context: S
         answer_on_rank_0(result)
 
 
+def measure_profile() -> None:
+    """Create an engine that plans, and is not recorded, so that recorded engines find its profile in the cache.
+
+    The probes of the profile use threads whose order is not recorded.
+    """
+    with closing_engine(next(short_cases()), {}):
+        pass
+
+
 def run_fault(fault: Fault) -> None:
     findings = record(fault.case, fault.block, combined(fault.script, fault.seeded)()).recorder.findings
     answer_on_rank_0({"fault": fault.name, "shown": sum(map(fault.is_shown_by, findings))})
@@ -147,8 +157,11 @@ def run_cases() -> None:
         zero={**first.zero, "stage3_max_reuse_distance": 0},
     )
     run_case(between, (STREAMED,), reference=None, context=before_each_backward(write_partitions))
-    growing = replace(first, name="slots are added and removed again", blocks=(), steps=len(FREE_BYTES) + 1)
-    run_case(growing, (STREAMED_ONE_SLOT,), reference=STREAMED_ONE_SLOT, context=varying_headroom)
+    moved: Counter[str] = Counter()
+    for number, block in enumerate(({**CPU, **WITHOUT_BACKWARD_OVERLAP}, STRIDE_2)):
+        moving = replace(first, name=f"units move between steps, {number}", blocks=(), steps=MAX_STEPS)
+        run_case(moving, (block,), reference=None, context=partial(random_moves, number, moved, 1.0))
+    answer_on_rank_0({"moved": dict(moved)})
     for case in filter(attrgetter("offload_param"), short_cases()):
         run_case(case, (OFFLOADED_MIX,), reference=None)
     for overlap_comm in (True, False):
@@ -178,6 +191,7 @@ def run_cases() -> None:
 def main(arguments: list[str]) -> None:
     # DeepSpeed's CPU accelerator returns False on some CPUs, but trains fp16 on all of them.
     get_accelerator().is_fp16_supported = lambda: True
+    measure_profile()
     if arguments == ["cases"]:
         run_cases()
     elif arguments == ["faults"]:

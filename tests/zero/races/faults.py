@@ -20,7 +20,8 @@ from deep_opt_states.zero.step.buckets import Buckets
 from deep_opt_states.zero.step.gathers import Gathers
 from deep_opt_states.zero.step.gradients import Gradients
 from perf_model.schedule.action import ActionKind
-from tests.zero.memory.emulated_headroom import FREE_BYTES, varying_headroom
+from perf_model.schedule.placement import Placement
+from tests.zero.moves.random_plans import moves_in_turn
 from tests.zero.parity.case import CPU, STREAMED, STREAMED_MANY_SLOTS, STREAMED_ONE_SLOT, WITHOUT_BACKWARD_OVERLAP, Case
 from tests.zero.race_detector.accelerator import RecordedStream
 from tests.zero.race_detector.collectives import Handle
@@ -29,14 +30,18 @@ from tests.zero.races.missing_order import (
     actions_do_not_wait,
     backward_does_not_wait,
     combined,
+    compute_does_not_wait_for_the_load,
     do_nothing,
     does_not_wait_for_gradients,
     does_not_wait_for_the_worker,
+    does_not_wait_for_the_write_back,
     early_update_with,
     forward_does_not_wait,
+    gathers_keep_their_first_units,
     on_an_unawaited_stream,
     patched,
     readers_do_not_wait,
+    resident_states_with,
     update_does_not_wait_for_its_streams,
     update_does_not_wait_for_its_streams_from_the_fourth_step_on,
     wait_without_ordering,
@@ -271,7 +276,7 @@ FAULTS = (
         name="the publication of the early ranges does not wait for the worker",
         seeded=lambda: early_update_with(does_not_wait_for_the_worker),
         block=STREAMED,
-        expected=(UNORDERED, "rounded copy of early ranges", "fused Adam in early_update.py", "copy"),
+        expected=(UNORDERED, "rounded copy of sub-group", "fused Adam in early_update.py", "copy"),
     ),
     # No update is in flight during backward.
     Fault(
@@ -303,7 +308,7 @@ FAULTS = (
         name="neither forward nor backward waits for GPU_STEP, which reads the gradients that backward accumulates",
         seeded=combined(patched(Executor, "publish", do_nothing), backward_does_not_wait),
         block=STREAMED,
-        expected=(UNORDERED, "gradient of sub-group", "_add", "_gpu_step"),
+        expected=(UNORDERED, "gradient of unit", "_add", "_gpu_step"),
     ),
     # No reader of states or parameters sees an update in flight.
     Fault(
@@ -425,9 +430,8 @@ FAULTS = (
     Fault(
         name="PREFETCH into a new slot does not wait for the stream that used its memory",
         seeded=patched(Executor, "_lanes_wait_for_caller", do_nothing),
-        script=varying_headroom,
+        script=moves_in_turn((Placement.STREAMED, 300), (Placement.STREAMED, 700)),
         block=STREAMED_ONE_SLOT,
-        steps=len(FREE_BYTES) + 1,
         expected=(UNORDERED, "state.py", "write on default stream", "_prefetch"),
     ),
     Fault(
@@ -447,6 +451,50 @@ FAULTS = (
         seeded=actions_do_not_wait(ActionKind.FLUSH_STATES),
         block=STREAMED,
         expected=(UNORDERED, "slot, exp_avg_sq", "write on stream 4 by fused Adam", "_flush_states"),
+    ),
+    # Resident states are loaded before their first update, and written back before others read them.
+    Fault(
+        name="GPU_STEP does not wait until resident states are loaded",
+        seeded=lambda: resident_states_with(compute_does_not_wait_for_the_load),
+        block=RESIDENT,
+        # The update of the early ranges would wait, too.
+        zero=NO_PERSISTENT_PARAMETERS,
+        expected=(UNORDERED, "resident exp_avg_sq of unit", "load", "_gpu_step"),
+    ),
+    Fault(
+        name="the update of the early ranges does not wait until resident states are loaded",
+        seeded=lambda: resident_states_with(compute_does_not_wait_for_the_load),
+        block=RESIDENT,
+        expected=(UNORDERED, "resident master of unit", "load", "fused Adam in early_update.py"),
+    ),
+    Fault(
+        name="readers of masters do not wait until resident states are written back",
+        seeded=lambda: resident_states_with(does_not_wait_for_the_write_back),
+        script=after_each_step(read_masters),
+        block=RESIDENT,
+        expected=(UNORDERED, "master of sub-group", "write_back", "aten::sum in reads_between_steps.py"),
+    ),
+    # Units move between steps.
+    Fault(
+        name="a move does not wait until resident states are written back, which the CPU updates from then on",
+        # The executor waits for its streams, too, when it gets other units.
+        seeded=combined(
+            lambda: resident_states_with(does_not_wait_for_the_write_back), update_does_not_wait_for_its_streams
+        ),
+        script=moves_in_turn((Placement.RESIDENT, 10**9), (Placement.CPU, 300)),
+        block=RESIDENT,
+        steps=4,
+        # The update of the early ranges would wait, too.
+        zero=NO_PERSISTENT_PARAMETERS,
+        expected=(UNORDERED, "master of sub-group", "write_back", "_cpu_step"),
+    ),
+    Fault(
+        name="forward waits for the units that held the parameters before a move",
+        seeded=gathers_keep_their_first_units,
+        script=moves_in_turn((Placement.CPU, 10**9), (Placement.CPU, 300)),
+        block=CPU,
+        steps=5,
+        expected=(UNORDERED, "16-bit parameters", "_publish", "forward"),
     ),
     # Memory is used by another stream than the one that it was allocated on.
     Fault(

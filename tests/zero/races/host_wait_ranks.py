@@ -62,7 +62,7 @@ def host_waits(dtype: str, block: Block) -> dict[str, Any]:
 
         for phase in waits:
             patches.enter_context(mock.patch.object(engine, phase, recorded(phase)))
-        executor, report = engine.optimizer._assembly.executor, engine.optimizer.report
+        executor, report = engine.optimizer._running.executor, engine.optimizer.report
 
         def updated(*args: Any, reported: Callable[..., Any] = report.updated) -> None:
             if executor.pending:
@@ -76,7 +76,7 @@ def host_waits(dtype: str, block: Block) -> dict[str, Any]:
         return {
             "dtype": dtype,
             "block": block,
-            "sub-groups": len(placements),
+            "units": len(placements),
             "on the CPU": on_cpu,
             "left to issue when the last update is reported": left_to_issue,
             **waits,

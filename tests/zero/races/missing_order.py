@@ -14,7 +14,9 @@ from deepspeed.accelerator import get_accelerator
 from deep_opt_states.runtime import executor
 from deep_opt_states.runtime.early_update import EarlyUpdate
 from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.resident_states import ResidentStates
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
+from deep_opt_states.zero.step.gathers import Gathers
 from deep_opt_states.zero.step.readers import WaitsBeforeRead
 from deep_opt_states.zero.step.update import Update
 from perf_model.schedule.action import ActionKind
@@ -91,7 +93,7 @@ def actions_do_not_wait(kind: ActionKind) -> Callable[[], AbstractContextManager
 
         with (
             mock.patch.object(UpdatePlan, "schedule", property(schedule_without_waits)),
-            mock.patch.object(executor, "check"),
+            mock.patch.object(executor, "_check"),
         ):
             yield
 
@@ -100,6 +102,21 @@ def actions_do_not_wait(kind: ActionKind) -> Callable[[], AbstractContextManager
 
 forward_does_not_wait = combined(patched(Executor, "publish", do_nothing), patched(Executor, "advance", do_nothing))
 """A context in which forward neither waits for the update nor enqueues its actions."""
+
+
+@contextmanager
+def gathers_keep_their_first_units() -> Iterator[None]:
+    """Look up the units of a parameter in the first plan, even after another plan was adopted."""
+    units_of_plan = Gathers._units.fget  # type: ignore[attr-defined]
+    first: dict[int, dict[int, tuple[int, ...]]] = {}
+
+    def first_units(self: Gathers) -> dict[int, tuple[int, ...]]:
+        units = first.setdefault(id(self), units_of_plan(self))
+        count = len(self._running.plan.placements)
+        return {ds_id: tuple(unit for unit in held_by if unit < count) for ds_id, held_by in units.items()}
+
+    with mock.patch.object(Gathers, "_units", property(first_units)):
+        yield
 
 
 def backward_does_not_wait() -> AbstractContextManager[object]:
@@ -114,9 +131,9 @@ def backward_does_not_wait() -> AbstractContextManager[object]:
 _wait = Update.wait
 
 
-def _wait_unless_on_all_ranks(update: Update, *, on_all_ranks: bool = False, discard_prefetched: bool = False) -> None:
+def _wait_unless_on_all_ranks(update: Update, *, on_all_ranks: bool = False, states: bool = False) -> None:
     if not on_all_ranks:
-        _wait(update, discard_prefetched=discard_prefetched)
+        _wait(update, states=states)
 
 
 def _without_wait(hook: str) -> AbstractContextManager[object]:
@@ -164,6 +181,27 @@ def does_not_wait_for_the_worker(early_update: EarlyUpdate) -> None:
         return mock.Mock(result=future.exception)
 
     early_update._worker = mock.Mock(submit=submit_without_ordering)
+
+
+@contextmanager
+def resident_states_with(fault: Callable[[ResidentStates], object]) -> Iterator[None]:
+    """Apply ``fault`` to each ``ResidentStates`` that is created inside this context."""
+    original = ResidentStates.__init__
+
+    def initialize(self: ResidentStates, *args: Any) -> None:
+        original(self, *args)
+        fault(self)
+
+    with mock.patch.object(ResidentStates, "__init__", initialize):
+        yield
+
+
+def compute_does_not_wait_for_the_load(residents: ResidentStates) -> None:
+    residents._compute = mock.Mock(wait=do_nothing)
+
+
+def does_not_wait_for_the_write_back(residents: ResidentStates) -> None:
+    residents._written.synchronize = do_nothing
 
 
 def readers_do_not_wait(name: str) -> Callable[[], AbstractContextManager[object]]:

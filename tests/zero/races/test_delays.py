@@ -28,6 +28,6 @@ def test_delays_change_neither_the_bits_nor_the_order_of_collectives(world_size:
             assert answer["same"], "the ranks called different collectives"
             assert answer["same for every seed"], "the collectives depend on timing"
             assert answer["collectives"] > 100 or world_size == 1
-            # Forward prefetches across sub-groups, and stops at parameters for which the host might have to wait.
+            # Forward prefetches across units, and stops at parameters for which the host might have to wait.
             assert answer["ahead"] >= 10
             assert answer["stopped"] >= 10

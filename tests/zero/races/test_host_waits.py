@@ -1,4 +1,4 @@
-"""Check where the host waits for the accelerator: a step waits once for all norms, however many sub-groups there are.
+"""Check where the host waits for the accelerator: a step waits once for all norms, however many units there are.
 
 During a deferred update, forward makes the host wait for updates on the CPU only, and backward for the rest.
 """
@@ -25,7 +25,7 @@ EARLY_RANGES_ARE_UPDATED = "update < begin"
 """The wait for our worker, which updates the early ranges."""
 
 CPU_HAS_UPDATED, PARAMETERS_ARE_UPDATED = "_issue < finish", "_issue < publish"
-"""The waits for our worker, one per sub-group: at the end of the update, or where forward needs the parameters."""
+"""The waits for our worker, one per unit: at the end of the update, or where forward needs the parameters."""
 
 UPDATE_IS_DONE = ["synchronize < _drain_streams"] * 3
 """One wait per stream of the update, which the streams of the next forward and backward do not wait for."""
@@ -54,7 +54,7 @@ def test_a_step_waits_once_for_all_norms_and_then_for_each_update_on_the_cpu(
     for at_once, deferred in pairs:
         norms_wait = NORMS_AND_OVERFLOW if at_once["dtype"] == "fp16" else NORMS
         on_cpu = at_once["on the CPU"]
-        assert at_once["sub-groups"] >= 4, "a wait per sub-group would be noticed"
+        assert at_once["units"] >= 4, "a wait per unit would be noticed"
         all_updated = [CPU_HAS_UPDATED] * on_cpu + UPDATE_IS_DONE + RANKS_AGREE[world_size]
         updated_in_step = {
             "at once": [BACKWARD_IS_DONE, *all_updated, PERSISTENT_PARAMETERS[world_size]],

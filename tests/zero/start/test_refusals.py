@@ -36,7 +36,7 @@ EXPECTED: dict[str, tuple[str, str]] = {
     "autotp": ("tensor_parallel.autotp_size: must be 1, found 2", "remove it"),
     "deepspeed 0.18.0": ("must be version 0.19.8", "pip install deepspeed==0.19.8"),
     "another accelerator": ('must be "cuda" or "cpu", found \'xpu\'', '"enabled": false'),
-    "streamed on a GPU": ("placement: streamed and resident sub-groups need a GPU Adam kernel", '"placement": "cpu"'),
+    "streamed on a GPU": ("placement: streamed and resident units need a GPU Adam kernel", '"placement": "cpu"'),
     "stage 0, client optimizer": ("zero_optimization.stage: must be 3, found 0", 'set "stage": 3'),
     "no offload_optimizer, client optimizer": (
         'offload_optimizer.device: must be "cpu", found none',

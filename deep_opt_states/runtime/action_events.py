@@ -1,0 +1,39 @@
+"""Hold the events around the actions of one update, by which streams wait for one another and times are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from deep_opt_states.device.interface import Device, Event
+from perf_model.prediction.timeline import Span, Timeline
+from perf_model.schedule.action import Action, Lane
+
+
+class ActionEvents:
+    """The events around each stream action of one update, and the times of the actions that the worker runs."""
+
+    def __init__(self, device: Device[Any], names: Sequence[str]) -> None:
+        self.started: dict[str, Event] = {name: device.event() for name in names}
+        """Events recorded before each action. Only ``timeline`` reads them."""
+        self.finished: dict[str, Event] = {name: device.event() for name in names}
+        """Producer -> consumer: recorded after each action. The streams and the worker wait for them where an action
+        waits for this one, and the caller's current stream waits for them in ``publish``."""
+        self.origin = device.event()
+        """Caller's stream -> host: recorded when the update begins. It marks second 0 of the timeline."""
+        self.origin_s = 0.0
+        """The host's clock, in seconds, when the host has waited for ``origin``."""
+        self.on_worker: dict[str, tuple[float, float]] = {}
+        """Start and end of each action of the worker, in seconds after ``origin_s``."""
+
+    def timeline(self, actions: Sequence[Action]) -> Timeline:
+        """Return when each of ``actions`` ran. All of them must have finished."""
+        spans = []
+        for action in actions:
+            if action.lane is Lane.CPU:
+                start_s, end_s = self.on_worker[action.name]
+            else:
+                start_s = self.started[action.name].seconds_after(self.origin)
+                end_s = self.finished[action.name].seconds_after(self.origin)
+            spans.append(Span(action, start_s, end_s))
+        return Timeline(tuple(spans))

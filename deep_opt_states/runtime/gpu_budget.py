@@ -1,0 +1,75 @@
+"""Decide how much accelerator memory the optimizer may hold, from the memory that training has left free so far."""
+
+from __future__ import annotations
+
+OBSERVED_STEPS = 3
+"""The number of steps that are observed before the budget grows.
+
+Allocators, communication and the first long batch take their memory in the first steps.
+"""
+
+
+class GpuBudget:
+    """The bytes of this rank's accelerator that a plan may hold: at first ``start_bytes``, then all that is free.
+
+    Of the free memory, ``margin_bytes`` stay free. Memory counts as free if it was in use neither by any process nor by
+    PyTorch's cache at the peak of memory use, in backward or in forward. States in such memory make no allocation fail
+    that succeeded before. If a later step needs more memory, for a longer sequence, it takes the margin first. When
+    half of the margin is taken, memory counts as short, and the budget shrinks. It also shrinks to half of what is held
+    when an allocation had to be retried, and to nothing if that happened although nothing was held. It never grows
+    again.
+
+    ``fills`` is false if the user has set the budget: then it only shrinks.
+    """
+
+    def __init__(self, *, start_bytes: int, margin_bytes: int, fills: bool) -> None:
+        self._margin_bytes = margin_bytes
+        self._fills = fills
+        self._allowed_bytes = start_bytes
+        self._limit_bytes: int | None = None
+        """The most that was possible when memory was short; None if it never was."""
+        self._least_without_ours: int | None = None
+        """The least memory that was free at a peak so far, if the optimizer had held nothing."""
+        self._steps = 0
+        self._alloc_retries = 0
+        self._most_held_bytes = 0
+
+    @property
+    def bytes(self) -> int:
+        """Return the budget for the next plan."""
+        return self._allowed_bytes if self._limit_bytes is None else min(self._allowed_bytes, self._limit_bytes)
+
+    def observe(self, free_bytes: int, alloc_retries: int, held_bytes: int, *, is_evicted: bool = False) -> None:
+        """Update the budget from the peak of the last step. Call this once per step.
+
+        ``free_bytes`` is the memory that was free at the peak, and ``held_bytes`` is what the optimizer held then.
+        ``alloc_retries`` is how often PyTorch has had to empty its cache, since the process started, to satisfy an
+        allocation. ``is_evicted``: the optimizer has given the ``held_bytes`` to training, and ``free_bytes`` are of a
+        peak since then.
+        """
+        self._steps += 1
+        if is_evicted:
+            without_ours = free_bytes
+        else:
+            self._most_held_bytes = max(self._most_held_bytes, held_bytes)
+            # Memory that was given back has stayed in PyTorch's cache, and so it counts in the peak.
+            without_ours = free_bytes + self._most_held_bytes
+        if self._least_without_ours is None or without_ours < self._least_without_ours:
+            self._least_without_ours = without_ours
+        if self._steps < OBSERVED_STEPS:
+            self._alloc_retries = alloc_retries
+            return
+        if alloc_retries > self._alloc_retries:
+            # Memory was short, for any reason. Training can do without these states on the accelerator.
+            self._alloc_retries = alloc_retries
+            self.limit(0 if is_evicted else held_bytes // 2)
+        free_for_states = self._least_without_ours - self._margin_bytes
+        if self._steps == OBSERVED_STEPS and self._fills:
+            self._allowed_bytes = max(0, free_for_states)
+        elif self._least_without_ours - self._margin_bytes // 2 < held_bytes:
+            self.limit(free_for_states)
+
+    def limit(self, limit_bytes: int) -> None:
+        """Allow no more than ``limit_bytes`` from now on, because memory was short."""
+        limit_bytes = max(0, limit_bytes)
+        self._limit_bytes = limit_bytes if self._limit_bytes is None else min(self._limit_bytes, limit_bytes)

@@ -1,0 +1,85 @@
+"""Keep the states of resident units on the accelerator: a write-back cache over their places in host memory.
+
+Host memory has a place for the states of every unit. Those of a resident unit are loaded from there before its first
+update, and are updated on the accelerator from then on. They are written back before any other code reads or writes
+optimizer states, and before the unit is updated elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+from deep_opt_states.device.interface import Device, Stream
+from deep_opt_states.runtime.state import Resident, UnitState
+from perf_model.schedule.workload import STATES
+
+
+class ResidentStates:
+    """The resident units of one executor, and the copies between their two places.
+
+    ``load`` copies on the ``h2d`` stream, ``write_back`` on ``d2h``, and updates run on ``compute``. The caller calls
+    ``load`` before it issues an update, ``mark_updated`` after that, and the other methods only while nothing is in
+    flight.
+    """
+
+    def __init__(self, device: Device[Any], h2d: Stream[Any], compute: Stream[Any], d2h: Stream[Any]) -> None:
+        self._device = device
+        self._h2d, self._compute, self._d2h = h2d, compute, d2h
+        self._loaded = device.event()
+        """The h2d stream -> compute stream: all resident states are loaded."""
+        self._written = device.event()
+        """The d2h stream -> host: all updated states are in host memory."""
+        self._units: list[tuple[UnitState, Resident]] = []
+
+    def set_units(self, states: Sequence[UnitState]) -> None:
+        """Keep the resident units among ``states`` from now on. The caller has written back all others."""
+        self._units = [(state, state.resident) for state in states if state.resident is not None]
+
+    def load(self) -> None:
+        """Issue the copies of states that are not on the accelerator, and make the compute stream wait for them."""
+        missing = [(state, resident) for state, resident in self._units if not resident.is_loaded]
+        if not missing:
+            return
+        with self._h2d.issue():
+            for state, resident in missing:
+                for name in STATES:
+                    self._device.copy(getattr(resident.states, name), getattr(state, name))
+                resident.is_loaded = True
+        self._h2d.record(self._loaded)
+        self._compute.wait(self._loaded)
+
+    def mark_updated(self) -> None:
+        """Record that an update of all resident units has been issued."""
+        for _, resident in self._units:
+            resident.is_updated = resident.is_loaded
+
+    def write_back(self, units: Container[UnitState] | None = None) -> None:
+        """Copy the updated states to host memory, and block the host until they are there.
+
+        ``units``: only of these; None stands for all.
+        """
+        updated = [
+            (state, resident)
+            for state, resident in self._units
+            if resident.is_updated and (units is None or state in units)
+        ]
+        if not updated:
+            return
+        with self._d2h.issue():
+            for state, resident in updated:
+                for name in STATES:
+                    self._device.copy(getattr(state, name), getattr(resident.states, name))
+        self._d2h.record(self._written)
+        self._written.synchronize()
+        for _, resident in updated:
+            resident.is_updated = False
+
+    def invalidate(self) -> None:
+        """Discard the states on the accelerator, because those in host memory may be newer. They are loaded again."""
+        for _, resident in self._units:
+            resident.is_loaded = resident.is_updated = False
+
+    def close(self) -> None:
+        """Drop the references to the states."""
+        self._units.clear()

@@ -1,0 +1,240 @@
+"""Adapt the plan between steps: to forward's order, to measured windows and rates, and to free GPU memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+from deepspeed import comm as dist
+
+from deep_opt_states.device.cuda import AllocatorMark, free_and_retries, mark_emptied_allocator
+from deep_opt_states.runtime.gpu_budget import GpuBudget
+from deep_opt_states.zero.internals.agreement import gather_values, raise_together, same_on_all_ranks
+from deep_opt_states.zero.internals.log import log_rank_0
+from deep_opt_states.zero.step.larger_inputs import LargerInputs
+from deep_opt_states.zero.step.running_plan import RunningPlan
+from perf_model.prediction.memory import memory_of
+from perf_model.prediction.timeline import PhaseSpan, Timeline
+from perf_model.replanning.measurements import StepMeasurement, TrailingWindow, WindowMeasurement, slowest_rank
+from perf_model.replanning.policy import ReplanningPolicy
+from perf_model.schedule.order import forward_order
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.search.budgets import Budgets, DoesNotFit
+from perf_model.search.plan_request import PlanRequest, SizedPlan
+
+
+@dataclass(kw_only=True)
+class FirstUses:
+    """The order in which forward first uses parameters and units; each function returns None while that is unknown."""
+
+    names: Callable[[], Sequence[str] | None]
+    units: Callable[[], Sequence[int] | None]
+
+
+class OrderAdaptation:
+    """The adaptation of a plan that the config gives: units are updated in the order in which forward uses them.
+
+    ``first_uses`` is None if no update is deferred into forward.
+    """
+
+    def __init__(self, running: RunningPlan, first_uses: FirstUses | None) -> None:
+        self._running = running
+        self._first_uses = first_uses
+
+    @property
+    def memory_is_short(self) -> bool:
+        """Return False: the placements of the config are kept in any case."""
+        return False
+
+    def measure(self, step: int, phases: Sequence[PhaseSpan], timeline: Callable[[], Timeline]) -> None:
+        """Do nothing: the plan does not depend on measurements."""
+
+    def observe_memory(self) -> None:
+        """Do nothing: the plan does not depend on free memory."""
+
+    def adapt(self, *, memory_is_short: bool) -> bool:
+        """Order the updates as forward needs them, once that is known. Return whether the plan has changed.
+
+        Units are numbered by param group and registration; forward may use them in another order.
+        """
+        first_uses = None if self._first_uses is None else self._first_uses.units()
+        if first_uses is None:
+            return False
+        self._first_uses = None
+        numbered = self._running.plan
+        every_unit = list(dict.fromkeys([*first_uses, *range(len(numbered.placements))]))
+        ordered = replace(numbered, order=forward_order(numbered.workload, numbered.placements, every_unit))
+        if ordered.schedule == numbered.schedule:
+            return False
+        self._running.executor.set_schedule(ordered.schedule)
+        self._running.plan = ordered
+        log_rank_0(f"updates in the order in which forward uses the parameters from now on: {ordered}")
+        return True
+
+
+class Replanning:
+    """The adaptation of a plan that the planner has made: another plan replaces it when that is better.
+
+    The ranks decide together. ``measure`` and ``observe_memory`` collect what this rank sees. ``adapt`` exchanges the
+    measurements when they are due, which is after the same steps on every rank, or if memory is short on any rank. Rank
+    0 then plans for the slowest rank and for the least memory. ``before_move`` is called before the plan changes.
+
+    A rank calls ``give_memory_back`` before a forward that may need more memory than any before. As in stock, nothing
+    on the accelerator belongs to the optimizer then. The CPU updates, until the peak of that forward and its backward
+    is known. Before the next backward, the memory is reserved again, for a plan that fits into what is free.
+    """
+
+    def __init__(
+        self,
+        running: RunningPlan,
+        request: PlanRequest,
+        budget: GpuBudget,
+        first_uses: FirstUses | None,
+        before_move: Callable[[], None],
+    ) -> None:
+        self._running = running
+        self._request = request
+        self._budget = budget
+        self._first_uses = first_uses
+        self._before_move = before_move
+        self._step = 0
+        self._window = TrailingWindow()
+        self._policy = ReplanningPolicy(request, running.plan)
+        self._held_bytes = self._bytes_of(running.plan)
+        self._agreed_bytes = request.budgets.gpu_bytes or 0
+        """The budget that the ranks have planned with last."""
+        self._given_back: AllocatorMark | None = None
+        """When this rank gave all memory of the plan back; None while it has that memory."""
+        self._need_is_known = False
+        """Whether a forward and its backward have shown since then what training needs."""
+
+    @property
+    def memory_is_short(self) -> bool:
+        """Return whether this rank must give accelerator memory back."""
+        return self._budget.bytes < self._held_bytes
+
+    def measure(self, step: int, phases: Sequence[PhaseSpan], timeline: Callable[[], Timeline]) -> None:
+        """Add the measurements of one update."""
+        self._window.add(StepMeasurement.from_update(step, timeline(), phases))
+
+    def observe_memory(self) -> None:
+        """Update the budget from the peak of memory use so far. Call this once per step, after backward."""
+        free_bytes, retries = free_and_retries(self._given_back)
+        self._budget.observe(free_bytes, retries, self._held_bytes, is_evicted=self._given_back is not None)
+        self._need_is_known = True
+
+    def give_memory_back(self) -> None:
+        """Give all accelerator memory of the plan to training. No update is in flight on this rank."""
+        self._running.evict()
+        self._need_is_known = False
+        self._note_eviction()
+
+    def adapt(self, *, memory_is_short: bool) -> bool:
+        """Change to a better plan if there is one; return whether the plan has changed. A collective when it is due.
+
+        Every rank calls this once per step while no update is in flight. ``memory_is_short`` is the same on every rank:
+        whether memory is short on any of them.
+        """
+        changed = self._replan(memory_is_short)
+        may_restore = self._running.is_evicted and self._need_is_known and not self.memory_is_short
+        if may_restore and not self._running.restore():
+            self._budget.limit(self._held_bytes // 2)
+        self._note_eviction()
+        return changed
+
+    def _replan(self, memory_is_short: bool) -> bool:
+        self._step += 1
+        is_due = self._window.is_due()
+        if not is_due and not memory_is_short:
+            return False
+        measured = self._window.medians() if is_due else None
+        seen = gather_values((self._budget.bytes, None if measured is None else measured.to_json_dict()))
+        least_bytes = max(self._request.fixed_bytes, min(budget_bytes for budget_bytes, _ in seen))
+        measurements = [WindowMeasurement.from_json_dict(values) for _, values in seen if values is not None]
+        changed = least_bytes != self._agreed_bytes
+        self._agreed_bytes = least_bytes
+        plan = self._decide(
+            measurements if len(measurements) == len(seen) else [],
+            Budgets(gpu_bytes=least_bytes) if changed else None,
+        )
+        return plan is not None and self._adopt(plan)
+
+    def _decide(self, measurements: Sequence[WindowMeasurement], budgets: Budgets | None) -> UpdatePlan | None:
+        """Return the plan that rank 0 wants all ranks to adopt, the same on every rank; None to keep the present one.
+
+        ``measurements`` are those of all ranks, or none. ``budgets`` are new ones, None if they have not changed.
+        """
+
+        def decide() -> SizedPlan | None:
+            if dist.get_rank() > 0:
+                return None
+            first_use = None if self._first_uses is None else self._first_uses.names()
+            decision = None
+            try:
+                if measurements:
+                    decision = self._policy.observe(slowest_rank(measurements), budgets, first_use)
+                elif budgets is not None:
+                    decision = self._policy.change_budgets(self._step, budgets)
+            except DoesNotFit as error:
+                # The rules of the config need more memory than is free now. Stock would not stop for that either.
+                log_rank_0(f"the plan does not change: {error}")
+            if decision is None:
+                return None
+            log_rank_0(str(decision))
+            return decision.chosen
+
+        chosen = raise_together(decide)
+        decisions = gather_values(None if chosen is None else chosen.to_json_dict())[0]
+        if decisions is None:
+            return None
+        return same_on_all_ranks(lambda: self._request.restore(decisions), lambda plan: plan.fingerprint)
+
+    def _adopt(self, plan: UpdatePlan) -> bool:
+        self._before_move()
+        if not self._running.adopt(plan):
+            self._budget.limit(self._bytes_of(plan) // 2)
+            self._policy.running = self._running.plan
+            log_rank_0(f"GPU memory is short; the CPU updates what does not fit: {self._running.plan}")
+        self._held_bytes = self._bytes_of(self._running.plan)
+        self._window.restart()
+        return True
+
+    def _note_eviction(self) -> None:
+        if not self._running.is_evicted:
+            self._given_back = None
+        elif self._given_back is None:
+            self._given_back = mark_emptied_allocator()
+
+    def _bytes_of(self, plan: UpdatePlan) -> int:
+        return memory_of(plan, self._request.setup).gpu_bytes
+
+
+def make_adaptation(
+    running: RunningPlan,
+    first_uses: FirstUses | None,
+    request: PlanRequest | None,
+    budget: GpuBudget | None,
+    before_move: Callable[[], None],
+    before_eviction: Callable[[], None],
+    module: torch.nn.Module,
+    resources: ExitStack,
+) -> OrderAdaptation | Replanning:
+    """Return the adaptation of the plan of one engine, which trains ``module``.
+
+    ``request`` and ``budget`` are those of the planner; None if it has nothing to decide. ``before_move`` is that of
+    ``Replanning``, and ``before_eviction`` is called before all memory is given back to training. ``resources``
+    receives the callback that removes the hook on ``module``.
+    """
+    if request is None or budget is None:
+        return OrderAdaptation(running, first_uses)
+    replanning = Replanning(running, request, budget, first_uses, before_move)
+
+    def give_memory_back() -> None:
+        before_eviction()
+        replanning.give_memory_back()
+
+    hook = module.register_forward_pre_hook(LargerInputs(give_memory_back), prepend=True, with_kwargs=True)
+    resources.callback(hook.remove)
+    return replanning

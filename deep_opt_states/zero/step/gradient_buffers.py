@@ -1,0 +1,88 @@
+"""Define the gradient buffers of units, and find the segments of them that hold the gradient of one parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from deep_opt_states.device.kernels.adam import ElementRange
+from deep_opt_states.zero.internals.compat import Parameter, place_of_gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientBuffer:
+    """The memory of the gradients of one unit: tensors of shape [numel] in the accumulation dtype."""
+
+    sub_group: int
+    elements: ElementRange
+    """The unit's elements in the sub-group."""
+    grad: torch.Tensor
+    """The gradients as the update reads them."""
+    device_accumulator: torch.Tensor | None = None
+    """Memory on the accelerator in which gradients are accumulated over micro-batches, if ``grad`` is in host memory
+    and the accelerator has enough memory; None otherwise."""
+
+    @property
+    def accumulator(self) -> torch.Tensor:
+        """Return the tensor in which gradients are accumulated over micro-batches."""
+        return self.grad if self.device_accumulator is None else self.device_accumulator
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The elements of one parameter's partition that are in the buffer of one unit.
+
+    They are ``numel`` elements of the partition from element ``begin`` on, and of the buffer from ``offset`` on.
+    """
+
+    unit: int
+    buffer: GradientBuffer
+    begin: int
+    offset: int
+    numel: int
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the elements in ``tensor``, one of the buffer's."""
+        return tensor.narrow(0, self.offset, self.numel)
+
+    def part(self, partition: torch.Tensor) -> torch.Tensor:
+        """Return the elements in ``partition``, the parameter's."""
+        return partition.narrow(0, self.begin, self.numel)
+
+
+class Segments:
+    """The segments of all parameters of ``optimizer`` in ``buffers``, found when they are first used."""
+
+    def __init__(self, optimizer: Any, buffers: Sequence[GradientBuffer]) -> None:
+        self._optimizer = optimizer
+        self._buffers = buffers
+        self._units: dict[int, list[int]] = {}
+        """The units of each sub-group."""
+        for unit, buffer in enumerate(buffers):
+            self._units.setdefault(buffer.sub_group, []).append(unit)
+        self._found: dict[int, tuple[Segment, ...]] = {}
+        """The segments of the parameters that were looked up, by ``ds_id``."""
+
+    def of_param(self, param: Parameter, numel: int | None = None) -> tuple[Segment, ...]:
+        """Return the segments of the parameter's partition, or of its first ``numel`` elements, in order."""
+        segments = self._found.get(param.ds_id)
+        if segments is None:
+            segments = self._found[param.ds_id] = tuple(self._find(param))
+        if numel is None or numel == segments[-1].begin + segments[-1].numel:
+            return segments
+        return tuple(
+            replace(segment, numel=min(segment.numel, numel - segment.begin))
+            for segment in segments
+            if segment.begin < numel
+        )
+
+    def _find(self, param: Parameter) -> Iterator[Segment]:
+        sub_group, begin, numel = place_of_gradient(self._optimizer, param)
+        for unit in self._units[sub_group]:
+            elements = self._buffers[unit].elements
+            first, end = max(begin, elements.begin), min(begin + numel, elements.end)
+            if first < end:
+                yield Segment(unit, self._buffers[unit], first - begin, first - elements.begin, end - first)

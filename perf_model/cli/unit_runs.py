@@ -1,0 +1,125 @@
+"""Divide the units of a plan into runs with the same placement for the same reason, and state the reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from perf_model.schedule.cutting import names_in
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.rules import PlacementRule
+from perf_model.schedule.workload import Unit
+from perf_model.search.single_moves import SingleMove, changes_of_exposed_s
+from perf_model.training_run.forecast import Forecast, Infeasible
+from perf_model.training_run.job import Job
+from perf_model.units import seconds
+
+ALL_FIT = "GPU memory is enough for the states of all units"
+
+_ANY_PIECE = re.compile(r" \(\d+/\d+\)$")
+_FIRST_PIECE = re.compile(r" \(1/\d+\)$")
+_LAST_PIECE = re.compile(r" \((\d+)/\1\)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitRun:
+    """Consecutive units with the same placement, and the reason for it."""
+
+    units: Sequence[Unit]
+    placement: Placement
+    why: str
+
+    @property
+    def indices(self) -> str:
+        """Return the index of the only unit, or of the first and the last one."""
+        first, last = self.units[0].index, self.units[-1].index
+        return str(first) if first == last else f"{first} to {last}"
+
+    @property
+    def layers(self) -> str:
+        """Return the first and the last layer, each with the number of the part if only a part of it is in the run."""
+        if len(self.units) == 1:
+            return self.units[0].label
+        first, last = self.units[0].label.partition(" to ")[0], self.units[-1].label.rpartition(" to ")[2]
+        begins, ends = _FIRST_PIECE.sub("", first), _LAST_PIECE.sub("", last)
+        if _ANY_PIECE.sub("", first) == _ANY_PIECE.sub("", last):
+            return begins if begins == ends else f"{first} to {last}"
+        return f"{begins} to {ends}"
+
+    @property
+    def numel(self) -> int:
+        """Return the number of parameters."""
+        return sum(unit.numel for unit in self.units)
+
+
+def unit_runs(found: Forecast) -> list[UnitRun]:
+    """Return the runs of the plan, in the order of the units."""
+    plan = found.planned.plan
+    placed = zip(plan.workload.units, plan.placements, strict=True)
+    keyed = ((unit, placement, _rules_of(unit, found.job)) for unit, placement in placed)
+    grouped = [
+        ([unit for unit, _, _ in run], placement, rules)
+        for (placement, rules), run in groupby(keyed, key=lambda item: (item[1], item[2]))
+    ]
+    middles = [units[len(units) // 2].index for units, _, rules in grouped if not rules]
+    changes_s = changes_by_move(found, middles)
+    return [
+        UnitRun(
+            units=units,
+            placement=placement,
+            why=", ".join(map(str, rules)) if rules else _why(found, units, placement, changes_s),
+        )
+        for units, placement, rules in grouped
+    ]
+
+
+def changes_by_move(found: Forecast, indices: Sequence[int]) -> dict[SingleMove, float | None]:
+    """Return the change of the exposed seconds with each possible move of these units; None if it does not fit."""
+    placements = found.planned.plan.placements
+    moves = [
+        (index, other)
+        for index in indices
+        for other in Placement
+        if other in found.cost.placements and other is not placements[index]
+    ]
+    return changes_of_exposed_s(found.planned, moves, found.cost, found.budgets, found.windows, found.job.setup)
+
+
+def show_change(change_s: float | None) -> str:
+    """Return a change of the exposed time for people."""
+    if change_s is None:
+        return "no memory"
+    shown = seconds(change_s)
+    return shown if shown.startswith("-") and shown != "-0 s" else f"+{seconds(abs(change_s))}"
+
+
+def _rules_of(unit: Unit, job: Job) -> tuple[PlacementRule, ...]:
+    """Return the rules that fix ``unit``; none if the planner places it."""
+    if unit.fixed is None:
+        return ()
+    rules = map(job.rules.rule_for, names_in(unit, job.sub_groups[unit.sub_group]))
+    # The last name may be that of a parameter which begins a few elements before the next unit does.
+    return tuple(dict.fromkeys(rule for rule in rules if rule is not None and rule.placement is unit.fixed))
+
+
+def _why(
+    found: Forecast, units: Sequence[Unit], placement: Placement, changes_s: dict[SingleMove, float | None]
+) -> str:
+    """Return the reason for a placement of the planner: the place in forward, and the change if a unit is moved."""
+    streamed = found.baselines["all_streamed"]
+    if Placement.STREAMED not in found.cost.placements and isinstance(streamed, Infeasible):
+        return streamed.reason
+    plan = found.planned.plan
+    if set(plan.placements) == {Placement.RESIDENT}:
+        return ALL_FIT
+    middle, count = units[len(units) // 2].index, len(plan.placements)
+    where = ""
+    if found.windows.forward_s > 0.0 and len(units) < count:
+        where = "first in forward: " if units[0].index == 0 else ""
+        where = "last in forward: " if units[-1].index == count - 1 else where
+    moved = [
+        f"{other.value} {show_change(change_s)}" for (index, other), change_s in changes_s.items() if index == middle
+    ]
+    return f"{where}{', '.join(moved)}" + (f" (unit {middle})" if len(units) > 1 else "")

@@ -1,0 +1,130 @@
+"""Cut sub-groups into units: along layers where possible, and else into pieces of equal length.
+
+A unit never spans two sub-groups, because DeepSpeed keeps, checkpoints and reduces the states of a sub-group as one
+tensor. For example, with units of at most 500 parameters (e: embedding of 700; layers 0 to 3 of 200 each)::
+
+    sub-group 0  [eeeeeee|00|11|22|33]    units  [eeee] [eee] [00 11] [22 33]
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.workload import Partition, Unit, Workload
+
+BORDER_MULTIPLE = 16
+"""Units begin at multiples of this many elements: fp32 states then begin at cache lines, and all tensors of a unit are
+aligned for the wide loads of the GPU kernel. If a layer ends elsewhere, a unit includes a few elements of the next."""
+
+PIECE_MULTIPLE = 256
+"""Cuts inside a layer are at multiples of this many elements after the first one."""
+
+SLIVER = 0.05
+"""The largest share of a layer that may share a unit with other layers although the rest of the layer is elsewhere."""
+
+WHOLE_SUB_GROUPS = 10**15
+"""The unit size with which every sub-group is one unit, unless rules place parts of it differently."""
+
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+
+
+def layer_of(name: str) -> str:
+    """Return the layer of the parameter ``name``: its module path up to the first number.
+
+    If there is no number, return the path of its module. For example, ``model.layers.3.mlp.up_proj.weight`` belongs to
+    ``model.layers.3``, and ``lm_head.weight`` to ``lm_head``.
+    """
+    match = _LAYER.match(name)
+    return name.rpartition(".")[0] or name if match is None else match[1]
+
+
+def cut_into_units(
+    sub_groups: Sequence[Sequence[Partition]],
+    unit_size: int,
+    placement_of: Callable[[str], Placement | None] = lambda name: None,
+) -> Workload:
+    """Return the units of ``sub_groups``, each of at most ``unit_size`` parameters rounded up to ``PIECE_MULTIPLE``.
+
+    Consecutive whole layers share a unit while they fit. A layer that is longer than ``unit_size`` is cut into pieces
+    of equal length. Where the border of a sub-group cuts a layer, each part is a unit of its own, unless it is a
+    ``SLIVER`` or ``unit_size`` is ``WHOLE_SUB_GROUPS``.
+
+    ``placement_of`` maps the name of a parameter to the placement that a rule gives it, or to None. A unit ends where
+    that changes, and it is the placement to which the unit is fixed.
+    """
+    units: list[Unit] = []
+    whole: Counter[str] = Counter()
+    for partition in chain.from_iterable(sub_groups):
+        whole[layer_of(partition.name)] += partition.numel
+    for sub_group, partitions in enumerate(sub_groups):
+        total = sum(partition.numel for partition in partitions)
+        begin = end = 0
+        for fixed, together in groupby(partitions, key=lambda partition: placement_of(partition.name)):
+            for run in _runs(together, unit_size, {} if unit_size >= WHOLE_SUB_GROUPS else whole):
+                for numel, label in _pieces(run, unit_size):
+                    end += numel
+                    border = min(-(-end // BORDER_MULTIPLE) * BORDER_MULTIPLE, total)
+                    if border > begin:
+                        units.append(Unit(len(units), border - begin, sub_group, begin, label, fixed))
+                        begin = border
+    return Workload(tuple(units))
+
+
+def names_in(unit: Unit, partitions: Iterable[Partition]) -> Iterator[str]:
+    """Yield the names of the parameters that are in ``unit``, wholly or in part, given those of its sub-group.
+
+    The last one may have less than ``BORDER_MULTIPLE`` elements in the unit.
+    """
+    begin = 0
+    for partition in partitions:
+        if begin < unit.end and begin + partition.numel > unit.begin:
+            yield partition.name
+        begin += partition.numel
+
+
+@dataclass
+class _Run:
+    """Consecutive layers of one sub-group. ``alone``: it is a part of one layer, which no other layer may join."""
+
+    layers: list[str]
+    numel: int
+    alone: bool
+
+    @property
+    def label(self) -> str:
+        """Return the name of the layer, or of the first and the last one."""
+        return self.layers[0] if len(self.layers) == 1 else f"{self.layers[0]} to {self.layers[-1]}"
+
+
+def _runs(partitions: Iterable[Partition], unit_size: int, whole: Mapping[str, int]) -> Iterator[_Run]:
+    """Yield the longest runs of layers up to ``unit_size``; a longer layer or a part of a layer is a run of its own.
+
+    ``whole`` are the lengths of the layers over all sub-groups; a layer that is not in it counts as whole.
+    """
+    run: _Run | None = None
+    for layer, of_layer in groupby(partitions, key=lambda partition: layer_of(partition.name)):
+        numel = sum(partition.numel for partition in of_layer)
+        alone = SLIVER < numel / whole.get(layer, numel) < 1 - SLIVER
+        if run is not None and not alone and not run.alone and run.numel + numel <= unit_size:
+            run.layers.append(layer)
+            run.numel += numel
+            continue
+        if run is not None:
+            yield run
+        run = _Run([layer], numel, alone)
+    if run is not None:
+        yield run
+
+
+def _pieces(run: _Run, unit_size: int) -> Iterator[tuple[int, str]]:
+    """Yield the length and the label of each unit of ``run``."""
+    count = -(-run.numel // unit_size)
+    each = -(-run.numel // (count * PIECE_MULTIPLE)) * PIECE_MULTIPLE
+    numels = [min(each, run.numel - begin) for begin in range(0, run.numel, each)]
+    for number, numel in enumerate(numels, start=1):
+        yield numel, run.label if len(numels) == 1 else f"{run.label} ({number}/{len(numels)})"

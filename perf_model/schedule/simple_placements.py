@@ -1,0 +1,38 @@
+"""Place units by simple rules, without a measurement."""
+
+from __future__ import annotations
+
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.workload import Workload
+
+
+def place_all(workload: Workload, placement: Placement) -> tuple[Placement, ...]:
+    """Return ``placement`` for every unit."""
+    return tuple(placement for _ in workload.units)
+
+
+def keep_fixed(workload: Workload, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """Return ``placements``, except for the units whose placement is fixed."""
+    return tuple(unit.fixed or placement for unit, placement in zip(workload.units, placements, strict=True))
+
+
+def place_by_stride(workload: Workload, stride: int) -> tuple[Placement, ...]:
+    """Stream every ``stride``-th unit: index i with (i + 1) % stride == 0 (arXiv 2410.21316)."""
+    return tuple(Placement.STREAMED if (unit.index + 1) % stride == 0 else Placement.CPU for unit in workload.units)
+
+
+def place_by_fraction(workload: Workload, gpu_fraction: float) -> tuple[Placement, ...]:
+    """Stream about ``gpu_fraction`` of the *parameters*, spread evenly over the units.
+
+    The rule is error diffusion: a unit is streamed if that brings the parameters streamed so far nearer to their
+    share of the parameters seen so far. At every prefix, and so overall, the streamed parameters differ from their
+    share by at most half of the largest unit.
+    """
+    placements = []
+    owed = 0.0
+    for unit in workload.units:
+        owed += gpu_fraction * unit.numel
+        streamed = owed > unit.numel / 2
+        owed -= unit.numel if streamed else 0
+        placements.append(Placement.STREAMED if streamed else Placement.CPU)
+    return tuple(placements)

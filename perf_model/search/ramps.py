@@ -1,0 +1,157 @@
+"""Make placements that change gradually over the order in which forward needs the units.
+
+Forward needs the first units first and waits for the last ones last. So residents, which are updated at once, are
+worth more at the beginning, and a unit that the CPU updates slowly costs less at the end. Slots, residents and the
+CPU's share depend on one another: one slot less is memory for more residents. ``ramps`` therefore combines a few values
+of each, and the simulation decides.
+
+For example, with a third of the units resident (R) and a quarter of the others on the CPU (c)::
+
+    residents spread, CPU spread    S R c S R S S R c S R S
+    residents first, CPU late       R R R R S S S S S c S c
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from perf_model.prediction.lane_queues import CODES, Integers
+from perf_model.prediction.memory import (
+    TrainingSetup,
+    block_bytes_of,
+    cuda_bytes_of,
+    gradients_on_accelerator,
+    resident_bytes_of,
+    rounding_buffer,
+)
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.workload import Workload
+from perf_model.search.bounds import PlacementShares
+from perf_model.search.starting_points import MAX_SLOTS
+
+CPU_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+"""The shares of the parameters that are not resident to update on the CPU."""
+
+NEAR_THE_BOUND = (0.9, 1.0, 1.1)
+"""Multiples of the share of the lower bound that are tried, too."""
+
+FIRST, EVENLY, LATE = 0.02, 1.0, 5.0
+"""Powers of the share of forward that has passed; ``Ramp`` explains them."""
+
+MAX_LONG_SHARE = 0.25
+"""Slots are made shorter than the longest units if those are at most this share of the parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ramp:
+    """A rule that places units in forward's order.
+
+    Where the share x of the parameters has passed, the share ``x ** resident_power`` of the residents has passed. Where
+    the share y of the other parameters has passed, the share ``y ** cpu_power`` of those on the CPU has passed;
+    ``cpu_share`` is their share of the other parameters.
+    Units longer than ``slot_numel`` are not streamed: they are resident, or with ``long_on_cpu`` on the CPU if
+    they come in the second half.
+    """
+
+    num_slots: int
+    slot_numel: int
+    long_on_cpu: bool
+    resident_power: float
+    cpu_share: float
+    cpu_power: float
+
+
+def ramps(numels: Sequence[int], bound: PlacementShares, *, streams: bool) -> Iterator[Ramp]:
+    """Yield the ramps to try; ``bound`` are the shares of the lower bound. Without ``streams``, nothing is streamed."""
+    lengths = sorted(set(numels))
+    most = MAX_LONG_SHARE * sum(numels)
+    shorter = [length for length in lengths[:-1] if sum(numel for numel in numels if numel > length) <= most]
+    long_ones = [(lengths[-1], False), *product(shorter[-2:], (False, True))]
+    balanced = 1.0 - bound.streamed / max(1e-9, 1.0 - bound.resident)
+    shares = sorted({*CPU_SHARES, *(min(1.0, max(0.0, factor * balanced)) for factor in NEAR_THE_BOUND)})
+    streaming = list(product(range(1, MAX_SLOTS + 1), long_ones, shares)) if streams else []
+    nothing_streamed = [(0, long_ones[0], 1.0)]
+    powers = product((FIRST, EVENLY), (EVENLY, LATE))
+    for (resident_power, cpu_power), (num_slots, (slot_numel, long_on_cpu), cpu_share) in product(
+        powers, [*streaming, *nothing_streamed]
+    ):
+        yield Ramp(
+            num_slots=num_slots,
+            slot_numel=slot_numel,
+            long_on_cpu=long_on_cpu,
+            resident_power=resident_power,
+            cpu_share=cpu_share,
+            cpu_power=cpu_power,
+        )
+
+
+def place_ramps(chosen: Sequence[Ramp], workload: Workload, gpu_bytes: int | None, setup: TrainingSetup) -> Integers:
+    """Return the codes of the placements of each ramp, of shape [ramp, unit].
+
+    As many units are resident as fit in ``gpu_bytes`` (None: unlimited) next to the slots and the gradients. If
+    gradients do not fit, more units are on the CPU. The allocator may take a little more memory than is counted here.
+    Units whose placement is fixed keep it.
+    """
+    numels = np.array([unit.numel for unit in workload.units], dtype=np.float64)
+    fixed = np.array([-1 if unit.fixed is None else CODES[unit.fixed] for unit in workload.units])
+    free = fixed < 0
+    in_slot = numels[fixed == CODES[Placement.STREAMED]].max(initial=0)
+    slot_numel, num_slots, resident_power, cpu_share, cpu_power = (
+        np.array([getattr(ramp, name) for ramp in chosen])
+        for name in ("slot_numel", "num_slots", "resident_power", "cpu_share", "cpu_power")
+    )
+    long_on_cpu = np.array([ramp.long_on_cpu for ramp in chosen], dtype=bool)
+    num_slots, slot_numel = np.maximum(num_slots, in_slot > 0), np.maximum(slot_numel, in_slot)
+    states_of = {numel: resident_bytes_of(int(numel)) for numel in {*numels.tolist(), *slot_numel.tolist()}}
+    states_bytes = np.array([states_of[numel] for numel in numels.tolist()], dtype=np.float64)
+    gradient_bytes = np.array([block_bytes_of(unit.numel * setup.widths.grad) for unit in workload.units])
+    free_bytes = np.full(len(chosen), np.inf if gpu_bytes is None else float(gpu_bytes))
+    free_bytes -= num_slots * np.array([states_of[numel] for numel in slot_numel.tolist()])
+    free_bytes -= cuda_bytes_of(rounding_buffer(int(numels.max()), setup))
+    if setup.accumulates:
+        every = Counter(unit.numel for unit in workload.units)
+        free_bytes -= cuda_bytes_of(gradients_on_accelerator(every, setup.widths.grad))
+        gradient_bytes = np.zeros_like(gradient_bytes)
+    resident_bytes = states_bytes + gradient_bytes
+    free_bytes -= resident_bytes[fixed == CODES[Placement.RESIDENT]].sum()
+    free_bytes -= gradient_bytes[fixed == CODES[Placement.STREAMED]].sum()
+
+    passed = np.cumsum(numels * free) / max(1.0, (numels * free).sum())
+    is_long = free & (numels > slot_numel[:, None])
+    long_resident = is_long & ~(long_on_cpu[:, None] & (passed > 0.5))
+    free_bytes = free_bytes - long_resident @ resident_bytes
+    short = free & ~is_long
+    short_states, short_gradients = short @ states_bytes, short @ gradient_bytes
+    # Of the short units, the share ``resident`` is resident, and of the others the share ``cpu_share`` is on the CPU.
+    not_kept = 1.0 - np.clip(free_bytes / np.maximum(1.0, short_gradients), 0.0, 1.0)
+    cpu_share = np.where(short_gradients > 0, np.maximum(cpu_share, not_kept), cpu_share)
+    streamed_bytes = (1.0 - cpu_share) * short_gradients
+    resident = (free_bytes - streamed_bytes) / np.maximum(1.0, short_states + short_gradients - streamed_bytes)
+    resident = np.clip(resident, 0.0, 1.0)
+    free_bytes = free_bytes - (1.0 - resident) * streamed_bytes
+    residents = resident * (short @ numels)
+    others = np.maximum(1.0, (numels * free).sum() - residents - long_resident @ numels)
+    resident_numel, cpu_numel, other_numel = np.zeros((3, len(chosen)))
+    codes = np.full((len(chosen), len(numels)), CODES[Placement.STREAMED])
+    # Error diffusion as in ``place_by_fraction``.
+    for index in np.nonzero(free)[0].tolist():
+        numel = numels[index]
+        due = residents * passed[index] ** resident_power - resident_numel > numel / 2
+        chosen_resident = due & ~is_long[:, index] & (resident_bytes[index] <= free_bytes)
+        resident_numel += numel * chosen_resident
+        free_bytes = free_bytes - resident_bytes[index] * chosen_resident
+        chosen_resident |= long_resident[:, index]
+        other_numel += numel * ~chosen_resident
+        due = cpu_share * others * (other_numel / others) ** cpu_power
+        cpu = due - cpu_numel > numel / 2
+        cpu = ~chosen_resident & (cpu | is_long[:, index] | (cpu_share == 1.0))
+        cpu_numel += numel * cpu
+        codes[chosen_resident, index] = CODES[Placement.RESIDENT]
+        codes[cpu, index] = CODES[Placement.CPU]
+    codes[:, ~free] = fixed[~free]
+    return codes

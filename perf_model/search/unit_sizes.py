@@ -1,0 +1,212 @@
+"""Choose the size of the units, together with their plan.
+
+Units end where parameters end, so of all sizes only a few give different units. These *cuts* are the sizes
+of the list, and a few sizes next to the best of them. In a window of forward, each cut is explored with a few plans,
+and only the most promising cuts are refined. Without one, each cut is planned for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import pairwise
+
+from perf_model.prediction.cost import CostModel
+from perf_model.prediction.memory import TrainingSetup
+from perf_model.prediction.overlap_windows import Windows
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
+from perf_model.search.budgets import Budgets, DoesNotFit
+from perf_model.search.planner import PlannedUpdate, evaluate, order_matters, plan_updates, require_memory
+from perf_model.search.use_order import arrange, map_back
+from perf_model.search.window_search import MAX_ROUNDS, WindowSearch
+
+UNIT_SIZES = (
+    5_000_000,
+    10_000_000,
+    20_000_000,
+    50_000_000,
+    100_000_000,
+    200_000_000,
+    500_000_000,
+    1_000_000_000,
+)
+"""The unit sizes to choose from, in parameters, besides those between them; the last is DeepSpeed's default."""
+
+SIZES_BETWEEN = 2
+"""The number of sizes to try between two sizes of the list, at equal ratios and rounded to two digits."""
+
+MAX_USEFUL_UNITS = 600
+"""A size with more units is not tried if a larger size fits: each unit adds the latency of seven copies."""
+
+MAX_UNITS_BETWEEN = 250
+"""A size between those of the list is not tried if it gives more units."""
+
+NEGLIGIBLE_DIFFERENCE = 0.005
+"""The relative difference up to which exposed times count as equal. Then smaller units gain nothing."""
+
+NEGLIGIBLE_SHARE = 0.001
+"""The share of forward's window up to which exposed time is not worth smaller units."""
+
+WORSE = 1.02
+"""As soon as a size exposes this multiple of the least time, no smaller size of the list is tried."""
+
+PROMISING = 1.35
+"""A cut whose best explored plan exposes more than this multiple of the least time is not refined."""
+
+REFINED_CUTS = 2
+"""The number of cuts that are refined a little, before the best of them is refined further."""
+
+FIRST_ROUNDS = 1
+"""The number of rounds that refine a little."""
+
+
+def plan_units(
+    workload_of: Callable[[int], Workload],
+    sizes: Iterable[int],
+    cost: CostModel,
+    budgets: Budgets,
+    windows: Windows,
+    setup: TrainingSetup,
+    first_use_of: Callable[[Workload], tuple[int, ...] | None] | None = None,
+) -> tuple[int, PlannedUpdate]:
+    """Return the unit size, in parameters, that exposes the least time, and its plan.
+
+    Of sizes whose exposed times differ negligibly, the largest is returned. ``workload_of`` maps a size to the
+    units, and ``first_use_of`` maps units to ``Windows.first_use``. Sizes between ``sizes`` are tried, too. Raise
+    ``DoesNotFit`` if no plan fits with any size.
+    """
+    sizes = sorted(set(sizes), reverse=True)
+
+    def first_use(workload: Workload) -> tuple[int, ...] | None:
+        return windows.first_use if first_use_of is None else first_use_of(workload)
+
+    def arranged(size: int) -> Workload:
+        workload = workload_of(size)
+        return arrange(workload, first_use(workload))
+
+    cuts = _Cuts(arranged, cost, budgets, replace(windows, first_use=None), setup)
+    for size in sizes:
+        if cuts.smaller_units_gain_nothing:
+            break
+        cuts.try_size(size, limit=MAX_USEFUL_UNITS)
+    best = cuts.best_size()
+    for pair in pairwise(sizes):
+        for size in _between(*pair) if best in pair and not cuts.exposes_hardly_anything else ():
+            cuts.try_size(size, limit=MAX_UNITS_BETWEEN)
+    size, plan = cuts.choose()
+    workload = workload_of(size)
+    ordered = replace(windows, first_use=first_use(workload))
+    planned = evaluate(map_back(plan, workload, ordered.first_use), cost, budgets, ordered, setup)
+    return size, replace(planned, simulations=cuts.simulated)
+
+
+def _between(larger: int, smaller: int) -> list[int]:
+    """Return sizes between two sizes, the largest first."""
+    ratios = ((smaller / larger) ** (step / (SIZES_BETWEEN + 1)) for step in range(1, SIZES_BETWEEN + 1))
+    return [int(float(f"{larger * ratio:.1e}")) for ratio in ratios]
+
+
+class _Cuts:
+    """The sizes that give different units, with the searches or the plans for them."""
+
+    def __init__(
+        self,
+        workload_of: Callable[[int], Workload],
+        cost: CostModel,
+        budgets: Budgets,
+        windows: Windows,
+        setup: TrainingSetup,
+    ) -> None:
+        self._workload_of = workload_of
+        self._cost = cost
+        self._budgets = budgets
+        self._windows = windows
+        self._setup = setup
+        self._known: set[Workload] = set()
+        self._errors: list[DoesNotFit] = []
+        self._planned: dict[int, PlannedUpdate] = {}
+        self._searches: dict[int, WindowSearch] = {}
+        self._every_search: list[WindowSearch] = []
+        self._latest_s = 0.0
+
+    @property
+    def simulated(self) -> int:
+        """Return the number of plans that were simulated, of all sizes."""
+        planned = sum(planned.simulations for planned in self._planned.values())
+        return planned + sum(search.simulated for search in self._every_search)
+
+    @property
+    def exposes_hardly_anything(self) -> bool:
+        """Return whether the exposed time of the best size is negligible."""
+        return self._least_s() <= NEGLIGIBLE_SHARE * self._windows.forward_s
+
+    @property
+    def smaller_units_gain_nothing(self) -> bool:
+        """Return whether the latest size, which is the smallest one, is worse than a larger one or good enough."""
+        return self.exposes_hardly_anything or self._latest_s > WORSE * self._least_s()
+
+    def try_size(self, size: int, limit: int) -> None:
+        """Explore or plan for ``size``, unless its units are known or, if another size fits, above ``limit``."""
+        workload = self._workload_of(size)
+        fits = self._planned or self._searches
+        if workload in self._known or (fits and len(workload.units) > limit):
+            return
+        self._known.add(workload)
+        try:
+            require_memory(workload, self._cost, self._budgets, self._setup)
+        except DoesNotFit as error:
+            self._errors.append(error)
+            return
+        if self._windows.forward_s > 0.0 and not self._cost.blocks:
+            search = WindowSearch(workload, self._cost, self._budgets, self._windows, self._setup)
+            search.explore(PROMISING * self._least_s())
+            self._every_search.append(search)
+            if search.best is not None:
+                self._searches[size] = search
+            if self._searches:
+                self._latest_s = float("inf") if search.best is None else search.best.seconds[0]
+                return
+        self._planned[size] = plan_updates(workload, self._cost, self._budgets, self._windows, self._setup)
+        self._latest_s = self._planned[size].exposed_s
+
+    def best_size(self) -> int:
+        """Return the size with the least exposed time so far. Raise ``DoesNotFit`` if no size fits."""
+        exposed_s = self._exposed_s()
+        if not exposed_s:
+            raise min(self._errors, key=lambda error: sum(error.missing.values()))
+        return min(exposed_s, key=lambda size: exposed_s[size])
+
+    def choose(self) -> tuple[int, UpdatePlan]:
+        """Refine the most promising sizes, and return the best size and its plan."""
+        promising = sorted(self._searches, key=lambda size: self._exposed_s()[size])
+        for size in promising[:REFINED_CUTS]:
+            if self._exposed_s()[size] <= PROMISING * self._least_s():
+                self._refine(size, FIRST_ROUNDS)
+        best = self.best_size()
+        if best in self._searches:
+            self._refine(best, MAX_ROUNDS)
+        enough_s = (1 + NEGLIGIBLE_DIFFERENCE) * self._least_s()
+        for size in sorted(self._exposed_s(), reverse=True):
+            if self._exposed_s()[size] <= enough_s and (plan := self._plan(size)) is not None:
+                return size, plan
+        raise AssertionError("the best size has a plan")
+
+    def _refine(self, size: int, rounds: int) -> None:
+        """Refine the plan of ``size``; with few units, plan for it again."""
+        search = self._searches[size]
+        if order_matters(search.workload, self._cost, self._windows):
+            search.refine(rounds)
+        else:
+            del self._searches[size]
+            self._planned[size] = plan_updates(search.workload, self._cost, self._budgets, self._windows, self._setup)
+
+    def _plan(self, size: int) -> UpdatePlan | None:
+        return self._planned[size].plan if size in self._planned else self._searches[size].result()
+
+    def _exposed_s(self) -> dict[int, float]:
+        searched = {size: search.best.seconds[0] for size, search in self._searches.items() if search.best is not None}
+        return searched | {size: planned.exposed_s for size, planned in self._planned.items()}
+
+    def _least_s(self) -> float:
+        return min(self._exposed_s().values(), default=float("inf"))

@@ -1,0 +1,230 @@
+"""Search for the plan with the least exposed time in a window of forward, where the places of units matter.
+
+The search simulates many plans at once (``simulate_many.py``), in two parts:
+
+1. ``explore`` simulates the simple rules of ``starting_points.py`` and the gradual ones of ``ramps.py``.
+2. ``refine`` changes the best of them in small moves (``moves.py``). It keeps several plans at first, the best ones for
+   different numbers of slots, and fewer in each round. Moves that help one plan are also tried together.
+
+The moves are drawn with a fixed seed, so the result depends on nothing but the arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from random import Random
+
+import numpy as np
+
+from perf_model.prediction.cost import CostModel
+from perf_model.prediction.lane_queues import CODES, Integers, encode
+from perf_model.prediction.memory import TrainingSetup, memory_of
+from perf_model.prediction.overlap_windows import Windows
+from perf_model.prediction.simulate_many import ManySimulator
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
+from perf_model.search.bounds import exposed_bound, first_needed_bound
+from perf_model.search.budgets import Budgets
+from perf_model.search.capacity import ResidentCapacity
+from perf_model.search.memory_check import MemoryCheck
+from perf_model.search.moves import Move, draw_moves
+from perf_model.search.pruning import TimeLowerBounds
+from perf_model.search.ramps import Ramp, place_ramps, ramps
+from perf_model.search.starting_points import MAX_SLOTS, StartingPoints
+
+MAX_ROUNDS = 12
+"""The most rounds of moves."""
+
+FIRST_LEADERS = 6
+"""The number of plans that the first round changes; each round changes one less, and the last ones change the best."""
+
+LITTLE = 0.0005
+"""The relative gain up to which a round was in vain."""
+
+PLANS_PER_ROUND = 256
+"""The number of moves that a round simulates."""
+
+MAX_EXPLORED = 160
+"""The most plans that ``explore`` simulates."""
+
+MAX_REFINED_UNITS = 200_000
+"""The most units in all plans of all rounds together, so that many units do not take much longer."""
+
+ENOUGH = 1.001
+"""A plan whose exposed time is at most this multiple of the lower bound is not refined."""
+
+MOVES_TOGETHER = 16
+"""The most moves that are tried together."""
+
+PLACEMENTS = tuple(Placement)
+
+Plan = tuple[Integers, int]
+"""The codes of the placements of a plan, and the number of slots."""
+
+
+def _key(codes: Integers, num_slots: int) -> tuple[bytes, int]:
+    """Return a key that is equal for equal plans."""
+    return codes.tobytes(), num_slots
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidate:
+    """A plan as an array of codes, with its exposed seconds and the seconds of its update."""
+
+    codes: Integers
+    num_slots: int
+    seconds: tuple[float, float]
+
+
+class WindowSearch:
+    """A search for one workload.
+
+    ``best`` is the best plan so far, None if every plan was ruled out.
+    """
+
+    def __init__(
+        self, workload: Workload, cost: CostModel, budgets: Budgets, windows: Windows, setup: TrainingSetup
+    ) -> None:
+        self.best: Candidate | None = None
+        self.workload = workload
+        self._cost = cost
+        self._budgets = budgets
+        self._setup = setup
+        self._free = [unit.index for unit in workload.units if unit.fixed is None]
+        self._simulator = ManySimulator(workload, cost, windows)
+        self._bounds = TimeLowerBounds(workload, cost, windows)
+        self._memory = MemoryCheck(workload, budgets.gpu_bytes, setup)
+        self._found: dict[tuple[bytes, int], Candidate] = {}
+        self._random = Random(0)
+        self._rounds = 0
+        self._rounds_in_vain = 0
+        capacity = ResidentCapacity.from_gpu_bytes(workload, budgets.gpu_bytes, setup)
+        self._bound = exposed_bound(workload.numel, cost, windows, capacity)
+        self._bound_s = max(self._bound.seconds, first_needed_bound(workload, cost, windows, capacity).seconds)
+
+    @property
+    def simulated(self) -> int:
+        """Return the number of plans that were simulated."""
+        return self._simulator.simulated
+
+    def explore(self, enough_s: float = np.inf) -> None:
+        """Simulate simple and gradual rules, except those that are known to expose at least ``enough_s``."""
+        starting_points = StartingPoints(self.workload, self._cost, self._budgets, self._setup)
+        simple = encode(list(dict.fromkeys(starting_points.placements())))
+        chosen: list[Ramp] = []
+        if Placement.RESIDENT in self._cost.placements:
+            numels = [unit.numel for unit in self.workload.units]
+            chosen = list(ramps(numels, self._bound.shares, streams=Placement.STREAMED in self._cost.placements))
+        gradual = place_ramps(chosen, self.workload, self._budgets.gpu_bytes, self._setup)
+        plans = [
+            *((codes, self._most_slots(codes)) for codes in simple),
+            *((codes, max(1, ramp.num_slots)) for codes, ramp in zip(gradual, chosen, strict=True)),
+        ]
+        self._try(plans, enough_s, MAX_EXPLORED)
+
+    def refine(self, rounds: int = MAX_ROUNDS) -> None:
+        """Improve the best plans by up to ``rounds`` rounds of small moves, and by ``MAX_ROUNDS`` in all.
+
+        No more rounds follow two of them that gained next to nothing.
+        """
+        possible = 1 + MAX_REFINED_UNITS // (PLANS_PER_ROUND * len(self.workload.units))
+        for number in range(self._rounds, min(self._rounds + rounds, possible, MAX_ROUNDS)):
+            if self.best is None or self.best.seconds[0] <= ENOUGH * self._bound_s or self._rounds_in_vain == 2:
+                return
+            before_s = self.best.seconds[0]
+            self._refine_once(self._leaders()[: max(1, FIRST_LEADERS - number)])
+            self._rounds += 1
+            gained = self.best.seconds[0] < (1 - LITTLE) * before_s
+            self._rounds_in_vain = 0 if gained else self._rounds_in_vain + 1
+
+    def result(self) -> UpdatePlan | None:
+        """Return the best plan, with as few slots as do not take longer; None if no plan that was tried fits."""
+        if self.best is not None:
+            fewer = [(self.best.codes, num_slots) for num_slots in range(1, self.best.num_slots)]
+            self._try(fewer, np.nextafter(self.best.seconds[0], np.inf))
+        for candidate in sorted(self._found.values(), key=lambda found: (found.seconds, found.num_slots)):
+            plan = self._plan(candidate.codes, candidate.num_slots)
+            if not self._budgets.missing(memory_of(plan, self._setup)):
+                return plan
+        return None
+
+    def _refine_once(self, leaders: Sequence[Candidate]) -> None:
+        """Try moves from each of ``leaders``, and then the moves that helped together."""
+        moved = [list(islice(self._moved(leader), PLANS_PER_ROUND // len(leaders))) for leader in leaders]
+        enough_s = leaders[-1].seconds[0]
+        self._try([plan for of_leader in moved for _, plan in of_leader], enough_s)
+        together: list[Plan] = []
+        for leader, of_leader in zip(leaders, moved, strict=True):
+            found = ((self._found.get(_key(*plan)), move) for move, plan in of_leader)
+            helped = [(candidate.seconds, move) for candidate, move in found if candidate is not None]
+            better = sorted((pair for pair in helped if pair[0] < leader.seconds), key=lambda pair: pair[0])
+            together += _together(leader, [move for _, move in better[:MOVES_TOGETHER]])
+        self._try(together, enough_s)
+
+    def _moved(self, leader: Candidate) -> Iterator[tuple[Move, Plan]]:
+        """Yield moves from ``leader`` that lead to plans that fit and are new, with these plans."""
+        possible = tuple(CODES[placement] for placement in self._cost.placements)
+        # Most moves from a plan that fills the memory do not fit.
+        for move in islice(draw_moves(leader.codes, self._free, possible, self._random), 6 * PLANS_PER_ROUND):
+            plan = move.apply(leader.codes), leader.num_slots + move.more_slots
+            if plan[1] > 0 and _key(*plan) not in self._found and self._memory.fits(*plan):
+                yield move, plan
+
+    def _leaders(self) -> list[Candidate]:
+        """Return the best plans, at most two for each number of slots."""
+        by_slots: dict[int, int] = {}
+        leaders = []
+        for candidate in sorted(self._found.values(), key=lambda candidate: candidate.seconds):
+            by_slots[candidate.num_slots] = by_slots.get(candidate.num_slots, 0) + 1
+            if by_slots[candidate.num_slots] <= 2:
+                leaders.append(candidate)
+        return leaders
+
+    def _try(self, plans: Iterable[Plan], enough_s: float, most: int = PLANS_PER_ROUND) -> None:
+        """Simulate the ``most`` plans with the least lower bounds that fit and are new.
+
+        Those that are known to expose at least ``enough_s`` are left out.
+        """
+        new = {_key(*plan): plan for plan in plans}
+        chosen = [plan for key, plan in new.items() if key not in self._found and self._memory.fits(*plan)]
+        if not chosen:
+            return
+        codes, slots = np.array([codes for codes, _ in chosen]), np.array([num_slots for _, num_slots in chosen])
+        masks = {placement: codes == code for placement, code in CODES.items()}
+        least_s = self._bounds.exposed_s(masks, int(slots.max()))
+        promising = np.argsort(least_s, kind="stable")[:most]
+        promising = promising[least_s[promising] < enough_s]
+        codes, slots = codes[promising], slots[promising]
+        if not len(codes):
+            return
+        times = self._simulator.run(codes, slots, enough_s)
+        for row, num_slots, *seconds in zip(codes, slots.tolist(), times.exposed_s, times.active_s, strict=True):
+            if seconds[0] < enough_s:
+                candidate = Candidate(codes=row, num_slots=num_slots, seconds=(float(seconds[0]), float(seconds[1])))
+                self._found[_key(row, num_slots)] = candidate
+                if self.best is None or candidate.seconds < self.best.seconds:
+                    self.best = candidate
+
+    def _most_slots(self, codes: Integers) -> int:
+        streamed = int((codes == CODES[Placement.STREAMED]).sum())
+        most = max(1, min(MAX_SLOTS, streamed))
+        return next((num_slots for num_slots in range(most, 0, -1) if self._memory.fits(codes, num_slots)), 1)
+
+    def _plan(self, codes: Integers, num_slots: int) -> UpdatePlan:
+        placements = tuple(PLACEMENTS[code] for code in codes.tolist())
+        return UpdatePlan(workload=self.workload, placements=placements, num_slots=num_slots)
+
+
+def _together(leader: Candidate, moves: Sequence[Move]) -> list[Plan]:
+    """Return the plans after the first two moves, the first three, and so on, skipping moves that would interfere."""
+    taken: set[int] = set()
+    apart = []
+    for move in moves:
+        if move.more_slots == 0 and taken.isdisjoint(move.indices):
+            taken.update(move.indices)
+            apart.append(move)
+    plans = accumulate(apart, lambda codes, move: move.apply(codes), initial=leader.codes)
+    return [(codes, leader.num_slots) for codes in islice(plans, 2, None)]

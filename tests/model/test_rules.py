@@ -1,0 +1,196 @@
+"""Test rules by name: the first match places a parameter, units end where placements change, errors have a remedy."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perf_model.schedule.cutting import BORDER_MULTIPLE, PIECE_MULTIPLE, cut_into_units, names_in
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.rules import PlacementRule, PlacementRules, RulesError, States, nearest_names
+from perf_model.schedule.workload import Partition
+
+LAYERS, EXPERTS = 3, 2
+NAMES = [
+    "model.embed_tokens.weight",
+    *(
+        f"model.layers.{layer}.{name}"
+        for layer in range(LAYERS)
+        for name in (
+            "self_attn.q_proj.weight",
+            "mlp.gate.weight",
+            *(f"mlp.experts.{expert}.up_proj.weight" for expert in range(EXPERTS)),
+            "input_layernorm.weight",
+        )
+    ),
+    "model.norm.weight",
+    "lm_head.weight",
+]
+PATTERNS = ("*", "lm_head.*", "*.mlp.experts.*", "*.experts.1.*", "model.layers.[0-1].*", "*norm.weight", "*.LAYERS.*")
+
+EXAMPLE: list[dict[str, Any]] = [
+    {"match": "*.mlp.experts.*", "states": "cpu"},
+    {"match": ["lm_head.*", "*.embed_tokens.*"], "states": "resident"},
+    {"match": "*", "states": "planned"},
+]
+
+LENGTHS = st.integers(1, 300).map(lambda count: count * BORDER_MULTIPLE)
+"""Lengths of parameters that need no padding to the borders of units."""
+
+rules = st.lists(
+    st.builds(
+        PlacementRule,
+        st.lists(st.sampled_from(PATTERNS), min_size=1, max_size=2).map(tuple),
+        st.sampled_from(get_args(States)),
+    ),
+    max_size=4,
+).map(lambda chosen: PlacementRules(tuple(chosen)))
+
+
+def error_of(*entries: Any, frozen: tuple[str, ...] = (), aliases: dict[str, str] | None = None) -> str:
+    """Return the message of the error for these rules."""
+    with pytest.raises(RulesError) as caught:
+        PlacementRules.from_json(list(entries)).check([name for name in NAMES if name not in frozen], frozen, aliases)
+    first, *remedy = str(caught.value).splitlines()
+    assert re.match(r"placement(\[\d+\](\.\w+)?)?: .*, found ", first)
+    assert remedy
+    return str(caught.value)
+
+
+@given(
+    rules,
+    st.lists(st.lists(st.tuples(st.sampled_from(NAMES), LENGTHS), min_size=1, max_size=12), max_size=3),
+    st.integers(1, 6000),
+)
+def test_units_tile_each_sub_group_and_end_where_the_placement_changes(
+    rules: PlacementRules, drawn: list[list[tuple[str, int]]], unit_size: int
+) -> None:
+    sub_groups = [[Partition(name, numel) for name, numel in sub_group] for sub_group in drawn]
+    workload = cut_into_units(sub_groups, unit_size, rules.placement_of)
+    assert [unit.index for unit in workload.units] == list(range(len(workload.units)))
+    for number, partitions in enumerate(sub_groups):
+        units = [unit for unit in workload.units if unit.sub_group == number]
+        assert [unit.begin for unit in units] == [0, *(unit.end for unit in units[:-1])]
+        assert units[-1].end == sum(partition.numel for partition in partitions)
+        for unit in units:
+            assert 0 < unit.numel <= -(-unit_size // PIECE_MULTIPLE) * PIECE_MULTIPLE
+            names = list(names_in(unit, partitions))
+            assert names
+            assert {rules.placement_of(name) for name in names} == {unit.fixed}
+        ends = [sum(partition.numel for partition in partitions[: count + 1]) for count in range(len(partitions))]
+        for end, before, after in zip(ends, partitions, partitions[1:], strict=False):
+            if rules.placement_of(before.name) is not rules.placement_of(after.name):
+                assert end in {unit.end for unit in units}
+
+
+@given(rules, st.sampled_from(NAMES))
+def test_the_first_rule_that_matches_places_a_parameter(rules: PlacementRules, name: str) -> None:
+    states = next(
+        (rule.states for rule in rules.rules if any(fnmatchcase(name, pattern) for pattern in rule.match)), "planned"
+    )
+    assert rules.placement_of(name) is (None if states == "planned" else Placement(states))
+    assert rules.may_plan or rules.placement_of(name) is not None
+
+
+def test_neighbours_with_the_same_placement_share_a_unit_whatever_the_rule() -> None:
+    rules = PlacementRules.from_json([{"match": "a.*", "states": "cpu"}, {"match": "b.*", "states": "cpu"}])
+    workload = cut_into_units([[Partition(f"{name}.w", 16) for name in "abc"]], 100, rules.placement_of)
+    assert [(unit.numel, unit.label, unit.fixed) for unit in workload.units] == [
+        (32, "a to b", Placement.CPU),
+        (16, "c", None),
+    ]
+
+
+def test_a_unit_ends_at_the_next_border_after_the_place_where_the_placement_changes() -> None:
+    rules = PlacementRules.from_json([{"match": "a.*", "states": "cpu"}])
+    workload = cut_into_units([[Partition(f"{name}.w", 20) for name in "ab"]], 100, rules.placement_of)
+    assert [(unit.begin, unit.end, unit.fixed) for unit in workload.units] == [(0, 32, Placement.CPU), (32, 40, None)]
+
+
+def test_the_example_places_experts_and_the_ends_of_the_model_and_leaves_the_rest_to_the_planner() -> None:
+    rules = PlacementRules.from_json(EXAMPLE)
+    rules.check(NAMES)
+    placed = {name: rules.placement_of(name) for name in NAMES}
+    assert {name for name in NAMES if placed[name] is Placement.CPU} == {name for name in NAMES if ".experts." in name}
+    assert [name for name in NAMES if placed[name] is Placement.RESIDENT] == [NAMES[0], NAMES[-1]]
+    assert placed["model.layers.1.mlp.gate.weight"] is None
+    assert rules.may_plan
+    assert rules.to_json() == EXAMPLE
+    assert not PlacementRules.from_json([EXAMPLE[0], {"match": "*", "states": "streamed"}]).may_plan
+    assert PlacementRules.from_json(EXAMPLE[:2]).may_plan, "the rest is planned"
+
+
+@pytest.mark.parametrize("value", [None, {}, "cpu", [], 1])
+def test_rules_must_be_a_list_with_an_entry(value: object) -> None:
+    with pytest.raises(RulesError, match=re.escape(f"placement: must be a list of rules, found {value!r}.\nFor ex")):
+        PlacementRules.from_json(value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("cpu", "placement[0]: must be an object if another entry is one, found 'cpu'.\nFor example: "),
+        ({"match": "*", "state": "cpu"}, "is not a known key of a rule, found 'cpu'.\nDid you mean \"states\"?"),
+        ({"match": "*", "states": "cpu", "x": 1}, "placement[0].x: is not a known key of a rule, found 1.\nA rule has"),
+        ({"match": "*"}, "placement[0].states: is required, found nothing.\n"),
+        ({"states": "cpu"}, "placement[0].match: is required, found nothing.\n"),
+        ({"match": [], "states": "cpu"}, "placement[0].match: must be a pattern or a list of patterns, found []."),
+        ({"match": [1], "states": "cpu"}, "placement[0].match: must be a pattern or a list of patterns, found [1]."),
+        ({"match": "", "states": "cpu"}, "placement[0].match: must be a pattern or a list of patterns, found ''."),
+        ({"match": "*", "states": "stream"}, "found 'stream'.\nDid you mean \"streamed\"?"),
+        ({"match": "*", "states": []}, "must be \"cpu\", \"streamed\", \"resident\" or \"planned\", found []."),
+    ],
+)  # fmt: skip
+def test_a_rule_that_is_not_valid_is_refused(rule: object, expected: str) -> None:
+    assert expected in error_of(rule)
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names() -> None:
+    message = error_of({"match": "lm_heads.*", "states": "resident"}, EXAMPLE[2])
+    assert message.startswith("placement[0].match: must match a parameter of the model, found 'lm_heads.*'.\n")
+    assert "The nearest names: lm_head" in message
+    message = error_of(EXAMPLE[0], {"match": ["lm_head.*", "*.layer.0.*"], "states": "cpu"})
+    assert "placement[1].match: must match a parameter of the model, found '*.layer.0.*'" in message
+    assert "model.layers.0" in message
+    assert "found 'LM_HEAD.*'" in error_of({"match": "LM_HEAD.*", "states": "cpu"}), "cases differ"
+
+
+def test_the_nearest_names_are_of_different_layers_only_if_they_differ_in_more_than_numbers() -> None:
+    assert nearest_names("*.mlp.expert.*", NAMES)[0] == "model.layers.0.mlp.experts.0.up_proj.weight"
+    assert len(nearest_names("*.mlp.expert.*", NAMES)) == 3
+    assert nearest_names("layers", ["layers.0.w", "layers.1.w"]) == ["layers.0", "layers.0.w"]
+
+
+def test_a_rule_behind_one_that_takes_all_of_its_parameters_is_refused_with_the_name_of_that_rule() -> None:
+    message = error_of(EXAMPLE[2], EXAMPLE[0])
+    assert message.startswith(
+        "placement[1].match: must match a parameter that no earlier rule matches, found '*.mlp.experts.*', whose "
+        "6 parameters are all taken by rule '*' (placement[0]).\nThe first rule that matches counts. "
+    )
+    halves = [{"match": f"*.experts.{expert}.*", "states": "cpu"} for expert in range(EXPERTS)]
+    message = error_of(*halves, {"match": "*.experts.*", "states": "streamed"})
+    assert "rule '*.experts.0.*' (placement[0]) and rule '*.experts.1.*' (placement[1])" in message
+
+
+def test_equal_rules_are_refused_too() -> None:
+    assert "taken by rule '*' (placement[0])" in error_of(EXAMPLE[2], EXAMPLE[2])
+
+
+def test_a_rule_that_matches_only_frozen_parameters_is_refused_as_such() -> None:
+    frozen = tuple(name for name in NAMES if ".experts." in name)
+    message = error_of(*EXAMPLE, frozen=frozen)
+    assert "found '*.mlp.experts.*', which matches only frozen parameters.\nFrozen parameters have no" in message
+    rules = PlacementRules.from_json([{"match": ["*.mlp.experts.*", "lm_head.*"], "states": "cpu"}])
+    rules.check([name for name in NAMES if name not in frozen], frozen)
+
+
+def test_a_pattern_for_a_further_name_of_a_tied_parameter_is_refused_with_the_name_that_counts() -> None:
+    tied = {"lm_head.bias": "model.embed_tokens.weight"}
+    message = error_of({"match": "lm_head.bias", "states": "cpu"}, aliases=tied)
+    assert '"lm_head.bias", another name of "model.embed_tokens.weight".' in message
+    assert message.endswith('Match "model.embed_tokens.weight".')

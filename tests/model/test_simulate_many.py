@@ -1,0 +1,55 @@
+"""Test that simulating many plans at once gives the times that simulating them one by one gives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perf_model.prediction.cost import CostModel
+from perf_model.prediction.lane_queues import encode
+from perf_model.prediction.overlap_windows import Windows
+from perf_model.prediction.simulate import simulate
+from perf_model.prediction.simulate_many import ManySimulator
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
+from tests.model.costs import cost, costs, windows
+
+
+@st.composite
+def plans_of_one_workload(draw: st.DrawFn) -> list[UpdatePlan]:
+    """Draw up to 8 plans in forward's order for the same units, some of which are equally long."""
+    lengths = draw(st.lists(st.integers(1, 10**8), min_size=1, max_size=3))
+    workload = Workload.from_numels(draw(st.lists(st.sampled_from(lengths), min_size=1, max_size=14)))
+    count = len(workload.units)
+    placements = st.lists(st.sampled_from(Placement), min_size=count, max_size=count).map(tuple)
+    pairs = draw(st.lists(st.tuples(placements, st.integers(1, 6)), min_size=1, max_size=8))
+    return [UpdatePlan(workload=workload, placements=placed, num_slots=slots) for placed, slots in pairs]
+
+
+@settings(max_examples=150)
+@given(plans_of_one_workload(), costs, windows)
+def test_many_plans_at_once_take_as_long_as_one_by_one(
+    plans: list[UpdatePlan], model: CostModel, overlap: Windows
+) -> None:
+    workload = plans[0].workload
+    codes, slots = encode([plan.placements for plan in plans]), np.array([plan.num_slots for plan in plans])
+    times = ManySimulator(workload, model, overlap).run(codes, slots)
+    for plan, many_exposed_s, many_active_s in zip(plans, times.exposed_s, times.active_s, strict=True):
+        timeline = simulate(plan.schedule, workload, model, overlap)
+        expected_s = max(overlap.exposed_s(timeline, workload), timeline.end_s - overlap.forward_s)
+        assert many_exposed_s == pytest.approx(expected_s, rel=1e-9, abs=1e-12)
+        assert many_active_s == pytest.approx(timeline.active_s, rel=1e-9, abs=1e-12)
+
+
+def test_a_plan_that_exposes_too_much_is_not_simulated_to_the_end() -> None:
+    workload, overlap = Workload.from_numels([10**8] * 12), Windows(backward_s=0.1, forward_s=0.2)
+    every = [(placement,) * 12 for placement in Placement]
+    simulator = ManySimulator(workload, cost(), overlap)
+    exposed_s = simulator.run(encode(every), np.full(3, 2)).exposed_s
+    limit_s = float(sorted(exposed_s)[1])
+    limited_s = simulator.run(encode(every), np.full(3, 2), enough_s=limit_s).exposed_s
+    assert np.array_equal(limited_s, np.where(exposed_s < limit_s, exposed_s, np.inf))
+    assert simulator.simulated == 6

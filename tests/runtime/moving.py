@@ -1,0 +1,281 @@
+"""Train with a plan that changes between updates, and the same training with serial updates of whole sub-groups."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from deep_opt_states.device.interface import Device
+from deep_opt_states.device.kernels.adam import AdamKernel
+from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.state import Split
+from deep_opt_states.runtime.state_memory import StateMemory
+from deep_opt_states.runtime.worker import CpuLane
+from perf_model.schedule.cutting import BORDER_MULTIPLE
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import STATES, Unit, Workload
+from tests.fake_device.device import FakeDevice, LateAdam
+from tests.fake_device.fake_worker import FakeWorker
+from tests.kernels.adam_steps import fused
+from tests.runtime.plain_adam import PlainAdam, adam_step
+from tests.runtime.random_states import NAMES, gradients, make_states
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WRITTEN = 0.5
+"""The factor by which the caller multiplies master weights in host memory."""
+
+
+@dataclass(kw_only=True)
+class Model:
+    """The sub-groups of one rank, with their early ranges, and the kernel that updates them."""
+
+    numels: tuple[int, ...]
+    early: list[list[tuple[int, int]]]
+    dtype: torch.dtype = torch.bfloat16
+    grad_dtype: torch.dtype = torch.float32
+    params_on_host: bool = False
+    has_vectors: bool = False
+    """Whether the kernel is the real one, whose bits depend on the place in the sub-group, and not ``PlainAdam``."""
+
+    def kernel(self) -> AdamKernel:
+        """Return a new kernel that updates in host memory."""
+        return fused() if self.has_vectors else PlainAdam()
+
+    def device_kernel(self) -> AdamKernel:
+        """Return a new kernel that updates on the accelerator."""
+        return self.kernel()
+
+    def gradients(self, number: int) -> list[torch.Tensor]:
+        """Return the gradients of iteration ``number``."""
+        return [gradient.to(self.grad_dtype) for gradient in gradients(self.numels, number)]
+
+
+@dataclass(kw_only=True)
+class MovingIteration:
+    """One iteration: first the plan may change, and then the caller may use the states in host memory."""
+
+    plan: UpdatePlan
+    writes_states: bool = False
+    """Whether the caller takes the states back, and writes to master weights."""
+    prefetches: bool = False
+    is_skipped: bool = False
+    """Whether no update follows, as after an overflow."""
+    forward: list[int] = field(default_factory=list)
+    """The units that a forward reads while the update runs, modulo their number."""
+
+
+class MovingTraining:
+    """The training of ``model`` on ``device`` through the memory and the executor of a rank."""
+
+    def __init__(self, model: Model, plan: UpdatePlan, device: Device[Any]) -> None:
+        self.model, self.plan, self.device = model, plan, device
+        initial = make_states(model.numels, model.dtype)
+        reserve = device.empty_host if model.params_on_host else device.empty
+        self.params = [reserve(state.numel, model.dtype).copy_(state.param) for state in initial]
+        self.memory = StateMemory(
+            plan.workload, self.params, model.grad_dtype, device, params_on_host=model.params_on_host
+        )
+        for tensors, state in zip(self.memory.sub_groups, initial, strict=True):
+            for name in STATES:
+                getattr(tensors, name).copy_(getattr(state, name))
+        self.memory.set_plan(plan)
+        self._kernels = [model.kernel(), model.device_kernel()]
+        host_adam, device_adam = self._kernels
+        worker: CpuLane | None = None
+        if isinstance(device, FakeDevice):
+            device_adam, worker = LateAdam(device, device_adam), FakeWorker(device)
+        self.executor = Executor(
+            plan.schedule, self.memory.units, device, host_adam, device_adam, worker, self._splits()
+        )
+
+    def train(self, iterations: Sequence[MovingIteration]) -> list[torch.Tensor]:
+        """Return all parameters and gradients that were read, in order, and all states at the end."""
+        read: list[torch.Tensor] = []
+        for number, iteration in enumerate(iterations):
+            if iteration.plan is not self.plan:
+                self.move(iteration.plan)
+            read.extend(self.run(number, iteration))
+        return [*read, *self.end()]
+
+    def end(self) -> list[torch.Tensor]:
+        """Return all states and parameters, and end the executor."""
+        self.executor.give_states_back()
+        self._wait_for_caller()
+        found = [getattr(tensors, name).clone() for tensors in self.memory.sub_groups for name in STATES]
+        self.executor.close()
+        for kernel in self._kernels:
+            kernel.close()
+        return [*found, *(param.clone() for param in self.params)]
+
+    def run(self, number: int, iteration: MovingIteration) -> Iterator[torch.Tensor]:
+        """Run one iteration, and yield what is read."""
+        if number > 0:
+            yield self.read_gradients()
+        if iteration.writes_states:
+            self.executor.give_states_back()
+            for tensors in self.memory.sub_groups:
+                tensors.master.mul_(WRITTEN)
+        yield from (self._copy_of(param) for param in self.params)
+        self.backward(number)
+        if iteration.prefetches:
+            self.executor.prefetch()
+        if iteration.is_skipped:
+            self._wait_for_caller()  # the host waits for the norm before it skips an update
+            return
+        self.executor.begin([adam_step(1 + number)] * len(self.params))
+        for position in iteration.forward:
+            index = position % len(self.memory.units)
+            self.executor.advance()
+            self.executor.publish_early_ranges()
+            self.executor.publish(index)
+            yield self._copy_of(self.memory.units[index].param)
+        self.executor.finish()
+        assert self.executor.failure is None, self.executor.failure
+
+    def backward(self, number: int) -> None:
+        """Write the gradients of iteration ``number`` on the caller's stream."""
+        whole = [
+            self.device.empty(gradient.numel(), gradient.dtype).copy_(gradient)
+            for gradient in self.model.gradients(number)
+        ]
+        for unit in self.memory.units:
+            self.device.copy(unit.grad, unit.elements.view(whole[unit.sub_group]))
+
+    def read_gradients(self) -> torch.Tensor:
+        """Return a copy of the gradients of all sub-groups, one after the other.
+
+        The host reads those in host memory at once.
+        """
+        parts = [
+            unit.grad.clone() if unit.placement is Placement.CPU else self._copy_of(unit.grad)
+            for unit in self.memory.units
+        ]
+        self._wait_for_caller()
+        return torch.cat(parts)
+
+    def move(self, plan: UpdatePlan) -> None:
+        """Use ``plan`` from the next update on. Only units that are not resident any more are written back first."""
+        placed = zip(plan.workload.units, plan.placements, strict=True)
+        kept = {(unit.sub_group, unit.begin, unit.end) for unit, where in placed if where is Placement.RESIDENT}
+        self.executor.write_back(
+            [unit for unit in self.memory.units if (unit.sub_group, unit.elements.begin, unit.elements.end) not in kept]
+        )
+        self.set_plan(plan)
+
+    def set_plan(self, plan: UpdatePlan) -> None:
+        """Use ``plan`` from the next update on. The caller has written back all units that it moves."""
+        self.memory.set_plan(plan)
+        self.executor.set_units(plan.schedule, self.memory.units, self._splits())
+        self.plan = plan
+
+    def _splits(self) -> list[Split]:
+        return [Split.create(unit.elements, self.model.early[unit.sub_group]) for unit in self.memory.units]
+
+    def _copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        copied = self.device.empty(tensor.numel(), tensor.dtype)
+        self.device.copy(copied, tensor)
+        return copied
+
+    def _wait_for_caller(self) -> None:
+        done = self.device.event()
+        self.device.current_stream().record(done)
+        done.synchronize()
+
+
+def train_serially(model: Model, iterations: Sequence[MovingIteration]) -> list[torch.Tensor]:
+    """Return the tensors that ``MovingTraining.train`` returns, with an update of one whole sub-group after another."""
+    states = make_states(model.numels, model.dtype)
+    kernel = model.kernel()
+    read: list[torch.Tensor] = []
+    for number, iteration in enumerate(iterations):
+        if number > 0:
+            read.append(torch.cat(model.gradients(number - 1)))
+        if iteration.writes_states:
+            for state in states:
+                state.master.mul_(WRITTEN)
+        read.extend(state.param.clone() for state in states)
+        if iteration.is_skipped:
+            continue
+        kernel.begin_step([adam_step(1 + number)] * len(states))
+        for index, (state, gradient) in enumerate(zip(states, model.gradients(number), strict=True)):
+            state.grad, state.rounded = gradient, state.param
+            kernel.update(index, state.cpu_tensors)
+        units = iteration.plan.workload.units
+        for position in iteration.forward:
+            unit = units[position % len(units)]
+            read.append(states[unit.sub_group].param[unit.begin : unit.end].clone())
+    kernel.close()
+    found = [getattr(state, name) for state in states for name in NAMES if name != "param"]
+    return [*read, *found, *(state.param for state in states)]
+
+
+def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    """Return whether all tensors are equal, bit for bit; NaN equals nothing."""
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def random_plan(
+    chance: random.Random, numels: Sequence[int], *, placements: Sequence[Placement] = tuple(Placement)
+) -> UpdatePlan:
+    """Return a plan with random cuts, placements, slots and order.
+
+    Half of the plans have cuts at multiples of ``BORDER_MULTIPLE``. The others have cuts anywhere, so that the last
+    elements of a sub-group, which a kernel does not update as vectors, are in several units.
+    """
+    multiple = chance.choice((1, BORDER_MULTIPLE))
+    units: list[Unit] = []
+    for sub_group, numel in enumerate(numels):
+        possible = range(multiple, numel, multiple)
+        cuts = sorted(chance.sample(possible, min(len(possible), chance.randint(0, 4))))
+        for begin, end in zip([0, *cuts], [*cuts, numel], strict=True):
+            units.append(Unit(len(units), end - begin, sub_group, begin))
+    return UpdatePlan(
+        workload=Workload(tuple(units)),
+        placements=tuple(chance.choice(placements) for _ in units),
+        num_slots=chance.randint(1, 3),
+        order=tuple(chance.sample(range(len(units)), len(units))),
+    )
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Model:
+    """Draw up to three sub-groups with early ranges that cross the borders of units."""
+    numels = tuple(draw(st.lists(st.integers(1, 150), min_size=1, max_size=3)))
+    early = []
+    for numel in numels:
+        borders = sorted(draw(st.lists(st.integers(0, numel), max_size=4)))
+        early.append(list(zip(borders[::2], borders[1::2], strict=False)))
+    return Model(
+        numels=numels,
+        early=early,
+        dtype=draw(st.sampled_from(DTYPES)),
+        grad_dtype=draw(st.sampled_from(DTYPES)),
+        params_on_host=draw(st.booleans()),
+        has_vectors=draw(st.booleans()),
+    )
+
+
+def random_iterations(
+    chance: random.Random, numels: Sequence[int], count: int, *, moves: bool
+) -> list[MovingIteration]:
+    """Return iterations whose plan changes at random if ``moves``; otherwise all have the same plan.
+
+    The plan sometimes returns to an earlier one.
+    """
+    plans = [random_plan(chance, numels) for _ in range(3 if moves else 1)]
+    return [
+        MovingIteration(
+            plan=chance.choice(plans),
+            writes_states=chance.random() < 0.2,
+            prefetches=chance.random() < 0.5,
+            is_skipped=chance.random() < 0.2,
+            forward=[chance.randrange(12) for _ in range(chance.randint(0, 5))],
+        )
+        for _ in range(count)
+    ]

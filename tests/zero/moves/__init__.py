@@ -1,0 +1,1 @@
+"""Do units move between steps without a change of any bit?"""
