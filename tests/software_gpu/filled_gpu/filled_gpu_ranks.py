@@ -1,0 +1,159 @@
+"""Train on GPUs of which stock needs all, some or little memory, and print what the plugin has done with the rest.
+
+Argument: the name of a selection, see ``SELECTIONS``. Every rank prints one answer per training.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from deep_opt_states.device.cuda import free_and_retries
+from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.state import Slot
+from deep_opt_states.zero.step import adaptation
+from deep_opt_states.zero.step.gradients import Gradients
+from deep_opt_states.zero.step.larger_inputs import LargerInputs
+from deep_opt_states.zero.step.running_plan import RunningPlan
+from tests.launch import answer
+from tests.software_gpu.filled_gpu.growing_inputs import CASE, Step, memory_that_stock_needs, train_on_gpu
+from tests.software_gpu.ranks import software_process_group
+from tests.software_gpu.settings import GIB
+from tests.zero.parity.training import differences
+
+BLOCK = CASE.blocks[0]
+SHORT, LONGEST = 64, 6000
+"""Tokens. The activations of the longest inputs take more memory than all states."""
+
+FIRST = [Step((SHORT,))] * 8
+"""The steps in which the GPU is filled."""
+
+OPEN_SUMS = "open sums are not copied"
+
+FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "memory is kept before larger inputs": (LargerInputs, "__call__", lambda *_: None),
+    "evicted states are not written back": (Executor, "write_back", lambda *_: None),
+    OPEN_SUMS: (Gradients, "copy_open_sums_to_host", lambda *_: None),
+}
+"""Faults by name: the class, the method, and what replaces it."""
+
+
+def ramp(seed: int, micro_batches: int = 1) -> list[Step]:
+    """Return steps whose inputs grow to the longest, by random amounts, with evaluations in between."""
+    chance = random.Random(seed)
+    lengths = sorted({LONGEST, *(chance.randrange(SHORT, LONGEST) for _ in range(4))})
+    steps = [Step((SHORT,) * micro_batches)] * len(FIRST)
+    for tokens in lengths:
+        grown = tuple(chance.randint(SHORT, tokens) for _ in range(micro_batches - 1))
+        steps.append(Step((*grown, tokens), evaluated=chance.choice((None, tokens, SHORT))))
+        steps += [Step((tokens,) * micro_batches)] * chance.randint(0, 2)
+    return steps
+
+
+def compare(
+    name: str,
+    steps: list[Step],
+    memory_bytes: int,
+    fault: AbstractContextManager[Any] | None = None,
+    after_step: Callable[[Any, int], object] | None = None,
+) -> None:
+    """Train with stock and with the plugin on the same GPU, and print the answer."""
+    stock, _ = train_on_gpu(steps, None, memory_bytes)
+    result: dict[str, Any] = {"name": name, "error": ""}
+    try:
+        with fault or nullcontext():
+            ours, seen = train_on_gpu(steps, BLOCK, memory_bytes, after_step=after_step)
+        result |= {"differences": differences(stock, ours), **vars(seen)}
+    except torch.OutOfMemoryError as error:
+        result["error"] = type(error).__name__
+    answer(result)
+
+
+def ramps(seeds: range) -> None:
+    """Train on a GPU that stock fills at the longest input."""
+    for seed in seeds:
+        steps = ramp(seed, 1 + seed % 2)
+        compare(f"ramp {seed}", steps, memory_that_stock_needs(steps))
+
+
+def jumps() -> None:
+    """Train on a GPU that stock fills as soon as the inputs grow, in the middle of a window or not, with each fault."""
+    jump = {1: Step((LONGEST,)), 2: Step((SHORT, LONGEST))}
+    steps = {
+        accumulation: [*[Step((SHORT,) * accumulation)] * len(FIRST), *[longest] * 3]
+        for accumulation, longest in jump.items()
+    }
+    need = {accumulation: memory_that_stock_needs(steps[accumulation]) for accumulation in jump}
+    for accumulation in jump:
+        compare(f"jump, accumulation {accumulation}", steps[accumulation], need[accumulation])
+    for fault, replaced in FAULTS.items():
+        accumulation = 2 if fault == OPEN_SUMS else 1
+        compare(fault, steps[accumulation], need[accumulation], mock.patch.object(*replaced))
+
+
+def demotions() -> None:
+    """Lower the memory that is free, by retries, by a decrease of free memory, and by failing allocations."""
+    last_rank = dist.get_rank() == dist.get_world_size() - 1
+
+    def scripted(*, taken_bytes: int = 0, retries: int = 0) -> AbstractContextManager[Any]:
+        """Return a context in which memory is short from the 11th step on, on the last rank only."""
+        calls = 0
+
+        def with_less(*mark: Any) -> tuple[int, int]:
+            nonlocal calls
+            calls += 1
+            free, before = free_and_retries(*mark)
+            short = last_rank and calls > 10
+            return free - (taken_bytes if short else 0), before + (retries if short else 0)
+
+        return mock.patch.object(adaptation, "free_and_retries", with_less)
+
+    steps = [Step((SHORT,))] * 16
+    memory = GIB // 4
+    compare("default", steps, memory)
+    compare("less memory on one rank", steps, memory - 130 * 2**20 * last_rank)
+    compare("shrinking memory", steps, memory, scripted(taken_bytes=memory - 60 * 2**20))
+    compare("retries", steps, memory, scripted(retries=1))
+    reserve, calls = Slot.reserve, 0
+
+    def failing(*args: Any) -> Slot:
+        nonlocal calls
+        calls += 1
+        if last_rank and calls == 3:
+            raise torch.OutOfMemoryError("no memory")
+        return reserve(*args)
+
+    compare("an allocation that fails", steps, memory, mock.patch.object(Slot, "reserve", failing))
+    restore = RunningPlan.restore
+    attempts = 0
+
+    def restore_without_memory(self: RunningPlan) -> bool:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            with mock.patch.object(Slot, "reserve", side_effect=torch.OutOfMemoryError("no memory")):
+                return restore(self)
+        return restore(self)
+
+    larger = [*FIRST, *[Step((2 * SHORT if last_rank else SHORT,))] * 8]
+    compare("larger inputs of one rank", larger, memory)
+    compare("no memory afterwards", larger, memory, mock.patch.object(RunningPlan, "restore", restore_without_memory))
+
+
+SELECTIONS: dict[str, Callable[[], None]] = {
+    "ramps": lambda: ramps(range(2)),
+    "more ramps": lambda: ramps(range(2, 12)),
+    "jumps": jumps,
+    "demotions": demotions,
+}
+
+if __name__ == "__main__":
+    with software_process_group():
+        SELECTIONS[sys.argv[1]]()

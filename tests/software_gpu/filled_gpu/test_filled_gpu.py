@@ -1,0 +1,76 @@
+"""Check that states fill the free memory of the GPU, leave it when it is short, and never cost an error or a bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.launch import Finished, run_ranks
+from tests.tiers import thorough
+
+PROGRAM = "tests.software_gpu.filled_gpu.filled_gpu_ranks"
+
+
+def trained(selection: str, world_size: int) -> list[Finished]:
+    """Return the ranks after they have trained the selection."""
+    ranks = run_ranks(world_size, ["-m", PROGRAM, selection], timeout_s=600)
+    for rank, finished in enumerate(ranks):
+        assert finished.returncode == 0, f"rank {rank}:\n{finished.output[-4000:]}"
+    return ranks
+
+
+def by_name(finished: Finished) -> dict[str, dict[str, Any]]:
+    return {answer["name"]: answer for answer in finished.answers()}
+
+
+def on_cpu(answer: dict[str, Any]) -> list[int]:
+    """Return the number of units that the CPU updates, after each step."""
+    return [placed["cpu"] for placed in answer["placed"]]
+
+
+@pytest.mark.promise("P1", "P6")
+@pytest.mark.parametrize("world_size", [1, thorough(2)])
+def test_states_fill_the_gpu_and_leave_it_on_all_ranks_when_memory_is_short_on_one(world_size: int) -> None:
+    ranks = trained("demotions", world_size)
+    answers = [by_name(finished) for finished in ranks]
+    for name, answer in answers[0].items():
+        for other in (ranked[name] for ranked in answers):
+            assert (other["error"], other["differences"]) == ("", []), name
+            assert other["fingerprints"] == answer["fingerprints"], name
+    at_start, filled = on_cpu(answers[0]["default"])[0], on_cpu(answers[0]["default"])[-1]
+    assert sum(answers[0]["default"]["placed"][0].values()) == at_start > filled
+    for name in ("shrinking memory", "retries", "no memory afterwards"):
+        cpu = on_cpu(answers[0][name])
+        assert min(cpu) == filled < cpu[-1], name
+    assert set(on_cpu(answers[0]["an allocation that fails"])) == {at_start}
+    evicted = [ranked["larger inputs of one rank"]["evicted"] for ranked in answers]
+    assert [sum(rank) for rank in evicted] == [0] * (world_size - 1) + [1], "evicted once, on the last rank only"
+    assert on_cpu(answers[0]["larger inputs of one rank"])[-1] == filled
+    log = ranks[0].output
+    assert "GPU memory for states 0.0 GB -> " in log
+    assert "units from cpu to resident" in log
+    assert log.count("GPU memory is short; the CPU updates what does not fit") == 1
+
+
+def assert_like_stock(answers: dict[str, dict[str, Any]]) -> None:
+    for name, answer in answers.items():
+        assert (answer["error"], answer["differences"]) == ("", []), name
+        assert any(answer["evicted"]), name
+        assert min(on_cpu(answer)) < on_cpu(answer)[0], name
+
+
+@pytest.mark.promise("P1", "P6")
+def test_inputs_that_grow_at_once_run_out_of_memory_only_with_a_fault() -> None:
+    answers = by_name(trained("jumps", 1)[0])
+    assert answers.pop("memory is kept before larger inputs")["error"] == "OutOfMemoryError"
+    for fault in ("evicted states are not written back", "open sums are not copied"):
+        assert answers.pop(fault)["differences"], fault
+    assert len(answers) == 2
+    assert_like_stock(answers)
+
+
+@pytest.mark.promise("P1", "P6")
+@pytest.mark.parametrize("selection", [thorough("ramps"), thorough("more ramps")])
+def test_inputs_that_grow_never_run_out_of_memory_where_stock_does_not(selection: str) -> None:
+    assert_like_stock(by_name(trained(selection, 1)[0]))
