@@ -139,6 +139,11 @@ def mark_emptied_allocator() -> AllocatorMark:
     return AllocatorMark(stats.get("reserved_bytes.all.peak", 0), stats.get("reserved_bytes.all.freed", 0))
 
 
+def allocated_bytes() -> int:
+    """Return the bytes of the GPU that tensors of this process use now, without those in PyTorch's cache."""
+    return int(torch.cuda.memory_stats().get("allocated_bytes.all.current", 0))
+
+
 def free_and_retries(since: AllocatorMark | None = None) -> tuple[int, int]:
     """Return the bytes of the GPU that were free at PyTorch's peak, and the number of allocations that were retried.
 

@@ -23,7 +23,7 @@ class GpuBudget:
     """
 
     def __init__(self, *, start_bytes: int, margin_bytes: int, fills: bool) -> None:
-        self._margin_bytes = margin_bytes
+        self.margin_bytes = margin_bytes
         self._fills = fills
         self._allowed_bytes = start_bytes
         self._limit_bytes: int | None = None
@@ -63,10 +63,10 @@ class GpuBudget:
             # Memory was short, for any reason. Training can do without these states on the accelerator.
             self._alloc_retries = alloc_retries
             self.limit(0 if is_evicted else held_bytes // 2)
-        free_for_states = self._least_without_ours - self._margin_bytes
+        free_for_states = self._least_without_ours - self.margin_bytes
         if self._steps == OBSERVED_STEPS and self._fills:
             self._allowed_bytes = max(0, free_for_states)
-        elif self._least_without_ours - self._margin_bytes // 2 < held_bytes:
+        elif self._least_without_ours - self.margin_bytes // 2 < held_bytes:
             self.limit(free_for_states)
 
     def limit(self, limit_bytes: int) -> None:

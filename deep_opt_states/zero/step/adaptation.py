@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from deepspeed import comm as dist
 
-from deep_opt_states.device.cuda import AllocatorMark, free_and_retries, mark_emptied_allocator
+from deep_opt_states.device.cuda import AllocatorMark, allocated_bytes, free_and_retries, mark_emptied_allocator
 from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.zero.internals.agreement import gather_values, raise_together, same_on_all_ranks
 from deep_opt_states.zero.internals.log import log_rank_0
-from deep_opt_states.zero.step.larger_inputs import LargerInputs
+from deep_opt_states.zero.step.larger_forwards import LargerForwards
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from perf_model.prediction.memory import memory_of
 from perf_model.prediction.timeline import PhaseSpan, Timeline
@@ -109,6 +109,8 @@ class Replanning:
         """When this rank gave all memory of the plan back; None while it has that memory."""
         self._need_is_known = False
         """Whether a forward and its backward have shown since then what training needs."""
+        self._taken_bytes = 0
+        """The bytes that this rank has allocated for plans since the start, less those that it has freed."""
 
     @property
     def memory_is_short(self) -> bool:
@@ -119,6 +121,13 @@ class Replanning:
         """Add the measurements of one update."""
         self._window.add(StepMeasurement.from_update(step, timeline(), phases))
 
+    def bytes_in_use(self) -> int:
+        """Return the accelerator memory that tensors of training use now on this rank, without that of the plan.
+
+        The memory that the first plan took is counted. That is the same amount all the time.
+        """
+        return allocated_bytes() - self._taken_bytes
+
     def observe_memory(self) -> None:
         """Update the budget from the peak of memory use so far. Call this once per step, after backward."""
         free_bytes, retries = free_and_retries(self._given_back)
@@ -127,7 +136,8 @@ class Replanning:
 
     def give_memory_back(self) -> None:
         """Give all accelerator memory of the plan to training. No update is in flight on this rank."""
-        self._running.evict()
+        with self._counting():
+            self._running.evict()
         self._need_is_known = False
         self._note_eviction()
 
@@ -139,8 +149,11 @@ class Replanning:
         """
         changed = self._replan(memory_is_short)
         may_restore = self._running.is_evicted and self._need_is_known and not self.memory_is_short
-        if may_restore and not self._running.restore():
-            self._budget.limit(self._held_bytes // 2)
+        if may_restore:
+            with self._counting():
+                fits = self._running.restore()
+            if not fits:
+                self._budget.limit(self._held_bytes // 2)
         self._note_eviction()
         return changed
 
@@ -193,13 +206,22 @@ class Replanning:
 
     def _adopt(self, plan: UpdatePlan) -> bool:
         self._before_move()
-        if not self._running.adopt(plan):
+        with self._counting():
+            fits = self._running.adopt(plan)
+        if not fits:
             self._budget.limit(self._bytes_of(plan) // 2)
             self._policy.running = self._running.plan
             log_rank_0(f"GPU memory is short; the CPU updates what does not fit: {self._running.plan}")
         self._held_bytes = self._bytes_of(self._running.plan)
         self._window.restart()
         return True
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Count what is allocated for the plan in this context."""
+        before = allocated_bytes()
+        yield
+        self._taken_bytes += allocated_bytes() - before
 
     def _note_eviction(self) -> None:
         if not self._running.is_evicted:
@@ -235,6 +257,7 @@ def make_adaptation(
         before_eviction()
         replanning.give_memory_back()
 
-    hook = module.register_forward_pre_hook(LargerInputs(give_memory_back), prepend=True, with_kwargs=True)
+    larger_forwards = LargerForwards(give_memory_back, replanning.bytes_in_use, budget.margin_bytes // 4)
+    hook = module.register_forward_pre_hook(larger_forwards, prepend=True, with_kwargs=True)
     resources.callback(hook.remove)
     return replanning

@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.state import Slot
 from deep_opt_states.zero.step import adaptation
 from deep_opt_states.zero.step.gradients import Gradients
-from deep_opt_states.zero.step.larger_inputs import LargerInputs
+from deep_opt_states.zero.step.larger_forwards import LargerForwards
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from tests.launch import answer
 from tests.software_gpu.filled_gpu.growing_inputs import CASE, Step, memory_that_stock_needs, train_on_gpu
@@ -35,14 +36,40 @@ SHORT, LONGEST = 64, 6000
 FIRST = [Step((SHORT,))] * 8
 """The steps in which the GPU is filled."""
 
-OPEN_SUMS = "open sums are not copied"
+
+def _no_larger_inputs(forwards: LargerForwards, inputs: object) -> bool:
+    forwards._largest[torch.is_grad_enabled()] = (0, 0)
+    return False
+
 
 FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
-    "memory is kept before larger inputs": (LargerInputs, "__call__", lambda *_: None),
+    "memory is kept before larger inputs": (LargerForwards, "_has_larger_inputs", _no_larger_inputs),
+    "memory in use before a forward is ignored": (adaptation.Replanning, "bytes_in_use", lambda _: 0),
     "evicted states are not written back": (Executor, "write_back", lambda *_: None),
-    OPEN_SUMS: (Gradients, "copy_open_sums_to_host", lambda *_: None),
+    "open sums are not copied": (Gradients, "copy_open_sums_to_host", lambda *_: None),
 }
 """Faults by name: the class, the method, and what replaces it."""
+
+GROWTH: dict[str, tuple[list[Step], tuple[str, ...]]] = {
+    "inputs": (
+        [*FIRST, *[Step((LONGEST,))] * 3],
+        ("memory is kept before larger inputs", "evicted states are not written back"),
+    ),
+    "inputs in a window": (
+        [*[Step((SHORT, SHORT))] * len(FIRST), *[Step((SHORT, LONGEST))] * 3],
+        ("open sums are not copied",),
+    ),
+    "cache": (
+        # The first forward without gradients has larger inputs than all before.
+        [Step((SHORT,), evaluated=SHORT), *FIRST, Step((SHORT,), generated=3 * LONGEST), *FIRST[:2]],
+        ("memory in use before a forward is ignored",),
+    ),
+}
+"""The steps of trainings that need much more memory from one forward to the next, each with the faults that show then.
+
+Each is trained in a process of its own: after an error, DeepSpeed keeps tensors of the engine before, and the memory
+beside them is free for the next.
+"""
 
 
 def ramp(seed: int, micro_batches: int = 1) -> list[Step]:
@@ -83,19 +110,13 @@ def ramps(seeds: range) -> None:
         compare(f"ramp {seed}", steps, memory_that_stock_needs(steps))
 
 
-def jumps() -> None:
-    """Train on a GPU that stock fills as soon as the inputs grow, in the middle of a window or not, with each fault."""
-    jump = {1: Step((LONGEST,)), 2: Step((SHORT, LONGEST))}
-    steps = {
-        accumulation: [*[Step((SHORT,) * accumulation)] * len(FIRST), *[longest] * 3]
-        for accumulation, longest in jump.items()
-    }
-    need = {accumulation: memory_that_stock_needs(steps[accumulation]) for accumulation in jump}
-    for accumulation in jump:
-        compare(f"jump, accumulation {accumulation}", steps[accumulation], need[accumulation])
-    for fault, replaced in FAULTS.items():
-        accumulation = 2 if fault == OPEN_SUMS else 1
-        compare(fault, steps[accumulation], need[accumulation], mock.patch.object(*replaced))
+def grow_at_once(name: str) -> None:
+    """Train on a GPU that stock fills as soon as its need grows, and with each fault that must show then."""
+    steps, faults = GROWTH[name]
+    need = memory_that_stock_needs(steps)
+    compare(name, steps, need)
+    for fault in faults:
+        compare(fault, steps, need, mock.patch.object(*FAULTS[fault]))
 
 
 def demotions() -> None:
@@ -150,8 +171,8 @@ def demotions() -> None:
 SELECTIONS: dict[str, Callable[[], None]] = {
     "ramps": lambda: ramps(range(2)),
     "more ramps": lambda: ramps(range(2, 12)),
-    "jumps": jumps,
     "demotions": demotions,
+    **{name: partial(grow_at_once, name) for name in GROWTH},
 }
 
 if __name__ == "__main__":

@@ -27,6 +27,9 @@ from tests.zero.parity.training import Block, Record, collect
 BYTES_PER_TOKEN = 8192
 """The activations that each layer keeps from forward to backward, per token."""
 
+CACHED_TOGETHER = 256
+"""The tokens for which a generation caches memory between two forwards."""
+
 SLOWDOWN = 1e5
 """The factor between a machine and the one that the plans are made for: on that, no window hides an update."""
 
@@ -43,10 +46,11 @@ CASE = Case(
 
 @dataclass(frozen=True)
 class Step:
-    """One step: the tokens of each micro-batch, and those of an evaluation without gradients before it."""
+    """One step: the tokens of each micro-batch, those of an evaluation before it, and those generated before it."""
 
     tokens: tuple[int, ...]
     evaluated: int | None = None
+    generated: int = 0
 
 
 class KeepsActivations(torch.autograd.Function):
@@ -125,6 +129,7 @@ def train_on_gpu(
                 if step.evaluated is not None:
                     with torch.no_grad():
                         losses.append(engine(*batch(case, 10_000 + number, step.evaluated)))
+                losses += generate(engine, batch(case, 20_000 + number, 1), step.generated)
                 for position, tokens in enumerate(step.tokens):
                     loss = engine(*batch(case, number * len(step.tokens) + position, tokens))
                     engine.backward(loss)
@@ -140,6 +145,19 @@ def train_on_gpu(
         finally:
             engine.destroy()
     return record, seen
+
+
+def generate(engine: torch.nn.Module, inputs: tuple[torch.Tensor, torch.Tensor], tokens: int) -> list[torch.Tensor]:
+    """Return the losses of forwards with one token each, while a cache grows for so many tokens.
+
+    The cache is not an input of the model, like that of transformers, which is no tensor either.
+    """
+    cache, losses = [], []
+    with torch.no_grad():
+        for _ in range(0, tokens, CACHED_TOGETHER):
+            losses.append(engine(*inputs))
+            cache.append(torch.empty(CACHED_TOGETHER * BYTES_PER_TOKEN, dtype=torch.uint8, device=inputs[0].device))
+    return losses
 
 
 def memory_that_stock_needs(steps: Sequence[Step], case: Case = CASE) -> int:
