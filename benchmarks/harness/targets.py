@@ -108,6 +108,14 @@ TARGETS = (
         at_most=1.02,
     ),
     Target(
+        description="2 cores: units cost at most 2 % of step() against sub-groups of the same size",
+        benchmark="overhead",
+        variant="*",
+        quantity="step() / step() with sub-groups",
+        on_gpu=False,
+        at_most=1.02,
+    ),
+    Target(
         description="EMULATED: error of predicted iterations at most 5 %",
         benchmark="emulated",
         variant="*",
