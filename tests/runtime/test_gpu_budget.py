@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from unittest import mock
 
 import pytest
 
@@ -152,3 +154,24 @@ def test_free_memory_that_varies_by_less_than_half_of_the_margin_changes_nothing
     for _ in range(50):
         training.step(500 + chance.randrange(-300, MARGIN // 2), evicts=chance.random() < 0.1)
     assert set(training.budgets[OBSERVED_STEPS - 1 :]) == {1000 - 500 - MARGIN}
+
+
+def every_random_training() -> None:
+    for seed in range(200):
+        test_in_random_trainings_the_budget_is_free_memory_and_only_shrinks(seed)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        test_a_retried_allocation_halves_what_is_held,
+        test_a_retried_allocation_while_nothing_was_held_forbids_everything,
+        test_a_peak_without_our_states_shows_what_a_larger_input_leaves,
+        test_a_budget_of_the_user_holds_from_the_start_and_only_shrinks,
+        test_a_limit_is_never_negative_and_never_raised,
+        every_random_training,
+    ],
+)
+def test_without_a_limit_after_an_allocation_that_fails_a_check_fails(check: Callable[[], None]) -> None:
+    with mock.patch.object(GpuBudget, "limit", return_value=None), pytest.raises(AssertionError):
+        check()

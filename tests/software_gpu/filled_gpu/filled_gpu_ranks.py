@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from deep_opt_states.device.cuda import free_and_retries
 from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.runtime.state import Slot
 from deep_opt_states.zero.step import adaptation
 from deep_opt_states.zero.step.gradients import Gradients
@@ -119,6 +120,22 @@ def grow_at_once(name: str) -> None:
         compare(fault, steps, need, mock.patch.object(*FAULTS[fault]))
 
 
+def without_memory_once() -> AbstractContextManager[Any]:
+    """Return a context in which the first allocations to restore memory fail."""
+    restore = RunningPlan.restore
+    attempts = 0
+
+    def restore_without_memory(self: RunningPlan) -> bool:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            with mock.patch.object(Slot, "reserve", side_effect=torch.OutOfMemoryError("no memory")):
+                return restore(self)
+        return restore(self)
+
+    return mock.patch.object(RunningPlan, "restore", restore_without_memory)
+
+
 def demotions() -> None:
     """Lower the memory that is free, by retries, by a decrease of free memory, and by failing allocations."""
     last_rank = dist.get_rank() == dist.get_world_size() - 1
@@ -152,20 +169,11 @@ def demotions() -> None:
         return reserve(*args)
 
     compare("an allocation that fails", steps, memory, mock.patch.object(Slot, "reserve", failing))
-    restore = RunningPlan.restore
-    attempts = 0
-
-    def restore_without_memory(self: RunningPlan) -> bool:
-        nonlocal attempts
-        attempts += 1
-        if attempts == 1:
-            with mock.patch.object(Slot, "reserve", side_effect=torch.OutOfMemoryError("no memory")):
-                return restore(self)
-        return restore(self)
-
     larger = [*FIRST, *[Step((2 * SHORT if last_rank else SHORT,))] * 8]
     compare("larger inputs of one rank", larger, memory)
-    compare("no memory afterwards", larger, memory, mock.patch.object(RunningPlan, "restore", restore_without_memory))
+    compare("no memory afterwards", larger, memory, without_memory_once())
+    with mock.patch.object(GpuBudget, "limit", return_value=None):
+        compare("no memory afterwards, without a limit", larger, memory, without_memory_once())
 
 
 SELECTIONS: dict[str, Callable[[], None]] = {

@@ -43,6 +43,8 @@ def test_states_fill_the_gpu_and_leave_it_on_all_ranks_when_memory_is_short_on_o
     for name in ("shrinking memory", "retries", "no memory afterwards"):
         cpu = on_cpu(answers[0][name])
         assert min(cpu) == filled < cpu[-1], name
+    # The limit keeps the plan small after an allocation that has failed; without it, the same memory is tried again.
+    assert on_cpu(answers[0]["no memory afterwards, without a limit"])[-1] == filled
     assert set(on_cpu(answers[0]["an allocation that fails"])) == {at_start}
     evicted = [ranked["larger inputs of one rank"]["evicted"] for ranked in answers]
     assert [sum(rank) for rank in evicted] == [0] * (world_size - 1) + [1], "evicted once, on the last rank only"

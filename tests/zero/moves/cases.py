@@ -28,13 +28,41 @@ CASES = (
         name="2 ranks, fp16, from and to checkpoints of stock", blocks=(CPU,), world_size=2, dtype="fp16", resume=True
     ),
     Case(name="3 ranks, two groups", blocks=(CPU,), world_size=3, steps=16, groups=TWO_GROUPS, clip=0.5),
+    Case(name="3 ranks, from and to checkpoints of stock", blocks=(CPU,), world_size=3, clip=0.5, resume=True),
 )
 """Cases in which random units move after random steps."""
+
+MOVED_OFTEN = (
+    Case(
+        name="offloaded parameters, accumulation 2, moves after each of 20 steps",
+        blocks=(CPU,),
+        steps=20,
+        accumulation=2,
+        clip=0.5,
+        offload_param=True,
+        reload=(9, 12),
+    ),
+    *(
+        Case(
+            name=f"{world_size} ranks, moves after each of {steps} steps",
+            blocks=(CPU,),
+            world_size=world_size,
+            steps=steps,
+            clip=0.5,
+            reload=(steps // 2, steps // 2 + 5),
+            # Wider layers are cut in more places.
+            widths=(19, 90, 120, 90, 23),
+            sub_group_size=6000,
+        )
+        for world_size, steps in ((2, 50), (3, 70))
+    ),
+)
+"""Cases in which random units move after every step. They are short for their number of moves."""
 
 ACCESSED = (
     Case(name="accesses after moves", blocks=(STRIDE_2,), steps=20, clip=0.5),
     Case(name="accesses after moves, fp32, accumulation 2", blocks=(CPU,), steps=12, dtype="fp32", accumulation=2),
     Case(name="2 ranks, accesses after moves", blocks=({**CPU, **SERIAL},), world_size=2, steps=16, accumulation=2),
-    Case(name="3 ranks, accesses after moves, fp16", blocks=(STRIDE_2,), world_size=3, steps=12, dtype="fp16"),
+    Case(name="3 ranks, accesses after moves, fp16", blocks=(STRIDE_2,), world_size=3, steps=20, dtype="fp16"),
 )
 """Cases in which units move after every step, and the user reads states and sets gradients right after that."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import cycle
+from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+
 from deep_opt_states.zero.internals.compat import partitions_by_name
+from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.step.adaptation import OrderAdaptation, Replanning
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from perf_model.schedule.cutting import cut_into_units
@@ -17,36 +21,50 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import place_all
 from perf_model.schedule.workload import Partition
+from tests.zero.moves.move_counts import MoveCounts
 
-UNIT_SIZES = (100, 300, 700, 10**9)
+NUM_UNITS = (80, 27, 12, 1)
+"""The numbers of units of random plans, about: no unit crosses a border of parameters that share no sub-group."""
 
 EVICTED = 0.2
-"""The share of the steps after which the states of residents are evicted, as before a larger input."""
+"""The share of the steps after which the memory of the plan is given back, on all ranks."""
 
-KINDS = {f"{one.value} to {other.value}" for one in Placement for other in Placement if one is not other}
-"""The kinds of moves: from each placement to each other one."""
+EVICTED_IN_FORWARD = 0.1
+"""The share of the forwards before which it is given back as before a larger input, on one rank alone."""
 
 
-def random_moves(seed: int, moved: Counter[str], change_after: float = 0.7) -> AbstractContextManager[None]:
+def random_moves(seed: int, moved: MoveCounts, change_after: float) -> AbstractContextManager[None]:
     """Return a context in which engines run a random plan after a share ``change_after`` of their steps.
 
-    Sometimes the memory of the plan is given back before that, until the next step. The plan is the same on every rank.
-    ``moved`` counts, by the old and the new placement, the units of the new plan whose first element was in a unit with
-    another placement.
+    Sometimes the memory of the plan is given back before that, or before a forward, until the next step. The plan is
+    the same on every rank.
+    ``moved`` counts what moves.
     """
     rng, evictions = random.Random(seed), random.Random(f"evictions {seed}")
+    evictions_in_forward = random.Random(f"evictions in forward {seed} {dist.get_rank()}")
+
+    def evict(running: RunningPlan) -> None:
+        was_evicted = running.is_evicted
+        running.evict()
+        moved.evictions += running.is_evicted and not was_evicted
 
     def adapt(running: RunningPlan) -> bool:
         if evictions.random() < EVICTED:
-            running.evict()
+            evict(running)
         elif running.is_evicted:
             assert running.restore()
+            moved.restorations += 1
         if rng.random() >= change_after:
             return False
         _adopt(running, random_plan(rng, _sub_groups(running)), moved)
         return True
 
-    return _adapting(adapt)
+    def before_forward(optimizer: Any) -> None:
+        if evictions_in_forward.random() < EVICTED_IN_FORWARD:
+            optimizer._before_eviction()
+            evict(optimizer._running)
+
+    return _adapting(adapt, before_forward)
 
 
 def moves_in_turn(*placed: tuple[Placement, int]) -> Callable[[], AbstractContextManager[None]]:
@@ -62,7 +80,7 @@ def moves_in_turn(*placed: tuple[Placement, int]) -> Callable[[], AbstractContex
             placement, unit_size = next(turns)
             workload = cut_into_units(_sub_groups(running), unit_size)
             plan = UpdatePlan(workload=workload, placements=place_all(workload, placement), num_slots=1)
-            _adopt(running, plan, Counter())
+            _adopt(running, plan, MoveCounts())
             return True
 
         return _adapting(adapt)
@@ -72,7 +90,8 @@ def moves_in_turn(*placed: tuple[Placement, int]) -> Callable[[], AbstractContex
 
 def random_plan(rng: random.Random, sub_groups: list[list[Partition]]) -> UpdatePlan:
     """Return a plan with random units, placements, slots and order."""
-    workload = cut_into_units(sub_groups, rng.choice(UNIT_SIZES))
+    numel = sum(partition.numel for sub_group in sub_groups for partition in sub_group)
+    workload = cut_into_units(sub_groups, -(-numel // rng.choice(NUM_UNITS)))
     allowed = rng.choice((tuple(Placement), tuple(Placement), (Placement.CPU, Placement.RESIDENT), (Placement.CPU,)))
     order = list(range(len(workload.units)))
     rng.shuffle(order)
@@ -85,30 +104,36 @@ def random_plan(rng: random.Random, sub_groups: list[list[Partition]]) -> Update
 
 
 @contextmanager
-def _adapting(adapt: Callable[[RunningPlan], bool]) -> Iterator[None]:
-    """Call ``adapt`` where the engine would adapt its own plan. It returns whether the plan has changed."""
+def _adapting(
+    adapt: Callable[[RunningPlan], bool], before_forward: Callable[[Any], object] = lambda optimizer: None
+) -> Iterator[None]:
+    """Call ``adapt`` where the engine would adapt its own plan. It returns whether the plan has changed.
+
+    ``before_forward`` is called with the optimizer where the engine would give the memory of its plan back.
+    """
+    forward = DeepSpeedEngine.forward
 
     def adapted(adaptation: OrderAdaptation | Replanning, *, memory_is_short: bool) -> bool:
         return adapt(adaptation._running)
 
-    with mock.patch.object(OrderAdaptation, "adapt", adapted), mock.patch.object(Replanning, "adapt", adapted):
+    def act_and_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.optimizer, DeepOptimizerStates_Stage3):
+            before_forward(self.optimizer)
+        return forward(self, *args, **kwargs)
+
+    with (
+        mock.patch.object(OrderAdaptation, "adapt", adapted),
+        mock.patch.object(Replanning, "adapt", adapted),
+        mock.patch.object(DeepSpeedEngine, "forward", act_and_forward),
+    ):
         yield
 
 
-def _adopt(running: RunningPlan, plan: UpdatePlan, moved: Counter[str]) -> None:
-    before = _placements(running.plan)
+def _adopt(running: RunningPlan, plan: UpdatePlan, moved: MoveCounts) -> None:
+    moved.add(running.plan, plan)
     assert running.adopt(plan)
     assert running.plan == plan
-    for (sub_group, begin), (_, placement) in _placements(plan).items():
-        old = next(old for (other, first), (end, old) in before.items() if other == sub_group and first <= begin < end)
-        if old is not placement:
-            moved[f"{old.value} to {placement.value}"] += 1
 
 
 def _sub_groups(running: RunningPlan) -> list[list[Partition]]:
     return partitions_by_name(running.gradients._optimizer)
-
-
-def _placements(plan: UpdatePlan) -> dict[tuple[int, int], tuple[int, Placement]]:
-    placed = zip(plan.workload.units, plan.placements, strict=True)
-    return {(unit.sub_group, unit.begin): (unit.end, placement) for unit, placement in placed}

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from typing import Any
 
 import pytest
 
 from tests.tiers import thorough
-from tests.zero.moves.cases import ACCESSED, CASES
+from tests.zero.moves.cases import ACCESSED, CASES, MOVED_OFTEN
+from tests.zero.moves.move_counts import KINDS, assert_many_moves, total
 from tests.zero.moves.naive_moves import NAIVE
-from tests.zero.moves.random_plans import KINDS
 from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
 RANKS = ProgramRanks(
     "tests.zero.moves.move_ranks", timeout_s=400, arguments=lambda folder: [str(folder / "results")], fresh=True
 )
-WORLD_SIZES = {case.name: case.world_size for case in (*CASES, *ACCESSED)}
+WORLD_SIZES = {case.name: case.world_size for case in (*CASES, *MOVED_OFTEN, *ACCESSED)}
 
 
 def results_of(world_size: int, trained: TrainingOnce) -> list[dict[str, Any]]:
@@ -46,14 +45,20 @@ def test_units_that_move_between_steps_leave_the_bits_of_stock(name: str, traine
         result = result_of(name, by_name)
         for variant, found in result["differences"].items():
             assert found == [], f"rank {rank}, {variant}"
-        assert set(result["moved"]) == KINDS, "every kind of move happens"
+        assert set(result["moved"]["kinds"]) == KINDS, "every kind of move happens"
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=on_one_worker(RANKS.program, 1))])
-def test_more_than_a_thousand_units_move(world_size: int, trained: TrainingOnce) -> None:
-    (by_name,) = results_of(world_size, trained)
-    moved = sum((Counter(result.get("moved", {})) for result in by_name.values()), Counter())
-    assert moved.total() >= 1000
+@pytest.mark.parametrize(
+    "world_size",
+    [
+        pytest.param(1, marks=on_one_worker(RANKS.program, 1)),
+        pytest.param(2, marks=on_one_worker(RANKS.program, 2)),
+        thorough(3, on_one_worker(RANKS.program, 3)),
+    ],
+)
+def test_a_thousand_units_move_at_each_number_of_ranks(world_size: int, trained: TrainingOnce) -> None:
+    for by_name in results_of(world_size, trained):
+        assert_many_moves(total(result["moved"] for result in by_name.values() if "moved" in result))
 
 
 @pytest.mark.parametrize("name", [grouped(name, 1) for name in NAIVE])

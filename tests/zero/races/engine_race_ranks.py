@@ -7,7 +7,6 @@ Arguments: ``cases``, ``faults``, or random cases, each a seed with the names of
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from tests.launch import answer
+from tests.zero.moves.move_counts import MoveCounts
 from tests.zero.moves.random_plans import random_moves
 from tests.zero.parity.case import (
     CPU,
@@ -157,11 +157,11 @@ def run_cases() -> None:
         zero={**first.zero, "stage3_max_reuse_distance": 0},
     )
     run_case(between, (STREAMED,), reference=None, context=before_each_backward(write_partitions))
-    moved: Counter[str] = Counter()
+    moved = MoveCounts()
     for number, block in enumerate(({**CPU, **WITHOUT_BACKWARD_OVERLAP}, STRIDE_2)):
         moving = replace(first, name=f"units move between steps, {number}", blocks=(), steps=MAX_STEPS)
         run_case(moving, (block,), reference=None, context=partial(random_moves, number, moved, 1.0))
-    answer_on_rank_0({"moved": dict(moved)})
+    answer_on_rank_0({"moved": moved.to_json_dict()})
     for case in filter(attrgetter("offload_param"), short_cases()):
         run_case(case, (OFFLOADED_MIX,), reference=None)
     for overlap_comm in (True, False):
