@@ -53,13 +53,16 @@ SIXTEEN_BIT = Widths(param=2, grad=2)
 class TrainingSetup:
     """The facts about a training run, besides the plan, that the memory of the optimizer depends on.
 
-    ``accumulates``: gradients are accumulated over several micro-batches. ``params_on_host``: DeepSpeed offloads
-    parameters from an accelerator that has its own memory. ``longest_partition_numel`` is the length of the longest
-    partition of one parameter; without it, the buffers for gradients on their way to host memory are left out.
+    ``accumulates``: gradients are accumulated over several micro-batches. ``sums_on_accelerator``: whether their sums
+    are on the accelerator also for units that the CPU updates. None if that is not decided yet: the planner assumes it
+    for all plans that update anything on the accelerator. ``params_on_host``: DeepSpeed offloads parameters from an
+    accelerator that has its own memory. ``longest_partition_numel`` is the length of the longest partition of one
+    parameter; without it, the buffers for gradients on their way to host memory are left out.
     """
 
     widths: Widths = SIXTEEN_BIT
     accumulates: bool = False
+    sums_on_accelerator: bool | None = None
     params_on_host: bool = False
     longest_partition_numel: int | None = None
 
@@ -74,10 +77,12 @@ def reserved_by_the_runtime(plan: UpdatePlan, setup: TrainingSetup) -> list[Rese
     It is reserved once, so it counts in the peaks of backward and forward as well as in that of the update. It consists
     of one slab of page-locked memory, and of states, gradients and buffers on the accelerator.
 
-    Without accumulation, the gradients of streamed and resident units are on the accelerator. With accumulation, those
-    of all units are there as soon as anything is updated there. If everything is updated on the CPU, gradients are
-    assumed to be accumulated in host memory; the runtime accumulates them on the accelerator if enough of its memory is
-    free.
+    The states are those of resident units, and of streamed units in the slots. Without accumulation, only the gradients
+    of streamed and resident units are on the accelerator. With accumulation, those of all units are, if they fit into
+    the budget (``TrainingSetup.sums_on_accelerator``); otherwise the others are accumulated in host memory.
+
+    Memory that stock takes as well is not included: parameters, those that are gathered, gradients until they are
+    reduced, and DeepSpeed's buckets.
     """
     numels = _numels_by_placement(plan)
     streamed, residents = numels[Placement.STREAMED], numels[Placement.RESIDENT]
@@ -96,13 +101,14 @@ def on_accelerator(
     The arguments count the units of each length, by placement.
     """
     updated = streamed + residents
-    if not updated:
+    keeps_sums = bool(updated) if setup.sums_on_accelerator is None else setup.sums_on_accelerator
+    kept = updated + on_cpu if setup.accumulates and keeps_sums else updated
+    if not kept:
         return []
-    kept = updated + on_cpu if setup.accumulates else updated
     return [
         *states_on_accelerator(streamed, residents, num_slots),
         *gradients_on_accelerator(kept, setup.widths.grad),
-        *rounding_buffer(max(updated), setup),
+        *(rounding_buffer(max(updated), setup) if updated else []),
     ]
 
 
@@ -220,10 +226,12 @@ class MemoryUse:
 
 
 def memory_of(plan: UpdatePlan, setup: TrainingSetup = DEFAULT_SETUP) -> MemoryUse:
-    """Return the most memory that the optimizer needs with ``plan``.
+    """Return the most memory that the optimizer needs with ``plan``: see ``reserved_by_the_runtime``.
 
-    Staging buffers are not counted where stock takes as much for the gradients of the longest partition
-    (``staging_numel``), because the training run needs that memory without the runtime, too.
+    GPU memory is that of whole segments of PyTorch's allocator. What is free in the last ones, up to 22 MiB, is counted
+    although other tensors may use it. Staging buffers for gradients are not counted where stock takes as much for the
+    gradients of the longest partition (``staging_numel``), because the training run needs that memory without the
+    runtime, too.
     """
     reserved = reserved_by_the_runtime(plan, setup)
     if staging := staging_buffers(plan, setup):

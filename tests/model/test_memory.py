@@ -126,8 +126,9 @@ def test_alignment_and_segments_add_little_to_the_bytes_of_the_tensors(drawn: Up
 
 
 def test_accumulated_gradients_stay_on_the_accelerator_if_any_states_are_updated_there() -> None:
-    def gradients(accumulates: bool, grad_bytes: int, *placements: Placement) -> int:
-        setup = TrainingSetup(accumulates=accumulates, widths=Widths(param=2, grad=grad_bytes))
+    def gradients(accumulates: bool, grad_bytes: int, *placements: Placement, sums: bool | None = None) -> int:
+        widths = Widths(param=2, grad=grad_bytes)
+        setup = TrainingSetup(accumulates=accumulates, widths=widths, sums_on_accelerator=sums)
         with_states = plan(*placements, num_slots=1)
         states_bytes = 12 * NUMEL * (placements.count(RESIDENT) + min(1, placements.count(STREAMED)))
         gradients_bytes = memory_of(with_states, setup).gpu_bytes - states_bytes
@@ -138,6 +139,10 @@ def test_accumulated_gradients_stay_on_the_accelerator_if_any_states_are_updated
         assert gradients(False, grad_bytes, CPU, STREAMED, RESIDENT) == 2
         assert gradients(True, grad_bytes, CPU, STREAMED, RESIDENT) == 3
         assert gradients(True, grad_bytes, CPU, CPU) == 0
+        for sums, mixed, on_cpu in ((True, 3, 2), (False, 2, 0)):
+            assert gradients(True, grad_bytes, CPU, STREAMED, RESIDENT, sums=sums) == mixed
+            assert gradients(True, grad_bytes, CPU, CPU, sums=sums) == on_cpu
+            assert gradients(False, grad_bytes, CPU, STREAMED, RESIDENT, sums=sums) == 2
 
 
 def test_parameters_in_host_memory_are_staged_on_the_accelerator() -> None:

@@ -102,7 +102,7 @@ class Replanning:
         self._step = 0
         self._window = TrailingWindow()
         self._policy = ReplanningPolicy(request, running.plan)
-        self._held_bytes = self._bytes_of(running.plan)
+        self._held_bytes = self._bytes_of_running()
         self._agreed_bytes = request.budgets.gpu_bytes or 0
         """The budget that the ranks have planned with last."""
         self._given_back: AllocatorMark | None = None
@@ -148,11 +148,17 @@ class Replanning:
         whether memory is short on any of them.
         """
         changed = self._replan(memory_is_short)
-        may_restore = self._running.is_evicted and self._need_is_known and not self.memory_is_short
-        if may_restore:
+        if self._running.is_evicted:
+            must_reserve = self._need_is_known and not self.memory_is_short
+        else:
+            # No other plan gives back the sums of units that the CPU updates.
+            must_reserve = self.memory_is_short and self._running.gradients.have_device_accumulators
+        if must_reserve:
             with self._counting():
                 fits = self._running.restore()
-            if not fits:
+            if fits:
+                self._held_bytes = self._bytes_of_running()
+            else:
                 self._budget.limit(self._held_bytes // 2)
         self._note_eviction()
         return changed
@@ -209,10 +215,10 @@ class Replanning:
         with self._counting():
             fits = self._running.adopt(plan)
         if not fits:
-            self._budget.limit(self._bytes_of(plan) // 2)
+            self._budget.limit(memory_of(plan, self._request.setup).gpu_bytes // 2)
             self._policy.running = self._running.plan
             log_rank_0(f"GPU memory is short; the CPU updates what does not fit: {self._running.plan}")
-        self._held_bytes = self._bytes_of(self._running.plan)
+        self._held_bytes = self._bytes_of_running()
         self._window.restart()
         return True
 
@@ -229,8 +235,10 @@ class Replanning:
         elif self._given_back is None:
             self._given_back = mark_emptied_allocator()
 
-    def _bytes_of(self, plan: UpdatePlan) -> int:
-        return memory_of(plan, self._request.setup).gpu_bytes
+    def _bytes_of_running(self) -> int:
+        """Return what the running plan holds; if it is evicted, what the planner assumes for it."""
+        keeps_sums = None if self._running.is_evicted else self._running.gradients.have_device_accumulators
+        return memory_of(self._running.plan, replace(self._request.setup, sums_on_accelerator=keeps_sums)).gpu_bytes
 
 
 def make_adaptation(

@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -28,6 +29,7 @@ from tests.launch import answer
 from tests.software_gpu.filled_gpu.growing_inputs import CASE, Step, memory_that_stock_needs, train_on_gpu
 from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import GIB
+from tests.zero.parity.case import Case
 from tests.zero.parity.training import differences
 
 BLOCK = CASE.blocks[0]
@@ -43,30 +45,44 @@ def _no_larger_inputs(forwards: LargerForwards, inputs: object) -> bool:
     return False
 
 
+KEPT = "memory is kept before larger inputs"
+
 FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
-    "memory is kept before larger inputs": (LargerForwards, "_has_larger_inputs", _no_larger_inputs),
+    KEPT: (LargerForwards, "_has_larger_inputs", _no_larger_inputs),
     "memory in use before a forward is ignored": (adaptation.Replanning, "bytes_in_use", lambda _: 0),
     "evicted states are not written back": (Executor, "write_back", lambda *_: None),
     "open sums are not copied": (Gradients, "copy_open_sums_to_host", lambda *_: None),
 }
 """Faults by name: the class, the method, and what replaces it."""
 
-GROWTH: dict[str, tuple[list[Step], tuple[str, ...]]] = {
-    "inputs": (
-        [*FIRST, *[Step((LONGEST,))] * 3],
-        ("memory is kept before larger inputs", "evicted states are not written back"),
+
+@dataclass(frozen=True)
+class Growth:
+    """A training that needs more memory from one forward to the next, and the faults that must show then."""
+
+    steps: list[Step]
+    faults: tuple[str, ...] = ()
+    case: Case = CASE
+
+
+GROWTH = {
+    "inputs": Growth([*FIRST, *[Step((LONGEST,))] * 3], (KEPT, "evicted states are not written back")),
+    "inputs in a window": Growth(
+        [*[Step((SHORT, SHORT))] * len(FIRST), *[Step((SHORT, LONGEST))] * 3], ("open sums are not copied",)
     ),
-    "inputs in a window": (
-        [*[Step((SHORT, SHORT))] * len(FIRST), *[Step((SHORT, LONGEST))] * 3],
-        ("open sums are not copied",),
-    ),
-    "cache": (
+    "cache": Growth(
         # The first forward without gradients has larger inputs than all before.
         [Step((SHORT,), evaluated=SHORT), *FIRST, Step((SHORT,), generated=3 * LONGEST), *FIRST[:2]],
         ("memory in use before a forward is ignored",),
     ),
+    "inputs, parameters in host memory": Growth(
+        [*FIRST, Step((LONGEST,)), Step((SHORT,), evaluated=LONGEST), Step((LONGEST,))],
+        (KEPT, "evicted states are not written back"),
+        # With fewer parameters, all states fit beside the activations where stock copies gradients.
+        replace(CASE, offload_param=True, widths=(64, 3000, 3000, 64)),
+    ),
 }
-"""The steps of trainings that need much more memory from one forward to the next, each with the faults that show then.
+"""Trainings whose need grows at once.
 
 Each is trained in a process of its own: after an error, DeepSpeed keeps tensors of the engine before, and the memory
 beside them is free for the next.
@@ -85,39 +101,41 @@ def ramp(seed: int, micro_batches: int = 1) -> list[Step]:
     return steps
 
 
+RAMPS = {
+    f"ramp {seed}": Growth(ramp(seed, 1 + seed % 2), (KEPT,) if seed in (0, 1, 2, 4, 6, 8) else ())
+    for seed in range(10)
+}
+"""Trainings whose inputs grow by random amounts, each in a process of its own, too.
+
+Where no fault is given, the growth is slow enough for the budget to shrink in time.
+"""
+
+
 def compare(
     name: str,
     steps: list[Step],
     memory_bytes: int,
     fault: AbstractContextManager[Any] | None = None,
-    after_step: Callable[[Any, int], object] | None = None,
+    case: Case = CASE,
 ) -> None:
     """Train with stock and with the plugin on the same GPU, and print the answer."""
-    stock, _ = train_on_gpu(steps, None, memory_bytes)
+    stock, _ = train_on_gpu(steps, None, memory_bytes, case)
     result: dict[str, Any] = {"name": name, "error": ""}
     try:
         with fault or nullcontext():
-            ours, seen = train_on_gpu(steps, BLOCK, memory_bytes, after_step=after_step)
+            ours, seen = train_on_gpu(steps, BLOCK, memory_bytes, case)
         result |= {"differences": differences(stock, ours), **vars(seen)}
     except torch.OutOfMemoryError as error:
         result["error"] = type(error).__name__
     answer(result)
 
 
-def ramps(seeds: range) -> None:
-    """Train on a GPU that stock fills at the longest input."""
-    for seed in seeds:
-        steps = ramp(seed, 1 + seed % 2)
-        compare(f"ramp {seed}", steps, memory_that_stock_needs(steps))
-
-
-def grow_at_once(name: str) -> None:
-    """Train on a GPU that stock fills as soon as its need grows, and with each fault that must show then."""
-    steps, faults = GROWTH[name]
-    need = memory_that_stock_needs(steps)
-    compare(name, steps, need)
-    for fault in faults:
-        compare(fault, steps, need, mock.patch.object(*FAULTS[fault]))
+def grow(name: str, growth: Growth) -> None:
+    """Train on a GPU that stock fills when its need is largest, and with each fault that must show then."""
+    need = memory_that_stock_needs(growth.steps, growth.case)
+    compare(name, growth.steps, need, case=growth.case)
+    for fault in growth.faults:
+        compare(fault, growth.steps, need, mock.patch.object(*FAULTS[fault]), growth.case)
 
 
 def without_memory_once() -> AbstractContextManager[Any]:
@@ -177,10 +195,8 @@ def demotions() -> None:
 
 
 SELECTIONS: dict[str, Callable[[], None]] = {
-    "ramps": lambda: ramps(range(2)),
-    "more ramps": lambda: ramps(range(2, 12)),
     "demotions": demotions,
-    **{name: partial(grow_at_once, name) for name in GROWTH},
+    **{name: partial(grow, name, growth) for name, growth in (GROWTH | RAMPS).items()},
 }
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from tests.software_gpu.plugged import plugged
 from tests.software_gpu.settings import GIB, Settings
 from tests.zero.on_accelerator import on_accelerator
 from tests.zero.parity.case import Case
-from tests.zero.parity.training import Block, Record, collect
+from tests.zero.parity.training import DTYPES, Block, Record, collect
 
 BYTES_PER_TOKEN = 8192
 """The activations that each layer keeps from forward to backward, per token."""
@@ -179,7 +179,7 @@ def memory_that_stock_needs(steps: Sequence[Step], case: Case = CASE) -> int:
 def batch(case: Case, number: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs of so many tokens, the same whenever rank and ``number`` are the same."""
     generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
-    x = torch.randn(4, case.widths[0], generator=generator).bfloat16()
+    x = torch.randn(4, case.widths[0], generator=generator).to(DTYPES[case.dtype])
     return on_accelerator(x), on_accelerator(torch.zeros(tokens, dtype=torch.uint8))
 
 

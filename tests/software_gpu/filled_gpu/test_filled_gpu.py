@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.launch import Finished, run_ranks
+from tests.software_gpu.filled_gpu.filled_gpu_ranks import RAMPS
 from tests.tiers import thorough
 
 PROGRAM = "tests.software_gpu.filled_gpu.filled_gpu_ranks"
@@ -69,6 +70,12 @@ def assert_like_stock(answers: dict[str, dict[str, Any]]) -> None:
         ("inputs", "memory is kept before larger inputs", "evicted states are not written back"),
         ("inputs in a window", None, "open sums are not copied"),
         ("cache", "memory in use before a forward is ignored", None),
+        pytest.param(
+            "inputs, parameters in host memory",
+            "memory is kept before larger inputs",
+            "evicted states are not written back",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_a_need_that_grows_at_once_is_met_and_not_with_a_fault(
@@ -84,6 +91,9 @@ def test_a_need_that_grows_at_once_is_met_and_not_with_a_fault(
 
 
 @pytest.mark.promise("P1", "P6")
-@pytest.mark.parametrize("selection", [thorough("ramps"), thorough("more ramps")])
-def test_inputs_that_grow_never_run_out_of_memory_where_stock_does_not(selection: str) -> None:
-    assert_like_stock(by_name(trained(selection, 1)[0]))
+@pytest.mark.parametrize("name", [thorough(name) for name in RAMPS])
+def test_inputs_that_grow_never_run_out_of_memory_where_stock_does_not(name: str) -> None:
+    answers = by_name(trained(name, 1)[0])
+    for fault in RAMPS[name].faults:
+        assert answers[fault]["error"] == "OutOfMemoryError"
+    assert_like_stock({name: answers[name]})

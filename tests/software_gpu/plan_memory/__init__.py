@@ -1,0 +1,1 @@
+"""Does a plan take as much memory of the GPU as predicted?"""
