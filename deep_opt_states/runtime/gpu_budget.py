@@ -26,6 +26,7 @@ class GpuBudget:
         self.margin_bytes = margin_bytes
         self._fills = fills
         self._allowed_bytes = start_bytes
+        self._required_bytes = 0
         self._limit_bytes: int | None = None
         """The most that was possible when memory was short; None if it never was."""
         self._least_without_ours: int | None = None
@@ -38,6 +39,11 @@ class GpuBudget:
     def bytes(self) -> int:
         """Return the budget for the next plan."""
         return self._allowed_bytes if self._limit_bytes is None else min(self._allowed_bytes, self._limit_bytes)
+
+    def require(self, required_bytes: int) -> None:
+        """Allow at least ``required_bytes``, for units that rules place on the accelerator, until memory is short."""
+        self._required_bytes = required_bytes
+        self._allowed_bytes = max(self._allowed_bytes, required_bytes)
 
     def observe(self, free_bytes: int, alloc_retries: int, held_bytes: int, *, is_evicted: bool = False) -> None:
         """Update the budget from the peak of the last step. Call this once per step.
@@ -65,7 +71,7 @@ class GpuBudget:
             self.limit(0 if is_evicted else held_bytes // 2)
         free_for_states = self._least_without_ours - self.margin_bytes
         if self._steps == OBSERVED_STEPS and self._fills:
-            self._allowed_bytes = max(0, free_for_states)
+            self._allowed_bytes = max(self._required_bytes, free_for_states)
         elif self._least_without_ours - self.margin_bytes // 2 < held_bytes:
             self.limit(free_for_states)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -50,6 +51,15 @@ def test_nothing_is_allowed_before_the_observed_steps_and_then_all_that_is_free_
         assert training.step(needs) == 0
     # The peak of all observed steps counts, and not that of the last.
     assert training.step(200) == 1000 - 500 - MARGIN
+
+
+@pytest.mark.parametrize("start", [filling, partial(limited, 0)], ids=["fills the GPU", "limit of 0"])
+def test_what_rules_require_is_allowed_until_memory_is_short(start: Callable[[], BudgetedTraining]) -> None:
+    training = start()
+    training.budget.require(300)
+    training.held = 300
+    assert [training.step(600) for _ in range(10)] == [300] * 10
+    assert training.step(680) == 1000 - 680 - MARGIN
 
 
 def test_the_budget_grows_once_only() -> None:

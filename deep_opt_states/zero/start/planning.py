@@ -98,7 +98,9 @@ def make_plan(
             rules=config.rules,
         )
         # Rules by name are followed even if they need more memory than the planner may use for the rest.
-        gpu_bytes = max(0 if budget is None else budget.bytes, unlimited.fixed_bytes)
+        if budget is not None:
+            budget.require(unlimited.fixed_bytes)
+        gpu_bytes = unlimited.fixed_bytes if budget is None else budget.bytes
         request = replace(unlimited, budgets=Budgets(gpu_bytes=gpu_bytes))
         plan, why = plan_on_rank_0(request, accelerator)
         accelerator.validate(plan)

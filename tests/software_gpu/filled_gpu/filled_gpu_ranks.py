@@ -123,7 +123,7 @@ def compare(
     result: dict[str, Any] = {"name": name, "error": ""}
     try:
         with fault or nullcontext():
-            ours, seen = train_on_gpu(steps, BLOCK, memory_bytes, case)
+            ours, seen = train_on_gpu(steps, case.blocks[0], memory_bytes, case)
         result |= {"differences": differences(stock, ours), **vars(seen)}
     except torch.OutOfMemoryError as error:
         result["error"] = type(error).__name__
@@ -189,6 +189,9 @@ def demotions() -> None:
     compare("an allocation that fails", steps, memory, mock.patch.object(Slot, "reserve", failing))
     larger = [*FIRST, *[Step((2 * SHORT if last_rank else SHORT,))] * 8]
     compare("larger inputs of one rank", larger, memory)
+    # The rule is followed although the planner may use no memory. The memory is given back once, and reserved again.
+    rule = {"gpu_memory_gb": 0, "placement": [{"match": "layers.1.*", "states": "resident"}]}
+    compare("larger inputs with a rule", larger, memory, case=replace(CASE, blocks=({**BLOCK, **rule},)))
     compare("no memory afterwards", larger, memory, without_memory_once())
     with mock.patch.object(GpuBudget, "limit", return_value=None):
         compare("no memory afterwards, without a limit", larger, memory, without_memory_once())

@@ -47,8 +47,10 @@ def test_states_fill_the_gpu_and_leave_it_on_all_ranks_when_memory_is_short_on_o
     # The limit keeps the plan small after an allocation that has failed; without it, the same memory is tried again.
     assert on_cpu(answers[0]["no memory afterwards, without a limit"])[-1] == filled
     assert set(on_cpu(answers[0]["an allocation that fails"])) == {at_start}
-    evicted = [ranked["larger inputs of one rank"]["evicted"] for ranked in answers]
-    assert [sum(rank) for rank in evicted] == [0] * (world_size - 1) + [1], "evicted once, on the last rank only"
+    for name in ("larger inputs of one rank", "larger inputs with a rule"):
+        evicted = [ranked[name]["evicted"] for ranked in answers]
+        assert [sum(rank) for rank in evicted] == [0] * (world_size - 1) + [1], "evicted once, on the last rank only"
+    assert len(set(answers[0]["larger inputs with a rule"]["fingerprints"])) == 1
     assert on_cpu(answers[0]["larger inputs of one rank"])[-1] == filled
     log = ranks[0].output
     assert "GPU memory for states 0.0 GB -> " in log
