@@ -132,9 +132,14 @@ class AllocatorMark:
     freed_bytes: int
 
 
+def empty_cache() -> None:
+    """Give unused memory in PyTorch's cache back to the GPU."""
+    torch.cuda.empty_cache()
+
+
 def mark_emptied_allocator() -> AllocatorMark:
     """Give unused memory in PyTorch's cache back to the GPU, and return the mark from which a new peak counts."""
-    torch.cuda.empty_cache()
+    empty_cache()
     stats = torch.cuda.memory_stats()
     return AllocatorMark(stats.get("reserved_bytes.all.peak", 0), stats.get("reserved_bytes.all.freed", 0))
 

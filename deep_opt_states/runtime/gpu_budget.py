@@ -33,7 +33,6 @@ class GpuBudget:
         """The least memory that was free at a peak so far, if the optimizer had held nothing."""
         self._steps = 0
         self._alloc_retries = 0
-        self._most_held_bytes = 0
 
     @property
     def bytes(self) -> int:
@@ -48,18 +47,13 @@ class GpuBudget:
     def observe(self, free_bytes: int, alloc_retries: int, held_bytes: int, *, is_evicted: bool = False) -> None:
         """Update the budget from the peak of the last step. Call this once per step.
 
-        ``free_bytes`` is the memory that was free at the peak, and ``held_bytes`` is what the optimizer held then.
+        ``free_bytes`` is the memory that was free at the peak since the optimizer has held ``held_bytes``.
         ``alloc_retries`` is how often PyTorch has had to empty its cache, since the process started, to satisfy an
         allocation. ``is_evicted``: the optimizer has given the ``held_bytes`` to training, and ``free_bytes`` are of a
         peak since then.
         """
         self._steps += 1
-        if is_evicted:
-            without_ours = free_bytes
-        else:
-            self._most_held_bytes = max(self._most_held_bytes, held_bytes)
-            # Memory that was given back has stayed in PyTorch's cache, and so it counts in the peak.
-            without_ours = free_bytes + self._most_held_bytes
+        without_ours = free_bytes if is_evicted else free_bytes + held_bytes
         if self._least_without_ours is None or without_ours < self._least_without_ours:
             self._least_without_ours = without_ours
         if self._steps < OBSERVED_STEPS:
@@ -74,6 +68,10 @@ class GpuBudget:
             self._allowed_bytes = max(self._required_bytes, free_for_states)
         elif self._least_without_ours - self.margin_bytes // 2 < held_bytes:
             self.limit(free_for_states)
+
+    def ignore_retries(self, count: int) -> None:
+        """Do not count ``count`` retries, which are those of allocations for the optimizer and not for training."""
+        self._alloc_retries += count
 
     def limit(self, limit_bytes: int) -> None:
         """Allow no more than ``limit_bytes`` from now on, because memory was short."""

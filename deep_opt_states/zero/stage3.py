@@ -297,7 +297,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     # --- Step: the hooks of step(), in the order in which it calls them ---
 
     def _pre_step(self) -> None:
-        self._adaptation.observe_memory()
+        self._adaptation.observe_memory(self._progress.progress().step + 1)
         self._update.memory_is_short = self._adaptation.memory_is_short
         self._update.synchronize_ranks(raise_failure=False)
         # Before ``super()``, which forgets the parameters that were reduced in this window.

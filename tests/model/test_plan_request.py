@@ -18,6 +18,8 @@ from perf_model.prediction.memory import TrainingSetup
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
+from perf_model.replanning.measurements import WindowMeasurement
+from perf_model.replanning.policy import ReplanningPolicy
 from perf_model.schedule.cutting import BORDER_MULTIPLE
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
@@ -120,17 +122,23 @@ def plan_as_the_engine(setting: PlanSetting, printed: dict[str, Any]) -> SizedPl
         sub_group for group in param_groups for sub_group in sub_groups_of_deepspeed(group, setting.world_size, size)
     ]
     widths = Widths(param=2, grad=2)
-    longest = max(partition.numel for group in sub_groups for partition in group)
-    request = PlanRequest(
+    at_start = PlanRequest(
         sub_groups=sub_groups,
         unit_sizes=(block["unit_size"],) if "unit_size" in block else UNIT_SIZES,
         cost=CostModel.from_profile(profile, widths.param),
-        budgets=Budgets(**printed["budgets"]),
-        windows=Windows(**printed["windows"]),
-        setup=TrainingSetup(widths=widths, longest_partition_numel=longest),
-        first_use=MODELS[setting.model].first_use(),
+        budgets=Budgets(gpu_bytes=0),
+        windows=Windows(),
+        setup=TrainingSetup(widths=widths),
     )
-    return request.plan()
+    policy = ReplanningPolicy(at_start, at_start.plan().planned.plan)
+    measured = WindowMeasurement(
+        first_step=1, last_step=5, by_kind={}, windows=Windows(**printed["windows"]), exposed_s=1.0
+    )
+    decision = policy.observe(
+        measured, Budgets(gpu_bytes=printed["budgets"]["gpu_bytes"]), MODELS[setting.model].first_use()
+    )
+    assert decision is not None
+    return decision.chosen
 
 
 def print_plan(setting: PlanSetting, *options: str) -> str:

@@ -33,6 +33,9 @@ class BudgetedTraining:
         free = self.total - (needs if evicts else self.peak)
         self.budget.observe(free, self.retries, self.held, is_evicted=evicts)
         self.budgets.append(self.budget.bytes)
+        if evicts or self.held != self.budget.bytes:
+            # The peak counts anew when the optimizer takes memory or gives it back.
+            self.peak = 0
         self.held = self.budget.bytes
         return self.budget.bytes
 
@@ -60,6 +63,28 @@ def test_what_rules_require_is_allowed_until_memory_is_short(start: Callable[[],
     training.held = 300
     assert [training.step(600) for _ in range(10)] == [300] * 10
     assert training.step(680) == 1000 - 680 - MARGIN
+
+
+def test_memory_that_grows_after_an_eviction_makes_memory_short() -> None:
+    training = filling()
+    for _ in range(OBSERVED_STEPS):
+        training.step(200)
+    assert training.held == 700
+    # A longer input: everything is given back, and less fits afterwards.
+    assert training.step(600, evicts=True) == 300
+    assert training.step(600 + MARGIN // 2) == 300
+    assert training.step(600 + MARGIN // 2 + 1) == 1000 - 600 - MARGIN // 2 - 1 - MARGIN
+
+
+def test_retries_of_allocations_for_the_optimizer_do_not_count() -> None:
+    training = filling()
+    for _ in range(OBSERVED_STEPS):
+        training.step(200)
+    training.retries = 3
+    training.budget.ignore_retries(3)
+    assert training.step(200) == 700
+    training.retries = 4
+    assert training.step(200) == 350
 
 
 def test_the_budget_grows_once_only() -> None:

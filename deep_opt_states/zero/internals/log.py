@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from deepspeed import comm as dist
 from deepspeed.utils import log_dist, logger
 
 
@@ -13,6 +14,11 @@ def log_rank_0(message: str) -> None:
     The level is one that DeepSpeed's logger shows by default, so that no change of the update goes unnoticed.
     """
     log_dist(f"[deep_opt_states] {message}", ranks=[0], level=logging.WARNING)
+
+
+def log_this_rank(message: str) -> None:
+    """Log ``message`` with the rank that calls this, at the level of ``log_rank_0``."""
+    log_dist(f"[deep_opt_states] {message}", ranks=[dist.get_rank()], level=logging.WARNING)
 
 
 def log_error(error: BaseException) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -9,10 +10,16 @@ from dataclasses import dataclass, replace
 import torch
 from deepspeed import comm as dist
 
-from deep_opt_states.device.cuda import AllocatorMark, allocated_bytes, free_and_retries, mark_emptied_allocator
+from deep_opt_states.device.cuda import (
+    AllocatorMark,
+    allocated_bytes,
+    empty_cache,
+    free_and_retries,
+    mark_emptied_allocator,
+)
 from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.zero.internals.agreement import gather_values, raise_together, same_on_all_ranks
-from deep_opt_states.zero.internals.log import log_rank_0
+from deep_opt_states.zero.internals.log import log_error, log_rank_0, log_this_rank
 from deep_opt_states.zero.step.larger_forwards import LargerForwards
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from perf_model.prediction.memory import memory_of
@@ -23,6 +30,10 @@ from perf_model.schedule.order import forward_order
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.search.budgets import Budgets, DoesNotFit
 from perf_model.search.plan_request import PlanRequest, SizedPlan
+from perf_model.units import gigabytes
+
+UNREPORTED = 4
+"""More updates than can have run and not have been reported."""
 
 
 @dataclass(kw_only=True)
@@ -51,7 +62,7 @@ class OrderAdaptation:
     def measure(self, step: int, phases: Sequence[PhaseSpan], timeline: Callable[[], Timeline]) -> None:
         """Do nothing: the plan does not depend on measurements."""
 
-    def observe_memory(self) -> None:
+    def observe_memory(self, update: int) -> None:
         """Do nothing: the plan does not depend on free memory."""
 
     def adapt(self, *, memory_is_short: bool) -> bool:
@@ -105,41 +116,59 @@ class Replanning:
         self._held_bytes = self._bytes_of_running()
         self._agreed_bytes = request.budgets.gpu_bytes or 0
         """The budget that the ranks have planned with last."""
-        self._given_back: AllocatorMark | None = None
-        """When this rank gave all memory of the plan back; None while it has that memory."""
+        self._changed: AllocatorMark | None = None
+        """When this rank last took or gave back memory for a plan; None if it never did."""
         self._need_is_known = False
-        """Whether a forward and its backward have shown since then what training needs."""
+        """Whether a forward and its backward have shown, since the memory was given back, how much training needs."""
+        self._may_restore = True
+        """False after the memory that was given back could not be reserved again, until the plan changes."""
+        self._no_plan_for: int | None = None
+        """The budget for which no smaller plan was found: rules by name keep the plan. It is not planned for again."""
+        self._evicted_updates: deque[int] = deque(maxlen=UNREPORTED)
+        """The numbers of the last updates that ran while the memory was given back."""
         self._taken_bytes = 0
         """The bytes that this rank has allocated for plans since the start, less those that it has freed."""
 
     @property
     def memory_is_short(self) -> bool:
-        """Return whether this rank must give accelerator memory back."""
+        """Return whether this rank must give accelerator memory back, and a plan may do so."""
+        return self._exceeds_budget and self._budget.bytes != self._no_plan_for
+
+    @property
+    def _exceeds_budget(self) -> bool:
         return self._budget.bytes < self._held_bytes
 
     def measure(self, step: int, phases: Sequence[PhaseSpan], timeline: Callable[[], Timeline]) -> None:
-        """Add the measurements of one update."""
-        self._window.add(StepMeasurement.from_update(step, timeline(), phases))
+        """Add the measurements of update number ``step``, unless the CPU updated everything, because of an eviction."""
+        if step not in self._evicted_updates:
+            self._window.add(StepMeasurement.from_update(step, timeline(), phases))
 
     def bytes_in_use(self) -> int:
         """Return the accelerator memory that tensors of training use now on this rank, without that of the plan.
 
-        The memory that the first plan took is counted. That is the same amount all the time.
+        The memory that the first plan took is counted, too. It does not matter: only the growth does.
         """
         return allocated_bytes() - self._taken_bytes
 
-    def observe_memory(self) -> None:
-        """Update the budget from the peak of memory use so far. Call this once per step, after backward."""
-        free_bytes, retries = free_and_retries(self._given_back)
-        self._budget.observe(free_bytes, retries, self._held_bytes, is_evicted=self._given_back is not None)
+    def observe_memory(self, update: int) -> None:
+        """Update the budget from the peak of memory use so far. Call this after backward, before update ``update``."""
+        free_bytes, retries = free_and_retries(self._changed)
+        self._budget.observe(free_bytes, retries, self._held_bytes, is_evicted=self._running.is_evicted)
+        if self._running.is_evicted:
+            self._evicted_updates.append(update)
         self._need_is_known = True
 
     def give_memory_back(self) -> None:
         """Give all accelerator memory of the plan to training. No update is in flight on this rank."""
-        with self._counting():
-            self._running.evict()
+        if not self._running.is_evicted:
+            with self._changing_memory():
+                self._running.evict()
+            if self._running.is_evicted:
+                log_this_rank(
+                    f"{gigabytes(self._held_bytes)} of GPU memory are given back before a forward that may need more "
+                    f"than any before; the CPU updates these units until the need is known"
+                )
         self._need_is_known = False
-        self._note_eviction()
 
     def adapt(self, *, memory_is_short: bool) -> bool:
         """Change to a better plan if there is one; return whether the plan has changed. A collective when it is due.
@@ -149,18 +178,21 @@ class Replanning:
         """
         changed = self._replan(memory_is_short)
         if self._running.is_evicted:
-            must_reserve = self._need_is_known and not self.memory_is_short
+            sets_memory = self._need_is_known and self._may_restore and not self.memory_is_short
         else:
-            # No other plan gives back the sums of units that the CPU updates.
-            must_reserve = self.memory_is_short and self._running.gradients.have_device_accumulators
-        if must_reserve:
-            with self._counting():
+            # The sums of units that the CPU updates are no part of the plan. They move to host memory here.
+            sets_memory = self._exceeds_budget and self._running.gradients.have_device_accumulators
+        if sets_memory:
+            was_evicted = self._running.is_evicted
+            with self._changing_memory():
                 fits = self._running.restore()
             if fits:
                 self._held_bytes = self._bytes_of_running()
+                if was_evicted:
+                    log_this_rank(f"{gigabytes(self._held_bytes)} of GPU memory hold optimizer states again")
             else:
                 self._budget.limit(self._held_bytes // 2)
-        self._note_eviction()
+                self._may_restore = False
         return changed
 
     def _replan(self, memory_is_short: bool) -> bool:
@@ -178,7 +210,10 @@ class Replanning:
             measurements if len(measurements) == len(seen) else [],
             Budgets(gpu_bytes=least_bytes) if changed else None,
         )
-        return plan is not None and self._adopt(plan)
+        if plan is None:
+            self._no_plan_for = self._budget.bytes if self._exceeds_budget else None
+            return False
+        return self._adopt(plan)
 
     def _decide(self, measurements: Sequence[WindowMeasurement], budgets: Budgets | None) -> UpdatePlan | None:
         """Return the plan that rank 0 wants all ranks to adopt, the same on every rank; None to keep the present one.
@@ -198,7 +233,11 @@ class Replanning:
                     decision = self._policy.change_budgets(self._step, budgets)
             except DoesNotFit as error:
                 # The rules of the config need more memory than is free now. Stock would not stop for that either.
-                log_rank_0(f"the plan does not change: {error}")
+                log_rank_0(
+                    f"the plan does not change, because rules by name take more GPU memory than is free: {error}"
+                )
+            except Exception as error:  # noqa: BLE001 (the running plan is valid, and training goes on with it)
+                log_error(error)
             if decision is None:
                 return None
             log_rank_0(str(decision))
@@ -212,28 +251,36 @@ class Replanning:
 
     def _adopt(self, plan: UpdatePlan) -> bool:
         self._before_move()
-        with self._counting():
+        with self._changing_memory():
             fits = self._running.adopt(plan)
+        self._may_restore = True
         if not fits:
-            self._budget.limit(memory_of(plan, self._request.setup).gpu_bytes // 2)
+            needed_bytes = memory_of(plan, self._request.setup).gpu_bytes
+            self._budget.limit(needed_bytes // 2)
             self._policy.running = self._running.plan
-            log_rank_0(f"GPU memory is short; the CPU updates what does not fit: {self._running.plan}")
+            log_rank_0(
+                f"GPU memory is short: a plan that takes {gigabytes(needed_bytes)} could not be reserved on every "
+                f"rank. The CPU updates what does not fit. A larger gpu_memory_margin_gb leaves more memory free from "
+                f"the start: {self._running.plan}"
+            )
         self._held_bytes = self._bytes_of_running()
         self._window.restart()
         return True
 
     @contextmanager
-    def _counting(self) -> Iterator[None]:
-        """Count what is allocated for the plan in this context."""
-        before = allocated_bytes()
+    def _changing_memory(self) -> Iterator[None]:
+        """Count what is allocated for the plan in this context, and measure peaks anew afterwards.
+
+        PyTorch's cache is emptied before and after. States that were reserved inside cached blocks of training would
+        split them, and training would need new memory in their place. Memory that the plan gives back would hide in the
+        cache, and the next peak would not show what training needs.
+        """
+        empty_cache()
+        before, (_, retries) = allocated_bytes(), free_and_retries()
         yield
         self._taken_bytes += allocated_bytes() - before
-
-    def _note_eviction(self) -> None:
-        if not self._running.is_evicted:
-            self._given_back = None
-        elif self._given_back is None:
-            self._given_back = mark_emptied_allocator()
+        self._changed = mark_emptied_allocator()
+        self._budget.ignore_retries(free_and_retries()[1] - retries)
 
     def _bytes_of_running(self) -> int:
         """Return what the running plan holds; if it is evicted, what the planner assumes for it."""

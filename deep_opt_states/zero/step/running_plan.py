@@ -16,7 +16,7 @@ from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.exposure import Exposure
 from deep_opt_states.runtime.state import Split, UnitState
 from deep_opt_states.runtime.state_memory import StateMemory
-from deep_opt_states.zero.internals.agreement import gather_values
+from deep_opt_states.zero.internals.agreement import gather_values, raise_together
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
 from deep_opt_states.zero.step.gradients import Gradients
 from perf_model.schedule.placement import Placement
@@ -77,13 +77,22 @@ class RunningPlan:
         memory on the accelerator: the CPU updates these. A rank that is evicted remains so with the new plan.
         """
         without_new = _without_new_memory(plan, self.plan)
-        # First give memory back, so that what is taken next may use it.
-        kept = {(unit.sub_group, unit.begin, unit.end) for unit in _residents(without_new)}
-        self.executor.write_back(
-            [unit for unit in self.memory.units if (unit.sub_group, unit.elements.begin, unit.elements.end) not in kept]
-        )
-        self._set_or_evict(without_new)
-        fits = self._try(plan)
+
+        def try_here() -> bool:
+            # First give memory back, so that what is taken next may use it.
+            kept = {(unit.sub_group, unit.begin, unit.end) for unit in _residents(without_new)}
+            self.executor.write_back(
+                [
+                    unit
+                    for unit in self.memory.units
+                    if (unit.sub_group, unit.elements.begin, unit.elements.end) not in kept
+                ]
+            )
+            self._set_or_evict(without_new)
+            return self._try(plan)
+
+        # Page-locked memory may be short, too. That is an error, which every rank must raise.
+        fits = raise_together(try_here)
         if all(gather_values(fits)):
             return True
         if fits:

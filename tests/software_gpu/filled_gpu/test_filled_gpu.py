@@ -55,7 +55,7 @@ def test_states_fill_the_gpu_and_leave_it_on_all_ranks_when_memory_is_short_on_o
     log = ranks[0].output
     assert "GPU memory for states 0.0 GB -> " in log
     assert "units from cpu to resident" in log
-    assert log.count("GPU memory is short; the CPU updates what does not fit") == 1
+    assert log.count("The CPU updates what does not fit.") == 1
 
 
 def assert_like_stock(answers: dict[str, dict[str, Any]]) -> None:
