@@ -12,13 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from perf_model.prediction.cost import CostModel
-from perf_model.prediction.memory import TrainingSetup, memory_of
-from perf_model.prediction.overlap_windows import Windows
+from benchmarks.planner.window_settings import WindowSetting
+from perf_model.prediction.memory import memory_of
 from perf_model.prediction.simulate import Simulator
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.search.budgets import Budgets
 
 MOST_SLOTS = 8
 MAX_BLOCK = 12
@@ -35,41 +33,21 @@ class Annealed:
     simulations: int
 
 
-def anneal_for(
-    seconds: float,
-    plan: UpdatePlan,
-    cost: CostModel,
-    budgets: Budgets,
-    windows: Windows,
-    setup: TrainingSetup,
-) -> Annealed:
+def anneal_for(seconds: float, plan: UpdatePlan, setting: WindowSetting) -> Annealed:
     """Anneal for ``seconds`` of CPU time."""
     start_s = time.process_time()
-    return _anneal(lambda _: (time.process_time() - start_s) / seconds, plan, cost, budgets, windows, setup)
+    return _anneal(lambda _: (time.process_time() - start_s) / seconds, plan, setting)
 
 
-def anneal(
-    simulations: int,
-    plan: UpdatePlan,
-    cost: CostModel,
-    budgets: Budgets,
-    windows: Windows,
-    setup: TrainingSetup,
-) -> Annealed:
+def anneal(simulations: int, plan: UpdatePlan, setting: WindowSetting) -> Annealed:
     """Anneal with at most ``simulations`` simulations; the result depends on nothing but the arguments."""
-    return _anneal(lambda done: done / simulations, plan, cost, budgets, windows, setup)
+    return _anneal(lambda done: done / simulations, plan, setting)
 
 
-def _anneal(
-    progress: Callable[[int], float],
-    plan: UpdatePlan,
-    cost: CostModel,
-    budgets: Budgets,
-    windows: Windows,
-    setup: TrainingSetup,
-) -> Annealed:
+def _anneal(progress: Callable[[int], float], plan: UpdatePlan, setting: WindowSetting) -> Annealed:
     """Anneal until ``progress``, given the number of simulations, is 1. The order is always forward's."""
-    simulator, random = Simulator(cost, windows), Random(0)
+    budgets, windows, setup = setting.budgets, setting.windows, setting.job.setup
+    simulator, random = Simulator(setting.cost, windows), Random(0)
 
     def exposed_s(candidate: UpdatePlan) -> float:
         return windows.exposed_s(simulator.run(candidate.schedule, candidate.workload), candidate.workload)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from perf_model.schedule.cutting import names_in
@@ -84,7 +84,8 @@ def changes_by_move(found: Forecast, indices: Sequence[int]) -> dict[SingleMove,
         for other in Placement
         if other in found.cost.placements and other is not placements[index]
     ]
-    return changes_of_exposed_s(found.planned, moves, found.cost, found.budgets, found.windows, found.job.setup)
+    windows = replace(found.windows, first_use=found.request.first_use_of(found.planned.plan.workload))
+    return changes_of_exposed_s(found.planned, moves, found.cost, found.budgets, windows, found.job.setup)
 
 
 def show_change(change_s: float | None) -> str:

@@ -23,6 +23,7 @@ from perf_model.schedule.placement import Placement
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
+ShortIntegers = npt.NDArray[np.int32]
 Booleans = npt.NDArray[np.bool_]
 
 CODES = {placement: code for code, placement in enumerate(Placement)}
@@ -54,10 +55,10 @@ class LaneQueues:
     ended ``after_other``. ``slots`` are the numbers of slots that the plans use.
     """
 
-    kinds: Integers
-    units: Integers
-    after_cpu: Integers
-    after_other: Integers
+    kinds: ShortIntegers
+    units: ShortIntegers
+    after_cpu: ShortIntegers
+    after_other: ShortIntegers
     slots: Integers
 
     @classmethod
@@ -77,7 +78,8 @@ class LaneQueues:
         prefetch_position[plan, rank[plan, item] + slots[plan]] = position[plan, item]
 
         shape = (len(LANES), count, length + 1)
-        lowered = cls(**{name: np.zeros(shape, np.int64) for name in _ARRAYS}, slots=slots)
+        # Arrays of 32 bits are half as long, and this takes as long as it takes to fill them.
+        lowered = cls(**{name: np.zeros(shape, np.int32) for name in _ARRAYS}, slots=slots)
         after_cpu, after_other = lowered.after_cpu, lowered.after_other
         h2d, compute, d2h, _ = range(len(LANES))
 

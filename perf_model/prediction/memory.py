@@ -251,9 +251,9 @@ def cuda_bytes_of(reservations: Iterable[Reservation]) -> int:
     taken_bytes = 0
     free_bytes = {2 * MIB: 0, 20 * MIB: 0}
     for tensors in reservations:
-        block_bytes = _round_up(tensors.each_bytes, 512)
-        if block_bytes >= 10 * MIB:
-            taken_bytes += tensors.count * _round_up(block_bytes, 2 * MIB)
+        block_bytes = block_bytes_of(tensors.each_bytes)
+        if has_its_own_segment(tensors.each_bytes):
+            taken_bytes += tensors.count * block_bytes
         elif block_bytes > 0:
             segment_bytes = 2 * MIB if block_bytes <= MIB else 20 * MIB
             in_the_last = min(tensors.count, free_bytes[segment_bytes] // block_bytes)
@@ -267,8 +267,12 @@ def cuda_bytes_of(reservations: Iterable[Reservation]) -> int:
 
 def block_bytes_of(size_bytes: int) -> int:
     """Return the bytes of the blocks of a tensor: the least that the tensor takes of the accelerator's memory."""
-    block_bytes = _round_up(size_bytes, 512)
-    return _round_up(block_bytes, 2 * MIB) if block_bytes >= 10 * MIB else block_bytes
+    return _round_up(size_bytes, 2 * MIB if has_its_own_segment(size_bytes) else 512)
+
+
+def has_its_own_segment(size_bytes: int) -> bool:
+    """Return whether the allocator takes a segment of the device's memory for a tensor of that size alone."""
+    return size_bytes > 10 * MIB - 512
 
 
 def resident_bytes_of(numel: int) -> int:

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, groupby
 
 from perf_model.schedule.placement import Placement
@@ -33,6 +34,7 @@ WHOLE_SUB_GROUPS = 10**15
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
+@lru_cache(maxsize=2**16)
 def layer_of(name: str) -> str:
     """Return the layer of the parameter ``name``: its module path up to the first number.
 

@@ -199,9 +199,8 @@ def least_bound(
     """
 
     def busy_s(shares: PlacementShares) -> Array:
-        seconds: Array = numel * np.sum(
-            [shares.share(placement) * per_param[placement] for placement in Placement], axis=0
-        )
+        cpu, streamed, resident = (shares.share(placement) * per_param[placement] for placement in Placement)
+        seconds: Array = numel * (cpu + streamed + resident)
         return seconds
 
     found = []

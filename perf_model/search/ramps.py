@@ -138,10 +138,11 @@ def place_ramps(chosen: Sequence[Ramp], workload: Workload, gpu_bytes: int | Non
     others = np.maximum(1.0, (numels * free).sum() - residents - long_resident @ numels)
     resident_numel, cpu_numel, other_numel = np.zeros((3, len(chosen)))
     codes = np.full((len(chosen), len(numels)), CODES[Placement.STREAMED])
+    residents_passed = residents * passed[:, None] ** resident_power
     # Error diffusion as in ``place_by_fraction``.
     for index in np.nonzero(free)[0].tolist():
         numel = numels[index]
-        due = residents * passed[index] ** resident_power - resident_numel > numel / 2
+        due = residents_passed[index] - resident_numel > numel / 2
         chosen_resident = due & ~is_long[:, index] & (resident_bytes[index] <= free_bytes)
         resident_numel += numel * chosen_resident
         free_bytes = free_bytes - resident_bytes[index] * chosen_resident

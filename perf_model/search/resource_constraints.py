@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import combinations, product
 
 import numpy as np
@@ -69,8 +69,14 @@ class ResourceConstraints:
 
     def seconds_per_param(self, placement: Placement) -> Array:
         """Return, for each constraint, the seconds that one parameter with ``placement`` takes."""
-        chain_s: Array = self.seconds[:, [KINDS.index(kind) for kind in CHAINS[placement]]].sum(axis=1)
-        return chain_s
+        return self._by_placement[placement]
+
+    @cached_property
+    def _by_placement(self) -> dict[Placement, Array]:
+        return {
+            placement: self.seconds[:, [KINDS.index(kind) for kind in chain]].sum(axis=1)
+            for placement, chain in CHAINS.items()
+        }
 
 
 @lru_cache(maxsize=16)

@@ -17,6 +17,7 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.search.budgets import Budgets
 from perf_model.search.planner import PlannedUpdate
+from perf_model.search.use_order import arrange, map_back
 
 SingleMove = tuple[int, Placement]
 """The index of a unit, and its other placement."""
@@ -33,10 +34,12 @@ def changes_of_exposed_s(
     """Return the change of the exposed seconds with each of ``moves`` alone; None if the plan then exceeds a budget.
 
     The other arguments are those with which ``planned`` was found. Each placement must be one of ``cost.placements``.
+    If the plan is in forward's order, which the planner derives from the placements, then so are the moved plans.
     """
     moved = {move: _apply(planned.plan, move) for move in moves}
     fitting = {move: plan for move, plan in moved.items() if not budgets.missing(memory_of(plan, setup))}
-    exposed_s = _exposed_s(list(fitting.values()), cost, windows)
+    many = not cost.blocks and planned.plan.order == _derived_order(planned.plan, windows.first_use)
+    exposed_s = (_exposed_s_together if many else _exposed_s)(list(fitting.values()), cost, windows)
     changes_s = [seconds - planned.exposed_s for seconds in exposed_s]
     return dict.fromkeys(moves) | dict(zip(fitting, changes_s, strict=True))
 
@@ -46,14 +49,27 @@ def _apply(plan: UpdatePlan, move: SingleMove) -> UpdatePlan:
     return replace(plan, placements=(*plan.placements[:index], placement, *plan.placements[index + 1 :]))
 
 
+def _derived_order(plan: UpdatePlan, first_use: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Return the order that the planner derives from the placements; None stands for that of the indices."""
+    if first_use is None:
+        return None
+    placements = tuple(plan.placements[index] for index in first_use)
+    in_order = UpdatePlan(workload=arrange(plan.workload, first_use), placements=placements, num_slots=plan.num_slots)
+    return map_back(in_order, plan.workload, first_use).order
+
+
 def _exposed_s(plans: Sequence[UpdatePlan], cost: CostModel, windows: Windows) -> list[float]:
-    """Return the exposed seconds of plans of one workload with the same order."""
+    """Return the exposed seconds of plans, each with its own order."""
+    simulator = Simulator(cost, windows)
+    return [windows.exposed_s(simulator.run(plan.schedule, plan.workload), plan.workload) for plan in plans]
+
+
+def _exposed_s_together(plans: Sequence[UpdatePlan], cost: CostModel, windows: Windows) -> list[float]:
+    """Return the exposed seconds of plans of one workload in the orders that the planner derives."""
     if not plans:
         return []
-    workload = plans[0].workload
-    if cost.blocks or plans[0].order is not None or windows.first_use is not None:
-        simulator = Simulator(cost, windows)
-        return [windows.exposed_s(simulator.run(plan.schedule, workload), workload) for plan in plans]
-    slots = np.array([plan.num_slots for plan in plans])
-    many = ManySimulator(workload, cost, windows)
-    return [float(exposed_s) for exposed_s in many.run(encode([plan.placements for plan in plans]), slots).exposed_s]
+    workload, first_use = plans[0].workload, windows.first_use
+    codes = encode([plan.placements for plan in plans])
+    many = ManySimulator(arrange(workload, first_use), cost, replace(windows, first_use=None))
+    times = many.run(codes if first_use is None else codes[:, first_use], np.array([plan.num_slots for plan in plans]))
+    return [float(exposed_s) for exposed_s in times.exposed_s]

@@ -11,9 +11,9 @@ The moves are drawn with a fixed seed, so the result depends on nothing but the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate, compress, islice
 from random import Random
 
 import numpy as np
@@ -50,7 +50,7 @@ PLANS_PER_ROUND = 256
 MAX_EXPLORED = 160
 """The most plans that ``explore`` simulates."""
 
-MAX_REFINED_UNITS = 200_000
+MAX_REFINED_UNITS = 300_000
 """The most units in all plans of all rounds together, so that many units do not take much longer."""
 
 ENOUGH = 1.001
@@ -153,7 +153,7 @@ class WindowSearch:
 
     def _refine_once(self, leaders: Sequence[Candidate]) -> None:
         """Try moves from each of ``leaders``, and then the moves that helped together."""
-        moved = [list(islice(self._moved(leader), PLANS_PER_ROUND // len(leaders))) for leader in leaders]
+        moved = [self._moved(leader, PLANS_PER_ROUND // len(leaders)) for leader in leaders]
         enough_s = leaders[-1].seconds[0]
         self._try([plan for of_leader in moved for _, plan in of_leader], enough_s)
         together: list[Plan] = []
@@ -164,14 +164,23 @@ class WindowSearch:
             together += _together(leader, [move for _, move in better[:MOVES_TOGETHER]])
         self._try(together, enough_s)
 
-    def _moved(self, leader: Candidate) -> Iterator[tuple[Move, Plan]]:
-        """Yield moves from ``leader`` that lead to plans that fit and are new, with these plans."""
+    def _moved(self, leader: Candidate, most: int) -> list[tuple[Move, Plan]]:
+        """Return up to ``most`` moves from ``leader`` that lead to plans that fit and are new, with these plans."""
         possible = tuple(CODES[placement] for placement in self._cost.placements)
         # Most moves from a plan that fills the memory do not fit.
-        for move in islice(draw_moves(leader.codes, self._free, possible, self._random), 6 * PLANS_PER_ROUND):
-            plan = move.apply(leader.codes), leader.num_slots + move.more_slots
-            if plan[1] > 0 and _key(*plan) not in self._found and self._memory.fits(*plan):
-                yield move, plan
+        drawn = islice(draw_moves(leader.codes, self._free, possible, self._random), 6 * PLANS_PER_ROUND)
+        moved: list[tuple[Move, Plan]] = []
+        while moves := list(islice(drawn, most - len(moved))):
+            plans = [(move, (move.apply(leader.codes), leader.num_slots + move.more_slots)) for move in moves]
+            new = [(move, plan) for move, plan in plans if plan[1] > 0 and _key(*plan) not in self._found]
+            moved += compress(new, self._which_fit([plan for _, plan in new]))
+        return moved
+
+    def _which_fit(self, plans: Sequence[Plan]) -> list[bool]:
+        if not plans:
+            return []
+        codes, slots = np.array([codes for codes, _ in plans]), np.array([num_slots for _, num_slots in plans])
+        return list(self._memory.which_fit(codes, slots))
 
     def _leaders(self) -> list[Candidate]:
         """Return the best plans, at most two for each number of slots."""
@@ -188,8 +197,9 @@ class WindowSearch:
 
         Those that are known to expose at least ``enough_s`` are left out.
         """
-        new = {_key(*plan): plan for plan in plans}
-        chosen = [plan for key, plan in new.items() if key not in self._found and self._memory.fits(*plan)]
+        by_key = {_key(*plan): plan for plan in plans}
+        new = [plan for key, plan in by_key.items() if key not in self._found]
+        chosen = list(compress(new, self._which_fit(new)))
         if not chosen:
             return
         codes, slots = np.array([codes for codes, _ in chosen]), np.array([num_slots for _, num_slots in chosen])

@@ -10,6 +10,7 @@ from perf_model.prediction.cost import CostModel
 from perf_model.prediction.memory import DEFAULT_SETUP as SETUP
 from perf_model.prediction.memory import memory_of
 from perf_model.prediction.overlap_windows import Windows
+from perf_model.schedule.order import forward_order
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.workload import Workload
 from perf_model.search.budgets import Budgets
@@ -41,6 +42,26 @@ def test_the_change_is_that_of_the_plan_with_the_unit_moved(windows: Windows, or
     assert changes_s == expected
     assert None in changes_s.values(), "not all moves fit"
     assert any(change_s is not None and change_s > 1e-4 for change_s in changes_s.values())
+
+
+def test_a_moved_plan_is_in_the_order_that_follows_from_its_placements() -> None:
+    windows = Windows(backward_s=0.1, forward_s=0.05, first_use=(*range(7, 20), *range(7)))
+    planned = plan_updates(WORKLOAD, COST, BUDGETS, windows)
+    changes_s = changes_of_exposed_s(planned, MOVES, COST, BUDGETS, windows, SETUP)
+    for (index, placement), change_s in changes_s.items():
+        placements = list(planned.plan.placements)
+        placements[index] = placement
+        order = forward_order(WORKLOAD, placements, windows.first_use)
+        moved = replace(planned.plan, placements=tuple(placements), order=order)
+        if change_s is not None:
+            exposed_s = evaluate(moved, COST, BUDGETS, windows, SETUP).exposed_s
+            assert change_s == pytest.approx(exposed_s - planned.exposed_s, abs=1e-9)
+    others = [change_s for (index, placement), change_s in changes_s.items() if change_s]
+    assert max(others) > 1e-4
+    unmoved = [planned.plan.placements[index] is placement for index, placement in MOVES]
+    assert [change_s for change_s, same in zip(changes_s.values(), unmoved, strict=True) if same] == pytest.approx(
+        [0.0, 0.0, 0.0], abs=1e-9
+    )
 
 
 def test_no_moves_change_nothing() -> None:

@@ -73,7 +73,7 @@ def exposed_s(plan: UpdatePlan, setting: WindowSetting) -> float:
 def test_a_short_annealing_gains_at_most_three_percent(setting: WindowSetting) -> None:
     """Anneal with few simulations; ``python -m benchmarks planner`` anneals 60 settings for longer."""
     planned = planned_with_a_fixed_size(setting)
-    annealed = anneal(300, planned.plan, setting.cost, setting.budgets, setting.windows, setting.job.setup)
+    annealed = anneal(300, planned.plan, setting)
     assert annealed.simulations == 300
     assert planned.exposed_s <= 1.03 * annealed.exposed_s
 
@@ -82,7 +82,7 @@ def test_annealing_improves_the_plan_of_a_search_that_ignores_places() -> None:
     """Check that the comparison can fail: without ``WindowSearch``, the second setting gains more than 3 %."""
     setting = SETTINGS[1]
     plan = without_places(setting)
-    annealed = anneal(300, plan, setting.cost, setting.budgets, setting.windows, setting.job.setup)
+    annealed = anneal(300, plan, setting)
     assert exposed_s(plan, setting) > 1.03 * annealed.exposed_s
 
 
@@ -159,6 +159,31 @@ def test_the_quick_check_of_memory_agrees_with_the_exact_one(
         fits = MemoryCheck(workload, gpu_bytes + slack, setup).fits(encode([placements])[0], plan.num_slots)
         exact = memory_of(plan, setup).gpu_bytes <= gpu_bytes
         assert fits <= exact if slack < 0 else fits >= exact
+
+
+@given(
+    st.lists(st.integers(6 * 10**6, 10**8), min_size=1, max_size=20),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 2**32),
+)
+def test_the_quick_check_of_memory_is_exact_to_the_byte_if_no_tensors_share_segments(
+    numels: list[int], accumulates: bool, params_on_host: bool, seed: int
+) -> None:
+    rng = random.Random(seed)
+    workload = Workload.from_numels(numels)
+    setup = TrainingSetup(
+        widths=Widths(param=2, grad=rng.choice((2, 4))), accumulates=accumulates, params_on_host=params_on_host
+    )
+    placements = tuple(rng.choice(tuple(Placement)) for _ in numels)
+    plan = UpdatePlan(workload=workload, placements=placements, num_slots=rng.randint(1, 4))
+    taken_bytes = memory_of(plan, setup).gpu_bytes
+    fits, too_little = (
+        MemoryCheck(workload, gpu_bytes, setup).fits(encode([placements])[0], plan.num_slots)
+        for gpu_bytes in (taken_bytes, taken_bytes - 1)
+    )
+    assert fits
+    assert not too_little
 
 
 @settings(max_examples=20)
