@@ -188,7 +188,8 @@ class StateMemory:
     def _move_gradients(self, units: Sequence[UnitState]) -> None:
         """Copy the gradients to where ``units`` have them, by way of the slab, and block the host until they are there.
 
-        Backward has not begun. What moves are the gradients of the last step, which users may still read.
+        No gradient is being reduced. These are the gradients of the last step, which users may still read, or the sums
+        of a window that is open while ``RunningPlan.evict`` gives memory back.
         """
         kept = {id(state.grad) for state in units}
         for state in self.units:

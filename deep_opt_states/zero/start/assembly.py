@@ -104,8 +104,9 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
         if config.rules.rules:
             raise Unsupported(
                 f"{CONFIG_KEY}.placement: rules by name divide sub-groups, which needs the plugin's own CPU kernel on "
-                f"every rank; found that a rank has to use DeepSpeed's ({choice.why or 'see the log of the others'}).\n"
-                f'Mend that, or use another "placement", for example "planned".'
+                f"every rank; found that a rank has to use DeepSpeed's "
+                f"({choice.why or 'the log of that rank has the reason'}).\n"
+                f'Remove the cause, or use another "placement", for example "planned".'
             )
         config = config.model_copy(update={"unit_size": WHOLE_SUB_GROUPS})
     budget = accelerator.gpu_budget(config) if config.may_plan else None

@@ -1,8 +1,8 @@
 """Run a plan, and replace it by another one between two steps.
 
-A unit moves when its placement changes, or when the new plan cuts the sub-group elsewhere. Its place in host memory is
-the way: resident states are written back to it, and the states of new residents are loaded from it before the next
-update. The bits do not depend on when units move, nor on where they are updated.
+A unit moves when its placement changes, or when the new plan cuts the sub-group elsewhere. It moves through its place
+in host memory: resident states are written back to it, and the states of new residents are loaded from it before the
+next update. The bits do not depend on when units move, nor on where they are updated.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Argument: the name of a disagreement. Every rank prints one answer with the agreement, and one without it. The ranks
 compare each collective before they run it: where they call different ones, there is an error, and not a rank that waits
-for ever.
+forever.
 """
 
 from __future__ import annotations

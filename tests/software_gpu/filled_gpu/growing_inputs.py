@@ -1,4 +1,4 @@
-"""Train a model whose activations take as much memory as its inputs ask for, on a GPU of any size."""
+"""Train a model whose activations take as much memory as its inputs set, on a GPU of any size."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ def outcomes(disagreement: str) -> tuple[list[dict[str, Any]], list[dict[str, An
     return agreed, alone
 
 
+@pytest.mark.thorough
 @pytest.mark.promise("P6")
 def test_another_plan_of_one_rank_is_an_error_on_every_rank_before_it_runs() -> None:
     agreed, alone = outcomes("plans")

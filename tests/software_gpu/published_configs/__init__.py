@@ -6,7 +6,7 @@ second that is compared is EMULATED: no test of this folder measures a GPU.
 
 The parts:
 
-- ``published``: what do the configs say?
+- ``published``: the configs, as they are published.
 - ``emulated_h100``: which machine and training run is emulated, and how is it scaled to a small model?
 - ``training``: how does the Trainer train, and what is measured?
 - ``published_config_ranks``: which arms are trained?

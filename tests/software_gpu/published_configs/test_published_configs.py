@@ -33,8 +33,8 @@ would be 2.1 times as fast.
 """
 
 GPUS = (1, 4)
-QUICK = {("LLaMA-Factory", 4), ("axolotl", 4)}
-"""The cases of ``make test``: both kinds of sub-groups, with 1e9 parameters and with one."""
+QUICK = {("LLaMA-Factory", 4)}
+"""The cases of ``make test``."""
 
 
 def case(config: str, gpus: int) -> Any:

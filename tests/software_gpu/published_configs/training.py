@@ -57,16 +57,16 @@ def _text() -> StdlibText:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """The steps of an arm: ``untimed`` ones take no emulated time, ``settling`` ones follow, then ``measured`` ones."""
+    """The steps of an arm: ``untimed`` ones take no emulated time, ``warm_up`` ones follow, then ``measured`` ones."""
 
     untimed: int = 0
-    settling: int
+    warm_up: int
     measured: int
 
     @property
     def total(self) -> int:
         """Return the number of all steps."""
-        return self.untimed + self.settling + self.measured
+        return self.untimed + self.warm_up + self.measured
 
 
 @dataclass

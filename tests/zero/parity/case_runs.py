@@ -1,6 +1,6 @@
 """Run the cases of one world size one after another in one process, and end at the first that raises an exception.
 
-The collectives of the ranks no longer match after that, so that a later case could wait for ever. The exception is part
+The collectives of the ranks no longer match after that, so that a later case could wait forever. The exception is part
 of the result, and the test reports it.
 """
 
