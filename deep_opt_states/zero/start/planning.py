@@ -99,8 +99,10 @@ def make_plan(
         )
         # Rules by name are followed even if they need more memory than the planner may use for the rest.
         if budget is not None:
-            budget.require(unlimited.fixed_bytes)
-        gpu_bytes = unlimited.fixed_bytes if budget is None else budget.bytes
+            # Rules do not ask for the sums of other units on the accelerator. The plan below counts these, too.
+            without_sums = replace(unlimited, setup=replace(setup, sums_on_accelerator=False))
+            budget.require(without_sums.fixed_bytes)
+        gpu_bytes = max(0 if budget is None else budget.bytes, unlimited.fixed_bytes)
         request = replace(unlimited, budgets=Budgets(gpu_bytes=gpu_bytes))
         plan, why = plan_on_rank_0(request, accelerator)
         accelerator.validate(plan)

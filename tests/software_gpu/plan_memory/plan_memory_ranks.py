@@ -14,6 +14,8 @@ from itertools import cycle, islice
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
+
 from deep_opt_states.zero.internals.compat import partitions_by_name
 from deep_opt_states.zero.step import adaptation
 from deep_opt_states.zero.step.running_plan import RunningPlan
@@ -32,8 +34,8 @@ from tests.software_gpu.settings import GIB
 from tests.zero.parity.training import Block, Record, differences
 
 WIDTHS = (64, 2000, 2600, 2000, 2600, 2000, 64)
-"""Four large layers. The fp32 states of each fill segments of the allocator, also where two ranks share them. With
-smaller units, the free part of the last segment would be what is measured."""
+"""Four large layers. The fp32 states of each fill segments of the allocator. With smaller units, the free part of the
+last segment would be what is measured. With more ranks, layers are larger, so that each rank has as much."""
 
 SMALL = (64, 2000, 2600, 2000, 64)
 """Two large layers, for trainings in fp32: gradients fill segments then, too."""
@@ -237,9 +239,9 @@ def train(training: Training, block: Block) -> tuple[Record, list[Answer], list[
         if number < training.steps:
             adopt(training.plans[number - 1], engine)
 
-    case = replace(
-        CASE, widths=training.widths, dtype=training.dtype, clip=training.clip, offload_param=training.offload_param
-    )
+    wider = dist.get_world_size() ** 0.5
+    widths = tuple(int(width * wider) if width > WIDTHS[0] else width for width in training.widths)
+    case = replace(CASE, widths=widths, dtype=training.dtype, clip=training.clip, offload_param=training.offload_param)
     steps = [Step((TOKENS,) * training.accumulation)] * training.steps
     with retries(training.short_after):
         record, _ = train_on_gpu(steps, block, training.memory_bytes, case, after_step)
