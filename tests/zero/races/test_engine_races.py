@@ -23,7 +23,7 @@ RANDOM_CASES = [
 
 
 def answers(world_size: int, *arguments: str) -> list[dict[str, Any]]:
-    first, *_ = ranks = run_ranks(world_size, ["-m", "tests.zero.races.engine_race_ranks", *arguments], timeout_s=300)
+    first, *_ = ranks = run_ranks(world_size, ["-m", "tests.zero.races.engine_race_ranks", *arguments], timeout_s=600)
     for rank, process in enumerate(ranks):
         assert process.returncode == 0, f"rank {rank}:\n{process.output[-5000:]}"
     return first.answers()
