@@ -86,6 +86,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "perf_model.replanning",
         "perf_model.schedule",
         "perf_model.search",
+        "perf_model.units",
     },
     "deep_opt_states.zero.start": {
         "deep_opt_states.config",
