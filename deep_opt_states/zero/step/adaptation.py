@@ -160,14 +160,14 @@ class Replanning:
 
     def give_memory_back(self) -> None:
         """Give all accelerator memory of the plan to training. No update is in flight on this rank."""
-        if not self._running.is_evicted:
+        # A plan without memory has nothing to give. Training then keeps PyTorch's cache, as it does in stock.
+        if self._running.holds_memory:
             with self._changing_memory():
                 self._running.evict()
-            if self._running.is_evicted:
-                log_this_rank(
-                    f"{gigabytes(self._held_bytes)} of GPU memory are given back before a forward that may need more "
-                    f"than any before; the CPU updates these units until the need is known"
-                )
+            log_this_rank(
+                f"{gigabytes(self._held_bytes)} of GPU memory are given back before a forward that may need more than "
+                f"any before; the CPU updates these units until the need is known"
+            )
         self._need_is_known = False
 
     def adapt(self, *, memory_is_short: bool) -> bool:

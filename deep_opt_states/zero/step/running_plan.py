@@ -53,7 +53,7 @@ class RunningPlan:
         The caller calls this while no update is in flight, and no gradient is being reduced. A window may be open. If
         the plan needs no memory there, nothing changes.
         """
-        if self.is_evicted or not self._holds_memory():
+        if self.is_evicted or not self.holds_memory:
             return
         self.executor.write_back()
         self.gradients.copy_open_sums_to_host()
@@ -129,7 +129,9 @@ class RunningPlan:
             self.exposure.reserve(max_intervals(plan))
         self.plan = plan
 
-    def _holds_memory(self) -> bool:
+    @property
+    def holds_memory(self) -> bool:
+        """Return whether the plan has memory on the accelerator now."""
         return any(unit.is_on_accelerator for unit in self.memory.units) or self.gradients.have_device_accumulators
 
 

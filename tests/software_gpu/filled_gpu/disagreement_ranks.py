@@ -146,7 +146,7 @@ DISAGREEMENTS: dict[str, tuple[Context, Context]] = {
     "short memory": (short_memory, lambda: both(short_memory(), sharing(share_no_short_memory))),
     "failures": (failing_update, lambda: both(failing_update(), sharing(share_no_failure))),
 }
-"""For each disagreement, how it arises, and how it arises without the agreement that prevents harm."""
+"""Disagreements by name: the context in which one arises, and the same context without the agreement of the ranks."""
 
 
 def outcome(stock: Record) -> dict[str, Any]:
