@@ -14,6 +14,10 @@ from deep_opt_states.device.slab import HostSlab
 CLOCK_HZ = 2e9
 """An approximate GPU clock rate. ``torch.cuda._sleep`` takes its duration in clock cycles."""
 
+CHUNK_BYTES = 64 * 2**20
+"""A large copy is divided into chunks of this size. A chunk takes 1 to 3 ms over PCIe, which is over 100 times the
+fixed cost of a copy."""
+
 
 class CudaEvent:
     """A CUDA event with timing. A host thread that waits for it sleeps instead of spinning.
@@ -52,13 +56,23 @@ class CudaStream:
 
 
 class CudaDevice:
-    """The GPU with the given ``index`` in this process."""
+    """The GPU with the given ``index`` in this process.
+
+    A copy engine executes one copy at a time, so copies of whole states would make each small copy of the training
+    script in the same direction wait for hundreds of milliseconds. The priority of a stream does not help: it has "no
+    effect on host-to-device and device-to-host memory operations" (``cudaStreamCreateWithPriority``). Therefore copies
+    of at least half of ``chunk_bytes`` are divided into chunks of at most ``chunk_bytes``, with a kernel that does
+    nothing after each chunk. NVIDIA does not document in which order an engine serves the streams. In a published
+    study (meta-pytorch/torchrec#4315) it continued with copies of the same stream as long as the next one was ready,
+    and a kernel between two copies let those of other streams overtake. ``tests/gpu/test_streams.py`` measures it.
+    """
 
     shares_host_memory = False
     runs_when_issued = False
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._device = torch.device("cuda", index)
+        self._chunk_bytes = chunk_bytes
 
     def enter_thread(self) -> None:
         # Every thread has its own current device, which is GPU 0 at first. A CUDA call that names no device would
@@ -85,7 +99,16 @@ class CudaDevice:
         return HostSlab(size_bytes, self._page_lock)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        destination.copy_(source, non_blocking=True)
+        if not self._divides(destination, source):
+            destination.copy_(source, non_blocking=True)
+            return
+        destination, source = destination.view(-1), source.view(-1)
+        chunk_numel = self._chunk_bytes // source.itemsize
+        for begin in range(0, source.numel(), chunk_numel):
+            numel = min(chunk_numel, source.numel() - begin)
+            destination.narrow(0, begin, numel).copy_(source.narrow(0, begin, numel), non_blocking=True)
+            # The next chunk, or the next tensor on this stream, is not ready before this kernel has ended.
+            self.occupy(0.0)
 
     def occupy(self, seconds: float) -> None:
         torch.cuda._sleep(int(seconds * CLOCK_HZ))
@@ -93,6 +116,20 @@ class CudaDevice:
     def release_cached(self) -> None:
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()
+
+    def _divides(self, destination: torch.Tensor, source: torch.Tensor) -> bool:
+        """Return whether the copy is divided into chunks: it is large, and one copy of bytes by a copy engine.
+
+        Within the GPU a kernel copies. PyTorch converts dtypes and layouts by a kernel and a temporary tensor.
+        """
+        return (
+            2 * source.nbytes >= self._chunk_bytes
+            and destination.device != source.device
+            and destination.dtype == source.dtype
+            and destination.shape == source.shape
+            and destination.is_contiguous()
+            and source.is_contiguous()
+        )
 
     def _page_lock(self, address: int, size_bytes: int) -> Callable[[], object]:
         """Register the memory at ``address``, and return a function that unregisters it.

@@ -81,7 +81,10 @@ class Device(Protocol[EventT]):
         """Return host memory for many tensors. Once it is locked, ``copy`` moves it without blocking the host."""
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between host and accelerator on the current stream, and convert if the dtypes differ."""
+        """Copy between host and accelerator on the current stream, and convert if the dtypes differ.
+
+        A device whose copies run in queues divides large ones, so that a small copy of another stream overtakes them.
+        """
 
     def occupy(self, seconds: float) -> None:
         """Keep the current stream busy for about ``seconds``, so that later operations are queued behind that."""
