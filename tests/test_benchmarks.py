@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.emulated import EXPOSED, ITERATION, PREDICTED_EXPOSED, PREDICTED_ITERATION
 from benchmarks.emulated.arms import QUICK
+from benchmarks.emulated.small_copies import CHUNKS, LATENCY, WHOLE
 from benchmarks.harness import variants
 from benchmarks.harness.charts import draw
 from benchmarks.harness.interleaved_runs import EngineRun, ExposedWaits
@@ -21,6 +22,7 @@ from benchmarks.harness.results_page import last_runs, render
 from benchmarks.harness.rows import BENCHMARKS, COMPLETE, RESULTS, Results, Row, format_row, read_rows
 from benchmarks.harness.setting import TrainingSetting
 from benchmarks.harness.sizes import with_default_sub_groups
+from benchmarks.harness.small_copies import DIRECTIONS
 from benchmarks.harness.targets import MEMORY_BOUND_SPEEDUP, TARGETS, UPDATE_SPEEDUP
 from perf_model.prediction.timeline import Phase, PhaseSpan
 from tests.launch import run_ranks
@@ -99,6 +101,10 @@ def test_emulated_arms_have_stocks_bits_and_every_row_says_that_it_is_emulated(t
         seconds = {row["variant"]: row["median"] for row in rows if row["quantity"] == quantity}
         assert seconds.keys() == bits.keys()
         assert all(value > 0 for value in seconds.values())
+    for direction in DIRECTIONS:
+        latencies = [row for row in rows if row["quantity"] == f"{LATENCY}, {direction}"]
+        assert {row["variant"] for row in latencies} == {CHUNKS, WHOLE}
+        assert all(row["samples"] > 1 and row["median"] > 0 for row in latencies)
 
 
 @pytest.mark.thorough

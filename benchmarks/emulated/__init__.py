@@ -12,6 +12,7 @@ The parts:
 - ``host_passes``: how do updates on the CPU take emulated time?
 - ``arms``: which placements are compared?
 - ``turns``: how are the arms trained in turns, and what is measured?
+- ``small_copies``: how long does a small copy wait beside the copies of an update?
 - ``prediction``: what does ``perf_model`` predict for an arm?
 - ``chart``: how are predicted and measured seconds drawn?
 """
@@ -30,6 +31,7 @@ from benchmarks.emulated.arms import arms_of
 from benchmarks.emulated.chart import PredictedAndMeasured
 from benchmarks.emulated.prediction import PredictedArm, predict, windows_of
 from benchmarks.emulated.run import EmulatedRun, SmallModel, load_average
+from benchmarks.emulated.small_copies import small_copy_rows
 from benchmarks.emulated.turns import Arm, Turns, train_in_turns
 from benchmarks.harness.rows import Row
 from benchmarks.harness.variants import NO_OVERLAP
@@ -68,7 +70,7 @@ CHART = PredictedAndMeasured(
 
 
 def measure(*, quick: bool) -> Iterator[Row]:
-    """Yield predicted and measured seconds of each arm in each run."""
+    """Yield predicted and measured seconds of each arm in each run, and those of small copies beside the lanes."""
     device.register()
     register_backend()
     deepspeed.init_distributed(dist_backend=BACKEND)
@@ -77,6 +79,7 @@ def measure(*, quick: bool) -> Iterator[Row]:
         with run.profile_for_planning() as profile, run.emulated() as passes:
             load = load_average()
             arms = train_in_turns(run, arms_of(run, profile, quick=quick), passes, turns)
+            yield from small_copy_rows(run, quick=quick)
         predictions = [_predicted(run, arm) for arm in arms]
         for arm, predicted in zip(arms, predictions, strict=True):
             labels: dict[str, Any] = {"variant": arm.variant.name, "setting": run.labels}

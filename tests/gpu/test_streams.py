@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import time
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
 
-from deep_opt_states.device.cuda import CudaDevice
+from benchmarks.harness.rows import spread
+from benchmarks.harness.small_copies import DIRECTIONS, SmallCopies
+from deep_opt_states.device.cuda import CHUNK_BYTES, CudaDevice
 from deep_opt_states.runtime.executor import Executor
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -33,7 +34,8 @@ from tests.gpu.updates import (
 )
 
 Interval = tuple[float, float]
-SMALL_BYTES = 1024
+LARGE_BYTES = 2**28
+"""The bytes of a state of 64 million parameters."""
 
 
 @contextmanager
@@ -127,30 +129,19 @@ def overlap_s(one: Sequence[Interval], other: Sequence[Interval]) -> float:
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in one for b in other)
 
 
-def test_the_latency_of_a_small_copy_during_an_update_is_reported() -> None:
-    """Report the latency, because copies of whole tensors delay every other copy in their direction."""
-    with streamed(count=3, numel=16_000_000, num_slots=2) as (executor, plan):
-        alone_s = small_copies_s(20)
-        executor.begin(steps_for(plan, 2)[1])
-        executor.advance()
-        during_update_s = small_copies_s(20)
-        executor.finish()
-        assert executor.failure is None, executor.failure
-    for condition, seconds in (("alone", alone_s), ("during an update", during_update_s)):
-        figure(f"latency of a copy of {SMALL_BYTES} bytes, {condition}, median", median(seconds), "s")
-        figure(f"latency of a copy of {SMALL_BYTES} bytes, {condition}, longest", max(seconds), "s")
-
-
-def small_copies_s(count: int) -> list[float]:
-    """Return the seconds of each copy to the GPU on a stream of its own, including the host's wait for its end."""
-    source = torch.zeros(SMALL_BYTES, dtype=torch.uint8).pin_memory()
-    destination = torch.empty_like(source, device="cuda")
-    stream = torch.cuda.Stream()
-    found = []
-    for _ in range(count):
-        start_s = time.perf_counter()
-        with torch.cuda.stream(stream):
-            destination.copy_(source, non_blocking=True)
-        stream.synchronize()
-        found.append(time.perf_counter() - start_s)
-    return found
+def test_the_latency_of_a_small_copy_beside_the_lanes_is_reported() -> None:
+    """Report it with and without chunks: no documentation promises that another stream's copy may overtake a chunk."""
+    bytes_per_s = {}
+    for variant, chunk_bytes in {"copies in chunks": CHUNK_BYTES, "whole copies": sys.maxsize}.items():
+        probe = SmallCopies(CudaDevice(torch.cuda.current_device(), chunk_bytes), LARGE_BYTES)
+        for direction in DIRECTIONS:
+            for condition, found_s in (
+                ("alone", probe.alone_s(direction, 20)),
+                ("beside the lanes", probe.beside_lanes_s(direction, 20)),
+            ):
+                for name, seconds in {**spread(found_s), "longest": max(found_s)}.items():
+                    figure(f"latency of a 1 KB copy {condition}, {direction}, {variant}, {name}", seconds, "s")
+            bytes_per_s[direction, variant] = probe.lane_bytes_per_s(direction)
+    for direction in DIRECTIONS:
+        cost = 1 - bytes_per_s[direction, "copies in chunks"] / bytes_per_s[direction, "whole copies"]
+        figure(f"bandwidth that chunks cost, {direction}", cost, "share")
