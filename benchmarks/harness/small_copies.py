@@ -37,7 +37,7 @@ class SmallCopies:
         """Return the seconds of ``count`` small copies that are issued while the lane of ``direction`` is busy.
 
         They are issued at evenly spread moments of the first large copy. Raise ``RuntimeError`` if that mostly fails,
-        because this machine issues them too late.
+        because this machine issues them too late, and ``ProbeError`` if an element of the large copies is wrong.
         """
         large_s = self._large_bytes / self.lane_bytes_per_s(direction)
         found_s: list[float] = []
@@ -47,6 +47,7 @@ class SmallCopies:
             if lane_was_busy:
                 found_s.append(seconds)
             if len(found_s) == count:
+                self._lanes[direction].verify()
                 return found_s
         raise RuntimeError(f"only {len(found_s)} of {count} small copies were issued while the lane was busy")
 

@@ -42,7 +42,7 @@ def chunks_have_all_elements_for_every_size() -> None:
     with _our_device() as ours:
         for dtype in (torch.float32, torch.bfloat16, torch.uint8):
             numel = CHUNK_BYTES // dtype.itemsize
-            for size in (1, numel // 2 - 1, numel // 2, numel - 1, numel, numel + 1, 3 * numel, 3 * numel + 7):
+            for size in (1, numel // 2, numel // 2 + 1, numel - 1, numel, numel + 1, 3 * numel, 3 * numel + 7):
                 values = (torch.arange(size) % 251).to(dtype)
                 # The copied range begins inside its memory, and the elements around it must stay.
                 source, on_device = ours.empty_host(size + 8, dtype).fill_(1), ours.empty(size + 8, dtype).fill_(2)
@@ -84,7 +84,7 @@ def large_copies_between_host_and_device_are_divided_and_no_others() -> None:
         host, on_device = ours.empty_host(numel, torch.float32).zero_(), ours.empty(numel, torch.float32).zero_()
         other = torch.zeros_like(on_device)
         in_bf16 = ours.empty(numel, torch.bfloat16)
-        few = CHUNK_NUMEL // 2 - 1
+        few = CHUNK_NUMEL // 2
         assert _names_of_work(lambda: ours.copy(on_device, host)) == ["copy H2D", "sleep"] * 3
         assert _names_of_work(lambda: ours.copy(host, on_device)) == ["copy D2H", "sleep"] * 3
         # Several of these in a row on one stream would be longer than a chunk.

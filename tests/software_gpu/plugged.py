@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -49,11 +50,14 @@ TORCH: Any = TorchWithDevice()
 
 @contextmanager
 def plugged(
-    settings: Settings | None = None, adam_kernel: tuple[Any, Mapping[str, object]] = (KERNEL, {})
+    settings: Settings | None = None,
+    adam_kernel: tuple[Any, Mapping[str, object]] = (KERNEL, {}),
+    chunk_bytes: int = cuda.CHUNK_BYTES,
 ) -> Iterator[None]:
     """Train on the device inside this context. Engines must be created and destroyed inside it.
 
     ``adam_kernel`` replaces the jitted function of Triton in ``TritonAdam``, and the options of its launches.
+    ``chunk_bytes`` is the size of the chunks of our copies.
     The function that chooses the device by the accelerator's name is replaced, because it knows CUDA and the CPU only.
 
     ``device.register`` must have been called, and the process group must be of the backend in ``process_group.py``.
@@ -66,7 +70,7 @@ def plugged(
         patches.enter_context(mock.patch.object(machine, "has_cuda", return_value=True))
         for name in ("current_device", "get_device_properties"):
             patches.enter_context(mock.patch.object(torch.cuda, name, getattr(device, name)))
-        patches.enter_context(mock.patch.object(plugin, "choose_device", _choice))
+        patches.enter_context(mock.patch.object(plugin, "choose_device", partial(_choice, chunk_bytes)))
         patches.enter_context(mock.patch.object(SoftwareProcessGroup, "host_tensors", False))
         devices._no_gpu_adam.cache_clear()
         set_accelerator(SoftwareAccelerator())
@@ -78,5 +82,5 @@ def plugged(
             devices._no_gpu_adam.cache_clear()
 
 
-def _choice() -> AcceleratorChoice:
-    return AcceleratorChoice(cuda.CudaDevice(0), slots_on_host=False)
+def _choice(chunk_bytes: int) -> AcceleratorChoice:
+    return AcceleratorChoice(cuda.CudaDevice(0, chunk_bytes), slots_on_host=False)

@@ -58,6 +58,13 @@ EFFORT = replace(QUICK, max_samples=3, update_numel=1_000_000, launch_numel=1_00
 """The quick profile is measured with smaller sizes, since this machine executes the work of the GPU."""
 
 
+CHUNK_BYTES = 4096
+"""The size of the chunks of our copies, into which the states of the small models are divided.
+
+The cases that plan have chunks of the default size, since the profile measures larger copies.
+"""
+
+
 @dataclass(frozen=True)
 class ParityArm:
     """A training run on the device. ``saved_by`` and ``resumed_by`` differ in cases that resume."""
@@ -118,8 +125,9 @@ def compare(case: Case, arms: list[ParityArm]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for arm in arms:
         settings = ADVERSARIES[arm.adversary]
+        plans = any(map(_plans, case.blocks))
         with (
-            plugged(replace(settings, rates=MACHINE) if any(map(_plans, case.blocks)) else settings),
+            plugged(replace(settings, rates=MACHINE)) if plans else plugged(settings, chunk_bytes=CHUNK_BYTES),
             mock.patch.object(planning, "quick_profile", partial(quick_profile, effort=EFFORT)),
         ):
             record = trained_record(case, arm.saved_by, arm.resumed_by)
