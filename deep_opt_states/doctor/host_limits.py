@@ -7,7 +7,7 @@ from deep_opt_states.host.machine import CoreCounts, HostMemory
 from perf_model.units import size
 
 STREAMS_IN_USE = 8
-"""The number of CUDA streams in use: three lanes of the update, DeepSpeed's streams for computing, gathering and
+"""The number of CUDA streams in use: four lanes of the update, DeepSpeed's streams for computing, gathering and
 reducing, and NCCL's. It is also CUDA's default number of hardware queues."""
 
 

@@ -20,6 +20,10 @@ class StepCounts:
     samples: int
 
 
+LANES_OF_DIRECTION = {"h2d": (Lane.H2D, Lane.PUBLISH), "d2h": (Lane.D2H,)}
+"""The lanes that copy in each direction."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """The work of each update on this rank.
@@ -34,13 +38,13 @@ class Work:
     numels: Sequence[int]
     param_bytes: int
 
-    def bytes_moved(self, lane: Lane, timeline: Timeline) -> float:
-        """Return the bytes that the actions on ``lane``, one direction of PCIe, moved."""
+    def bytes_moved(self, direction: str, timeline: Timeline) -> float:
+        """Return the bytes that the actions moved in ``direction`` of PCIe, a key of ``LANES_OF_DIRECTION``."""
         traffic = traffic_by_action(self.param_bytes)
         moved = 0.0
         for span in timeline.spans:
-            if span.action.lane is lane:
-                moved += getattr(traffic[span.action.kind], lane.value) * self.numels[span.action.unit]
+            if span.action.lane in LANES_OF_DIRECTION[direction]:
+                moved += getattr(traffic[span.action.kind], direction) * self.numels[span.action.unit]
         return moved
 
 
@@ -99,8 +103,8 @@ class UpdateRecord:
         """Return the reported numbers."""
         timeline, work = self.timeline, self.work
 
-        def bytes_per_s(lane: Lane) -> float | None:
-            return _rate(work.bytes_moved(lane, timeline), timeline.busy_s(lane))
+        def bytes_per_s(direction: str) -> float | None:
+            return _rate(work.bytes_moved(direction, timeline), timeline.busy_s(*LANES_OF_DIRECTION[direction]))
 
         return Numbers(
             update_s=self.measured.update_s,
@@ -108,8 +112,8 @@ class UpdateRecord:
             hidden_s=timeline.hidden_s(self.exposed_s),
             cpu_adam_s=timeline.busy_s(Lane.CPU),
             params_per_s=_rate(work.numel, self.measured.update_s),
-            h2d_bytes_per_s=bytes_per_s(Lane.H2D),
-            d2h_bytes_per_s=bytes_per_s(Lane.D2H),
+            h2d_bytes_per_s=bytes_per_s("h2d"),
+            d2h_bytes_per_s=bytes_per_s("d2h"),
             gpu_share=work.gpu_share,
         )
 

@@ -35,7 +35,7 @@ class EarlyUpdate:
 
     - ``_copied_to_host``: d2h stream -> worker, which then reads the gradients of the streamed ranges.
     - ``_updated``: compute stream -> current stream, which then reads the parameters of resident ranges.
-    - ``_published``: h2d stream -> current stream, which then reads all other parameters.
+    - ``_published``: publish stream -> current stream, which then reads all other parameters.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class EarlyUpdate:
             host_adam.update_ranges(updates)
 
         self._worker.submit(update).result()
-        with self._streams[Lane.H2D].issue():
+        with self._streams[Lane.PUBLISH].issue():
             for state, element_range in ranges:
                 if not state.cpu_writes_param:
                     self._device.copy(state.view(state.param, element_range), state.view(state.rounded, element_range))
-        self._streams[Lane.H2D].record(self._published)
+        self._streams[Lane.PUBLISH].record(self._published)
         self.wait()
 
     def wait(self) -> None:

@@ -1,12 +1,13 @@
 """Execute a schedule: loop over its actions in order, and decide nothing.
 
-Each lane is one stream or one thread, so that all lanes can overlap: the h2d, compute and d2h lanes are streams, and
-the cpu lane is a worker thread. Where an action waits for an action on a stream, an event holds back its stream, and
-the host continues. Where it waits for an action of the cpu lane, it is not issued before the worker has finished that
-action, because a stream cannot wait for a thread.
+Each lane is one stream or one thread, so that all lanes can overlap: the h2d, compute, d2h and publish lanes are
+streams, and the cpu lane is a worker thread. Where an action waits for an action on a stream, an event holds back its
+stream, and the host continues. A stream cannot wait for a thread, so the worker itself issues what waits for it: the
+PUBLISH of a unit, as soon as its CPU_STEP has ended. No action on the accelerator waits for the CPU otherwise.
 
-The caller's thread issues every action, in the schedule's order, between ``begin`` and ``finish``. Meanwhile the caller
-continues training. It calls ``publish`` for parameters that it reads next, and ``advance`` to keep the streams busy.
+The caller's thread issues all other actions between ``begin`` and ``finish``, in the schedule's order. Meanwhile the
+caller continues training. It calls ``publish`` for parameters that it reads next, and ``advance`` to enqueue the
+actions.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 from deep_opt_states.device.interface import Device, Event, Stream
@@ -30,7 +30,7 @@ from deep_opt_states.runtime.state import Split, UnitState
 from deep_opt_states.runtime.worker import CpuLane, Worker
 from perf_model.prediction.timeline import Timeline
 from perf_model.schedule.action import Action, ActionKind, Lane
-from perf_model.schedule.check import check
+from perf_model.schedule.check import ScheduleError, check
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
 
@@ -91,9 +91,9 @@ class Executor:
         self._device_adam = device_adam
         self._span = span
         self._streams: dict[Lane, Stream[Any]] = {lane: device.stream() for lane in Lane if lane is not Lane.CPU}
-        """One stream per lane: h2d overlaps prefetches and publishing with everything else, compute overlaps the update
-        with the transfers, and d2h overlaps flushes and the copies of gradients with transfers in the other
-        direction."""
+        """One stream per lane: h2d overlaps prefetches with everything else, compute overlaps the update with the
+        transfers, d2h overlaps flushes and the copies of gradients with transfers in the other direction, and publish
+        lets the small publications overtake prefetches."""
         self._reserved = device.event()
         """Caller's stream -> all lanes: memory that was allocated since is free of the caller's kernels."""
         self._drained: dict[Lane, Event] = {lane: device.event() for lane in self._streams}
@@ -114,12 +114,12 @@ class Executor:
             raise
         self._stop = threading.Event()
         """Set by a failure: the host issues no further action, and the worker starts none."""
-        self._updated: dict[str, Future[None]] = {}
-        """The futures of this update's CPU steps, by the action's name. ``_issue`` and ``finish`` wait for them;
-        without them an exception of the worker would be lost."""
+        self._on_cpu: dict[str, Future[None]] = {}
+        """The futures of this update's tasks of the worker, by the action's name. ``publish`` and ``finish`` wait for
+        them; without them an exception of the worker would be lost."""
         self._issued = self._requested = 0
         """Positions in the schedule: the actions before ``_issued`` have been issued, and every rank has requested the
-        publication of the actions before ``_requested``."""
+        publication of the CPU units whose PUBLISH is before ``_requested``."""
         self.failure: BaseException | None = None
         """The exception that ended an update and left the states inconsistent, until ``forget_failure``."""
 
@@ -176,14 +176,10 @@ class Executor:
             action.unit: position for position, action in enumerate(schedule.actions) if action.kind in PUBLISHING
         }
         self._on_streams_from = next(
-            (position for position, action in enumerate(schedule.actions) if action.lane is not Lane.CPU),
+            (at for at, action in enumerate(schedule.actions) if action.lane not in (Lane.CPU, Lane.PUBLISH)),
             len(schedule.actions),
         )
-        """The number of actions of the worker that precede the first action on a stream."""
-        on_cpu = {action.name for action in schedule.actions if action.lane is Lane.CPU}
-        waiting = [not on_cpu.isdisjoint(action.waits) for action in schedule.actions]
-        self._waiting_before = list(accumulate(waiting, initial=0))
-        """The number of actions before each position that wait for the worker."""
+        """The number of actions of the worker that precede the first action that the caller issues."""
 
     def run(self, steps: Sequence[AdamStep]) -> None:
         """Run one whole update, and return when every action has finished.
@@ -251,7 +247,7 @@ class Executor:
         assert not self.pending
         assert self.failure is None
         self._stop.clear()
-        self._updated = {}
+        self._on_cpu = {}
         self._issued = self._requested = 0
         self._events, self._next_events = self._next_events, self._events
         self.pending = True
@@ -263,32 +259,32 @@ class Executor:
             self._residents.load()
             self._residents.mark_updated()
             self._early_update.update(self._host_adam, self._device_adam)
-            self._issue(self._on_streams_from, blocks=False)
+            self._issue(self._on_streams_from)
 
+    @property
     def may_advance(self) -> bool:
         """Return whether ``advance`` would issue anything."""
-        if not self.pending or self.failure is not None or self._issued == len(self._schedule.actions):
-            return False
-        following = self._schedule.actions[self._issued]
-        return all(self._updated[name].done() for name in following.waits if name in self._updated)
+        return self.pending and self.failure is None and self._issued < len(self._schedule.actions)
 
     def advance(self) -> None:
-        """Issue the next actions, up to the first that has to wait for the worker. The host does not wait."""
-        if self.pending and self.failure is None:
+        """Issue the remaining actions. The host does not wait."""
+        if self.may_advance:
             with self._keep_failure():
-                self._issue(len(self._schedule.actions), blocks=False)
+                self._issue(len(self._schedule.actions))
 
     def publish(self, unit: int) -> None:
         """Issue the actions up to the publication of ``unit``, and make the current stream wait for it.
 
-        The host waits for the worker where one of these actions depends on it.
+        For a CPU unit, the host waits until the worker has issued the publication.
         """
         if not self.pending or self.failure is not None or not self._splits[unit].rest:
             return
         position = self._publishing[unit]
+        name = self._schedule.actions[position].name
         with self._keep_failure():
-            self._issue(position + 1, blocks=True)
-            self._device.current_stream().wait(self._events.finished[self._schedule.actions[position].name])
+            self._issue(position + 1)
+            self._wait_for_worker(name)
+            self._device.current_stream().wait(self._events.finished[name])
 
     def publish_early_ranges(self) -> None:
         """Make the current stream wait for the parameters of all early ranges."""
@@ -298,25 +294,28 @@ class Executor:
     def may_block(self, unit: int) -> bool:
         """Return whether the host may have to wait in ``publish(unit)`` while an update is pending.
 
-        The result is the same on every rank: it depends only on the placements, the order, and the units that were
-        passed to ``mark_requested``. The progress of this rank's worker, a failure or an end of the update on this
-        rank, and the number of slots do not matter.
+        That is so for a CPU unit unless every rank has requested it, or a unit that the worker updates after it. The
+        result is the same on every rank: it depends only on the placements, the order, and the units that were passed
+        to ``mark_requested``. The progress of this rank's worker, a failure or an end of the update on this rank, and
+        the number of slots do not matter.
         """
-        if not self._splits[unit].rest:
-            return False
-        return self._waiting_before[self._publishing[unit] + 1] > self._waiting_before[self._requested]
+        position = self._publishing[unit]
+        on_cpu = self._schedule.actions[position].lane is Lane.PUBLISH
+        return on_cpu and bool(self._splits[unit].rest) and position >= self._requested
 
     def mark_requested(self, unit: int) -> None:
         """Record that every rank is about to publish the parameters of ``unit``."""
-        self._requested = max(self._requested, self._publishing[unit] + 1)
+        position = self._publishing[unit]
+        if self._schedule.actions[position].lane is Lane.PUBLISH:
+            self._requested = max(self._requested, position + 1)
 
     def finish(self) -> None:
         """Issue the remaining actions, and block the host until every action has finished."""
         if self.pending and self.failure is None:
             with self._keep_failure():
-                self._issue(len(self._schedule.actions), blocks=True)
-                for future in self._updated.values():
-                    future.result()
+                self._issue(len(self._schedule.actions))
+                for name in self._on_cpu:
+                    self._wait_for_worker(name)
                 self._drain_streams()
                 self._prefetched.clear()
         self.pending = False
@@ -349,7 +348,7 @@ class Executor:
 
         This also works where ``finish`` will not be called, such as when the process exits.
         """
-        done, _ = wait(self._updated.values(), timeout_s)
+        done, _ = wait(self._on_cpu.values(), timeout_s)
         failures = [failure for future in done if (failure := future.exception()) is not None]
         if self.failure is None and failures:
             self.fail(failures[0])
@@ -376,7 +375,7 @@ class Executor:
         """Allow updates again, after the caller has restored every state from a checkpoint."""
         self.failure = None
         self.pending = False
-        self._updated = {}
+        self._on_cpu = {}
         self._prefetched.clear()
         self._residents.invalidate()
 
@@ -407,32 +406,25 @@ class Executor:
         self._events.origin.synchronize()
         self._events.origin_s = time.perf_counter()
 
-    def _issue(self, until: int, *, blocks: bool) -> None:
-        """Issue the actions before position ``until``.
-
-        Where an action has to wait for the worker, block the host if ``blocks``; otherwise return without issuing it.
-        """
+    def _issue(self, until: int) -> None:
+        """Issue the actions before position ``until``. The host does not wait."""
         while self._issued < until and not self._stop.is_set():
             action = self._schedule.actions[self._issued]
-            for name in action.waits:
-                future = self._updated.get(name)
-                if future is None:
-                    continue
-                if not blocks and not future.done():
-                    return
-                future.result()
-            if self._stop.is_set():
-                return  # the action that was waited for did not run
-            if action.lane is Lane.CPU:
-                self._updated[action.name] = self._worker.submit(partial(self._on_worker, action))
+            if not self._on_cpu.keys().isdisjoint(action.waits) or action.lane is Lane.CPU:
+                self._on_cpu[action.name] = self._worker.submit(partial(self._on_worker, action))
             elif action.name not in self._prefetched:
                 self._on_stream(action, self._events)
             self._issued += 1
 
+    def _wait_for_worker(self, name: str) -> None:
+        """Block the host until the worker has run or issued the action ``name``, if that is the worker's."""
+        if name in self._on_cpu:
+            self._on_cpu[name].result()
+
     def _on_stream(self, action: Action, events: ActionEvents) -> None:
         stream = self._streams[action.lane]
         for name in action.waits:
-            # Actions of the worker have no event here: the host has already waited for them.
+            # CPU steps have no event: the worker, which runs them, also issues the actions that wait for them.
             if name in events.finished:
                 stream.wait(events.finished[name])
         stream.record(events.started[action.name])
@@ -444,6 +436,9 @@ class Executor:
         if self._stop.is_set():
             return
         try:
+            if action.lane is not Lane.CPU:
+                self._on_stream(action, self._events)
+                return
             for name in action.waits:
                 self._events.finished[name].synchronize()
             start_s = time.perf_counter()
@@ -493,11 +488,22 @@ class Executor:
 
         Wait for the worker to finish its actions.
         """
-        failures = [failure for future in self._updated.values() if (failure := future.exception()) is not None]
+        failures = [failure for future in self._on_cpu.values() if (failure := future.exception()) is not None]
         return failures[0] if failures else error
 
 
 def _check(schedule: Schedule, states: Sequence[UnitState]) -> None:
-    """Raise ``ScheduleError`` if ``schedule`` is not a safe one for ``states`` and their placements."""
+    """Raise ``ScheduleError`` if ``schedule`` is not safe for ``states`` and their placements, or cannot be executed.
+
+    The worker issues the actions that wait for a CPU step, so these must be the publications, each with its own wait.
+    Nothing else may wait for them, because a stream can wait only for an event that was recorded before.
+    """
     placements = check(schedule, Workload.from_numels(state.numel for state in states))
+    for action in schedule.actions:
+        expected = [f"{ActionKind.CPU_STEP.value} {action.unit}"] if action.kind is ActionKind.PUBLISH else []
+        lanes = {ActionKind[name.split()[0]].lane: name for name in action.waits}
+        found = [name for lane, name in lanes.items() if lane in (Lane.CPU, Lane.PUBLISH)]
+        if found != expected:
+            rule = f"{action.kind.value} waits for {expected or 'no action'} of the CPU lane; found {found}."
+            raise ScheduleError(schedule, action, rule)
     assert placements == tuple(state.placement for state in states), placements

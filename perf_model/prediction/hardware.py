@@ -56,7 +56,7 @@ QUANTITIES: dict[str, Quantity] = {
     "dram_update_bytes_per_s": Quantity("host memory, read and written in place", 1e9, 5e12),
     "dram_copy_bytes_per_s": Quantity("host memory, copied: bytes read and written", 1e9, 5e12),
     "gpu_adam_params_per_s": Quantity("Adam on the accelerator", 2e9, 1e13),
-    "matmul_flops_per_s": Quantity("bf16 matrix product on the accelerator, achieved", 1e9, 1e17),
+    "matmul_flops_per_s": Quantity("bf16 matrix product on the accelerator, achieved", 1e8, 1e17),
 }
 
 RETIRED_QUANTITIES = frozenset({"rounding_params_per_s"})

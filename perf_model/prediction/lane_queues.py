@@ -6,8 +6,9 @@ wait is a number of actions that another lane has ended:
 
 - A prefetch waits until the previous occupant of the slot is flushed.
 - The update of a streamed unit waits for the prefetch, and the flush waits for the update.
-- The host blocks before it issues a publish until the CPU has updated the unit. So an action that is issued after
-  a publish waits for as many updates of the CPU as there are publishes before.
+- A publish waits until the CPU has updated the unit.
+
+Every lane runs actions of one kind.
 """
 
 from __future__ import annotations
@@ -29,16 +30,14 @@ Booleans = npt.NDArray[np.bool_]
 CODES = {placement: code for code, placement in enumerate(Placement)}
 """The integers that stand for the placements in arrays."""
 
-LANES = (Lane.H2D, Lane.COMPUTE, Lane.D2H, Lane.CPU)
+LANES = (Lane.PUBLISH, Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU)
 """The lanes in the order of the first axis of all arrays."""
 
-KINDS_OF_LANES: tuple[tuple[ActionKind | None, ...], ...] = tuple(
-    (None, *(kind for kind in ActionKind if kind.lane is lane)) for lane in LANES
-)
-"""The kinds that a number in ``LaneQueues.kinds`` stands for, by lane; 0 stands for no action."""
+KIND_OF_LANE = tuple(next(kind for kind in ActionKind if kind.lane is lane) for lane in LANES)
+"""The kind of the actions of each lane."""
 
-WAITS_FOR = np.array([LANES.index(lane) for lane in (Lane.D2H, Lane.H2D, Lane.COMPUTE, Lane.CPU)])
-"""The lane whose actions each lane waits for, besides those of the CPU."""
+WAITS_FOR = np.array([LANES.index(lane) for lane in (Lane.CPU, Lane.H2D, Lane.D2H, Lane.COMPUTE, Lane.CPU)])
+"""The lane whose actions each lane waits for. The CPU waits for nothing."""
 
 
 def encode(plans: Sequence[Sequence[Placement]]) -> Integers:
@@ -50,15 +49,14 @@ def encode(plans: Sequence[Sequence[Placement]]) -> Integers:
 class LaneQueues:
     """The actions of each lane, as arrays of shape [lane, plan, position].
 
-    ``kinds`` are indices of ``KINDS_OF_LANES``, 0 after the last action of a lane, and ``units`` are indices of
-    the workload. An action starts only after the CPU has ended ``after_cpu`` actions and the lane in ``WAITS_FOR`` has
-    ended ``after_other``. ``slots`` are the numbers of slots that the plans use.
+    ``units`` are indices of the workload, valid before position ``lengths`` of shape [lane, plan]. An action starts
+    only after the lane in ``WAITS_FOR`` has ended ``after`` actions. ``slots`` are the numbers of slots that the plans
+    use.
     """
 
-    kinds: ShortIntegers
     units: ShortIntegers
-    after_cpu: ShortIntegers
-    after_other: ShortIntegers
+    after: ShortIntegers
+    lengths: Integers
     slots: Integers
 
     @classmethod
@@ -68,47 +66,38 @@ class LaneQueues:
         on_cpu, streamed, resident = (codes == CODES[placement] for placement in Placement)
         order = _forward_order(numels, on_cpu, streamed, resident)
         on_cpu, streamed, resident = (np.take_along_axis(mask, order, 1) for mask in (on_cpu, streamed, resident))
-        published, rank = np.cumsum(on_cpu, axis=1), np.cumsum(streamed, axis=1) - 1
-        slots = np.minimum(slots, rank[:, -1] + 1)
-        # A prefetch is issued right after the flush that frees its slot.
-        refills = streamed & (rank + slots[:, None] < rank[:, -1:] + 1)
-        position = slots[:, None] + np.cumsum(on_cpu | refills, axis=1) - 1
-        prefetch_position = np.tile(np.arange(length), (count, 1))
-        plan, item = np.nonzero(refills)
-        prefetch_position[plan, rank[plan, item] + slots[plan]] = position[plan, item]
-
+        num_on_cpu, num_streamed, num_resident = (mask.sum(axis=1) for mask in (on_cpu, streamed, resident))
+        slots = np.minimum(slots, num_streamed)
+        num_of_kind = {
+            ActionKind.CPU_STEP: num_on_cpu,
+            ActionKind.PUBLISH: num_on_cpu,
+            ActionKind.PREFETCH: num_streamed,
+            ActionKind.GPU_STEP: num_streamed + num_resident,
+            ActionKind.FLUSH_STATES: num_streamed,
+        }
+        lengths = np.array([num_of_kind[kind] for kind in KIND_OF_LANE])
         shape = (len(LANES), count, length + 1)
         # Arrays of 32 bits are half as long, and this takes as long as it takes to fill them.
-        lowered = cls(**{name: np.zeros(shape, np.int32) for name in _ARRAYS}, slots=slots)
-        after_cpu, after_other = lowered.after_cpu, lowered.after_other
-        h2d, compute, d2h, _ = range(len(LANES))
+        units, after = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        publish, compute, h2d, d2h, cpu = range(len(LANES))
 
-        after_cpu[h2d, plan, position[plan, item]] = published[plan, item]
-        after_other[h2d, plan, position[plan, item]] = rank[plan, item] + 1
         plan, item = np.nonzero(on_cpu)
-        lowered._put(ActionKind.CPU_STEP, plan, published[plan, item] - 1, order[plan, item])
-        lowered._put(ActionKind.PUBLISH, plan, position[plan, item], order[plan, item])
-        after_cpu[h2d, plan, position[plan, item]] = published[plan, item]
+        rank = (np.cumsum(on_cpu, axis=1) - 1)[plan, item]
+        for lane in (cpu, publish):
+            units[lane, plan, rank] = order[plan, item]
+        after[publish, plan, rank] = rank + 1
+        # In forward's order, resident units come first.
         plan, item = np.nonzero(resident)
-        lowered._put(ActionKind.GPU_STEP, plan, item, order[plan, item])
+        units[compute, plan, item] = order[plan, item]
         plan, item = np.nonzero(streamed)
-        ranks = rank[plan, item]
-        updates = resident.sum(axis=1)[plan] + ranks
-        lowered._put(ActionKind.PREFETCH, plan, prefetch_position[plan, ranks], order[plan, item])
-        lowered._put(ActionKind.GPU_STEP, plan, updates, order[plan, item])
-        after_cpu[compute, plan, updates] = published[plan, item]
-        after_other[compute, plan, updates] = prefetch_position[plan, ranks] + 1
-        lowered._put(ActionKind.FLUSH_STATES, plan, ranks, order[plan, item])
-        after_other[d2h, plan, ranks] = updates + 1
-        return lowered
-
-    def _put(self, kind: ActionKind, plan: Integers, position: Integers, unit: Integers) -> None:
-        lane = LANES.index(kind.lane)
-        self.kinds[lane, plan, position] = KINDS_OF_LANES[lane].index(kind)
-        self.units[lane, plan, position] = unit
-
-
-_ARRAYS = ("kinds", "units", "after_cpu", "after_other")
+        rank = (np.cumsum(streamed, axis=1) - 1)[plan, item]
+        update = num_resident[plan] + rank
+        for lane, position in ((h2d, rank), (compute, update), (d2h, rank)):
+            units[lane, plan, position] = order[plan, item]
+        after[h2d, plan, rank] = np.maximum(0, rank + 1 - slots[plan])
+        after[compute, plan, update] = rank + 1
+        after[d2h, plan, rank] = update + 1
+        return cls(units=units, after=after, lengths=lengths, slots=slots)
 
 
 def _forward_order(numels: Floats, on_cpu: Booleans, streamed: Booleans, resident: Booleans) -> Integers:

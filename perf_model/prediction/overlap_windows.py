@@ -71,11 +71,7 @@ class Windows:
 
 
 def _ready_s(timeline: Timeline) -> dict[int, float]:
-    """Return, by unit, when its parameters are ready for forward.
-
-    The host issues actions in the order of the schedule and blocks in between, so the parameters are ready only after
-    every action that was issued before.
-    """
+    """Return, by unit, when its parameters are ready for forward."""
     return {
         span.action.unit: span.end_s
         for span in timeline.spans

@@ -1,8 +1,8 @@
 """Simulate a schedule event by event: the actions that the executor runs, with the costs of a ``CostModel``.
 
-The rules are those of the executor. The host issues the actions in order, and before an action that waits for the CPU
-lane it blocks until that wait is over. A lane runs its actions one at a time, in issue order. An action starts when its
-waits are over. Speeds are recomputed whenever an action starts or ends.
+The rules are those of the executor. A lane runs its actions one at a time, in issue order. An action starts when its
+waits are over. Speeds are recomputed whenever an action starts or ends. The host issues all actions ahead of time,
+unless it executes them itself (``CostModel.blocks``).
 
 An action is *waiting* until the host has *issued* it on its lane, the earlier actions of the lane have ended, and its
 waits are over. Then it is *running*, and finally it has *ended*. (SimPy calls the corresponding states of an event *not
@@ -115,14 +115,11 @@ class _Simulation:
         while self._issued < len(self._actions):
             if self._simulator.blocks and self._issued and self._is_blocked_by(self._issued - 1):
                 return
-            for producer in self._waits[self._issued]:
-                if self._ended_s[producer] == _NEVER_S and self._actions[producer].lane is Lane.CPU:
-                    return
             self._issued += 1
 
     def _is_blocked_by(self, position: int) -> bool:
         """Return whether a host that executes its actions itself is still executing the one at ``position``."""
-        return self._ended_s[position] == _NEVER_S and self._actions[position].lane is not Lane.CPU
+        return self._ended_s[position] == _NEVER_S and self._actions[position].lane not in (Lane.CPU, Lane.PUBLISH)
 
     def _start(self) -> None:
         """Start the next action of each free lane, if it may start."""

@@ -14,12 +14,12 @@ import numpy as np
 
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.lane_parts import READY_LANES, LaneParts, slowness_of_parts
-from perf_model.prediction.lane_queues import KINDS_OF_LANES, LANES, WAITS_FOR, Floats, Integers, LaneQueues
+from perf_model.prediction.lane_queues import KIND_OF_LANE, LANES, WAITS_FOR, Floats, Integers, LaneQueues
 from perf_model.prediction.overlap_windows import ALLOWED_IN_BACKWARD, Windows
-from perf_model.schedule.action import Lane
 from perf_model.schedule.workload import Workload
 
-_H2D, _CPU = LANES.index(Lane.H2D), LANES.index(Lane.CPU)
+_FILLS = KIND_OF_LANE.index(ALLOWED_IN_BACKWARD)
+"""The lane that fills slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +47,11 @@ class ManySimulator:
         self._numels = np.array([unit.numel for unit in workload.units], dtype=np.float64)
         self._needed_s = windows.forward_s * (np.cumsum(self._numels) - self._numels) / self._numels.sum()
         self._slowness = slowness_of_parts(cost)
-        self._seconds = np.zeros((2, len(LANES), 3, len(workload.units)))
-        for lane, kinds in enumerate(KINDS_OF_LANES):
-            for number, kind in enumerate(kinds):
-                if kind is not None and kind in cost.per_param:
-                    load = cost.load(kind, 1)
-                    self._seconds[:, lane, number, :] = [[load.latency_s], [load.alone_s]]
+        self._seconds = np.zeros((2, len(LANES), len(workload.units)))
+        for lane, kind in enumerate(KIND_OF_LANE):
+            if kind in cost.per_param:
+                load = cost.load(kind, 1)
+                self._seconds[:, lane, :] = [[load.latency_s], [load.alone_s]]
         self._seconds[1] *= self._numels
 
     def run(self, codes: Integers, slots: Integers, enough_s: float = np.inf) -> ManyTimes:
@@ -62,9 +61,8 @@ class ManySimulator:
         """
         self.simulated += len(codes)
         queues = LaneQueues.lower(self._numels, codes, slots)
-        prefetch = KINDS_OF_LANES[_H2D].index(ALLOWED_IN_BACKWARD)
-        fills = np.arange(queues.kinds.shape[2]) < queues.slots[:, None]
-        fill_s = (self._seconds[:, _H2D, prefetch].sum(axis=0)[queues.units[_H2D]] * fills).sum(axis=1)
+        fills = np.arange(queues.units.shape[2]) < queues.slots[:, None]
+        fill_s = (self._seconds[:, _FILLS].sum(axis=0)[queues.units[_FILLS]] * fills).sum(axis=1)
         now_s = 0.0 - np.minimum(self._windows.backward_s, fill_s)
         return self._advance(LaneParts.divide(queues, self._seconds, self._needed_s), now_s, enough_s)
 
@@ -83,8 +81,7 @@ class ManySimulator:
         in_backward = bool((now_s < 0.0).any())
         for step in count_from(1):
             waits_and_weights = parts.waits_and_weights.take(position, axis=1)
-            reached = position.take(_AWAITED, axis=0) >= waits_and_weights[:2]
-            weights = waits_and_weights[2] * (reached[0] & reached[1])
+            weights = waits_and_weights[1] * (position.take(WAITS_FOR, axis=0) >= waits_and_weights[0])
             if in_backward:
                 weights *= (now_s >= 0.0) | _IN_BACKWARD
             slowness = self._slowness.take(np.add.reduce(weights, axis=0, dtype=np.int32), axis=1)
@@ -119,10 +116,7 @@ class ManySimulator:
         raise AssertionError("the loop returns")
 
 
-_AWAITED = np.array([[_CPU] * len(LANES), WAITS_FOR])
-"""The two lanes that each lane waits for."""
-
-_IN_BACKWARD = np.array([[lane is ALLOWED_IN_BACKWARD.lane] for lane in LANES])
+_IN_BACKWARD = np.array([[kind is ALLOWED_IN_BACKWARD] for kind in KIND_OF_LANE])
 """The lanes that run in backward: all that can start on this lane then are prefetches into free slots."""
 
 _STEPS_UNCHECKED = 8

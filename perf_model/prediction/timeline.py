@@ -63,19 +63,20 @@ class Timeline:
     @property
     def active_s(self) -> float:
         """Return the seconds in which at least one action ran."""
-        active_s, until_s = 0.0, float("-inf")
-        for span in sorted(self.spans, key=lambda span: span.start_s):
-            active_s += max(0.0, span.end_s - max(span.start_s, until_s))
-            until_s = max(until_s, span.end_s)
-        return active_s
+        return self.busy_s(*Lane)
 
     def hidden_s(self, exposed_s: float) -> float:
         """Return the seconds of the update that were hidden, given the seconds that were exposed."""
         return max(0.0, self.active_s - exposed_s)
 
-    def busy_s(self, lane: Lane) -> float:
-        """Return the seconds in which ``lane`` ran an action. Actions of one lane never overlap."""
-        return sum(span.end_s - span.start_s for span in self.spans if span.action.lane is lane)
+    def busy_s(self, *lanes: Lane) -> float:
+        """Return the seconds in which at least one of ``lanes`` ran an action."""
+        busy_s, until_s = 0.0, float("-inf")
+        for span in sorted(self.spans, key=lambda span: span.start_s):
+            if span.action.lane in lanes:
+                busy_s += max(0.0, span.end_s - max(span.start_s, until_s))
+                until_s = max(until_s, span.end_s)
+        return busy_s
 
     def seconds_by_kind(self) -> dict[ActionKind, float]:
         """Return the summed seconds of the actions of each kind."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 from perf_model.published.runs import RunSetting
-from perf_model.schedule.action import Action, ActionKind
+from perf_model.schedule.action import Action, ActionKind, Lane
 from perf_model.schedule.lowering import needed_slots, serial_schedule
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.schedule import Schedule
@@ -60,6 +60,16 @@ def schedule_of(setting: RunSetting) -> Schedule:
     return artifact_schedule(workload_of(setting), placements)
 
 
+_WAITS_OF_ARTIFACT = {
+    Lane.CPU: (),
+    Lane.PUBLISH: (Lane.CPU, Lane.H2D),
+    Lane.H2D: (Lane.CPU, Lane.PUBLISH),
+    Lane.COMPUTE: (Lane.CPU,),
+    Lane.D2H: (Lane.CPU,),
+}
+"""The lanes whose latest actions the artifact's actions wait for, by the lane of the action."""
+
+
 def artifact_schedule(workload: Workload, placements: tuple[Placement, ...]) -> Schedule:
     """Return the interleaved schedule of the original artifact: all streamed sub-groups share one buffer.
 
@@ -69,24 +79,34 @@ def artifact_schedule(workload: Workload, placements: tuple[Placement, ...]) -> 
     """
     waiting = [index for index, placement in enumerate(placements) if placement is Placement.STREAMED]
     actions: list[Action] = []
+    last: dict[Lane, str] = {}
+
+    def issue(kind: ActionKind, unit: int, *after: str) -> str:
+        """Append an action that waits for ``after`` and for what the artifact's host or its streams make it wait for.
+
+        The host blocks until a CPU step has finished, and only then issues the actions that follow. One stream copies
+        prefetched states and published parameters.
+        """
+        before = [*after, *(last[lane] for lane in _WAITS_OF_ARTIFACT[kind.lane] if lane in last)]
+        action = Action(kind, unit, 0 if placements[unit] is Placement.STREAMED else None, tuple(dict.fromkeys(before)))
+        actions.append(action)
+        last[kind.lane] = action.name
+        return action.name
 
     def prefetch_next(*after: str) -> None:
         if waiting:
-            actions.append(Action(ActionKind.PREFETCH, waiting.pop(0), 0, after))
+            issue(ActionKind.PREFETCH, waiting.pop(0), *after)
 
     prefetch_next()
     for index, placement in enumerate(placements):
         if placement is Placement.CPU:
-            # The host blocks at PUBLISH until the CPU step has finished, and only then issues the actions that follow.
-            step = Action(ActionKind.CPU_STEP, index)
-            actions += [step, Action(ActionKind.PUBLISH, index, None, (step.name,))]
+            issue(ActionKind.CPU_STEP, index)
+            issue(ActionKind.PUBLISH, index)
         elif placement is Placement.STREAMED:
-            step = Action(ActionKind.GPU_STEP, index, 0, (f"{ActionKind.PREFETCH.value} {index}",))
-            flush = Action(ActionKind.FLUSH_STATES, index, 0, (step.name,))
-            actions += [step, flush]
-            prefetch_next(flush.name)
+            updated = issue(ActionKind.GPU_STEP, index, f"{ActionKind.PREFETCH.value} {index}")
+            prefetch_next(issue(ActionKind.FLUSH_STATES, index, updated))
         else:
-            actions.append(Action(ActionKind.GPU_STEP, index))
+            issue(ActionKind.GPU_STEP, index)
     num_slots, slot_numel = needed_slots(workload, placements, 1)
     return Schedule(
         num_slots=num_slots,

@@ -12,12 +12,16 @@ from functools import cached_property
 
 
 class Lane(Enum):
-    """A queue that executes its actions in the order in which they were issued. Lanes run concurrently."""
+    """A queue that executes its actions in the order in which they were issued. Lanes run concurrently.
+
+    There are two lanes for copies to the accelerator, so that the small publications do not wait behind prefetches.
+    """
 
     H2D = "h2d"
     COMPUTE = "compute"
     D2H = "d2h"
     CPU = "cpu"
+    PUBLISH = "publish"
 
     # Enum computes hashes in Python, from names. The search for a plan looks lanes up millions of times.
     __hash__ = object.__hash__
@@ -49,7 +53,7 @@ _LANES = {
     ActionKind.GPU_STEP: Lane.COMPUTE,
     ActionKind.FLUSH_STATES: Lane.D2H,
     ActionKind.CPU_STEP: Lane.CPU,
-    ActionKind.PUBLISH: Lane.H2D,
+    ActionKind.PUBLISH: Lane.PUBLISH,
 }
 
 _TEXT = re.compile(r"(?P<kind>[A-Z_]+) (?P<unit>\d+)( slot (?P<slot>\d+))?( after (?P<waits>.+))?")

@@ -42,18 +42,18 @@ def assign_slots(streamed: Sequence[int], num_slots: int) -> dict[int, int]:
 def issue_order(order: Sequence[int], placements: Sequence[Placement], slots: dict[int, int]) -> list[Action]:
     """Return the actions, without waits, in the order in which the host issues them.
 
-    CPU updates wait for nothing and are issued first, so that the CPU lane is never idle. A prefetch is issued right
-    after the flush that frees its slot, so that the h2d lane runs ahead by the number of slots.
+    The actions of CPU units have two lanes of their own. They come first, so that the CPU lane is never idle. A
+    prefetch is issued right after the flush that frees its slot, so that the h2d lane runs ahead by the number of
+    slots.
     """
     on_cpu = [index for index in order if placements[index] is Placement.CPU]
     streamed = [index for index in order if placements[index] is Placement.STREAMED]
     num_slots = max(slots.values(), default=-1) + 1
-    actions = [Action(ActionKind.CPU_STEP, index) for index in on_cpu]
+    actions = [Action(kind, index) for index in on_cpu for kind in CHAINS[Placement.CPU]]
     actions.extend(Action(ActionKind.PREFETCH, index, slots[index]) for index in streamed[:num_slots])
     waiting = streamed[num_slots:]
     for index in order:
         if placements[index] is Placement.CPU:
-            actions.append(Action(ActionKind.PUBLISH, index))
             continue
         if placements[index] is Placement.RESIDENT:
             actions.append(Action(ActionKind.GPU_STEP, index))

@@ -1,8 +1,8 @@
 """Order the units of an update: the streamed and resident ones by their update, the CPU ones by their publish.
 
-All lanes should finish together. Before the host publishes a CPU unit, it blocks until the CPU has updated it.
-Therefore, before each publish the host issues the share of the other units (by parameters) that should be done at
-that time.
+All lanes should finish together, so the units are merged by the share of the parameters that each lane has then
+updated. Only the order of the units of one placement matters for the schedule: the CPU and the accelerator have lanes
+of their own, which do not wait for one another.
 """
 
 from __future__ import annotations

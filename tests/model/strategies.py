@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from perf_model.schedule.action import Action, ActionKind
+from perf_model.schedule.action import Action, ActionKind, Lane
 from perf_model.schedule.happens_before import CHAINS
 from perf_model.schedule.lowering import insert_waits
 from perf_model.schedule.placement import Placement
@@ -32,11 +32,11 @@ def plans(draw: st.DrawFn, max_numel: int = 10**6) -> UpdatePlan:
 
 @st.composite
 def schedules_with_more_waits(draw: st.DrawFn, max_numel: int = 10**6) -> tuple[Schedule, Workload]:
-    """Draw a schedule with additional waits that are not needed, for earlier actions of any other lane."""
+    """Draw a schedule with additional waits that are not needed, for earlier actions of any other stream."""
     schedule, workload = draw(schedules(max_numel))
     actions: list[Action] = []
     for action in schedule.actions:
-        others = [other.name for other in actions if other.lane is not action.lane]
+        others = [other.name for other in actions if other.lane not in (action.lane, Lane.CPU, Lane.PUBLISH)]
         more = draw(st.lists(st.sampled_from(others), max_size=2, unique=True)) if others else []
         actions.append(replace(action, waits=tuple(dict.fromkeys([*action.waits, *more]))))
     return replace(schedule, actions=tuple(actions)), workload
@@ -44,16 +44,28 @@ def schedules_with_more_waits(draw: st.DrawFn, max_numel: int = 10**6) -> tuple[
 
 @st.composite
 def schedules(draw: st.DrawFn, max_numel: int = 10**6) -> tuple[Schedule, Workload]:
-    """Draw any issue order and any use of the slots that the dependencies permit, with the waits that it needs."""
+    """Draw any issue order and any use of the slots that the dependencies permit, with the waits that it needs.
+
+    Units are published in the order in which the CPU updates them, because the executor publishes them so.
+    """
     plan = draw(plans(max_numel))
     chains = {index: list(CHAINS[placement]) for index, placement in enumerate(plan.placements)}
     free = list(range(plan.num_slots))
     slots: dict[int, int] = {}
+    unpublished: list[int] = []
     actions = []
+
+    def is_possible(index: int, kind: ActionKind) -> bool:
+        return {ActionKind.PREFETCH: bool(free), ActionKind.PUBLISH: unpublished[:1] == [index]}.get(kind, True)
+
     while any(chains.values()):
-        possible = [index for index, left in chains.items() if left and (left[0] is not ActionKind.PREFETCH or free)]
+        possible = [index for index, left in chains.items() if left and is_possible(index, left[0])]
         index = draw(st.sampled_from(possible))
         kind = chains[index].pop(0)
+        if kind is ActionKind.CPU_STEP:
+            unpublished.append(index)
+        if kind is ActionKind.PUBLISH:
+            unpublished.remove(index)
         if kind is ActionKind.PREFETCH:
             slots[index] = free.pop(draw(st.integers(0, len(free) - 1)))
         actions.append(Action(kind, index, slots.get(index)))

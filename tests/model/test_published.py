@@ -75,15 +75,15 @@ def test_the_artifact_streams_all_sub_groups_through_one_buffer() -> None:
         "schedule slots 1 slot_numel 8 staging_bytes 128",
         "PREFETCH 1 slot 0",
         "CPU_STEP 0",
-        "PUBLISH 0 after CPU_STEP 0",
-        "GPU_STEP 1 slot 0 after PREFETCH 1",
-        "FLUSH_STATES 1 slot 0 after GPU_STEP 1",
-        "PREFETCH 3 slot 0 after FLUSH_STATES 1",
+        "PUBLISH 0 after CPU_STEP 0, PREFETCH 1",
+        "GPU_STEP 1 slot 0 after PREFETCH 1, CPU_STEP 0",
+        "FLUSH_STATES 1 slot 0 after GPU_STEP 1, CPU_STEP 0",
+        "PREFETCH 3 slot 0 after FLUSH_STATES 1, CPU_STEP 0, PUBLISH 0",
         "CPU_STEP 2",
-        "PUBLISH 2 after CPU_STEP 2",
-        "GPU_STEP 3 slot 0 after PREFETCH 3",
-        "FLUSH_STATES 3 slot 0 after GPU_STEP 3",
-        "GPU_STEP 4",
+        "PUBLISH 2 after CPU_STEP 2, PREFETCH 3",
+        "GPU_STEP 3 slot 0 after PREFETCH 3, CPU_STEP 2",
+        "FLUSH_STATES 3 slot 0 after GPU_STEP 3, CPU_STEP 2",
+        "GPU_STEP 4 after CPU_STEP 2",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 
@@ -34,8 +35,15 @@ def fit(plan: UpdatePlan, true: CostModel, before: RelativeRates = PROFILED) -> 
     return RatesFit(plan, PROFILE, WINDOWS, seconds_by_kind(plan, true), before).run()
 
 
-@pytest.mark.parametrize("scale", [0.3, 0.6, 0.85, 1.5])
-@pytest.mark.parametrize("cause", CAUSES[:5], ids=lambda cause: "+".join(resource.name for resource in cause))
+CHANGES = [
+    (cause, scale)
+    for cause, scale in product(CAUSES[:5], (0.3, 0.6, 0.85, 1.5))
+    # A little less host memory bandwidth mostly slows CPU Adam, so that it cannot be distinguished from fewer cores.
+    if (cause, scale) != ((Resource.DRAM,), 0.85)
+]
+
+
+@pytest.mark.parametrize(("cause", "scale"), CHANGES, ids=str)
 def test_a_changed_resource_is_found_from_the_seconds_that_it_changes(cause: Cause, scale: float) -> None:
     """Check the slowdown of other kinds, too: they are not mistaken for causes."""
     true = RelativeRates(scales={cause: scale})

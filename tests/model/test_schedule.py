@@ -147,15 +147,15 @@ def test_issue_order_updates_on_the_cpu_first_and_prefetches_ahead() -> None:
     assert [str(action) for action in actions] == lines(
         """
         CPU_STEP 0
+        PUBLISH 0
         CPU_STEP 3
+        PUBLISH 3
         PREFETCH 1 slot 0
         GPU_STEP 1 slot 0
         FLUSH_STATES 1 slot 0
         PREFETCH 2 slot 0
-        PUBLISH 0
         GPU_STEP 2 slot 0
         FLUSH_STATES 2 slot 0
-        PUBLISH 3
         """
     )
 
@@ -165,15 +165,15 @@ def test_only_waits_that_lane_order_does_not_imply_are_inserted() -> None:
     assert [str(action) for action in actions] == lines(
         """
         CPU_STEP 0
+        PUBLISH 0 after CPU_STEP 0
         CPU_STEP 3
+        PUBLISH 3 after CPU_STEP 3
         PREFETCH 1 slot 0
         GPU_STEP 1 slot 0 after PREFETCH 1
         FLUSH_STATES 1 slot 0 after GPU_STEP 1
         PREFETCH 2 slot 0 after FLUSH_STATES 1
-        PUBLISH 0 after CPU_STEP 0
         GPU_STEP 2 slot 0 after PREFETCH 2
         FLUSH_STATES 2 slot 0 after GPU_STEP 2
-        PUBLISH 3 after CPU_STEP 3
         """
     )
 
@@ -261,7 +261,7 @@ def test_negative_units_and_slots_are_refused(drawn: tuple[Schedule, Workload], 
 def test_grid_has_one_column_per_lane_and_one_row_per_action() -> None:
     plan = UpdatePlan(workload=WORKLOAD, placements=place_by_stride(WORKLOAD, 2), num_slots=1)
     head, *rows = format_grid(plan.schedule).splitlines()
-    assert head.split() == ["#", "h2d", "compute", "d2h", "cpu", "after"]
+    assert head.split() == ["#", "h2d", "compute", "d2h", "cpu", "publish", "after"]
     assert len(rows) == len(plan.schedule.actions)
     columns = {kind: head.index(kind.lane.value) for kind in ActionKind}
     for row, action in zip(rows, plan.schedule.actions, strict=True):

@@ -24,7 +24,8 @@ TIMELINE = Timeline(
 
 def test_makespan_and_busy_time_are_sums_of_spans() -> None:
     assert makespan_s(TIMELINE) == 0.005
-    assert abs(TIMELINE.busy_s(Lane.H2D) - 0.003) < 1e-12
+    assert TIMELINE.busy_s(Lane.H2D) == 0.002
+    assert abs(TIMELINE.busy_s(Lane.PUBLISH) - 0.001) < 1e-12
     assert TIMELINE.busy_s(Lane.D2H) == 0
     assert makespan_s(Timeline(())) == 0
 
@@ -59,7 +60,7 @@ def test_chrome_trace_has_the_model_above_the_lanes() -> None:
         ("exposed update", 0.0, 2000.0),
         ("forward", 2000.0, 198000.0),
     ]
-    assert [threads[event["tid"]] for event in spans[len(model) :]] == ["h2d", "cpu", "h2d"]
+    assert [threads[event["tid"]] for event in spans[len(model) :]] == ["h2d", "cpu", "publish"]
 
 
 def test_chrome_trace_is_read_as_the_same_timeline() -> None:
@@ -117,7 +118,7 @@ def test_picture_shows_actions_that_ran_before_the_step_was_decided(drawn: list[
     assert update == "update of 10.0 ms", "idle time is not part of the update"
     assert len(title) > 1, "wrapped"
     busy = [label.get_text() for label in axes.get_yticklabels()]
-    assert busy == ["h2d\n80% busy", "compute\n0% busy", "d2h\n0% busy", "cpu\n30% busy"]
+    assert busy == ["h2d\n70% busy", "compute\n0% busy", "d2h\n0% busy", "cpu\n30% busy", "publish\n10% busy"]
 
 
 def test_picture_has_the_model_above_the_lanes(drawn: list[Figure], tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def test_picture_has_the_model_above_the_lanes(drawn: list[Figure], tmp_path: Pa
     assert 5 < right_ms < 6
     assert axes.get_title().splitlines()[0] == "update of 10.0 ms: 2.0 ms exposed, 8.0 ms hidden"
     rows = [label.get_text().splitlines()[0] for label in axes.get_yticklabels()]
-    assert rows == ["model", "h2d", "compute", "d2h", "cpu"]
+    assert rows == ["model", "h2d", "compute", "d2h", "cpu", "publish"]
     bars = {(round(bar.get_y() + 0.3), round(bar.get_x()), round(bar.get_width())) for bar in axes.patches}
     assert {(1, -5, 5), (4, 1, 3)} < bars, "actions are on their lanes"
     shown = [label.get_text() for label in axes.texts]

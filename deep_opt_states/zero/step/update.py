@@ -204,8 +204,8 @@ class Update:
         return self._exposure.waits.for_gathering_stream()
 
     def advance(self) -> None:
-        """Enqueue the actions that no longer have to wait for the worker."""
-        if self._executor.may_advance():
+        """Enqueue the remaining actions."""
+        if self._executor.may_advance:
             # Where the accelerator is the CPU, an action runs while it is issued, and the model waits for it.
             with self._exposure.waits.direct():
                 self._executor.advance()

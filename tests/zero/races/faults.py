@@ -45,6 +45,7 @@ from tests.zero.races.missing_order import (
     update_does_not_wait_for_its_streams,
     update_does_not_wait_for_its_streams_from_the_fourth_step_on,
     wait_without_ordering,
+    worker_begins_after_the_step,
 )
 from tests.zero.races.reads_between_steps import (
     after_each_step,
@@ -162,7 +163,7 @@ FAULTS = (
     # Forward reads them while a deferred update is in flight.
     Fault(
         name="forward does not wait for PUBLISH of a deferred update",
-        seeded=patched(Executor, "publish", do_nothing),
+        seeded=combined(patched(Executor, "publish", do_nothing), worker_begins_after_the_step),
         block=CPU,
         expected=(UNORDERED, "16-bit parameters", "_publish", "forward"),
     ),
@@ -174,7 +175,7 @@ FAULTS = (
     ),
     Fault(
         name="the all-gather does not wait for PUBLISH of a deferred update",
-        seeded=patched(Executor, "publish", do_nothing),
+        seeded=combined(patched(Executor, "publish", do_nothing), worker_begins_after_the_step),
         block=CPU,
         world_size=2,
         expected=(UNORDERED, "16-bit parameters", "_publish", "all_gather_into_tensor"),

@@ -105,6 +105,17 @@ forward_does_not_wait = combined(patched(Executor, "publish", do_nothing), patch
 
 
 @contextmanager
+def worker_begins_after_the_step() -> Iterator[None]:
+    """Submit the worker's actions at the end of ``step()``.
+
+    DeepSpeed waits there for the whole device, and so for what the worker has published before.
+    """
+    nothing_in_begin = property(lambda _: 0, lambda _, __: None)
+    with mock.patch.object(Executor, "_on_streams_from", nothing_in_begin, create=True):
+        yield
+
+
+@contextmanager
 def gathers_keep_their_first_units() -> Iterator[None]:
     """Look up the units of a parameter in the first plan, even after another plan was adopted."""
     units_of_plan = Gathers._units.fget  # type: ignore[attr-defined]

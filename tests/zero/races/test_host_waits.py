@@ -24,10 +24,11 @@ LAST_UPDATE_IS_OVER = "synchronize < phases"
 EARLY_RANGES_ARE_UPDATED = "update < begin"
 """The wait for our worker, which updates the early ranges."""
 
-CPU_HAS_UPDATED, PARAMETERS_ARE_UPDATED = "_issue < finish", "_issue < publish"
-"""The waits for our worker, one per unit: at the end of the update, or where forward needs the parameters."""
+CPU_HAS_UPDATED, PARAMETERS_ARE_UPDATED = "_wait_for_worker < finish", "_wait_for_worker < publish"
+"""The waits for our worker: one for the PUBLISH of each unit, at the end of the update or where forward needs the
+parameters, and at the end one for each CPU_STEP, which may have failed."""
 
-UPDATE_IS_DONE = ["synchronize < _drain_streams"] * 3
+UPDATE_IS_DONE = ["synchronize < _drain_streams"] * 4
 """One wait per stream of the update, which the streams of the next forward and backward do not wait for."""
 
 RANKS_AGREE = {1: [], 2: ["share < synchronize_ranks"]}
@@ -55,7 +56,7 @@ def test_a_step_waits_once_for_all_norms_and_then_for_each_update_on_the_cpu(
         norms_wait = NORMS_AND_OVERFLOW if at_once["dtype"] == "fp16" else NORMS
         on_cpu = at_once["on the CPU"]
         assert at_once["units"] >= 4, "a wait per unit would be noticed"
-        all_updated = [CPU_HAS_UPDATED] * on_cpu + UPDATE_IS_DONE + RANKS_AGREE[world_size]
+        all_updated = [CPU_HAS_UPDATED] * (2 * on_cpu) + UPDATE_IS_DONE + RANKS_AGREE[world_size]
         updated_in_step = {
             "at once": [BACKWARD_IS_DONE, *all_updated, PERSISTENT_PARAMETERS[world_size]],
             "deferred": [BACKWARD_IS_DONE, EARLY_RANGES_ARE_UPDATED, PERSISTENT_PARAMETERS[world_size]],
@@ -102,7 +103,7 @@ def test_a_deferred_update_makes_forward_wait_for_the_cpu_only_and_ends_before_b
                 assert forward == backward == [], label
                 continue
             assert set(forward) <= {PARAMETERS_ARE_UPDATED}, label
-            left = deferred["on the CPU"] - len(forward)
+            left = 2 * deferred["on the CPU"] - len(forward)
             assert backward == [CPU_HAS_UPDATED] * left + UPDATE_IS_DONE, label
             in_forward.append(len(forward))
     assert max(in_forward) >= 3, "nothing was deferred"
