@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -192,9 +193,17 @@ def callers() -> str:
     names: list[str] = []
     frame = sys._getframe(1)
     while frame is not None and len(names) < 5:
-        path = frame.f_code.co_filename
-        internal = path.startswith((_HERE, _TORCH, "<")) and not path.startswith(_TESTS)
-        if not internal and "contextlib" not in path:
-            names.append(f"{Path(path).name}:{frame.f_lineno} {frame.f_code.co_name}")
+        if name := _name_of_caller(frame.f_code.co_filename):
+            names.append(f"{name}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(names)
+
+
+@cache
+def _name_of_caller(path: str) -> str | None:
+    """Return the file name of ``path``, or None for PyTorch's code and the race detector's.
+
+    The name is cached, because the callers of every operation and of every allocation are recorded.
+    """
+    internal = path.startswith((_HERE, _TORCH, "<")) and not path.startswith(_TESTS)
+    return None if internal or "contextlib" in path else Path(path).name

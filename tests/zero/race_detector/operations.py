@@ -5,11 +5,11 @@ Copies follow the rules of CUDA and of ``aten/src/ATen/native/cuda/Copy.cpp``.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.zero.race_detector.detector import ILLEGAL, Recorder
 from tests.zero.race_detector.storages import Place
@@ -22,7 +22,14 @@ WITHOUT_CONTENTS = ("aten::empty", "aten::new_empty")
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    """Return the tensors in ``tree``: a tensor, any other value, or lists, tuples and dictionaries of these."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return []
+    return [tensor for value in tree for tensor in tensors_in(value)]
 
 
 class OperationRecorder(TorchDispatchMode):
@@ -38,7 +45,7 @@ class OperationRecorder(TorchDispatchMode):
         if recorder.thread.paused:
             return func(*args, **kwargs)
         reads, writes = _reads_and_writes(func, args, kwargs)
-        inputs = tensors_in((args, kwargs))
+        inputs = [*reads, *writes]
         result = func(*args, **kwargs)
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
         fresh = [tensor for tensor in tensors_in(result) if tensor.untyped_storage()._cdata not in known]
@@ -119,8 +126,16 @@ def _reads_and_writes(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Ten
     """Return the tensors that the operation reads and those that it writes, as its schema states."""
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        (writes if written else reads).extend(tensors_in(value))
+    for position, (name, is_written) in enumerate(_arguments(func)):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        (writes if is_written else reads).extend(tensors_in(value))
     return reads, writes
+
+
+@cache
+def _arguments(func: Any) -> list[tuple[str, bool]]:
+    """Return the name of each argument of the operation, and whether the operation writes to the argument."""
+    return [
+        (argument.name, argument.alias_info is not None and argument.alias_info.is_write)
+        for argument in func._schema.arguments
+    ]

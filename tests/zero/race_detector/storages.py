@@ -10,6 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.zero.race_detector.clocks import Clock, Stamp
 
+_expired = torch.UntypedStorage._expired
+"""What ``StorageWeakRef.expired`` returns, without two more calls: every operation asks it of every known storage."""
+
 
 class Place(Enum):
     """The two kinds of memory. Both are CPU memory; they differ in the device index that a tensor is created with."""
@@ -83,17 +86,15 @@ class Memories:
 
     def find(self, tensor: torch.Tensor) -> Memory | None:
         memory = self._by_storage.get(tensor.untyped_storage()._cdata)
-        return None if memory is None or memory.alive.expired() else memory
+        return None if memory is None or _expired(memory.alive.cdata) else memory
 
     def add(self, tensor: torch.Tensor, memory: Memory) -> None:
         self._by_storage[tensor.untyped_storage()._cdata] = memory
 
     def pop_freed(self) -> list[Memory]:
         """Remove the storages that were freed, and return them."""
-        freed = {key: memory for key, memory in self._by_storage.items() if memory.alive.expired()}
-        for key in freed:
-            del self._by_storage[key]
-        return list(freed.values())
+        freed = [key for key, memory in self._by_storage.items() if _expired(memory.alive.cdata)]
+        return [self._by_storage.pop(key) for key in freed]
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
