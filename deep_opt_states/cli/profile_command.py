@@ -146,6 +146,9 @@ def _row(label: str, quantity: str, measurement: Measurement, reasons: list[str]
             reasons.append(measurement.waived)
         return Text(label), Text("WAIVED", "yellow"), Text(""), Text(f"({reasons.index(measurement.waived) + 1})")
     scale, unit = next(UNITS[ending] for ending in UNITS if quantity.endswith(ending))
+    if unit == "TFLOP/s" and measurement.median < scale:
+        # A CPU without bf16 instructions reaches less than a thousandth of this unit.
+        scale, unit = 1e9, "GFLOP/s"
     low, high = measurement.spread
     spread = f"{_figure(low / scale)} to {_figure(high / scale)}"
     return Text(label), Text(_figure(measurement.median / scale)), Text(spread), Text(unit)
