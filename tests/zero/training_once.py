@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ class ProgramRanks:
     timeout_s: float
     arguments: Callable[[Path], Sequence[str]] = lambda folder: ()
     """Return the arguments of the program, given a temporary folder per world size."""
-    fresh: bool = False
-    """Whether each rank needs a fresh interpreter."""
+    fresh: Container[int] = ()
+    """The world sizes at which each rank needs a fresh interpreter."""
 
 
 class TrainingOnce:
@@ -45,7 +45,7 @@ class TrainingOnce:
         if world_size not in self._finished:
             arguments = ["-m", self._ranks.program, *self._ranks.arguments(self.folder(world_size))]
             self._finished[world_size] = run_ranks(
-                world_size, arguments, timeout_s=self._ranks.timeout_s, fresh=self._ranks.fresh
+                world_size, arguments, timeout_s=self._ranks.timeout_s, fresh=world_size in self._ranks.fresh
             )
         for rank, finished in enumerate(self._finished[world_size]):
             assert finished.returncode == 0, f"rank {rank} of {world_size}:\n{finished.output[-5000:]}"

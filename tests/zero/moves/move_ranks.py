@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from tests.fork_server import import_all
 from tests.zero.moves.accesses import accesses_before_each_step
 from tests.zero.moves.cases import ACCESSED, CASES, MOVED_OFTEN
 from tests.zero.moves.move_counts import MoveCounts
@@ -92,5 +93,7 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
+    # Before the process group, which keeps the garbage collections of DeepSpeed from all modules that are imported.
+    import_all()
     with process_group():
         main(sys.argv[1])

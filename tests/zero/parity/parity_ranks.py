@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
+from tests.fork_server import import_all
 from tests.zero.parity.case import Case
 from tests.zero.parity.case_runs import Result, write_results
 from tests.zero.parity.cases import CASES, DEPARTURES
@@ -70,5 +71,7 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
+    # Before the process group, which keeps the garbage collections of DeepSpeed from all modules that are imported.
+    import_all()
     with process_group():
         main(sys.argv[1])

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.zero.race_detector.clocks import Clock, Stamp
 
 _expired = torch.UntypedStorage._expired
-"""What ``StorageWeakRef.expired`` returns, without two more calls: every operation asks it of every known storage."""
+"""Whether a storage is freed. Every operation asks this of every storage, without the calls of ``StorageWeakRef``."""
 
 
 class Place(Enum):
