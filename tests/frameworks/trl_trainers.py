@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from transformers.integrations import unset_hf_deepspeed_config
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+from tests.fork_server import freeze_imported, import_all
 from tests.launch import answer
 from tests.zero.process_group import end_process
 
@@ -210,6 +211,9 @@ def main() -> None:
     folder = parser.parse_args().folder
     # Accelerate destroys the process group after each run.
     PartialState.destroy_process_group = lambda *_: None
+    # DeepSpeed collects garbage for each engine, which would otherwise go through all modules of these libraries.
+    import_all()
+    freeze_imported()
     for name in TRAINERS:
         for variant in ("stock", "plugin"):
             answer(run(name, variant, folder))
