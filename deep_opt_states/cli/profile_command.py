@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from deep_opt_states.zero.start.devices import AcceleratorChoice
 
 UNITS = {
-    "_bytes_per_s": (1e9, "GB/s"),
-    "_params_per_s": (1e6, "M params/s"),
-    "_flops_per_s": (1e12, "TFLOP/s"),
-    "_s": (1e-6, "us"),
+    "_bytes_per_s": {1e9: "GB/s"},
+    "_params_per_s": {1e6: "M params/s"},
+    "_flops_per_s": {1e12: "TFLOP/s", 1e9: "GFLOP/s"},
+    "_s": {1e-6: "us"},
 }
-"""Scale and unit by the end of the name of a quantity; the first that matches counts."""
+"""Units by scale, the largest first, by the end of the name of a quantity; the first that matches counts."""
 
 
 def run(output: Path, *, quick: bool) -> int:
@@ -145,13 +145,11 @@ def _row(label: str, quantity: str, measurement: Measurement, reasons: list[str]
         if measurement.waived not in reasons:
             reasons.append(measurement.waived)
         return Text(label), Text("WAIVED", "yellow"), Text(""), Text(f"({reasons.index(measurement.waived) + 1})")
-    scale, unit = next(UNITS[ending] for ending in UNITS if quantity.endswith(ending))
-    if unit == "TFLOP/s" and measurement.median < scale:
-        # A CPU without bf16 instructions reaches less than a thousandth of this unit.
-        scale, unit = 1e9, "GFLOP/s"
+    units = next(UNITS[ending] for ending in UNITS if quantity.endswith(ending))
+    scale = next((scale for scale in units if measurement.median >= scale), min(units))
     low, high = measurement.spread
     spread = f"{_figure(low / scale)} to {_figure(high / scale)}"
-    return Text(label), Text(_figure(measurement.median / scale)), Text(spread), Text(unit)
+    return Text(label), Text(_figure(measurement.median / scale)), Text(spread), Text(units[scale])
 
 
 def _figure(value: float) -> str:

@@ -122,8 +122,16 @@ def test_only_rank_0_writes_and_prints(
     assert HardwareProfile.read(tmp_path / "profile.json") == profile_of_all
 
 
+@pytest.mark.parametrize(
+    ("matmul_flops_per_s", "printed"),
+    [(612e12, "612 612 to 612 TFLOP/s"), (0.71e9, "0.71 0.71 to 0.71 GFLOP/s")],
+)
 def test_quantities_are_printed_in_readable_units(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    matmul_flops_per_s: float,
+    printed: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def measured(*arguments: object, **options: object) -> HardwareProfile:
         samples = {
@@ -132,7 +140,7 @@ def test_quantities_are_printed_in_readable_units(
             "cpu_adam_params_per_s": (1.2345e9,) * 3,
             "stock_cpu_adam_params_per_s": (0.5e9,),
             "dram_update_bytes_per_s": (205e9,) * 3,
-            "matmul_flops_per_s": (612e12,) * 3,
+            "matmul_flops_per_s": (matmul_flops_per_s,) * 3,
         }
         return HardwareProfile(
             name="here",
@@ -154,7 +162,7 @@ def test_quantities_are_printed_in_readable_units(
         "1 thread 200 200 to 200 M params/s",
         "8 threads 1,234 1,234 to 1,234 M params/s",
         "dram_update_bytes_per_s 205 205 to 205 GB/s",
-        "matmul_flops_per_s 612 612 to 612 TFLOP/s",
+        f"matmul_flops_per_s {printed}",
         "d2h_bytes_per_s WAIVED (1)",
         "(1) [reason]",
     ):
