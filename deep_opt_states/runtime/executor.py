@@ -280,11 +280,13 @@ class Executor:
         if not self.pending or self.failure is not None or not self._splits[unit].rest:
             return
         position = self._publishing[unit]
-        name = self._schedule.actions[position].name
+        action = self._schedule.actions[position]
         with self._keep_failure():
             self._issue(position + 1)
-            self._wait_for_worker(name)
-            self._device.current_stream().wait(self._events.finished[name])
+            # If the update on the CPU has failed, its exception is raised here, and not only at the end.
+            for name in (*action.waits, action.name):
+                self._wait_for_worker(name)
+            self._device.current_stream().wait(self._events.finished[action.name])
 
     def publish_early_ranges(self) -> None:
         """Make the current stream wait for the parameters of all early ranges."""
@@ -499,11 +501,11 @@ def _check(schedule: Schedule, states: Sequence[UnitState]) -> None:
     Nothing else may wait for them, because a stream can wait only for an event that was recorded before.
     """
     placements = check(schedule, Workload.from_numels(state.numel for state in states))
+    of_cpu_units = {action.name for action in schedule.actions if action.lane in (Lane.CPU, Lane.PUBLISH)}
     for action in schedule.actions:
         expected = [f"{ActionKind.CPU_STEP.value} {action.unit}"] if action.kind is ActionKind.PUBLISH else []
-        lanes = {ActionKind[name.split()[0]].lane: name for name in action.waits}
-        found = [name for lane, name in lanes.items() if lane in (Lane.CPU, Lane.PUBLISH)]
+        found = [name for name in action.waits if name in of_cpu_units]
         if found != expected:
-            rule = f"{action.kind.value} waits for {expected or 'no action'} of the CPU lane; found {found}."
+            rule = "PUBLISH names the CPU_STEP of its unit among its waits, and no other action waits for a CPU unit."
             raise ScheduleError(schedule, action, rule)
     assert placements == tuple(state.placement for state in states), placements

@@ -53,8 +53,7 @@ class Clocks:
     """The vector clocks of actions that are issued one by one.
 
     Two rules order actions, and both are the rules of streams and events: a lane runs its actions in issue order, and
-    an action starts after every action that it waits for. The host may also block while it issues; the clocks do not
-    rely on that.
+    an action starts after every action that it waits for.
     """
 
     def __init__(self) -> None:

@@ -21,9 +21,10 @@ from deep_opt_states.device.kernels.adam import AdamTensors
 from deep_opt_states.device.kernels.stock import StockAdam
 from deep_opt_states.runtime.executor import Executor, UpdateFailed
 from perf_model.schedule.action import ActionKind, Lane
-from perf_model.schedule.check import ScheduleError
+from perf_model.schedule.check import ScheduleError, check
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
 from tests.kernels.adam_steps import BETAS, fused
 from tests.model.strategies import plans
@@ -269,6 +270,26 @@ def test_an_unsafe_schedule_is_refused_before_anything_is_reserved() -> None:
     assert device.reserved == []
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        # The wait for CPU_STEP 0 is implied, since the worker has ended it before CPU_STEP 1.
+        "CPU_STEP 0\nCPU_STEP 1\nPUBLISH 1 after CPU_STEP 1\nPUBLISH 0",
+        "CPU_STEP 0\nPUBLISH 0 after CPU_STEP 0\nGPU_STEP 1 after CPU_STEP 0",
+        "CPU_STEP 0\nPUBLISH 0 after CPU_STEP 0\nGPU_STEP 1 after PUBLISH 0",
+    ],
+)
+def test_a_safe_schedule_that_no_stream_can_execute_is_refused(text: str) -> None:
+    schedule = Schedule.parse(f"schedule slots 0 slot_numel 0 staging_bytes 0\n{text}")
+    states = make_states([4, 4], torch.bfloat16)
+    for state, placement in zip(states, check(schedule, Workload.from_numels([4, 4])), strict=True):
+        state.placement = placement
+    device = CountingDevice()
+    with pytest.raises(ScheduleError, match="no other action waits for a CPU unit"):
+        Executor(schedule, states, device, PlainAdam(), PlainAdam())
+    assert device.reserved == []
+
+
 class FailingAdam(PlainAdam):
     """A kernel that raises when it updates the sub-group ``victim``."""
 
@@ -304,6 +325,16 @@ def test_a_failure_on_any_lane_stops_the_update_and_is_remembered(victim: int) -
         executor.forget_failure()
         executor.run([adam_step(2)] * 5)
         assert sorted(adam.updated[len(updated) :]) == [0, 1, 2, 3, 4]
+
+
+def test_a_failed_cpu_step_is_known_as_soon_as_its_parameters_are_needed() -> None:
+    states = make_states(NUMELS, torch.bfloat16)
+    with executor_of(MIXED, states, adam=FailingAdam(0)) as executor:
+        fill_gradients(states, 1)
+        executor.begin([adam_step(1)] * 5)
+        executor.publish(0)
+        assert isinstance(executor.failure, ZeroDivisionError)
+        executor.finish()
 
 
 def traceback_of(error: BaseException) -> list[Any]:
