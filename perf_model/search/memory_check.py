@@ -57,8 +57,14 @@ class MemoryCheck:
         """Return whether each of the plans fits, given ``codes`` of shape [plan, unit] and the numbers of slots."""
         if self._gpu_bytes is None:
             return np.ones(len(codes), dtype=bool)
-        fits: Booleans = self._taken_bytes(codes, slots) <= self._gpu_bytes
+        fits: Booleans = self.excess_bytes(codes, slots) <= 0
         return fits
+
+    def excess_bytes(self, codes: Integers, slots: Integers) -> Integers:
+        """Return the bytes by which each of the plans exceeds the limit, negative if the plan leaves memory."""
+        assert self._gpu_bytes is not None
+        excess_bytes: Integers = self._taken_bytes(codes, slots) - self._gpu_bytes
+        return excess_bytes
 
     def fits(self, codes: Integers, num_slots: int) -> bool:
         """Return whether the plan with placements ``codes`` and ``num_slots`` slots fits."""

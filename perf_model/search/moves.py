@@ -1,7 +1,12 @@
-"""Draw small changes of a plan: moves of one unit, swaps of two, and changes of short blocks and of the slots."""
+"""Draw changes of a plan: moves of one unit, swaps of two, and changes of blocks and of the slots.
+
+The shift of a long block moves the work of a lane earlier or later relative to forward, by one or two units, which
+otherwise takes as many swaps as the lane updates units in the block.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -11,7 +16,7 @@ import numpy as np
 from perf_model.prediction.lane_queues import Integers
 
 MAX_BLOCK = 10
-"""The most neighbouring units that one move changes."""
+"""The most neighbouring units that one move gives the same placement."""
 
 NEAR = 6
 """The distance up to which half of the swaps choose their second unit."""
@@ -40,18 +45,26 @@ def draw_moves(codes: Integers, free: Sequence[int], placements: tuple[int, ...]
     yield Move(indices=(), codes=(), more_slots=-1)
     yield Move(indices=(), codes=(), more_slots=1)
     count = len(free)
+    units = np.array(free, dtype=np.int64)
+    others = {code: np.flatnonzero(codes[units] != code).tolist() for code in placements}
     while count > 0:
         kind, place = random.random(), random.randrange(count)
+        index = free[place]
         if kind < 0.3:
-            yield Move(indices=(free[place],), codes=(random.choice(placements),))
+            yield Move(indices=(index,), codes=(random.choice(placements),))
         elif kind < 0.75:
-            near = random.randrange(max(0, place - NEAR), min(count, place + NEAR + 1))
-            index, other = free[place], free[near if kind < 0.5 else random.randrange(count)]
-            yield Move(indices=(index, other), codes=(int(codes[other]), int(codes[index])))
-        else:
+            # Equal placements need no swap.
+            different = others.get(int(codes[index]), [])
+            if different:
+                nearest = bisect_left(different, place)
+                first, last = (max(0, nearest - NEAR), nearest + NEAR) if kind < 0.5 else (0, len(different))
+                other = free[random.choice(different[first:last])]
+                yield Move(indices=(index, other), codes=(int(codes[other]), int(codes[index])))
+        elif kind < 0.82:
             block = tuple(free[place : place + random.randint(2, MAX_BLOCK)])
-            if kind < 0.9:
-                yield Move(indices=block, codes=(random.choice(placements),) * len(block))
-            else:
-                shifted = np.roll(codes[list(block)], random.choice((-1, 1)))
-                yield Move(indices=block, codes=tuple(shifted.tolist()))
+            yield Move(indices=block, codes=(random.choice(placements),) * len(block))
+        else:
+            # As many short blocks as long ones: the logarithm of the length is uniform.
+            block = tuple(free[place : place + round(2 * (count / 2) ** random.random())])
+            shifted = np.roll(codes[list(block)], random.choice((-2, -1, 1, 2)))
+            yield Move(indices=block, codes=tuple(shifted.tolist()))

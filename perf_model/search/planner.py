@@ -87,6 +87,7 @@ def plan_updates(
     if order_matters(workload, cost, windows):
         search = WindowSearch(arranged, cost, budgets, in_order, setup)
         search.explore()
+        search.narrow()
         search.refine()
         plan, simulations = search.result(), search.simulated
     if plan is None:

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from math import exp
+from random import Random
 
 import numpy as np
 
@@ -39,6 +41,9 @@ CPU_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 NEAR_THE_BOUND = (0.9, 1.0, 1.1)
 """Multiples of the share of the lower bound that are tried, too."""
+
+NEARBY = tuple(1.0 + step / 64 for step in range(-16, 17) if step)
+"""Multiples of the CPU's share of a good ramp that ``nearby`` tries."""
 
 FIRST, EVENLY, LATE = 0.02, 1.0, 5.0
 """Powers of the share of forward that has passed; ``Ramp`` explains them."""
@@ -71,12 +76,12 @@ def ramps(numels: Sequence[int], bound: PlacementShares, *, streams: bool) -> It
     lengths = sorted(set(numels))
     most = MAX_LONG_SHARE * sum(numels)
     shorter = [length for length in lengths[:-1] if sum(numel for numel in numels if numel > length) <= most]
-    long_ones = [(lengths[-1], False), *product(shorter[-2:], (False, True))]
+    long_ones = [(lengths[-1], False), *product(shorter[-1:], (False, True))]
     balanced = 1.0 - bound.streamed / max(1e-9, 1.0 - bound.resident)
     shares = sorted({*CPU_SHARES, *(min(1.0, max(0.0, factor * balanced)) for factor in NEAR_THE_BOUND)})
     streaming = list(product(range(1, MAX_SLOTS + 1), long_ones, shares)) if streams else []
     nothing_streamed = [(0, long_ones[0], 1.0)]
-    powers = product((FIRST, EVENLY), (EVENLY, LATE))
+    powers = ((FIRST, EVENLY), (FIRST, LATE), (EVENLY, EVENLY))
     for (resident_power, cpu_power), (num_slots, (slot_numel, long_on_cpu), cpu_share) in product(
         powers, [*streaming, *nothing_streamed]
     ):
@@ -90,11 +95,33 @@ def ramps(numels: Sequence[int], bound: PlacementShares, *, streams: bool) -> It
         )
 
 
-def place_ramps(chosen: Sequence[Ramp], workload: Workload, gpu_bytes: int | None, setup: TrainingSetup) -> Integers:
+def nearby(ramp: Ramp) -> Iterator[Ramp]:
+    """Yield ramps that differ from ``ramp`` a little in the CPU's share."""
+    for share in (factor * ramp.cpu_share for factor in NEARBY):
+        if 0.0 < share <= 1.0:
+            yield replace(ramp, cpu_share=share)
+
+
+def vary(ramp: Ramp, scale: float, random: Random) -> Ramp:
+    """Return a ramp that differs from ``ramp`` by random factors, whose logarithms are proportional to ``scale``."""
+    other_slots = ramp.num_slots > 0 and random.random() < scale
+    return replace(
+        ramp,
+        num_slots=min(MAX_SLOTS, max(1, ramp.num_slots + random.choice((-1, 1)))) if other_slots else ramp.num_slots,
+        resident_power=ramp.resident_power * exp(random.gauss(0.0, 4.0 * scale)),
+        cpu_share=min(1.0, ramp.cpu_share * exp(random.gauss(0.0, scale))) if ramp.num_slots else ramp.cpu_share,
+        cpu_power=ramp.cpu_power * exp(random.gauss(0.0, 2.0 * scale)),
+    )
+
+
+def place_ramps(
+    chosen: Sequence[Ramp], workload: Workload, gpu_bytes: Integers | int | None, setup: TrainingSetup
+) -> Integers:
     """Return the codes of the placements of each ramp, of shape [ramp, unit].
 
-    As many units are resident as fit in ``gpu_bytes`` (None: unlimited) next to the slots and the gradients. If
-    gradients do not fit, more units are on the CPU. The allocator may take a little more memory than is counted here.
+    As many units are resident as fit in ``gpu_bytes`` (of all ramps, or of each; None: unlimited) next to the slots and
+    the gradients. If gradients do not fit, more units are on the CPU. The allocator may take a little more memory than
+    is counted here.
     Units whose placement is fixed keep it.
     """
     numels = np.array([unit.numel for unit in workload.units], dtype=np.float64)
@@ -110,7 +137,7 @@ def place_ramps(chosen: Sequence[Ramp], workload: Workload, gpu_bytes: int | Non
     states_of = {numel: resident_bytes_of(int(numel)) for numel in {*numels.tolist(), *slot_numel.tolist()}}
     states_bytes = np.array([states_of[numel] for numel in numels.tolist()], dtype=np.float64)
     gradient_bytes = np.array([block_bytes_of(unit.numel * setup.widths.grad) for unit in workload.units])
-    free_bytes = np.full(len(chosen), np.inf if gpu_bytes is None else float(gpu_bytes))
+    free_bytes = np.full(len(chosen), np.inf if gpu_bytes is None else gpu_bytes, dtype=np.float64)
     free_bytes -= num_slots * np.array([states_of[numel] for numel in slot_numel.tolist()])
     free_bytes -= cuda_bytes_of(rounding_buffer(int(numels.max()), setup))
     if setup.accumulates:
@@ -136,23 +163,32 @@ def place_ramps(chosen: Sequence[Ramp], workload: Workload, gpu_bytes: int | Non
     free_bytes = free_bytes - (1.0 - resident) * streamed_bytes
     residents = resident * (short @ numels)
     others = np.maximum(1.0, (numels * free).sum() - residents - long_resident @ numels)
-    resident_numel, cpu_numel, other_numel = np.zeros((3, len(chosen)))
+    # Error diffusion as in ``place_by_fraction``, with one row per unit, so that each step reads adjacent elements.
+    units = np.flatnonzero(free).tolist()
+    due = residents * passed[:, None] ** resident_power
+    long_rows = np.ascontiguousarray(is_long.T)
+    resident_rows, cpu_rows = np.zeros((2, *due.shape), dtype=bool)
+    taken = np.zeros(len(chosen))
+    for index in units:
+        row = due[index] - taken > numels[index] / 2
+        row &= ~long_rows[index]
+        row &= resident_bytes[index] <= free_bytes
+        taken += numels[index] * row
+        free_bytes = free_bytes - resident_bytes[index] * row
+        resident_rows[index] = row
+    resident_rows |= long_resident.T
+    other_rows = free[:, None] & ~resident_rows
+    due = cpu_share * others * (np.cumsum(numels[:, None] * other_rows, axis=0) / others) ** cpu_power
+    long_rows |= cpu_share == 1.0
+    taken = np.zeros(len(chosen))
+    for index in units:
+        row = due[index] - taken > numels[index] / 2
+        row |= long_rows[index]
+        row &= other_rows[index]
+        taken += numels[index] * row
+        cpu_rows[index] = row
     codes = np.full((len(chosen), len(numels)), CODES[Placement.STREAMED])
-    residents_passed = residents * passed[:, None] ** resident_power
-    # Error diffusion as in ``place_by_fraction``.
-    for index in np.nonzero(free)[0].tolist():
-        numel = numels[index]
-        due = residents_passed[index] - resident_numel > numel / 2
-        chosen_resident = due & ~is_long[:, index] & (resident_bytes[index] <= free_bytes)
-        resident_numel += numel * chosen_resident
-        free_bytes = free_bytes - resident_bytes[index] * chosen_resident
-        chosen_resident |= long_resident[:, index]
-        other_numel += numel * ~chosen_resident
-        due = cpu_share * others * (other_numel / others) ** cpu_power
-        cpu = due - cpu_numel > numel / 2
-        cpu = ~chosen_resident & (cpu | is_long[:, index] | (cpu_share == 1.0))
-        cpu_numel += numel * cpu
-        codes[chosen_resident, index] = CODES[Placement.RESIDENT]
-        codes[cpu, index] = CODES[Placement.CPU]
+    codes[resident_rows.T] = CODES[Placement.RESIDENT]
+    codes[cpu_rows.T] = CODES[Placement.CPU]
     codes[:, ~free] = fixed[~free]
     return codes

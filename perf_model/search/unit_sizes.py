@@ -19,7 +19,7 @@ from perf_model.schedule.workload import Workload
 from perf_model.search.budgets import Budgets, DoesNotFit
 from perf_model.search.planner import PlannedUpdate, evaluate, order_matters, plan_updates, require_memory
 from perf_model.search.use_order import arrange, map_back
-from perf_model.search.window_search import MAX_ROUNDS, WindowSearch
+from perf_model.search.window_search import WindowSearch
 
 UNIT_SIZES = (
     5_000_000,
@@ -55,10 +55,7 @@ PROMISING = 1.35
 """A cut whose best explored plan exposes more than this multiple of the least time is not refined."""
 
 REFINED_CUTS = 2
-"""The number of cuts that are refined a little, before the best of them is refined further."""
-
-FIRST_ROUNDS = 1
-"""The number of rounds that refine a little."""
+"""The number of cuts whose search is narrowed, before the best of them is refined."""
 
 
 def plan_units(
@@ -129,6 +126,7 @@ class _Cuts:
         self._searches: dict[int, WindowSearch] = {}
         self._every_search: list[WindowSearch] = []
         self._latest_s = 0.0
+        self._numel = 0
 
     @property
     def simulated(self) -> int:
@@ -148,8 +146,11 @@ class _Cuts:
 
     def try_size(self, size: int, limit: int) -> None:
         """Explore or plan for ``size``, unless its units are known or, if another size fits, above ``limit``."""
-        workload = self._workload_of(size)
         fits = self._planned or self._searches
+        if fits and self._numel > limit * size:
+            return
+        workload = self._workload_of(size)
+        self._numel = workload.numel
         if workload in self._known or (fits and len(workload.units) > limit):
             return
         self._known.add(workload)
@@ -182,21 +183,21 @@ class _Cuts:
         promising = sorted(self._searches, key=lambda size: self._exposed_s()[size])
         for size in promising[:REFINED_CUTS]:
             if self._exposed_s()[size] <= PROMISING * self._least_s():
-                self._refine(size, FIRST_ROUNDS)
+                self._narrow(size)
         best = self.best_size()
         if best in self._searches:
-            self._refine(best, MAX_ROUNDS)
+            self._searches[best].refine()
         enough_s = (1 + NEGLIGIBLE_DIFFERENCE) * self._least_s()
         for size in sorted(self._exposed_s(), reverse=True):
             if self._exposed_s()[size] <= enough_s and (plan := self._plan(size)) is not None:
                 return size, plan
         raise AssertionError("the best size has a plan")
 
-    def _refine(self, size: int, rounds: int) -> None:
-        """Refine the plan of ``size``; with few units, plan for it again."""
+    def _narrow(self, size: int) -> None:
+        """Narrow the search of ``size``; with few units, plan for it again."""
         search = self._searches[size]
         if order_matters(search.workload, self._cost, self._windows):
-            search.refine(rounds)
+            search.narrow()
         else:
             del self._searches[size]
             self._planned[size] = plan_updates(search.workload, self._cost, self._budgets, self._windows, self._setup)

@@ -1,17 +1,20 @@
 """Search for the plan with the least exposed time in a window of forward, where the places of units matter.
 
-The search simulates many plans at once (``simulate_many.py``), in two parts:
+The search simulates many plans at once (``simulate_many.py``), in three parts:
 
 1. ``explore`` simulates the simple rules of ``starting_points.py`` and the gradual ones of ``ramps.py``.
-2. ``refine`` changes the best of them in small moves (``moves.py``). It keeps several plans at first, the best ones for
-   different numbers of slots, and fewer in each round. Moves that help one plan are also tried together.
+2. ``narrow`` simulates ramps with CPU shares close to those of the best ramps. Where forward hides almost all the work,
+   one unit in a hundred on another lane can double the exposed time, and the shares of ``explore`` are farther apart.
+3. ``refine`` varies the best ramps at random, fills the memory that the best plans leave (``fill.py``), and changes
+   the best of them in small moves (``moves.py``). It keeps several plans at first, the best ones for different numbers
+   of slots, and fewer in each round. Moves that help one plan are also tried together.
 
-The moves are drawn with a fixed seed, so the result depends on nothing but the arguments.
+The random changes are drawn with a fixed seed, so the result depends on nothing but the arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, compress, islice
 from random import Random
@@ -29,10 +32,12 @@ from perf_model.schedule.workload import Workload
 from perf_model.search.bounds import exposed_bound, first_needed_bound
 from perf_model.search.budgets import Budgets
 from perf_model.search.capacity import ResidentCapacity
+from perf_model.search.fill import MemoryFiller
 from perf_model.search.memory_check import MemoryCheck
 from perf_model.search.moves import Move, draw_moves
+from perf_model.search.placed_ramps import PlacedRamps, Plan, PlanKey, key_of
 from perf_model.search.pruning import TimeLowerBounds
-from perf_model.search.ramps import Ramp, place_ramps, ramps
+from perf_model.search.ramps import Ramp, nearby, ramps, vary
 from perf_model.search.starting_points import MAX_SLOTS, StartingPoints
 
 MAX_ROUNDS = 12
@@ -41,8 +46,8 @@ MAX_ROUNDS = 12
 FIRST_LEADERS = 6
 """The number of plans that the first round changes; each round changes one less, and the last ones change the best."""
 
-LITTLE = 0.0005
-"""The relative gain up to which a round was in vain."""
+LITTLE = 0.002
+"""The relative gain up to which a round was in vain, so that no round follows."""
 
 PLANS_PER_ROUND = 256
 """The number of moves that a round simulates."""
@@ -50,8 +55,26 @@ PLANS_PER_ROUND = 256
 MAX_EXPLORED = 160
 """The most plans that ``explore`` simulates."""
 
-MAX_REFINED_UNITS = 300_000
-"""The most units in all plans of all rounds together, so that many units do not take much longer."""
+MAX_REFINED_UNITS = 1_000
+"""The most units in the rounds after the first one, so that many units do not take much longer."""
+
+MAX_UNITS_PER_ROUND = 80_000
+"""The most units in all plans of one round."""
+
+NARROWED_RAMPS = 3
+"""The most ramps that ``narrow`` begins with."""
+
+SCALES = (0.1, 0.03)
+"""The scales by which ``refine`` varies the best ramps, one after the other."""
+
+VARIED_RAMPS = 6
+"""The most ramps that are varied at a time."""
+
+PLANS_PER_SCALE = 72
+"""The number of varied ramps."""
+
+WORSE = 1.02
+"""A multiple of the least exposed time up to which a varied ramp may be better after the next change."""
 
 ENOUGH = 1.001
 """A plan whose exposed time is at most this multiple of the lower bound is not refined."""
@@ -61,14 +84,6 @@ MOVES_TOGETHER = 16
 
 PLACEMENTS = tuple(Placement)
 
-Plan = tuple[Integers, int]
-"""The codes of the placements of a plan, and the number of slots."""
-
-
-def _key(codes: Integers, num_slots: int) -> tuple[bytes, int]:
-    """Return a key that is equal for equal plans."""
-    return codes.tobytes(), num_slots
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
@@ -77,6 +92,10 @@ class Candidate:
     codes: Integers
     num_slots: int
     seconds: tuple[float, float]
+
+    @property
+    def key(self) -> PlanKey:
+        return key_of((self.codes, self.num_slots))
 
 
 class WindowSearch:
@@ -97,10 +116,10 @@ class WindowSearch:
         self._simulator = ManySimulator(workload, cost, windows)
         self._bounds = TimeLowerBounds(workload, cost, windows)
         self._memory = MemoryCheck(workload, budgets.gpu_bytes, setup)
-        self._found: dict[tuple[bytes, int], Candidate] = {}
+        self._filler = MemoryFiller(workload, self._memory, setup)
+        self._found: dict[PlanKey, Candidate] = {}
+        self._ramps = PlacedRamps(workload, budgets.gpu_bytes, setup, self._memory)
         self._random = Random(0)
-        self._rounds = 0
-        self._rounds_in_vain = 0
         capacity = ResidentCapacity.from_gpu_bytes(workload, budgets.gpu_bytes, setup)
         self._bound = exposed_bound(workload.numel, cost, windows, capacity)
         self._bound_s = max(self._bound.seconds, first_needed_bound(workload, cost, windows, capacity).seconds)
@@ -118,27 +137,41 @@ class WindowSearch:
         if Placement.RESIDENT in self._cost.placements:
             numels = [unit.numel for unit in self.workload.units]
             chosen = list(ramps(numels, self._bound.shares, streams=Placement.STREAMED in self._cost.placements))
-        gradual = place_ramps(chosen, self.workload, self._budgets.gpu_bytes, self._setup)
-        plans = [
-            *((codes, self._most_slots(codes)) for codes in simple),
-            *((codes, max(1, ramp.num_slots)) for codes, ramp in zip(gradual, chosen, strict=True)),
-        ]
-        self._try(plans, enough_s, MAX_EXPLORED)
+        plans = [(codes, self._most_slots(codes)) for codes in simple]
+        self._try([*plans, *self._ramps.place(chosen)], enough_s, MAX_EXPLORED)
 
-    def refine(self, rounds: int = MAX_ROUNDS) -> None:
-        """Improve the best plans by up to ``rounds`` rounds of small moves, and by ``MAX_ROUNDS`` in all.
+    def narrow(self) -> None:
+        """Simulate ramps with CPU shares close to those of the best ramps, which are one for each number of slots."""
+        if self.best is None or self._good_enough:
+            return
+        by_slots: dict[int, Candidate] = {}
+        for candidate in self._best_ramps():
+            by_slots.setdefault(candidate.num_slots, candidate)
+        leaders = list(by_slots.values())[:NARROWED_RAMPS]
+        if leaders:
+            chosen = [near for ramp in self._ramps_of(leaders) for near in nearby(ramp)]
+            self._try(self._ramps.place(chosen, tightly=True), leaders[-1].seconds[0])
 
-        No more rounds follow two of them that gained next to nothing.
-        """
-        possible = 1 + MAX_REFINED_UNITS // (PLANS_PER_ROUND * len(self.workload.units))
-        for number in range(self._rounds, min(self._rounds + rounds, possible, MAX_ROUNDS)):
-            if self.best is None or self.best.seconds[0] <= ENOUGH * self._bound_s or self._rounds_in_vain == 2:
+    def refine(self) -> None:
+        """Vary the best ramps, fill the memory of the best plans, and try moves until a round gains next to nothing."""
+        for scale in SCALES:
+            if self.best is None or self._good_enough:
+                return
+            best = self._ramps_of(self._best_ramps()[:VARIED_RAMPS])
+            varied = [vary(ramp, scale, self._random) for ramp in best for _ in range(PLANS_PER_SCALE // len(best))]
+            plans = self._ramps.place(varied, tightly=True)
+            if scale == SCALES[-1] and self._budgets.gpu_bytes is not None:
+                # Together with the last ramps: few plans take almost as long to simulate as many.
+                plans += [plan for leader in self._leaders()[:FIRST_LEADERS] for plan in self._filled(leader)]
+            self._try(plans, self.best.seconds[0] * WORSE)
+        possible = 1 + MAX_REFINED_UNITS // len(self.workload.units)
+        for number in range(min(possible, MAX_ROUNDS)):
+            if self.best is None or self._good_enough:
                 return
             before_s = self.best.seconds[0]
             self._refine_once(self._leaders()[: max(1, FIRST_LEADERS - number)])
-            self._rounds += 1
-            gained = self.best.seconds[0] < (1 - LITTLE) * before_s
-            self._rounds_in_vain = 0 if gained else self._rounds_in_vain + 1
+            if self.best.seconds[0] >= (1 - LITTLE) * before_s:
+                return
 
     def result(self) -> UpdatePlan | None:
         """Return the best plan, with as few slots as do not take longer; None if no plan that was tried fits."""
@@ -151,18 +184,41 @@ class WindowSearch:
                 return plan
         return None
 
+    @property
+    def _good_enough(self) -> bool:
+        return self.best is not None and self.best.seconds[0] <= ENOUGH * self._bound_s
+
+    def _best_ramps(self) -> list[Candidate]:
+        """Return the plans that are ramps, the best first."""
+        found = (candidate for key, candidate in self._found.items() if key in self._ramps.ramp_of)
+        return sorted(found, key=lambda candidate: candidate.seconds)
+
+    def _ramps_of(self, candidates: Iterable[Candidate]) -> list[Ramp]:
+        return [self._ramps.ramp_of[candidate.key] for candidate in candidates]
+
     def _refine_once(self, leaders: Sequence[Candidate]) -> None:
         """Try moves from each of ``leaders``, and then the moves that helped together."""
-        moved = [self._moved(leader, PLANS_PER_ROUND // len(leaders)) for leader in leaders]
+        plans = min(PLANS_PER_ROUND, MAX_UNITS_PER_ROUND // len(self.workload.units))
+        moved = [self._moved(leader, max(1, plans // len(leaders))) for leader in leaders]
         enough_s = leaders[-1].seconds[0]
         self._try([plan for of_leader in moved for _, plan in of_leader], enough_s)
         together: list[Plan] = []
         for leader, of_leader in zip(leaders, moved, strict=True):
-            found = ((self._found.get(_key(*plan)), move) for move, plan in of_leader)
+            found = ((self._found.get(key_of(plan)), move) for move, plan in of_leader)
             helped = [(candidate.seconds, move) for candidate, move in found if candidate is not None]
             better = sorted((pair for pair in helped if pair[0] < leader.seconds), key=lambda pair: pair[0])
             together += _together(leader, [move for _, move in better[:MOVES_TOGETHER]])
         self._try(together, enough_s)
+
+    def _filled(self, leader: Candidate) -> Iterator[Plan]:
+        """Yield ``leader`` with its memory filled, as it is and with the last unit on the CPU.
+
+        Forward waits for the last unit of the CPU and then for the copy of its parameters: a short one ends earlier.
+        """
+        last_on_cpu = leader.codes.copy()
+        last_on_cpu[self._free[-1:]] = CODES[Placement.CPU]
+        for codes, free in ((leader.codes, self._free), (last_on_cpu, self._free[:-1])):
+            yield self._filler.fill(codes, leader.num_slots, free), leader.num_slots
 
     def _moved(self, leader: Candidate, most: int) -> list[tuple[Move, Plan]]:
         """Return up to ``most`` moves from ``leader`` that lead to plans that fit and are new, with these plans."""
@@ -172,7 +228,7 @@ class WindowSearch:
         moved: list[tuple[Move, Plan]] = []
         while moves := list(islice(drawn, most - len(moved))):
             plans = [(move, (move.apply(leader.codes), leader.num_slots + move.more_slots)) for move in moves]
-            new = [(move, plan) for move, plan in plans if plan[1] > 0 and _key(*plan) not in self._found]
+            new = [(move, plan) for move, plan in plans if plan[1] > 0 and key_of(plan) not in self._found]
             moved += compress(new, self._which_fit([plan for _, plan in new]))
         return moved
 
@@ -197,7 +253,7 @@ class WindowSearch:
 
         Those that are known to expose at least ``enough_s`` are left out.
         """
-        by_key = {_key(*plan): plan for plan in plans}
+        by_key = {key_of(plan): plan for plan in plans}
         new = [plan for key, plan in by_key.items() if key not in self._found]
         chosen = list(compress(new, self._which_fit(new)))
         if not chosen:
@@ -214,7 +270,7 @@ class WindowSearch:
         for row, num_slots, *seconds in zip(codes, slots.tolist(), times.exposed_s, times.active_s, strict=True):
             if seconds[0] < enough_s:
                 candidate = Candidate(codes=row, num_slots=num_slots, seconds=(float(seconds[0]), float(seconds[1])))
-                self._found[_key(row, num_slots)] = candidate
+                self._found[candidate.key] = candidate
                 if self.best is None or candidate.seconds < self.best.seconds:
                     self.best = candidate
 
