@@ -31,6 +31,9 @@ MAX_LENGTHS = 8
 MAX_PAIRS = 16
 """The most pairs of exchanges in one plan."""
 
+MAX_TRIED = 4
+"""The most pairs whose memory is computed before one of them is made."""
+
 NO_UNIT = 0
 """The length that stands for no unit."""
 
@@ -41,7 +44,7 @@ _RESIDENT = CODES[Placement.RESIDENT]
 class Exchange:
     """A unit of ``entering`` parameters becomes resident, and a resident one of ``leaving`` takes its placement.
 
-    ``code`` is that placement, and ``NO_UNIT`` stands for either unit if the other one changes alone. ``more_bytes`` is
+    ``code`` is that placement. If only one of the two units changes, the other length is ``NO_UNIT``. ``more_bytes`` is
     the memory that is needed in addition, as far as it does not depend on other units.
     """
 
@@ -82,35 +85,42 @@ class MemoryFiller:
         self._setup = setup
 
     def fill(self, codes: Integers, num_slots: int, free: Sequence[int]) -> Integers:
-        """Return the placements after exchanges, two at a time, that make as many more parameters resident as fit.
+        """Return the placements after exchanges, two at a time, while more parameters become resident.
 
         Only the units ``free`` are exchanged.
         """
         units = np.array(free, dtype=np.int64)
         for _ in range(MAX_PAIRS):
-            better = self._exchange_two(codes, num_slots, units)
-            if better is None or not self._memory.fits(better, num_slots):
+            better = next(
+                (tried for tried in self._after_two(codes, num_slots, units) if self._memory.fits(tried, num_slots)),
+                None,
+            )
+            if better is None:
                 break
             codes = better
         return codes
 
-    def _exchange_two(self, codes: Integers, num_slots: int, free: Integers) -> Integers | None:
+    def _after_two(self, codes: Integers, num_slots: int, free: Integers) -> Iterator[Integers]:
+        """Yield the placements after the ``MAX_TRIED`` pairs of exchanges that add the most residents and seem to fit.
+
+        ``more_bytes`` leaves out longer slots and shared segments, so not all of them fit.
+        """
         left_bytes = -self._memory.excess_bytes(codes[None], np.array([num_slots]))[0]
         exchanges = list(self._exchanges(codes, free))
         more_numel = np.array([exchange.more_numel for exchange in exchanges])
         more_bytes = np.array([exchange.more_bytes for exchange in exchanges])
         fits = np.add.outer(more_bytes, more_bytes) <= left_bytes
-        together = np.where(fits, np.add.outer(more_numel, more_numel), 0)
-        if together.max() <= 0:
-            return None
-        pair = [exchanges[index] for index in np.unravel_index(together.argmax(), together.shape)]
-        first, second = sorted(pair, key=lambda exchange: -exchange.more_numel)
-        exchanged = first.apply(codes, self._numels, free)
-        if exchanged is None:
-            return None
-        # If both need the same unit, the first one alone is still better.
-        both = second.apply(exchanged, self._numels, free)
-        return exchanged if both is None else both
+        together = np.where(fits, np.add.outer(more_numel, more_numel), 0).ravel()
+        for index in np.argsort(-together, kind="stable")[:MAX_TRIED].tolist():
+            if together[index] <= 0:
+                return
+            pair = [exchanges[place] for place in divmod(index, len(exchanges))]
+            first, second = sorted(pair, key=lambda exchange: -exchange.more_numel)
+            exchanged = first.apply(codes, self._numels, free)
+            if exchanged is not None:
+                # If both need the same unit, the first one alone is still better.
+                both = second.apply(exchanged, self._numels, free)
+                yield exchanged if both is None else both
 
     def _exchanges(self, codes: Integers, free: Integers) -> Iterator[Exchange]:
         """Yield one exchange for each pair of lengths and each placement, and the one that changes nothing."""

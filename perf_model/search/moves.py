@@ -1,7 +1,7 @@
 """Draw changes of a plan: moves of one unit, swaps of two, and changes of blocks and of the slots.
 
-The shift of a long block moves the work of a lane earlier or later relative to forward, by one or two units, which
-otherwise takes as many swaps as the lane updates units in the block.
+The shift of a long block moves all work of a lane in it by one or two units. Swaps would need one for each unit of that
+lane.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_BLOCK = 10
 """The most neighbouring units that one move gives the same placement."""
 
 NEAR = 6
-"""The distance up to which half of the swaps choose their second unit."""
+"""The number of units with another placement, on each side, from which a near swap chooses its second unit."""
 
 
 @dataclass(frozen=True, kw_only=True)

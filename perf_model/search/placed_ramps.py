@@ -1,4 +1,4 @@
-"""Place ramps so that they fit in GPU memory, and remember which plan is which ramp."""
+"""Place ramps so that they fit in GPU memory, and remember from which ramp each plan comes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ Plan = tuple[Integers, int]
 """The codes of the placements of a plan, and the number of slots."""
 
 PlanKey = tuple[bytes, int]
+"""A key that is equal for equal plans."""
 
 
 def key_of(plan: Plan) -> PlanKey:

@@ -103,7 +103,10 @@ def nearby(ramp: Ramp) -> Iterator[Ramp]:
 
 
 def vary(ramp: Ramp, scale: float, random: Random) -> Ramp:
-    """Return a ramp that differs from ``ramp`` by random factors, whose logarithms are proportional to ``scale``."""
+    """Return a ramp with other powers and another share, and sometimes with one slot more or less.
+
+    They differ by random factors, whose logarithms are proportional to ``scale``.
+    """
     other_slots = ramp.num_slots > 0 and random.random() < scale
     return replace(
         ramp,

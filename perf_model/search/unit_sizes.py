@@ -127,6 +127,7 @@ class _Cuts:
         self._every_search: list[WindowSearch] = []
         self._latest_s = 0.0
         self._numel = 0
+        """The parameters of the workload. A size that gives too many units is left out before anything is cut."""
 
     @property
     def simulated(self) -> int:

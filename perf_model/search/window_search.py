@@ -6,8 +6,8 @@ The search simulates many plans at once (``simulate_many.py``), in three parts:
 2. ``narrow`` simulates ramps with CPU shares close to those of the best ramps. Where forward hides almost all the work,
    one unit in a hundred on another lane can double the exposed time, and the shares of ``explore`` are farther apart.
 3. ``refine`` varies the best ramps at random, fills the memory that the best plans leave (``fill.py``), and changes
-   the best of them in small moves (``moves.py``). It keeps several plans at first, the best ones for different numbers
-   of slots, and fewer in each round. Moves that help one plan are also tried together.
+   the best plans by moves, swaps and shifts (``moves.py``). It begins with several plans, the best ones for different
+   numbers of slots, and keeps fewer in each round. Moves that help one plan are also tried together.
 
 The random changes are drawn with a fixed seed, so the result depends on nothing but the arguments.
 """
@@ -74,7 +74,7 @@ PLANS_PER_SCALE = 72
 """The number of varied ramps."""
 
 WORSE = 1.02
-"""A multiple of the least exposed time up to which a varied ramp may be better after the next change."""
+"""Varied ramps that expose up to this multiple of the least time are kept: the next change may improve them."""
 
 ENOUGH = 1.001
 """A plan whose exposed time is at most this multiple of the lower bound is not refined."""
@@ -95,6 +95,7 @@ class Candidate:
 
     @property
     def key(self) -> PlanKey:
+        """Return a key that is equal for equal plans."""
         return key_of((self.codes, self.num_slots))
 
 
@@ -141,7 +142,7 @@ class WindowSearch:
         self._try([*plans, *self._ramps.place(chosen)], enough_s, MAX_EXPLORED)
 
     def narrow(self) -> None:
-        """Simulate ramps with CPU shares close to those of the best ramps, which are one for each number of slots."""
+        """Find the best ramp for each number of slots. Simulate ramps with CPU shares close to those of the best."""
         if self.best is None or self._good_enough:
             return
         by_slots: dict[int, Candidate] = {}
@@ -160,7 +161,7 @@ class WindowSearch:
             best = self._ramps_of(self._best_ramps()[:VARIED_RAMPS])
             varied = [vary(ramp, scale, self._random) for ramp in best for _ in range(PLANS_PER_SCALE // len(best))]
             plans = self._ramps.place(varied, tightly=True)
-            if scale == SCALES[-1] and self._budgets.gpu_bytes is not None:
+            if scale == SCALES[-1] and self._fills:
                 # Together with the last ramps: few plans take almost as long to simulate as many.
                 plans += [plan for leader in self._leaders()[:FIRST_LEADERS] for plan in self._filled(leader)]
             self._try(plans, self.best.seconds[0] * WORSE)
@@ -183,6 +184,11 @@ class WindowSearch:
             if not self._budgets.missing(memory_of(plan, self._setup)):
                 return plan
         return None
+
+    @property
+    def _fills(self) -> bool:
+        """Return whether memory can be left that more residents could use."""
+        return self._budgets.gpu_bytes is not None and Placement.RESIDENT in self._cost.placements
 
     @property
     def _good_enough(self) -> bool:

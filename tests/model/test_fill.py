@@ -62,6 +62,20 @@ def test_the_nearest_units_are_exchanged() -> None:
         assert codes.tolist() == encode([longer])[0].tolist()
 
 
+def test_exchanges_that_do_not_fit_leave_smaller_ones() -> None:
+    """Check that a pair that needs longer slots, which are not counted in advance, does not end the filling."""
+    lengths = [8 * 2**20, 9 * 2**20, 10 * 2**20, 12 * 2**20]
+    workload = Workload.from_numels(lengths)
+    setup = TrainingSetup(accumulates=True)
+    before = (STREAMED, RESIDENT, CPU, CPU)
+    gpu_bytes = taken_bytes(workload, before, 2, setup) + 156 * 2**20
+    codes = fill(workload, before, 2, gpu_bytes, setup)
+    filled = tuple(list(Placement)[code] for code in codes.tolist())
+    assert taken_bytes(workload, filled, 2, setup) <= gpu_bytes
+    residents = sum(numel for numel, placement in zip(lengths, filled, strict=True) if placement is RESIDENT)
+    assert residents >= 19 * 2**20
+
+
 @given(
     st.lists(st.sampled_from(NUMELS), min_size=2, max_size=20),
     st.booleans(),

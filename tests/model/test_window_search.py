@@ -221,8 +221,10 @@ def test_without_a_rate_of_the_gpu_everything_is_updated_on_the_cpu() -> None:
     cpu_only = cost()
     on_cpu = {kind: cpu_only.per_param[kind] for kind in CHAINS[Placement.CPU]}
     workload = Workload.from_numels([10**7, 10**8] * 8)
-    planned = plan_updates(workload, replace(cpu_only, per_param=on_cpu), windows=Windows(forward_s=0.1))
-    assert set(planned.plan.placements) == {Placement.CPU}
+    for gpu_bytes in (None, 10**10):
+        model, budgets = replace(cpu_only, per_param=on_cpu), Budgets(gpu_bytes=gpu_bytes)
+        planned = plan_updates(workload, model, budgets, Windows(forward_s=0.1))
+        assert set(planned.plan.placements) == {Placement.CPU}
 
 
 def test_a_plan_in_windows_has_no_slot_that_could_be_dropped() -> None:
