@@ -89,7 +89,12 @@ class ReplanningPolicy:
         if first_use is not None:
             self._request = replace(self._request, first_use=tuple(first_use))
         if self._windows_known:
-            return self._follow_rates(measured) if budgets is None else self.change_budgets(measured.last_step, budgets)
+            if budgets is None:
+                return self._follow_rates(measured)
+            # The budgets decide now, with the windows as they are. The rates follow after another window.
+            windows = _with_seconds(self._request.windows, measured.windows)
+            self._request = replace(self._request, windows=windows)
+            return self.change_budgets(measured.last_step, budgets)
         self._windows_known = True
         windows = _with_seconds(self._request.windows, measured.windows)
         reason = describe_windows(windows, measured.first_step, measured.last_step)
