@@ -88,19 +88,18 @@ class ReplanningPolicy:
         """
         if first_use is not None:
             self._request = replace(self._request, first_use=tuple(first_use))
-        if self._windows_known:
-            if budgets is None:
-                return self._follow_rates(measured)
-            # The budgets decide now, with the windows as they are. The rates follow after another window.
-            windows = _with_seconds(self._request.windows, measured.windows)
-            self._request = replace(self._request, windows=windows)
+        if self._windows_known and budgets is None:
+            return self._follow_rates(measured)
+        windows = _with_seconds(self._request.windows, measured.windows)
+        self._request = replace(self._request, windows=windows)
+        if self._windows_known and budgets is not None:
+            # The rates follow after another window.
             return self.change_budgets(measured.last_step, budgets)
         self._windows_known = True
-        windows = _with_seconds(self._request.windows, measured.windows)
         reason = describe_windows(windows, measured.first_step, measured.last_step)
         if budgets is not None:
             reason += f", {describe_budgets(self._request.budgets, budgets, measured.last_step)}"
-        self._request = replace(self._request, windows=windows, budgets=budgets or self._request.budgets)
+            self._request = replace(self._request, budgets=budgets)
         return self._adopt_at_once(reason)
 
     def change_budgets(self, step: int, budgets: Budgets) -> Decision | None:

@@ -14,6 +14,7 @@ The random changes are drawn with a fixed seed, so the result depends on nothing
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, compress, islice
@@ -73,7 +74,7 @@ VARIED_RAMPS = 6
 PLANS_PER_SCALE = 72
 """The number of varied ramps."""
 
-WORSE = 1.02
+ALMOST = 1.02
 """Varied ramps that expose up to this multiple of the least time are kept: the next change may improve them."""
 
 ENOUGH = 1.001
@@ -145,10 +146,7 @@ class WindowSearch:
         """Find the best ramp for each number of slots. Simulate ramps with CPU shares close to those of the best."""
         if self.best is None or self._good_enough:
             return
-        by_slots: dict[int, Candidate] = {}
-        for candidate in self._best_ramps():
-            by_slots.setdefault(candidate.num_slots, candidate)
-        leaders = list(by_slots.values())[:NARROWED_RAMPS]
+        leaders = _best_by_slots(self._best_ramps(), 1)[:NARROWED_RAMPS]
         if leaders:
             chosen = [near for ramp in self._ramps_of(leaders) for near in nearby(ramp)]
             self._try(self._ramps.place(chosen, tightly=True), leaders[-1].seconds[0])
@@ -164,7 +162,7 @@ class WindowSearch:
             if scale == SCALES[-1] and self._fills:
                 # Together with the last ramps: few plans take almost as long to simulate as many.
                 plans += [plan for leader in self._leaders()[:FIRST_LEADERS] for plan in self._filled(leader)]
-            self._try(plans, self.best.seconds[0] * WORSE)
+            self._try(plans, self.best.seconds[0] * ALMOST)
         possible = 1 + MAX_REFINED_UNITS // len(self.workload.units)
         for number in range(min(possible, MAX_ROUNDS)):
             if self.best is None or self._good_enough:
@@ -197,7 +195,7 @@ class WindowSearch:
     def _best_ramps(self) -> list[Candidate]:
         """Return the plans that are ramps, the best first."""
         found = (candidate for key, candidate in self._found.items() if key in self._ramps.ramp_of)
-        return sorted(found, key=lambda candidate: candidate.seconds)
+        return sorted(found, key=_seconds_of)
 
     def _ramps_of(self, candidates: Iterable[Candidate]) -> list[Ramp]:
         return [self._ramps.ramp_of[candidate.key] for candidate in candidates]
@@ -246,13 +244,7 @@ class WindowSearch:
 
     def _leaders(self) -> list[Candidate]:
         """Return the best plans, at most two for each number of slots."""
-        by_slots: dict[int, int] = {}
-        leaders = []
-        for candidate in sorted(self._found.values(), key=lambda candidate: candidate.seconds):
-            by_slots[candidate.num_slots] = by_slots.get(candidate.num_slots, 0) + 1
-            if by_slots[candidate.num_slots] <= 2:
-                leaders.append(candidate)
-        return leaders
+        return _best_by_slots(self._found.values(), 2)
 
     def _try(self, plans: Iterable[Plan], enough_s: float, most: int = PLANS_PER_ROUND) -> None:
         """Simulate the ``most`` plans with the least lower bounds that fit and are new.
@@ -288,6 +280,21 @@ class WindowSearch:
     def _plan(self, codes: Integers, num_slots: int) -> UpdatePlan:
         placements = tuple(PLACEMENTS[code] for code in codes.tolist())
         return UpdatePlan(workload=self.workload, placements=placements, num_slots=num_slots)
+
+
+def _seconds_of(candidate: Candidate) -> tuple[float, float]:
+    return candidate.seconds
+
+
+def _best_by_slots(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
+    """Return the best candidates, at most ``most`` for each number of slots."""
+    counts: Counter[int] = Counter()
+    chosen = []
+    for candidate in sorted(candidates, key=_seconds_of):
+        counts[candidate.num_slots] += 1
+        if counts[candidate.num_slots] <= most:
+            chosen.append(candidate)
+    return chosen
 
 
 def _together(leader: Candidate, moves: Sequence[Move]) -> list[Plan]:

@@ -68,12 +68,10 @@ def test_exchanges_that_do_not_fit_leave_smaller_ones() -> None:
     workload = Workload.from_numels(lengths)
     setup = TrainingSetup(accumulates=True)
     before = (STREAMED, RESIDENT, CPU, CPU)
-    gpu_bytes = taken_bytes(workload, before, 2, setup) + 156 * 2**20
-    codes = fill(workload, before, 2, gpu_bytes, setup)
-    filled = tuple(list(Placement)[code] for code in codes.tolist())
-    assert taken_bytes(workload, filled, 2, setup) <= gpu_bytes
-    residents = sum(numel for numel, placement in zip(lengths, filled, strict=True) if placement is RESIDENT)
-    assert residents >= 19 * 2**20
+    gpu_bytes = taken_bytes(workload, before, 2, setup) + 112 * 2**20
+    after = (CPU, CPU, RESIDENT, RESIDENT)
+    assert taken_bytes(workload, after, 2, setup) <= gpu_bytes
+    assert fill(workload, before, 2, gpu_bytes, setup).tolist() == encode([after])[0].tolist()
 
 
 @given(
