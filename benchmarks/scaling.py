@@ -28,7 +28,6 @@ from benchmarks.harness.rows import REPOSITORY, Row
 from benchmarks.harness.run_rows import phase_rows, rows_of_runs
 from benchmarks.harness.sizes import default_setting, repetitions
 from deep_opt_states.host import machine
-from deep_opt_states.zero.start.devices import SHARE_OF_GPU_MEMORY
 from perf_model.presets.machines import MACHINES, REACHED_SHARE
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
@@ -83,10 +82,7 @@ def _measured(ranks: int, *, quick: bool) -> Iterator[Row]:
 def _simulated(model: str, gpus: int) -> Iterator[Row]:
     job = Job(shape=MODELS[model], world_size=gpus, ranks_per_node=GPUS_PER_NODE, micro_batch=1, sequence=SEQUENCE)
     profile = MACHINES[MACHINE].profile(GPUS_PER_NODE)
-    assert profile.gpu_memory_bytes is not None
-    # By default the plugin uses this share of the GPU's memory, in addition to the model's memory.
-    gpu_bytes = min(profile.gpu_memory_bytes, job.gpu_bytes + int(SHARE_OF_GPU_MEMORY * profile.gpu_memory_bytes))
-    limits = MemoryLimits(gpu=gpu_bytes, host=profile.host_memory_bytes)
+    limits = MemoryLimits(gpu=profile.gpu_memory_bytes, host=profile.host_memory_bytes)
     setting = {"machine": MACHINE, "sequence": SEQUENCE, "micro_batch": 1, "model": model, "GPUs": gpus}
     simulated_row = partial(Row, variant="SIMULATED", setting=setting)
     try:
@@ -94,13 +90,7 @@ def _simulated(model: str, gpus: int) -> Iterator[Row]:
     except DoesNotFit as reason:
         yield simulated_row(quantity="exposed update of ours", waived=str(reason))
         return
-    # A baseline that does not offload may use the whole memory of the GPU.
-    whole = MemoryLimits(gpu=profile.gpu_memory_bytes, host=profile.host_memory_bytes)
-    others = {
-        **found.baselines,
-        "no_offload": forecast(job, profile, whole, Overlap(), UNIT_SIZES).baselines["no_offload"],
-    }
-    candidates = {name: others[name] for name in WITHOUT_INTERLEAVING}
+    candidates = {name: found.baselines[name] for name in WITHOUT_INTERLEAVING}
     fitting = {name: baseline for name, baseline in candidates.items() if isinstance(baseline, PredictedIteration)}
     ours = found.predicted
     if (stock := fitting.get("stock")) is not None:

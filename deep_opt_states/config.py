@@ -25,6 +25,8 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.rules import NO_RULES, PlacementRules, RulesError
 from perf_model.schedule.simple_placements import place_all, place_by_fraction, place_by_stride
 from perf_model.schedule.workload import Partition, Workload
+from perf_model.search.budgets import GPU_MARGIN_BYTES
+from perf_model.units import GB
 
 DEFAULT_UNIT_SIZE = 50_000_000
 """The most parameters of a unit where neither the config nor the planner chooses."""
@@ -109,7 +111,7 @@ class Config(BaseModel):
     Gradients are accumulated over micro-batches on the GPU if they fit within this limit together with the slots and
     the resident states. No effect on the CPU accelerator, which has no memory of its own."""
 
-    gpu_memory_margin_gb: float = Field(default=2.0, ge=0.0, allow_inf_nan=False)
+    gpu_memory_margin_gb: float = Field(default=GPU_MARGIN_BYTES / GB, ge=0.0, allow_inf_nan=False)
     """The memory of each GPU that stays free when the planner uses what was free in the first steps, in GB (10^9
     bytes). When training has taken half of it, memory counts as short: states move back to host memory, until the
     margin is free again. The log reports each move."""

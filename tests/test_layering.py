@@ -57,7 +57,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.zero.plugin",
     },
     "deep_opt_states.names": set(),
-    "deep_opt_states.config": {"deep_opt_states.names", "perf_model.schedule"},
+    "deep_opt_states.config": {
+        "deep_opt_states.names",
+        "perf_model.schedule",
+        "perf_model.search",
+        "perf_model.units",
+    },
     "deep_opt_states.host": {"deep_opt_states.config", "deep_opt_states.names"},
     "deep_opt_states.device": set(),
     "deep_opt_states.runtime": {"deep_opt_states.device", "perf_model.prediction", "perf_model.schedule"},

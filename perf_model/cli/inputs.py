@@ -13,7 +13,7 @@ from perf_model.presets.machines import MACHINES, MachinePreset
 from perf_model.presets.models import MODELS
 from perf_model.schedule.cutting import PIECE_MULTIPLE
 from perf_model.schedule.rules import PlacementRules, RulesError
-from perf_model.search.budgets import DoesNotFit
+from perf_model.search.budgets import GPU_MARGIN_BYTES, DoesNotFit
 from perf_model.search.unit_sizes import UNIT_SIZES
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, find_remedy, forecast
 from perf_model.training_run.hf_config import read_hf_config
@@ -24,7 +24,7 @@ MAX_UNIT_SIZE = 10**15
 MAX_UNITS = 10_000
 """Planning for this many units takes seconds; for many more it would take hours."""
 
-CONFIG_OPTIONS = ("unit_size", "gpu_memory_gb", "sub_group_size")
+CONFIG_OPTIONS = ("unit_size", "gpu_memory_gb", "gpu_memory_margin_gb", "sub_group_size")
 """The options without which the config has no such key: then training chooses as the command does."""
 
 
@@ -69,9 +69,11 @@ def read_inputs(options: argparse.Namespace, world_size: int, micro_batch: int) 
         _check_unit_size(options.unit_size, job)
     preset = options.profile in MACHINES
     profile = _preset(MACHINES[options.profile], job) if preset else _profile(Path(options.profile))
-    if options.gpu_memory_gb is not None and not profile.has_accelerator:
-        rule = f"--gpu-memory-gb: needs a profile of a machine with a GPU, found {options.profile}, which has none."
-        raise ModelError(f"{rule}\nLeave it out, or plan for another machine.")
+    for name in ("gpu_memory_gb", "gpu_memory_margin_gb"):
+        if getattr(options, name) is not None and not profile.has_accelerator:
+            option = f"--{name.replace('_', '-')}"
+            rule = f"{option}: needs a profile of a machine with a GPU, found {options.profile}, which has none."
+            raise ModelError(f"{rule}\nLeave it out, or plan for another machine.")
     return Inputs(
         job=job,
         profile=profile,
@@ -79,6 +81,7 @@ def read_inputs(options: argparse.Namespace, world_size: int, micro_batch: int) 
             gpu=profile.gpu_memory_bytes if options.gpu_memory_gb is None else options.gpu_memory_gb,
             host=profile.host_memory_bytes if options.host_memory_gb is None else options.host_memory_gb,
             pinned=options.pinned_memory_gb,
+            gpu_margin=GPU_MARGIN_BYTES if options.gpu_memory_margin_gb is None else options.gpu_memory_margin_gb,
         ),
         overlap=Overlap(
             backward=options.overlap in ("backward", "both"), forward=options.overlap in ("forward", "both")

@@ -95,6 +95,8 @@ def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
     if "gpu_memory_gb" in inputs.given and planned and found.budgets.gpu_bytes is not None:
         # The option is the memory of the GPU, and the key is the part of it that training leaves to the optimizer.
         block["gpu_memory_gb"] = found.budgets.gpu_bytes / GB
+    if "gpu_memory_margin_gb" in inputs.given and planned:
+        block["gpu_memory_margin_gb"] = inputs.limits.gpu_margin / GB
     if not inputs.overlap.backward:
         block["overlap_backward"] = False
     if not inputs.overlap.forward:

@@ -16,7 +16,7 @@ from perf_model.prediction.hardware import ProfileError
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.published.runs import RunsError
-from perf_model.search.budgets import DoesNotFit
+from perf_model.search.budgets import GPU_MARGIN_BYTES, DoesNotFit
 from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE
 from perf_model.training_run.model import ModelError
 from perf_model.units import GB
@@ -95,6 +95,8 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory-gb", type=_bytes_of_gb, help="memory per GPU; default: as in the profile")
+    margin = f"GPU memory that the plan leaves free, as training does; default: {GPU_MARGIN_BYTES / GB:.0f}"
+    parser.add_argument("--gpu-memory-margin-gb", type=_margin_of_gb, help=margin)
     parser.add_argument("--host-memory-gb", type=_bytes_of_gb, help="host memory per node; default: as in the profile")
     pinned = "page-locked host memory per rank; default: unlimited"
     parser.add_argument("--pinned-memory-gb", type=_bytes_of_gb, help=pinned)
@@ -169,6 +171,11 @@ def _bytes_of_gb(text: str) -> int:
     if not 1e-9 <= value <= 1e9:
         raise argparse.ArgumentTypeError(f"must be a number of GB (10^9 bytes) from 1e-9 to 1e9, found {text!r}")
     return max(1, int(value * GB))
+
+
+def _margin_of_gb(text: str) -> int:
+    """Convert GB (10^9 bytes) to bytes. Zero is allowed, too."""
+    return 0 if text in ("0", "0.0") else _bytes_of_gb(text)
 
 
 def _positive_integers(text: str) -> list[int]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from perf_model.prediction.memory import MemoryUse
-from perf_model.units import gigabytes
+from perf_model.units import GB, gigabytes
+
+GPU_MARGIN_BYTES = 2 * GB
+"""The GPU memory that training leaves free by default when it fills the GPU with states."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +18,15 @@ class Budgets:
     gpu_bytes: int | None = None
     host_bytes: int | None = None
     pinned_bytes: int | None = None
+
+    def with_gpu_margin(self, margin_bytes: int, required_bytes: int) -> Budgets:
+        """Return the budgets of a planner that leaves ``margin_bytes`` of the GPU memory free, as training does.
+
+        ``required_bytes`` is the GPU memory of the units that rules by name place there. They may use the margin.
+        """
+        if self.gpu_bytes is None:
+            return self
+        return replace(self, gpu_bytes=min(self.gpu_bytes, max(0, required_bytes, self.gpu_bytes - margin_bytes)))
 
     def missing(self, memory: MemoryUse) -> dict[str, int]:
         """Return, for each budget that ``memory`` exceeds, the excess in bytes; empty if ``memory`` fits."""

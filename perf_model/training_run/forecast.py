@@ -17,7 +17,7 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import place_all, place_by_stride
 from perf_model.schedule.workload import Workload
-from perf_model.search.budgets import Budgets, DoesNotFit
+from perf_model.search.budgets import GPU_MARGIN_BYTES, Budgets, DoesNotFit
 from perf_model.search.plan_request import PlanRequest, SizedPlan, without_accelerator
 from perf_model.search.planner import PlannedUpdate, require_memory
 from perf_model.search.starting_points import MAX_SLOTS
@@ -80,11 +80,15 @@ Outcome = PredictedIteration | Infeasible
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimits:
-    """Memory in bytes: ``gpu`` per GPU, ``host`` per node, ``pinned`` per rank; None is unlimited."""
+    """Memory in bytes: ``gpu`` per GPU, ``host`` per node, ``pinned`` per rank; None is unlimited.
+
+    The plan leaves ``gpu_margin`` of the GPU memory free. What needs no planner, such as stock DeepSpeed, may use it.
+    """
 
     gpu: int | None
     host: int | None
     pinned: int | None = None
+    gpu_margin: int = GPU_MARGIN_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,19 +213,24 @@ class _Predictor:
         left_bytes = None if self._training_limit is None else self._training_limit - job.gpu_bytes
         self.cost = CostModel.from_profile(profile, PARAM_BYTES)
         if profile.has_accelerator:
-            self.budgets = Budgets(gpu_bytes=left_bytes, host_bytes=host, pinned_bytes=limits.pinned)
+            self._available = Budgets(gpu_bytes=left_bytes, host_bytes=host, pinned_bytes=limits.pinned)
         else:
             # The model is in host memory, too, and there is no accelerator to stream to.
             self.cost = without_accelerator(self.cost)
-            self.budgets = Budgets(gpu_bytes=0, host_bytes=left_bytes, pinned_bytes=limits.pinned)
+            self._available = Budgets(gpu_bytes=0, host_bytes=left_bytes, pinned_bytes=limits.pinned)
 
     def request(self, unit_sizes: Iterable[int]) -> PlanRequest:
-        """Return the request for the best plan with one of these unit sizes."""
+        """Return the request for the best plan with one of these unit sizes, which leaves the margin free."""
+        request = self._request_of_all_memory(unit_sizes)
+        budgets = self._available.with_gpu_margin(self._limits.gpu_margin, request.fixed_bytes)
+        return replace(request, budgets=budgets)
+
+    def _request_of_all_memory(self, unit_sizes: Iterable[int]) -> PlanRequest:
         return PlanRequest(
             sub_groups=self._job.sub_groups,
             unit_sizes=tuple(unit_sizes),
             cost=self.cost,
-            budgets=self.budgets,
+            budgets=self._available,
             windows=self.windows,
             setup=self._job.setup,
             rules=self._job.rules,
@@ -234,7 +243,9 @@ class _Predictor:
         if self._training_limit is not None and self._training_limit < self._job.gpu_bytes:
             return False
         try:
-            require_memory(self._job.workload(max(UNIT_SIZES)), self.cost, self.budgets, self._job.setup)
+            size = max(UNIT_SIZES)
+            budgets = self.request([size]).budgets
+            require_memory(self._job.workload(size), self.cost, budgets, self._job.setup)
         except DoesNotFit:
             return False
         return True
@@ -307,16 +318,16 @@ class _Predictor:
         missing: dict[str, int] = {}
         for num_slots in range(MAX_SLOTS, 0, -1):
             plan = UpdatePlan(workload=workload, placements=placements, num_slots=num_slots)
-            missing = self.budgets.missing(memory_of(plan, self._job.setup))
+            missing = self._available.missing(memory_of(plan, self._job.setup))
             if not missing:
-                update = self.request(()).evaluate(plan)
+                update = self._request_of_all_memory(()).evaluate(plan)
                 return self.iteration(update.update_s, update.exposed_s, GradientPath.for_plan(plan))
         return Infeasible(reason=DoesNotFit(missing).rule)
 
     def _deepspeed(self, workload: Workload, residents: int) -> Outcome:
         """Return the iteration of stock DeepSpeed, or Twin-Flow: the actions run one by one, and nothing is hidden."""
         plan = _plan_of_deepspeed(workload, residents)
-        if missing := self.budgets.missing(MemoryUse.from_reservations(reserved_by_stock(plan, PARAM_BYTES))):
+        if missing := self._available.missing(MemoryUse.from_reservations(reserved_by_stock(plan, PARAM_BYTES))):
             return Infeasible(reason=DoesNotFit(missing).rule)
         cost = CostModel.for_stock(self._profile, PARAM_BYTES)
         update_s = simulate(serial_schedule(plan.placements), workload, cost).end_s

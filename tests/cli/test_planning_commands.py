@@ -137,7 +137,7 @@ def test_plan_prints_the_figures_of_every_alternative_and_the_block_to_paste(
 
 
 def test_memory_limits_move_units_off_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    limits = (80, 30, 12)
+    limits = (80, 30, 14)
     large, small, none = (planned(capsys, job(gpu_memory_gb=limit, unit_size=10**8)) for limit in limits)
     assert large["placement"]["resident"] > small["placement"]["resident"] > none["placement"]["resident"]
     assert none["placement"]["resident"] == 1, "only the norms, which are a short unit of their own, fit"

@@ -117,7 +117,7 @@ def test_copies_of_gradients_run_one_after_another() -> None:
 
 
 def test_backward_is_charged_for_the_gradients_of_each_placement() -> None:
-    limits = MemoryLimits(gpu=24 * 10**9, host=None)
+    limits = MemoryLimits(gpu=26 * 10**9, host=None)
     found = forecast_7b(limits)
     plan = found.planned.plan
     numel = plan.workload.numel
@@ -174,7 +174,7 @@ def test_the_remedy_names_the_memory_of_training_where_no_number_of_ranks_fits()
 @pytest.mark.parametrize("overlap", [NO_OVERLAP, Overlap()])
 def test_the_peak_of_training_includes_all_memory_of_the_optimizer(overlap: Overlap) -> None:
     """Check all phases: slots are filled in backward and flushed in forward, and residents and gradients stay."""
-    job, limits = replace(SMALL, sequence=2048), MemoryLimits(gpu=22 * 10**9, host=None)
+    job, limits = replace(SMALL, sequence=2048), MemoryLimits(gpu=24 * 10**9, host=None)
     found = forecast(job, WITH_GPU, limits, overlap, [100_000_000])
     plan = found.planned.plan
     streamed, resident = plan.numel(Placement.STREAMED), plan.numel(Placement.RESIDENT)
@@ -187,7 +187,7 @@ def test_the_peak_of_training_includes_all_memory_of_the_optimizer(overlap: Over
 
 
 def test_windows_are_backward_and_forward_if_a_gpu_trains() -> None:
-    both = forecast_7b(MemoryLimits(gpu=24 * 10**9, host=None), replace(SMALL, sequence=2048))
+    both = forecast_7b(MemoryLimits(gpu=26 * 10**9, host=None), replace(SMALL, sequence=2048))
     assert both.windows.forward_s == both.predicted.forward_s
     assert 0 < both.windows.backward_s <= both.predicted.backward_s, "without the wait for gradients"
     on_cpu = forecast(SMALL, CPU_ONLY, MemoryLimits(gpu=None, host=400 * 10**9), Overlap(), [100_000_000])

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from deep_opt_states.config import Config
+from deep_opt_states.runtime.gpu_budget import OBSERVED_STEPS, GpuBudget
 from perf_model.__main__ import main
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.hardware import HardwareProfile
@@ -28,7 +30,8 @@ from perf_model.schedule.workload import Partition
 from perf_model.search.budgets import Budgets
 from perf_model.search.plan_request import PlanRequest, SizedPlan
 from perf_model.search.unit_sizes import UNIT_SIZES
-from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE
+from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE, Job
+from perf_model.units import GB
 from tests.model.costs import cost
 
 SEQUENCE = 2048
@@ -50,6 +53,16 @@ class PlanSetting:
     @property
     def profile(self) -> HardwareProfile:
         return MACHINES[self.machine].profile(min(self.ranks_per_node, self.world_size))
+
+    @property
+    def job(self) -> Job:
+        return Job(
+            shape=MODELS[self.model],
+            world_size=self.world_size,
+            ranks_per_node=self.ranks_per_node,
+            micro_batch=self.micro_batch,
+            sequence=SEQUENCE,
+        )
 
     @property
     def arguments(self) -> list[str]:
@@ -109,10 +122,25 @@ def sub_groups_of_deepspeed(names: Sequence[tuple[str, int]], ranks: int, size: 
     return formed
 
 
+def budget_of_training(setting: PlanSetting, block: Config) -> int:
+    """Return the budget of a GPU of which the first steps have left free what ``plan`` assumes."""
+    limit = block.gpu_memory_gb
+    budget = GpuBudget(
+        start_bytes=0 if limit is None else int(limit * GB),
+        margin_bytes=int(block.gpu_memory_margin_gb * GB),
+        fills=limit is None,
+    )
+    assert setting.profile.gpu_memory_bytes is not None
+    for _ in range(OBSERVED_STEPS):
+        budget.observe(setting.profile.gpu_memory_bytes - setting.job.gpu_bytes, alloc_retries=0, held_bytes=0)
+    return budget.bytes
+
+
 def plan_as_the_engine(setting: PlanSetting, printed: dict[str, Any]) -> SizedPlan:
     """Plan with what a training engine knows: its partitions by name, the profile, and measured windows and memory."""
     config = printed["deepspeed_config"]
     block = config["deep_optimizer_states"]
+    budgets = Budgets(gpu_bytes=budget_of_training(setting, Config(**block)))
     profile = HardwareProfile.from_json(setting.profile.to_json())
     parameters = MODELS[setting.model].parameters()
     size = config["zero_optimization"].get("sub_group_size", DEFAULT_SUB_GROUP_SIZE)
@@ -134,9 +162,7 @@ def plan_as_the_engine(setting: PlanSetting, printed: dict[str, Any]) -> SizedPl
     measured = WindowMeasurement(
         first_step=1, last_step=5, by_kind={}, windows=Windows(**printed["windows"]), exposed_s=1.0
     )
-    decision = policy.observe(
-        measured, Budgets(gpu_bytes=printed["budgets"]["gpu_bytes"]), MODELS[setting.model].first_use()
-    )
+    decision = policy.observe(measured, budgets, MODELS[setting.model].first_use())
     assert decision is not None
     return decision.chosen
 
@@ -163,10 +189,23 @@ def test_the_engine_finds_the_printed_plan_with_the_printed_seconds(setting: Pla
     assert found.planned.update_s == printed["predicted"]["update_s"]
 
 
-def test_the_engine_finds_the_printed_plan_if_the_config_has_a_unit_size() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"unit_size": 70_000_000},
+        {"gpu_memory_margin_gb": 6.5},
+        {"gpu_memory_margin_gb": 0.0},
+        {"gpu_memory_gb": 40.0},
+        {"gpu_memory_gb": 40.0, "gpu_memory_margin_gb": 6.5},
+    ],
+    ids=str,
+)
+def test_the_engine_finds_the_printed_plan_with_options_that_the_config_has(options: dict[str, float]) -> None:
     setting = SETTINGS[0]
-    printed = json.loads(print_plan(setting, "--unit-size", "70000000"))
-    assert printed["deepspeed_config"]["deep_optimizer_states"]["unit_size"] == 70_000_000
+    arguments = [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
+    printed = json.loads(print_plan(setting, *arguments))
+    block = printed["deepspeed_config"]["deep_optimizer_states"]
+    assert block.keys() & {"unit_size", "gpu_memory_gb", "gpu_memory_margin_gb"} == options.keys()
     found = plan_as_the_engine(setting, printed)
     assert {**found.to_json_dict(), "order": None} == {**printed["plan"], "order": None}
     assert found.planned.exposed_s == printed["predicted"]["exposed_update_s"]
