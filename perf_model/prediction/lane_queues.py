@@ -1,7 +1,7 @@
 """Lower many plans of one workload at once to arrays: for each lane the actions that it runs, in order.
 
 This is ``schedule/lowering.py`` for plans in forward's order, with one row per plan. It returns no actions and no
-names, because a search that compares thousands of plans needs only what the simulation reads. In forward's order, every
+names, because a search that compares hundreds of plans needs only what the simulation reads. In forward's order, every
 wait is a number of actions that another lane has ended:
 
 - A prefetch waits until the previous occupant of the slot is flushed.

@@ -1,6 +1,6 @@
 """Simulate many plans of one workload at once: the event loop of ``simulate.py`` with one column per plan.
 
-A search compares thousands of plans. Together they advance in arrays, each to the next event of its own, which takes a
+A search compares hundreds of plans. Together they advance in arrays, each to the next event of its own, which takes a
 twentieth of the time that the plans take one by one. The rules and the results are those of ``Simulator``; a host that
 executes actions itself (``CostModel.blocks``) is not simulated here.
 """

@@ -47,6 +47,9 @@ MAX_ROUNDS = 12
 FIRST_LEADERS = 6
 """The number of plans that the first round changes; each round changes one less, and the last ones change the best."""
 
+FILLED_LEADERS = 3
+"""The number of plans whose memory is filled."""
+
 LITTLE = 0.002
 """The relative gain up to which a round was in vain, so that no round follows."""
 
@@ -161,7 +164,7 @@ class WindowSearch:
             plans = self._ramps.place(varied, tightly=True)
             if scale == SCALES[-1] and self._fills:
                 # Together with the last ramps: few plans take almost as long to simulate as many.
-                plans += [plan for leader in self._leaders()[:FIRST_LEADERS] for plan in self._filled(leader)]
+                plans += [plan for leader in self._leaders()[:FILLED_LEADERS] for plan in self._filled(leader)]
             self._try(plans, self.best.seconds[0] * ALMOST)
         possible = 1 + MAX_REFINED_UNITS // len(self.workload.units)
         for number in range(min(possible, MAX_ROUNDS)):
