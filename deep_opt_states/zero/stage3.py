@@ -151,7 +151,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self._steps: list[AdamStep] = []
         self._stepped = False
         self._window_is_open = False
-        """Whether gradients were reduced since the last step."""
+        """Whether gradients were reduced since the last step, and not discarded."""
         self._grad_scale = 1.0
 
     def initialize_optimizer_states(self) -> None:
@@ -213,6 +213,19 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         else:
             super().reduce_independent_p_g_buckets_and_remove_grads(param)
             self._buckets.record(param)
+
+    def clear_backward_seen_flag(self) -> None:
+        """Discard the gradients of a backward that an error has ended; DeepSpeed calls this before each forward.
+
+        Stock overwrites them when the first micro-batch of a window is tried again, but only those that were reduced:
+        the others stay in its buckets. Those of a later micro-batch are part of the sums already, as in stock.
+        """
+        super().clear_backward_seen_flag()
+        if self.micro_step_id == 0 and (self._window_is_open or self._buckets.have_gradients):
+            self._wait_for_reduction()
+            self._buckets.discard()
+            self._gradients.abandon_window()
+            self._window_is_open = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)

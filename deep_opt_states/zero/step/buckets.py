@@ -21,6 +21,7 @@ class Buckets:
     """The parameters of ``optimizer`` whose gradients are in a bucket and have not been reduced yet."""
 
     def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
         self._stream = optimizer.reduce_and_partition_stream
         self._addresses: dict[int, int] = {}
         """The address of each gradient in a bucket, by ``ds_id``."""
@@ -33,6 +34,19 @@ class Buckets:
                 if param.requires_grad
             )
             add_grad_hooks(optimizer, handles)
+
+    @property
+    def have_gradients(self) -> bool:
+        """Return whether gradients wait for their reduction. Between two backwards, this is so only after an error."""
+        return bool(self._addresses)
+
+    def discard(self) -> None:
+        """Drop all gradients that have not been reduced. No copy into a bucket is in flight."""
+        self._addresses.clear()
+        for bucket in self._optimizer.ipg_buckets.values():
+            bucket.clear_params()
+        for params in self._optimizer.fp16_groups:
+            self._optimizer.free_grad_in_param_list(params)
 
     def contains(self, param: Parameter) -> bool:
         """Return whether the parameter's gradient is in a bucket now.

@@ -98,23 +98,27 @@ def step_after_zero_grad(block: dict[str, Any], accumulation: int, abandons: boo
     return found
 
 
-def error_after_failed_backward(block: dict[str, Any] | None, drop: Callable[[Any], object]) -> str:
-    """Return the name of the error that the next backward raises, or "" if there is none.
+def step_after_failed_backward(block: dict[str, Any] | None, drop: Callable[[Any], object] | None) -> Any:
+    """Return the masters after a step, before which a backward has failed unless ``drop`` is None; or the error's name.
 
     DeepSpeed's bucket still contains gradients of the backward that raised.
     """
     # Gradients are reduced in the bucket's own memory, not in the memory of the parameters' gradients.
     engine = make_engine(block, reduce_scatter=False)
-    hook = engine.module.first.register_forward_hook(lambda _, __, output: RaisesInBackward.apply(output))
-    with pytest.raises(RuntimeError, match="out of memory"):
-        engine.backward(engine(batch(1), True).sum())
-    hook.remove()
-    drop(engine)
+    if drop is not None:
+        hook = engine.module.first.register_forward_hook(lambda _, __, output: RaisesInBackward.apply(output))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.backward(engine(batch(1), True).sum())
+        hook.remove()
+        drop(engine)
     try:
         engine.backward(engine(batch(2), True).sum())
     except AssertionError:
         return "AssertionError"
-    return ""
+    engine.step()
+    masters = [safe_get_full_fp32_param(param).tolist() for param in engine.module.parameters()]
+    engine.destroy()
+    return masters
 
 
 def drop_each_gradient(engine: Any) -> None:
@@ -123,6 +127,7 @@ def drop_each_gradient(engine: Any) -> None:
 
 
 DROPS: dict[str, Callable[[Any], object]] = {
+    "nothing": lambda engine: None,
     "engine.zero_grad": lambda engine: engine.zero_grad(),
     "each gradient": drop_each_gradient,
 }
@@ -134,6 +139,9 @@ if __name__ == "__main__":
             for block in (CPU, STREAMED):
                 results = [step_after_zero_grad(block, accumulation, abandons) for abandons in (True, False)]
                 answer({"abandoned": results[0], "undisturbed": results[1]})
+        undisturbed = step_after_failed_backward(None, None)
         for name, drop in DROPS.items():
             for tested in (None, CPU, STREAMED):
-                answer({"drop": name, "block": tested, "raised": error_after_failed_backward(tested, drop)})
+                found = step_after_failed_backward(tested, drop)
+                outcome = found if isinstance(found, str) else "undisturbed" if found == undisturbed else "disturbed"
+                answer({"drop": name, "block": tested, "outcome": outcome})
