@@ -186,6 +186,22 @@ def allocated_bytes() -> int:
     return int(torch.cuda.memory_stats().get("allocated_bytes.all.current", 0))
 
 
+def reserved_bytes() -> int:
+    """Return the bytes of the GPU that PyTorch holds now, with those in its cache. This is fast and asks no driver."""
+    stats = torch.cuda.memory_stats_as_nested_dict()
+    return int(stats["reserved_bytes"]["all"]["current"]) if stats else 0
+
+
+def free_bytes() -> int:
+    """Return the bytes of the GPU that no process holds now."""
+    return int(torch.cuda.mem_get_info()[0])
+
+
+def failed_allocations() -> int:
+    """Return how many allocations have raised an out-of-memory error since the process started."""
+    return int(torch.cuda.memory_stats().get("num_ooms", 0))
+
+
 def free_and_retries(since: AllocatorMark | None = None) -> tuple[int, int]:
     """Return the bytes of the GPU that were free at PyTorch's peak, and the number of allocations that were retried.
 

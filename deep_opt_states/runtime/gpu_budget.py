@@ -56,18 +56,26 @@ class GpuBudget:
         without_ours = free_bytes if is_evicted else free_bytes + held_bytes
         if self._least_without_ours is None or without_ours < self._least_without_ours:
             self._least_without_ours = without_ours
+        self.count_retries(alloc_retries, 0 if is_evicted else held_bytes)
         if self._steps < OBSERVED_STEPS:
-            self._alloc_retries = alloc_retries
             return
-        if alloc_retries > self._alloc_retries:
-            # Memory was short, for any reason. Training can do without these states on the accelerator.
-            self._alloc_retries = alloc_retries
-            self.limit(0 if is_evicted else held_bytes // 2)
         free_for_states = self._least_without_ours - self.margin_bytes
         if self._steps == OBSERVED_STEPS and self._fills:
             self._allowed_bytes = max(self._required_bytes, free_for_states)
         elif self._least_without_ours - self.margin_bytes // 2 < held_bytes:
             self.limit(free_for_states)
+
+    def count_retries(self, alloc_retries: int, held_bytes: int) -> None:
+        """Limit the budget to half of ``held_bytes``, held since the last call, if an allocation was retried."""
+        is_short = alloc_retries > self._alloc_retries
+        self._alloc_retries = alloc_retries
+        if is_short and self._steps >= OBSERVED_STEPS:
+            # Memory was short, for any reason. Training can do without these states on the accelerator.
+            self.limit(held_bytes // 2)
+
+    def is_short_with(self, free_bytes: int) -> bool:
+        """Return whether memory will count as short after this step, given that ``free_bytes`` are free now."""
+        return self._steps >= OBSERVED_STEPS - 1 and free_bytes < self.margin_bytes // 2
 
     def ignore_retries(self, count: int) -> None:
         """Do not count ``count`` retries, which are those of allocations for the optimizer and not for training."""

@@ -132,6 +132,27 @@ def test_a_retried_allocation_while_nothing_was_held_forbids_everything() -> Non
     assert training.step(990, evicts=True) == 0
 
 
+def test_retries_before_the_memory_is_given_back_do_not_count_as_retries_without_it() -> None:
+    training = filling()
+    for _ in range(OBSERVED_STEPS):
+        training.step(600)
+    training.retries += 1
+    training.budget.count_retries(training.retries, training.held)
+    assert training.step(650, evicts=True) == 150
+    assert training.step(650) == 150
+
+
+def test_a_forward_is_short_of_memory_when_the_step_will_be() -> None:
+    training = filling()
+    for _ in range(OBSERVED_STEPS - 1):
+        assert not training.budget.is_short_with(0), "the budget does not shrink after these steps"
+        training.step(600)
+    training.step(600)
+    for free, is_short in ((MARGIN // 2, False), (MARGIN // 2 - 1, True)):
+        assert training.budget.is_short_with(free) == is_short
+        assert (training.step(1000 - training.held - free) < 300) == is_short
+
+
 def test_a_peak_without_our_states_shows_what_a_larger_input_leaves() -> None:
     training = filling()
     for _ in range(OBSERVED_STEPS):

@@ -192,6 +192,18 @@ def memory_stats(device: Any = None) -> dict[str, int]:
     return torch.accelerator.memory_stats()
 
 
+def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
+    """Return ``memory_stats`` with a dictionary for each part of a name, like ``torch.cuda``."""
+    nested: dict[str, Any] = {}
+    for name, value in memory_stats().items():
+        inner = nested
+        *parts, last = name.split(".")
+        for part in parts:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return nested
+
+
 def memory_allocated(device: Any = None) -> int:
     return torch.accelerator.memory_allocated()
 

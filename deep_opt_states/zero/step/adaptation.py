@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from deepspeed import comm as dist
@@ -14,12 +16,16 @@ from deep_opt_states.device.cuda import (
     AllocatorMark,
     allocated_bytes,
     empty_cache,
+    failed_allocations,
     free_and_retries,
+    free_bytes,
     mark_emptied_allocator,
+    reserved_bytes,
 )
 from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.zero.internals.agreement import gather_values, raise_together, same_on_all_ranks
 from deep_opt_states.zero.internals.log import log_error, log_rank_0, log_this_rank
+from deep_opt_states.zero.step.growing_forwards import GrowingForwards
 from deep_opt_states.zero.step.larger_forwards import LargerForwards
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from perf_model.prediction.memory import memory_of
@@ -34,6 +40,11 @@ from perf_model.units import gigabytes
 
 UNREPORTED = 4
 """More updates than can have run and not have been reported."""
+
+REMEDY = (
+    "If stock DeepSpeed has enough memory for this step, its need has grown at once by more than the margin, without a "
+    "larger input: a larger gpu_memory_margin_gb leaves more memory free, and gpu_memory_gb limits what states take"
+)
 
 
 @dataclass(kw_only=True)
@@ -92,9 +103,10 @@ class Replanning:
     measurements when they are due, which is after the same steps on every rank, or if memory is short on any rank. Rank
     0 then plans for the slowest rank and for the least memory. ``before_move`` is called before the plan changes.
 
-    A rank calls ``give_memory_back`` before a forward that may need more memory than any before. As in stock, nothing
-    on the accelerator belongs to the optimizer then. The CPU updates, until the peak of that forward and its backward
-    is known. Before the next backward, the memory is reserved again, for a plan that fits into what is free.
+    A rank calls ``give_memory_back`` before a forward that may need more memory than any before, or in one that takes
+    more. As in stock, nothing on the accelerator belongs to the optimizer then. The CPU updates, until the peak of that
+    forward and its backward is known. Before the next backward, the memory is reserved again, for a plan that fits into
+    what is free.
     """
 
     def __init__(
@@ -128,6 +140,10 @@ class Replanning:
         """The numbers of the last updates that ran while the memory was given back."""
         self._taken_bytes = 0
         """The bytes that this rank has allocated for plans since the start, less those that it has freed."""
+        self._failed = failed_allocations()
+        """The allocations that have failed so far, without those for a plan since the last forward."""
+        self._available_bytes: int | None = None
+        """The memory that PyTorch held or could take when a forward began; None if the plan held no memory then."""
 
     @property
     def memory_is_short(self) -> bool:
@@ -158,16 +174,49 @@ class Replanning:
             self._evicted_updates.append(update)
         self._need_is_known = True
 
-    def give_memory_back(self) -> None:
+    @property
+    def has_failed(self) -> bool:
+        """Return whether an allocation has failed since the last forward while the plan holds memory."""
+        return self._running.holds_memory and failed_allocations() > self._failed
+
+    def begin_forward(self) -> None:
+        """Remember what is free before a forward, so that ``is_short_now`` is fast."""
+        self._failed = failed_allocations()
+        self._available_bytes = free_bytes() + reserved_bytes() if self._running.holds_memory else None
+
+    def is_short_now(self) -> bool:
+        """Return whether the present forward has taken so much of the margin that the budget will shrink.
+
+        Other processes may have taken more since it began; that does not count. A plan that exceeds the budget already
+        is kept for rules by name.
+        """
+        return (
+            self._available_bytes is not None
+            and self._budget.is_short_with(self._available_bytes - reserved_bytes())
+            and not self._exceeds_budget
+        )
+
+    def log_failure(self) -> None:
+        """Log the remedy if training ends with an allocation that has failed while the plan holds memory."""
+        if self.has_failed:
+            log_this_rank(
+                f"an allocation has failed while optimizer states hold {gigabytes(self._held_bytes)} of GPU memory. "
+                f"{REMEDY}"
+            )
+
+    def give_memory_back(self, reason: str) -> None:
         """Give all accelerator memory of the plan to training. No update is in flight on this rank."""
         # A plan without memory has nothing to give. Training then keeps PyTorch's cache, as it does in stock.
         if self._running.holds_memory:
+            # Retries from now on happen while nothing is held.
+            self._budget.count_retries(free_and_retries()[1], self._held_bytes)
             with self._changing_memory():
                 self._running.evict()
             log_this_rank(
-                f"{gigabytes(self._held_bytes)} of GPU memory are given back before a forward that may need more than "
-                f"any before; the CPU updates these units until the need is known"
+                f"the CPU updates units until their memory need is known: "
+                f"{gigabytes(self._held_bytes)} of GPU memory are given back {reason}"
             )
+        self._available_bytes = None
         self._need_is_known = False
 
     def adapt(self, *, memory_is_short: bool) -> bool:
@@ -276,11 +325,12 @@ class Replanning:
         cache, and the next peak would not show what training needs.
         """
         empty_cache()
-        before, (_, retries) = allocated_bytes(), free_and_retries()
+        before, (_, retries), failed = allocated_bytes(), free_and_retries(), failed_allocations()
         yield
         self._taken_bytes += allocated_bytes() - before
         self._changed = mark_emptied_allocator()
         self._budget.ignore_retries(free_and_retries()[1] - retries)
+        self._failed += failed_allocations() - failed
 
     def _bytes_of_running(self) -> int:
         """Return what the running plan holds; if it is evicted, what the planner assumes for it."""
@@ -308,11 +358,33 @@ def make_adaptation(
         return OrderAdaptation(running, first_uses)
     replanning = Replanning(running, request, budget, first_uses, before_move)
 
-    def give_memory_back() -> None:
+    def give_memory_back(reason: str) -> None:
         before_eviction()
-        replanning.give_memory_back()
+        replanning.give_memory_back(reason)
 
-    larger_forwards = LargerForwards(give_memory_back, replanning.bytes_in_use, budget.margin_bytes // 4)
+    larger_forwards = LargerForwards(
+        partial(give_memory_back, "before a forward that may need more than any before"),
+        replanning.bytes_in_use,
+        budget.margin_bytes // 4,
+    )
     hook = module.register_forward_pre_hook(larger_forwards, prepend=True, with_kwargs=True)
     resources.callback(hook.remove)
+
+    def begin_forward() -> None:
+        if replanning.has_failed:
+            give_memory_back(f"after an allocation has failed. {REMEDY}")
+        replanning.begin_forward()
+
+    # These hooks run before the one above. What has failed, has failed while the memory was held.
+    GrowingForwards(
+        module,
+        begin_forward,
+        replanning.is_short_now,
+        partial(give_memory_back, "in a forward that has taken half of gpu_memory_margin_gb"),
+        resources,
+    )
+    # A script that does not catch the error may end without destroying its engine.
+    atexit.register(replanning.log_failure)
+    resources.callback(atexit.unregister, replanning.log_failure)
+    resources.callback(replanning.log_failure)
     return replanning

@@ -1,4 +1,4 @@
-"""Train a model whose activations take as much memory as its inputs set, on a GPU of any size."""
+"""Train a model whose activations take as much memory as its inputs set, by size or by value, on a GPU of any size."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from tests.zero.parity.training import DTYPES, Block, Record, collect
 BYTES_PER_TOKEN = 8192
 """The activations that each layer keeps from forward to backward, per token."""
 
+EXPERTS = 256
+
 CACHED_TOGETHER = 256
 """The tokens for which a generation caches memory between two forwards."""
 
@@ -51,34 +53,45 @@ class Step:
     tokens: tuple[int, ...]
     evaluated: int | None = None
     generated: int = 0
+    busiest: int | None = None
+    """The tokens of each micro-batch that are routed to its busiest expert; None: all of them."""
+    in_backward: bool = False
+    """Whether the memory of the experts is in use in backward only, as if they were computed again there."""
 
 
 class KeepsActivations(torch.autograd.Function):
     """The identity, with memory that is in use from forward to backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, size_bytes: int) -> torch.Tensor:
-        ctx.save_for_backward(torch.empty(size_bytes, dtype=torch.uint8, device=x.device))
+    def forward(ctx: Any, x: torch.Tensor, size_bytes: int, in_backward: bool) -> torch.Tensor:
+        ctx.in_backward_bytes = size_bytes if in_backward else 0
+        ctx.save_for_backward(torch.empty(0 if in_backward else size_bytes, dtype=torch.uint8, device=x.device))
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         assert ctx.saved_tensors
-        return grads[0], None
+        torch.empty(ctx.in_backward_bytes, dtype=torch.uint8, device=grads[0].device)
+        return grads[0], None, None
 
 
 class GrowingNet(torch.nn.Module):
-    """Linear layers of the case's widths. ``tokens`` has as many elements as the activations have tokens."""
+    """Linear layers of the case's widths, each with experts. ``tokens`` has the expert of each token.
+
+    All experts have the capacity that the busiest needs, so that the activations have as many tokens as that receives.
+    """
 
     def __init__(self, case: Case) -> None:
         super().__init__()
+        self.in_backward = False
         pairs = zip(case.widths[:-1], case.widths[1:], strict=True)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(inputs, outputs) for inputs, outputs in pairs)
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return the loss of ``x``, of shape [batch, widths[0]]."""
+        size_bytes = int(tokens.cpu().bincount().max()) * BYTES_PER_TOKEN
         for layer in self.layers:
-            x = KeepsActivations.apply(torch.nn.functional.gelu(layer(x)), tokens.numel() * BYTES_PER_TOKEN)
+            x = KeepsActivations.apply(torch.nn.functional.gelu(layer(x)), size_bytes, self.in_backward)
         return (x.float() ** 2).mean()
 
 
@@ -90,6 +103,8 @@ class Seen:
     placed: list[dict[str, int]] = field(default_factory=list)
     """The units by placement."""
     evicted: list[bool] = field(default_factory=list)
+    failed: list[bool] = field(default_factory=list)
+    """Whether the step was trained again after an out-of-memory error."""
 
     def add(self, running: RunningPlan) -> None:
         """Add the state after a step."""
@@ -105,10 +120,13 @@ def train_on_gpu(
     memory_bytes: int = 4 * GIB,
     case: Case = CASE,
     after_step: Callable[[Any, int], object] | None = None,
+    *,
+    tries_again: bool = False,
 ) -> tuple[Record, Seen]:
     """Train on a GPU with ``memory_bytes``, and return the bits and what else was seen. Raise its out-of-memory error.
 
-    ``after_step`` gets the engine and the number of steps that are done.
+    ``after_step`` gets the engine and the number of steps that are done. If ``tries_again``, a micro-batch that raises
+    the error is trained once more.
     """
     case = replace(case, accumulation=len(steps[0].tokens))
     record, seen = Record(), Seen()
@@ -130,12 +148,21 @@ def train_on_gpu(
                     with torch.no_grad():
                         losses.append(engine(*batch(case, 10_000 + number, step.evaluated)))
                 losses += generate(engine, batch(case, 20_000 + number, 1), step.generated)
+                model.in_backward = step.in_backward
+                failed = False
                 for position, tokens in enumerate(step.tokens):
-                    loss = engine(*batch(case, number * len(step.tokens) + position, tokens))
-                    engine.backward(loss)
+                    inputs = batch(case, number * len(step.tokens) + position, tokens, step.busiest)
+                    try:
+                        losses.append(forward_and_backward(engine, inputs))
+                    except torch.OutOfMemoryError:
+                        if not tries_again:
+                            raise
+                        failed = True
+                    # After the exception, whose traceback refers to activations.
+                    if failed:
+                        losses.append(forward_and_backward(engine, inputs))
                     engine.step()
-                    losses.append(loss.detach())
-                    del loss
+                seen.failed.append(failed)
                 if block is not None:
                     seen.add(engine.optimizer._running)
                 if after_step is not None:
@@ -145,6 +172,13 @@ def train_on_gpu(
         finally:
             engine.destroy()
     return record, seen
+
+
+def forward_and_backward(engine: Any, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Return the loss of one micro-batch after its backward."""
+    loss: torch.Tensor = engine(*inputs)
+    engine.backward(loss)
+    return loss.detach()
 
 
 def generate(engine: torch.nn.Module, inputs: tuple[torch.Tensor, torch.Tensor], tokens: int) -> list[torch.Tensor]:
@@ -176,11 +210,16 @@ def memory_that_stock_needs(steps: Sequence[Step], case: Case = CASE) -> int:
     return (enough + 8) * 2**20
 
 
-def batch(case: Case, number: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs of so many tokens, the same whenever rank and ``number`` are the same."""
+def batch(case: Case, number: int, tokens: int, busiest: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs of so many tokens, the same whenever rank and ``number`` are the same.
+
+    The first expert receives ``busiest`` of them, or all, and the others the rest.
+    """
     generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
     x = torch.randn(4, case.widths[0], generator=generator).to(DTYPES[case.dtype])
-    return on_accelerator(x), on_accelerator(torch.zeros(tokens, dtype=torch.uint8))
+    experts = torch.arange(tokens) % (EXPERTS - 1) + 1
+    experts[:busiest] = 0
+    return on_accelerator(x), on_accelerator(experts.to(torch.uint8))
 
 
 def slow_profile() -> HardwareProfile:
