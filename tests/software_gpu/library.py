@@ -22,7 +22,7 @@ FLAGS = ["-O1", "-Wall"]
 RESOURCES = ("h2d", "d2h", "both_directions", "pageable", "host_memory", "gpu", "cpu")
 """The shared resources of the time model, in the order of ``Resource`` in ``csrc/clock.h``."""
 
-EAGER = ("none", "on default stream", "on other streams", "copies")
+EAGER = ("none", "on default stream", "on other streams", "copies", "copies to the device")
 """The tasks that are eager, in the order of ``Eager`` in ``csrc/stream.h``."""
 
 UNLIMITED = float("inf")

@@ -56,6 +56,7 @@ bool Stream::is_eager(const Task& task) const {
     case Eager::NONE: return false;
     case Eager::ON_DEFAULT_STREAM: return id_ == 0;
     case Eager::ON_OTHER_STREAMS: return id_ != 0;
+    case Eager::COPIES_TO_DEVICE: return task.engine == Engine::H2D;
     case Eager::COPIES: return task.engine == Engine::H2D || task.engine == Engine::D2H;
   }
   return false;

@@ -19,7 +19,7 @@
 namespace software_gpu {
 
 // The tasks that are executed when they are issued, while the host waits for them.
-enum class Eager { NONE, ON_DEFAULT_STREAM, ON_OTHER_STREAMS, COPIES };
+enum class Eager { NONE, ON_DEFAULT_STREAM, ON_OTHER_STREAMS, COPIES, COPIES_TO_DEVICE };
 
 struct Settings {
   bool lazy = false;

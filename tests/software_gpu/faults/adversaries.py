@@ -20,6 +20,7 @@ LAZY_S = 20.0
 
 LAZY, LAZY_WORKER = "lazy", "lazy worker"
 LAZY_SIDE_STREAMS = "lazy side streams"
+LAZY_COPIES_TO_THE_HOST = "lazy kernels and copies to the host"
 LAZY_KERNELS_WITHOUT_FREE_MEMORY = "lazy kernels, memory in use"
 
 
@@ -39,6 +40,8 @@ ADVERSARIES = {
     # Tasks of the default stream are not late, so that they overtake those of the other streams.
     LAZY_SIDE_STREAMS: Adversary(Settings(lazy=True, lazy_s=LAZY_S, eager="on default stream")),
     "lazy default stream": Adversary(Settings(lazy=True, lazy_s=LAZY_S, eager="on other streams")),
+    # Prefetches overtake flushes.
+    LAZY_COPIES_TO_THE_HOST: Adversary(Settings(lazy=True, lazy_s=LAZY_S, eager="copies to the device")),
     # Copies overtake the kernels that used the memory before.
     LAZY_KERNELS_WITHOUT_FREE_MEMORY: Adversary(
         Settings(lazy=True, lazy_s=LAZY_S, eager="copies"), memory_in_use_before_backward
