@@ -19,6 +19,9 @@ class ActionEvents:
         self.finished: dict[str, Event] = {name: device.event() for name in names}
         """Producer -> consumer: recorded after each action. The streams and the worker wait for them where an action
         waits for this one, and the caller's current stream waits for them in ``publish``."""
+        self.flushed = device.event()
+        """The d2h stream -> host: recorded when the update ends on the streams; its flushes have finished. Only
+        ``timeline`` waits for it."""
         self.origin = device.event()
         """Caller's stream -> host: recorded when the update begins. It marks second 0 of the timeline."""
         self.origin_s = 0.0
@@ -27,7 +30,8 @@ class ActionEvents:
         """Start and end of each action of the worker, in seconds after ``origin_s``."""
 
     def timeline(self, actions: Sequence[Action]) -> Timeline:
-        """Return when each of ``actions`` ran. All of them must have finished."""
+        """Return when each of ``actions`` ran. The update has ended; the host waits for its flushes in flight."""
+        self.flushed.synchronize()
         spans = []
         for action in actions:
             if action.lane is Lane.CPU:

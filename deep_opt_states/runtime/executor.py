@@ -53,12 +53,14 @@ class Executor:
     is not safe to execute.
 
     **Order of calls.** One thread makes all calls. ``begin`` starts an update and ``finish`` ends it; ``run`` does
-    both. Between them the caller may call ``publish``, ``publish_early_ranges``, ``mark_requested``, ``may_block``,
-    ``may_advance`` and ``advance``, in any order and any number of times. ``prefetch``, ``give_states_back``,
-    ``set_units``, ``set_schedule`` and ``touch`` are called only while no update is pending, and ``close`` comes last.
+    both. ``finish_on_stream`` ends it, too, but leaves its flushes in flight. Between them the caller may call
+    ``publish``, ``publish_early_ranges``, ``mark_requested``, ``may_block``, ``may_advance`` and ``advance``, in any
+    order and any number of times. ``prefetch``, ``give_states_back``, ``set_units``, ``set_schedule`` and ``touch`` are
+    called only while no update is pending, and ``close`` comes last.
 
-    **Memory.** Between updates gradients and parameters belong to the caller. Optimizer states do so after
-    ``give_states_back``, until ``prefetch`` or ``begin``. From ``begin`` to ``finish`` gradients,
+    **Memory.** Between updates gradients and parameters belong to the caller: on every stream and thread after
+    ``finish``, and on the stream that was current in ``finish_on_stream`` after that. Optimizer states do so after
+    ``finish`` and ``give_states_back``, until ``prefetch`` or ``begin``. From ``begin`` to ``finish`` gradients,
     optimizer states and parameters belong to the executor: the caller must neither write to gradients and states nor
     read parameters. There are two exceptions: the parameters of early ranges may be read and written once ``begin`` has
     returned, and the parameters of a unit may be read after ``publish``, both only on the stream that is current
@@ -105,7 +107,12 @@ class Executor:
         self._prefetched: set[str] = set()
         """Names of the actions that ``prefetch`` has issued, which the update does not issue again."""
         self.pending = False
-        """Whether an update has begun and ``finish`` has not been called since, even if the update has failed."""
+        """Whether an update has begun and has not ended since, even if the update has failed."""
+        self.flushing = False
+        """Whether the update has ended by ``finish_on_stream``, so that its flushes may be in flight."""
+        self._carried: dict[str, Event] = {}
+        """d2h stream -> h2d stream: flushes of the last update, by the name of the first prefetch that waits for them
+        since ``finish`` has not."""
         self._worker = worker or Worker(device.enter_thread)
         try:
             self._use(schedule, states, splits)
@@ -131,6 +138,7 @@ class Executor:
         """
         assert not self.pending
         _check(schedule, states)
+        self.finish()
         # A lane may still copy into a slot or into resident memory that is freed here, for an update that never began.
         self._drain_streams()
         self._use(schedule, states, splits)
@@ -161,6 +169,7 @@ class Executor:
         """
         assert not self.pending
         _check(schedule, self._states)
+        self.finish()
         if schedule.num_slots < self._actions.num_slots:
             # A lane may still copy into a slot that is freed here. The next owner of the memory must not receive it.
             self._drain_streams()
@@ -180,6 +189,14 @@ class Executor:
             len(schedule.actions),
         )
         """The number of actions of the worker that precede the first action that the caller issues."""
+        self._first_prefetches = [
+            action for action in schedule.actions if action.kind is ActionKind.PREFETCH and not action.waits
+        ]
+        """The prefetches that fill the slots. Any other one waits for an action of the same update."""
+        last_flush = {action.slot: action.name for action in schedule.actions if action.kind is ActionKind.FLUSH_STATES}
+        self._flushes_before = {action.name: last_flush[action.slot] for action in self._first_prefetches}
+        """The flush of the update before that a first prefetch waits for: the last one from its slot. Flushes run in
+        order, so the states that the prefetch reads, which were flushed from the same slot, are in host memory, too."""
 
     def run(self, steps: Sequence[AdamStep]) -> None:
         """Run one whole update, and return when every action has finished.
@@ -204,9 +221,8 @@ class Executor:
             return
         with self._keep_failure():
             self._residents.load()
-            for action in self._schedule.actions:
-                # A prefetch that waits for another action reuses a slot, which the update must release first.
-                if action.kind is ActionKind.PREFETCH and not action.waits and action.name not in self._prefetched:
+            for action in self._first_prefetches:
+                if action.name not in self._prefetched:
                     self._on_stream(action, self._next_events)
                     self._prefetched.add(action.name)
 
@@ -217,6 +233,7 @@ class Executor:
         ``prefetch``.
         """
         assert not self.pending
+        assert not self.flushing
         # A copy that is still in flight is harmless: the next copy into its slot follows on the same stream.
         self._prefetched.clear()
         if self.failure is None:
@@ -231,6 +248,8 @@ class Executor:
         nothing is written.
         """
         assert not self.pending
+        # The states are copied on another stream than the one that updates them.
+        self.finish()
         if self.failure is None:
             with self._keep_failure():
                 self._residents.write_back(units)
@@ -250,12 +269,14 @@ class Executor:
         self._on_cpu = {}
         self._issued = self._requested = 0
         self._events, self._next_events = self._next_events, self._events
-        self.pending = True
+        self.pending, self.flushing = True, False
         with self._keep_failure():
+            self._wait_for_caller()
+            # After the wait: kernels of the update before, which ``finish_on_stream`` left to the stream, read the
+            # hyperparameters that are overwritten here.
             for kernel in {id(kernel): kernel for kernel in (self._host_adam, self._device_adam)}.values():
                 if kernel is not None:
                     kernel.begin_step(steps)
-            self._wait_for_caller()
             self._residents.load()
             self._residents.mark_updated()
             self._early_update.update(self._host_adam, self._device_adam)
@@ -277,7 +298,9 @@ class Executor:
 
         For a CPU unit, the host waits until the worker has issued the publication.
         """
-        if not self.pending or self.failure is not None or not self._splits[unit].rest:
+        # While the flushes are in flight, another stream than the one that has waited may still be ahead of the update.
+        ended = not (self.pending or self.flushing)
+        if ended or self.failure is not None or not self._splits[unit].rest:
             return
         position = self._publishing[unit]
         action = self._schedule.actions[position]
@@ -290,7 +313,7 @@ class Executor:
 
     def publish_early_ranges(self) -> None:
         """Make the current stream wait for the parameters of all early ranges."""
-        if self.pending:
+        if self.pending or self.flushing:
             self._early_update.wait()
 
     def may_block(self, unit: int) -> bool:
@@ -311,16 +334,46 @@ class Executor:
         if self._schedule.actions[position].lane is Lane.PUBLISH:
             self._requested = max(self._requested, position + 1)
 
-    def finish(self) -> None:
-        """Issue the remaining actions, and block the host until every action has finished."""
+    def finish_on_stream(self) -> None:
+        """Issue the remaining actions, and make the current stream wait until all units are updated and published.
+
+        The host waits only for the worker. Backward may then overwrite the gradients on that stream, while flushes are
+        in flight. The first prefetches, which write to their slots, wait for them on the h2d stream. ``finish`` makes
+        the host wait for them, before the caller reads states in host memory.
+        """
         if self.pending and self.failure is None:
             with self._keep_failure():
                 self._issue(len(self._schedule.actions))
                 for name in self._on_cpu:
                     self._wait_for_worker(name)
-                self._drain_streams()
+                self._record_end()
+                self._order_after_update()
+                finished = self._events.finished
+                self._carried = {prefetch: finished[flush] for prefetch, flush in self._flushes_before.items()}
                 self._prefetched.clear()
+                self.flushing = True
         self.pending = False
+
+    def finish(self) -> None:
+        """Issue the remaining actions, and block the host until every action of the update has finished.
+
+        After ``finish_on_stream``, wait for the flushes that it has left in flight.
+        """
+        if self.pending and self.failure is None:
+            with self._keep_failure():
+                self._issue(len(self._schedule.actions))
+                for name in self._on_cpu:
+                    self._wait_for_worker(name)
+                self._record_end()
+                self._wait_until_drained()
+                self._prefetched.clear()
+        elif self.flushing:
+            # Even if the update has failed on another rank: states are then loaded into the memory that is flushed to.
+            # Prefetches for the next update, which backward has begun, are not waited for.
+            with self._keep_failure():
+                self._wait_until_drained()
+        self._carried.clear()
+        self.pending = self.flushing = False
 
     def touch(self, tensors: Sequence[AdamTensors]) -> None:
         """Zero ``tensors``, which are in host memory, on the threads that update on the CPU.
@@ -376,13 +429,16 @@ class Executor:
     def forget_failure(self) -> None:
         """Allow updates again, after the caller has restored every state from a checkpoint."""
         self.failure = None
-        self.pending = False
+        self.pending = self.flushing = False
+        self._carried.clear()
         self._on_cpu = {}
         self._prefetched.clear()
         self._residents.invalidate()
 
     def close(self) -> None:
         """End the worker, and free the slots. The executor cannot be used afterwards."""
+        if self.flushing:
+            self.finish()
         self._worker.close()
         self._actions.close()
         self._residents.close()
@@ -425,6 +481,8 @@ class Executor:
 
     def _on_stream(self, action: Action, events: ActionEvents) -> None:
         stream = self._streams[action.lane]
+        if action.name in self._carried:
+            stream.wait(self._carried.pop(action.name))
         for name in action.waits:
             # CPU steps have no event: the worker, which runs them, also issues the actions that wait for them.
             if name in events.finished:
@@ -458,8 +516,25 @@ class Executor:
 
         The next forward gathers parameters on a stream of DeepSpeed that does not wait for our streams.
         """
+        self._record_drained()
+        self._wait_until_drained()
+
+    def _record_end(self) -> None:
+        """Record that the update ends here on each lane."""
+        self._record_drained()
+        self._streams[Lane.D2H].record(self._events.flushed)
+
+    def _record_drained(self) -> None:
         for lane, stream in self._streams.items():
             stream.record(self._drained[lane])
+
+    def _order_after_update(self) -> None:
+        """Make the current stream wait for the updates and publications before ``_drained``, but not for flushes."""
+        for lane in (Lane.COMPUTE, Lane.PUBLISH):
+            self._device.current_stream().wait(self._drained[lane])
+
+    def _wait_until_drained(self) -> None:
+        """Block the host until everything has finished that was in flight when ``_drained`` was recorded."""
         for event in self._drained.values():
             event.synchronize()
 

@@ -39,6 +39,7 @@ from deep_opt_states.report.reporter import UpdateReporter
 from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.zero.internals.compat import (
     all_gather_partitions,
+    flat_parameters,
     forget_gradient_buffers,
     param_coordinator,
     partition_rank,
@@ -235,7 +236,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         """Wait for the update, which reads the gradients that this backward overwrites, and adapt the schedule."""
         # Backward gathers partitions again, and the caller may have written to them since forward.
         self._gathers.order_after_caller()
-        self._update.wait(on_all_ranks=True)
+        self._update.wait_on_stream()
         if self._stepped:
             self._stepped = False
             self._forget_fp32_copies()
@@ -254,7 +255,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
 
     def partition_grads(self, params_to_release: Any, grad_partitions: Any) -> Any:
         # Some callers skip ``backward_prologue``, for example ``loss.backward()``: wait here as well.
-        self._update.wait(on_all_ranks=True)
+        self._update.wait_on_stream()
         self._buckets.remove(params_to_release)
         self._window_is_open = True
         self._gradients.add_reduced_bucket(params_to_release, grad_partitions)
@@ -312,7 +313,7 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     def _pre_step(self) -> None:
         self._adaptation.observe_memory(self._progress.progress().step + 1)
         self._update.memory_is_short = self._adaptation.memory_is_short
-        self._update.synchronize_ranks(raise_failure=False)
+        self._update.synchronize_ranks(raise_failure=False, flushed=False)
         # Before ``super()``, which forgets the parameters that were reduced in this window.
         self._gradients.complete_window()
         # The current stream waits for the copies of gradients to host memory: the norm may read them, and the host
@@ -391,7 +392,8 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
             self._begin_update()
 
     def _begin_update(self) -> None:
-        self._running.memory.replace_params(self.fp16_partitioned_groups_flat)
+        # The last update is over but for flushes, which do not touch parameters.
+        self._running.memory.replace_params(flat_parameters(self))
         for unit, grad in zip(self._running.memory.units, self._gradients.grads_for_update(), strict=True):
             unit.grad = grad
         # A copy: the LR scheduler and the user may change the next step's hyperparameters while this update runs.

@@ -35,6 +35,8 @@ class Habits:
     grad_dtypes: list[torch.dtype] = field(default_factory=list)
     """The dtype of each unit's gradients, fp32 if users set them. If the list is empty, all gradients are fp32."""
     params_on_host: bool = False
+    overlaps_flushes: bool = True
+    """Whether some updates end on the caller's stream only, with flushes in flight."""
 
 
 def deferred(
@@ -65,12 +67,17 @@ def deferred(
         if habits.prefetches:
             executor.prefetch()
             if chance.random() < 0.2:
+                executor.finish()
                 executor.give_states_back()
         executor.begin([adam_step(step)] * len(numels))
         read.extend(touch_early_ranges(device, states, splits, habits))
         read.extend(forward(executor, device, gathers, states, chance, habits.writes))
-        executor.finish()
+        if habits.overlaps_flushes and (habits.seed + step) % 3 > 0:
+            executor.finish_on_stream()
+        else:
+            executor.finish()
         assert executor.failure is None, executor.failure
+    executor.finish()
     executor.give_states_back()
     all_read = device.event()
     device.current_stream().record(all_read)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import permutations
 
 import torch
@@ -73,12 +73,12 @@ def hostile_executor(schedule: Schedule, states: Sequence[UnitState], device: Fa
 class Trained:
     """The results of a training run: ``read`` has every unit's parameters as each step's backward read them.
 
-    ``last`` is the timeline of the last update.
+    ``last`` reads the timeline of the last update. The host waits for the update there, so compare the results first.
     """
 
     states: list[UnitState]
     read: list[torch.Tensor]
-    last: Timeline = field(default_factory=lambda: Timeline(()))
+    last: Callable[[], Timeline] = lambda: Timeline(())
 
 
 def run(
@@ -97,7 +97,7 @@ def run(
             device.copy(trained.read[-1], state.param)
             device.copy(state.grad, device.empty(state.numel, torch.float32).copy_(gradient))
         executor.run([adam_step(step)] * len(numels))
-    trained.last = executor.timeline()
+    trained.last = executor.timeline_reader()
     executor.give_states_back()
     return trained
 

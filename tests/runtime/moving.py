@@ -68,6 +68,8 @@ class MovingIteration:
     """Whether no update follows, as after an overflow."""
     forward: list[int] = field(default_factory=list)
     """The units that a forward reads while the update runs, modulo their number."""
+    overlaps_flushes: bool = False
+    """Whether the update ends on the caller's stream only, with flushes in flight."""
 
 
 class MovingTraining:
@@ -105,6 +107,7 @@ class MovingTraining:
 
     def end(self) -> list[torch.Tensor]:
         """Return all states and parameters, and end the executor."""
+        self.executor.finish()
         self.executor.give_states_back()
         self._wait_for_caller()
         found = [getattr(tensors, name).clone() for tensors in self.memory.sub_groups for name in STATES]
@@ -118,6 +121,7 @@ class MovingTraining:
         if number > 0:
             yield self.read_gradients()
         if iteration.writes_states:
+            self.executor.finish()
             self.executor.give_states_back()
             for tensors in self.memory.sub_groups:
                 tensors.master.mul_(WRITTEN)
@@ -135,7 +139,10 @@ class MovingTraining:
             self.executor.publish_early_ranges()
             self.executor.publish(index)
             yield self._copy_of(self.memory.units[index].param)
-        self.executor.finish()
+        if iteration.overlaps_flushes:
+            self.executor.finish_on_stream()
+        else:
+            self.executor.finish()
         assert self.executor.failure is None, self.executor.failure
 
     def backward(self, number: int) -> None:
@@ -276,6 +283,7 @@ def random_iterations(
             prefetches=chance.random() < 0.5,
             is_skipped=chance.random() < 0.2,
             forward=[chance.randrange(12) for _ in range(chance.randint(0, 5))],
+            overlaps_flushes=chance.random() < 0.5,
         )
         for _ in range(count)
     ]

@@ -6,6 +6,7 @@ Each wait of the executor is also left out, which must give a wrong number in so
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -21,13 +22,14 @@ from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.state import Split, UnitState
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
 from tests.fake_device.device import FakeDevice, FakeStream, LateAdam
 from tests.fake_device.fake_worker import FakeWorker
 from tests.fake_device.timing import Late, Seeded, Timing
 from tests.model.strategies import plans
 from tests.runtime.deferred import Habits, deferred, same, serial
-from tests.runtime.hostile import pinned_states
+from tests.runtime.hostile import hostile_executor, pinned_states
 from tests.runtime.plain_adam import PlainAdam, adam_step
 from tests.runtime.random_states import assert_equal, fill_gradients, make_states, place, update_serially
 
@@ -94,16 +96,19 @@ PLAN = UpdatePlan(
     workload=Workload.from_numels([9, 7, 8, 6, 5]), placements=(CPU, STREAMED, RESIDENT, STREAMED, CPU), num_slots=1
 )
 EARLY = [[(0, 2), (5, 6)], [(3, 7)], [(2, 4)], [], [(0, 5)]]
-TIMINGS = [Late([last, *(lane for lane in range(LANES) if lane != last)]) for last in range(LANES)] + [
-    Seeded(seed) for seed in range(60)
+TIMINGS: list[Timing] = [
+    *(Late([last, *(lane for lane in range(LANES) if lane != last)]) for last in range(LANES)),
+    *(Seeded(seed) for seed in range(60)),
 ]
 
 
-def gives_a_wrong_number(splits: list[list[tuple[int, int]]] = EARLY) -> bool:
+def gives_a_wrong_number(
+    splits: list[list[tuple[int, int]]] = EARLY, plan: UpdatePlan = PLAN, timings: Sequence[Timing] = TIMINGS
+) -> bool:
     """Return whether some timing gives a wrong number."""
-    for number, timing in enumerate(TIMINGS):
+    for number, timing in enumerate(timings):
         habits = Habits(seed=number, splits=splits, writes=number % 2 == 0)
-        if not same(deferred(PLAN, timing, habits), serial(PLAN, habits)):
+        if not same(deferred(plan, timing, habits), serial(plan, habits)):
             return True
     return False
 
@@ -112,9 +117,30 @@ def test_plan_without_mutation_gives_the_serial_bits() -> None:
     assert not gives_a_wrong_number()
 
 
-@pytest.mark.parametrize("method", ["_wait_for_caller", "_drain_streams", "publish", "publish_early_ranges"])
+@pytest.mark.parametrize("method", ["_wait_for_caller", "_wait_until_drained", "publish", "publish_early_ranges"])
 def test_leaving_out_a_wait_of_the_executor_gives_a_wrong_number(method: str) -> None:
     with mock.patch.object(Executor, method):
+        assert gives_a_wrong_number()
+
+
+def test_a_caller_that_is_not_ordered_after_the_update_gives_a_wrong_number() -> None:
+    """Check units that forward does not read. Nothing is updated on the CPU, which the host would wait for."""
+    plan = replace(PLAN, placements=(STREAMED, RESIDENT, STREAMED, RESIDENT, STREAMED))
+    # The compute and d2h lanes are behind the caller's stream.
+    caller_first = [Late([0, 1, 4, 5, 6, 3, 2])] * 30
+    assert not gives_a_wrong_number(plan=plan, timings=caller_first)
+    with mock.patch.object(Executor, "_order_after_update"):
+        assert gives_a_wrong_number(plan=plan, timings=caller_first)
+
+
+def test_prefetches_that_do_not_wait_for_flushes_in_flight_give_a_wrong_number() -> None:
+    adopt = Executor._adopt
+
+    def adopt_without_waits(self: Executor, schedule: Schedule) -> None:
+        adopt(self, schedule)
+        self._flushes_before = {}
+
+    with mock.patch.object(Executor, "_adopt", adopt_without_waits):
         assert gives_a_wrong_number()
 
 
@@ -186,6 +212,27 @@ def test_next_update_after_a_failure_starts_from_the_loaded_states() -> None:
         executor.begin([adam_step(1)] * 3)
         executor.finish()
         assert isinstance(executor.failure, ZeroDivisionError)
+        load(states)
+        executor.forget_failure()
+        executor.run([adam_step(2)] * 3)
+        expected = make_states([4] * 3, torch.bfloat16)
+        fill_gradients(expected, 1)
+        load(expected)
+        update_serially(expected, PlainAdam(), [adam_step(2)] * 3)
+        assert_equal(states, expected)
+
+
+def test_states_are_loaded_after_flushes_in_flight_if_the_update_has_failed_on_another_rank() -> None:
+    plan = UpdatePlan(workload=Workload.from_numels([4] * 3), placements=(STREAMED,) * 3, num_slots=1)
+    for timing in TIMINGS:
+        device = FakeDevice(timing)
+        states = pinned_states(device, [4] * 3, torch.bfloat16)
+        executor = hostile_executor(plan.schedule, states, device)
+        fill_gradients(states, 1)
+        executor.begin([adam_step(1)] * 3)
+        executor.finish_on_stream()
+        executor.fail(ZeroDivisionError())
+        executor.finish()
         load(states)
         executor.forget_failure()
         executor.run([adam_step(2)] * 3)

@@ -48,7 +48,7 @@ def assert_serial_bits(schedule: Schedule, workload: Workload, timing: Timing, d
     numels = numels_of(workload)
     trained = run(schedule, numels, timing, steps=3, dtype=dtype)
     assert same(trained, serial(numels, steps=3, dtype=dtype))
-    assert_waits_are_kept(trained.last)
+    assert_waits_are_kept(trained.last())
 
 
 def assert_waits_are_kept(timeline: Timeline) -> None:
@@ -107,7 +107,7 @@ def test_missing_wait_of_any_schedule_gives_a_wrong_number(drawn: tuple[Schedule
         assert gives_a_wrong_number(mutant, workload)
 
 
-@pytest.mark.parametrize("method", ["_wait_for_caller", "_drain_streams"])
+@pytest.mark.parametrize("method", ["_wait_for_caller", "_wait_until_drained"])
 def test_update_that_does_not_wait_for_backward_or_for_its_own_end_gives_a_wrong_number(method: str) -> None:
     for plan in small_plans():
         with mock.patch.object(Executor, method):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from unittest import mock
 
@@ -25,7 +25,7 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Unit, Workload
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.timing import Late, Timing
-from tests.runtime.hostile import timings
+from tests.runtime.hostile import ORDERS, timings
 from tests.runtime.moving import (
     Model,
     MovingIteration,
@@ -68,6 +68,26 @@ def test_units_that_move_between_updates_give_the_serial_bits(model: Model, seed
 @given(models(), seeds)
 def test_units_that_move_give_the_serial_bits_on_the_host(model: Model, seed: int) -> None:
     assert_serial_results(model, random_iterations(random.Random(seed), model.numels, 6, moves=True), HostDevice())
+
+
+def test_a_move_that_does_not_wait_for_the_update_gives_a_wrong_number() -> None:
+    """Check that states which are updated on one stream are written back on another stream after that."""
+    model = Model(numels=(40,), early=[[]])
+    resident, on_cpu = (
+        UpdatePlan(workload=Workload((Unit(0, 40, sub_group=0),)), placements=(placement,), num_slots=1)
+        for placement in (Placement.RESIDENT, Placement.CPU)
+    )
+    iterations = [MovingIteration(plan=resident, overlaps_flushes=True), MovingIteration(plan=on_cpu)]
+    found = []
+    for waits, order in itertools.product((True, False), ORDERS):
+        training = MovingTraining(model, resident, FakeDevice(Late(order)))
+        read = list(training.run(0, iterations[0]))
+        with nullcontext() if waits else mock.patch.object(training.executor, "finish"):
+            training.move(on_cpu)
+        read.extend(training.run(1, iterations[1]))
+        found.append((waits, same([*read, *training.end()], train_serially(model, iterations))))
+    assert all(is_same for waits, is_same in found if waits)
+    assert not all(is_same for waits, is_same in found if not waits)
 
 
 @contextmanager

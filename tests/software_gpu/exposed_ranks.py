@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+from deepspeed.accelerator import get_accelerator
+
 from deep_opt_states.runtime.exposure import UpdateWaits
 from perf_model.prediction.timeline import Phase, seconds_of
 from tests.launch import answer
@@ -43,7 +45,8 @@ class Observed:
 def observed(engine: Any) -> Iterator[Observed]:
     found = Observed()
     report, executor = engine.optimizer.report, engine.optimizer._running.executor
-    updated, wait_for_caller, drain_streams = report.updated, executor._wait_for_caller, executor._drain_streams
+    updated, wait_for_caller = report.updated, executor._wait_for_caller
+    order_after_update, wait_until_drained = executor._order_after_update, executor._wait_until_drained
 
     def observed_report(phases: Any, timeline: Any) -> None:
         found.reported_s.append(seconds_of(Phase.EXPOSED, phases))
@@ -54,14 +57,21 @@ def observed(engine: Any) -> Iterator[Observed]:
         found.begins_s.append(device.call("now_s"))
 
     def observed_end() -> None:
-        drain_streams()
+        order_after_update()
+        # The host waits for the model's stream, which now waits for the update, but not for its flushes.
+        get_accelerator().current_stream().synchronize()
+        found.ends_s.append(device.call("now_s"))
+
+    def observed_end_on_host() -> None:
+        wait_until_drained()
         if executor.pending:
             found.ends_s.append(device.call("now_s"))
 
     with (
+        mock.patch.object(executor, "_wait_until_drained", observed_end_on_host),
         mock.patch.object(report, "updated", observed_report),
         mock.patch.object(executor, "_wait_for_caller", observed_begin),
-        mock.patch.object(executor, "_drain_streams", observed_end),
+        mock.patch.object(executor, "_order_after_update", observed_end),
     ):
         yield found
 

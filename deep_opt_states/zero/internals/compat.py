@@ -71,9 +71,20 @@ def add_grad_hooks(optimizer: Any, handles: Iterable[Any]) -> None:
     optimizer._grad_acc_hooks.extend(handles)
 
 
+def flat_parameters(optimizer: Any) -> list[torch.Tensor]:
+    """Return the flat 16-bit buffers, by sub-group, without the wait of ``WaitsBeforeRead``."""
+    buffers: list[torch.Tensor] = vars(optimizer)["fp16_partitioned_groups_flat"]
+    return buffers
+
+
 def restore_param_views(optimizer: Any, sub_group_id: int) -> None:
-    """Make the partitions of the sub-group's parameters views of its flat 16-bit buffer again."""
-    optimizer._unflatten_partitioned_parameters(sub_group_id)
+    """Make the partitions of the sub-group's parameters views of its flat 16-bit buffer again.
+
+    Stock's ``_unflatten_partitioned_parameters`` does so, too, but it would wait for flushes in flight.
+    """
+    params = optimizer.fp16_partitioned_groups[sub_group_id]
+    for param, view in zip(params, optimizer.unflatten(flat_parameters(optimizer)[sub_group_id], params), strict=True):
+        param.data = view.data
 
 
 def partition_rank(optimizer: Any, param: Parameter) -> int:

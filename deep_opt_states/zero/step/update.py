@@ -2,8 +2,8 @@
 
 The life of an update, as ``UpdatePhase``::
 
-    IDLE --run--> RUNNING ---------------------------------+
-    IDLE --run--> DEFERRED --wait(on_all_ranks)--> FINISHED-+--synchronize_ranks--> IDLE, or FAILED on every rank
+    IDLE --run--> RUNNING ----------------------------------+
+    IDLE --run--> DEFERRED --wait_on_stream------> FINISHED-+--synchronize_ranks--> IDLE, or FAILED on every rank
 
 ``run`` goes through ``RUNNING`` if the update must end within ``step()``. If it may be deferred, the early ranges are
 updated when ``run`` returns, and the rest is updated while the next forward runs. ``synchronize_ranks`` may also follow
@@ -19,10 +19,11 @@ Call                      Caller                                     Collective 
 ``wait_for``, ``publish`` forward, before it gathers or reads        no                the current stream waits for the
                           parameters                                                   parameters of the units
 ``advance``               ``step()`` and forward                     no                more actions are enqueued
+``wait_on_stream``        backward, on every rank                    no                DEFERRED becomes FINISHED; the
+                                                                                       current stream waits for all but
+                                                                                       the flushes
 ``wait``                  every reader of parameters or states,      no                this rank's part is done; the
                           also on one rank alone                                       phase is as before
-``wait(on_all_ranks)``    backward, on every rank                    no                this rank's part is done;
-                                                                                       DEFERRED becomes FINISHED
 ``synchronize_ranks``     on every rank: the next ``step()``,        unless the ranks  IDLE; FAILED on every rank if the
                           checkpoints, gathers outside forward       agree already     update failed on any
 ``raise_if_failed``       every user of the states                   no                the states are consistent, as far
@@ -69,7 +70,8 @@ class UpdatePhase(enum.Enum):
     DEFERRED = "deferred"
     """The update may be in flight on some rank, concurrently with forward, even if this rank's part is done."""
     FINISHED = "finished"
-    """Every rank has waited for its own part; whether another rank's part failed is not known yet."""
+    """Every rank's stream waits for its own part, whose flushes may be in flight; whether another rank's part failed is
+    not known yet."""
     FAILED = "failed"
     """The update failed on some rank, and every rank knows. Nothing is updated before the states are restored."""
 
@@ -216,29 +218,44 @@ class Update:
 
     # End an update
 
-    def wait(self, *, on_all_ranks: bool = False, states: bool = False) -> None:
+    def wait_on_stream(self) -> None:
+        """Make the current stream wait for everything that backward overwrites or reads: gradients and parameters.
+
+        Every rank makes this call at the same point, so that nothing is deferred on any rank afterwards. It is no
+        collective. States may still be copied to host memory, and backward overlaps with that.
+        """
+        if self.is_deferred:
+            self._phase = UpdatePhase.FINISHED
+        if self._executor.pending:
+            with self._exposure.waits.direct():
+                self._executor.finish_on_stream()
+            self._record_times()
+
+    def wait(self, *, states: bool = False) -> None:
         """Block until this rank's part is done: gradients, states and parameters are the caller's again.
 
-        ``on_all_ranks``: every rank makes this call at the same point, so that nothing is deferred on any rank
-        afterwards. It is no collective. ``states``: the caller reads or writes optimizer states, too. Those in host
-        memory are then the newest, and the next update copies them to the accelerator again.
+        ``states``: the caller reads or writes optimizer states, too. Those in host memory are then the newest, and the
+        next update copies them to the accelerator again.
         """
-        if on_all_ranks and self.is_deferred:
-            self._phase = UpdatePhase.FINISHED
         if self._executor.pending:
             with self._exposure.waits.direct():
                 self._executor.finish()
             self._record_times()
+        else:
+            self._executor.finish()
         if states:
             self._executor.give_states_back()
 
-    def synchronize_ranks(self, *, raise_failure: bool = True) -> None:
+    def synchronize_ranks(self, *, raise_failure: bool = True, flushed: bool = True) -> None:
         """Wait for the update, and let every rank know whether it failed on any. Every rank must call this.
 
         A collective, unless the ranks have agreed on the last update already. Raise ``UpdateFailed`` if the states are
-        inconsistent and ``raise_failure``.
+        inconsistent and ``raise_failure``. Without ``flushed``, states may still be copied to host memory afterwards,
+        and only the current stream may use parameters and gradients.
         """
-        self.wait(on_all_ranks=True)
+        self.wait_on_stream()
+        if flushed:
+            self.wait()
         if not self.ranks_agree:
             # Before the collective: if it is interrupted on this rank, it must not be repeated by this rank alone.
             self._phase = UpdatePhase.IDLE

@@ -16,6 +16,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from deep_opt_states.device.cuda import CudaEvent
+from deep_opt_states.runtime.action_events import ActionEvents
 from deep_opt_states.runtime.exposure import UpdateWaits
 from tests.launch import answer
 from tests.software_gpu import device
@@ -35,8 +36,8 @@ LAZY = Settings(lazy=True, lazy_s=20.0, trace=True)
 PLACEMENTS: dict[str, dict[str, Any]] = {"cpu": CPU, "stride": STRIDE_2, "streamed": STREAMED, "resident": RESIDENT}
 UPDATES: dict[str, Callable[[dict[str, Any]], Block]] = {"ends in step": not_deferred, "deferred": dict}
 
-HELPERS = ("library.py", "device.py", "cuda.py", "accelerator.py", "nvtx.py")
-"""Files whose functions wait on behalf of their callers."""
+HELPERS = ("library.py", "device.py", "cuda.py", "accelerator.py", "nvtx.py", "__init__.py")
+"""Files whose functions wait on behalf of their callers. ``__init__.py`` is that of ``torch.accelerator``."""
 
 
 def variants(which: str) -> Iterator[tuple[str, bool, str, str, Block]]:
@@ -57,7 +58,7 @@ def variants(which: str) -> Iterator[tuple[str, bool, str, str, Block]]:
 def unreached_events_of_reports() -> Iterator[list[bool]]:
     """Record whether the device had not reached an event yet when the report of an update waits for that event."""
     unreached: list[bool] = []
-    phases, synchronize = UpdateWaits.phases, CudaEvent.synchronize
+    phases, timeline, synchronize = UpdateWaits.phases, ActionEvents.timeline, CudaEvent.synchronize
 
     def recorded_synchronize(self: CudaEvent) -> None:
         unreached.append(not self.finished())
@@ -67,7 +68,14 @@ def unreached_events_of_reports() -> Iterator[list[bool]]:
         with mock.patch.object(CudaEvent, "synchronize", recorded_synchronize):
             return phases(self)
 
-    with mock.patch.object(UpdateWaits, "phases", recorded_phases):
+    def recorded_timeline(self: ActionEvents, actions: Any) -> Any:
+        with mock.patch.object(CudaEvent, "synchronize", recorded_synchronize):
+            return timeline(self, actions)
+
+    with (
+        mock.patch.object(UpdateWaits, "phases", recorded_phases),
+        mock.patch.object(ActionEvents, "timeline", recorded_timeline),
+    ):
         yield unreached
 
 

@@ -27,6 +27,7 @@ ROWS = {
     "stage3.py:complete_grad_norm_calculation_for_cpu_offload": ("step", "norms of the gradients"),
     "utils.py:mask_nan_or_inf_with_val_inplace": ("step", "norms of the gradients"),
     "stage3.py:has_overflow": ("step", "overflow"),
+    "executor.py:_wait_until_drained": ("step", "end of the update"),
     "executor.py:_wait_for_caller": ("step", "end of backward, before the update begins"),
     "stage3.py:_reassign_or_swap_out_partitioned_parameters": ("step", "copies of the updated parameters"),
     "agreement.py:share": ("step", "agreement of the ranks that no update failed"),
@@ -34,9 +35,6 @@ ROWS = {
     "partition_parameters.py:_allgather_params_coalesced": ("step", "gather of the persistent parameters"),
     "stage3.py:independent_gradient_partition_epilogue": ("backward", "reduction of the gradients"),
 }
-END_OF_UPDATE = "executor.py:_drain_streams"
-"""In step() or in backward: the row has the same name."""
-
 REPORT = "blocking_ranks.py:recorded_synchronize"
 """The report of the last update. The device has reached its events before, which is recorded separately."""
 
@@ -90,8 +88,6 @@ def by_row(variant: dict[str, Any], world_size: int) -> Iterator[Counter[tuple[s
                 if thread == "worker":
                     assert caller == "early_update.py:update"
                     counted["worker", "gradients of the early ranges"] += 1
-                elif caller == END_OF_UPDATE:
-                    counted[phase, "end of the update"] += 1
                 elif caller.startswith(GATHERS) and (phase != "step" or reason == COPY_OF_OFFLOADED):
                     assert reason != COPY_OF_OFFLOADED or (variant["offloads"] and world_size > 1)
                 else:
@@ -108,7 +104,7 @@ def check_waits(variants: list[dict[str, Any]], world_size: int) -> None:
         assert found["unreached"] == 0, f"{label_of(found)}: a report has waited for the device"
 
 
-def check_copies(variants: list[dict[str, Any]]) -> None:
+def check_copies(variants: list[dict[str, Any]], world_size: int) -> None:
     of_stock = {(found["dtype"], found["offloads"]): found for found in variants if found["update"] == "stock"}
     for found in variants:
         if found["update"] == "stock":
@@ -121,12 +117,14 @@ def check_copies(variants: list[dict[str, Any]]) -> None:
             for reason, _, caller in waits
             if reason.startswith("copy") and not caller.startswith(GATHERS)
         )
-        # Only the norms are read, which the step cannot be decided without.
-        norms = "norms.py:overflow" if found["dtype"] == "fp16" else "norms.py:per_sub_group"
-        assert blocking == {("copy D2H, blocking", norms): STEADY_STEPS}, label
+        # Only the norms and the agreement of the ranks are read, which the step cannot be decided without.
+        read = ["norms.py:overflow" if found["dtype"] == "fp16" else "norms.py:per_sub_group"]
+        read += ["agreement.py:share"] if world_size > 1 else []
+        assert blocking == {("copy D2H, blocking", caller): STEADY_STEPS for caller in read}, label
         pageable = {name: count for name, count in found["copies"].items() if name.endswith(", pageable")}
-        # The script's batches, inputs and targets, are not page-locked.
-        assert pageable == {"copy D2H, pageable": STEADY_STEPS, "copy H2D, pageable": 2 * STEADY_STEPS}, label
+        # The script's loss and batches, inputs and targets, are not page-locked, and neither is the agreement's flag.
+        down = STEADY_STEPS * (2 if world_size > 1 else 1)
+        assert pageable == {"copy D2H, pageable": down, "copy H2D, pageable": 2 * STEADY_STEPS}, label
         if found["placement"] != "resident":
             assert {"copy H2D", "copy D2H"} < found["copies"].keys(), label
         # The check can fail: stock copies norms and parameters from pageable memory.
@@ -146,8 +144,6 @@ WORLD_SIZES = [pytest.param(1, marks=on_one_worker(PROGRAM, 1)), thorough(2, on_
 def test_the_table_of_waits_in_the_documentation_has_every_row() -> None:
     assert table().keys() == {
         *ROWS.values(),
-        ("step", "end of the update"),
-        ("backward", "end of the update"),
         ("worker", "gradients of the early ranges"),
     }
     assert {condition for condition, _ in table().values()} <= CONDITIONS.keys()
@@ -166,7 +162,7 @@ def test_the_host_waits_for_the_device_as_often_as_the_documentation_says(
 def test_no_copy_of_the_hot_path_blocks_the_host_or_uses_pageable_memory(
     world_size: int, trained: TrainingOnce
 ) -> None:
-    check_copies(trained.answers(world_size)[0])
+    check_copies(trained.answers(world_size)[0], world_size)
 
 
 @pytest.mark.parametrize("world_size", [thorough(1), thorough(2)])
@@ -179,4 +175,4 @@ def test_every_dtype_placement_and_overlap_waits_as_documented_and_copies_from_p
     variants = first.answers()
     assert len(variants) == 3 * 2 * (1 + 4 * 2)
     check_waits(variants, world_size)
-    check_copies(variants)
+    check_copies(variants, world_size)

@@ -13,7 +13,12 @@ from deep_opt_states.runtime.early_update import EarlyUpdate
 from deep_opt_states.zero.step.gradients import Gradients
 from tests.software_gpu import device
 from tests.software_gpu.accelerator import SoftwareAccelerator
-from tests.software_gpu.faults.adversaries import LAZY_KERNELS_WITHOUT_FREE_MEMORY, LAZY_SIDE_STREAMS, LAZY_WORKER
+from tests.software_gpu.faults.adversaries import (
+    LAZY_COPIES_TO_THE_HOST,
+    LAZY_KERNELS_WITHOUT_FREE_MEMORY,
+    LAZY_SIDE_STREAMS,
+    LAZY_WORKER,
+)
 from tests.software_gpu.process_group import SoftwareProcessGroup, SoftwareWork
 from tests.zero.races.missing_order import early_update_with, on_an_unawaited_stream, patched
 
@@ -34,6 +39,16 @@ SHOWN_IN = {
     # The slot's memory must have been used just before, and its last kernels must be late.
     "PREFETCH into a new slot does not wait for the stream that used its memory": LAZY_KERNELS_WITHOUT_FREE_MEMORY,
     "forward waits for the units that held the parameters before a move": LAZY_WORKER,
+    # Backward prefetches at once. Later, the update of the early ranges waits for the d2h stream, and so for flushes.
+    "prefetches do not wait for flushes: backward prefetches into a slot while FLUSH_STATES reads it": (
+        LAZY_COPIES_TO_THE_HOST
+    ),
+    "prefetches do not wait for flushes: backward prefetches masters while FLUSH_STATES writes them": (
+        LAZY_COPIES_TO_THE_HOST
+    ),
+    "backward does not wait for the update: it prefetches into a slot while FLUSH_STATES reads it": (
+        LAZY_COPIES_TO_THE_HOST
+    ),
 }
 
 HIDDEN = {"PREFETCH into a new slot does not wait for the stream that used its memory"}

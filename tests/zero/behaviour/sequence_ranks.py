@@ -391,9 +391,9 @@ def do_nothing(*_: Any) -> None:
 _wait = Update.wait
 
 
-def wait_unless_for_states(update: Update, *, on_all_ranks: bool = False, states: bool = False) -> None:
+def wait_unless_for_states(update: Update, *, states: bool = False) -> None:
     if not states:
-        _wait(update, on_all_ranks=on_all_ranks)
+        _wait(update)
 
 
 NAIVE = {

@@ -201,7 +201,7 @@ class VirtualTraining:
         for module, forward_s in zip(self._modules, self._durations.forward_s, strict=True):
             coordinator.fetch_sub_module(module, forward=True)
             device.issuing.run(forward_s)
-        self._update.wait(on_all_ranks=True)
+        self._update.wait_on_stream()
         iteration.elapsed_s = device.current_stream().starts_s() - begin_s
         iteration.all_gather_standstill_s = coordinator.all_gather_standstill_s
         if reports and updates:
@@ -212,7 +212,7 @@ class VirtualTraining:
     def fail_after_update(self) -> None:
         """Emulate a step that fails between its update and the report of the previous one, then end the engine."""
         self._update.run([adam_step(1)] * len(self._states))
-        self._update.wait(on_all_ranks=True)
+        self._update.wait_on_stream()
         self._update.close()
 
     def _append_report(self, phases: tuple[PhaseSpan, ...], timeline: Callable[[], Timeline]) -> None:

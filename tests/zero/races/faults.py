@@ -40,6 +40,7 @@ from tests.zero.races.missing_order import (
     gathers_keep_their_first_units,
     on_an_unawaited_stream,
     patched,
+    prefetches_do_not_wait_for_flushes,
     readers_do_not_wait,
     resident_states_with,
     update_does_not_wait_for_its_streams,
@@ -279,16 +280,16 @@ FAULTS = (
         block=STREAMED,
         expected=(UNORDERED, "rounded copy of sub-group", "fused Adam in early_update.py", "copy"),
     ),
-    # No update is in flight during backward.
+    # Flushes are in flight during backward.
     Fault(
-        name="update ends without waiting for its streams: backward prefetches into a slot while FLUSH_STATES reads it",
-        seeded=update_does_not_wait_for_its_streams,
+        name="prefetches do not wait for flushes: backward prefetches into a slot while FLUSH_STATES reads it",
+        seeded=prefetches_do_not_wait_for_flushes,
         block=STREAMED,
         expected=(UNORDERED, "slot", "_flush_states", "_prefetch"),
     ),
     Fault(
-        name="update ends without waiting for its streams: backward prefetches masters while FLUSH_STATES writes them",
-        seeded=update_does_not_wait_for_its_streams,
+        name="prefetches do not wait for flushes: backward prefetches masters while FLUSH_STATES writes them",
+        seeded=prefetches_do_not_wait_for_flushes,
         block=STREAMED_MANY_SLOTS,
         expected=(UNORDERED, "master of sub-group", "_flush_states", "_prefetch"),
     ),

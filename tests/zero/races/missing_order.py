@@ -21,6 +21,7 @@ from deep_opt_states.zero.step.readers import WaitsBeforeRead
 from deep_opt_states.zero.step.update import Update
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.schedule import Schedule
 from tests.zero.race_detector.collectives import Handle
 
 
@@ -48,18 +49,40 @@ def combined(*seeded: Callable[[], AbstractContextManager[object]]) -> Callable[
     return combination
 
 
-update_does_not_wait_for_its_streams = patched(Executor, "_drain_streams", do_nothing)
+END_OF_UPDATE = ("_wait_until_drained", "_order_after_update")
+"""The methods that wait for the streams at the end of an update: the host does, or the stream of backward."""
+
+update_does_not_wait_for_its_streams = combined(*(patched(Executor, name, do_nothing) for name in END_OF_UPDATE))
 
 
 @contextmanager
 def update_does_not_wait_for_its_streams_from_the_fourth_step_on() -> Iterator[None]:
-    drain, updates = Executor._drain_streams, count(1)
+    with ExitStack() as stack:
+        for name in END_OF_UPDATE:
+            stack.enter_context(mock.patch.object(Executor, name, _at_first(getattr(Executor, name))))
+        yield
 
-    def drain_at_first(self: Executor) -> None:
+
+def _at_first(wait: Callable[[Executor], None]) -> Callable[[Executor], None]:
+    updates = count(1)
+
+    def wait_at_first(self: Executor) -> None:
         if next(updates) < 4:
-            drain(self)
+            wait(self)
 
-    with mock.patch.object(Executor, "_drain_streams", drain_at_first):
+    return wait_at_first
+
+
+@contextmanager
+def prefetches_do_not_wait_for_flushes() -> Iterator[None]:
+    """Prefetch for the next update while the last one still flushes the slots and the states that are read."""
+    adopt = Executor._adopt
+
+    def adopt_without_flushes(self: Executor, schedule: Schedule) -> None:
+        adopt(self, schedule)
+        self._flushes_before = {}
+
+    with mock.patch.object(Executor, "_adopt", adopt_without_flushes):
         yield
 
 
@@ -139,19 +162,11 @@ def backward_does_not_wait() -> AbstractContextManager[object]:
     return stack
 
 
-_wait = Update.wait
-
-
-def _wait_unless_on_all_ranks(update: Update, *, on_all_ranks: bool = False, states: bool = False) -> None:
-    if not on_all_ranks:
-        _wait(update, states=states)
-
-
 def _without_wait(hook: str) -> AbstractContextManager[object]:
     original = getattr(DeepOptimizerStates_Stage3, hook)
 
     def call(self: Any, *args: Any) -> Any:
-        with mock.patch.object(Update, "wait", _wait_unless_on_all_ranks):
+        with mock.patch.object(Update, "wait_on_stream", do_nothing):
             return original(self, *args)
 
     return mock.patch.object(DeepOptimizerStates_Stage3, hook, call)
