@@ -38,7 +38,8 @@ class Windows:
 
         Second 0 is the moment at which the step is decided. Forward blocks until the parameters that it needs next are
         updated, and everything after that is delayed as much. All work finishes before the next backward, whose
-        gradients overwrite the present ones. ``phases`` gives the same result moment by moment.
+        gradients overwrite the present ones. In training, backward overlaps with flushes that are left then, so the
+        seconds are an upper bound where flushes end last. ``phases`` gives the same result moment by moment.
         """
         if self.forward_s == 0.0:
             return timeline.end_s
