@@ -212,6 +212,7 @@ def planned_for_a_gpu() -> Iterator[None]:
         mock.patch.object(planning, "_refuse_other_machine"),
         mock.patch.object(AcceleratorChoice, "gpu_budget", gpu_budget),
         mock.patch.object(adaptation, "free_and_retries", return_value=(10**12, 0)),
+        mock.patch.object(adaptation, "free_bytes", return_value=10**12),
     ):
         yield
 

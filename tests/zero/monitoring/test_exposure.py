@@ -75,8 +75,11 @@ def test_waits_of_one_update_do_not_count_in_the_next() -> None:
 
 
 def test_an_update_that_is_reported_during_the_next_one_has_the_same_times() -> None:
-    """Check with copies that become slower in each iteration, so that events of another update have other times."""
-    durations = Durations(prefetch_s=0.3, flush_s=0.2, forward_s=[0.1] * 5)
+    """Check with copies that become slower in each iteration, so that events of another update have other times.
+
+    The flushes end within forward: a report at once would wait for those in flight, and delay the next update.
+    """
+    durations = Durations(prefetch_s=0.3, flush_s=0.05, forward_s=[0.1] * 5)
     reported = []
     for at_once in (True, False):
         with VirtualTraining.open(durations, ahead=1) as training:
