@@ -195,6 +195,18 @@ def load(states: Sequence[UnitState]) -> None:
             getattr(state, name).copy_(getattr(loaded, name))
 
 
+def assert_next_update_starts_from_loaded_states(executor: Executor, states: Sequence[UnitState]) -> None:
+    """Load the three units ``states``, of 4 elements each, after a failure, and check the next update of them."""
+    load(states)
+    executor.forget_failure()
+    executor.run([adam_step(2)] * 3)
+    expected = make_states([4] * 3, torch.bfloat16)
+    fill_gradients(expected, 1)
+    load(expected)
+    update_serially(expected, PlainAdam(), [adam_step(2)] * 3)
+    assert_equal(states, expected)
+
+
 def test_next_update_after_a_failure_starts_from_the_loaded_states() -> None:
     """Check that neither a flush of the failed update nor a prefetch for it reaches the loaded states."""
     plan = UpdatePlan(
@@ -212,14 +224,7 @@ def test_next_update_after_a_failure_starts_from_the_loaded_states() -> None:
         executor.begin([adam_step(1)] * 3)
         executor.finish()
         assert isinstance(executor.failure, ZeroDivisionError)
-        load(states)
-        executor.forget_failure()
-        executor.run([adam_step(2)] * 3)
-        expected = make_states([4] * 3, torch.bfloat16)
-        fill_gradients(expected, 1)
-        load(expected)
-        update_serially(expected, PlainAdam(), [adam_step(2)] * 3)
-        assert_equal(states, expected)
+        assert_next_update_starts_from_loaded_states(executor, states)
 
 
 def test_states_are_loaded_after_flushes_in_flight_if_the_update_has_failed_on_another_rank() -> None:
@@ -233,14 +238,7 @@ def test_states_are_loaded_after_flushes_in_flight_if_the_update_has_failed_on_a
         executor.finish_on_stream()
         executor.fail(ZeroDivisionError())
         executor.finish()
-        load(states)
-        executor.forget_failure()
-        executor.run([adam_step(2)] * 3)
-        expected = make_states([4] * 3, torch.bfloat16)
-        fill_gradients(expected, 1)
-        load(expected)
-        update_serially(expected, PlainAdam(), [adam_step(2)] * 3)
-        assert_equal(states, expected)
+        assert_next_update_starts_from_loaded_states(executor, states)
 
 
 def test_may_block_depends_only_on_the_schedule_and_the_calls() -> None:
