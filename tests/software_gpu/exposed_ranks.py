@@ -26,8 +26,8 @@ from tests.zero.parity.training import closing_engine, shared_folder, train
 
 DEFAULT_PREFETCH_BUCKET = {"stage3_prefetch_bucket_size": 50_000_000}
 
-LINK_BYTES_PER_S, LAUNCH_S = 3e5, 1e-3
-"""The states take 0.3 s in each direction. A forward has about 20 kernels, and a gather a few."""
+LINK_BYTES_PER_S, LAUNCH_S = 1.5e5, 1e-3
+"""The states take 0.6 s in each direction. A forward has about 20 kernels, and a gather a few."""
 
 MODEL_STREAM = 0
 
