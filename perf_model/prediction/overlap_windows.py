@@ -17,15 +17,22 @@ which the previous step wrote."""
 class Windows:
     """The windows that overlap with the update.
 
-    ``backward_s`` is the tail of backward in which states may be prefetched, and ``forward_s`` is the next forward.
+    ``backward_s`` is the backward that ends before the update, and ``forward_s`` is the next forward. States may be
+    prefetched in the tail of backward. After forward, states may be flushed until the next backward prefetches again.
     ``first_use`` names each unit once, in the order in which forward first uses them; None is the order of the indices.
     The later forward needs the parameters of a unit, the longer its update can be hidden. Both windows are 0 if the
     update has to finish before ``step()`` returns. The update is assumed to slow down neither backward nor forward.
+    With several micro-batches per step, the flushes have more time than is assumed here: one backward.
     """
 
     backward_s: float = 0.0
     forward_s: float = 0.0
     first_use: tuple[int, ...] | None = None
+
+    @property
+    def hidden_in_backward(self) -> tuple[ActionKind, ...]:
+        """Return the kinds of actions that overlap with the backward before the update or after it."""
+        return (ActionKind.PREFETCH, ActionKind.FLUSH_STATES) if self.forward_s > 0.0 else (ActionKind.PREFETCH,)
 
     def in_order_of_use(self, workload: Workload) -> tuple[Unit, ...]:
         """Return the units in the order in which forward first uses them."""
@@ -37,13 +44,13 @@ class Windows:
         """Return the exposed seconds of the update: those by which the iteration grows.
 
         Second 0 is the moment at which the step is decided. Forward blocks until the parameters that it needs next are
-        updated, and everything after that is delayed as much. All work finishes before the next backward, whose
-        gradients overwrite the present ones. In training, backward overlaps with flushes that are left then, so the
-        seconds are an upper bound where flushes end last. ``phases`` gives the same result moment by moment.
+        updated, and everything after that is delayed as much. Only flushes may be left when forward ends. The next
+        backward overlaps with them until it prefetches into the slots again; prefetches that are late by then expose
+        as much of the next update. ``phases`` gives the same result moment by moment.
         """
         if self.forward_s == 0.0:
             return timeline.end_s
-        exposed_s = max(0.0, timeline.end_s - self.forward_s)
+        exposed_s = max(0.0, timeline.end_s - self.forward_s - self.flushing_s(timeline))
         ready_s = _ready_s(timeline)
         before, numel = 0, workload.numel
         for unit in self.in_order_of_use(workload):
@@ -51,15 +58,25 @@ class Windows:
             before += unit.numel
         return exposed_s
 
+    def flushing_s(self, timeline: Timeline) -> float:
+        """Return how long states may be flushed after forward: until the next backward prefetches as this one did."""
+        if self.forward_s == 0.0:
+            return 0.0
+        return self.backward_s + min((span.start_s for span in timeline.spans if span.start_s < 0.0), default=0.0)
+
     def phases(self, timeline: Timeline, workload: Workload) -> tuple[PhaseSpan, ...]:
-        """Return the phases of the model during the update: backward, forward, and the waits for the update."""
+        """Return the phases of the model during the update: backward, forward, and the waits for the update.
+
+        If flushes are left when forward ends, the next backward follows, until they have ended or it would prefetch.
+        """
         ready_s, numel = _ready_s(timeline), workload.numel
         ends_s, now_s = [(Phase.BACKWARD, 0.0)], 0.0
         for unit in self.in_order_of_use(workload):
             start_s = max(now_s, ready_s[unit.index])
             now_s = start_s + self.forward_s * unit.numel / numel
             ends_s += [(Phase.EXPOSED, start_s), (Phase.FORWARD, now_s)]
-        ends_s.append((Phase.EXPOSED, timeline.end_s))
+        ends_s += [(Phase.BACKWARD, min(timeline.end_s, now_s + self.flushing_s(timeline)))]
+        ends_s += [(Phase.EXPOSED, timeline.end_s)]
         spans: list[PhaseSpan] = []
         before_s = -self.backward_s
         for phase, end_s in ends_s:

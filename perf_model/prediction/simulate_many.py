@@ -74,6 +74,8 @@ class ManySimulator:
         count = len(now_s)
         times = ManyTimes(exposed_s=np.full(count, np.inf), active_s=np.full(count, np.inf))
         plans, start_s = np.arange(count), now_s
+        # The moment until which flushes are hidden, see ``Windows.flushing_s``.
+        hidden_until_s = self._windows.forward_s + (self._windows.backward_s + start_s) * (self._windows.forward_s > 0)
         # The part that each lane runs or waits to start, and the seconds that are left of it.
         position = parts.first
         left_s = parts.alone_s.take(position)
@@ -101,7 +103,7 @@ class ManySimulator:
             in_backward = in_backward and bool((now_s < 0.0).any())
             if step % _STEPS_UNCHECKED:
                 continue
-            exposed_s = np.maximum(late_s.max(axis=0), now_s - self._windows.forward_s)
+            exposed_s = np.maximum(late_s.max(axis=0), now_s - hidden_until_s)
             finished = ~going & (exposed_s < enough_s)
             times.exposed_s[plans[finished]] = exposed_s[finished]
             times.active_s[plans[finished]] = (now_s - start_s)[finished]
@@ -112,6 +114,7 @@ class ManySimulator:
             # Dropping columns copies all arrays, so it waits until a quarter of the plans have ended.
             if 4 * number <= 3 * len(plans):
                 plans, start_s, now_s = plans[going], start_s[going], now_s[going]
+                hidden_until_s = hidden_until_s[going]
                 position, left_s, late_s = position[:, going], left_s[:, going], late_s[:, going]
         raise AssertionError("the loop returns")
 

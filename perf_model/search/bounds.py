@@ -82,22 +82,22 @@ def exposed_bound(numel: int, cost: CostModel, windows: Windows, capacity: Resid
     each constraint has one row per limit:
 
     1. It is at most the duration of backward.
-    2. It is at most the time of all prefetches, because backward hides no other action.
-    3. It is at most the time of the prefetches that fit on the accelerator next to the resident states.
+    2. It is at most the time of all prefetches, and with a window of forward also of all flushes, because backward
+       hides no other action.
+    3. It is at most the time of those of the states that fit on the accelerator next to the resident states: the
+       prefetches before the update fill the slots, and the flushes after forward empty them.
     """
     constraints = ResourceConstraints.from_cost(cost)
-    prefetch_s = constraints.seconds[:, KINDS.index(ALLOWED_IN_BACKWARD)]
+    hidden_s = constraints.seconds[:, [KINDS.index(kind) for kind in windows.hidden_in_backward]].sum(axis=1)
     per_param = {}
     for placement in Placement:
         all_s = constraints.seconds_per_param(placement)
         resident, streamed = placement is Placement.RESIDENT, placement is Placement.STREAMED
-        per_param[placement] = np.concatenate([all_s, all_s - prefetch_s * streamed, all_s + prefetch_s * resident])
-    nothing_s = np.zeros(len(prefetch_s))
-    in_backward_s = np.concatenate(
-        [nothing_s + windows.backward_s, nothing_s, capacity.prefetched * numel * prefetch_s]
-    )
+        per_param[placement] = np.concatenate([all_s, all_s - hidden_s * streamed, all_s + hidden_s * resident])
+    nothing_s = np.zeros(len(hidden_s))
+    in_backward_s = np.concatenate([nothing_s + windows.backward_s, nothing_s, capacity.prefetched * numel * hidden_s])
     rows = {
-        row + block * len(prefetch_s): resource
+        row + block * len(hidden_s): resource
         for block in range(3)
         for row, resource in constraints.resource_rows.items()
     }

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.memory import TrainingSetup
-from perf_model.prediction.overlap_windows import ALLOWED_IN_BACKWARD, Windows
+from perf_model.prediction.overlap_windows import Windows
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.happens_before import CHAINS
 from perf_model.schedule.placement import Placement
@@ -48,7 +48,8 @@ class TimeLowerBounds:
         self._windows = windows
         constraints = ResourceConstraints.from_cost(cost)
         self._busy_s = {placement: constraints.seconds_per_param(placement) for placement in cost.placements}
-        self._prefetch_s = constraints.seconds[:, KINDS.index(ALLOWED_IN_BACKWARD)]
+        hidden = [KINDS.index(kind) for kind in windows.hidden_in_backward]
+        self._hidden_s = constraints.seconds[:, hidden].sum(axis=1)
         self._needed_s = windows.forward_s * (np.cumsum(self._numels) - self._numels) / self._numels.sum()
         loads = {kind: cost.load(kind, 1) for placement in cost.placements for kind in CHAINS[placement]}
         self._total_s: dict[ActionKind, Array] = {
@@ -60,8 +61,10 @@ class TimeLowerBounds:
 
         It is the maximum of three bounds:
 
-        - All the work, of which backward hides only the prefetches that fill the slots, and forward all that it can.
-        - The flushes, which run one after another, after the prefetch and the update of one unit.
+        - All the work, of which backward hides only the prefetches that fill the slots and the flushes that empty
+          them, and forward all that it can.
+        - The flushes, which run one after another, after the prefetch and the update of one unit. Backward hides them
+          only until it prefetches at least one unit.
         - The units that forward needs up to a given moment. In any order, the last of them is finished only after
           its lane has updated all of them.
         """
@@ -80,10 +83,13 @@ class TimeLowerBounds:
             if placement is Placement.STREAMED:
                 before_s = np.where(mask, np.maximum(0.0, first - prefetch_s) + second, np.inf).min(axis=1)
                 flushed_s = np.where(mask.any(axis=1), before_s + mask @ self._total_s[ActionKind.FLUSH_STATES], 0.0)
+                if ActionKind.FLUSH_STATES in windows.hidden_in_backward:
+                    shortest_s = np.where(mask, first, np.inf).min(axis=1)
+                    flushed_s -= np.maximum(0.0, windows.backward_s - shortest_s)
                 exposed_s = np.maximum(exposed_s, flushed_s - windows.forward_s)
         streamed = candidates[Placement.STREAMED] * self._numels
         in_slots = np.minimum(streamed.sum(axis=1), max_slots * streamed.max(axis=1))
-        hidden_s = np.minimum(windows.backward_s, np.outer(in_slots, self._prefetch_s))
+        hidden_s = np.minimum(windows.backward_s, np.outer(in_slots, self._hidden_s))
         least_s: Array = np.maximum(exposed_s, (busy_s - hidden_s).max(axis=1) - windows.forward_s)
         return least_s
 
@@ -91,14 +97,17 @@ class TimeLowerBounds:
         """Return a lower bound of the exposed seconds of one candidate with ``num_slots`` slots.
 
         One unit occupies a slot from its prefetch to its flush. Backward can hide only the first prefetch into
-        each slot.
+        each slot, and with a window of forward also the last flush from it.
         """
         streamed = np.array([placement is Placement.STREAMED for placement in placements])
         if not streamed.any():
             return 0.0
         chain_s = sum(float(self._total_s[kind][streamed].sum()) for kind in CHAINS[Placement.STREAMED])
-        first_s = float(np.sort(self._total_s[ALLOWED_IN_BACKWARD][streamed])[-num_slots:].sum())
-        return (chain_s - min(self._windows.backward_s, first_s)) / num_slots - self._windows.forward_s
+        hidden_s = sum(
+            float(np.sort(self._total_s[kind][streamed])[-num_slots:].sum())
+            for kind in self._windows.hidden_in_backward
+        )
+        return (chain_s - min(self._windows.backward_s, hidden_s)) / num_slots - self._windows.forward_s
 
 
 class MemoryLowerBounds:

@@ -176,6 +176,19 @@ def test_backward_hides_prefetches_only() -> None:
     assert exposed_bound(NUMEL, slow_cpu, Windows(backward_s=1.0)).seconds == pytest.approx(11, rel=1e-3)
 
 
+def test_with_a_window_of_forward_backward_also_hides_flushes() -> None:
+    slow_cpu = cost(cpu=1e3, d2h=1e9)
+    # 12 s of flushes: forward hides 1 s, and backward all others if every unit has a slot.
+    assert exposed_bound(NUMEL, slow_cpu, Windows(forward_s=1.0)).seconds == pytest.approx(11, rel=1e-3)
+    both = Windows(backward_s=100.0, forward_s=1.0)
+    assert exposed_bound(NUMEL, slow_cpu, both).seconds == 0.0
+    # The flushes from the slots that fit are a quarter of them.
+    assert exposed_bound(NUMEL, slow_cpu, both, ResidentCapacity(prefetched=0.25)).seconds == pytest.approx(8, rel=1e-3)
+    # Backward is 2 s long, and hides no more than that of prefetches and flushes.
+    short = Windows(backward_s=2.0, forward_s=1.0)
+    assert exposed_bound(NUMEL, slow_cpu, short).seconds == pytest.approx(9, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("changes", "capacity", "seconds", "binding"),
     [

@@ -71,9 +71,9 @@ def test_the_first_windows_lead_to_the_plan_for_them_with_the_rates_of_the_profi
 
 def test_new_budgets_are_planned_for_with_the_windows_measured_at_the_same_time() -> None:
     policy = with_windows_known(start())
-    budgets, longer = Budgets(gpu_bytes=4 * 10**9), Windows(backward_s=0.1, forward_s=0.11)
-    decision = policy.observe(measure(policy.running, 60, longer, 1.0), budgets)
-    expected = replace(REQUEST, windows=longer, budgets=budgets).plan()
+    budgets, shorter = Budgets(gpu_bytes=4 * 10**9), Windows(backward_s=0.02, forward_s=0.03)
+    decision = policy.observe(measure(policy.running, 60, shorter, 1.0), budgets)
+    expected = replace(REQUEST, windows=shorter, budgets=budgets).plan()
     before = replace(REQUEST, windows=WINDOWS, budgets=budgets).plan()
     assert expected.plan != before.plan, "the windows matter"
     assert decision is not None

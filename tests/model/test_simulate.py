@@ -109,7 +109,7 @@ def test_backward_hides_the_prefetches_that_fill_the_slots_and_no_others() -> No
 
 def test_forward_hides_updates_that_it_does_not_need_yet() -> None:
     # The units are published after 7/6 and 13/6 s. Forward needs the first at once and the second when half of
-    # forward is over. The whole update finishes before the next backward.
+    # forward is over.
     update_plan = plan((CPU,) * 2, 1)
     timeline = simulate(update_plan.schedule, update_plan.workload, cost())
     for forward_s, exposed_s in ((0.0, 13 / 6), (0.5, 13 / 6 - 0.25), (2.0, 7 / 6), (10.0, 7 / 6)):
@@ -127,12 +127,61 @@ def test_phases_show_the_model_blocked_where_it_waits_for_the_update() -> None:
         Phase.BACKWARD, Phase.EXPOSED, Phase.FORWARD, Phase.EXPOSED, Phase.FORWARD
     ]  # fmt: skip
     assert [span.end_s for span in phases] == pytest.approx([0, 7 / 6, 7 / 6 + 0.25, 13 / 6, 13 / 6 + 0.25])
-    # The flush must also finish before the next backward.
+    # Without a window in backward, the flush must finish before the next backward.
     streamed = plan((STREAMED,), 1)
     timeline = simulate(streamed.schedule, streamed.workload, cost())
     phases = Windows(forward_s=0.25).phases(timeline, streamed.workload)
     assert [span.phase for span in phases] == [Phase.EXPOSED, Phase.FORWARD, Phase.EXPOSED]
     assert [span.end_s for span in phases] == pytest.approx([1.001, 1.251, 2.001])
+
+
+@pytest.mark.parametrize(
+    ("backward_s", "phases", "exposed_s"),
+    [
+        # The prefetch needs all of backward, so that nothing is left for the flush, which ends at 0.251 + 1 s.
+        (0.75, [(Phase.BACKWARD, 0), (Phase.EXPOSED, 0.251), (Phase.FORWARD, 0.501), (Phase.EXPOSED, 1.251)], 1.001),
+        # Backward overlaps with half a second of the flush, and then prefetches.
+        (
+            1.5,
+            [
+                (Phase.BACKWARD, 0),
+                (Phase.EXPOSED, 0.001),
+                (Phase.FORWARD, 0.251),
+                (Phase.BACKWARD, 0.751),
+                (Phase.EXPOSED, 1.001),
+            ],
+            0.251,
+        ),
+        # Backward overlaps with the flush until it has ended.
+        (
+            9.0,
+            [(Phase.BACKWARD, 0), (Phase.EXPOSED, 0.001), (Phase.FORWARD, 0.251), (Phase.BACKWARD, 1.001)],
+            0.001,
+        ),
+    ],
+)
+def test_the_next_backward_hides_flushes_until_it_prefetches(
+    backward_s: float, phases: list[tuple[Phase, float]], exposed_s: float
+) -> None:
+    update_plan = plan((STREAMED,), 1)
+    overlap = Windows(backward_s=backward_s, forward_s=0.25)
+    timeline = simulate(update_plan.schedule, update_plan.workload, cost(), overlap)
+    found = overlap.phases(timeline, update_plan.workload)
+    assert [span.phase for span in found] == [phase for phase, _ in phases]
+    assert [span.end_s for span in found] == pytest.approx([end_s for _, end_s in phases])
+    assert overlap.exposed_s(timeline, update_plan.workload) == pytest.approx(exposed_s)
+    # Nothing overlaps with the next forward, and so nothing with the backward after it.
+    in_step = Windows(backward_s=backward_s)
+    timeline = simulate(update_plan.schedule, update_plan.workload, cost(), in_step)
+    assert in_step.exposed_s(timeline, update_plan.workload) == timeline.end_s
+
+
+def test_the_next_backward_hides_neither_updates_nor_the_copies_of_parameters() -> None:
+    update_plan = plan((CPU, RESIDENT), 1)
+    model = cost(gpu=1e8)
+    timeline = simulate(update_plan.schedule, update_plan.workload, model, Windows(backward_s=20.0, forward_s=0.5))
+    exposed_s = Windows(backward_s=20.0, forward_s=0.5).exposed_s(timeline, update_plan.workload)
+    assert exposed_s == pytest.approx(10 - 0.25), "the GPU updates the second unit in 10 s"
 
 
 @given(plans(10**9), costs, windows)
@@ -148,7 +197,10 @@ def test_phases_are_contiguous_and_have_the_lengths_of_backward_forward_and_expo
     def lasts_s(phase: Phase) -> float:
         return sum(span.end_s - span.start_s for span in phases if span.phase is phase)
 
-    assert lasts_s(Phase.BACKWARD) == overlap.backward_s
+    assert sum(span.end_s - span.start_s for span in phases if span.start_s < 0.0) == overlap.backward_s
+    assert all(span.phase is Phase.BACKWARD or not span.start_s < 0.0 for span in phases), (
+        "only backward is before the update"
+    )
     assert lasts_s(Phase.FORWARD) == pytest.approx(overlap.forward_s, abs=1e-9)
     assert lasts_s(Phase.EXPOSED) == pytest.approx(overlap.exposed_s(timeline, update_plan.workload), abs=1e-9)
 
