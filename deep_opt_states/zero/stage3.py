@@ -45,6 +45,7 @@ from deep_opt_states.zero.internals.compat import (
     partition_rank,
     ranges_of_partitioned_params,
     restore_param_views,
+    waits_for_current_stream,
 )
 from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.start.assembly import Assembly, assemble
@@ -407,12 +408,13 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         self.optimizer.step()
 
     def _post_step(self, timer_names: Any) -> None:
-        super()._post_step(timer_names)
+        # Prefetches may be in flight. If the host waited for them, the actions that follow them would be issued late.
+        with waits_for_current_stream(get_accelerator()):
+            super()._post_step(timer_names)
         # The next all-gather must wait for the caller's stream. The pre-forward hook of ``Gathers`` also ensures that,
         # but it does not run if a submodule is called directly and not through the engine.
         self._gathers.order_after_caller()
-        # After ``super()``: with several ranks, stock waits for the whole device when it has gathered the persistent
-        # parameters, and would wait for every action that was enqueued before.
+        # After ``super()``, so that the host gathers the persistent parameters before it enqueues all actions.
         self._update.advance()
         # After ``advance``, so that the accelerator works while the host reports the previous update. Its events have
         # been reached, so the host does not wait, and DeepSpeed's step count is still the one of that update.

@@ -11,6 +11,7 @@ be imported.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
@@ -85,6 +86,28 @@ def restore_param_views(optimizer: Any, sub_group_id: int) -> None:
     params = optimizer.fp16_partitioned_groups[sub_group_id]
     for param, view in zip(params, optimizer.unflatten(flat_parameters(optimizer)[sub_group_id], params), strict=True):
         param.data = view.data
+
+
+@contextmanager
+def waits_for_current_stream(accelerator: Any) -> Iterator[None]:
+    """Let DeepSpeed wait for the current stream inside this context where it waits for the whole device.
+
+    It does so after it has gathered the persistent parameters, and would then wait for the copies of an update, too.
+    The current stream has waited for the gather.
+    """
+    if accelerator.resolves_data_dependency():
+        # An accelerator without streams.
+        yield
+        return
+
+    def synchronize(device_index: Any = None) -> None:
+        accelerator.current_stream(device_index).synchronize()
+
+    accelerator.synchronize = synchronize
+    try:
+        yield
+    finally:
+        del accelerator.synchronize
 
 
 def partition_rank(optimizer: Any, param: Parameter) -> int:

@@ -36,7 +36,7 @@ LAZY = Settings(lazy=True, lazy_s=20.0, trace=True)
 PLACEMENTS: dict[str, dict[str, Any]] = {"cpu": CPU, "stride": STRIDE_2, "streamed": STREAMED, "resident": RESIDENT}
 UPDATES: dict[str, Callable[[dict[str, Any]], Block]] = {"ends in step": not_deferred, "deferred": dict}
 
-HELPERS = ("library.py", "device.py", "cuda.py", "accelerator.py", "nvtx.py", "__init__.py")
+HELPERS = ("library.py", "device.py", "cuda.py", "accelerator.py", "compat.py", "nvtx.py", "__init__.py")
 """Files whose functions wait on behalf of their callers. ``__init__.py`` is that of ``torch.accelerator``."""
 
 

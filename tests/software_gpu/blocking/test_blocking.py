@@ -38,6 +38,9 @@ ROWS = {
 REPORT = "blocking_ranks.py:recorded_synchronize"
 """The report of the last update. The device has reached its events before, which is recorded separately."""
 
+WHOLE_DEVICE = "synchronize"
+"""The reason of a wait for all streams."""
+
 GATHERS = ("partition_parameters.py", "partitioned_param_coordinator.py")
 """DeepSpeed's gathers in forward and backward: how often the host waits depends on how far they are ahead."""
 
@@ -102,6 +105,10 @@ def check_waits(variants: list[dict[str, Any]], world_size: int) -> None:
         for step, waits in enumerate(by_row(found, world_size)):
             assert waits == expected(found, world_size), f"{label_of(found)}, step {step}"
         assert found["unreached"] == 0, f"{label_of(found)}: a report has waited for the device"
+        # With several ranks, stock waits for the whole device when it has gathered the persistent parameters. An update
+        # whose prefetches are in flight must not be waited for.
+        reasons = {reason for steps in found["waits"].values() for waits in steps for reason, _, _ in waits}
+        assert (WHOLE_DEVICE in reasons) == (found["update"] == "stock" and world_size > 1), label_of(found)
 
 
 def check_copies(variants: list[dict[str, Any]], world_size: int) -> None:

@@ -33,8 +33,8 @@ UPDATE_IS_DONE = ["synchronize < _wait_until_drained"] * 4
 """One wait per stream of an update that ends in the step, which the streams of the next forward do not wait for."""
 
 RANKS_AGREE = {1: [], 2: ["share < synchronize_ranks"]}
-PERSISTENT_PARAMETERS = {1: "wait < wrapped_fn", 2: "_allgather_params_coalesced < _all_gather"}
-"""Stock's wait for the gather of persistent parameters at the end of its step: with several ranks for the device."""
+PERSISTENT_PARAMETERS = {1: "wait < wrapped_fn", 2: "synchronize < _allgather_params_coalesced"}
+"""Stock's wait for the gather of persistent parameters at the end of its step."""
 
 OWN_WAITS_OUTSIDE_STEPS = {PARAMETERS_ARE_UPDATED, *CPU_HAS_UPDATED.values(), *UPDATE_IS_DONE}
 STEPS_THAT_UPDATE = [step for step in range(STEPS) if step != OVERFLOWS_IN]
