@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 from perf_model.prediction.cost import CostModel
@@ -42,7 +43,7 @@ class WindowSetting:
     micro_batch: int
     gpu_share: float
 
-    @property
+    @cached_property
     def job(self) -> Job:
         """Return the training run."""
         ranks_per_node = 1 if self.machine == "gh200" else self.ranks

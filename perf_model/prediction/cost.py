@@ -40,6 +40,9 @@ class Resource(Enum):
     CPU = "cpu cores"
     GPU = "gpu"
 
+    # As in ``action.py``: each hash of a cost model takes those of all resources.
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True, kw_only=True)
 class BytesPerParam:
@@ -144,6 +147,11 @@ class CostModel:
     per_param: Mapping[ActionKind, Mapping[Resource, float]]
     copy_latency_s: float = 0.0
     blocks: bool = False
+
+    def __hash__(self) -> int:
+        """Return a hash, so that what depends on nothing but the cost is computed once."""
+        per_param = frozenset((kind, frozenset(amounts.items())) for kind, amounts in self.per_param.items())
+        return hash((frozenset(self.capacities.items()), per_param, self.copy_latency_s, self.blocks))
 
     @property
     def placements(self) -> tuple[Placement, ...]:

@@ -8,6 +8,7 @@ the moment.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
@@ -47,6 +48,7 @@ _LEAST_S = 1e-300
 """The seconds of a part that takes no time: a product with infinity needs a positive number."""
 
 
+@lru_cache(maxsize=16)
 def slowness_of_parts(cost: CostModel) -> Floats:
     """Return the slowness of the part of each lane, of shape [lane, combination of parts].
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -69,6 +70,7 @@ NO_CAPACITY = ResidentCapacity()
 """No GPU memory for residents."""
 
 
+@lru_cache(maxsize=256)
 def work_bound(numel: int, cost: CostModel, capacity: ResidentCapacity = NO_CAPACITY) -> Bound:
     """Return a lower bound of all the work of the update: exposed and hidden time together."""
     return exposed_bound(numel, cost, Windows(), capacity)
@@ -231,7 +233,7 @@ def _crossings(start_s: Array, end_s: Array) -> Array:
 
 def resources(cost: CostModel) -> list[Resource]:
     """Return the resources in the order of the entries of ``busy_s_per_param``."""
-    return list(cost.capacities)
+    return list(ResourceConstraints.from_cost(cost).resource_rows.values())
 
 
 def busy_s_per_param(cost: CostModel) -> dict[Placement, list[float]]:

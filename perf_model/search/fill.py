@@ -111,9 +111,8 @@ class MemoryFiller:
         more_bytes = np.array([exchange.more_bytes for exchange in exchanges])
         fits = np.add.outer(more_bytes, more_bytes) <= left_bytes
         together = np.where(fits, np.add.outer(more_numel, more_numel), 0).ravel()
-        for index in np.argsort(-together, kind="stable")[:MAX_TRIED].tolist():
-            if together[index] <= 0:
-                return
+        more = np.flatnonzero(together > 0)
+        for index in more[np.argsort(-together[more], kind="stable")[:MAX_TRIED]].tolist():
             pair = [exchanges[place] for place in divmod(index, len(exchanges))]
             first, second = sorted(pair, key=lambda exchange: -exchange.more_numel)
             exchanged = first.apply(codes, self._numels, free)

@@ -167,29 +167,27 @@ def place_ramps(
     residents = resident * (short @ numels)
     others = np.maximum(1.0, (numels * free).sum() - residents - long_resident @ numels)
     # Error diffusion as in ``place_by_fraction``, with one row per unit, so that each step reads adjacent elements.
-    units = np.flatnonzero(free).tolist()
-    due = residents * passed[:, None] ** resident_power
-    long_rows = np.ascontiguousarray(is_long.T)
+    powers, power_of_ramp = np.unique(resident_power, return_inverse=True)
+    due = residents * (passed[:, None] ** powers)[:, power_of_ramp] - numels[:, None] / 2
+    due[~short.T] = -np.inf
     resident_rows, cpu_rows = np.zeros((2, *due.shape), dtype=bool)
     taken = np.zeros(len(chosen))
-    for index in units:
-        row = due[index] - taken > numels[index] / 2
-        row &= ~long_rows[index]
-        row &= resident_bytes[index] <= free_bytes
-        taken += numels[index] * row
-        free_bytes = free_bytes - resident_bytes[index] * row
-        resident_rows[index] = row
+    units = list(zip(numels.tolist(), resident_bytes.tolist(), strict=True))
+    for (numel, needed_bytes), due_row, row in zip(units, due, resident_rows, strict=True):
+        np.less(taken, due_row, out=row)
+        row &= free_bytes >= needed_bytes
+        taken += row * numel
+        free_bytes -= row * needed_bytes
     resident_rows |= long_resident.T
     other_rows = free[:, None] & ~resident_rows
     due = cpu_share * others * (np.cumsum(numels[:, None] * other_rows, axis=0) / others) ** cpu_power
-    long_rows |= cpu_share == 1.0
+    due -= numels[:, None] / 2
+    due[is_long.T | (cpu_share == 1.0)] = np.inf
+    due[~other_rows] = -np.inf
     taken = np.zeros(len(chosen))
-    for index in units:
-        row = due[index] - taken > numels[index] / 2
-        row |= long_rows[index]
-        row &= other_rows[index]
-        taken += numels[index] * row
-        cpu_rows[index] = row
+    for (numel, _), due_row, row in zip(units, due, cpu_rows, strict=True):
+        np.less(taken, due_row, out=row)
+        taken += row * numel
     codes = np.full((len(chosen), len(numels)), CODES[Placement.STREAMED])
     codes[resident_rows.T] = CODES[Placement.RESIDENT]
     codes[cpu_rows.T] = CODES[Placement.CPU]

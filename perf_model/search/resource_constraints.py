@@ -46,13 +46,9 @@ class ResourceConstraints:
     concurrent_rates: Array
 
     @classmethod
+    @lru_cache(maxsize=16)
     def from_cost(cls, cost: CostModel) -> ResourceConstraints:
         """Return the constraints of the machine that ``cost`` describes; for equal costs they are derived once."""
-        amounts = ((kind, tuple(each.items())) for kind, each in cost.per_param.items())
-        return _from_amounts(tuple(cost.capacities.items()), tuple(amounts))
-
-    @classmethod
-    def _derive(cls, cost: CostModel) -> ResourceConstraints:
         possible = {kind for placement in cost.placements for kind in CHAINS[placement]}
         by_resource = [
             [_amount(cost, kind, resource) / capacity if kind in possible else 0.0 for kind in KINDS]
@@ -77,16 +73,6 @@ class ResourceConstraints:
             placement: self.seconds[:, [KINDS.index(kind) for kind in chain]].sum(axis=1)
             for placement, chain in CHAINS.items()
         }
-
-
-@lru_cache(maxsize=16)
-def _from_amounts(
-    capacities: tuple[tuple[Resource, float], ...],
-    per_param: tuple[tuple[ActionKind, tuple[tuple[Resource, float], ...]], ...],
-) -> ResourceConstraints:
-    """Derive the constraints from values that can be hashed; latencies have no influence on them."""
-    per_kind = {kind: dict(each) for kind, each in per_param}
-    return ResourceConstraints._derive(CostModel(capacities=dict(capacities), per_param=per_kind))
 
 
 def _amount(cost: CostModel, kind: ActionKind, resource: Resource) -> float:

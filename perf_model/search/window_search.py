@@ -142,7 +142,7 @@ class WindowSearch:
         if Placement.RESIDENT in self._cost.placements:
             numels = [unit.numel for unit in self.workload.units]
             chosen = list(ramps(numels, self._bound.shares, streams=Placement.STREAMED in self._cost.placements))
-        plans = [(codes, self._most_slots(codes)) for codes in simple]
+        plans = zip(simple, self._most_slots(simple), strict=True)
         self._try([*plans, *self._ramps.place(chosen)], enough_s, MAX_EXPLORED)
 
     def narrow(self) -> None:
@@ -275,10 +275,12 @@ class WindowSearch:
                 if self.best is None or candidate.seconds < self.best.seconds:
                     self.best = candidate
 
-    def _most_slots(self, codes: Integers) -> int:
-        streamed = int((codes == CODES[Placement.STREAMED]).sum())
-        most = max(1, min(MAX_SLOTS, streamed))
-        return next((num_slots for num_slots in range(most, 0, -1) if self._memory.fits(codes, num_slots)), 1)
+    def _most_slots(self, codes: Integers) -> list[int]:
+        """Return, for each plan, the most slots that fit and that it can use, at least 1."""
+        used = np.minimum((codes == CODES[Placement.STREAMED]).sum(axis=1), MAX_SLOTS)
+        fitting = [used.clip(1, num_slots) for num_slots in range(1, MAX_SLOTS + 1)]
+        fitting = [np.where(self._memory.which_fit(codes, slots), slots, 1) for slots in fitting]
+        return list(np.max(fitting, axis=0).tolist())
 
     def _plan(self, codes: Integers, num_slots: int) -> UpdatePlan:
         placements = tuple(PLACEMENTS[code] for code in codes.tolist())
