@@ -27,7 +27,7 @@ from typing import Any
 
 import deepspeed
 
-from benchmarks.emulated.arms import arms_of
+from benchmarks.emulated.arms import QUICK, arms_of
 from benchmarks.emulated.chart import PredictedAndMeasured
 from benchmarks.emulated.prediction import PredictedArm, predict, windows_of
 from benchmarks.emulated.run import EmulatedRun, SmallModel, load_average
@@ -64,6 +64,12 @@ EXPOSED_AFTERWARDS_ERROR = f"{EXPOSED}, error of the prediction afterwards"
 
 PREDICTED_ITERATION, PREDICTED_EXPOSED = f"{ITERATION}, predicted", f"{EXPOSED}, predicted"
 
+IDLE = "EMULATED idle time of the computing stream"
+IDLE_OTHERWISE = f"{IDLE} outside the exposed update"
+HOST_STEP = "EMULATED host time in step()"
+HOST_STEP_WITHOUT_ADAM = f"{HOST_STEP} outside Adam"
+HOST_STEP_RATIO = f"{HOST_STEP} / stock's outside Adam"
+
 CHART = PredictedAndMeasured(
     (PREDICTED_ITERATION, ITERATION), (PREDICTED_EXPOSED, EXPOSED), titles=("machine", "model", "micro_batch")
 )
@@ -71,25 +77,37 @@ CHART = PredictedAndMeasured(
 
 def measure(*, quick: bool) -> Iterator[Row]:
     """Yield predicted and measured seconds of each arm in each run, and those of small copies beside the lanes."""
+    start_device()
+    turns = Turns(turns=1, iterations=2) if quick else Turns(turns=2, iterations=2)
+    for run in RUNS[:1] if quick else RUNS:
+        yield from measure_run(run, turns, only=QUICK if quick else None)
+        with run.emulated():
+            yield from small_copy_rows(run, quick=quick)
+
+
+def start_device() -> None:
+    """Load the software GPU and start the collectives of this rank. Call this once per process."""
     device.register()
     register_backend()
     deepspeed.init_distributed(dist_backend=BACKEND)
-    turns = Turns(turns=1, iterations=2) if quick else Turns(turns=2, iterations=2)
-    for run in RUNS[:1] if quick else RUNS:
-        with run.profile_for_planning() as profile, run.emulated() as passes:
-            load = load_average()
-            arms = train_in_turns(run, arms_of(run, profile, quick=quick), passes, turns)
-            yield from small_copy_rows(run, quick=quick)
-        predictions = [_predicted(run, arm) for arm in arms]
-        for arm, predicted in zip(arms, predictions, strict=True):
-            labels: dict[str, Any] = {"variant": arm.variant.name, "setting": run.labels}
-            yield from _rows(arm, arms[0], predicted, **labels)
-            if _overlaps(arm):
-                yield from _afterwards_rows(run, arm, **labels)
-        labels = {"variant": "all arms", "setting": run.labels}
-        yield _order_row(arms, predictions, **labels)
-        loads = [load, load_average()]
-        yield Row(quantity="load of this machine during the EMULATED run", unit="threads", samples=loads, **labels)
+
+
+def measure_run(run: EmulatedRun, turns: Turns, *, only: Sequence[str] | None = None) -> Iterator[Row]:
+    """Yield the rows of the arms of one run, or of those that are named in ``only``, which begin with stock."""
+    with run.profile_for_planning() as profile, run.emulated() as passes:
+        load = load_average()
+        variants = [arm for arm in arms_of(run, profile) if only is None or arm.name in only]
+        arms = train_in_turns(run, variants, passes, turns)
+    predictions = [_predicted(run, arm) for arm in arms]
+    for arm, predicted in zip(arms, predictions, strict=True):
+        labels: dict[str, Any] = {"variant": arm.variant.name, "setting": run.labels}
+        yield from _rows(arm, arms[0], predicted, **labels)
+        if _overlaps(arm):
+            yield from _afterwards_rows(run, arm, **labels)
+    labels = {"variant": "all arms", "setting": run.labels}
+    yield _order_row(arms, predictions, **labels)
+    loads = [load, load_average()]
+    yield Row(quantity="load of this machine during the EMULATED run", unit="threads", samples=loads, **labels)
 
 
 def _predicted(run: EmulatedRun, arm: Arm) -> PredictedArm:
@@ -106,7 +124,17 @@ def _rows(arm: Arm, stock: Arm, predicted: PredictedArm, **labels: Any) -> Itera
     update_s = [update.update_s for update in arm.updates] or arm.step_s
     yield from _compared(ITERATION, predicted.iteration_s, arm.iteration_s, **labels)
     yield from _compared(EXPOSED, predicted.exposed_s, exposed_s, **labels)
-    yield Row(quantity="EMULATED idle time of the computing stream", unit="s", samples=arm.idle_s, **labels)
+    yield Row(quantity=IDLE, unit="s", samples=arm.idle_s, **labels)
+    otherwise_s = [idle - exposed for idle, exposed in zip(arm.idle_s, exposed_s, strict=True)]
+    yield Row(quantity=IDLE_OTHERWISE, unit="s", samples=otherwise_s, **labels)
+    yield Row(quantity=f"{IDLE_OTHERWISE}, predicted", unit="s", samples=[predicted.gradients_s], **labels)
+    yield Row(quantity=HOST_STEP, unit="s", samples=arm.host_step_s, **labels)
+    without_adam_s = [step - adam for step, adam in zip(stock.host_step_s, stock.adam_s, strict=True)]
+    if arm is stock:
+        yield Row(quantity=HOST_STEP_WITHOUT_ADAM, unit="s", samples=without_adam_s, **labels)
+    else:
+        ratios = [step / without for step, without in zip(arm.host_step_s, without_adam_s, strict=True)]
+        yield Row(quantity=HOST_STEP_RATIO, unit="times", samples=ratios, **labels)
     yield from _compared("EMULATED update", predicted.update_s, update_s, **labels)
     cpu_s = "CPU time of this machine per EMULATED iteration"
     yield Row(quantity=cpu_s, unit="s", samples=arm.cpu_s, **labels)

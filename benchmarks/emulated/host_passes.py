@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,13 +16,14 @@ from perf_model.prediction.cost import CostModel, Resource
 from perf_model.schedule.action import ActionKind
 from tests.software_gpu import device
 
+ADAM = "_optimizer_step"
 PUBLISHES = "_reassign_or_swap_out_partitioned_parameters"
 """The method that also copies the parameters to the GPU."""
 
 STOCK_PASSES = {
     # Bytes of host memory per parameter, which add up to those of ``stock_traffic_by_action``.
     "unscale_and_clip_grads": 8,
-    "_optimizer_step": 28,
+    ADAM: 28,
     PUBLISHES: 6,
 }
 """The methods of stock's optimizer that do one pass each. The plugin overrides them without calling them."""
@@ -31,11 +33,13 @@ class HostPasses:
     """The passes of CPU updates on an emulated machine.
 
     ``cost`` and ``stock`` are the cost models of the machine. Each of their seconds does the work of ``1 / per_s``
-    emulated seconds. All of it takes time only while ``take_time`` is set.
+    emulated seconds. All of it takes time only while ``take_time`` is set. ``stock_adam_s`` are the seconds that
+    stock's Adam has taken so far.
     """
 
     def __init__(self, cost: CostModel, stock: CostModel, per_s: float) -> None:
         self.take_time = False
+        self.stock_adam_s = 0.0
         self._ours, self._stock = (model.per_param[ActionKind.CPU_STEP] for model in (cost, stock))
         assert self._stock[Resource.DRAM] == sum(STOCK_PASSES.values())
         self._per_s = per_s
@@ -70,12 +74,16 @@ class HostPasses:
     def _stock_pass(self, method: Callable[..., Any], num_bytes: int) -> Callable[..., Any]:
         share = num_bytes / self._stock[Resource.DRAM]
 
-        def wrapped(optimizer: Any, sub_group_id: int, *args: Any) -> Any:
+        def wrapped(optimizer: Any, sub_group_id: int, *args: Any) -> None:
             numel = optimizer.fp16_partitioned_groups_flat[sub_group_id].numel()
+            start_s = time.perf_counter()
             with self._working(numel, self._stock, share):
                 if method.__name__ != PUBLISHES:
-                    return method(optimizer, sub_group_id, *args)
-            # The device itself times the copy, which follows the pass.
-            return method(optimizer, sub_group_id, *args)
+                    method(optimizer, sub_group_id, *args)
+            if method.__name__ == ADAM:
+                self.stock_adam_s += time.perf_counter() - start_s
+            if method.__name__ == PUBLISHES:
+                # The device itself times the copy, which follows the pass.
+                method(optimizer, sub_group_id, *args)
 
         return wrapped

@@ -17,10 +17,15 @@ from perf_model.training_run.job import GradientPath
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedArm:
-    """The predicted emulated seconds of one arm: its update, the part that the model waits for, and the iteration."""
+    """The predicted emulated seconds of one arm.
+
+    They are those of its update, of the part that the model waits for, of the wait for the copies of gradients after
+    backward, and of the iteration.
+    """
 
     update_s: float
     exposed_s: float
+    gradients_s: float
     iteration_s: float
 
 
@@ -48,6 +53,7 @@ def predict(
     return PredictedArm(
         update_s=run.slowdown * update_s,
         exposed_s=run.slowdown * exposed_s,
+        gradients_s=run.slowdown * (backward_s - run.backward_s),
         iteration_s=run.slowdown * (run.forward_s + backward_s + exposed_s),
     )
 

@@ -21,6 +21,7 @@ from benchmarks.emulated.run import EmulatedRun
 from benchmarks.harness.interleaved_runs import batch_for, engine_for, weights_digest
 from benchmarks.harness.variants import Variant
 from deep_opt_states.report.comparison import MeasuredUpdate
+from perf_model.replanning.policy import ReplanningPolicy
 from perf_model.schedule.plan import UpdatePlan
 from tests.software_gpu import device, settings
 
@@ -44,12 +45,14 @@ class Arm:
     """One arm, with the measurements of its counted iterations in emulated seconds.
 
     ``idle_s`` is the time in which the computing stream ran no kernel. ``updates`` are those that the plugin has
-    reported; stock has none. ``cpu_s`` is CPU time of this machine, and ``lag_s`` the longest time by which this
-    machine was behind the emulated one in an iteration.
+    reported; stock has none. ``host_step_s`` is the time of the training thread in ``engine.step()``, and ``adam_s``
+    the part of it in which stock's Adam ran. ``cpu_s`` is CPU time of this machine, and ``lag_s`` the longest time by
+    which this machine was behind the emulated one in an iteration.
     """
 
     variant: Variant
     engine: Any
+    passes: HostPasses
     numels: list[int]
     configuration: str
     plan: UpdatePlan | None = None
@@ -57,6 +60,8 @@ class Arm:
     step_s: list[float] = field(default_factory=list)
     idle_s: list[float] = field(default_factory=list)
     updates: list[MeasuredUpdate] = field(default_factory=list)
+    host_step_s: list[float] = field(default_factory=list)
+    adam_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     lag_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -67,10 +72,10 @@ class Arm:
     """The number of iterations so far."""
 
     @classmethod
-    def create(cls, variant: Variant, engine: Any) -> Arm:
+    def create(cls, variant: Variant, engine: Any, passes: HostPasses) -> Arm:
         """Return the arm of ``engine``. Raise ``AssertionError`` if that is not the variant's."""
         numels = [partition.numel() for partition in engine.optimizer.fp16_partitioned_groups_flat]
-        arm = cls(variant, engine, numels, variant.verify(engine))
+        arm = cls(variant, engine, passes, numels, variant.verify(engine))
         if variant.block is not None:
             report = engine.optimizer.report
             updated = report.updated
@@ -81,6 +86,17 @@ class Arm:
 
             report.updated = record
         return arm
+
+    @property
+    def kept_plan(self) -> bool:
+        """Return whether all counted updates executed the plan, and the CPU did not update everything meanwhile."""
+        kinds = set() if self.plan is None else {action.kind for action in self.plan.schedule.actions}
+        return all({kind for kind, kind_s in update.by_kind.items() if kind_s > 0} == kinds for update in self.updates)
+
+    @property
+    def _on_this_machine(self) -> tuple[list[float], ...]:
+        """Return the measurements that ``train`` adds to in every iteration."""
+        return (self.host_step_s, self.adam_s, self.cpu_s, self.lag_s)
 
     def train(self, setting: Any, iterations: int) -> None:
         """Train for some iterations. Each phase ends with a mark on the computing stream."""
@@ -95,7 +111,10 @@ class Arm:
             self.engine.backward(loss)
             device.launch(lambda: None, "mark")
             losses.append(loss.detach())
+            start_s, adam_s = time.perf_counter(), self.passes.stock_adam_s
             self.engine.step()
+            self.host_step_s.append(time.perf_counter() - start_s)
+            self.adam_s.append(self.passes.stock_adam_s - adam_s)
             device.launch(lambda: None, "mark")
             self.cpu_s.append(time.process_time() - cpu_s)
             self.lag_s.append(device.take_lag_s())
@@ -112,8 +131,9 @@ class Arm:
         device.take_spans()
         if self.variant.block is not None:
             self.plan = self.engine.optimizer.plan
-        for uncounted in (self.cpu_s, self.lag_s, self._reported):
-            uncounted.clear()
+        for samples in self._on_this_machine:
+            samples.clear()
+        self._reported.clear()
 
     def take_turn(self, setting: Any, iterations: int) -> None:
         """Train for one iteration that is not counted, and then for ``iterations`` that are."""
@@ -121,7 +141,7 @@ class Arm:
         device.take_lag_s()
         uncounted = len(self.cpu_s)
         self.train(setting, 1 + iterations)
-        for samples in (self.cpu_s, self.lag_s):
+        for samples in self._on_this_machine:
             del samples[uncounted]
         # No forward followed the last update.
         self.updates += self._reported[:-1]
@@ -145,6 +165,9 @@ def _computes(span: device.TaskSpan) -> bool:
 def train_in_turns(run: EmulatedRun, variants: Sequence[Variant], passes: HostPasses, turns: Turns) -> list[Arm]:
     """Return the arms with their measurements. The order alternates from turn to turn."""
     with ExitStack() as engines:
+        # The planned arms keep their first plan. The iterations after the start, whose forward and backward take no
+        # emulated time, would lead to another one.
+        engines.enter_context(mock.patch.object(ReplanningPolicy, "observe", return_value=None))
         passes.take_time = False
         with settings.changed(rates=settings.MachineRates()):
             arms = []
@@ -152,7 +175,7 @@ def train_in_turns(run: EmulatedRun, variants: Sequence[Variant], passes: HostPa
                 # DeepSpeed formats every parameter for its log, which takes most of the time to create an engine.
                 with mock.patch.object(torch.nn.Parameter, "__repr__", object.__repr__):
                     engine = engines.enter_context(engine_for(variant, run.small))
-                arms.append(Arm.create(variant, engine))
+                arms.append(Arm.create(variant, engine, passes))
                 arms[-1].warm_up(run.small)
         passes.take_time = True
         for turn in range(turns.turns):
@@ -161,6 +184,7 @@ def train_in_turns(run: EmulatedRun, variants: Sequence[Variant], passes: HostPa
         passes.take_time = False
         with settings.changed(rates=settings.MachineRates()):
             for arm in arms:
+                assert arm.kept_plan, f"{arm.variant.name}: another plan than {arm.plan} was executed"
                 arm.digest = weights_digest(arm.engine)
                 del arm.engine
     return arms
