@@ -12,7 +12,7 @@ from deep_opt_states.device.kernels.adam import AdamKernel
 from deep_opt_states.device.kernels.triton_adam import triton_version
 from deep_opt_states.files import replace_file
 from deep_opt_states.profiler.adam_kernels import CpuAdamFactory, training_cpu_adam, training_gpu_adam
-from deep_opt_states.profiler.measure import measure
+from deep_opt_states.profiler.measure import implausible_quantities, measure
 from deep_opt_states.profiler.method import QUICK, ProbeEffort
 from deep_opt_states.profiler.provenance import describe, fingerprint, smallest_node
 from deep_opt_states.profiler.ranks import Ranks, call_on_all_ranks
@@ -33,7 +33,8 @@ def quick_profile(
     """Return rank 0's cached profile of an equal machine, or one that all ranks measure now; the same on all ranks.
 
     This is a collective. ``log`` is called on rank 0 only. The other parameters and the errors raised are those of
-    ``measure``; the cache itself raises nothing.
+    ``measure``; the cache itself raises nothing. A profile with implausible samples is used, and not cached: the next
+    training run measures again, perhaps without other load on the machine.
     """
     node = smallest_node(ranks, os.environ)
 
@@ -87,6 +88,12 @@ def _read(path: Path | None) -> str | None:
 def _store(profile: HardwareProfile, path: Path | None, log: Callable[[str], None]) -> None:
     if path is None:
         log("The hardware profile is not cached: this user has no home folder, and XDG_CACHE_HOME is not set.")
+        return
+    if implausible := implausible_quantities(profile):
+        log(
+            f"The hardware profile is not cached, and the next start measures again: {', '.join(implausible)} had "
+            f"implausible samples. Is there other load on this machine? deep-opt-states profile shows every quantity."
+        )
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

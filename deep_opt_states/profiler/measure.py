@@ -37,6 +37,9 @@ from perf_model.prediction.hardware import (
 
 NO_ACCELERATOR = "no accelerator: training here runs on the CPU"
 
+IMPLAUSIBLE = "implausible: "
+"""The beginning of the reason of a waiver whose cause is noise: a later measurement may succeed."""
+
 CACHE_MULTIPLE = 3
 """The size of the probes' working set, of all ranks of a node together, relative to the last-level caches."""
 
@@ -132,12 +135,18 @@ def noise_waivers(measurements: Mapping[str, Measurement]) -> dict[str, Measurem
     Such a value cannot be right, but it is no reason to stop a training run.
     """
     return {
-        concurrent: Measurement(waived=f"implausible: {slowed.median:.3g}, and only {free.median:.3g} alone")
+        concurrent: Measurement(waived=f"{IMPLAUSIBLE}{slowed.median:.3g}, and only {free.median:.3g} alone")
         for concurrent, alone in CONCURRENT_TO_ALONE.items()
         if (slowed := measurements[concurrent]).samples
         and (free := measurements[alone]).samples
         and slowed.median > CONCURRENT_TOLERANCE * free.median
     }
+
+
+def implausible_quantities(profile: HardwareProfile) -> list[str]:
+    """Return the names of the quantities that are waived because their samples were implausible."""
+    measurements = profile.measurements.items()
+    return [name for name, measurement in measurements if (measurement.waived or "").startswith(IMPLAUSIBLE)]
 
 
 def thread_counts(cores: int) -> list[int]:
@@ -296,7 +305,7 @@ def _plausible(name: str, samples: Sequence[float]) -> Measurement:
     inside = tuple(rate for rate in samples if low <= rate <= high)
     if 2 * len(inside) > len(samples):
         return Measurement(samples=inside)
-    return Measurement(waived=f"implausible: the median is {median(samples):.3g}, outside {low:g} to {high:g}")
+    return Measurement(waived=f"{IMPLAUSIBLE}the median is {median(samples):.3g}, outside {low:g} to {high:g}")
 
 
 def _require(name: str, measurement: Measurement) -> None:

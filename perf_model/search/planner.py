@@ -106,7 +106,11 @@ def require_memory(workload: Workload, cost: CostModel, budgets: Budgets, setup:
     """
     for unit in workload.units:
         if unit.fixed is not None and unit.fixed not in cost.placements:
-            raise ValueError(f"{unit.fixed.value} needs a rate of Adam on the accelerator, found none: {unit.label}.")
+            raise ValueError(
+                f"{unit.fixed.value} needs a rate of Adam on the accelerator, found none: {unit.label}.\n"
+                f"The profile has the reason at gpu_adam_params_per_s. Find what is missing: deep-opt-states doctor. "
+                f"Measure without other load on the machine: deep-opt-states profile."
+            )
     least = keep_fixed(workload, place_all(workload, Placement.CPU))
     missing = budgets.missing(memory_of(UpdatePlan(workload=workload, placements=least, num_slots=1), setup))
     if missing:

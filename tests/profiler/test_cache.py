@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 from deep_opt_states.files import replace_file
 from deep_opt_states.profiler import cache
 from deep_opt_states.profiler.cache import cached_path, quick_profile
+from deep_opt_states.profiler.measure import NO_ACCELERATOR, noise_waivers
 from deep_opt_states.profiler.ranks import OneRank, ProbeError, Ranks
 from perf_model.prediction.hardware import REQUIRED, HardwareProfile, Measurement, ProfileError, Provenance
+from tests.model.profiles import profile
 from tests.profiler.threads import on_ranks
 
 
@@ -104,6 +107,41 @@ def test_a_file_that_is_no_profile_is_replaced_by_a_new_measurement(folder: Path
     assert profile_and_log(OneRank())[0] == 1e9 + 2
     assert profile_and_log(OneRank())[0] == 1e9 + 2
     assert list(folder.iterdir()) == [file]
+
+
+def test_a_profile_with_an_implausible_quantity_is_used_and_measured_again(
+    folder: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that one start on a busy machine does not leave later ones without a rate."""
+    quiet = cache.measure
+
+    def disturbed(*arguments: Any, **kernels: Any) -> HardwareProfile:
+        found = quiet(*arguments, **kernels)
+        too_fast = {"both_beside_cpu_adam_bytes_per_s": Measurement(samples=(1e12,))}
+        noise = noise_waivers(profile().measurements | too_fast)
+        assert noise, "the rate beside the CPU's Adam is far above the rate alone"
+        return replace(found, measurements={**found.measurements, **noise})
+
+    monkeypatch.setattr(cache, "measure", disturbed)
+    rate, log = profile_and_log(OneRank())
+    assert rate == 1e9 + 1
+    assert "not cached, and the next start measures again: both_beside_cpu_adam_bytes_per_s had" in log[-1]
+    monkeypatch.setattr(cache, "measure", quiet)
+    assert [profile_and_log(OneRank())[0] for _ in range(2)] == [1e9 + 2] * 2
+    assert measured == [0, 0]
+
+
+def test_a_profile_without_an_accelerator_is_cached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a waiver which every measurement of this machine would repeat does not prevent caching."""
+    complete = cache.measure
+
+    def without_accelerator(*arguments: Any, **kernels: Any) -> HardwareProfile:
+        found = complete(*arguments, **kernels)
+        waived = {"gpu_adam_params_per_s": Measurement(waived=NO_ACCELERATOR)}
+        return replace(found, measurements={**found.measurements, **waived})
+
+    monkeypatch.setattr(cache, "measure", without_accelerator)
+    assert [profile_and_log(OneRank())[0] for _ in range(2)] == [1e9 + 1] * 2
 
 
 def test_all_ranks_use_the_profile_of_rank_0(folder: Path, measured: list[int]) -> None:
