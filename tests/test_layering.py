@@ -35,6 +35,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "perf_model.search",
         "perf_model.units",
     },
+    "perf_model.cluster": {
+        "perf_model.prediction",
+        "perf_model.schedule",
+        "perf_model.search",
+        "perf_model.training_run",
+        "perf_model.units",
+    },
     "perf_model.presets": {"perf_model.prediction", "perf_model.schedule", "perf_model.training_run"},
     "perf_model.published": {"perf_model.prediction", "perf_model.schedule", "perf_model.training_run"},
     "perf_model.cli": {

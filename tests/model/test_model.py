@@ -12,6 +12,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perf_model.cluster.equations import gpt_iteration_flops, gpt_numel
 from perf_model.training_run.hf_config import parse_hf_config, read_hf_config
 from perf_model.training_run.model import ModelError, ModelShape, gpt
 
@@ -114,18 +115,12 @@ def test_a_published_model_has_its_published_size(tmp_path: Path) -> None:
 # Megatron-LM, arXiv 2104.04473
 
 
-def megatron(layers: int, hidden: int, vocab: int, batch: int, sequence: int) -> tuple[float, float]:
-    """Return the parameters and the operations of an iteration with recomputation (equations 2 and 3 of the paper)."""
-    numel = 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (vocab + sequence) / (12 * layers * hidden))
-    flops = 96 * batch * sequence * layers * hidden**2
-    return numel, flops * (1 + sequence / (6 * hidden) + vocab / (16 * layers * hidden))
-
-
 @given(st.integers(1, 100), st.integers(1, 100), st.integers(1000, 60_000), st.integers(1, 512), st.integers(64, 4096))
 def test_gpt_shapes_give_the_papers_numbers(layers: int, heads: int, vocab: int, batch: int, sequence: int) -> None:
     hidden = 64 * heads
     shape = gpt("GPT", layers, hidden, heads, vocab, sequence)
-    numel, flops = megatron(layers, hidden, vocab, batch, sequence)
+    numel = gpt_numel(layers, hidden, vocab, sequence)
+    flops = gpt_iteration_flops(layers, hidden, vocab, sequence, batch)
     # The formula of the paper leaves out the last normalisation, which has 2 * hidden parameters.
     assert shape.numel - 2 * hidden == pytest.approx(numel, rel=1e-9)
     assert shape.iteration_flops(batch, sequence, recompute=True) == pytest.approx(flops, rel=1e-9)

@@ -1,0 +1,1 @@
+"""Which parallel layout trains a model on a cluster fastest?"""

@@ -1,0 +1,93 @@
+"""Read tables 1 and 2 of the Megatron paper (arXiv 2104.04473)."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+from perf_model.cluster.equations import gpt_iteration_flops, gpt_numel
+
+DATA = Path(__file__).parent / "data"
+VOCAB, SEQUENCE, PEAK_TFLOPS = 51_200, 2048, 312
+"""The vocabulary, the tokens per sequence and the peak of an A100 in the paper (section 5)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputRow:
+    """A row of one of the tables. ``days`` is None in table 1."""
+
+    scheme: str
+    numel_billions: str
+    hidden: int
+    heads: int
+    layers: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    gpus: int
+    batch: int
+    micro_batch: int
+    tflops: float
+    days: float | None = None
+    peak_percent: int | None = None
+    aggregate_pflops: float | None = None
+
+    @property
+    def numel(self) -> float:
+        """Return the parameters by equation 2."""
+        return gpt_numel(self.layers, self.hidden, VOCAB, SEQUENCE)
+
+    @property
+    def flops(self) -> float:
+        """Return the operations of one iteration by equation 3."""
+        return gpt_iteration_flops(self.layers, self.hidden, VOCAB, SEQUENCE, self.batch)
+
+    @property
+    def data_parallel(self) -> int:
+        """Return the data-parallel size."""
+        return self.gpus // (self.tensor_parallel * self.pipeline_parallel)
+
+    @property
+    def micro_batches(self) -> int:
+        """Return the micro-batches per pipeline and iteration."""
+        return self.batch // (self.data_parallel * self.micro_batch)
+
+
+def table_1() -> list[ThroughputRow]:
+    """Return table 1: weak scaling."""
+    return [
+        ThroughputRow(
+            scheme="ptd",
+            numel_billions=row["numel_billions"],
+            **{key: int(row[key]) for key in ("hidden", "heads", "layers", "tensor_parallel", "pipeline_parallel")},
+            gpus=int(row["gpus"]),
+            batch=int(row["batch"]),
+            micro_batch=1,
+            tflops=float(row["tflops"]),
+            peak_percent=int(row["peak_percent"]),
+            aggregate_pflops=float(row["aggregate_pflops"]),
+        )
+        for row in _rows("megatron_table1.csv")
+    ]
+
+
+def table_2(scheme: str) -> list[ThroughputRow]:
+    """Return the rows of ``scheme`` in table 2: ZeRO-3 ("zero3") or the paper's parallelism ("ptd")."""
+    return [
+        ThroughputRow(
+            scheme=scheme,
+            numel_billions=row["numel_billions"],
+            **{key: int(row[key]) for key in ("hidden", "heads", "layers", "gpus", "batch", "micro_batch")},
+            tensor_parallel=8 if scheme == "ptd" else 1,
+            pipeline_parallel=int(row["model_parallel"]) // 8 if scheme == "ptd" else 1,
+            tflops=float(row["tflops"]),
+            days=float(row["days"]),
+        )
+        for row in _rows("megatron_table2.csv")
+        if row["scheme"] == scheme
+    ]
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    with (DATA / name).open(newline="") as file:
+        return list(csv.DictReader(file))
