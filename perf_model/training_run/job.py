@@ -66,7 +66,8 @@ class GradientPath:
 class Job:
     """A training run with ZeRO-3: each of ``world_size`` ranks trains ``micro_batch`` sequences per step.
 
-    A sequence has ``sequence`` tokens. ``recompute``: activations are recomputed in backward.
+    A sequence has ``sequence`` tokens. ``recompute``: activations are recomputed in backward. ``tensor_parallel`` ranks
+    of a node divide the matrices of each layer and train the same sequences.
     ``sub_group_size`` is that of DeepSpeed's config, in parameters of one rank, and ``rules`` are those of our block.
     Raise ``ModelError`` for an impossible number, and ``RulesError`` for a rule without effect on this model.
     """
@@ -79,6 +80,7 @@ class Job:
     recompute: bool = True
     sub_group_size: int = DEFAULT_SUB_GROUP_SIZE
     rules: PlacementRules = NO_RULES
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         maxima = {
@@ -87,6 +89,7 @@ class Job:
             "micro_batch": 10**6,
             "sequence": MAX_TOKENS,
             "sub_group_size": 10**15,
+            "tensor_parallel": 10**4,
         }
         for key, limit in maxima.items():
             require_integer(key, getattr(self, key), 1, limit, f"Correct --{key.replace('_', '-')}.")
@@ -100,6 +103,10 @@ class Job:
                 f"ranks_per_node: must divide the world size, {self.world_size}, found {self.ranks_per_node}.\n"
                 f"Correct --ranks-per-node or --world-size."
             )
+        for what, count in (("ranks of a node", self.ranks_on_node), ("key-value heads", self.shape.kv_heads)):
+            if count % self.tensor_parallel:
+                rule = f"tensor_parallel: must divide the number of {what}, {count}, found {self.tensor_parallel}"
+                raise ModelError(f"{rule}.\nCorrect --tensor-parallel.")
         self.rules.check([name for name, _ in self.shape.parameters()], aliases=self.shape.aliases)
 
     @cached_property
@@ -125,7 +132,26 @@ class Job:
 
     @cached_property
     def _partitions(self) -> list[Partition]:
-        return [Partition(name, -(-numel // self.world_size)) for name, numel in self.shape.parameters()]
+        parameters = self.shape.parameters()
+        return [Partition(name, -(-self._shard_numel(name, numel) // self.data_parallel)) for name, numel in parameters]
+
+    def _shard_numel(self, name: str, numel: int) -> int:
+        """Return the elements of a parameter that a tensor-parallel rank has.
+
+        As DeepSpeed's AutoTP does, all ranks have the norms, and the biases of layers whose outputs are summed.
+        """
+        is_whole = "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias"))
+        return numel if is_whole else -(-numel // self.tensor_parallel)
+
+    @cached_property
+    def shard_numel(self) -> int:
+        """Return the parameters of one tensor-parallel rank, which its data-parallel ranks partition."""
+        return sum(self._shard_numel(name, numel) for name, numel in self.shape.parameters())
+
+    @property
+    def data_parallel(self) -> int:
+        """Return the number of ranks that train different sequences and partition the same parameters."""
+        return self.world_size // self.tensor_parallel
 
     @property
     def ranks_on_node(self) -> int:
@@ -135,16 +161,17 @@ class Job:
     @property
     def tokens(self) -> int:
         """Return the tokens per step, over all ranks."""
-        return self.world_size * self.micro_batch * self.sequence
+        return self.data_parallel * self.micro_batch * self.sequence
 
     def forward_s(self, flops_per_s: float) -> float:
         """Return the seconds of forward."""
-        return self.shape.forward_flops(self.micro_batch, self.sequence) / flops_per_s
+        flops = self.shape.forward_flops(self.micro_batch, self.sequence)
+        return flops / self.tensor_parallel / flops_per_s
 
     def backward_s(self, flops_per_s: float) -> float:
         """Return the seconds of backward, including recomputation, but not the copies of the gradients."""
         flops = self.shape.iteration_flops(self.micro_batch, self.sequence, self.recompute)
-        return flops / flops_per_s - self.forward_s(flops_per_s)
+        return flops / self.tensor_parallel / flops_per_s - self.forward_s(flops_per_s)
 
     def gradients_s(self, path: GradientPath, profile: HardwareProfile) -> float:
         """Return the seconds of the copies of the gradients, which backward hides; 0 if a rate is waived."""
@@ -156,14 +183,15 @@ class Job:
 
     def mfu(self, iteration_s: float, peak_flops: float) -> float:
         """Return the model FLOPs utilisation: forward and backward, without recomputation, over the GPU's peak."""
-        return self.shape.iteration_flops(self.micro_batch, self.sequence, recompute=False) / (iteration_s * peak_flops)
+        flops = self.shape.iteration_flops(self.micro_batch, self.sequence, recompute=False)
+        return flops / self.tensor_parallel / (iteration_s * peak_flops)
 
     @property
     def gpu_bytes(self) -> int:
         """Return the peak of the GPU memory that training takes in addition to the optimizer."""
-        numel = self.shape.numel
-        partition_bytes = PARAM_BYTES * -(-numel // self.world_size)
-        gathered_bytes = PARAM_BYTES * min(numel, MAX_LIVE_PARAMETERS) if self.world_size > 1 else 0
+        numel = self.shard_numel
+        partition_bytes = PARAM_BYTES * -(-numel // self.data_parallel)
+        gathered_bytes = PARAM_BYTES * min(numel, MAX_LIVE_PARAMETERS) if self.data_parallel > 1 else 0
         bucket_bytes = PARAM_BYTES * min(numel, REDUCE_BUCKET_SIZE)
         return CUDA_CONTEXT_BYTES + partition_bytes + gathered_bytes + bucket_bytes + self.activation_bytes
 
@@ -171,11 +199,12 @@ class Job:
     def activation_bytes(self) -> int:
         """Return the bytes of the 16-bit activations of a transformer (arXiv 2205.05198, section 4.1).
 
-        A layer takes 34 bytes per token and hidden unit; attention scores are never stored. With recomputation, every
-        layer takes 2 bytes, and one layer takes all 34. Logits are stored in 16 bits, and in fp32 with their gradient.
+        A layer takes 34 bytes per token and hidden unit; attention scores are never stored. Tensor-parallel ranks divide
+        24 of the 34 bytes (section 4.2.1). With recomputation, every layer takes 2 bytes, and one layer takes all of
+        them. Logits are stored in 16 bits, and in fp32 with their gradient; AutoTP gathers them on every rank.
         """
         tokens = self.micro_batch * self.sequence
-        layer_bytes = 34 * tokens * self.shape.hidden
+        layer_bytes = (10 + -(-24 // self.tensor_parallel)) * tokens * self.shape.hidden
         checkpoints_bytes = 2 * tokens * self.shape.hidden * self.shape.layers
         layers_bytes = layer_bytes + checkpoints_bytes if self.recompute else layer_bytes * self.shape.layers
         return layers_bytes + (2 + 4 + 4) * tokens * self.shape.vocab
