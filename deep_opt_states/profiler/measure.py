@@ -123,7 +123,7 @@ def measure(
 
     measurements |= noise_waivers(measurements)
     return HardwareProfile(
-        measurements={name: measurements[name] for name in QUANTITIES},
+        measurements={name: measurements[name] for name in QUANTITIES if name in measurements},
         cpu_adam_by_threads=dict(sorted(by_threads.items())),
         **ranks.gather(call_on_all_ranks(ranks, about))[0],
     )

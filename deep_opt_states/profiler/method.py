@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from deep_opt_states.profiler.ranks import Ranks, call_on_all_ranks
+from perf_model.prediction.hardware import MATMUL_SIZE
 
 METHOD = 7
 """The version of the method, increased when a probe begins to measure something else: cached profiles are then measured
@@ -64,7 +65,7 @@ QUICK = ProbeEffort(
     update_numel=12_000_000,
     launch_numel=32_000_000,
     copy_bytes=32 * 2**20,
-    matrix_size=4096,
+    matrix_size=MATMUL_SIZE,
 )
 FULL = ProbeEffort(
     warm_ups=3,
@@ -74,7 +75,7 @@ FULL = ProbeEffort(
     update_numel=32_000_000,
     launch_numel=64_000_000,
     copy_bytes=128 * 2**20,
-    matrix_size=8192,
+    matrix_size=MATMUL_SIZE,
 )
 
 

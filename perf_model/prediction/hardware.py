@@ -57,7 +57,31 @@ QUANTITIES: dict[str, Quantity] = {
     "dram_copy_bytes_per_s": Quantity("host memory, copied: bytes read and written", 1e9, 5e12),
     "gpu_adam_params_per_s": Quantity("Adam on the accelerator", 2e9, 1e13),
     "matmul_flops_per_s": Quantity("bf16 matrix product on the accelerator, achieved", 1e8, 1e17),
+    "matmul_small_flops_per_s": Quantity("bf16 product of small matrices on the accelerator, achieved", 1e7, 1e17),
+    "all_gather_bytes_per_s": Quantity("all-gather among the ranks of a node: bytes that a rank receives", 1e6, 1e13),
+    "reduce_scatter_bytes_per_s": Quantity("reduce-scatter in a node: bytes that a rank sends", 1e6, 1e13),
+    "inter_node_bytes_per_s": Quantity(
+        "all-gather among ranks on different nodes, all ranks of a node at once: bytes that a rank receives", 1e6, 1e13
+    ),
 }
+
+OPTIONAL = frozenset(
+    {
+        "matmul_small_flops_per_s",
+        "all_gather_bytes_per_s",
+        "reduce_scatter_bytes_per_s",
+        "inter_node_bytes_per_s",
+    }
+)
+"""The quantities that a profile may lack without a reason. Profiles of earlier versions have none of them. A rank
+receives in an all-gather, or sends in a reduce-scatter, (d - 1) / d of the whole if d ranks take part."""
+
+MATMUL_SIZE = 4096
+"""The rows of the square matrices whose product gives ``matmul_flops_per_s`` on a GPU."""
+
+SMALL_MATMUL_SIZE = 1024
+"""The rows of the square matrices whose product gives ``matmul_small_flops_per_s``. They do not fill a GPU, so that
+both rates together show how the rate grows with the size."""
 
 RETIRED_QUANTITIES = frozenset({"rounding_params_per_s"})
 """Quantities that earlier versions measured and no prediction reads: they are ignored in saved profiles."""

@@ -8,6 +8,7 @@ import pytest
 
 from deep_opt_states.profiler.method import FULL, QUICK, ProbeEffort, Rates, sample
 from deep_opt_states.profiler.ranks import OneRank, ProbeError, Ranks, call_on_all_ranks
+from perf_model.prediction.hardware import MATMUL_SIZE
 from tests.profiler.threads import on_ranks
 
 EFFORT = ProbeEffort(
@@ -99,9 +100,10 @@ def test_the_message_of_a_single_rank_does_not_name_the_rank() -> None:
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_a_quick_profile_does_less_of_everything() -> None:
+def test_a_quick_profile_does_less_of_everything_with_the_same_matrices() -> None:
     for field, value in vars(QUICK).items():
-        assert value < getattr(FULL, field), field
+        # The rate of a matrix product belongs to the size that predictions know.
+        assert value < getattr(FULL, field) or (field == "matrix_size" and value == MATMUL_SIZE), field
     assert FULL.update_numel >= 32_000_000
 
 
