@@ -41,6 +41,13 @@ def add_planning_commands(commands: argparse._SubParsersAction[argparse.Argument
     _add_limits(sweep)
     sweep.add_argument("--csv", type=Path, help="the file to write the rows to")
 
+    about = "compare tensor-parallel sizes, micro-batches and accumulation for a global batch on a cluster"
+    cluster = _add_command(commands, "cluster", about, _cluster)
+    _add_machine_and_model(cluster)
+    _add_cluster(cluster)
+    _add_limits(cluster)
+    cluster.add_argument("--json", action="store_true", help="print JSON; host bytes are per node")
+
     simulate = _add_command(commands, "simulate", "show the predicted timeline of the plan", _simulate)
     _add_machine_and_model(simulate)
     _add_job(simulate)
@@ -91,6 +98,21 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     """Add one world size and one micro-batch."""
     parser.add_argument("--world-size", type=int, required=True, help="ranks, one per GPU")
     parser.add_argument("--micro-batch", type=int, required=True, help="sequences per rank in one step")
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add the GPUs, the global batch, the layouts to compare and the network."""
+    parser.add_argument("--gpus", type=int, required=True, help="all GPUs of the cluster, one rank each")
+    parser.add_argument("--global-batch", type=int, required=True, help="sequences per iteration, over all GPUs")
+    parser.add_argument("--tokens", type=_tokens, help="tokens to train on, for days and GPU-hours; for example 300e9")
+    sizes = "tensor-parallel sizes to compare; default: powers of two inside a node"
+    parser.add_argument("--tensor-parallel", type=_positive_integers, metavar="SIZES", help=sizes)
+    micro = "micro-batches to compare, in sequences, or 'auto', the default: all that divide the global batch"
+    parser.add_argument("--micro-batches", type=_positive_integers_or_auto, metavar="SIZES", help=micro)
+    across = "rate of one GPU to other nodes, in GB/s per direction; default: as in the profile"
+    parser.add_argument("--network-gb-per-s", type=_bytes_of_gb, help=across)
+    inside = "rate of one GPU to others of its node, in GB/s per direction; default: as in the profile, or of the link"
+    parser.add_argument("--node-gb-per-s", type=_bytes_of_gb, help=inside)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
@@ -144,6 +166,12 @@ def _sweep(options: argparse.Namespace) -> int:
     return run(options)
 
 
+def _cluster(options: argparse.Namespace) -> int:
+    from perf_model.cli.cluster_command import run
+
+    return run(options)
+
+
 def _simulate(options: argparse.Namespace) -> int:
     from perf_model.cli.simulate_command import run
 
@@ -184,3 +212,19 @@ def _positive_integers(text: str) -> list[int]:
     if not all(part.strip().isascii() and part.strip().isdigit() and int(part) > 0 for part in parts):
         raise argparse.ArgumentTypeError(f"must be positive integers separated by commas, found {text!r}")
     return [int(part) for part in parts]
+
+
+def _positive_integers_or_auto(text: str) -> list[int] | None:
+    """Parse integers as ``_positive_integers`` does; "auto" stands for None."""
+    return None if text == "auto" else _positive_integers(text)
+
+
+def _tokens(text: str) -> float:
+    """Parse a number of tokens. Raise ``ArgumentTypeError`` unless it is from 1 to 1e18."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 1 <= value <= 1e18:
+        raise argparse.ArgumentTypeError(f"must be a number of tokens from 1 to 1e18, found {text!r}")
+    return value

@@ -151,6 +151,14 @@ def forecast(
 
     Raise ``DoesNotFit`` if no plan fits, and ``ProfileError`` if the profile lacks a rate.
     """
+    found = forecast_plan(job, profile, limits, overlap, unit_sizes)
+    return replace(found, baselines=_Predictor(job, profile, limits, overlap).baselines(found.planned))
+
+
+def forecast_plan(
+    job: Job, profile: HardwareProfile, limits: MemoryLimits, overlap: Overlap, unit_sizes: Iterable[int]
+) -> Forecast:
+    """Return what ``forecast`` returns, without the alternatives."""
     predictor = _Predictor(job, profile, limits, overlap)
     request = predictor.request(unit_sizes)
     chosen = request.plan()
@@ -160,7 +168,7 @@ def forecast(
         request=request,
         chosen=chosen,
         predicted=predictor.iteration(planned.update_s, planned.exposed_s, GradientPath.for_plan(planned.plan)),
-        baselines=predictor.baselines(planned),
+        baselines={},
         memory=predictor.memory(planned.memory),
     )
 

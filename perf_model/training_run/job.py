@@ -10,6 +10,7 @@ from functools import cached_property
 
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import TrainingSetup
+from perf_model.prediction.network import Network
 from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -173,6 +174,18 @@ class Job:
         flops = self.shape.iteration_flops(self.micro_batch, self.sequence, self.recompute)
         return flops / self.tensor_parallel / flops_per_s - self.forward_s(flops_per_s)
 
+    def tensor_parallel_s(self, network: Network, all_reduces: int) -> float:
+        """Return the seconds of this many all-reduces of the activations per layer, which nothing hides.
+
+        Forward has two, and so has backward (arXiv 2104.04473, section 2.3). Recomputation repeats those of forward.
+        """
+        activations_bytes = PARAM_BYTES * self.micro_batch * self.sequence * self.shape.hidden
+        ranks = self.tensor_parallel
+        all_reduce_s = network.reduce_scatter_s(activations_bytes, ranks) + network.all_gather_s(
+            activations_bytes, ranks
+        )
+        return self.shape.layers * all_reduces * all_reduce_s
+
     def gradients_s(self, path: GradientPath, profile: HardwareProfile) -> float:
         """Return the seconds of the copies of the gradients, which backward hides; 0 if a rate is waived."""
         d2h, h2d = map(profile.get, ("d2h_bytes_per_s", "h2d_bytes_per_s"))
@@ -199,8 +212,8 @@ class Job:
     def activation_bytes(self) -> int:
         """Return the bytes of the 16-bit activations of a transformer (arXiv 2205.05198, section 4.1).
 
-        A layer takes 34 bytes per token and hidden unit; attention scores are never stored. Tensor-parallel ranks divide
-        24 of the 34 bytes (section 4.2.1). With recomputation, every layer takes 2 bytes, and one layer takes all of
+        A layer takes 34 bytes per token and hidden unit, of which tensor-parallel ranks divide 24 (section 4.2.1);
+        attention scores are never stored. With recomputation, every layer takes 2 bytes, and one layer takes all of
         them. Logits are stored in 16 bits, and in fp32 with their gradient; AutoTP gathers them on every rank.
         """
         tokens = self.micro_batch * self.sequence

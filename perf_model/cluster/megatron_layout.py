@@ -1,0 +1,106 @@
+"""Estimate the layout and the speed that Megatron-LM's pipeline would have on the same cluster, as a comparison.
+
+DeepSpeed runs no pipeline with ZeRO-3 (``deepspeed/runtime/pipe/engine.py``, line 77).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from perf_model.cluster.layouts import MAX_MICRO_BATCH, Cluster
+from perf_model.cluster.pipeline import batch_s, bubble_share, micro_batches_in_flight
+from perf_model.prediction.network import Network
+from perf_model.training_run.job import CUDA_CONTEXT_BYTES, PARAM_BYTES, Job
+
+STATE_BYTES_PER_PARAM = 18
+"""Bytes per parameter on the GPU: bf16 parameter 2, fp32 gradient 4, and fp32 master, ``exp_avg`` and ``exp_avg_sq``
+12, without a distributed optimizer (Megatron-LM, ``docs/source/api-guide/dist_optimizer.md``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineLayout:
+    """A layout of Megatron-LM with its predicted iteration. ``bubble`` is the idle share of the compute time."""
+
+    tensor_parallel: int
+    stages: int
+    data_parallel: int
+    micro_batch: int
+    micro_batches: int
+    bubble: float
+    iteration_s: float
+    tokens_per_s: float
+
+
+def best_pipeline_layout(
+    cluster: Cluster, network: Network, flops_per_s: float, gpu_bytes: int | None
+) -> PipelineLayout | None:
+    """Return the fastest layout by the paper's takeaways (arXiv 2104.04473, sections 3.2 to 3.4), or None if none fits.
+
+    The tensor-parallel size is the largest inside a node. The number of stages is the smallest with which the model
+    and its activations fit into ``gpu_bytes`` for the micro-batch, with 1F1B. All states are on the GPU. Communication
+    between stages is assumed to be hidden; the all-reduces of tensor parallelism and of the gradients are not.
+    """
+    layouts = _layouts(cluster, network, flops_per_s, gpu_bytes)
+    return min(layouts, key=lambda layout: layout.iteration_s, default=None)
+
+
+def _layouts(cluster: Cluster, network: Network, flops_per_s: float, gpu_bytes: int | None) -> Iterator[PipelineLayout]:
+    tensor_parallel = max(cluster.tensor_parallel_sizes())
+    for micro_batch in range(1, MAX_MICRO_BATCH + 1):
+        job = Job(
+            shape=cluster.shape,
+            world_size=cluster.gpus,
+            ranks_per_node=cluster.ranks_per_node,
+            micro_batch=micro_batch,
+            sequence=cluster.sequence,
+            recompute=cluster.recompute,
+            tensor_parallel=tensor_parallel,
+        )
+        for stages in range(1, cluster.shape.layers + 1):
+            data_parallel, rest = divmod(cluster.gpus, tensor_parallel * stages)
+            if rest or cluster.shape.layers % stages or cluster.global_batch % (data_parallel * micro_batch):
+                continue
+            micro_batches = cluster.global_batch // (data_parallel * micro_batch)
+            if gpu_bytes is not None and _gpu_bytes(job, stages, micro_batches) > gpu_bytes:
+                continue
+            iteration_s = _iteration_s(job, stages, data_parallel, network, flops_per_s, cluster.global_batch)
+            yield PipelineLayout(
+                tensor_parallel=tensor_parallel,
+                stages=stages,
+                data_parallel=data_parallel,
+                micro_batch=micro_batch,
+                micro_batches=micro_batches,
+                bubble=bubble_share(stages, micro_batches),
+                iteration_s=iteration_s,
+                tokens_per_s=cluster.tokens / iteration_s,
+            )
+            break
+
+
+def _gpu_bytes(job: Job, stages: int, micro_batches: int) -> float:
+    """Return the peak GPU memory of the first stage: its states, and the activations of micro-batches in flight."""
+    in_flight = micro_batches_in_flight(stages, micro_batches)
+    states_bytes = STATE_BYTES_PER_PARAM * job.shard_numel / stages
+    return CUDA_CONTEXT_BYTES + states_bytes + job.activation_bytes * in_flight / stages
+
+
+def _iteration_s(
+    job: Job, stages: int, data_parallel: int, network: Network, flops_per_s: float, global_batch: int
+) -> float:
+    all_reduces = 6 if job.recompute else 4
+
+    def micro_batch_s(_: int) -> float:
+        """Return the seconds of one stage."""
+        compute_s = job.forward_s(flops_per_s) + job.backward_s(flops_per_s)
+        return (compute_s + job.tensor_parallel_s(network, all_reduces)) / stages
+
+    pipelined_s = batch_s(global_batch // data_parallel, job.micro_batch, stages, micro_batch_s)
+    # Tensor-parallel ranks are on one node, and so are the stages that it has room for.
+    among_data_parallel = replace(network, ranks_per_node=max(1, job.ranks_on_node // (job.tensor_parallel * stages)))
+    gradients_bytes = PARAM_BYTES * job.shard_numel / stages
+    return (
+        pipelined_s
+        + among_data_parallel.reduce_scatter_s(gradients_bytes, data_parallel)
+        + among_data_parallel.all_gather_s(gradients_bytes, data_parallel)
+    )

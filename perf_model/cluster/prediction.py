@@ -1,0 +1,129 @@
+"""Predict the iteration of each layout with the best plan for its updates, and sort the layouts by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from perf_model.cluster.layouts import Layout
+from perf_model.prediction.hardware import HardwareProfile
+from perf_model.prediction.network import Network
+from perf_model.search.budgets import DoesNotFit
+from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, forecast_plan
+from perf_model.training_run.job import Job
+from perf_model.training_run.micro_batch import PhaseRates
+
+DAY_S = 86_400
+HOUR_S = 3_600
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutPrediction:
+    """A layout that fits into memory, with the seconds of its iteration.
+
+    ``compute_s`` are the matrix products of all micro-batches, ``network_s`` is the time by which communication
+    prolongs forward and backward, and ``update_s`` the exposed time of the update. ``communication_s`` is the time of
+    all communication, whether hidden or not.
+    """
+
+    layout: Layout
+    found: Forecast
+    compute_s: float
+    network_s: float
+    update_s: float
+    communication_s: float
+
+    @property
+    def iteration_s(self) -> float:
+        """Return the seconds of one iteration, which is the sum of the three parts."""
+        return self.found.predicted.iteration_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return the tokens that all GPUs train per second."""
+        return self.found.predicted.tokens_per_s
+
+    @property
+    def mfu(self) -> float | None:
+        """Return the model FLOPs utilisation, or None if the peak of the GPU is not known."""
+        return self.found.predicted.mfu
+
+    @property
+    def binding(self) -> str:
+        """Return what limits the iteration: the resource that would shorten it the most if it took no time."""
+        gains = {
+            "compute": self.compute_s + self.network_s - self.communication_s,
+            "network": self.network_s,
+            "update": self.update_s,
+        }
+        return max(gains, key=lambda name: gains[name])
+
+    def days(self, tokens: float) -> float:
+        """Return the days that training on ``tokens`` takes (arXiv 2104.04473, section 5.1)."""
+        return tokens / self.tokens_per_s / DAY_S
+
+    def gpu_hours(self, tokens: float) -> float:
+        """Return the hours that all GPUs together spend on ``tokens``."""
+        return tokens / self.tokens_per_s / HOUR_S * self.found.job.world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnfitLayout:
+    """A layout that does not fit into memory, and the reason. Larger micro-batches do not fit either."""
+
+    layout: Layout
+    reason: str
+
+
+def predict_layouts(
+    job: Job,
+    layouts: Iterable[Layout],
+    profile: HardwareProfile,
+    limits: MemoryLimits,
+    overlap: Overlap,
+    unit_sizes: tuple[int, ...],
+) -> tuple[list[LayoutPrediction], list[UnfitLayout]]:
+    """Return the layouts that fit into memory, the fastest first, and the others.
+
+    ``job`` has everything but the layout. ``layouts`` are sorted by tensor-parallel size and micro-batch: of those that
+    do not fit, only the smallest micro-batch of a tensor-parallel size is returned.
+    """
+    fitting: list[LayoutPrediction] = []
+    unfit: dict[int, UnfitLayout] = {}
+    for layout in layouts:
+        if layout.tensor_parallel in unfit:
+            continue
+        laid_out = replace(
+            job,
+            tensor_parallel=layout.tensor_parallel,
+            micro_batch=layout.micro_batch,
+            accumulation=layout.accumulation,
+        )
+        try:
+            found = forecast_plan(laid_out, profile, limits, overlap, unit_sizes)
+        except DoesNotFit as error:
+            unfit[layout.tensor_parallel] = UnfitLayout(layout=layout, reason=error.rule)
+            continue
+        fitting.append(_prediction(layout, found, profile))
+    return sorted(fitting, key=lambda predicted: predicted.iteration_s), list(unfit.values())
+
+
+def _prediction(layout: Layout, found: Forecast, profile: HardwareProfile) -> LayoutPrediction:
+    """Divide the predicted iteration into matrix products, exposed communication, and the rest, which is the update's.
+
+    The copies of gradients to host memory belong to the update, too.
+    """
+    job = found.job
+    rates = PhaseRates.from_profile(profile, job.ranks_on_node)
+    without_network = replace(rates, network=Network(ranks_per_node=job.ranks_on_node))
+    only_network = replace(job.work, forward_flops=0.0, backward_flops=0.0)
+    compute_s = job.accumulation * job.work.phases_s(without_network)
+    network_s = job.accumulation * job.work.phases_s(rates) - compute_s
+    return LayoutPrediction(
+        layout=layout,
+        found=found,
+        compute_s=compute_s,
+        network_s=network_s,
+        update_s=found.predicted.iteration_s - compute_s - network_s,
+        communication_s=job.accumulation * only_network.phases_s(rates),
+    )

@@ -1,0 +1,59 @@
+"""State where the fastest layout departs from the three takeaways of the Megatron paper, and why.
+
+The takeaways are in sections 3.2 to 3.4 of arXiv 2104.04473. They are about a pipeline whose states are on the GPU, so
+a layout with ZeRO-3 and offloading may depart from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from perf_model.cluster.prediction import LayoutPrediction
+
+
+def departures(fitting: Sequence[LayoutPrediction], node_size: int) -> list[str]:
+    """Return a sentence per takeaway that the first of ``fitting``, the fastest, departs from.
+
+    ``fitting`` are all layouts that fit into memory, the fastest first. ``node_size`` is the largest tensor-parallel
+    size that a node and the model permit.
+    """
+    best = fitting[0]
+    size = best.layout.tensor_parallel
+    found = []
+    if size < node_size:
+        found.append(
+            "Takeaway 1 (tensor parallelism up to the GPUs of a node) is not followed: ZeRO-3 divides the model, too, "
+            f"{_compared(fitting, node_size)}."
+        )
+    smaller = [other for other in fitting if other.layout.tensor_parallel < size]
+    if smaller:
+        least = min(other.layout.tensor_parallel for other in smaller)
+        found.append(
+            "Takeaway 2 (a model-parallel size just large enough to fit, and data parallelism for the rest) is not "
+            f"followed: {_compared(fitting, least)}, limited by {_fastest(fitting, least).binding}."
+        )
+    larger = [
+        other
+        for other in fitting
+        if other.layout.tensor_parallel == size and other.layout.micro_batch > best.layout.micro_batch
+    ]
+    if larger:
+        other = larger[0]
+        found.append(
+            "Takeaway 3 (the micro-batch by equation 1) is not followed: without a pipeline it gives the largest that "
+            f"fits, but with {other.layout.micro_batch} sequences an iteration takes "
+            f"{other.iteration_s / best.iteration_s:.3f} times as long, limited by {other.binding}."
+        )
+    return found
+
+
+def _fastest(fitting: Sequence[LayoutPrediction], tensor_parallel: int) -> LayoutPrediction:
+    return next(other for other in fitting if other.layout.tensor_parallel == tensor_parallel)
+
+
+def _compared(fitting: Sequence[LayoutPrediction], tensor_parallel: int) -> str:
+    """Return how much longer the fastest layout with another tensor-parallel size takes."""
+    if all(other.layout.tensor_parallel != tensor_parallel for other in fitting):
+        return f"and no layout with t = {tensor_parallel} was found to fit"
+    ratio = _fastest(fitting, tensor_parallel).iteration_s / fitting[0].iteration_s
+    return f"with t = {tensor_parallel} an iteration takes {ratio:.3f} times as long"

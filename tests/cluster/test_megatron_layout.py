@@ -1,0 +1,69 @@
+"""Test the layout that Megatron-LM's pipeline would have, against table 1 of its paper and by properties."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perf_model.cluster.layouts import Cluster
+from perf_model.cluster.megatron_layout import best_pipeline_layout
+from perf_model.cluster.pipeline import bubble_share
+from perf_model.prediction.network import Network
+from perf_model.training_run.model import gpt
+from tests.cluster.paper_tables import PEAK_TFLOPS, SEQUENCE, VOCAB, ThroughputRow, table_1
+
+A100_BYTES = 80 * 10**9
+DGX_A100 = Network(
+    ranks_per_node=8, all_gather_bytes_per_s=240e9, reduce_scatter_bytes_per_s=240e9, inter_node_bytes_per_s=25e9
+)
+"""Eight GPUs with 200 Gb/s each to other nodes (section 5), and an assumed 240 GB/s of NVLink."""
+
+WITH_PIPELINE = [row for row in table_1() if row.pipeline_parallel > 1]
+
+
+def cluster_of(row: ThroughputRow) -> Cluster:
+    shape = gpt("GPT", row.layers, row.hidden, row.heads, VOCAB, SEQUENCE)
+    return Cluster(shape=shape, gpus=row.gpus, ranks_per_node=8, global_batch=row.batch, sequence=SEQUENCE)
+
+
+FEWER_STAGES = {"310.1": 12, "529.6": 21}
+"""The rows for which fewer stages fit than the paper uses, 16 and 35; it does not give the reason."""
+
+
+@pytest.mark.parametrize("row", WITH_PIPELINE, ids=lambda row: f"{row.numel_billions} B")
+def test_the_smallest_number_of_stages_that_fits_is_that_of_table_1(row: ThroughputRow) -> None:
+    found = best_pipeline_layout(cluster_of(row), DGX_A100, PEAK_TFLOPS * 0.6e12, A100_BYTES)
+    assert found is not None
+    assert (found.tensor_parallel, found.micro_batch) == (row.tensor_parallel, 1)
+    assert found.stages == FEWER_STAGES.get(row.numel_billions, row.pipeline_parallel)
+    assert found.tensor_parallel * found.stages * found.data_parallel == row.gpus
+    assert found.micro_batches * found.micro_batch * found.data_parallel == row.batch
+    assert found.bubble == bubble_share(found.stages, found.micro_batches)
+    assert found.tokens_per_s == pytest.approx(row.batch * SEQUENCE / found.iteration_s)
+
+
+@given(st.floats(1, 20), st.sampled_from(["all_gather_bytes_per_s", "inter_node_bytes_per_s"]))
+def test_more_bandwidth_is_never_slower_for_a_pipeline(factor: float, name: str) -> None:
+    cluster = cluster_of(WITH_PIPELINE[0])
+    faster = replace(DGX_A100, **{name: factor * getattr(DGX_A100, name)})
+    before, after = (
+        best_pipeline_layout(cluster, network, PEAK_TFLOPS * 0.6e12, A100_BYTES) for network in (DGX_A100, faster)
+    )
+    assert before is not None
+    assert after is not None
+    assert after.iteration_s <= before.iteration_s
+
+
+def test_without_a_network_an_iteration_is_arithmetic_and_bubble() -> None:
+    cluster, flops = cluster_of(WITH_PIPELINE[0]), 100e12
+    found = best_pipeline_layout(cluster, Network(ranks_per_node=8), flops, A100_BYTES)
+    assert found is not None
+    arithmetic_s = cluster.shape.iteration_flops(cluster.global_batch, SEQUENCE, recompute=True) / cluster.gpus / flops
+    assert found.iteration_s == pytest.approx(arithmetic_s * (1 + found.bubble))
+
+
+def test_a_model_that_no_pipeline_holds_has_no_layout() -> None:
+    assert best_pipeline_layout(cluster_of(WITH_PIPELINE[-1]), DGX_A100, 1e14, 10 * 10**9) is None
