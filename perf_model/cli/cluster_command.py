@@ -16,6 +16,7 @@ from perf_model.cluster.prediction import LayoutPrediction, UnfitLayout, predict
 from perf_model.cluster.takeaways import departures
 from perf_model.prediction.hardware import HardwareProfile, Measurement
 from perf_model.prediction.network import Network
+from perf_model.training_run.micro_batch import NO_OVERHEADS, PhaseRates
 from perf_model.training_run.model import ModelError
 from perf_model.units import GB, billions, gigabytes_per_second, percent, seconds
 
@@ -76,6 +77,9 @@ def compare(options: argparse.Namespace) -> Comparison:
         sequence=options.sequence,
         recompute=inputs.job.recompute,
     )
+    if not inputs.profile.has_accelerator:
+        rule = f"profile: must be of a machine with a GPU, found {options.profile}, which has none"
+        raise ModelError(f"{rule}.\nPlan for another machine.")
     profile, origins = _with_network(inputs.profile, cluster, options)
     inputs = replace(inputs, profile=profile)
     layouts = cluster.layouts(options.tensor_parallel or cluster.tensor_parallel_sizes(), options.micro_batches)
@@ -89,7 +93,9 @@ def compare(options: argparse.Namespace) -> Comparison:
         tokens=options.tokens,
         fitting=fitting,
         unfit=unfit,
-        pipeline=best_pipeline_layout(cluster, network, profile.rate("matmul_flops_per_s"), inputs.limits.gpu),
+        pipeline=best_pipeline_layout(
+            cluster, PhaseRates.from_profile(profile, cluster.ranks_on_node, NO_OVERHEADS), inputs.limits.gpu
+        ),
     )
 
 
@@ -117,7 +123,7 @@ def _with_network(
         origin = measured
         if inside is None and profile.get("all_gather_bytes_per_s") is None:
             # Without NVLink, the GPUs of a node communicate over the link to the host.
-            inside, origin = profile.get("d2h_bytes_per_s"), "not measured, assumed to be that of the link to the host"
+            inside, origin = profile.rate("d2h_bytes_per_s"), "not measured, assumed to be that of the link to the host"
         elif inside is not None:
             origin = "given, not measured"
         if inside is not None:

@@ -9,7 +9,7 @@ from perf_model.training_run.job import MAX_TOKENS
 from perf_model.training_run.model import ModelError, ModelShape, require_integer
 
 MAX_MICRO_BATCH = 64
-"""The largest micro-batch that is tried if the user names none."""
+"""The largest micro-batch that is tried, in sequences."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,11 @@ class Cluster:
         """Return the tokens of a global batch."""
         return self.global_batch * self.sequence
 
+    @property
+    def largest_micro_batch(self) -> int:
+        """Return the largest micro-batch that is tried if the user names none."""
+        return max(1, min(MAX_MICRO_BATCH, MAX_TOKENS // self.sequence))
+
     def tensor_parallel_sizes(self) -> list[int]:
         """Return the powers of two that divide the ranks of a node and the key-value heads of the model."""
         sizes = (2**power for power in range(self.ranks_on_node.bit_length()))
@@ -74,8 +79,7 @@ class Cluster:
             sequences, rest = divmod(self.global_batch, data_parallel)
             if rest or not sequences:
                 continue
-            most = min(sequences, MAX_MICRO_BATCH, max(1, MAX_TOKENS // self.sequence))
-            for micro_batch in sorted(set(micro_batches or range(1, most + 1))):
+            for micro_batch in sorted(set(micro_batches or range(1, self.largest_micro_batch + 1))):
                 if sequences % micro_batch == 0:
                     found.append(
                         Layout(

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from perf_model.cluster.layouts import MAX_MICRO_BATCH, Cluster
+from perf_model.cluster.layouts import Cluster
 from perf_model.cluster.pipeline import batch_s, bubble_share, micro_batches_in_flight
-from perf_model.prediction.network import Network
 from perf_model.training_run.job import CUDA_CONTEXT_BYTES, PARAM_BYTES, Job
+from perf_model.training_run.micro_batch import PhaseRates
 
 STATE_BYTES_PER_PARAM = 18
 """Bytes per parameter on the GPU: bf16 parameter 2, fp32 gradient 4, and fp32 master, ``exp_avg`` and ``exp_avg_sq``
@@ -32,22 +32,21 @@ class PipelineLayout:
     tokens_per_s: float
 
 
-def best_pipeline_layout(
-    cluster: Cluster, network: Network, flops_per_s: float, gpu_bytes: int | None
-) -> PipelineLayout | None:
+def best_pipeline_layout(cluster: Cluster, rates: PhaseRates, gpu_bytes: int | None) -> PipelineLayout | None:
     """Return the fastest layout by the paper's takeaways (arXiv 2104.04473, sections 3.2 to 3.4), or None if none fits.
 
     The tensor-parallel size is the largest inside a node. The number of stages is the smallest with which the model
     and its activations fit into ``gpu_bytes`` for the micro-batch, with 1F1B. All states are on the GPU. Communication
-    between stages is assumed to be hidden; the all-reduces of tensor parallelism and of the gradients are not.
+    between stages is assumed to be hidden; the all-reduces of tensor parallelism and of the gradients are not. No time
+    is counted for the update.
     """
-    layouts = _layouts(cluster, network, flops_per_s, gpu_bytes)
+    layouts = _layouts(cluster, rates, gpu_bytes)
     return min(layouts, key=lambda layout: layout.iteration_s, default=None)
 
 
-def _layouts(cluster: Cluster, network: Network, flops_per_s: float, gpu_bytes: int | None) -> Iterator[PipelineLayout]:
+def _layouts(cluster: Cluster, rates: PhaseRates, gpu_bytes: int | None) -> Iterator[PipelineLayout]:
     tensor_parallel = max(cluster.tensor_parallel_sizes())
-    for micro_batch in range(1, MAX_MICRO_BATCH + 1):
+    for micro_batch in range(1, cluster.largest_micro_batch + 1):
         job = Job(
             shape=cluster.shape,
             world_size=cluster.gpus,
@@ -64,7 +63,7 @@ def _layouts(cluster: Cluster, network: Network, flops_per_s: float, gpu_bytes: 
             micro_batches = cluster.global_batch // (data_parallel * micro_batch)
             if gpu_bytes is not None and _gpu_bytes(job, stages, micro_batches) > gpu_bytes:
                 continue
-            iteration_s = _iteration_s(job, stages, data_parallel, network, flops_per_s, cluster.global_batch)
+            iteration_s = _iteration_s(job, stages, data_parallel, rates, cluster.global_batch)
             yield PipelineLayout(
                 tensor_parallel=tensor_parallel,
                 stages=stages,
@@ -85,19 +84,18 @@ def _gpu_bytes(job: Job, stages: int, micro_batches: int) -> float:
     return CUDA_CONTEXT_BYTES + states_bytes + job.activation_bytes * in_flight / stages
 
 
-def _iteration_s(
-    job: Job, stages: int, data_parallel: int, network: Network, flops_per_s: float, global_batch: int
-) -> float:
-    all_reduces = 6 if job.recompute else 4
+def _iteration_s(job: Job, stages: int, data_parallel: int, rates: PhaseRates, global_batch: int) -> float:
+    # The whole model is on the GPUs of the stages, so nothing is gathered.
+    work = replace(job.work, gathered_bytes=0.0, reduced_bytes=0.0)
 
     def micro_batch_s(_: int) -> float:
         """Return the seconds of one stage."""
-        compute_s = job.forward_s(flops_per_s) + job.backward_s(flops_per_s)
-        return (compute_s + job.tensor_parallel_s(network, all_reduces)) / stages
+        return (work.forward_s(rates) + work.backward_s(rates)) / stages
 
     pipelined_s = batch_s(global_batch // data_parallel, job.micro_batch, stages, micro_batch_s)
     # Tensor-parallel ranks are on one node, and so are the stages that it has room for.
-    among_data_parallel = replace(network, ranks_per_node=max(1, job.ranks_on_node // (job.tensor_parallel * stages)))
+    on_node = max(1, job.ranks_on_node // (job.tensor_parallel * stages))
+    among_data_parallel = replace(rates.network, ranks_per_node=on_node)
     gradients_bytes = PARAM_BYTES * job.shard_numel / stages
     return (
         pipelined_s

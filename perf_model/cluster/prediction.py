@@ -11,7 +11,7 @@ from perf_model.prediction.network import Network
 from perf_model.search.budgets import DoesNotFit
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, forecast_plan
 from perf_model.training_run.job import Job
-from perf_model.training_run.micro_batch import PhaseRates
+from perf_model.training_run.micro_batch import NO_OVERHEADS, PUBLISHED_OVERHEADS, MicroBatch, PhaseRates
 
 DAY_S = 86_400
 HOUR_S = 3_600
@@ -21,9 +21,9 @@ HOUR_S = 3_600
 class LayoutPrediction:
     """A layout that fits into memory, with the seconds of its iteration.
 
-    ``compute_s`` are the matrix products of all micro-batches, ``network_s`` is the time by which communication
-    prolongs forward and backward, and ``update_s`` the exposed time of the update. ``communication_s`` is the time of
-    all communication, whether hidden or not.
+    ``compute_s`` are forward and backward of all micro-batches without communication, and the fixed time of an
+    iteration. ``network_s`` is the time by which communication prolongs them, and ``update_s`` the exposed time of the
+    update. ``communication_s`` is the time of all communication, whether hidden or not.
     """
 
     layout: Layout
@@ -100,7 +100,7 @@ def predict_layouts(
             accumulation=layout.accumulation,
         )
         try:
-            found = forecast_plan(laid_out, profile, limits, overlap, unit_sizes)
+            found = forecast_plan(laid_out, profile, limits, overlap, unit_sizes, PUBLISHED_OVERHEADS)
         except DoesNotFit as error:
             unfit[layout.tensor_parallel] = UnfitLayout(layout=layout, reason=error.rule)
             continue
@@ -113,17 +113,24 @@ def _prediction(layout: Layout, found: Forecast, profile: HardwareProfile) -> La
 
     The copies of gradients to host memory belong to the update, too.
     """
-    job = found.job
-    rates = PhaseRates.from_profile(profile, job.ranks_on_node)
+    job, work = found.job, found.job.work
+    rates = PhaseRates.from_profile(profile, job.ranks_on_node, PUBLISHED_OVERHEADS)
     without_network = replace(rates, network=Network(ranks_per_node=job.ranks_on_node))
-    only_network = replace(job.work, forward_flops=0.0, backward_flops=0.0)
-    compute_s = job.accumulation * job.work.phases_s(without_network)
-    network_s = job.accumulation * job.work.phases_s(rates) - compute_s
+    only_network = replace(work, forward_flops=0.0, backward_flops=0.0)
+    without_launches = replace(rates, overheads=NO_OVERHEADS)
+    phases_s = job.accumulation * _phases_s(work, without_network)
+    network_s = job.accumulation * _phases_s(work, rates) - phases_s
+    compute_s = phases_s + found.predicted.fixed_s
     return LayoutPrediction(
         layout=layout,
         found=found,
         compute_s=compute_s,
         network_s=network_s,
         update_s=found.predicted.iteration_s - compute_s - network_s,
-        communication_s=job.accumulation * only_network.phases_s(rates),
+        communication_s=job.accumulation * _phases_s(only_network, without_launches),
     )
+
+
+def _phases_s(work: MicroBatch, rates: PhaseRates) -> float:
+    """Return the seconds of forward and backward of one micro-batch."""
+    return work.forward_s(rates) + work.backward_s(rates)

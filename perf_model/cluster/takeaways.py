@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 from perf_model.cluster.prediction import LayoutPrediction
 
+NEGLIGIBLY_LONGER = 1.005
+"""The ratio of two iterations up to which they count as equally long."""
+
 
 def departures(fitting: Sequence[LayoutPrediction], node_size: int) -> list[str]:
     """Return a sentence per takeaway that the first of ``fitting``, the fastest, departs from.
@@ -22,12 +25,11 @@ def departures(fitting: Sequence[LayoutPrediction], node_size: int) -> list[str]
     found = []
     if size < node_size:
         found.append(
-            "Takeaway 1 (tensor parallelism up to the GPUs of a node) is not followed: ZeRO-3 divides the model, too, "
+            "Takeaway 1 (tensor parallelism up to the GPUs of a node) is not followed: ZeRO-3 divides the model, too; "
             f"{_compared(fitting, node_size)}."
         )
-    smaller = [other for other in fitting if other.layout.tensor_parallel < size]
-    if smaller:
-        least = min(other.layout.tensor_parallel for other in smaller)
+    least = min(other.layout.tensor_parallel for other in fitting)
+    if least < size:
         found.append(
             "Takeaway 2 (a model-parallel size just large enough to fit, and data parallelism for the rest) is not "
             f"followed: {_compared(fitting, least)}, limited by {_fastest(fitting, least).binding}."
@@ -37,12 +39,12 @@ def departures(fitting: Sequence[LayoutPrediction], node_size: int) -> list[str]
         for other in fitting
         if other.layout.tensor_parallel == size and other.layout.micro_batch > best.layout.micro_batch
     ]
-    if larger:
+    if larger and larger[0].iteration_s > NEGLIGIBLY_LONGER * best.iteration_s:
         other = larger[0]
         found.append(
             "Takeaway 3 (the micro-batch by equation 1) is not followed: without a pipeline it gives the largest that "
             f"fits, but with {other.layout.micro_batch} sequences an iteration takes "
-            f"{other.iteration_s / best.iteration_s:.3f} times as long, limited by {other.binding}."
+            f"{other.iteration_s / best.iteration_s:.2f} times as long, limited by {other.binding}."
         )
     return found
 
@@ -54,6 +56,6 @@ def _fastest(fitting: Sequence[LayoutPrediction], tensor_parallel: int) -> Layou
 def _compared(fitting: Sequence[LayoutPrediction], tensor_parallel: int) -> str:
     """Return how much longer the fastest layout with another tensor-parallel size takes."""
     if all(other.layout.tensor_parallel != tensor_parallel for other in fitting):
-        return f"and no layout with t = {tensor_parallel} was found to fit"
+        return f"of the layouts that were compared, none with t = {tensor_parallel} fits"
     ratio = _fastest(fitting, tensor_parallel).iteration_s / fitting[0].iteration_s
-    return f"with t = {tensor_parallel} an iteration takes {ratio:.3f} times as long"
+    return f"with t = {tensor_parallel} an iteration takes {ratio:.2f} times as long"

@@ -42,7 +42,7 @@ LLAMA = {
 
 SWEEP = ["--profile", "gh200", "--model", "Llama-3-70B", "--ranks-per-node", "1", "--sequence", "4096"]
 
-PLANNING_COMMANDS = ("plan", "sweep", "simulate", "explain", "validate")
+PLANNING_COMMANDS = ("plan", "sweep", "cluster", "simulate", "explain", "validate")
 
 
 def job(profile: str | Path = "h100-pcie5", model: str | Path = "13B", world_size: int = 4, **more: Any) -> list[str]:

@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perf_model.cluster.communication import tensor_parallel_elements, zero3_elements
 from perf_model.cluster.layouts import Cluster, Layout
+from perf_model.prediction.network import Network
 from perf_model.presets.models import MODELS
 from perf_model.training_run.job import Job
+from perf_model.training_run.micro_batch import MatrixRate, PhaseRates
 from perf_model.training_run.model import ModelError
 
 CLUSTER = Cluster(shape=MODELS["Llama-3-8B"], gpus=64, ranks_per_node=8, global_batch=1024, sequence=4096)
@@ -113,6 +116,30 @@ def test_tensor_parallel_ranks_divide_matrices_operations_and_activations() -> N
     assert saved == (24 - 6) * 2 * 512 * shape.hidden, "of 34 bytes, 24 are divided; one layer is recomputed at a time"
     units = TENSOR_PARALLEL.workload(10**9)
     assert units.numel == pytest.approx(TENSOR_PARALLEL.shard_numel / 4, rel=1e-4)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_tensor_parallel_ranks_communicate_as_the_paper_counts_and_nothing_hides_it(recompute: bool) -> None:
+    job = replace(TENSOR_PARALLEL, recompute=recompute)
+    rate, slow = 1e9, Network(ranks_per_node=8)
+    rates = PhaseRates(matrix=MatrixRate(limit_flops_per_s=1e12), network=slow)
+    slow = replace(slow, all_gather_bytes_per_s=rate, reduce_scatter_bytes_per_s=rate)
+    # Without gathers and reductions of ZeRO-3, which matrix products would hide.
+    work = replace(job.work, gathered_bytes=0.0, reduced_bytes=0.0)
+    added_s = sum(phase(replace(rates, network=slow)) - phase(rates) for phase in (work.forward_s, work.backward_s))
+    sent_bytes = 2 * tensor_parallel_elements(job.micro_batch, job.sequence, job.shape.hidden, 4) * job.shape.layers
+    assert added_s == pytest.approx((1.5 if recompute else 1) * sent_bytes / rate)
+
+
+def test_ranks_that_partition_the_same_parameters_gather_a_shard_over_their_share_of_the_network() -> None:
+    rate = 1e6
+    rates = PhaseRates(
+        matrix=MatrixRate(limit_flops_per_s=1e30), network=Network(ranks_per_node=8, inter_node_bytes_per_s=rate)
+    )
+    work = TENSOR_PARALLEL.work
+    # Two of the four data-parallel ranks are on each of two nodes, and send over two of its eight connections.
+    sent_bytes = 2 * zero3_elements(TENSOR_PARALLEL.shard_numel, 4)
+    assert work.forward_s(rates) + work.backward_s(rates) == pytest.approx(sent_bytes / (2 * rate))
 
 
 @pytest.mark.parametrize(("size", "what"), [(16, "ranks of a node, 8"), (3, "ranks of a node, 8")])

@@ -12,14 +12,18 @@ from perf_model.cluster.layouts import Cluster
 from perf_model.cluster.megatron_layout import best_pipeline_layout
 from perf_model.cluster.pipeline import bubble_share
 from perf_model.prediction.network import Network
+from perf_model.training_run.micro_batch import MatrixRate, PhaseRates
 from perf_model.training_run.model import gpt
 from tests.cluster.paper_tables import PEAK_TFLOPS, SEQUENCE, VOCAB, ThroughputRow, table_1
 
 A100_BYTES = 80 * 10**9
-DGX_A100 = Network(
+NETWORK = Network(
     ranks_per_node=8, all_gather_bytes_per_s=240e9, reduce_scatter_bytes_per_s=240e9, inter_node_bytes_per_s=25e9
 )
 """Eight GPUs with 200 Gb/s each to other nodes (section 5), and an assumed 240 GB/s of NVLink."""
+
+DGX_A100 = PhaseRates(matrix=MatrixRate(limit_flops_per_s=0.6e12 * PEAK_TFLOPS), network=NETWORK)
+"""The rates of matrix products are assumed, too."""
 
 WITH_PIPELINE = [row for row in table_1() if row.pipeline_parallel > 1]
 
@@ -35,7 +39,7 @@ FEWER_STAGES = {"310.1": 12, "529.6": 21}
 
 @pytest.mark.parametrize("row", WITH_PIPELINE, ids=lambda row: f"{row.numel_billions} B")
 def test_the_smallest_number_of_stages_that_fits_is_that_of_table_1(row: ThroughputRow) -> None:
-    found = best_pipeline_layout(cluster_of(row), DGX_A100, PEAK_TFLOPS * 0.6e12, A100_BYTES)
+    found = best_pipeline_layout(cluster_of(row), DGX_A100, A100_BYTES)
     assert found is not None
     assert (found.tensor_parallel, found.micro_batch) == (row.tensor_parallel, 1)
     assert found.stages == FEWER_STAGES.get(row.numel_billions, row.pipeline_parallel)
@@ -48,22 +52,21 @@ def test_the_smallest_number_of_stages_that_fits_is_that_of_table_1(row: Through
 @given(st.floats(1, 20), st.sampled_from(["all_gather_bytes_per_s", "inter_node_bytes_per_s"]))
 def test_more_bandwidth_is_never_slower_for_a_pipeline(factor: float, name: str) -> None:
     cluster = cluster_of(WITH_PIPELINE[0])
-    faster = replace(DGX_A100, **{name: factor * getattr(DGX_A100, name)})
-    before, after = (
-        best_pipeline_layout(cluster, network, PEAK_TFLOPS * 0.6e12, A100_BYTES) for network in (DGX_A100, faster)
-    )
+    faster = replace(DGX_A100, network=replace(NETWORK, **{name: factor * getattr(NETWORK, name)}))
+    before, after = (best_pipeline_layout(cluster, rates, A100_BYTES) for rates in (DGX_A100, faster))
     assert before is not None
     assert after is not None
     assert after.iteration_s <= before.iteration_s
 
 
 def test_without_a_network_an_iteration_is_arithmetic_and_bubble() -> None:
-    cluster, flops = cluster_of(WITH_PIPELINE[0]), 100e12
-    found = best_pipeline_layout(cluster, Network(ranks_per_node=8), flops, A100_BYTES)
+    cluster, rates = cluster_of(WITH_PIPELINE[0]), replace(DGX_A100, network=Network(ranks_per_node=8))
+    flops = rates.matrix.limit_flops_per_s
+    found = best_pipeline_layout(cluster, rates, A100_BYTES)
     assert found is not None
     arithmetic_s = cluster.shape.iteration_flops(cluster.global_batch, SEQUENCE, recompute=True) / cluster.gpus / flops
     assert found.iteration_s == pytest.approx(arithmetic_s * (1 + found.bubble))
 
 
 def test_a_model_that_no_pipeline_holds_has_no_layout() -> None:
-    assert best_pipeline_layout(cluster_of(WITH_PIPELINE[-1]), DGX_A100, 1e14, 10 * 10**9) is None
+    assert best_pipeline_layout(cluster_of(WITH_PIPELINE[-1]), DGX_A100, 10 * 10**9) is None

@@ -15,6 +15,9 @@ from perf_model.cluster.pipeline import (
     bubble_share_beside_data_parallel,
     scaled_throughput,
 )
+from perf_model.prediction.network import Network
+from perf_model.training_run.job import Job
+from perf_model.training_run.micro_batch import MatrixRate, PhaseRates
 from perf_model.training_run.model import gpt
 from tests.cluster.paper_tables import PEAK_TFLOPS, SEQUENCE, VOCAB, ThroughputRow, table_1, table_2
 
@@ -114,6 +117,25 @@ def test_zero3_of_table_2_is_arithmetic_or_network_fitted_on_one_model_and_teste
     assert fitted == (144, pytest.approx(15.7e9, rel=0.01))
     for row in rows_of(ZERO_3, MODELS_OF_TABLE_2[1]):
         assert zero3_tflops(row, *fitted) == pytest.approx(row.tflops, rel=0.12), "held out"
+
+
+@pytest.mark.parametrize("row", ZERO_3, ids=name_of)
+def test_the_predicted_iteration_of_a_job_reproduces_zero3_of_table_2(row: ThroughputRow) -> None:
+    """Check the forward and backward that every planning command predicts, with the two rates of ``fitted_zero3``."""
+    tflops, bytes_per_s = fitted_zero3()
+    network = Network(ranks_per_node=8, all_gather_bytes_per_s=bytes_per_s, reduce_scatter_bytes_per_s=bytes_per_s)
+    rates = PhaseRates(matrix=MatrixRate(limit_flops_per_s=tflops * 1e12), network=network)
+    job = Job(
+        shape=gpt("GPT", row.layers, row.hidden, row.heads, VOCAB, SEQUENCE),
+        world_size=row.gpus,
+        ranks_per_node=8,
+        micro_batch=row.micro_batch,
+        sequence=SEQUENCE,
+        accumulation=row.micro_batches,
+    )
+    assert job.tokens == row.batch * SEQUENCE
+    iteration_s = job.accumulation * (job.work.forward_s(rates) + job.work.backward_s(rates))
+    assert row.flops / row.gpus / iteration_s / 1e12 == pytest.approx(row.tflops, rel=0.12)
 
 
 @pytest.mark.parametrize("numel_billions", MODELS_OF_TABLE_2)
