@@ -18,7 +18,9 @@ from perf_model.schedule.simple_placements import place_all
 from perf_model.schedule.workload import Workload
 from perf_model.search.budgets import Budgets
 from perf_model.training_run.job import PARAM_BYTES, Job
+from perf_model.training_run.micro_batch import NO_OVERHEADS, PhaseRates
 
+KNOWN_MACHINES = ("a100-pcie4", "h100-pcie5", "h200-pcie5", "gh200")
 RANKS = (1, 2, 4, 8)
 MICRO_BATCHES = (1, 4)
 GPU_SHARES = (1.0, 0.5)
@@ -62,12 +64,10 @@ class WindowSetting:
 
     @property
     def windows(self) -> Windows:
-        """Return the windows of backward and forward, as ``plan`` predicts them."""
-        flops_per_s = MACHINES[self.machine].matmul_flops
-        return Windows(
-            backward_s=self.job.backward_s(flops_per_s),
-            forward_s=self.job.forward_s(flops_per_s),
-        )
+        """Return the windows of backward and forward, as ``plan`` predicts them for a host that launches at once."""
+        ranks = self.job.ranks_on_node
+        rates = PhaseRates.from_profile(MACHINES[self.machine].profile(ranks), ranks, NO_OVERHEADS)
+        return Windows(backward_s=self.job.work.backward_s(rates), forward_s=self.job.work.forward_s(rates))
 
     @property
     def budgets(self) -> Budgets:
@@ -107,7 +107,9 @@ def _uniform_plan(workload: Workload, placement: Placement) -> UpdatePlan:
 
 def all_settings() -> Iterator[WindowSetting]:
     """Yield every combination of machine, model, ranks and micro-batch that needs offloading."""
-    for machine, model, ranks, micro_batch, gpu_share in product(MACHINES, MODELS, RANKS, MICRO_BATCHES, GPU_SHARES):
+    for machine, model, ranks, micro_batch, gpu_share in product(
+        KNOWN_MACHINES, MODELS, RANKS, MICRO_BATCHES, GPU_SHARES
+    ):
         setting = WindowSetting(machine=machine, model=model, ranks=ranks, micro_batch=micro_batch, gpu_share=gpu_share)
         if setting.needs_offloading:
             yield setting

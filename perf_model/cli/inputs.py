@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from perf_model.cli.machine_options import read_machine
 from perf_model.json_input import parse_json, read_text
 from perf_model.prediction.hardware import HardwareProfile, ProfileError
 from perf_model.presets.machines import MACHINES, MachinePreset
@@ -18,6 +19,7 @@ from perf_model.search.unit_sizes import UNIT_SIZES
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, find_remedy, forecast
 from perf_model.training_run.hf_config import read_hf_config
 from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE, Job
+from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS
 from perf_model.training_run.model import ModelError, ModelShape, require_integer
 
 MAX_UNIT_SIZE = 10**15
@@ -46,33 +48,39 @@ class Inputs:
     def forecast(self) -> Forecast:
         """Return the forecast of the best plan. Raise ``DoesNotFit``, with a remedy that fits, if no plan does."""
         try:
-            return forecast(self.job, self.profile, self.limits, self.overlap, self.unit_sizes)
+            return forecast(self.job, self.profile, self.limits, self.overlap, self.unit_sizes, PUBLISHED_OVERHEADS)
         except DoesNotFit as error:
             remedy = find_remedy(self.job, self.profile, self.limits)
             raise DoesNotFit(error.missing, remedy) from None
 
 
-def read_inputs(options: argparse.Namespace, world_size: int, micro_batch: int) -> Inputs:
-    """Return the inputs that ``options`` name. Raise ``ModelError`` or ``ProfileError`` if they cannot be used."""
+def read_inputs(options: argparse.Namespace, world_size: int | None, micro_batch: int) -> Inputs:
+    """Return the inputs that ``options`` name. Raise ``ModelError`` or ``ProfileError`` if they cannot be used.
+
+    ``world_size`` is None if it follows from the nodes.
+    """
+    machine = read_machine(options)
     job = Job(
         shape=_model(options.model),
-        world_size=world_size,
-        ranks_per_node=options.ranks_per_node,
+        world_size=machine.world_size() if world_size is None else world_size,
+        ranks_per_node=machine.ranks_per_node(),
         micro_batch=micro_batch,
         sequence=options.sequence,
         recompute=not options.no_recompute,
+        accumulation=options.accumulation,
+        offload_param=options.offload_param,
+        trainable_share=options.trainable_share,
         sub_group_size=DEFAULT_SUB_GROUP_SIZE if options.sub_group_size is None else options.sub_group_size,
     )
     if options.rules is not None:
         job = _with_rules(job, options.rules)
     if options.unit_size is not None:
         _check_unit_size(options.unit_size, job)
-    preset = options.profile in MACHINES
-    profile = _preset(MACHINES[options.profile], job) if preset else _profile(Path(options.profile))
+    profile = _profile(machine.path) if machine.path is not None else _preset(machine.preset, job)
     for name in ("gpu_memory_gb", "gpu_memory_margin_gb"):
         if getattr(options, name) is not None and not profile.has_accelerator:
             option = f"--{name.replace('_', '-')}"
-            rule = f"{option}: needs a profile of a machine with a GPU, found {options.profile}, which has none."
+            rule = f"{option}: needs a profile of a machine with a GPU, found {machine.path}, which has none."
             raise ModelError(f"{rule}\nLeave it out, or plan for another machine.")
     return Inputs(
         job=job,
@@ -87,7 +95,7 @@ def read_inputs(options: argparse.Namespace, world_size: int, micro_batch: int) 
             backward=options.overlap in ("backward", "both"), forward=options.overlap in ("forward", "both")
         ),
         unit_sizes=UNIT_SIZES if options.unit_size is None else (options.unit_size,),
-        profile_path=None if preset else Path(options.profile),
+        profile_path=machine.path,
         given=frozenset(name for name in CONFIG_OPTIONS if getattr(options, name) is not None),
     )
 
@@ -118,7 +126,8 @@ def _check_unit_size(size: int, job: Job) -> None:
         raise ModelError(f"{rule}.\nGive a larger --unit-size.")
 
 
-def _preset(machine: MachinePreset, job: Job) -> HardwareProfile:
+def _preset(machine: MachinePreset | None, job: Job) -> HardwareProfile:
+    assert machine is not None, "without a path there is a preset"
     if job.ranks_on_node > machine.cores:
         rule = f"ranks_per_node: must be at most {machine.cores}, the number of cores of {machine.name}"
         raise ModelError(f"{rule}, found {job.ranks_on_node}.\nCorrect --ranks-per-node, the GPUs per host.")

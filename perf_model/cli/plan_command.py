@@ -102,10 +102,13 @@ def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
     if not inputs.overlap.forward:
         block["overlap_forward"] = False
     zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    if job.offload_param:
+        zero["offload_param"] = {"device": "cpu"}
     if "sub_group_size" in inputs.given:
         zero["sub_group_size"] = job.sub_group_size
     return {
         "train_micro_batch_size_per_gpu": job.micro_batch,
+        **({"gradient_accumulation_steps": job.accumulation} if job.accumulation > 1 else {}),
         "bf16": {"enabled": True},
         "zero_optimization": zero,
         "deep_optimizer_states": block,
@@ -150,7 +153,7 @@ def _print_screen(found: Forecast, inputs: Inputs) -> None:
         show(f"... and {len(runs) - MAX_ROWS} more rows; --json has every unit, and explain has a row per size")
     show(f"{WHY}\n")
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for header in ("", "forward", "backward", "exposed", "+ hidden", "iteration", "tokens/s", "MFU"):
+    for header in ("", "forward", "backward", "exposed", "+ hidden", "fixed", "iteration", "tokens/s", "MFU"):
         table.add_column(header, justify="right" if header else "left", no_wrap=True)
     infeasible = []
     for name, outcome in {"this plan": found.predicted, **found.baselines}.items():
@@ -162,6 +165,7 @@ def _print_screen(found: Forecast, inputs: Inputs) -> None:
             Text(title),
             *map(seconds, (outcome.forward_s, outcome.backward_s, outcome.exposed_update_s)),
             seconds(outcome.hidden_update_s),
+            seconds(outcome.fixed_s),
             seconds(outcome.iteration_s),
             f"{outcome.tokens_per_s:,.0f}",
             "-" if outcome.mfu is None else percent(outcome.mfu),

@@ -86,17 +86,37 @@ def _add_command(
 def _add_machine_and_model(parser: argparse.ArgumentParser) -> None:
     machines, models = ", ".join(MACHINES), ", ".join(MODELS)
     profile = f"the machine: a JSON file written by 'deep-opt-states profile', or a preset: {machines}"
-    parser.add_argument("--profile", required=True, help=profile)
+    parser.add_argument("--profile", help=profile)
+    machine = "a TOML file with a preset and figures of yours: cores, host_bandwidth_gb_per_s, link_gb_per_s, ..."
+    parser.add_argument("--machine", type=Path, metavar="FILE", help=machine)
+    parser.add_argument("--list", action=_ListMachines, help="list the presets with their figures, and exit")
+    parser.add_argument("--cores", type=int, help="cores of a node; default: as in the preset")
+    host = "bandwidth of a node's host memory that is reached; default: as in the preset"
+    parser.add_argument("--host-bandwidth-gb-per-s", type=float, metavar="GB", help=host)
+    link = "rate of copies between host and one GPU, per direction; default: as in the preset"
+    parser.add_argument("--link-gb-per-s", type=float, metavar="GB", help=link)
+    network = "rate at which one GPU receives from other nodes; default: as in the preset"
+    parser.add_argument("--network-gb-per-s", type=float, metavar="GB", help=network)
     parser.add_argument("--model", required=True, help=f"a Hugging Face config.json, or a preset: {models}")
-    parser.add_argument("--ranks-per-node", type=int, required=True, help="ranks that share a host")
+    ranks = "ranks that share a host, one per GPU; default: gpus in the file of --machine"
+    parser.add_argument("--ranks-per-node", "--gpus-per-node", type=int, metavar="RANKS", help=ranks)
+    nodes = "nodes, instead of --world-size; default: nodes in the file of --machine"
+    parser.add_argument("--nodes", type=int, help=nodes)
     parser.add_argument("--sequence", type=int, required=True, help="tokens per sequence")
+    accumulation = "micro-batches per step, with one update; default: %(default)s"
+    parser.add_argument("--accumulation", type=int, default=1, help=accumulation)
+    offload_param = "keep the 16-bit parameters in host memory (offload_param: cpu); default: on the GPU"
+    parser.add_argument("--offload-param", action="store_true", help=offload_param)
+    trainable = "share of the parameters that is trained, such as 0.01 with LoRA; default: %(default)g, all"
+    parser.add_argument("--trainable-share", type=_share, default=1.0, metavar="SHARE", help=trainable)
     no_recompute = "keep activations, instead of recomputing them in backward"
     parser.add_argument("--no-recompute", action="store_true", help=no_recompute)
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
     """Add one world size and one micro-batch."""
-    parser.add_argument("--world-size", type=int, required=True, help="ranks, one per GPU")
+    world_size = "ranks, one per GPU; default: nodes times ranks per node"
+    parser.add_argument("--world-size", type=int, help=world_size)
     parser.add_argument("--micro-batch", type=int, required=True, help="sequences per rank in one step")
 
 
@@ -130,6 +150,20 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--unit-size", type=int, help=unit_size)
     overlap = "the phases that the update is overlapped with; default: both, as in training"
     parser.add_argument("--overlap", choices=("none", "backward", "forward", "both"), default="both", help=overlap)
+
+
+class _ListMachines(argparse.Action):
+    """An option that lists the presets and exits."""
+
+    def __init__(self, option_strings: list[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """List the presets, and raise ``SystemExit(0)``."""
+        from perf_model.cli.machine_options import list_machines
+
+        list_machines()
+        parser.exit()
 
 
 def _exit_code(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
@@ -204,6 +238,17 @@ def _bytes_of_gb(text: str) -> int:
 def _margin_of_gb(text: str) -> int:
     """Convert GB (10^9 bytes) to bytes. Zero is allowed, too."""
     return 0 if text in ("0", "0.0") else _bytes_of_gb(text)
+
+
+def _share(text: str) -> float:
+    """Convert a share. Raise ``ArgumentTypeError`` unless ``text`` is a number above 0 and at most 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be a number above 0 and at most 1, found {text!r}")
+    return value
 
 
 def _positive_integers(text: str) -> list[int]:

@@ -73,18 +73,20 @@ def traffic_by_action(param_bytes: int, *, params_on_host: bool = False) -> dict
     }
 
 
-def stock_traffic_by_action(param_bytes: int) -> dict[ActionKind, BytesPerParam]:
+def stock_traffic_by_action(param_bytes: int, *, params_on_host: bool = False) -> dict[ActionKind, BytesPerParam]:
     """Return the bytes per parameter that stock DeepSpeed moves in each kind of action.
 
     Its CPU update takes three passes: the gradient is scaled in place (8), Adam reads and writes (28), and the
     parameter is rounded (4 read, 2 written). It publishes from pageable memory: the driver copies the parameters to
-    memory that it has pinned (read, written) before the device reads that memory.
+    memory that it has pinned (read, written) before the device reads that memory. ``params_on_host``: DeepSpeed
+    offloads parameters, so the rounded ones stay in host memory.
     """
+    published = 0 if params_on_host else param_bytes
     rounding = 4 + param_bytes if param_bytes < FP32_BYTES else 0
     return {
-        **traffic_by_action(param_bytes),
+        **traffic_by_action(param_bytes, params_on_host=params_on_host),
         ActionKind.CPU_STEP: BytesPerParam(dram=8 + 28 + rounding),
-        ActionKind.PUBLISH: BytesPerParam(h2d=param_bytes, pageable=param_bytes, dram=3 * param_bytes),
+        ActionKind.PUBLISH: BytesPerParam(h2d=published, pageable=published, dram=3 * published),
     }
 
 
@@ -186,11 +188,10 @@ class CostModel:
         )
 
     @classmethod
-    def for_stock(cls, profile: HardwareProfile, param_bytes: int = 2) -> CostModel:
+    def for_stock(cls, profile: HardwareProfile, param_bytes: int = 2, *, params_on_host: bool = False) -> CostModel:
         """Return the cost model of stock DeepSpeed's update. Raise ``ProfileError`` as ``from_profile`` does."""
-        return cls._from_traffic(
-            profile, stock_traffic_by_action(param_bytes), profile.rate("stock_cpu_adam_params_per_s")
-        )
+        traffic = stock_traffic_by_action(param_bytes, params_on_host=params_on_host)
+        return cls._from_traffic(profile, traffic, profile.rate("stock_cpu_adam_params_per_s"))
 
     @classmethod
     def from_profile(cls, profile: HardwareProfile, param_bytes: int = 2, *, params_on_host: bool = False) -> CostModel:

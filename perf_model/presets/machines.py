@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from perf_model.prediction.cost import BytesPerParam, stock_traffic_by_action, traffic_by_action
-from perf_model.prediction.hardware import HardwareProfile, Measurement, Provenance
+from perf_model.prediction.hardware import MATMUL_SIZE, SMALL_MATMUL_SIZE, HardwareProfile, Measurement, Provenance
 from perf_model.schedule.action import ActionKind
 from perf_model.training_run.job import PARAM_BYTES
+from perf_model.training_run.micro_batch import MatrixRate
 
 _UNMEASURED = "PRESET, not a measurement of your machine"
 
@@ -20,19 +22,41 @@ GPU_ADAM_BYTES_PER_PARAM = 30
 """Bytes per parameter that Adam moves in GPU memory: p, m, v and the gradient are read (16), and p, m, v (12) and the
 16-bit parameter (2) are written."""
 
-GPU_MEMORY_BYTES = {
-    "A100-80GB": 81_920 * 2**20,
-    "H100-80GB": 81_559 * 2**20,
-    "H200-141GB": 143_771 * 2**20,
-    "GH200-96GB": 97_871 * 2**20,
+_GPU_MEMORY_MIB = {
+    "RTX-3090-24GB": 24_576,
+    "RTX-4090-24GB": 24_564,
+    "RTX-5090-32GB": 32_607,
+    "L40S-48GB": 46_068,
+    "A10G-24GB": 23_028,
+    "RTX-A6000-48GB": 49_140,
+    "A100-40GB": 40_960,
+    "A100-80GB": 81_920,
+    "H100-80GB": 81_559,
+    "H200-141GB": 143_771,
+    "B200-180GB": 183_359,
+    "GH200-96GB": 97_871,
+    "MI300X-192GB": 196_592,
 }
-"""GPU memory as the driver reports it (``nvidia-smi``, MiB), which differs from the number in the name."""
+GPU_MEMORY_BYTES = {gpu: mib * 2**20 for gpu, mib in _GPU_MEMORY_MIB.items()}
+"""GPU memory as the driver reports it (``nvidia-smi`` or ``rocm-smi``), which differs from the number in the name."""
 
 REACHED_SHARE = 0.8
 """The share of a specified memory or link bandwidth that copies and Adam are assumed to reach."""
 
+HALF_ELEMENTS = 6.6e6
+"""The elements of an activation with which forward reaches half of its limit: fitted to the published runs on 4xH100
+with 1 to 4 sequences of 2,048 tokens, and assumed for every GPU."""
+
+_MATMUL_SHARE = 0.5
+"""The share of a specified peak that matrix products are assumed to reach in training at most. The fits to the
+published runs give 0.49 on H100 and 0.61 on A100."""
+
 _SPECIFIED = (
     "link, GPU memory and peak by NVIDIA's and PCI-SIG's specifications, 80% of which are assumed to be reached"
+)
+_ASSUMED = (
+    "host memory and cores of a common server with this GPU, pageable copies, matrix products at 50% of the peak, "
+    "network and the rate of both directions together are assumed"
 )
 
 
@@ -42,7 +66,9 @@ class MachinePreset:
 
     ``link_bytes_per_s`` is per GPU and direction, and ``joint`` is the rate of both directions together as a multiple
     of it. ``host_bytes_per_s`` is the rate of all ranks of the node together, ``core_params_per_s`` the Adam rate per
-    core, and ``matmul_flops`` the rate that a GPU reaches in training.
+    core, and ``matmul_flops`` the rate that a GPU reaches in training with large micro-batches. ``peer_bytes_per_s`` is
+    what a GPU receives from the other GPUs of the node, and ``network_bytes_per_s`` its share of what the node receives
+    from other nodes.
     """
 
     name: str
@@ -57,6 +83,8 @@ class MachinePreset:
     core_params_per_s: float
     host_bytes_per_s: float
     host_memory_bytes: int
+    peer_bytes_per_s: float
+    network_bytes_per_s: float
     source: str
 
     def profile(self, ranks: int) -> HardwareProfile:
@@ -77,7 +105,11 @@ class MachinePreset:
             "dram_update_bytes_per_s": host,
             "dram_copy_bytes_per_s": host,
             "gpu_adam_params_per_s": REACHED_SHARE * self.gpu_memory_bytes_per_s / GPU_ADAM_BYTES_PER_PARAM,
-            "matmul_flops_per_s": self.matmul_flops,
+            "matmul_flops_per_s": self._matmul_flops_per_s(MATMUL_SIZE),
+            "matmul_small_flops_per_s": self._matmul_flops_per_s(SMALL_MATMUL_SIZE),
+            "all_gather_bytes_per_s": self.peer_bytes_per_s,
+            "reduce_scatter_bytes_per_s": self.peer_bytes_per_s,
+            "inter_node_bytes_per_s": self.network_bytes_per_s,
         }
         return HardwareProfile(
             name=self.name,
@@ -90,6 +122,9 @@ class MachinePreset:
             gpu_peak_flops=self.peak_flops,
         )
 
+    def _matmul_flops_per_s(self, size: int) -> float:
+        return MatrixRate(limit_flops_per_s=self.matmul_flops, half_elements=HALF_ELEMENTS).flops_per_s(size**2)
+
     def _cpu_adam_params_per_s(self, host: float, traffic: Mapping[ActionKind, BytesPerParam], ranks: int) -> float:
         """Return the rate of CPU Adam, which is limited by host memory or by the cores."""
         return min(host / traffic[ActionKind.CPU_STEP].dram, self.core_params_per_s * self.cores / ranks)
@@ -98,41 +133,106 @@ class MachinePreset:
 _PCIE_4, _PCIE_5, _NVLINK_C2C = 31.5e9, 63e9, 450e9
 """Bytes per second and direction with 16 lanes, by specification (PCI-SIG; NVIDIA Grace Hopper white paper)."""
 
+_GBIT = 1e9 / 8
+_TB = 10**12
+
+_A100 = MachinePreset(
+    name="a100-pcie4",
+    gpu="A100-80GB",
+    gpu_memory_bytes_per_s=1.935e12,
+    peak_flops=312e12,
+    matmul_flops=190e12,
+    link_bytes_per_s=_PCIE_4,
+    joint=1.7,
+    pageable_bytes_per_s=5.1e9,
+    cores=64,
+    core_params_per_s=0.2e9,
+    host_bytes_per_s=172e9,
+    host_memory_bytes=512 * 2**30,
+    peer_bytes_per_s=REACHED_SHARE * 300e9,
+    network_bytes_per_s=200 * _GBIT,
+    source=f"{_SPECIFIED}; host memory, pageable copies and matrix products fitted to the published runs on "
+    "4xA100-40GB; NVLink 3 and one 200 Gb/s adapter per GPU as in a DGX A100; cores and the rate of both directions "
+    "together are assumed",
+)
 _H100 = MachinePreset(
     name="h100-pcie5",
     gpu="H100-80GB",
     gpu_memory_bytes_per_s=3.35e12,
     peak_flops=989e12,
-    matmul_flops=310e12,
+    matmul_flops=480e12,
     link_bytes_per_s=_PCIE_5,
     joint=1.7,
-    pageable_bytes_per_s=10e9,
+    pageable_bytes_per_s=9e9,
     cores=96,
     core_params_per_s=0.2e9,
-    host_bytes_per_s=430e9,
+    host_bytes_per_s=485e9,
     host_memory_bytes=1024 * 2**30,
+    peer_bytes_per_s=REACHED_SHARE * 450e9,
+    network_bytes_per_s=400 * _GBIT,
     source=f"{_SPECIFIED}; host memory, pageable copies and matrix products fitted to the published runs on "
-    "4xH100-80GB; cores and the rate of both directions together are assumed",
+    "4xH100-80GB; NVLink 4 and one 400 Gb/s adapter per GPU as in a DGX H100; cores and the rate of both directions "
+    "together are assumed",
 )
+
+
+class _Host(NamedTuple):
+    """The host of a preset, by specification; ``bytes_per_s`` are those of its memory."""
+
+    cores: int
+    bytes_per_s: float
+    memory_bytes: int
+
+
+_DESKTOP = _Host(cores=16, bytes_per_s=89.6e9, memory_bytes=128 * 2**30)
+"""A desktop: 16 cores, two channels of DDR5-5600 and 128 GiB."""
+
+_SERVER = _Host(cores=64, bytes_per_s=307.2e9, memory_bytes=512 * 2**30)
+"""A server: 64 cores, eight channels of DDR5-4800 and 512 GiB."""
+
+
+def _with_pcie(
+    name: str,
+    gpu: str,
+    *,
+    gpu_memory_bytes_per_s: float,
+    peak_flops: float,
+    link_bytes_per_s: float,
+    host: _Host,
+    source: str,
+    peer_bytes_per_s: float | None = None,
+    network_bytes_per_s: float = 25 * _GBIT,
+) -> MachinePreset:
+    """Return a machine that no run is known of; by default, its GPUs exchange data through host memory."""
+    return MachinePreset(
+        name=name,
+        gpu=gpu,
+        gpu_memory_bytes_per_s=gpu_memory_bytes_per_s,
+        peak_flops=peak_flops,
+        matmul_flops=_MATMUL_SHARE * peak_flops,
+        link_bytes_per_s=link_bytes_per_s,
+        joint=1.7,
+        pageable_bytes_per_s=5e9 if link_bytes_per_s == _PCIE_4 else 9e9,
+        cores=host.cores,
+        core_params_per_s=0.2e9,
+        host_bytes_per_s=REACHED_SHARE * host.bytes_per_s,
+        host_memory_bytes=host.memory_bytes,
+        # A byte goes up from one GPU and down to the other.
+        peer_bytes_per_s=REACHED_SHARE * link_bytes_per_s / 2 if peer_bytes_per_s is None else peer_bytes_per_s,
+        network_bytes_per_s=network_bytes_per_s,
+        source=f"{source}, 80% of which are assumed to be reached; {_ASSUMED}",
+    )
+
 
 MACHINES: dict[str, MachinePreset] = {
     machine.name: machine
     for machine in (
-        MachinePreset(
-            name="a100-pcie4",
-            gpu="A100-80GB",
-            gpu_memory_bytes_per_s=1.935e12,
-            peak_flops=312e12,
-            matmul_flops=160e12,
-            link_bytes_per_s=_PCIE_4,
-            joint=1.7,
-            pageable_bytes_per_s=4e9,
-            cores=64,
-            core_params_per_s=0.2e9,
-            host_bytes_per_s=170e9,
-            host_memory_bytes=512 * 2**30,
-            source=f"{_SPECIFIED}; host memory, pageable copies and matrix products fitted to the published runs on "
-            "4xA100-40GB; cores and the rate of both directions together are assumed",
+        _A100,
+        replace(
+            _A100,
+            name="a100-40gb",
+            gpu="A100-40GB",
+            gpu_memory_bytes_per_s=1.555e12,
         ),
         _H100,
         replace(
@@ -147,7 +247,7 @@ MACHINES: dict[str, MachinePreset] = {
             gpu="GH200-96GB",
             gpu_memory_bytes_per_s=4.0e12,
             peak_flops=989e12,
-            matmul_flops=310e12,
+            matmul_flops=480e12,
             link_bytes_per_s=_NVLINK_C2C,
             joint=1.2,
             pageable_bytes_per_s=100e9,
@@ -155,8 +255,95 @@ MACHINES: dict[str, MachinePreset] = {
             core_params_per_s=0.2e9,
             host_bytes_per_s=REACHED_SHARE * 500e9,
             host_memory_bytes=480 * 10**9,
+            peer_bytes_per_s=REACHED_SHARE * 450e9,
+            network_bytes_per_s=400 * _GBIT,
             source="NVIDIA's specifications (NVLink-C2C, LPDDR5X, HBM3), 80% of which are assumed to be reached; "
-            "matrix products as in h100-pcie5; pageable copies and the rate of both directions together are assumed",
+            "matrix products as in h100-pcie5; pageable copies, network and the rate of both directions together are "
+            "assumed",
+        ),
+        _with_pcie(
+            "b200",
+            "B200-180GB",
+            gpu_memory_bytes_per_s=8e12,
+            peak_flops=2250e12,
+            link_bytes_per_s=_PCIE_5,
+            host=_Host(cores=112, bytes_per_s=716.8e9, memory_bytes=2 * _TB),
+            peer_bytes_per_s=REACHED_SHARE * 900e9,
+            network_bytes_per_s=400 * _GBIT,
+            source="NVIDIA's specifications of DGX B200 (HBM3e, NVLink 5, 16 channels of DDR5-5600)",
+        ),
+        _with_pcie(
+            "mi300x",
+            "MI300X-192GB",
+            gpu_memory_bytes_per_s=5.3e12,
+            peak_flops=1307e12,
+            link_bytes_per_s=_PCIE_5,
+            host=_Host(cores=192, bytes_per_s=921.6e9, memory_bytes=2 * _TB),
+            peer_bytes_per_s=REACHED_SHARE * 448e9,
+            network_bytes_per_s=400 * _GBIT,
+            source="AMD's specifications of MI300X (HBM3, 7 Infinity Fabric links of 64 GB/s) and of EPYC 9654",
+        ),
+        _with_pcie(
+            "l40s",
+            "L40S-48GB",
+            gpu_memory_bytes_per_s=864e9,
+            peak_flops=362e12,
+            link_bytes_per_s=_PCIE_4,
+            source="NVIDIA's datasheet of L40S (GDDR6, PCIe 4)",
+            host=_SERVER,
+        ),
+        _with_pcie(
+            "a6000",
+            "RTX-A6000-48GB",
+            gpu_memory_bytes_per_s=768e9,
+            peak_flops=154.8e12,
+            link_bytes_per_s=_PCIE_4,
+            source="NVIDIA's datasheet of RTX A6000 (GDDR6, PCIe 4)",
+            host=_SERVER,
+        ),
+        _with_pcie(
+            "a10g",
+            "A10G-24GB",
+            gpu_memory_bytes_per_s=600e9,
+            peak_flops=70e12,
+            link_bytes_per_s=_PCIE_4,
+            host=_Host(cores=96, bytes_per_s=409.6e9, memory_bytes=768 * 2**30),
+            source="Amazon's description of g5.48xlarge and NVIDIA's datasheet of A10 (GDDR6, PCIe 4)",
+        ),
+        _with_pcie(
+            "rtx3090",
+            "RTX-3090-24GB",
+            gpu_memory_bytes_per_s=936e9,
+            peak_flops=71e12,
+            link_bytes_per_s=_PCIE_4,
+            source="NVIDIA's Ampere GA102 white paper (GDDR6X, PCIe 4)",
+            host=_DESKTOP,
+        ),
+        _with_pcie(
+            "rtx4090",
+            "RTX-4090-24GB",
+            gpu_memory_bytes_per_s=1008e9,
+            peak_flops=165.2e12,
+            link_bytes_per_s=_PCIE_4,
+            source="NVIDIA's Ada white paper (GDDR6X, PCIe 4)",
+            host=_DESKTOP,
+        ),
+        _with_pcie(
+            "rtx5090",
+            "RTX-5090-32GB",
+            gpu_memory_bytes_per_s=1792e9,
+            peak_flops=209.5e12,
+            link_bytes_per_s=_PCIE_5,
+            source="NVIDIA's RTX Blackwell white paper (GDDR7, PCIe 5)",
+            host=_DESKTOP,
         ),
     )
 }
+
+ALIASES = {"a100-80gb": "a100-pcie4", "h100": "h100-pcie5", "h200": "h200-pcie5"}
+"""Further names of machines in ``MACHINES``."""
+
+
+def find_machine(name: str) -> MachinePreset | None:
+    """Return the preset of that name or alias, or None."""
+    return MACHINES.get(ALIASES.get(name, name))

@@ -23,6 +23,7 @@ from perf_model.search.planner import PlannedUpdate, require_memory
 from perf_model.search.starting_points import MAX_SLOTS
 from perf_model.search.unit_sizes import UNIT_SIZES
 from perf_model.training_run.job import PARAM_BYTES, GradientPath, Job
+from perf_model.training_run.micro_batch import NO_OVERHEADS, Overheads, PhaseRates
 from perf_model.units import gigabytes
 
 NO_OFFLOAD_BYTES_PER_PARAM = 14
@@ -36,19 +37,23 @@ CPU_ONLY_REASON = "the CPU is the only accelerator"
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedIteration:
-    """The predicted seconds of one training iteration; ``update_s`` is exposed and hidden time together."""
+    """The predicted seconds of one training iteration, over all of its micro-batches.
+
+    ``update_s`` is exposed and hidden time together. ``fixed_s`` is in none of the phases.
+    """
 
     forward_s: float
     backward_s: float
     update_s: float
     exposed_update_s: float
+    fixed_s: float
     tokens_per_s: float
     mfu: float | None
 
     @property
     def iteration_s(self) -> float:
         """Return the seconds of the iteration: of the update, only the exposed time counts."""
-        return self.forward_s + self.backward_s + self.exposed_update_s
+        return self.forward_s + self.backward_s + self.exposed_update_s + self.fixed_s
 
     @property
     def hidden_update_s(self) -> float:
@@ -62,6 +67,7 @@ class PredictedIteration:
             "backward_s": self.backward_s,
             "update_s": self.update_s,
             "exposed_update_s": self.exposed_update_s,
+            "fixed_s": self.fixed_s,
             "iteration_s": self.iteration_s,
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
@@ -145,21 +151,32 @@ class Forecast:
 
 
 def forecast(
-    job: Job, profile: HardwareProfile, limits: MemoryLimits, overlap: Overlap, unit_sizes: Iterable[int]
+    job: Job,
+    profile: HardwareProfile,
+    limits: MemoryLimits,
+    overlap: Overlap,
+    unit_sizes: Iterable[int],
+    overheads: Overheads = NO_OVERHEADS,
 ) -> Forecast:
     """Return the forecast of the plan that exposes the least time over the unit sizes, and of the alternatives.
 
-    Raise ``DoesNotFit`` if no plan fits, and ``ProfileError`` if the profile lacks a rate.
+    ``overheads`` are the fixed seconds of the host, which no profile measures. Raise ``DoesNotFit`` if no plan fits,
+    and ``ProfileError`` if the profile lacks a rate.
     """
-    found = forecast_plan(job, profile, limits, overlap, unit_sizes)
-    return replace(found, baselines=_Predictor(job, profile, limits, overlap).baselines(found.planned))
+    found = forecast_plan(job, profile, limits, overlap, unit_sizes, overheads)
+    return replace(found, baselines=_Predictor(job, profile, limits, overlap, overheads).baselines(found.planned))
 
 
 def forecast_plan(
-    job: Job, profile: HardwareProfile, limits: MemoryLimits, overlap: Overlap, unit_sizes: Iterable[int]
+    job: Job,
+    profile: HardwareProfile,
+    limits: MemoryLimits,
+    overlap: Overlap,
+    unit_sizes: Iterable[int],
+    overheads: Overheads = NO_OVERHEADS,
 ) -> Forecast:
     """Return what ``forecast`` returns, without the alternatives."""
-    predictor = _Predictor(job, profile, limits, overlap)
+    predictor = _Predictor(job, profile, limits, overlap, overheads)
     request = predictor.request(unit_sizes)
     chosen = request.plan()
     planned = chosen.planned
@@ -201,17 +218,26 @@ def _more_ranks(job: Job) -> Iterator[int]:
 class _Predictor:
     """The predictions for one job on one machine.
 
-    Whether a plan fits does not depend on ``overlap``: slots, residents and gradients take memory in every phase.
+    Whether a plan fits does not depend on ``overlap`` or ``overheads``: slots, residents and gradients take memory in
+    every phase. The windows of the update are the last backward of a step and the first forward of the next one.
     """
 
-    def __init__(self, job: Job, profile: HardwareProfile, limits: MemoryLimits, overlap: Overlap = NO_OVERLAP) -> None:
-        flops = profile.rate("matmul_flops_per_s")
+    def __init__(
+        self,
+        job: Job,
+        profile: HardwareProfile,
+        limits: MemoryLimits,
+        overlap: Overlap = NO_OVERLAP,
+        overheads: Overheads = NO_OVERHEADS,
+    ) -> None:
+        rates = PhaseRates.from_profile(profile, job.ranks_on_node, overheads)
         self._job = job
         self._profile = profile
         self._limits = limits
         # A CPU that trains cannot update at the same time.
         overlap = overlap if profile.has_accelerator else NO_OVERLAP
-        self._forward_s, self._compute_s = job.forward_s(flops), job.backward_s(flops)
+        self._forward_s, self._compute_s = job.work.forward_s(rates), job.work.backward_s(rates)
+        self._fixed_s = overheads.iteration_s
         self.windows = Windows(
             backward_s=self._compute_s if overlap.backward else 0.0,
             forward_s=self._forward_s if overlap.forward else 0.0,
@@ -219,7 +245,7 @@ class _Predictor:
         host = None if limits.host is None else limits.host // job.ranks_on_node
         self._training_limit = limits.gpu if profile.has_accelerator else host
         left_bytes = None if self._training_limit is None else self._training_limit - job.gpu_bytes
-        self.cost = CostModel.from_profile(profile, PARAM_BYTES)
+        self.cost = CostModel.from_profile(profile, PARAM_BYTES, params_on_host=job.offload_param)
         if profile.has_accelerator:
             self._available = Budgets(gpu_bytes=left_bytes, host_bytes=host, pinned_bytes=limits.pinned)
         else:
@@ -284,17 +310,24 @@ class _Predictor:
         )
 
     def iteration(self, update_s: float, exposed_s: float, gradients: GradientPath) -> PredictedIteration:
-        """Return the iteration; backward takes at least as long as the copies of the gradients."""
-        backward_s = max(self._compute_s, self._job.gradients_s(gradients, self._profile))
-        iteration_s = self._forward_s + backward_s + exposed_s
-        peak = self._profile.gpu_peak_flops
-        return PredictedIteration(
-            forward_s=self._forward_s,
-            backward_s=backward_s,
+        """Return the iteration; each backward takes at least as long as the copies of its gradients."""
+        job = self._job
+        last_s = max(self._compute_s, job.gradients_s(gradients, self._profile))
+        earlier_s = max(self._compute_s, job.accumulated_gradients_s(gradients, self._profile))
+        found = PredictedIteration(
+            forward_s=job.accumulation * self._forward_s,
+            backward_s=(job.accumulation - 1) * earlier_s + last_s,
             update_s=update_s,
             exposed_update_s=exposed_s,
-            tokens_per_s=self._job.tokens / iteration_s,
-            mfu=None if peak is None else self._job.mfu(iteration_s, peak),
+            fixed_s=self._fixed_s,
+            tokens_per_s=0.0,
+            mfu=None,
+        )
+        peak = self._profile.gpu_peak_flops
+        return replace(
+            found,
+            tokens_per_s=job.tokens / found.iteration_s,
+            mfu=None if peak is None else job.mfu(found.iteration_s, peak),
         )
 
     def baselines(self, planned: PlannedUpdate) -> dict[str, Outcome]:
@@ -337,7 +370,7 @@ class _Predictor:
         plan = _plan_of_deepspeed(workload, residents)
         if missing := self._available.missing(MemoryUse.from_reservations(reserved_by_stock(plan, PARAM_BYTES))):
             return Infeasible(reason=DoesNotFit(missing).rule)
-        cost = CostModel.for_stock(self._profile, PARAM_BYTES)
+        cost = CostModel.for_stock(self._profile, PARAM_BYTES, params_on_host=self._job.offload_param)
         update_s = simulate(serial_schedule(plan.placements), workload, cost).end_s
         return self.iteration(update_s, update_s, GradientPath.for_stock(plan))
 

@@ -1,21 +1,22 @@
 """Define ``Job``, the parts of a training run that a plan depends on: memory without the optimizer, forward, backward.
 
-All figures are per rank. Communication between GPUs is assumed to be hidden by the arithmetic.
+All figures are per rank.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import TrainingSetup
-from perf_model.prediction.network import Network
 from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.rules import NO_RULES, PlacementRules
 from perf_model.schedule.workload import Partition, Workload, form_sub_groups
+from perf_model.training_run.micro_batch import MicroBatch
 from perf_model.training_run.model import ModelError, ModelShape, require_integer
 
 PARAM_BYTES = 2
@@ -38,16 +39,22 @@ CUDA_CONTEXT_BYTES = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPath:
-    """Bytes of gradients that one rank copies down to host memory and up again in one backward."""
+    """Bytes of gradients that one rank copies down to host memory and up again in the last backward before an update.
+
+    ``accumulated_down`` and ``accumulated_up`` are those of each earlier backward whose gradients are accumulated.
+    """
 
     down: int = 0
     up: int = 0
+    accumulated_down: int = 0
+    accumulated_up: int = 0
 
     @classmethod
     def for_plan(cls, plan: UpdatePlan) -> GradientPath:
         """Return the bytes of our runtime.
 
-        Gradients are copied down once if the CPU updates them, and stay on the accelerator if it updates them.
+        Gradients are accumulated on the accelerator. They are copied down once if the CPU updates them, and stay there
+        if the accelerator updates them.
         """
         return cls(down=PARAM_BYTES * plan.numel(Placement.CPU))
 
@@ -56,19 +63,25 @@ class GradientPath:
         """Return the bytes of stock DeepSpeed and Twin-Flow.
 
         Each gradient is copied down to the buffer that accumulates it, and up again (``stage3.py``,
-        ``partition_grads``). If the states are in host memory, it is then copied down once more, in fp32. The residents
-        of Twin-Flow have their states on the GPU.
+        ``partition_grads``); a later micro-batch copies the sum up and down again. In the last backward, if the states
+        are in host memory, it is then copied down once more, in fp32 (``_offload_grad_partition_at_boundary``). The
+        residents of Twin-Flow have their states on the GPU.
         """
         numel = plan.workload.numel
-        return cls(down=PARAM_BYTES * numel + 4 * (numel - plan.numel(Placement.RESIDENT)), up=PARAM_BYTES * numel)
+        once = PARAM_BYTES * numel
+        fp32_bytes = 4 * (numel - plan.numel(Placement.RESIDENT))
+        return cls(down=once + fp32_bytes, up=once, accumulated_down=once, accumulated_up=once)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training run with ZeRO-3: each of ``world_size`` ranks trains ``micro_batch`` sequences per step.
+    """A training run with ZeRO-3: each of ``world_size`` ranks trains ``micro_batch`` sequences at a time.
 
-    A sequence has ``sequence`` tokens. ``recompute``: activations are recomputed in backward. ``tensor_parallel`` ranks
-    of a node divide the matrices of each layer and train the same sequences.
+    A sequence has ``sequence`` tokens. ``accumulation`` micro-batches make a step with one update.
+    ``recompute``: activations are recomputed in backward. ``offload_param``: the 16-bit parameters are in host memory
+    and are uploaded for each gather. ``trainable_share`` is the share of the parameters that are trained, with the
+    others frozen, evenly in all layers: only they have gradients, states and an update. ``tensor_parallel`` ranks of a
+    node divide the matrices of each layer and train the same sequences (AutoTP).
     ``sub_group_size`` is that of DeepSpeed's config, in parameters of one rank, and ``rules`` are those of our block.
     Raise ``ModelError`` for an impossible number, and ``RulesError`` for a rule without effect on this model.
     """
@@ -79,9 +92,12 @@ class Job:
     micro_batch: int
     sequence: int
     recompute: bool = True
+    accumulation: int = 1
+    offload_param: bool = False
+    trainable_share: float = 1.0
+    tensor_parallel: int = 1
     sub_group_size: int = DEFAULT_SUB_GROUP_SIZE
     rules: PlacementRules = NO_RULES
-    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         maxima = {
@@ -89,8 +105,9 @@ class Job:
             "ranks_per_node": 10**4,
             "micro_batch": 10**6,
             "sequence": MAX_TOKENS,
-            "sub_group_size": 10**15,
+            "accumulation": 10**6,
             "tensor_parallel": 10**4,
+            "sub_group_size": 10**15,
         }
         for key, limit in maxima.items():
             require_integer(key, getattr(self, key), 1, limit, f"Correct --{key.replace('_', '-')}.")
@@ -99,6 +116,9 @@ class Job:
                 f"micro_batch: must be at most {MAX_TOKENS:,} tokens in all, with {self.sequence} tokens per sequence"
             )
             raise ModelError(f"{rule}, found {self.micro_batch}.\nCorrect --micro-batch or --sequence.")
+        if not 0 < self.trainable_share <= 1:
+            rule = "trainable_share: must be above 0 and at most 1"
+            raise ModelError(f"{rule}, found {self.trainable_share}.\nCorrect --trainable-share.")
         if self.world_size % self.ranks_on_node:
             raise ModelError(
                 f"ranks_per_node: must divide the world size, {self.world_size}, found {self.ranks_per_node}.\n"
@@ -129,20 +149,29 @@ class Job:
     @cached_property
     def setup(self) -> TrainingSetup:
         """Return the facts that the memory of the optimizer depends on besides the plan."""
-        return TrainingSetup(longest_partition_numel=max(partition.numel for partition in self._partitions))
+        return TrainingSetup(
+            longest_partition_numel=max(partition.numel for partition in self._partitions),
+            accumulates=self.accumulation > 1,
+            params_on_host=self.offload_param,
+        )
 
     @cached_property
     def _partitions(self) -> list[Partition]:
         parameters = self.shape.parameters()
-        return [Partition(name, -(-self._shard_numel(name, numel) // self.data_parallel)) for name, numel in parameters]
+        return [Partition(name, self._partition_numel(self._shard_numel(name, numel))) for name, numel in parameters]
+
+    def _partition_numel(self, numel: int) -> int:
+        """Return the trained parameters of one rank among ``numel`` parameters, rounded up."""
+        trained = numel if self.trainable_share == 1 else math.ceil(self.trainable_share * numel)
+        return -(-trained // self.data_parallel)
 
     def _shard_numel(self, name: str, numel: int) -> int:
         """Return the elements of a parameter that a tensor-parallel rank has.
 
-        As DeepSpeed's AutoTP does, all ranks have the norms, and the biases of layers whose outputs are summed.
+        AutoTP divides matrices. Norms and biases are counted as whole, although it divides some of the biases.
         """
-        is_whole = "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias"))
-        return numel if is_whole else -(-numel // self.tensor_parallel)
+        is_vector = "norm" in name or ".ln_" in name or name.endswith(".bias")
+        return numel if is_vector else -(-numel // self.tensor_parallel)
 
     @cached_property
     def shard_numel(self) -> int:
@@ -161,43 +190,61 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens per step, over all ranks."""
-        return self.data_parallel * self.micro_batch * self.sequence
+        """Return the tokens per step, over all ranks and micro-batches."""
+        return self.data_parallel * self.micro_batch * self.sequence * self.accumulation
+
+    @cached_property
+    def work(self) -> MicroBatch:
+        """Return the work of one rank for one micro-batch."""
+        model_bytes = PARAM_BYTES * self.shard_numel
+        return MicroBatch(
+            layers=self.shape.layers,
+            elements=self.micro_batch * self.sequence * self.shape.hidden,
+            forward_flops=self._forward_flops,
+            backward_flops=self._iteration_flops(self.recompute) - self._forward_flops,
+            ranks=self.data_parallel,
+            tensor_parallel=self.tensor_parallel,
+            backward_all_reduces=4 if self.recompute else 2,
+            gathered_bytes=model_bytes,
+            reduced_bytes=self.trainable_share * model_bytes,
+            uploaded_bytes=model_bytes / self.data_parallel if self.offload_param else 0.0,
+        )
+
+    @property
+    def _forward_flops(self) -> float:
+        return self.shape.forward_flops(self.micro_batch, self.sequence) / self.tensor_parallel
+
+    def _iteration_flops(self, recompute: bool) -> float:
+        """Return the operations of one micro-batch. A frozen parameter has no gradient of its own."""
+        flops = self.shape.iteration_flops(self.micro_batch, self.sequence, recompute) / self.tensor_parallel
+        return flops - (1 - self.trainable_share) * self._forward_flops
 
     def forward_s(self, flops_per_s: float) -> float:
-        """Return the seconds of forward."""
-        flops = self.shape.forward_flops(self.micro_batch, self.sequence)
-        return flops / self.tensor_parallel / flops_per_s
+        """Return the seconds of the arithmetic in the forward of one micro-batch."""
+        return self._forward_flops / flops_per_s
 
     def backward_s(self, flops_per_s: float) -> float:
-        """Return the seconds of backward, including recomputation, but not the copies of the gradients."""
-        flops = self.shape.iteration_flops(self.micro_batch, self.sequence, self.recompute)
-        return flops / self.tensor_parallel / flops_per_s - self.forward_s(flops_per_s)
-
-    def tensor_parallel_s(self, network: Network, all_reduces: int) -> float:
-        """Return the seconds of this many all-reduces of the activations per layer, which nothing hides.
-
-        Forward has two, and so has backward (arXiv 2104.04473, section 2.3). Recomputation repeats those of forward.
-        """
-        activations_bytes = PARAM_BYTES * self.micro_batch * self.sequence * self.shape.hidden
-        ranks = self.tensor_parallel
-        all_reduce_s = network.reduce_scatter_s(activations_bytes, ranks) + network.all_gather_s(
-            activations_bytes, ranks
-        )
-        return self.shape.layers * all_reduces * all_reduce_s
+        """Return the seconds of the arithmetic in the backward of one micro-batch, including recomputation."""
+        return self._iteration_flops(self.recompute) / flops_per_s - self.forward_s(flops_per_s)
 
     def gradients_s(self, path: GradientPath, profile: HardwareProfile) -> float:
-        """Return the seconds of the copies of the gradients, which backward hides; 0 if a rate is waived."""
+        """Return the seconds of the copies of gradients in the last backward; 0 if a rate is waived."""
+        return self._copies_s(path.down, path.up, profile)
+
+    def accumulated_gradients_s(self, path: GradientPath, profile: HardwareProfile) -> float:
+        """Return the seconds of the copies of gradients in each earlier backward; 0 if a rate is waived."""
+        return self._copies_s(path.accumulated_down, path.accumulated_up, profile)
+
+    def _copies_s(self, down: int, up: int, profile: HardwareProfile) -> float:
         d2h, h2d = map(profile.get, ("d2h_bytes_per_s", "h2d_bytes_per_s"))
         if d2h is None or h2d is None:
             return 0.0
         # DeepSpeed issues all of them on one stream, where they run one after another.
-        return path.down / d2h + path.up / h2d
+        return down / d2h + up / h2d
 
     def mfu(self, iteration_s: float, peak_flops: float) -> float:
         """Return the model FLOPs utilisation: forward and backward, without recomputation, over the GPU's peak."""
-        flops = self.shape.iteration_flops(self.micro_batch, self.sequence, recompute=False)
-        return flops / self.tensor_parallel / (iteration_s * peak_flops)
+        return self.accumulation * self._iteration_flops(recompute=False) / (iteration_s * peak_flops)
 
     @property
     def gpu_bytes(self) -> int:

@@ -54,7 +54,7 @@ def streams(found: PlanAndReason) -> bool:
 
 @pytest.mark.parametrize("grad_bytes", [2, 4])
 @pytest.mark.parametrize("model", ["Llama-3-8B", "13B", "Llama-3-70B"])
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", ["a100-pcie4", "h100-pcie5", "h200-pcie5", "gh200"])
 def test_units_as_long_as_sub_groups_do_not_fit_in_a_tenth_of_a_gpu_and_each_remedy_makes_them_fit(
     machine: str, model: str, grad_bytes: int
 ) -> None:
