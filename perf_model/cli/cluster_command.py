@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from perf_model.cli.inputs import Inputs, read_inputs
+from perf_model.cli.machine_options import FIGURES, check_figure
 from perf_model.cli.plan_command import deepspeed_config
 from perf_model.cluster.layouts import Cluster, Layout
 from perf_model.cluster.megatron_layout import PipelineLayout, best_pipeline_layout
@@ -23,13 +24,15 @@ from perf_model.units import GB, billions, gigabytes_per_second, percent, second
 MAX_ROWS = 20
 """The most layouts on the screen."""
 
+_INSIDE_A_NODE = ("all_gather_bytes_per_s", "reduce_scatter_bytes_per_s")
+
 COLUMNS = ("t", "d", "micro", "accum.", "fits", "iteration", "= compute", "+ network", "+ update", "tokens/s", "MFU")
 COLUMNS_OF_TOKENS = ("days", "GPU-hours")
 LAST_COLUMNS = ("host GB", "limited by")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class LayoutComparison:
     """The layouts of a cluster, the fastest first, and those that do not fit into memory.
 
     ``network`` has the rates that the predictions use, and ``origins`` describe where they are from. ``tokens`` is
@@ -66,26 +69,31 @@ def run(options: argparse.Namespace) -> int:
     return 0 if compared.fitting else 1
 
 
-def compare(options: argparse.Namespace) -> Comparison:
+def compare(options: argparse.Namespace) -> LayoutComparison:
     """Return the comparison that ``options`` describe. Raise ``ModelError`` or ``ProfileError`` for impossible ones."""
-    inputs = read_inputs(options, options.gpus, micro_batch=1)
+    if options.accumulation != 1:
+        rule = f"--accumulation: follows from the global batch and the micro-batch, found {options.accumulation}"
+        raise ModelError(f"{rule}.\nLeave it out, or give --micro-batches.")
+    # The rate of the network may replace that of a profile, too, and not only that of a preset.
+    without_network = argparse.Namespace(**{**vars(options), "network_gb_per_s": None})
+    inputs = read_inputs(without_network, options.gpus, micro_batch=1)
+    if not inputs.profile.has_accelerator:
+        rule = f"profile: must be of a machine with a GPU, found {inputs.profile_path}, which has none"
+        raise ModelError(f"{rule}.\nPlan for another machine.")
     cluster = Cluster(
         shape=inputs.job.shape,
-        gpus=options.gpus,
-        ranks_per_node=options.ranks_per_node,
+        gpus=inputs.job.world_size,
+        ranks_per_node=inputs.job.ranks_per_node,
         global_batch=options.global_batch,
         sequence=options.sequence,
         recompute=inputs.job.recompute,
     )
-    if not inputs.profile.has_accelerator:
-        rule = f"profile: must be of a machine with a GPU, found {options.profile}, which has none"
-        raise ModelError(f"{rule}.\nPlan for another machine.")
     profile, origins = _with_network(inputs.profile, cluster, options)
     inputs = replace(inputs, profile=profile)
     layouts = cluster.layouts(options.tensor_parallel or cluster.tensor_parallel_sizes(), options.micro_batches)
     fitting, unfit = predict_layouts(inputs.job, layouts, profile, inputs.limits, inputs.overlap, inputs.unit_sizes)
     network = Network.from_profile(profile, cluster.ranks_on_node)
-    return Comparison(
+    return LayoutComparison(
         cluster=cluster,
         inputs=inputs,
         network=network,
@@ -106,34 +114,36 @@ def _with_network(
 
     Raise ``ModelError`` if the rate between nodes is needed and neither given nor in the profile.
     """
-    measurements, origins = dict(profile.measurements), {}
-    across, inside = options.network_gb_per_s, options.node_gb_per_s
-    measured = "measured" if profile.provenance.source == "measured" else "of the preset, not measured"
-    if across is not None:
-        measurements["inter_node_bytes_per_s"] = Measurement(samples=(across,))
+    rates: dict[str, float] = {}
+    origins = {}
+    known = "measured" if profile.provenance.source == "measured" else "of the preset, not measured"
     if cluster.gpus > cluster.ranks_on_node:
-        if across is None and profile.get("inter_node_bytes_per_s") is None:
+        across, origins["inter_node_bytes_per_s"] = options.network_gb_per_s, known
+        if across is not None:
+            check_figure("--network-gb-per-s", across, FIGURES["network_gb_per_s"])
+            rates["inter_node_bytes_per_s"] = across * GB
+            origins["inter_node_bytes_per_s"] = "given, not measured"
+        elif profile.get("inter_node_bytes_per_s") is None:
             raise ModelError(
-                f"network_gb_per_s: is needed for {cluster.gpus // cluster.ranks_on_node} nodes, because the profile "
-                "does not have it, found nothing.\nGive --network-gb-per-s, the rate of a GPU to other nodes: 50 with "
-                "a 400 Gb/s adapter per GPU."
+                f"--network-gb-per-s: is needed for {cluster.gpus // cluster.ranks_on_node} nodes, because the profile "
+                "does not have it, found nothing.\nGive the rate at which a GPU receives from other nodes: 50 with a "
+                "400 Gb/s adapter per GPU."
             )
-        origins["inter_node_bytes_per_s"] = measured if across is None else "given, not measured"
     if cluster.ranks_on_node > 1:
-        origin = measured
-        if inside is None and profile.get("all_gather_bytes_per_s") is None:
-            # Without NVLink, the GPUs of a node communicate over the link to the host.
-            inside, origin = profile.rate("d2h_bytes_per_s"), "not measured, assumed to be that of the link to the host"
-        elif inside is not None:
-            origin = "given, not measured"
+        inside, origins["all_gather_bytes_per_s"] = options.node_gb_per_s, known
         if inside is not None:
-            for name in ("all_gather_bytes_per_s", "reduce_scatter_bytes_per_s"):
-                measurements[name] = Measurement(samples=(inside,))
-        origins["all_gather_bytes_per_s"] = origin
-    return replace(profile, measurements=measurements), origins
+            check_figure("--node-gb-per-s", inside, FIGURES["network_gb_per_s"])
+            rates |= dict.fromkeys(_INSIDE_A_NODE, inside * GB)
+            origins["all_gather_bytes_per_s"] = "given, not measured"
+        elif profile.get("all_gather_bytes_per_s") is None:
+            # Without NVLink, the GPUs of a node communicate over the link to the host.
+            rates |= dict.fromkeys(_INSIDE_A_NODE, profile.rate("d2h_bytes_per_s"))
+            origins["all_gather_bytes_per_s"] = "not measured, assumed to be that of the link to the host"
+    replaced = {name: Measurement(samples=(rate,)) for name, rate in rates.items()}
+    return replace(profile, measurements={**profile.measurements, **replaced}), origins
 
 
-def to_json_dict(compared: Comparison) -> dict[str, Any]:
+def to_json_dict(compared: LayoutComparison) -> dict[str, Any]:
     """Return the comparison as ``--json`` prints it: seconds and bytes."""
     pipeline = compared.pipeline
     return {
@@ -170,7 +180,7 @@ def _fitting_json(predicted: LayoutPrediction, tokens: float | None) -> dict[str
     }
 
 
-def _deepspeed_config(compared: Comparison) -> dict[str, Any]:
+def _deepspeed_config(compared: LayoutComparison) -> dict[str, Any]:
     """Return the part of the DeepSpeed config that the fastest layout needs."""
     best = compared.best
     config = deepspeed_config(best.found, replace(compared.inputs, job=best.found.job))
@@ -180,7 +190,7 @@ def _deepspeed_config(compared: Comparison) -> dict[str, Any]:
     return config
 
 
-def _print_screen(compared: Comparison) -> None:
+def _print_screen(compared: LayoutComparison) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -245,7 +255,7 @@ def _cells(predicted: LayoutPrediction, tokens: float | None) -> Sequence[str]:
     )
 
 
-def _pipeline_line(compared: Comparison) -> str:
+def _pipeline_line(compared: LayoutComparison) -> str:
     """Describe the layout of Megatron-LM with a pipeline."""
     rule = "DeepSpeed runs no pipeline with ZeRO-3 (deepspeed/runtime/pipe/engine.py:77)."
     layout = compared.pipeline

@@ -122,17 +122,16 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
     """Add the GPUs, the global batch, the layouts to compare and the network."""
-    parser.add_argument("--gpus", type=int, required=True, help="all GPUs of the cluster, one rank each")
+    gpus = "all GPUs of the cluster, one rank each; default: nodes times ranks per node"
+    parser.add_argument("--gpus", type=int, help=gpus)
     parser.add_argument("--global-batch", type=int, required=True, help="sequences per iteration, over all GPUs")
     parser.add_argument("--tokens", type=_tokens, help="tokens to train on, for days and GPU-hours; for example 300e9")
     sizes = "tensor-parallel sizes to compare; default: powers of two inside a node"
     parser.add_argument("--tensor-parallel", type=_positive_integers, metavar="SIZES", help=sizes)
     micro = "micro-batches to compare, in sequences, or 'auto', the default: all that divide the global batch"
     parser.add_argument("--micro-batches", type=_positive_integers_or_auto, metavar="SIZES", help=micro)
-    across = "rate of one GPU to other nodes, in GB/s per direction; default: as in the profile"
-    parser.add_argument("--network-gb-per-s", type=_bytes_of_gb, help=across)
-    inside = "rate of one GPU to others of its node, in GB/s per direction; default: as in the profile, or of the link"
-    parser.add_argument("--node-gb-per-s", type=_bytes_of_gb, help=inside)
+    inside = "rate at which one GPU receives from others of its node; default: as in the profile, or that of the link"
+    parser.add_argument("--node-gb-per-s", type=float, metavar="GB", help=inside)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:

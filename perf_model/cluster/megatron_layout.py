@@ -46,7 +46,8 @@ def best_pipeline_layout(cluster: Cluster, rates: PhaseRates, gpu_bytes: int | N
 
 def _layouts(cluster: Cluster, rates: PhaseRates, gpu_bytes: int | None) -> Iterator[PipelineLayout]:
     tensor_parallel = max(cluster.tensor_parallel_sizes())
-    for micro_batch in range(1, cluster.largest_micro_batch + 1):
+    micro_batches = range(1, cluster.largest_micro_batch + 1)
+    for micro_batch in (size for size in micro_batches if cluster.global_batch % size == 0):
         job = Job(
             shape=cluster.shape,
             world_size=cluster.gpus,
@@ -60,8 +61,8 @@ def _layouts(cluster: Cluster, rates: PhaseRates, gpu_bytes: int | None) -> Iter
             data_parallel, rest = divmod(cluster.gpus, tensor_parallel * stages)
             if rest or cluster.shape.layers % stages or cluster.global_batch % (data_parallel * micro_batch):
                 continue
-            micro_batches = cluster.global_batch // (data_parallel * micro_batch)
-            if gpu_bytes is not None and _gpu_bytes(job, stages, micro_batches) > gpu_bytes:
+            count = cluster.global_batch // (data_parallel * micro_batch)
+            if gpu_bytes is not None and _gpu_bytes(job, stages, count) > gpu_bytes:
                 continue
             iteration_s = _iteration_s(job, stages, data_parallel, rates, cluster.global_batch)
             yield PipelineLayout(
@@ -69,8 +70,8 @@ def _layouts(cluster: Cluster, rates: PhaseRates, gpu_bytes: int | None) -> Iter
                 stages=stages,
                 data_parallel=data_parallel,
                 micro_batch=micro_batch,
-                micro_batches=micro_batches,
-                bubble=bubble_share(stages, micro_batches),
+                micro_batches=count,
+                bubble=bubble_share(stages, count),
                 iteration_s=iteration_s,
                 tokens_per_s=cluster.tokens / iteration_s,
             )

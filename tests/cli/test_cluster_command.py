@@ -139,11 +139,28 @@ def test_the_screen_names_the_network_the_pipeline_and_the_departures(capsys: py
     assert block["bf16"] == {"enabled": True}
 
 
-def test_without_a_rate_inside_a_node_that_of_the_link_is_assumed_and_named(capsys: pytest.CaptureFixture[str]) -> None:
-    found = compared(capsys, node_gb_per_s=None, tensor_parallel=2, micro_batches=4)
-    inside = found["network"]["all_gather_bytes_per_s"]
-    assert inside["origin"] == "not measured, assumed to be that of the link to the host"
-    assert inside["value"] == pytest.approx(0.8 * 63e9)
+def test_rates_that_a_profile_lacks_are_assumed_inside_a_node_and_needed_between_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "alone.json"
+    path.write_text(profile({**RATES, "matmul_flops_per_s": 3e14}).to_json())
+    more = {"profile": path, "tensor_parallel": 2, "micro_batches": 4, "node_gb_per_s": None}
+    found = compared(capsys, **more)
+    assert found["network"]["all_gather_bytes_per_s"] == {
+        "value": RATES["d2h_bytes_per_s"],
+        "origin": "not measured, assumed to be that of the link to the host",
+    }
+    assert main(["cluster", *arguments(**more, network_gb_per_s=None)]) == 2
+    assert "--network-gb-per-s: is needed for 2 nodes, because the profile does not have it" in capsys.readouterr().err
+
+
+def test_a_preset_has_rates_of_the_network_and_the_number_of_nodes_gives_that_of_the_gpus(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    more = {"tensor_parallel": 2, "micro_batches": 4, "node_gb_per_s": None, "network_gb_per_s": None}
+    found = compared(capsys, **more, gpus=None, nodes=2)
+    assert {entry["origin"] for entry in found["network"].values()} == {"of the preset, not measured"}
+    assert found["layouts"][0]["data_parallel"] == 8
 
 
 def test_layouts_without_memory_are_listed_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,11 +177,14 @@ def test_layouts_without_memory_are_listed_with_the_reason(capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"network_gb_per_s": None}, "network_gb_per_s: is needed for 2 nodes, because the profile does not have it"),
         ({"global_batch": 51}, "global_batch: must be a multiple of the data-parallel size, 2 with a tensor-parallel"),
         ({"global_batch": 50, "tensor_parallel": 1}, "Give --global-batch 48 or 64, or another number of --gpus."),
         ({"tensor_parallel": 3}, "tensor_parallel: must divide the number of ranks of a node, 8, found 3"),
         ({"gpus": 12}, "ranks_per_node: must divide the world size, 12, found 8"),
+        ({"node_gb_per_s": "nan"}, "--node-gb-per-s: must be a number from 0.001 to 10000"),
+        ({"network_gb_per_s": -1}, "--network-gb-per-s: must be a number from 0.001 to 10000"),
+        ({"accumulation": 2}, "--accumulation: follows from the global batch and the micro-batch, found 2"),
+        ({"gpus": None}, "--world-size: is needed"),
         ({"global_batch": 0}, "global_batch: must be an integer from 1 to"),
     ],
 )
@@ -195,7 +215,7 @@ def test_measured_rates_of_the_network_are_used_and_named(tmp_path: Path, capsys
     }
 
 
-@pytest.mark.parametrize("more", [{"tokens": "nan"}, {"tokens": 0}, {"micro_batches": "a"}, {"network_gb_per_s": -1}])
+@pytest.mark.parametrize("more", [{"tokens": "nan"}, {"tokens": 0}, {"micro_batches": "a"}, {"node_gb_per_s": "a"}])
 def test_options_that_are_no_numbers_are_refused(more: dict[str, Any]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["cluster", *arguments(**more)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perf_model.cluster.layouts import Cluster
@@ -50,6 +50,7 @@ def test_the_smallest_number_of_stages_that_fits_is_that_of_table_1(row: Through
 
 
 @given(st.floats(1, 20), st.sampled_from(["all_gather_bytes_per_s", "inter_node_bytes_per_s"]))
+@settings(max_examples=5)
 def test_more_bandwidth_is_never_slower_for_a_pipeline(factor: float, name: str) -> None:
     cluster = cluster_of(WITH_PIPELINE[0])
     faster = replace(DGX_A100, network=replace(NETWORK, **{name: factor * getattr(NETWORK, name)}))
