@@ -62,7 +62,7 @@ def link_bytes_per_s(machine: str) -> float:
 def priors_of(machine: str) -> dict[str, Prior]:
     """Return the priors of the rates of ``machine``."""
     gpu = REACHED_SHARE * machine_of(machine).gpu_memory_bytes_per_s / GPU_ADAM_BYTES_PER_PARAM
-    return {**_SHARED_PRIORS, "gpu_adam_params_per_s": Prior(gpu, 0.4)}
+    return {**_SHARED_PRIORS, "gpu_adam_params_per_s": Prior(gpu, 0.7)}
 
 
 def update_s(setting: RunSetting, rates: Mapping[str, float], link: float) -> float:
