@@ -18,7 +18,7 @@ from perf_model.units import GB
 _FORMAT = 'For example: preset = "rtx4090", cores = 24, host_bandwidth_gb_per_s = 60, gpus = 2.'
 
 
-class _Figure(NamedTuple):
+class _Bounds(NamedTuple):
     """A figure of a machine that a user may give: its bounds, and whether it is a whole number."""
 
     low: float
@@ -28,16 +28,16 @@ class _Figure(NamedTuple):
 
 
 FIGURES = {
-    "cores": _Figure(1, 10**5, True, "cores of a node"),
-    "host_bandwidth_gb_per_s": _Figure(1, 1e5, False, "bandwidth of a node's host memory that is reached, in GB/s"),
-    "link_gb_per_s": _Figure(0.1, 1e4, False, "rate of copies between host and one GPU, per direction, in GB/s"),
-    "network_gb_per_s": _Figure(1e-3, 1e4, False, "rate at which one GPU receives from other nodes, in GB/s"),
+    "cores": _Bounds(1, 10**5, True, "cores of a node"),
+    "host_bandwidth_gb_per_s": _Bounds(1, 1e5, False, "bandwidth of a node's host memory that is reached, in GB/s"),
+    "link_gb_per_s": _Bounds(0.1, 1e4, False, "rate of copies between host and one GPU, per direction, in GB/s"),
+    "network_gb_per_s": _Bounds(1e-3, 1e4, False, "rate at which one GPU receives from other nodes, in GB/s"),
 }
 """The figures of a preset that options and the TOML file replace."""
 
 _COUNTS = {
-    "gpus": _Figure(1, 10**4, True, "GPUs of a node"),
-    "nodes": _Figure(1, 10**6, True, "nodes"),
+    "gpus": _Bounds(1, 10**4, True, "GPUs of a node"),
+    "nodes": _Bounds(1, 10**6, True, "nodes"),
 }
 
 
@@ -141,7 +141,7 @@ def _read_toml(path: Path) -> tuple[MachinePreset, dict[str, Any]]:
     return preset, found
 
 
-def check_figure(key: str, value: object, figure: _Figure) -> None:
+def check_figure(key: str, value: object, figure: _Bounds) -> None:
     """Raise ``ProfileError`` unless ``value`` is a number inside the bounds of ``figure``."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not (number and figure.low <= value <= figure.high and (isinstance(value, int) or not figure.whole)):  # type: ignore[operator]

@@ -1,21 +1,37 @@
-"""Fit rates on a few measured runs, predict the other runs, and print predictions and errors."""
+"""Fit rates on a few measured settings, predict the other settings, and print predictions and errors."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 from perf_model.published.runs import read_runs
+from perf_model.published.update_rates import link_bytes_per_s
 from perf_model.published.validate import LINE_STRIDES, ErrorSummary, Prediction, RunGroup, Validation, validate
-from perf_model.units import GB, billions
+from perf_model.units import GB, billions, gigabytes_per_second, seconds
 
 RATES = {
     "dram_bytes_per_s": "host memory",
     "pageable_bytes_per_s": "publishing",
-    "link_bytes_per_s": "link",
-    "gpu_adam_params_per_s": "GPU",
+    "streamed_bytes_per_param": "host memory per streamed parameter",
+    "gpu_adam_params_per_s": "GPU Adam",
+    "matmul_flops_per_s": "matrix products",
+    "layer_s": "launches per layer",
+    "inter_node_bytes_per_s": "network per rank",
+    "blocking_gradient_bytes_per_s": "blocking gradients",
+    "gradient_bytes_per_s": "gradients",
+    "rest_s": "rest of an iteration",
+    "interleaved_rest_s": "rest if interleaved",
 }
 """The titles of the rates on the screen."""
+
+WIDTH = 120
+"""The columns of the tables, also on a narrower terminal."""
+
+QUANTITIES = ("forward", "backward", "update", "iteration")
+BASELINES = {"line_s": "a line in 1/stride", "per_parameter_s": "seconds per parameter at the same stride"}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,58 +49,97 @@ def _print(found: Validation) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
-    for group in found.groups:
-        console.print(_heading(group), highlight=False, markup=False, soft_wrap=True)
-        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-        for header in ("model", "offloaded", "sub-groups of", "stride", "measured s", "predicted s", "error", ""):
-            table.add_column(header, justify="left" if header in ("model", "") else "right", overflow="fold")
-        for position in group.positions:
+    console = Console(width=max(Console().width, WIDTH))
+
+    def show(headers: tuple[str, ...], rows: Iterable[list[str]], left: int) -> None:
+        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+        for index, header in enumerate(headers):
+            table.add_column(header, justify="left" if index < left else "right", overflow="fold")
+        for cells in rows:
             # Text, because the name of a model may contain square brackets, which are markup in a str.
-            table.add_row(*map(Text, _cells(found.predictions[position])))
+            table.add_row(*map(Text, cells))
         console.print(table)
         console.print()
-    for line in _summary(found):
+
+    headers = ("model", "", "offloaded", "sub-group", "stride", "measured s", "predicted s", "error")
+    for group in found.groups:
+        first = found.predictions[group.positions[0]]
+        console.print(_heading(group, first.run.machine), highlight=False, markup=False, soft_wrap=True)
+        rows = (_cells(found.predictions[position]) for position in group.positions)
+        show((*headers, "line", "per param.", "forward", "backward", "iteration"), rows, 2)
+    if found.not_fitted:
+        show(("not fitted: machine", "model", "nodes", "runs", *QUANTITIES), _by_machine(found), 2)
+    for line in (found.rule, *_summary(found)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _heading(group: RunGroup) -> str:
-    fit = group.fit
-    rates = (f"{text} {_rate(fit.rates.__dict__[name], name)}" for name, text in RATES.items() if name in fit.names)
-    typical = [text for name, text in RATES.items() if name not in fit.names]
-    rest = f"; typical values are assumed for: {', '.join(typical)}" if typical else ""
-    where = f"{group.name}, tp {group.tp}, dp {group.dp}"
-    return f"{where}\nfitted on {fit.settings} different settings: {', '.join(rates)}{rest}"
+def _heading(group: RunGroup, machine: str) -> str:
+    fits = [fit for fit in (group.updates, group.phases) if fit is not None]
+    known = [f"{RATES[name]} {_rate(fit.values[name], name)}" for fit in fits for name in fit.determined]
+    assumed = [RATES[name] for fit in fits for name in fit.values if name not in fit.determined]
+    return (
+        f"{group.name}, tp {group.tp}, dp {group.dp}\n"
+        f"fitted on {group.settings} different settings, which determine: {', '.join(known) or 'nothing'}\n"
+        f"not determined, near typical values: {', '.join(assumed) or 'nothing'}; "
+        f"held: link {link_bytes_per_s(machine) / GB:.0f} GB/s"
+    )
 
 
 def _rate(value: float, name: str) -> str:
-    return f"{value / GB:.3g} GB/s" if "bytes" in name else f"{billions(value)} parameters/s"
+    if name == "streamed_bytes_per_param":
+        return f"{value:.0f} B"
+    if name.endswith("_s") and "_per_s" not in name:
+        return seconds(value)
+    if "flops" in name:
+        return f"{value / 1e12:.0f} TFLOPS"
+    return gigabytes_per_second(value) if "bytes" in name else f"{billions(value)} parameters/s"
 
 
 def _cells(prediction: Prediction) -> list[str]:
-    setting = prediction.run.setting
+    setting, errors = prediction.run.setting, prediction.errors()
+    measured_s = prediction.run.measured_s
+    baselines = (prediction.line_s, prediction.per_parameter_s)
     return [
         prediction.run.model_name,
+        "fitted" if prediction.fitted else "",
         f"{setting.cpu_ratio:.0%}",
         f"{setting.sub_group_size / 1e6:,.0f} M",
         "-" if setting.update_stride is None else str(setting.update_stride),
-        f"{prediction.run.measured_s:#.3g}",
+        f"{measured_s:#.3g}",
         f"{prediction.predicted_s:#.3g}",
         f"{prediction.error:+.1%}",
-        "fitted" if prediction.fitted else "",
+        *("" if found_s is None else f"{found_s / measured_s - 1:+.1%}" for found_s in baselines),
+        *(f"{errors[name]:+.0%}" if name in errors else "" for name in ("forward", "backward", "iteration")),
     ]
+
+
+def _by_machine(found: Validation) -> Iterator[list[str]]:
+    """Yield the median absolute errors of what was not fitted, by machine, model and number of nodes."""
+    groups: dict[tuple[str, str, int], list[Prediction]] = defaultdict(list)
+    for prediction in found.not_fitted:
+        groups[prediction.run.machine, prediction.run.model_name, prediction.run.nodes].append(prediction)
+    for (machine, model, nodes), predictions in sorted(groups.items()):
+        errors = [prediction.errors() for prediction in predictions]
+        summaries = (ErrorSummary.from_errors(error[name] for error in errors if name in error) for name in QUANTITIES)
+        medians = ("" if summary is None else f"{summary.median:.1%}" for summary in summaries)
+        yield [machine, model, str(nodes), str(len(predictions)), *medians]
 
 
 def _summary(found: Validation) -> list[str]:
     if found.errors is None:
-        return ["Nothing was predicted: every run was fitted, so there is no error to report."]
-    lines = [_errors("Absolute relative error of the predicted runs", found.errors)]
-    if found.compared_with_line is None:
-        needed = f"a sweep of one model with {LINE_STRIDES} strides or more"
-        return [*lines, f"The baseline, a line in 1/stride, needs {needed}; there is none."]
-    ours, line = found.compared_with_line
-    where = f"In sweeps with {LINE_STRIDES} strides or more"
-    return [*lines, _errors(where, ours), _errors("  the baseline there, a line in 1/stride", line)]
+        return ["Nothing was predicted: every setting was fitted, so there is no error to report."]
+    lines = ["Absolute relative errors of the runs whose setting was not fitted:"]
+    lines += [_errors(f"  {name}", summary) for name in QUANTITIES if (summary := found.errors_of(name)) is not None]
+    for key, title in BASELINES.items():
+        compared = found.compared_with(key)
+        if compared is not None:
+            ours, theirs = compared
+            lines += [_errors(f"  update where a baseline applies, {title}", theirs), _errors("    ours there", ours)]
+        elif key == "line_s":
+            lines.append(
+                f"  The baseline {title} needs a sweep of one model with {LINE_STRIDES} strides; there is none."
+            )
+    return lines
 
 
 def _errors(title: str, errors: ErrorSummary) -> str:

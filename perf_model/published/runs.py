@@ -34,8 +34,27 @@ class RunSetting:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeasuredIteration:
+    """The measured seconds of an iteration, and what they depend on besides the setting of the update.
+
+    ``blocking``: the last copy of the gradients to host memory blocks backward.
+    """
+
+    layers: int
+    micro_batch: int
+    accumulation: int
+    blocking: bool
+    forward_s: float
+    backward_s: float
+    iteration_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeasuredRun:
-    """One measured run, and the names by which runs are grouped."""
+    """One measured run, and the names by which runs are grouped.
+
+    ``measured_s`` are the seconds of the update. ``iteration`` is None if the file does not have all of its columns.
+    """
 
     machine: str
     sweep: str
@@ -44,7 +63,12 @@ class MeasuredRun:
     dp: int
     setting: RunSetting
     measured_s: float
-    """Seconds of the update."""
+    iteration: MeasuredIteration | None = None
+
+    @property
+    def nodes(self) -> int:
+        """Return the number of nodes, of ``GPUS_PER_NODE`` GPUs each."""
+        return -(-self.tp * self.dp // GPUS_PER_NODE)
 
 
 class Column(NamedTuple):
@@ -58,6 +82,9 @@ class Column(NamedTuple):
     whole: bool = False
     needed: bool = False
 
+
+GPUS_PER_NODE = 4
+"""The GPUs of a node of both published machines."""
 
 NAMES = ("machine", "sweep", "model_name")
 """The columns with text."""
@@ -88,8 +115,8 @@ row is broken."""
 
 REQUIRED = (*NAMES, *(name for name, column in NUMBERS.items() if column.needed), "update_stride")
 
-MAX_SIMULATED_SUB_GROUPS = 10_000
-"""The largest number of sub-groups in a file. Each is simulated a few hundred times, half a minute in all."""
+MAX_SUB_GROUPS = 10_000
+"""The largest number of sub-groups in a file. More show that a field is wrong by orders of magnitude."""
 
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
@@ -130,8 +157,8 @@ def parse_runs(text: str, source: str) -> list[MeasuredRun]:
 
 def _check_sub_groups(source: str, lines: Mapping[RunSetting, int]) -> None:
     count, line = sum(map(_sub_groups, lines)), lines[max(lines, key=_sub_groups)]
-    if count > MAX_SIMULATED_SUB_GROUPS:
-        rule = f"must have at most {MAX_SIMULATED_SUB_GROUPS:,} sub-groups per rank in all different runs together"
+    if count > MAX_SUB_GROUPS:
+        rule = f"must have at most {MAX_SUB_GROUPS:,} sub-groups per rank in all different runs together"
         remedy = (
             "A run has real_params / (tp * dp * sub_group_size); correct these fields, or validate fewer runs at once."
         )
@@ -167,6 +194,25 @@ def _run(where: str, header: list[str], row: list[str]) -> MeasuredRun:
         dp=int(numbers["dp"]),
         setting=_setting(where, numbers),
         measured_s=numbers["update_s"],
+        iteration=_iteration(numbers),
+    )
+
+
+def _iteration(numbers: Mapping[str, float]) -> MeasuredIteration | None:
+    """Return the iteration, or None if a column of it is blank, missing or 0."""
+    names = ("layers", "global_batch", "micro_batch", "forward_s", "backward_s", "iteration_s")
+    if not all(numbers.get(name) for name in names):
+        return None
+    # A blank column is a run of a later DeepSpeed, which never blocks.
+    blocking = numbers.get("async_grad_flush", 1) == 0
+    return MeasuredIteration(
+        layers=int(numbers["layers"]),
+        micro_batch=int(numbers["micro_batch"]),
+        accumulation=max(1, round(numbers["global_batch"] / (numbers["micro_batch"] * numbers["dp"]))),
+        blocking=blocking,
+        forward_s=numbers["forward_s"],
+        backward_s=numbers["backward_s"],
+        iteration_s=numbers["iteration_s"],
     )
 
 

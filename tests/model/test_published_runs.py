@@ -142,7 +142,7 @@ def test_a_text_that_is_no_table_of_runs_is_refused(text: str, rule: str) -> Non
     assert rule in refused(text)
 
 
-def test_so_many_sub_groups_that_simulating_would_take_hours_are_refused() -> None:
+def test_an_implausible_number_of_sub_groups_is_refused() -> None:
     plausible = text_of(*[{**ROW, "update_stride": str(stride)} for stride in range(1, 51)])
     assert len(parse_runs(plausible, "")) == 50
     message = refused(text_of(ROW, {**ROW, "real_params": "1e13"}, ROW))

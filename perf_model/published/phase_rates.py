@@ -1,0 +1,116 @@
+"""Predict forward, backward and the rest of an iteration of published runs, and fit their rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from perf_model.prediction.network import Network
+from perf_model.presets.machines import HALF_ELEMENTS
+from perf_model.published.least_squares import FittedRates, Prior, Vector, fit_rates
+from perf_model.published.placements import updated_parameters
+from perf_model.published.runs import GPUS_PER_NODE, MeasuredIteration, MeasuredRun
+from perf_model.published.update_rates import link_bytes_per_s, machine_of
+from perf_model.schedule.workload import FP32_BYTES
+from perf_model.training_run.job import PARAM_BYTES
+from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS, MatrixRate, MicroBatch, Overheads, PhaseRates
+
+SEQUENCE = 2048
+"""Tokens per sequence of all published runs."""
+
+PHASE_NOISE, REST_NOISE = 0.05, 0.2
+"""Standard deviations of the logarithms of measured forward and backward, and of the rest of an iteration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseSeconds:
+    """Seconds of forward and backward over all micro-batches, and of the rest, which is in no phase."""
+
+    forward_s: float
+    backward_s: float
+    rest_s: float
+
+
+def priors_of_phases(machine: str) -> dict[str, Prior]:
+    """Return the priors of the rates that the phases depend on."""
+    return {
+        "matmul_flops_per_s": Prior(machine_of(machine).matmul_flops, 0.25),
+        "layer_s": Prior(PUBLISHED_OVERHEADS.layer_s, 0.3),
+        # 100 Gb/s per node of 4 GPUs.
+        "inter_node_bytes_per_s": Prior(3e9, 0.7),
+        # Gradients are copied to pageable memory while the host waits, or at the link's rate.
+        "blocking_gradient_bytes_per_s": Prior(6e9, 0.7),
+        "gradient_bytes_per_s": Prior(link_bytes_per_s(machine), 0.7),
+        "rest_s": Prior(PUBLISHED_OVERHEADS.iteration_s, 0.3),
+        "interleaved_rest_s": Prior(0.48, 0.3),
+    }
+
+
+def phases_of(run: MeasuredRun, measured: MeasuredIteration, rates: Mapping[str, float]) -> PhaseSeconds:
+    """Return the predicted phases of ``run``.
+
+    The last backward copies the fp32 gradients of the offloaded sub-groups to host memory, after it has reduced them.
+    """
+    work, interleaved = _micro_batch(run, measured), run.setting.update_stride is not None
+    numel = updated_parameters(run.setting)
+    copied_bytes = FP32_BYTES * (numel.on_cpu + numel.streamed)
+    copies = rates["blocking_gradient_bytes_per_s" if measured.blocking else "gradient_bytes_per_s"]
+    peers = machine_of(run.machine).peer_bytes_per_s
+    phase_rates = PhaseRates(
+        matrix=MatrixRate(limit_flops_per_s=rates["matmul_flops_per_s"], half_elements=HALF_ELEMENTS),
+        network=Network(
+            ranks_per_node=max(1, GPUS_PER_NODE // run.tp),
+            all_gather_bytes_per_s=peers,
+            reduce_scatter_bytes_per_s=peers,
+            inter_node_bytes_per_s=rates["inter_node_bytes_per_s"],
+        ),
+        overheads=Overheads(layer_s=rates["layer_s"]),
+    )
+    return PhaseSeconds(
+        forward_s=measured.accumulation * work.forward_s(phase_rates),
+        backward_s=measured.accumulation * work.backward_s(phase_rates) + copied_bytes / copies,
+        rest_s=rates["interleaved_rest_s" if interleaved else "rest_s"],
+    )
+
+
+def fit_phases(runs: Sequence[MeasuredRun]) -> FittedRates | None:
+    """Return the rates that fit the phases of ``runs`` best, or None if the runs have no phases."""
+    known = [(run, run.iteration) for run in runs if run.iteration is not None]
+    if not known:
+        return None
+    rests = [
+        max(0.02, measured.iteration_s - measured.forward_s - measured.backward_s - run.measured_s)
+        for run, measured in known
+    ]
+    log_measured = np.log(
+        [[measured.forward_s, measured.backward_s, rest_s] for (_, measured), rest_s in zip(known, rests, strict=True)]
+    )
+    noise = np.array([PHASE_NOISE, PHASE_NOISE, REST_NOISE])
+
+    def residuals(rates: Mapping[str, float]) -> Vector:
+        found = [phases_of(run, measured, rates) for run, measured in known]
+        predicted = np.log([[phases.forward_s, phases.backward_s, phases.rest_s] for phases in found])
+        flat: Vector = ((predicted - log_measured) / noise).ravel()
+        return flat
+
+    return fit_rates(residuals, priors_of_phases(known[0][0].machine))
+
+
+def _micro_batch(run: MeasuredRun, measured: MeasuredIteration) -> MicroBatch:
+    """Return the work of one rank; every rank of a tensor-parallel group has an equal part of each product."""
+    tokens = measured.micro_batch * SEQUENCE
+    scores = 4 * SEQUENCE * run.setting.hidden * measured.layers
+    flops = tokens * (2 * run.setting.real_params + scores) / run.tp
+    model_bytes = PARAM_BYTES * run.setting.real_params / run.tp
+    return MicroBatch(
+        layers=measured.layers,
+        elements=tokens * run.setting.hidden / run.tp,
+        forward_flops=flops,
+        # Activations are recomputed.
+        backward_flops=3 * flops,
+        ranks=run.dp,
+        gathered_bytes=model_bytes,
+        reduced_bytes=model_bytes,
+    )

@@ -1,0 +1,92 @@
+"""Predict the updates of published runs from the rates of a machine, and fit these rates.
+
+The artifact's update is limited by host memory. While the CPU updates sub-groups, the one in the buffer is flushed, and
+then the next one is prefetched. All three share the bandwidth of host memory, and the CPU alone already exhausts it.
+So whatever a transfer takes of it delays the CPU: the seconds of both add up, no matter which runs when, and the
+update is a straight line in the share of the streamed parameters. The link, on which flush and prefetch run one after
+the other, is a second limit: it is reached only where it takes longer than all the traffic of host memory.
+
+A simulation of the artifact's actions, with its waits, was tried before. It makes the CPU and the transfers idle in
+turns, bends the line, and predicts runs that were not fitted less well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from perf_model.prediction.cost import stock_traffic_by_action
+from perf_model.presets.machines import GPU_ADAM_BYTES_PER_PARAM, REACHED_SHARE, MachinePreset, find_machine
+from perf_model.published.least_squares import FittedRates, Prior, Vector, fit_rates
+from perf_model.published.placements import updated_parameters
+from perf_model.published.runs import MeasuredRun, RunSetting
+from perf_model.schedule.action import ActionKind
+from perf_model.training_run.job import PARAM_BYTES
+
+STOCK_TRAFFIC = stock_traffic_by_action(PARAM_BYTES)
+CPU_BYTES = STOCK_TRAFFIC[ActionKind.CPU_STEP].dram + PARAM_BYTES
+"""Bytes of host memory per parameter that the CPU updates, and whose 16-bit value the device then reads."""
+
+STREAMED_BYTES = 16 + 8 + 12
+"""Bytes of host memory per streamed parameter: p, m, v and the fp32 gradient are copied up, after the host has scaled
+the gradient in place (4 read, 4 written), and p, m and v are copied down."""
+
+STREAMED_LINK_BYTES = 16 + 12
+"""Bytes per streamed parameter that cross the link: up and down, one after the other."""
+
+STOCK_NOISE, INTERLEAVED_NOISE = 0.02, 0.07
+"""Standard deviations of log(measured time), as repeated settings in the published logs show."""
+
+_SHARED_PRIORS = {
+    # This prior is so wide that the runs alone determine the rate: every run depends on it.
+    "dram_bytes_per_s": Prior(60e9, 3.0),
+    "pageable_bytes_per_s": Prior(6e9, 0.5),
+    # The count of bytes above; caches and write-allocate traffic change it.
+    "streamed_bytes_per_param": Prior(STREAMED_BYTES, 0.3),
+}
+
+
+def machine_of(name: str) -> MachinePreset:
+    """Return the preset with the GPU of the published machine ``name``; an A100-40GB if it names none of the two."""
+    preset = find_machine("h100" if "H100" in name else "a100-40gb")
+    assert preset is not None
+    return preset
+
+
+def link_bytes_per_s(machine: str) -> float:
+    """Return the rate of copies on the link of ``machine``: that of its PCIe generation, which is not fitted."""
+    return REACHED_SHARE * machine_of(machine).link_bytes_per_s
+
+
+def priors_of(machine: str) -> dict[str, Prior]:
+    """Return the priors of the rates of ``machine``."""
+    gpu = REACHED_SHARE * machine_of(machine).gpu_memory_bytes_per_s / GPU_ADAM_BYTES_PER_PARAM
+    return {**_SHARED_PRIORS, "gpu_adam_params_per_s": Prior(gpu, 0.7)}
+
+
+def update_s(setting: RunSetting, rates: Mapping[str, float], link: float) -> float:
+    """Return the predicted seconds of the update of a run with ``setting``.
+
+    Without interleaving, DeepSpeed publishes each sub-group from pageable memory and waits for it.
+    """
+    numel = updated_parameters(setting)
+    host_bytes = CPU_BYTES * numel.on_cpu + rates["streamed_bytes_per_param"] * numel.streamed
+    host_s = max(host_bytes / rates["dram_bytes_per_s"], STREAMED_LINK_BYTES * numel.streamed / link)
+    waits = setting.update_stride is None
+    published_s = PARAM_BYTES * numel.on_cpu / rates["pageable_bytes_per_s"] if waits else 0.0
+    return host_s + published_s + numel.resident / rates["gpu_adam_params_per_s"]
+
+
+def fit_updates(runs: Sequence[MeasuredRun]) -> FittedRates:
+    """Return the rates that fit the updates of ``runs`` best. There must be at least one run, all of one machine."""
+    link = link_bytes_per_s(runs[0].machine)
+    log_measured = np.log([run.measured_s for run in runs])
+    noise = np.array([STOCK_NOISE if run.setting.update_stride is None else INTERLEAVED_NOISE for run in runs])
+
+    def residuals(rates: Mapping[str, float]) -> Vector:
+        predicted = {setting: update_s(setting, rates, link) for setting in {run.setting for run in runs}}
+        found: Vector = (np.log([predicted[run.setting] for run in runs]) - log_measured) / noise
+        return found
+
+    return fit_rates(residuals, priors_of(runs[0].machine))

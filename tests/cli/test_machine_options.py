@@ -1,0 +1,150 @@
+"""Test the options and the TOML file that describe a machine, and the options of a training run that plan it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perf_model.__main__ import main
+from perf_model.presets.machines import ALIASES, MACHINES
+from tests.model.profiles import RATES, profile
+
+JOB = ["--model", "7B", "--micro-batch", "1", "--sequence", "2048", "--unit-size", "100000000"]
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["plan", *JOB, *arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *JOB, *arguments]) == 2
+    message = capsys.readouterr().err
+    assert "found" in message
+    assert len(message.splitlines()) == 2, "rule and value found, then the remedy"
+    return message
+
+
+@pytest.mark.parametrize("command", ["plan", "sweep", "simulate", "explain"])
+def test_each_planning_command_lists_the_presets(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--list"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    for name, preset in MACHINES.items():
+        assert f"{name}: {preset.source}" in shown
+        assert any(line.startswith(f"{name} ") and preset.gpu in line for line in shown.splitlines())
+    assert all(f"{alias} is {name}" in shown for alias, name in ALIASES.items())
+
+
+def test_the_options_and_their_defaults_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for option in (
+        "--accumulation",
+        "--offload-param",
+        "--trainable-share",
+        "--machine",
+        "--nodes",
+        "--network-gb-per-s",
+    ):
+        described = shown[shown.rindex(f" {option}") :]
+        assert "default: " in described[:260] or option == "--machine", option
+
+
+def test_options_and_a_toml_file_describe_the_same_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "machine.toml"
+    file.write_text(
+        'preset = "rtx4090"\ncores = 8\nhost_bandwidth_gb_per_s = 40\nlink_gb_per_s = 20.0\ngpus = 2\nnodes = 2\n'
+    )
+    by_file = planned(capsys, "--machine", str(file))
+    given = ["--cores", "8", "--host-bandwidth-gb-per-s", "40", "--link-gb-per-s", "20", "--gpus-per-node", "2"]
+    by_options = planned(capsys, "--profile", "rtx4090", *given, "--nodes", "2")
+    assert by_file == by_options
+    preset = planned(capsys, "--profile", "rtx4090", "--ranks-per-node", "2", "--world-size", "4")
+    assert by_file["predicted"]["update_s"] > preset["predicted"]["update_s"], "its host is slower"
+    faster = planned(capsys, "--machine", str(file), "--host-bandwidth-gb-per-s", "80")
+    assert faster["predicted"]["update_s"] < by_file["predicted"]["update_s"], "an option replaces the file's figure"
+
+
+def test_the_network_limits_forward_across_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = ("--profile", "h100", "--ranks-per-node", "8", "--nodes", "2")
+    fast, slow = (planned(capsys, *nodes, "--network-gb-per-s", rate)["predicted"] for rate in ("50", "1"))
+    assert slow["forward_s"] > 2 * fast["forward_s"]
+    assert slow["forward_s"] == pytest.approx(2 * 5.92e9 * 15 / 16 / 8e9, rel=1e-3)
+
+
+def test_accumulation_offloaded_and_frozen_parameters_are_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ("--profile", "h100", "--ranks-per-node", "4", "--nodes", "1")
+    once = planned(capsys, *machine)
+    often = planned(capsys, *machine, "--accumulation", "8")
+    assert often["predicted"]["forward_s"] == pytest.approx(8 * once["predicted"]["forward_s"])
+    assert often["baselines"]["stock"]["update_s"] == once["baselines"]["stock"]["update_s"]
+    assert often["deepspeed_config"]["gradient_accumulation_steps"] == 8
+    assert "gradient_accumulation_steps" not in once["deepspeed_config"]
+    offloaded = planned(capsys, *machine, "--offload-param")
+    assert offloaded["deepspeed_config"]["zero_optimization"]["offload_param"] == {"device": "cpu"}
+    frozen = planned(capsys, *machine, "--trainable-share", "0.01")
+    assert frozen["baselines"]["stock"]["update_s"] < 0.02 * once["baselines"]["stock"]["update_s"]
+    assert frozen["memory"]["host_bytes"] < 0.05 * once["memory"]["host_bytes"]
+
+
+@pytest.mark.parametrize("share", ["0", "1.5", "nan", "half"])
+def test_an_impossible_share_is_refused(share: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", *JOB, "--profile", "h100", "--trainable-share", share])
+    assert f"must be a number above 0 and at most 1, found '{share}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ([], "--profile or --machine: exactly one is needed, found neither"),
+        (
+            ["--profile", "h100", "--nodes", "1"],
+            "--ranks-per-node: is needed to share the host among the GPUs of a node",
+        ),
+        (["--profile", "h100", "--ranks-per-node", "4"], "--world-size: is needed, found nothing"),
+        (["--profile", "h100", "--cores", "0"], "--cores: must be a whole number from 1 to 100000"),
+        (["--profile", "h100", "--link-gb-per-s", "nan"], "--link-gb-per-s: must be a number from 0.1 to 10000"),
+        (["--profile", "h100", "--nodes", "0", "--ranks-per-node", "4"], "--nodes: must be a whole number from 1"),
+        (
+            ["--profile", "h100", "--accumulation", "0", "--nodes", "1", "--ranks-per-node", "1"],
+            "accumulation: must be",
+        ),
+    ],
+)
+def test_impossible_options_are_refused(arguments: list[str], rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rule in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("cores = 8", "preset: must be one of a100-pcie4, "),
+        ('preset = "unknown"', "found 'unknown'"),
+        ('preset = "h100"\nspeed = 3', "must only have the keys preset, cores, "),
+        ('preset = "h100"\ncores = 1.5', "cores: must be a whole number"),
+        ('preset = "h100"\ngpus = true', "gpus: must be a whole number"),
+        ('preset = "h100"\nlink_gb_per_s = "fast"', "link_gb_per_s: must be a number"),
+        ("preset = ", "must be a TOML file"),
+    ],
+)
+def test_a_file_that_describes_no_machine_is_refused(
+    text: str, rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "machine.toml"
+    file.write_text(text)
+    assert rule in refused(capsys, "--machine", str(file))
+
+
+def test_a_measured_profile_keeps_its_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(profile({**RATES, "matmul_flops_per_s": 1e14}).to_json())
+    message = refused(capsys, "--profile", str(file), "--ranks-per-node", "1", "--nodes", "1", "--link-gb-per-s", "9")
+    assert message.startswith("--link-gb-per-s: changes a preset, found the profile ")

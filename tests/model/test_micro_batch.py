@@ -1,0 +1,110 @@
+"""Test forward and backward of a micro-batch: which of arithmetic, launches and network takes longest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perf_model.prediction.hardware import MATMUL_SIZE, SMALL_MATMUL_SIZE
+from perf_model.prediction.network import Network
+from perf_model.presets.models import MODELS
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.simple_placements import place_all
+from perf_model.training_run.forecast import MemoryLimits, Overlap, PredictedIteration, forecast
+from perf_model.training_run.job import GradientPath, Job
+from perf_model.training_run.micro_batch import NO_OVERHEADS, MatrixRate, Overheads, PhaseRates
+from perf_model.training_run.model import ModelError
+from tests.model.profiles import RATES, profile
+
+JOB = Job(shape=MODELS["7B"], world_size=16, ranks_per_node=8, micro_batch=1, sequence=2048)
+GPU = profile({**RATES, "matmul_flops_per_s": 1e14})
+NO_NETWORK = Network(ranks_per_node=8)
+ALONE = PhaseRates(matrix=MatrixRate(limit_flops_per_s=1e14), network=NO_NETWORK)
+
+
+def test_without_network_and_overheads_only_the_arithmetic_counts() -> None:
+    assert JOB.work.forward_s(ALONE) == JOB.forward_s(1e14)
+    assert JOB.work.backward_s(ALONE) == JOB.backward_s(1e14)
+    assert PhaseRates.from_profile(GPU, 8, NO_OVERHEADS).network == NO_NETWORK
+
+
+def test_a_curve_goes_through_both_measured_products() -> None:
+    rate = MatrixRate.from_profile(profile({**RATES, "matmul_flops_per_s": 6e14, "matmul_small_flops_per_s": 2e14}))
+    assert rate.flops_per_s(MATMUL_SIZE**2) == pytest.approx(6e14)
+    assert rate.flops_per_s(SMALL_MATMUL_SIZE**2) == pytest.approx(2e14)
+    assert rate.flops_per_s(1e12) > 6e14
+    assert rate.flops_per_s(rate.half_elements) == pytest.approx(rate.limit_flops_per_s / 2)
+
+
+@given(st.floats(1e12, 1e15), st.floats(1e8, 1e15))
+def test_any_two_products_give_a_rate_that_rises_with_the_size(large: float, small: float) -> None:
+    rate = MatrixRate.from_profile(profile({**RATES, "matmul_flops_per_s": large, "matmul_small_flops_per_s": small}))
+    rates = [rate.flops_per_s(elements) for elements in (1e4, 1e6, 1e8, 1e10)]
+    assert all(smaller <= larger * (1 + 1e-9) for smaller, larger in pairwise(rates))
+    assert rates[0] > 0
+    assert rates[-1] <= 2.3 * large
+
+
+def test_a_host_that_launches_slowly_is_the_limit_of_narrow_layers() -> None:
+    slow = replace(ALONE, overheads=Overheads(layer_s=0.1))
+    assert JOB.work.forward_s(slow) == pytest.approx(32 * 0.1)
+    assert JOB.work.backward_s(slow) == pytest.approx(2 * 32 * 0.1)
+
+
+def test_gathers_and_reductions_take_as_long_as_the_network_needs() -> None:
+    network = Network(ranks_per_node=8, inter_node_bytes_per_s=1e8)
+    bound = replace(ALONE, network=network)
+    gather_s = 2 * JOB.shape.numel * 15 / 16 / 8e8
+    assert JOB.work.forward_s(bound) == pytest.approx(gather_s)
+    assert JOB.work.backward_s(bound) == pytest.approx(2 * gather_s), "one gather, and one reduction of as many bytes"
+    frozen = replace(JOB, trainable_share=0.01)
+    assert frozen.work.backward_s(bound) == pytest.approx(1.01 * gather_s)
+
+
+def test_offloaded_parameters_are_uploaded_for_each_gather() -> None:
+    job = replace(JOB, world_size=1, ranks_per_node=1, offload_param=True)
+    slow = replace(ALONE, h2d_bytes_per_s=1e9)
+    assert job.work.forward_s(slow) == pytest.approx(2 * job.shape.numel / 1e9)
+    assert replace(job, offload_param=False).work.forward_s(slow) == job.forward_s(1e14)
+
+
+def test_frozen_parameters_have_no_states_and_no_gradients_of_their_own() -> None:
+    tenth = replace(JOB, trainable_share=0.1)
+    assert tenth.workload(10**8).numel == pytest.approx(0.1 * JOB.workload(10**8).numel, rel=1e-3)
+    assert tenth.forward_s(1e14) == JOB.forward_s(1e14)
+    assert JOB.backward_s(1e14) - tenth.backward_s(1e14) == pytest.approx(0.9 * JOB.forward_s(1e14))
+    for share in (0.0, -1.0, 1.01, float("nan")):
+        with pytest.raises(ModelError, match="trainable_share: must be above 0 and at most 1, found"):
+            replace(JOB, trainable_share=share)
+
+
+def test_stock_copies_the_sum_up_and_down_in_each_micro_batch_and_the_fp32_gradients_once() -> None:
+    workload = JOB.workload(10**8)
+    plan = UpdatePlan(workload=workload, placements=place_all(workload, Placement.CPU), num_slots=1)
+    numel = workload.numel
+    assert GradientPath.for_stock(plan) == GradientPath(
+        down=6 * numel, up=2 * numel, accumulated_down=2 * numel, accumulated_up=2 * numel
+    )
+    assert GradientPath.for_plan(plan) == GradientPath(down=2 * numel)
+
+
+def test_accumulation_repeats_forward_and_backward_and_not_the_update() -> None:
+    limits, stock = MemoryLimits(gpu=10**12, host=None), []
+    for accumulation in (1, 4):
+        job = replace(JOB, world_size=4, ranks_per_node=4, sequence=4096, accumulation=accumulation)
+        found = forecast(job, GPU, limits, Overlap(), [10**8], Overheads(iteration_s=0.5))
+        assert found.predicted.forward_s == pytest.approx(accumulation * job.forward_s(1e14))
+        assert found.windows.forward_s == pytest.approx(job.forward_s(1e14)), "one micro-batch"
+        assert found.windows.backward_s == pytest.approx(job.backward_s(1e14)), "the last micro-batch"
+        assert found.predicted.fixed_s == 0.5
+        assert found.predicted.tokens_per_s == pytest.approx(4 * 4096 * accumulation / found.predicted.iteration_s)
+        outcome = found.baselines["stock"]
+        assert isinstance(outcome, PredictedIteration)
+        stock.append(outcome)
+    assert stock[0].update_s == stock[1].update_s
+    assert stock[1].iteration_s < 4 * stock[0].iteration_s
