@@ -232,6 +232,7 @@ def _print_screen(compared: LayoutComparison) -> None:
         return
     for line in compared.departures:
         show(line)
+    show("\nNo prediction for a cluster has been compared with a measurement of this project yet.")
     show("\nPaste into your DeepSpeed config:")
     show(json.dumps(_deepspeed_config(compared), indent=2))
 
