@@ -24,7 +24,7 @@ from deep_opt_states.device.interface import Device, Event, Stream
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
 from deep_opt_states.runtime.action_events import ActionEvents
 from deep_opt_states.runtime.actions import Actions
-from deep_opt_states.runtime.early_update import EarlyUpdate
+from deep_opt_states.runtime.early_update import EarlyBuffers, EarlyUpdate
 from deep_opt_states.runtime.resident_states import ResidentStates
 from deep_opt_states.runtime.state import Split, UnitState
 from deep_opt_states.runtime.worker import CpuLane, Worker
@@ -104,6 +104,7 @@ class Executor:
             device, self._streams[Lane.H2D], self._streams[Lane.COMPUTE], self._streams[Lane.D2H]
         )
         self._actions = Actions(device, host_adam, device_adam)
+        self._early_buffers: EarlyBuffers | None = None
         self._prefetched: set[str] = set()
         """Names of the actions that ``prefetch`` has issued, which the update does not issue again."""
         self.pending = False
@@ -151,9 +152,9 @@ class Executor:
             Split.all_early(state.elements) if state.is_evicted else split
             for state, split in zip(states, splits, strict=True)
         ]
-        early_update = EarlyUpdate(states, here, self._device, self._streams, self._worker)
+        early_update = EarlyUpdate(states, here, self._device, self._streams, self._worker, self._early_buffers)
         self._actions.set_units(schedule, states, here)
-        self._early_update = early_update
+        self._early_update, self._early_buffers = early_update, early_update.buffers
         self._states, self._splits = states, splits
         self._residents.set_units(states)
         on_streams = [action.name for action in schedule.actions if action.lane is not Lane.CPU]

@@ -278,7 +278,7 @@ FAULTS = (
         name="the publication of the early ranges does not wait for the worker",
         seeded=lambda: early_update_with(does_not_wait_for_the_worker),
         block=STREAMED,
-        expected=(UNORDERED, "rounded copy of sub-group", "fused Adam in early_update.py", "copy"),
+        expected=(UNORDERED, "rounded parameters of early ranges", "fused Adam in early_update.py", "copy"),
     ),
     # Flushes are in flight during backward.
     Fault(
