@@ -13,6 +13,7 @@ import torch
 from deep_opt_states.device.kernels.adam import RangeUpdate
 from deep_opt_states.runtime.early_update import EarlyBuffers
 from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.state import Split, UnitState
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -29,7 +30,7 @@ EARLY = [(3, 4), (10, 15), (20, 33), (50, 60)]
 
 
 @dataclass
-class CountingDevice(FakeDevice):
+class CopyCountingDevice(FakeDevice):
     """A fake device that counts copies, and kernels that copy many tensors."""
 
     copies: int = 0
@@ -82,7 +83,7 @@ def early_executor(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("units", [1, 20])
 def test_early_ranges_take_one_call_per_kernel_and_one_copy_each_way(units: int, dtype: torch.dtype) -> None:
-    device = CountingDevice()
+    device = CopyCountingDevice()
     count = units * len(PLACEMENTS)
     # Users have set the gradients of some units, in fp32.
     grad_dtypes = [torch.float32 if index % 5 == 0 else torch.bfloat16 for index in range(count)]
@@ -95,7 +96,7 @@ def test_early_ranges_take_one_call_per_kernel_and_one_copy_each_way(units: int,
         with (
             accelerator_calls.count(on_accelerator),
             host_calls.count(on_host),
-            mock.patch.object(Executor, "_issue"),
+            mock.patch.object(Issuer, "issue"),
         ):
             device.copies = device.kernels = 0
             executor._residents.load()
@@ -141,7 +142,7 @@ def test_buffers_that_are_large_enough_are_kept_when_units_give_their_memory_bac
         if state.is_evicted:
             state.grad, state.resident = device.empty_host(NUMEL, torch.float32), None
     allocated_bytes = device.allocated_bytes
-    executor.set_units(executor._schedule, states, [Split.create(state.elements, EARLY) for state in states])
+    executor.set_units(executor._issuer.schedule, states, [Split.create(state.elements, EARLY) for state in states])
     assert executor._early_buffers is buffers
     assert device.allocated_bytes <= allocated_bytes
     expected = make_states([NUMEL] * len(states), torch.bfloat16)

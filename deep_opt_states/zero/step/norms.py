@@ -10,7 +10,6 @@ the ranks, so the host would have to copy it to the accelerator, and to wait for
 
 from __future__ import annotations
 
-from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -36,6 +35,14 @@ class Norms:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
+        groups = optimizer.fp16_groups
+        self._param_ids = [optimizer.get_param_id(param) for group in groups for param in group]
+        """DeepSpeed's ids of the parameters of all sub-groups, in stock's order."""
+        self._device = get_accelerator().current_device_name()
+        self._offsets = torch.tensor([0, *accumulate(map(len, groups))], device=self._device)
+        """Where each sub-group begins in ``_param_ids``, and where the last one ends; on the accelerator."""
+        self._zero = torch.zeros((), dtype=get_norm_dtype(), device=self._device)
+        """The norm of a parameter without a gradient, which changes no bit of a sum."""
         self._roots: torch.Tensor | None = None
         """The norms of the sub-groups, on the host, if ``overflow`` has fetched them together with its own result."""
 
@@ -81,27 +88,6 @@ class Norms:
         # Mask on the host: this function creates a tensor on the given device, for which the host would wait again.
         mask_nan_or_inf_with_val_inplace(roots, device=roots.device)
         return list(roots.unbind())
-
-    @cached_property
-    def _param_ids(self) -> list[Any]:
-        """Return DeepSpeed's ids of the parameters of all sub-groups, in stock's order."""
-        optimizer = self._optimizer
-        return [optimizer.get_param_id(param) for group in optimizer.fp16_groups for param in group]
-
-    @cached_property
-    def _offsets(self) -> torch.Tensor:
-        """Return where each sub-group begins in ``_param_ids``, and where the last one ends; on the accelerator."""
-        offsets = [0, *accumulate(len(group) for group in self._optimizer.fp16_groups)]
-        return torch.tensor(offsets, device=self._device)
-
-    @cached_property
-    def _zero(self) -> torch.Tensor:
-        """Return the norm of a parameter without a gradient, which changes no bit of a sum."""
-        return torch.zeros((), dtype=get_norm_dtype(), device=self._device)
-
-    @cached_property
-    def _device(self) -> torch.device:
-        return torch.device(get_accelerator().current_device_name())
 
     def _by_param(self) -> torch.Tensor:
         """Return the norm of each parameter, of shape [parameters] in the dtype of the norms, on the accelerator."""
