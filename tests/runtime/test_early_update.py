@@ -15,6 +15,7 @@ from deep_opt_states.runtime.early_update import EarlyBuffers
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.state import Split, UnitState
+from perf_model.schedule.action import Lane
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
@@ -155,3 +156,47 @@ def test_buffers_that_are_large_enough_are_kept_when_units_give_their_memory_bac
 
 def test_no_buffers_are_reserved_without_early_ranges() -> None:
     assert EarlyBuffers.reserve(FakeDevice(), 0, None) is None
+
+
+@pytest.mark.parametrize("lane", [Lane.PUBLISH, Lane.D2H, Lane.H2D])
+def test_prefetches_and_flushes_in_flight_hold_back_neither_the_host_nor_early_ranges(lane: Lane) -> None:
+    """Check a step after slots were added at run time: backward has prefetched into all of them.
+
+    Neither the prefetches nor the flushes of the update before make any progress. On their lanes, early ranges would
+    not be published before them.
+    """
+    device = FakeDevice()
+    executor, states, _, _ = early_executor(device, 3, torch.bfloat16, [])
+    count, streams = len(states), executor._lanes.streams
+    placements = tuple(state.placement for state in states)
+    workload = Workload.from_numels([NUMEL] * count)
+    executor.set_schedule(UpdatePlan(workload=workload, placements=placements, num_slots=3).schedule)
+    expected = make_states([NUMEL] * count, torch.bfloat16)
+    is_open = False
+    for step in (1, 2):
+        for those in (states, expected):
+            fill_gradients(those, step)
+        update_serially(expected, PlainAdam(), [adam_step(step)] * count)
+        if step == 2:
+            for held_back in (Lane.H2D, Lane.D2H):
+                streams[held_back].queue.add(lambda: None, lambda: is_open)
+            executor.prefetch()
+            executor._early_update._streams = {**streams, Lane.PUBLISH: streams[lane]}
+        executor.begin([adam_step(step)] * count)
+        executor.advance()
+        if step == 1:
+            executor.finish_on_stream()
+    executor.publish_early_ranges()
+    assert (executor.failure is None) == (lane is Lane.PUBLISH), executor.failure
+    if lane is not Lane.PUBLISH:
+        return
+    early_is_read = device.event()
+    device.current_stream().record(early_is_read)
+    early_is_read.synchronize()
+    for state, other in zip(states, expected, strict=True):
+        assert all(torch.equal(state.param[begin:end], other.param[begin:end]) for begin, end in EARLY)
+    is_open = True
+    executor.finish()
+    executor.give_states_back()
+    for state, other in zip(states, expected, strict=True):
+        assert all(torch.equal(getattr(state, name), getattr(other, name)) for name in NAMES)

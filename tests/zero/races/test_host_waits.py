@@ -80,9 +80,7 @@ def test_a_step_waits_once_for_all_norms_and_then_for_each_update_on_the_cpu(
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_an_update_is_reported_after_the_next_one_is_issued(world_size: int, trained: TrainingOnce) -> None:
     """Check that the report, for which the host waits, does not leave the accelerator without work."""
-    streamed = [deferred for _, deferred in trained.answers(world_size)[0] if deferred["on the CPU"] == 0]
-    assert len(streamed) == 3
-    for found in streamed:
+    for _, found in trained.answers(world_size)[0]:
         # Two reports come while no update is pending: in the step that overflows, and at the end of the engine.
         assert found["left to issue when the last update is reported"] == [0] * (len(STEPS_THAT_UPDATE) - 2)
 
