@@ -216,7 +216,7 @@ def _print_screen(compared: LayoutComparison) -> None:
             table.add_column(header, justify="left" if header == "limited by" else "right", no_wrap=True)
         for predicted in compared.fitting[:MAX_ROWS]:
             table.add_row(*_cells(predicted, tokens))
-        for unfit in compared.unfit[: MAX_ROWS - len(compared.fitting)]:
+        for unfit in compared.unfit[: max(0, MAX_ROWS - len(compared.fitting))]:
             table.add_row(*_sizes(unfit.layout), "no", *[""] * (len(headers) - 6), "memory")
         # A line that is longer than the terminal is wrapped by it; rich would cut the columns.
         show("")
@@ -243,7 +243,10 @@ def _sizes(layout: Layout) -> list[str]:
 
 
 def _cells(predicted: LayoutPrediction, tokens: float | None) -> Sequence[str]:
-    days = [] if tokens is None else [f"{predicted.days(tokens):,.3g}", f"{predicted.gpu_hours(tokens):,.0f}"]
+    days: list[str] = []
+    if tokens is not None:
+        duration = predicted.days(tokens)
+        days = [f"{duration:,.0f}" if duration >= 100 else f"{duration:.3g}", f"{predicted.gpu_hours(tokens):,.0f}"]
     return (
         *_sizes(predicted.layout),
         "yes",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from perf_model.cluster.layouts import Cluster
 from perf_model.cluster.pipeline import batch_s, bubble_share, micro_batches_in_flight
@@ -35,8 +36,8 @@ class PipelineLayout:
 def best_pipeline_layout(cluster: Cluster, rates: PhaseRates, gpu_bytes: int | None) -> PipelineLayout | None:
     """Return the fastest layout by the paper's takeaways (arXiv 2104.04473, sections 3.2 to 3.4), or None if none fits.
 
-    The tensor-parallel size is the largest inside a node. The number of stages is the smallest with which the model
-    and its activations fit into ``gpu_bytes`` for the micro-batch, with 1F1B. All states are on the GPU. Communication
+    There are several stages only if the tensor-parallel size is the largest inside a node. Their number is the smallest
+    with which the model and its activations fit into ``gpu_bytes``, with 1F1B. All states are on the GPU. Communication
     between stages is assumed to be hidden; the all-reduces of tensor parallelism and of the gradients are not. No time
     is counted for the update.
     """
@@ -45,9 +46,11 @@ def best_pipeline_layout(cluster: Cluster, rates: PhaseRates, gpu_bytes: int | N
 
 
 def _layouts(cluster: Cluster, rates: PhaseRates, gpu_bytes: int | None) -> Iterator[PipelineLayout]:
-    tensor_parallel = max(cluster.tensor_parallel_sizes())
     micro_batches = range(1, cluster.largest_micro_batch + 1)
-    for micro_batch in (size for size in micro_batches if cluster.global_batch % size == 0):
+    sizes = cluster.tensor_parallel_sizes()
+    for tensor_parallel, micro_batch in product(sizes, micro_batches):
+        if cluster.global_batch % micro_batch:
+            continue
         job = Job(
             shape=cluster.shape,
             world_size=cluster.gpus,
@@ -57,7 +60,8 @@ def _layouts(cluster: Cluster, rates: PhaseRates, gpu_bytes: int | None) -> Iter
             recompute=cluster.recompute,
             tensor_parallel=tensor_parallel,
         )
-        for stages in range(1, cluster.shape.layers + 1):
+        most_stages = cluster.shape.layers if tensor_parallel == max(sizes) else 1
+        for stages in range(1, most_stages + 1):
             data_parallel, rest = divmod(cluster.gpus, tensor_parallel * stages)
             if rest or cluster.shape.layers % stages or cluster.global_batch % (data_parallel * micro_batch):
                 continue

@@ -49,6 +49,14 @@ def test_the_smallest_number_of_stages_that_fits_is_that_of_table_1(row: Through
     assert found.tokens_per_s == pytest.approx(row.batch * SEQUENCE / found.iteration_s)
 
 
+@pytest.mark.parametrize("row", table_1()[:4], ids=lambda row: f"{row.numel_billions} B")
+def test_models_without_a_pipeline_in_table_1_need_none_and_no_larger_tensor_parallel_size(row: ThroughputRow) -> None:
+    found = best_pipeline_layout(cluster_of(row), DGX_A100, A100_BYTES)
+    assert found is not None
+    assert (found.stages, found.bubble) == (1, 0)
+    assert found.tensor_parallel <= row.tensor_parallel
+
+
 @given(st.floats(1, 20), st.sampled_from(["all_gather_bytes_per_s", "inter_node_bytes_per_s"]))
 @settings(max_examples=5)
 def test_more_bandwidth_is_never_slower_for_a_pipeline(factor: float, name: str) -> None:
