@@ -90,15 +90,13 @@ def collective_groups(ranks: Ranks, backend: str, environ: Mapping[str, str]) ->
     """
     if ranks.size == 1:
         return CollectiveGroups.none(ONE_RANK)
-    try:
-        nodes = ranks_by_node(ranks, environ)
-        across = list(zip(*nodes, strict=False))
-        return CollectiveGroups(
-            in_node=_why_not_in_node(nodes) or call_on_all_ranks(ranks, lambda: _own_group(ranks, nodes, backend)),
-            across_nodes=_why_not_across(nodes) or call_on_all_ranks(ranks, lambda: _own_group(ranks, across, backend)),
-        )
-    except ProbeError as error:
-        return CollectiveGroups.none(str(error))
+    nodes = ranks_by_node(ranks, environ)
+    # The k-th ranks of all nodes are a group.
+    across = list(zip(*nodes, strict=False))
+    return CollectiveGroups(
+        in_node=_why_not_in_node(nodes) or _own_group(ranks, nodes, backend),
+        across_nodes=_why_not_across(nodes) or _own_group(ranks, across, backend),
+    )
 
 
 def _why_not_in_node(nodes: Sequence[Sequence[int]]) -> str:
@@ -112,8 +110,18 @@ def _why_not_across(nodes: Sequence[Sequence[int]]) -> str:
     return f"the nodes have different numbers of ranks, {counts[0]} to {counts[-1]}" if len(counts) > 1 else ""
 
 
-def _own_group(ranks: Ranks, groups: Sequence[Sequence[int]], backend: str) -> ProcessGroup:
-    """Create a process group for each of ``groups``, in which all ranks take part, and return this rank's own."""
-    created = [torch.distributed.new_group(list(group), timeout=TIMEOUT, backend=backend) for group in groups]
-    (own,) = (group for group, members in zip(created, groups, strict=True) if ranks.rank in members)
-    return ProcessGroup(own)
+def _own_group(ranks: Ranks, groups: Sequence[Sequence[int]], backend: str) -> ProcessGroup | str:
+    """Create a process group for each of ``groups``, in which all ranks take part, and return this rank's own.
+
+    Return the reason on all ranks if it failed on any of them.
+    """
+
+    def create() -> ProcessGroup:
+        created = [torch.distributed.new_group(list(group), timeout=TIMEOUT, backend=backend) for group in groups]
+        (own,) = (group for group, members in zip(created, groups, strict=True) if ranks.rank in members)
+        return ProcessGroup(own)
+
+    try:
+        return call_on_all_ranks(ranks, create)
+    except ProbeError as error:
+        return str(error)
