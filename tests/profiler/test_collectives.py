@@ -174,6 +174,7 @@ def test_collectives_over_gloo_are_verified_and_agreed(
         ]
     assert answers == answers[:1] * world_size, "the same samples and reasons on all ranks"
     (seen,) = answers[:1]
+    assert "rank 1: MemoryError: on purpose" in seen.pop("after a failure")
     assert "no_such_backend" in seen.pop("without a backend").lower()
     for name, samples in seen.items():
         why = across_nodes if name == "all-gather across nodes" else in_node
