@@ -17,6 +17,7 @@ from rich.text import Text
 from deep_opt_states.files import replace_file
 from deep_opt_states.profiler.measure import ProgressCallback, measure
 from deep_opt_states.profiler.method import FULL, QUICK
+from deep_opt_states.profiler.process_groups import collective_groups
 from deep_opt_states.profiler.ranks import ProbeError, launched_ranks
 from perf_model.prediction.hardware import HardwareProfile, Measurement, ProfileError
 
@@ -37,6 +38,8 @@ def run(output: Path, *, quick: bool) -> int:
 
     Under torchrun all ranks measure, and rank 0 alone writes and prints.
     """
+    from deepspeed.accelerator import get_accelerator
+
     from deep_opt_states.zero.start.core_share import default_share
     from deep_opt_states.zero.start.refusals import Unsupported
 
@@ -52,7 +55,10 @@ def run(output: Path, *, quick: bool) -> int:
             num_ranks = ranks.size
             share = default_share(accelerator, ranks)
             effort = QUICK if quick else FULL
-            profile = measure(device, ranks, effort, threads=share.threads, cores=share.cores, progress=progress)
+            groups = collective_groups(ranks, get_accelerator().communication_backend_name(), os.environ)
+            profile = measure(
+                device, ranks, effort, threads=share.threads, cores=share.cores, groups=groups, progress=progress
+            )
         if is_rank_0:
             replace_file(output, profile.to_json())
     except (ProfileError, ProbeError, Unsupported, OSError) as error:

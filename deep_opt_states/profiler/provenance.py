@@ -53,6 +53,25 @@ def smallest_node(ranks: Ranks, environ: Mapping[str, str]) -> Node:
     return min(nodes, key=lambda node: (node.cores_per_rank, node.ranks))
 
 
+def ranks_by_node(ranks: Ranks, environ: Mapping[str, str]) -> list[list[int]]:
+    """Return the ranks of each node; the result is the same on all ranks. This is a collective.
+
+    Ranks with the same host name are on the same node, but at most LOCAL_WORLD_SIZE of them, which torchrun sets.
+    """
+
+    def here() -> tuple[str, str | None]:
+        return platform.node(), environ.get("LOCAL_WORLD_SIZE")
+
+    by_host: dict[tuple[str, str | None], list[int]] = {}
+    for rank, host in enumerate(ranks.gather(call_on_all_ranks(ranks, here))):
+        by_host.setdefault(host, []).append(rank)
+    nodes = []
+    for (_, local_size), of_host in by_host.items():
+        size = int(local_size or len(of_host))
+        nodes += [of_host[begin : begin + size] for begin in range(0, len(of_host), size)]
+    return nodes
+
+
 def describe(*, on_accelerator: bool, node: Node, threads: int) -> Provenance:
     """Return the provenance of a measurement that is made now on this machine.
 

@@ -64,17 +64,10 @@ QUANTITIES: dict[str, Quantity] = {
         "all-gather among ranks on different nodes, all ranks of a node at once: bytes that a rank receives", 1e6, 1e13
     ),
 }
+"""The quantities of a profile by name. Earlier versions did not measure the last four.
 
-OPTIONAL = frozenset(
-    {
-        "matmul_small_flops_per_s",
-        "all_gather_bytes_per_s",
-        "reduce_scatter_bytes_per_s",
-        "inter_node_bytes_per_s",
-    }
-)
-"""The quantities that a profile may lack without a reason. Profiles of earlier versions have none of them. A rank
-receives in an all-gather, or sends in a reduce-scatter, (d - 1) / d of the whole if d ranks take part."""
+A rank receives in an all-gather, or sends in a reduce-scatter, (d - 1) / d of the whole if d ranks take part.
+"""
 
 MATMUL_SIZE = 4096
 """The rows of the square matrices whose product gives ``matmul_flops_per_s`` on a GPU."""

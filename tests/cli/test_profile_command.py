@@ -11,15 +11,7 @@ import pytest
 from deep_opt_states.cli import profile_command
 from deep_opt_states.cli.main import main
 from deep_opt_states.cli.profile_command import check_output
-from perf_model.prediction.hardware import (
-    OPTIONAL,
-    QUANTITIES,
-    REQUIRED,
-    HardwareProfile,
-    Measurement,
-    ProfileError,
-    Provenance,
-)
+from perf_model.prediction.hardware import QUANTITIES, REQUIRED, HardwareProfile, Measurement, ProfileError, Provenance
 from tests.launch import environment, free_port
 
 HOST = {
@@ -29,7 +21,10 @@ HOST = {
     "dram_update_bytes_per_s",
     "dram_copy_bytes_per_s",
     "matmul_flops_per_s",
+    "matmul_small_flops_per_s",
 }
+
+IN_NODE = {"all_gather_bytes_per_s", "reduce_scatter_bytes_per_s"}
 
 
 def installed(name: str) -> str:
@@ -42,11 +37,14 @@ def finished(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 def check(output: Path, page: str, ranks: int) -> None:
     written = HardwareProfile.read(output)
-    assert {name for name, found in written.measurements.items() if found.samples} - OPTIONAL == HOST
-    assert set(written.measurements) | OPTIONAL == set(QUANTITIES)
+    measured = HOST if ranks == 1 else HOST | IN_NODE
+    assert {name for name, found in written.measurements.items() if found.samples} == measured
+    assert set(written.measurements) == set(QUANTITIES)
     assert (written.provenance.ranks, written.provenance.source) == (ranks, "measured")
     rows = {line.split()[0]: line.split()[1] for line in page.splitlines() if line.split()[:1]}
-    assert {name for name in set(QUANTITIES) - OPTIONAL if rows[name] == "WAIVED"} == set(QUANTITIES) - OPTIONAL - HOST
+    assert {name for name in QUANTITIES if rows[name] == "WAIVED"} == set(QUANTITIES) - measured
+    why_not_across = "one rank" if ranks == 1 else "one node"
+    assert page.count(f"(2) {why_not_across}\n") == 1
     assert page.count("(1) no accelerator: training here runs on the CPU") == 1
     assert f"Written: {output}" in page
 

@@ -13,7 +13,8 @@ import pytest
 from deep_opt_states.files import replace_file
 from deep_opt_states.profiler import cache
 from deep_opt_states.profiler.cache import cached_path, quick_profile
-from deep_opt_states.profiler.measure import NO_ACCELERATOR, noise_waivers
+from deep_opt_states.profiler.measure import noise_waivers
+from deep_opt_states.profiler.probe_list import NO_ACCELERATOR
 from deep_opt_states.profiler.ranks import OneRank, ProbeError, Ranks
 from perf_model.prediction.hardware import REQUIRED, HardwareProfile, Measurement, ProfileError, Provenance
 from tests.model.profiles import profile

@@ -9,7 +9,7 @@ from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.profiler import adam_throughput
 from deep_opt_states.profiler.adam_throughput import LAUNCHES, DeviceUpdates
 from deep_opt_states.profiler.device_timer import INITIAL_BUSY_S, MAX_BUSY_S, DeviceTimer
-from deep_opt_states.profiler.matrix import MatrixProduct
+from deep_opt_states.profiler.matrix import MatrixProducts
 from deep_opt_states.profiler.ranks import ProbeError
 from tests.fake_device.device import FakeDevice, LateAdam
 from tests.fake_device.timing import Late, Seeded
@@ -37,8 +37,11 @@ def test_the_rate_of_updates_is_the_kernel_s_and_not_that_of_the_launches() -> N
 def test_the_rate_of_a_matrix_product_is_the_kernel_s_and_not_that_of_the_launch() -> None:
     device = VirtualDevice()
     with virtual_clock(device, tick_s=0, launch_s=LAUNCH_S, product_s=KERNEL_S):
-        probe = MatrixProduct(device, 16)
-        assert probe.repeat() == {"matmul_flops_per_s": pytest.approx(2 * 16**3 / KERNEL_S)}
+        probe = MatrixProducts(device, 16, 8)
+        assert probe.repeat() == {
+            "matmul_flops_per_s": pytest.approx(2 * 16**3 / KERNEL_S),
+            "matmul_small_flops_per_s": pytest.approx(2 * 8**3 / KERNEL_S),
+        }
         probe.verify()
 
 

@@ -14,17 +14,19 @@ import torch
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.host import machine
-from deep_opt_states.profiler import provenance
-from deep_opt_states.profiler.measure import NO_ACCELERATOR, measure, noise_waivers, thread_counts
+from deep_opt_states.profiler import probe_list, provenance
+from deep_opt_states.profiler.measure import measure, noise_waivers, thread_counts
 from deep_opt_states.profiler.method import ProbeEffort
 from deep_opt_states.profiler.peaks import peak_flops
+from deep_opt_states.profiler.probe_list import NO_ACCELERATOR, NO_GROUPS
+from deep_opt_states.profiler.process_groups import CollectiveGroups
 from deep_opt_states.profiler.provenance import Node, describe, fingerprint, smallest_node
 from deep_opt_states.profiler.ranks import OneRank
 from perf_model.prediction import hardware
 from perf_model.prediction.cost import CostModel
-from perf_model.prediction.hardware import OPTIONAL, QUANTITIES, REQUIRED, HardwareProfile, Measurement, ProfileError
+from perf_model.prediction.hardware import QUANTITIES, REQUIRED, HardwareProfile, Measurement, ProfileError
 from tests.profiler.threads import on_ranks
-from tests.profiler.virtual import LaunchedAdam, TimedAdam, VirtualDevice, virtual_clock
+from tests.profiler.virtual import GroupOfTwo, LaunchedAdam, TimedAdam, VirtualDevice, virtual_clock
 from tests.runtime.plain_adam import PlainAdam
 
 SMALL = ProbeEffort(
@@ -38,6 +40,8 @@ SMALL = ProbeEffort(
     matrix_size=64,
 )
 
+COLLECTIVES = {"all_gather_bytes_per_s", "reduce_scatter_bytes_per_s", "inter_node_bytes_per_s"}
+
 THREADS = 3
 """Threads that update in training."""
 
@@ -48,6 +52,12 @@ UPDATE_S = 5e-4
 """The clock advances by this much in an update, including the reading that follows."""
 
 COPY_LATENCY_S = 1e-6
+
+SMALL_SIZE = 16
+"""The rows of the small matrices in these tests."""
+
+IN_NODE_S, ACROSS_NODES_S = 4e-5, 7e-4
+"""Seconds of a collective between two ranks of a node, or of two nodes."""
 
 LAUNCH_S, KERNEL_S, PRODUCT_S = 6e-5, 2e-6, 2e-7
 """A launch on the accelerator takes the host longer than an update or a matrix product takes the accelerator."""
@@ -82,6 +92,7 @@ SLAB_BYTES = 8 * (3 * 10_000 * 4 + 2 * 20_032)
 def virtual_profile(device: VirtualDevice, cores: int, monkeypatch: pytest.MonkeyPatch) -> HardwareProfile:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(machine, "core_quota", lambda folders: None)
+    monkeypatch.setattr(probe_list, "SMALL_MATMUL_SIZE", SMALL_SIZE)
     plugin, stock = TimedAdam(device, UPDATE_S - TICK_S), TimedAdam(device, 1.5 * UPDATE_S - TICK_S)
     return measure(
         device,
@@ -91,15 +102,14 @@ def virtual_profile(device: VirtualDevice, cores: int, monkeypatch: pytest.Monke
         cpu_adam=lambda *_: plugin,
         stock_adam=lambda _: stock,
         device_adam=lambda: LaunchedAdam(device, launch_s=LAUNCH_S, kernel_s=KERNEL_S),
+        groups=CollectiveGroups(in_node=GroupOfTwo(device, IN_NODE_S), across_nodes=GroupOfTwo(device, ACROSS_NODES_S)),
     )
 
 
 @pytest.mark.promise("P5")
 def test_every_quantity_is_exact_on_a_virtual_clock(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     profile = virtual_profile(device, 6, monkeypatch)
-    assert {name: found.waived for name, found in profile.measurements.items() if name not in OPTIONAL} == (
-        dict.fromkeys(name for name in QUANTITIES if name not in OPTIONAL)
-    )
+    assert {name: found.waived for name, found in profile.measurements.items()} == dict.fromkeys(QUANTITIES)
     copy_s = 2**20 / 1e10 + COPY_LATENCY_S
     for name, expected in {
         "h2d_bytes_per_s": 2**20 / copy_s,
@@ -116,6 +126,10 @@ def test_every_quantity_is_exact_on_a_virtual_clock(device: VirtualDevice, monke
         "dram_copy_bytes_per_s": SLAB_BYTES / TICK_S,
         "gpu_adam_params_per_s": 10_000 / KERNEL_S,
         "matmul_flops_per_s": 2 * 64**3 / PRODUCT_S,
+        "matmul_small_flops_per_s": 2 * SMALL_SIZE**3 / PRODUCT_S,
+        "all_gather_bytes_per_s": 2**19 / 2 / IN_NODE_S,
+        "reduce_scatter_bytes_per_s": 2**19 / 2 / IN_NODE_S,
+        "inter_node_bytes_per_s": 2**19 / 2 / ACROSS_NODES_S,
     }.items():
         assert profile.rate(name) == pytest.approx(expected, rel=1e-3), name
     assert set(profile.cpu_adam_by_threads) == {1, 2, 3, 4, 6}
@@ -143,12 +157,13 @@ def test_each_number_of_threads_is_measured_with_that_many_threads(
 @pytest.mark.usefixtures("by_the_clock")
 def test_the_host_is_measured_without_an_accelerator() -> None:
     profile = measure(None, OneRank(), SMALL, threads=THREADS)
-    measured = {name: found for name, found in profile.measurements.items() if name not in OPTIONAL}
-    waived = {name: found.waived for name, found in measured.items() if found.waived is not None}
-    # The matrix product is the CPU's here.
-    host = {*REQUIRED, "copy_latency_s", "dram_copy_bytes_per_s", "matmul_flops_per_s"}
-    needs_gpu = (name for name in QUANTITIES if name not in host | OPTIONAL)
-    assert waived == dict.fromkeys(needs_gpu, NO_ACCELERATOR)
+    waived = {name: found.waived for name, found in profile.measurements.items() if found.waived is not None}
+    # The matrix products are the CPU's here.
+    matmul = {"matmul_flops_per_s", "matmul_small_flops_per_s"}
+    host = {*REQUIRED, "copy_latency_s", "dram_copy_bytes_per_s", *matmul}
+    assert waived == {
+        name: NO_GROUPS.in_node if name in COLLECTIVES else NO_ACCELERATOR for name in QUANTITIES if name not in host
+    }
     origin = profile.provenance
     assert (origin.source, origin.host, origin.ranks, origin.gpu) == ("measured", platform.node(), 1, "")
     assert (origin.cores, origin.torch, origin.deepspeed) == (THREADS, torch.__version__, "0.19.8")

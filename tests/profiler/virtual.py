@@ -13,6 +13,7 @@ import torch
 
 from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange
 from deep_opt_states.device.slab import HostSlab
+from deep_opt_states.profiler.collectives import MAX_SUM, PERIOD, RANK_OFFSET
 from tests.runtime.plain_adam import PlainAdam
 
 
@@ -147,6 +148,26 @@ class VirtualDevice:
     def _register(self, address: int, size_bytes: int) -> Callable[[], object]:
         self.registered.append((address, size_bytes))
         return lambda: self.registered.remove((address, size_bytes))
+
+
+class GroupOfTwo:
+    """Rank 0 of two ranks, whose collectives take ``collective_s``. What rank 1 passes on is known in advance."""
+
+    rank, size = 0, 2
+
+    def __init__(self, device: VirtualDevice, collective_s: float) -> None:
+        self._device = device
+        self._collective_s = collective_s
+
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        own, other = whole.view(2, -1)
+        own.copy_(part)
+        other.copy_((torch.arange(part.numel()) + RANK_OFFSET) % PERIOD)
+        self._device.issuing.run(self._collective_s)
+
+    def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        part.copy_(whole[: part.numel()] + (torch.arange(part.numel()) + 1) % (MAX_SUM // 2))
+        self._device.issuing.run(self._collective_s)
 
 
 @contextmanager

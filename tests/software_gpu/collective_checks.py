@@ -10,9 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deep_opt_states.device.cuda import CudaDevice
+from deep_opt_states.profiler.collectives import AllGather, ReduceScatter
+from deep_opt_states.profiler.method import sample
+from deep_opt_states.profiler.process_groups import collective_groups
+from deep_opt_states.profiler.ranks import ProbeError, training_ranks
+from tests.profiler.test_profile import SMALL
 from tests.software_gpu import device
 from tests.software_gpu.library import DEVICE_TYPE
-from tests.software_gpu.process_group import SoftwareProcessGroup
+from tests.software_gpu.plugged import plugged
+from tests.software_gpu.process_group import BACKEND, SoftwareProcessGroup
 from tests.software_gpu.settings import changed
 
 Collective = Callable[[Callable[..., torch.Tensor], dist.ProcessGroup | None], list[torch.Tensor]]
@@ -251,3 +258,22 @@ def a_rank_that_comes_late_is_waited_for() -> None:
     time.sleep(0.05 * dist.get_rank())
     dist.all_reduce(tensor)
     assert tensor.tolist() == [sum(range(dist.get_world_size()))] * 10
+
+
+def probes_of_the_profile_verify_collectives() -> None:
+    ranks = training_ranks()
+    with plugged():
+        group = collective_groups(ranks, BACKEND, {}).in_node
+        if ranks.size == 1:
+            assert group == "one rank"
+            return
+        assert not isinstance(group, str), group
+        for probe in (AllGather, ReduceScatter):
+            samples = sample(lambda probe=probe: probe(CudaDevice(0), group, 2**16, "rate"), SMALL, ranks)
+            assert all(rates["rate"] > 0 for rates in samples)
+            assert ranks.gather(samples) == [samples] * ranks.size
+        spoiled = AllGather(CudaDevice(0), group, 2**16, "rate")
+        spoiled._part.add_(1)
+        spoiled.repeat()
+        with pytest.raises(ProbeError, match="the gathered elements are wrong"):
+            spoiled.verify()
