@@ -86,7 +86,7 @@ def test_every_preset_is_planned_for(machine: str, model: str, capsys: pytest.Ca
     assert set(predicted) == KEYS
     assert set(found["baselines"]) == BASELINES
     assert set(found["placement"]) == {"cpu", "streamed", "resident"}
-    assert set(found["memory"]) == {"gpu_peak_bytes", "host_bytes", "pinned_bytes"}
+    assert set(found["memory"]) == {"gpu_peak_bytes", "host_bytes", "reserved_host_bytes", "pinned_bytes"}
     assert 0 < found["lower_bound_s"] <= predicted["exposed_update_s"] * (1 + 1e-9)
     assert found["ratio_to_bound"] == pytest.approx(predicted["exposed_update_s"] / found["lower_bound_s"])
     assert found["work_lower_bound_s"] <= predicted["update_s"] * (1 + 1e-9)
