@@ -15,7 +15,7 @@ of Megatron-LM without flash attention.
 
 LOGIT_BYTES = 14
 """Bytes per logit in the backward of the loss (``transformers/loss/loss_utils.py``): the logarithm of the softmax, its
-gradient and that of the logits in fp32, and the gradient of the logits in bf16."""
+gradient and that of the logits in fp32, and the logits in bf16, while the caller has the outputs of the model."""
 
 LOGIT_GRADIENT_BYTES = 4
 """Bytes per logit when the gradient of the head's weight exists: the logits and their gradient in bf16."""

@@ -105,14 +105,18 @@ class TrainingMemory:
     def gathered_bytes(self) -> int:
         """Return the bytes of gathered parameters, and of the buffer of one gather of several parameters.
 
-        Gathers run ahead until ``max_live`` parameters are live. Several small parameters are gathered together, and
-        copied out of the buffer when the first of them is used. A single rank uses its partitions.
+        Gathers run ahead until ``max_live`` parameters are live. If a layer has more, the one in use and the next one
+        are gathered beyond that limit. Several small parameters are gathered together, and copied out of the buffer
+        when the first of them is used. A single rank uses its partitions.
         """
         if self.world_size == 1:
             return 0
-        gathered = sum(numel for _, numel in self._parameters if numel > self.sizes.persistence_threshold)
-        persistent = sum(numel for _, numel in self._parameters) - gathered
-        live, together = min(gathered, self.sizes.max_live), min(gathered, self.sizes.prefetch_bucket)
+        gathered = {name: numel for name, numel in self._parameters if numel > self.sizes.persistence_threshold}
+        total = sum(gathered.values())
+        persistent = sum(numel for _, numel in self._parameters) - total
+        layer = sum(numel for name, numel in gathered.items() if name.startswith("model.layers.0."))
+        beyond_limit = 2 * max(gathered.values()) if layer > self.sizes.max_live else 0
+        live, together = min(total, self.sizes.max_live + beyond_limit), min(total, self.sizes.prefetch_bucket)
         return PARAM_BYTES * (persistent + live + together)
 
     def _moments(self) -> Iterator[tuple[int, int]]:
