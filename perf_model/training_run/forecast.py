@@ -180,7 +180,7 @@ LIMITS_TO_LIFT = {
 
 def limits_to_lift(missing: Iterable[str]) -> str:
     """Return which options limit the budgets ``missing``."""
-    return f"It is limited by {' and by '.join(LIMITS_TO_LIFT[name] for name in missing)}."
+    return f"It is limited by {'; and by '.join(LIMITS_TO_LIFT[name] for name in missing)}."
 
 
 def find_remedy(job: Job, profile: HardwareProfile, limits: MemoryLimits) -> str:
