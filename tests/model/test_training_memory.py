@@ -155,12 +155,14 @@ def test_activations_are_as_summed_by_hand() -> None:
 def test_buckets_and_gathered_parameters_are_as_summed_by_hand() -> None:
     numel = TINY.numel
     norms = 5 * 64
-    sizes = ZeroSizes(reduce_bucket=10**6, prefetch_bucket=500, max_live=20_000, persistence_threshold=64)
+    sizes = ZeroSizes(reduce_bucket=10**6, prefetch_bucket=500, max_live=40_000, persistence_threshold=64)
     alone, two = training(sizes), training(sizes, ranks=2)
     assert alone.partition_bytes == 2 * numel
     assert alone.gathered_bytes == 0, "a single rank gathers nothing"
     assert two.partition_bytes == numel
-    assert two.gathered_bytes == 2 * (norms + 20_000 + 500)
+    assert two.gathered_bytes == 2 * (norms + 40_000 + 500)
+    smaller_than_a_layer = training(replace(sizes, max_live=20_000), ranks=2)
+    assert smaller_than_a_layer.gathered_bytes == 2 * (norms + 20_000 + 2 * 64 * 128 + 500)
     assert alone.bucket_bytes == 2 * 10**6, "the bucket has its full size for every model"
     # All gradients are in the bucket until backward ends, when they are copied to a flat buffer.
     largest = 64 * 128
