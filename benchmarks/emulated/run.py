@@ -27,7 +27,8 @@ from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.workload import Workload
-from perf_model.training_run.job import REDUCE_BUCKET_SIZE, Job
+from perf_model.training_run.job import Job
+from perf_model.training_run.training_memory import DEFAULT_SIZES
 from tests.software_gpu import plugged, settings
 
 SEQUENCE = 2048
@@ -127,7 +128,7 @@ class EmulatedRun:
         One weight of the small model stands for more parameters than DeepSpeed gathers ahead, so it gathers none ahead.
         """
         return {
-            "reduce_bucket_size": round(REDUCE_BUCKET_SIZE / (self.scale * self.ranks)),
+            "reduce_bucket_size": round(DEFAULT_SIZES.reduce_bucket / (self.scale * self.ranks)),
             "stage3_prefetch_bucket_size": 0,
             "stage3_param_persistence_threshold": LARGEST_PERSISTENT,
         }
@@ -135,7 +136,7 @@ class EmulatedRun:
     @property
     def share_of_bucket(self) -> float:
         """Return the share of the gradients that are in one bucket."""
-        return min(1.0, REDUCE_BUCKET_SIZE / self.job.shape.numel)
+        return min(1.0, DEFAULT_SIZES.reduce_bucket / self.job.shape.numel)
 
     @property
     def gpu_memory_gb(self) -> float:

@@ -16,7 +16,7 @@ from perf_model.schedule.cutting import PIECE_MULTIPLE
 from perf_model.schedule.rules import PlacementRules, RulesError
 from perf_model.search.budgets import GPU_MARGIN_BYTES, DoesNotFit
 from perf_model.search.unit_sizes import UNIT_SIZES
-from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, find_remedy, forecast
+from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, find_remedy, forecast, limits_to_lift
 from perf_model.training_run.hf_config import read_hf_config
 from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE, Job
 from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS
@@ -51,7 +51,7 @@ class Inputs:
             return forecast(self.job, self.profile, self.limits, self.overlap, self.unit_sizes, PUBLISHED_OVERHEADS)
         except DoesNotFit as error:
             remedy = find_remedy(self.job, self.profile, self.limits)
-            raise DoesNotFit(error.missing, remedy) from None
+            raise DoesNotFit(error.missing, f"{limits_to_lift(error.missing)}\n{remedy}") from None
 
 
 def read_inputs(options: argparse.Namespace, world_size: int | None, micro_batch: int) -> Inputs:
@@ -70,6 +70,7 @@ def read_inputs(options: argparse.Namespace, world_size: int | None, micro_batch
         accumulation=options.accumulation,
         offload_param=options.offload_param,
         trainable_share=options.trainable_share,
+        attention=options.attention,
         sub_group_size=DEFAULT_SUB_GROUP_SIZE if options.sub_group_size is None else options.sub_group_size,
     )
     if options.rules is not None:

@@ -66,6 +66,7 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
         "memory": {
             "gpu_peak_bytes": found.memory.gpu_bytes,
             "host_bytes": found.memory.host_bytes,
+            "reserved_host_bytes": found.reserved_host_bytes,
             "pinned_bytes": found.memory.pinned_bytes,
         },
         "placement": {placement.value: placements.count(placement) for placement in Placement},
@@ -231,7 +232,11 @@ def _memory(found: Forecast, inputs: Inputs) -> str:
     pinned = None if limits.pinned is None else limits.pinned * ranks
     kinds = (
         *([("GPU", found.memory.gpu_bytes, limits.gpu)] if inputs.profile.has_accelerator else []),
-        ("host", found.memory.host_bytes, limits.host),
+        (
+            f"host with {gigabytes(found.reserved_host_bytes)} for the system and processes",
+            found.memory.host_bytes,
+            limits.host,
+        ),
         ("of which pinned", found.memory.pinned_bytes, pinned),
     )
     return "   ".join(

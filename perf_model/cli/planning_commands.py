@@ -17,6 +17,7 @@ from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.published.runs import RunsError
 from perf_model.search.budgets import GPU_MARGIN_BYTES, DoesNotFit
+from perf_model.training_run.activations import SCORE_BYTES
 from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE
 from perf_model.training_run.model import ModelError
 from perf_model.units import GB
@@ -111,6 +112,8 @@ def _add_machine_and_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trainable-share", type=_share, default=1.0, metavar="SHARE", help=trainable)
     no_recompute = "keep activations, instead of recomputing them in backward"
     parser.add_argument("--no-recompute", action="store_true", help=no_recompute)
+    attention = "the kernels of attention: all but flash keep the scores in GPU memory; default: flash"
+    parser.add_argument("--attention", choices=tuple(SCORE_BYTES), default="flash", help=attention)
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:

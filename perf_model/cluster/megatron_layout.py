@@ -11,7 +11,7 @@ from itertools import product
 
 from perf_model.cluster.layouts import Cluster
 from perf_model.cluster.pipeline import batch_s, bubble_share, micro_batches_in_flight
-from perf_model.training_run.job import CUDA_CONTEXT_BYTES, PARAM_BYTES, Job
+from perf_model.training_run.job import PARAM_BYTES, Job
 from perf_model.training_run.micro_batch import PhaseRates
 
 STATE_BYTES_PER_PARAM = 18
@@ -86,7 +86,7 @@ def _gpu_bytes(job: Job, stages: int, micro_batches: int) -> float:
     """Return the peak GPU memory of the first stage: its states, and the activations of micro-batches in flight."""
     in_flight = micro_batches_in_flight(stages, micro_batches)
     states_bytes = STATE_BYTES_PER_PARAM * job.shard_numel / stages
-    return CUDA_CONTEXT_BYTES + states_bytes + job.activation_bytes * in_flight / stages
+    return job.memory.context_bytes + states_bytes + job.activation_bytes * in_flight / stages
 
 
 def _iteration_s(job: Job, stages: int, data_parallel: int, rates: PhaseRates, global_batch: int) -> float:

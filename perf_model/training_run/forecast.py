@@ -22,6 +22,7 @@ from perf_model.search.plan_request import PlanRequest, SizedPlan, without_accel
 from perf_model.search.planner import PlannedUpdate, require_memory
 from perf_model.search.starting_points import MAX_SLOTS
 from perf_model.search.unit_sizes import UNIT_SIZES
+from perf_model.training_run.host_reserve import reserved_host_bytes
 from perf_model.training_run.job import PARAM_BYTES, GradientPath, Job
 from perf_model.training_run.micro_batch import NO_OVERHEADS, Overheads, PhaseRates
 from perf_model.units import gigabytes
@@ -88,7 +89,8 @@ Outcome = PredictedIteration | Infeasible
 class MemoryLimits:
     """Memory in bytes: ``gpu`` per GPU, ``host`` per node, ``pinned`` per rank; None is unlimited.
 
-    The plan leaves ``gpu_margin`` of the GPU memory free. What needs no planner, such as stock DeepSpeed, may use it.
+    Every way to train leaves ``gpu_margin`` of the GPU memory free. Only units that rules by name place on the GPU may
+    use it, as in training.
     """
 
     gpu: int | None
@@ -112,9 +114,10 @@ NO_OVERLAP = Overlap(backward=False, forward=False)
 class Forecast:
     """The predicted iteration with the best plan, and with the alternatives (``baselines``).
 
-    ``memory`` has ``gpu_bytes`` per GPU and the other bytes per node, including the model and its activations on the
-    device that trains. It is the peak of every phase, because the memory of the optimizer is also reserved during
-    forward and backward. The plan was found for ``request``.
+    ``memory`` has ``gpu_bytes`` per GPU and the other bytes per node, including the model, its activations and the
+    cache of PyTorch on the device that trains, and ``reserved_host_bytes`` of host memory for everything else. It is
+    the peak of every phase, because the memory of the optimizer is also reserved during forward and backward. The plan
+    was found for ``request``.
     """
 
     job: Job
@@ -123,6 +126,7 @@ class Forecast:
     predicted: PredictedIteration
     baselines: dict[str, Outcome]
     memory: MemoryUse
+    reserved_host_bytes: int
 
     @property
     def planned(self) -> PlannedUpdate:
@@ -164,7 +168,8 @@ def forecast(
     and ``ProfileError`` if the profile lacks a rate.
     """
     found = forecast_plan(job, profile, limits, overlap, unit_sizes, overheads)
-    return replace(found, baselines=_Predictor(job, profile, limits, overlap, overheads).baselines(found.planned))
+    predictor = _Predictor(job, profile, limits, overlap, overheads)
+    return replace(found, baselines=predictor.baselines(found.planned, found.budgets))
 
 
 def forecast_plan(
@@ -187,7 +192,21 @@ def forecast_plan(
         predicted=predictor.iteration(planned.update_s, planned.exposed_s, GradientPath.for_plan(planned.plan)),
         baselines={},
         memory=predictor.memory(planned.memory),
+        reserved_host_bytes=predictor.reserved_host_bytes,
     )
+
+
+LIMITS_TO_LIFT = {
+    "gpu_bytes": "--gpu-memory-gb, which leaves --gpu-memory-margin-gb free",
+    "host_bytes": "--host-memory-gb, which has room for the system and the processes",
+    "pinned_bytes": "--pinned-memory-gb",
+}
+"""The option of each budget that may be exceeded."""
+
+
+def limits_to_lift(missing: Iterable[str]) -> str:
+    """Return which options limit the budgets ``missing``."""
+    return f"It is limited by {'; and by '.join(LIMITS_TO_LIFT[name] for name in missing)}."
 
 
 def find_remedy(job: Job, profile: HardwareProfile, limits: MemoryLimits) -> str:
@@ -242,11 +261,16 @@ class _Predictor:
             backward_s=self._compute_s if overlap.backward else 0.0,
             forward_s=self._forward_s if overlap.forward else 0.0,
         )
-        host = None if limits.host is None else limits.host // job.ranks_on_node
-        self._training_limit = limits.gpu if profile.has_accelerator else host
-        left_bytes = None if self._training_limit is None else self._training_limit - job.gpu_bytes
+        self.reserved_host_bytes = reserved_host_bytes(job.ranks_on_node, has_gpu=profile.has_accelerator)
+        host = None if limits.host is None else (limits.host - self.reserved_host_bytes) // job.ranks_on_node
+        self._training_limit = _less(limits.gpu, limits.gpu_margin) if profile.has_accelerator else host
+        self._training_bytes = job.gpu_bytes if profile.has_accelerator else job.memory.allocated_bytes
+        left_bytes = _less(self._training_limit, self._training_bytes)
         self.cost = CostModel.from_profile(profile, PARAM_BYTES, params_on_host=job.offload_param)
         if profile.has_accelerator:
+            if left_bytes is not None and left_bytes >= 0:
+                # PyTorch gives up its cache if training needs the memory, but a plan takes its memory for good.
+                left_bytes = max(0, left_bytes + limits.gpu_margin - job.memory.cache_bytes)
             self._available = Budgets(gpu_bytes=left_bytes, host_bytes=host, pinned_bytes=limits.pinned)
         else:
             # The model is in host memory, too, and there is no accelerator to stream to.
@@ -274,7 +298,7 @@ class _Predictor:
     @property
     def fits(self) -> bool:
         """Return whether a plan fits; the size of the units makes no difference."""
-        if self._training_limit is not None and self._training_limit < self._job.gpu_bytes:
+        if self._training_limit is not None and self._training_limit < self._training_bytes:
             return False
         try:
             size = max(UNIT_SIZES)
@@ -286,15 +310,15 @@ class _Predictor:
 
     def why_never(self) -> str:
         """Return the remedy if no number of ranks fits. Call this on the predictor with the largest number of ranks."""
-        job, limit = self._job, self._training_limit
-        if limit is None or job.gpu_bytes <= limit:
+        job, limit, taken_bytes = self._job, self._training_limit, self._training_bytes
+        if limit is None or taken_bytes <= limit:
             return f"No number of ranks up to {MAX_RANKS:,} makes it fit."
-        memory = "GPU memory" if self._profile.has_accelerator else "host memory per rank"
+        memory = "GPU memory less the margin" if self._profile.has_accelerator else "host memory per rank"
         rule = (
-            f"No number of ranks makes it fit: without the optimizer, training takes {gigabytes(job.gpu_bytes)} of the "
-            f"{gigabytes(limit)} of {memory}, {gigabytes(job.activation_bytes)} of them for activations."
+            f"No number of ranks makes it fit: without the optimizer, training takes {gigabytes(taken_bytes)} of the "
+            f"{gigabytes(max(0, limit))} of {memory}, {gigabytes(job.activation_bytes)} of them for activations."
         )
-        if job.gpu_bytes - job.activation_bytes > limit:
+        if taken_bytes - job.activation_bytes > limit:
             return f"{rule} Train on a machine with more memory."
         without = "" if job.recompute else ", or leave out --no-recompute"
         return f"{rule} Lower --micro-batch or --sequence{without}."
@@ -302,12 +326,17 @@ class _Predictor:
     def memory(self, optimizer: MemoryUse) -> MemoryUse:
         """Return the memory of training: per GPU, and of all ranks of a node; ``optimizer`` is that of one rank."""
         ranks, has_gpu = self._job.ranks_on_node, self._profile.has_accelerator
-        model_bytes = self._job.gpu_bytes
+        host_bytes = optimizer.host_bytes + (0 if has_gpu else self._training_bytes)
         return MemoryUse(
-            gpu_bytes=model_bytes + optimizer.gpu_bytes if has_gpu else 0,
-            host_bytes=ranks * (optimizer.host_bytes if has_gpu else model_bytes + optimizer.host_bytes),
+            gpu_bytes=self._with_cache(self._training_bytes + optimizer.gpu_bytes) if has_gpu else 0,
+            host_bytes=self.reserved_host_bytes + ranks * host_bytes,
             pinned_bytes=ranks * optimizer.pinned_bytes,
         )
+
+    def _with_cache(self, gpu_bytes: int) -> int:
+        """Return ``gpu_bytes`` and those of PyTorch's cache, as far as the GPU has memory for it."""
+        held_bytes = gpu_bytes + self._job.memory.cache_bytes
+        return held_bytes if self._limits.gpu is None else max(gpu_bytes, min(held_bytes, self._limits.gpu))
 
     def iteration(self, update_s: float, exposed_s: float, gradients: GradientPath) -> PredictedIteration:
         """Return the iteration; each backward takes at least as long as the copies of its gradients."""
@@ -330,19 +359,21 @@ class _Predictor:
             mfu=None if peak is None else job.mfu(found.iteration_s, peak),
         )
 
-    def baselines(self, planned: PlannedUpdate) -> dict[str, Outcome]:
+    def baselines(self, planned: PlannedUpdate, budgets: Budgets) -> dict[str, Outcome]:
         """Return the alternatives: of our runtime on the same units, and of DeepSpeed on its sub-groups.
 
-        Twin-Flow gets as much GPU memory as the plan takes.
+        Twin-Flow gets as much GPU memory as the plan takes. All of them keep to the ``budgets`` of the plan.
         """
         workload = planned.plan.workload
         sub_groups = Workload.from_numels(workload.sub_group_numels)
         predictions: dict[str, Callable[[], Outcome]] = {
-            "stock": lambda: self._deepspeed(sub_groups, residents=0),
-            "twin_flow": lambda: self._deepspeed(sub_groups, _residents_in(planned.memory.gpu_bytes, sub_groups)),
-            "all_cpu": lambda: self._fixed_placements(workload, place_all(workload, Placement.CPU)),
-            "all_streamed": lambda: self._fixed_placements(workload, place_all(workload, Placement.STREAMED)),
-            "stride_2": lambda: self._fixed_placements(workload, place_by_stride(workload, 2)),
+            "stock": lambda: self._deepspeed(budgets, sub_groups, residents=0),
+            "twin_flow": lambda: self._deepspeed(
+                budgets, sub_groups, _residents_in(planned.memory.gpu_bytes, sub_groups)
+            ),
+            "all_cpu": lambda: self._fixed_placements(budgets, workload, place_all(workload, Placement.CPU)),
+            "all_streamed": lambda: self._fixed_placements(budgets, workload, place_all(workload, Placement.STREAMED)),
+            "stride_2": lambda: self._fixed_placements(budgets, workload, place_by_stride(workload, 2)),
             "no_offload": lambda: self._no_offload(workload),
         }
         if Placement.STREAMED in self.cost.placements:
@@ -354,32 +385,38 @@ class _Predictor:
             for name, predict in predictions.items()
         }
 
-    def _fixed_placements(self, workload: Workload, placements: tuple[Placement, ...]) -> Outcome:
+    def _fixed_placements(self, budgets: Budgets, workload: Workload, placements: tuple[Placement, ...]) -> Outcome:
         """Return the iteration of our runtime with these placements and the most slots that fit."""
         missing: dict[str, int] = {}
         for num_slots in range(MAX_SLOTS, 0, -1):
             plan = UpdatePlan(workload=workload, placements=placements, num_slots=num_slots)
-            missing = self._available.missing(memory_of(plan, self._job.setup))
+            missing = budgets.missing(memory_of(plan, self._job.setup))
             if not missing:
                 update = self._request_of_all_memory(()).evaluate(plan)
                 return self.iteration(update.update_s, update.exposed_s, GradientPath.for_plan(plan))
         return Infeasible(reason=DoesNotFit(missing).rule)
 
-    def _deepspeed(self, workload: Workload, residents: int) -> Outcome:
+    def _deepspeed(self, budgets: Budgets, workload: Workload, residents: int) -> Outcome:
         """Return the iteration of stock DeepSpeed, or Twin-Flow: the actions run one by one, and nothing is hidden."""
         plan = _plan_of_deepspeed(workload, residents)
-        if missing := self._available.missing(MemoryUse.from_reservations(reserved_by_stock(plan, PARAM_BYTES))):
+        if missing := budgets.missing(MemoryUse.from_reservations(reserved_by_stock(plan, PARAM_BYTES))):
             return Infeasible(reason=DoesNotFit(missing).rule)
         cost = CostModel.for_stock(self._profile, PARAM_BYTES, params_on_host=self._job.offload_param)
         update_s = simulate(serial_schedule(plan.placements), workload, cost).end_s
         return self.iteration(update_s, update_s, GradientPath.for_stock(plan))
 
     def _no_offload(self, workload: Workload) -> Outcome:
-        needed = self._job.gpu_bytes + NO_OFFLOAD_BYTES_PER_PARAM * workload.numel
-        if self._limits.gpu is not None and needed > self._limits.gpu:
-            return Infeasible(reason=f"does not fit: {gigabytes(needed)} of {gigabytes(self._limits.gpu)}")
+        needed = self._training_bytes + NO_OFFLOAD_BYTES_PER_PARAM * workload.numel
+        if self._training_limit is not None and needed > self._training_limit:
+            limit = f"{gigabytes(self._training_limit)} that --gpu-memory-gb and its margin leave"
+            return Infeasible(reason=f"does not fit: {gigabytes(needed)} of {limit}")
         update_s = self.cost.load(ActionKind.GPU_STEP, workload.numel).total_s
         return self.iteration(update_s, update_s, GradientPath())
+
+
+def _less(limit: int | None, taken_bytes: int) -> int | None:
+    """Return what is left of ``limit``, None if it is unlimited."""
+    return None if limit is None else limit - taken_bytes
 
 
 def _plan_of_deepspeed(workload: Workload, residents: int) -> UpdatePlan:

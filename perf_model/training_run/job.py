@@ -16,25 +16,20 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.rules import NO_RULES, PlacementRules
 from perf_model.schedule.workload import Partition, Workload, form_sub_groups
+from perf_model.training_run.activations import SCORE_BYTES, Activations
 from perf_model.training_run.micro_batch import MicroBatch
 from perf_model.training_run.model import ModelError, ModelShape, require_integer
+from perf_model.training_run.shards import shard_numel
+from perf_model.training_run.training_memory import TrainingMemory
 
 PARAM_BYTES = 2
 """Bytes per parameter of a bf16 model."""
-
-MAX_LIVE_PARAMETERS = 1_000_000_000
-REDUCE_BUCKET_SIZE = 500_000_000
-"""The most parameters that are gathered at a time, and per reduction bucket: DeepSpeed's defaults of
-``stage3_max_live_parameters`` and ``reduce_bucket_size``."""
 
 DEFAULT_SUB_GROUP_SIZE = 1_000_000_000
 """DeepSpeed's default of ``sub_group_size``, in parameters of one rank."""
 
 MAX_TOKENS = 10**7
 """The most tokens per rank and step. Up to this limit, all numbers of bytes stay below 2^63 for every model."""
-
-CUDA_CONTEXT_BYTES = 2**30
-"""GPU memory that the driver, cuBLAS and NCCL take; an assumption."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +77,8 @@ class Job:
     and are uploaded for each gather. ``trainable_share`` is the share of the parameters that are trained, with the
     others frozen, evenly in all layers: only they have gradients, states and an update. ``tensor_parallel`` ranks of a
     node divide the matrices of each layer and train the same sequences (AutoTP).
-    ``sub_group_size`` is that of DeepSpeed's config, in parameters of one rank, and ``rules`` are those of our block.
+    ``attention`` is a key of ``SCORE_BYTES``. ``sub_group_size`` is that of DeepSpeed's config, in parameters of one
+    rank, and ``rules`` are those of our block.
     Raise ``ModelError`` for an impossible number, and ``RulesError`` for a rule without effect on this model.
     """
 
@@ -96,6 +92,7 @@ class Job:
     offload_param: bool = False
     trainable_share: float = 1.0
     tensor_parallel: int = 1
+    attention: str = "flash"
     sub_group_size: int = DEFAULT_SUB_GROUP_SIZE
     rules: PlacementRules = NO_RULES
 
@@ -111,6 +108,9 @@ class Job:
         }
         for key, limit in maxima.items():
             require_integer(key, getattr(self, key), 1, limit, f"Correct --{key.replace('_', '-')}.")
+        if self.attention not in SCORE_BYTES:
+            kinds = ", ".join(SCORE_BYTES)
+            raise ModelError(f"attention: must be one of {kinds}, found {self.attention}.\nCorrect --attention.")
         if self.micro_batch * self.sequence > MAX_TOKENS:
             rule = (
                 f"micro_batch: must be at most {MAX_TOKENS:,} tokens in all, with {self.sequence} tokens per sequence"
@@ -158,25 +158,20 @@ class Job:
     @cached_property
     def _partitions(self) -> list[Partition]:
         parameters = self.shape.parameters()
-        return [Partition(name, self._partition_numel(self._shard_numel(name, numel))) for name, numel in parameters]
+        return [
+            Partition(name, self._partition_numel(shard_numel(name, numel, self.tensor_parallel)))
+            for name, numel in parameters
+        ]
 
     def _partition_numel(self, numel: int) -> int:
         """Return the trained parameters of one rank among ``numel`` parameters, rounded up."""
         trained = numel if self.trainable_share == 1 else math.ceil(self.trainable_share * numel)
         return -(-trained // self.data_parallel)
 
-    def _shard_numel(self, name: str, numel: int) -> int:
-        """Return the elements of a parameter that a tensor-parallel rank has.
-
-        AutoTP divides matrices. Norms and biases are counted as whole, although it divides some of the biases.
-        """
-        is_vector = "norm" in name or ".ln_" in name or name.endswith(".bias")
-        return numel if is_vector else -(-numel // self.tensor_parallel)
-
     @cached_property
     def shard_numel(self) -> int:
         """Return the parameters of one tensor-parallel rank, which its data-parallel ranks partition."""
-        return sum(self._shard_numel(name, numel) for name, numel in self.shape.parameters())
+        return sum(shard_numel(name, numel, self.tensor_parallel) for name, numel in self.shape.parameters())
 
     @property
     def data_parallel(self) -> int:
@@ -246,25 +241,25 @@ class Job:
         """Return the model FLOPs utilisation: forward and backward, without recomputation, over the GPU's peak."""
         return self.accumulation * self._iteration_flops(recompute=False) / (iteration_s * peak_flops)
 
+    @cached_property
+    def memory(self) -> TrainingMemory:
+        """Return the GPU memory that training takes in addition to the optimizer."""
+        activations = Activations(
+            shape=self.shape,
+            tokens=self.micro_batch * self.sequence,
+            sequence=self.sequence,
+            recompute=self.recompute,
+            attention=self.attention,
+            tensor_parallel=self.tensor_parallel,
+        )
+        return TrainingMemory(activations=activations, world_size=self.world_size, params_on_host=self.offload_param)
+
     @property
     def gpu_bytes(self) -> int:
-        """Return the peak of the GPU memory that training takes in addition to the optimizer."""
-        numel = self.shard_numel
-        partition_bytes = PARAM_BYTES * -(-numel // self.data_parallel)
-        gathered_bytes = PARAM_BYTES * min(numel, MAX_LIVE_PARAMETERS) if self.data_parallel > 1 else 0
-        bucket_bytes = PARAM_BYTES * min(numel, REDUCE_BUCKET_SIZE)
-        return CUDA_CONTEXT_BYTES + partition_bytes + gathered_bytes + bucket_bytes + self.activation_bytes
+        """Return the peak of the GPU memory without which training fails, in addition to the optimizer."""
+        return self.memory.gpu_bytes
 
     @property
     def activation_bytes(self) -> int:
-        """Return the bytes of the 16-bit activations of a transformer (arXiv 2205.05198, section 4.1).
-
-        A layer takes 34 bytes per token and hidden unit, of which tensor-parallel ranks divide 24 (section 4.2.1);
-        attention scores are never stored. With recomputation, every layer takes 2 bytes, and one layer takes all of
-        them. Logits are stored in 16 bits, and in fp32 with their gradient; AutoTP gathers them on every rank.
-        """
-        tokens = self.micro_batch * self.sequence
-        layer_bytes = (10 + -(-24 // self.tensor_parallel)) * tokens * self.shape.hidden
-        checkpoints_bytes = 2 * tokens * self.shape.hidden * self.shape.layers
-        layers_bytes = layer_bytes + checkpoints_bytes if self.recompute else layer_bytes * self.shape.layers
-        return layers_bytes + (2 + 4 + 4) * tokens * self.shape.vocab
+        """Return the peak of the activations."""
+        return self.memory.activations.peak_bytes

@@ -100,7 +100,7 @@ def test_every_preset_is_planned_for(machine: str, model: str, capsys: pytest.Ca
     assert set(predicted) == KEYS
     assert set(found["baselines"]) == BASELINES
     assert set(found["placement"]) == {"cpu", "streamed", "resident"}
-    assert set(found["memory"]) == {"gpu_peak_bytes", "host_bytes", "pinned_bytes"}
+    assert set(found["memory"]) == {"gpu_peak_bytes", "host_bytes", "reserved_host_bytes", "pinned_bytes"}
     assert 0 < found["lower_bound_s"] <= predicted["exposed_update_s"] * (1 + 1e-9)
     assert found["ratio_to_bound"] == pytest.approx(predicted["exposed_update_s"] / found["lower_bound_s"])
     assert found["work_lower_bound_s"] <= predicted["update_s"] * (1 + 1e-9)
@@ -126,7 +126,7 @@ def test_every_preset_is_planned_for(machine: str, model: str, capsys: pytest.Ca
 def test_plan_prints_the_figures_of_every_alternative_and_the_block_to_paste(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["plan", *job(gpu_memory_gb=40)]) == 0
+    assert main(["plan", *job(gpu_memory_gb=50)]) == 0
     shown = capsys.readouterr().out
     for expected in (
         "13B (11.25 B parameters) on 4 x H100-80GB, 2.81 B per rank",
@@ -136,7 +136,7 @@ def test_plan_prints_the_figures_of_every_alternative_and_the_block_to_paste(
         "Twin-Flow",
         "all on the CPU",
         "all streamed",
-        "no offload: does not fit: 51.3 GB of 40.0 GB",
+        "no offload: does not fit: 55.2 GB of 48.0 GB that --gpu-memory-gb and its margin leave",
         "exposed + hidden",
         "lower bound of the update, exposed time that cannot be hidden (501 ms backward, 184 ms next forward "
         "available)",
@@ -151,11 +151,11 @@ def test_plan_prints_the_figures_of_every_alternative_and_the_block_to_paste(
 
 
 def test_memory_limits_move_units_off_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    limits = (80, 30, 14)
+    limits = (80, 40, 24.2)
     large, small, none = (planned(capsys, job(gpu_memory_gb=limit, unit_size=10**8)) for limit in limits)
     assert large["placement"]["resident"] > small["placement"]["resident"] > none["placement"]["resident"]
     assert none["placement"]["resident"] == 1, "only the norms, which are a short unit of their own, fit"
-    for found, limit in ((large, 80), (small, 30), (none, 12)):
+    for found, limit in zip((large, small, none), limits, strict=True):
         assert found["memory"]["gpu_peak_bytes"] <= limit * 1e9
     seconds = [found["predicted"]["exposed_update_s"] for found in (large, small, none)]
     assert seconds == sorted(seconds)
@@ -165,11 +165,11 @@ def test_memory_limits_move_units_off_the_gpu(capsys: pytest.CaptureFixture[str]
 def test_overlap_hides_time_and_never_adds_any(capsys: pytest.CaptureFixture[str]) -> None:
     exposed_s = {}
     for overlap in ("none", "backward", "forward", "both"):
-        found = planned(capsys, job(gpu_memory_gb=20, overlap=overlap))
+        found = planned(capsys, job(gpu_memory_gb=30, overlap=overlap))
         exposed_s[overlap] = found["predicted"]["exposed_update_s"]
         assert exposed_s[overlap] <= found["predicted"]["update_s"] * (1 + 1e-9)
     assert exposed_s["both"] < min(exposed_s["forward"], exposed_s["backward"]) < exposed_s["none"]
-    assert planned(capsys, job(gpu_memory_gb=20))["predicted"]["exposed_update_s"] == exposed_s["both"], "the default"
+    assert planned(capsys, job(gpu_memory_gb=30))["predicted"]["exposed_update_s"] == exposed_s["both"], "the default"
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_the_block_to_paste_disables_overlap_that_was_not_predicted(
 def test_the_lower_bound_names_the_time_that_is_available_to_hide_the_update(
     overlap: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", *job(gpu_memory_gb=20, overlap=overlap)]) == 0
+    assert main(["plan", *job(gpu_memory_gb=30, overlap=overlap)]) == 0
     shown = capsys.readouterr().out
     assert f"lower bound of the {expected}" in shown
     assert ("exposed and hidden time together" in shown) == (overlap != "none")
@@ -208,9 +208,9 @@ def test_the_lower_bound_names_the_time_that_is_available_to_hide_the_update(
 @pytest.mark.parametrize(
     ("limits", "expected"),
     [
-        ({"gpu_memory_gb": 10}, ["gpu memory by 1.9 GB per rank", "It fits with 8 ranks"]),
-        ({"gpu_memory_gb": 15, "host_memory_gb": 100}, ["host memory by", "It fits with 8 ranks"]),
-        ({"gpu_memory_gb": 15, "pinned_memory_gb": 2}, ["pinned memory by"]),
+        ({"gpu_memory_gb": 16}, ["gpu memory by 1.8 GB per rank", "--gpu-memory-margin-gb", "It fits with 8 ranks"]),
+        ({"gpu_memory_gb": 25, "host_memory_gb": 130}, ["host memory by", "--host-memory-gb", "It fits with 8 ranks"]),
+        ({"gpu_memory_gb": 25, "pinned_memory_gb": 2}, ["pinned memory by", "--pinned-memory-gb"]),
     ],
 )
 def test_when_nothing_fits_the_error_names_a_size_that_fits(
@@ -371,7 +371,7 @@ def test_simulate_prints_a_grid_and_writes_a_trace_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "new"
-    arguments = job(model="7B", gpu_memory_gb=16)
+    arguments = job(model="7B", gpu_memory_gb=26)
     assert main(["simulate", *arguments, "--output", str(folder)]) == 0
     shown = capsys.readouterr().out
     names = {event["name"] for event in json.loads((folder / "timeline.json").read_text())["traceEvents"]}
@@ -387,7 +387,7 @@ def test_simulate_prints_a_grid_and_writes_a_trace_and_a_picture(
 
 
 def test_explain_prints_the_cost_of_moving_a_unit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", *job(gpu_memory_gb=20, unit_size=100_000_000)]) == 0
+    assert main(["explain", *job(gpu_memory_gb=30, unit_size=100_000_000)]) == 0
     shown = capsys.readouterr().out
     for expected in (
         "Busy time of each resource",
@@ -404,7 +404,7 @@ def test_explain_cuts_nothing_off_on_a_narrow_screen(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["explain", *job(gpu_memory_gb=25, unit_size=20_000_000)]) == 0
+    assert main(["explain", *job(gpu_memory_gb=35, unit_size=20_000_000)]) == 0
     shown = capsys.readouterr().out
     assert "FLUSH_STATES " in shown
     assert "\u2026" not in shown
