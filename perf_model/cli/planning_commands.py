@@ -7,11 +7,15 @@ missing package, if numpy cannot be imported. The module of a command is importe
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from perf_model.cli.command_parser import CommandParser, error_text, integer, parameters
+from perf_model.json_input import shorten
 from perf_model.prediction.hardware import ProfileError
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
@@ -22,7 +26,7 @@ from perf_model.training_run.model import ModelError
 from perf_model.units import GB
 
 
-def add_planning_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_planning_commands(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Add the parser of each planning command to ``commands``.
 
     Each parser sets the option ``run``: a function that takes the options and returns the exit code.
@@ -66,7 +70,7 @@ def add_planning_commands(commands: argparse._SubParsersAction[argparse.Argument
 
 
 def _add_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    commands: argparse._SubParsersAction[CommandParser],
     name: str,
     about: str,
     run: Callable[[argparse.Namespace], int],
@@ -80,17 +84,22 @@ def _add_machine_and_model(parser: argparse.ArgumentParser) -> None:
     machines, models = ", ".join(MACHINES), ", ".join(MODELS)
     profile = f"the machine: a JSON file written by 'deep-opt-states profile', or a preset: {machines}"
     parser.add_argument("--profile", required=True, help=profile)
-    parser.add_argument("--model", required=True, help=f"a Hugging Face config.json, or a preset: {models}")
-    parser.add_argument("--ranks-per-node", type=int, required=True, help="ranks that share a host")
-    parser.add_argument("--sequence", type=int, required=True, help="tokens per sequence")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", help=f"a Hugging Face config.json, or a preset: {models}")
+    model.add_argument("--params", type=parameters, metavar="N", help="a dense model of so many parameters, as in 32e9")
+    for name in ("layers", "hidden"):
+        about = f"{name} of the model of --params; default: plausible for its number of parameters"
+        parser.add_argument(f"--{name}", type=integer, help=about)
+    parser.add_argument("--ranks-per-node", type=integer, required=True, help="ranks that share a host")
+    parser.add_argument("--sequence", type=integer, required=True, help="tokens per sequence")
     no_recompute = "keep activations, instead of recomputing them in backward"
     parser.add_argument("--no-recompute", action="store_true", help=no_recompute)
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
     """Add one world size and one micro-batch."""
-    parser.add_argument("--world-size", type=int, required=True, help="ranks, one per GPU")
-    parser.add_argument("--micro-batch", type=int, required=True, help="sequences per rank in one step")
+    parser.add_argument("--world-size", type=integer, required=True, help="ranks, one per GPU")
+    parser.add_argument("--micro-batch", type=integer, required=True, help="sequences per rank in one step")
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
@@ -101,11 +110,11 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     pinned = "page-locked host memory per rank; default: unlimited"
     parser.add_argument("--pinned-memory-gb", type=_bytes_of_gb, help=pinned)
     sub_group_size = f"sub_group_size of the DeepSpeed config; default: DeepSpeed's, {DEFAULT_SUB_GROUP_SIZE}"
-    parser.add_argument("--sub-group-size", type=int, help=sub_group_size)
+    parser.add_argument("--sub-group-size", type=integer, help=sub_group_size)
     rules = 'a JSON list of rules by name, as in "placement" of the config; default: everything is planned'
     parser.add_argument("--rules", type=Path, metavar="FILE", help=rules)
     unit_size = "parameters per unit of a rank, at most; default: the best of several sizes"
-    parser.add_argument("--unit-size", type=int, help=unit_size)
+    parser.add_argument("--unit-size", type=integer, help=unit_size)
     overlap = "the phases that the update is overlapped with; default: both, as in training"
     parser.add_argument("--overlap", choices=("none", "backward", "forward", "both"), default="both", help=overlap)
 
@@ -115,15 +124,22 @@ def _exit_code(run: Callable[[argparse.Namespace], int], options: argparse.Names
 
     Return 1 if nothing fits in memory or the reader of stdout has closed it, 2 for input that cannot be used.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name may have letters that the encoding of the terminal lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = run(options)
         # Otherwise the rest of the buffer would be written at exit, where an error cannot be caught.
         sys.stdout.flush()
     except DoesNotFit as error:
-        print(error, file=sys.stderr)
+        print(error_text(error), file=sys.stderr)
         return 1
     except (ModelError, ProfileError, RunsError) as error:
-        print(error, file=sys.stderr)
+        print(error_text(error), file=sys.stderr)
+        return 2
+    except MemoryError:
+        rule = "Planning must fit in the memory of this machine, found too little"
+        print(f"{rule}.\nPlan for fewer units: give a larger --unit-size or --sub-group-size.", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # A reader such as head has exited. Python flushes once more at exit: let it write to the null device.
@@ -169,7 +185,7 @@ def _bytes_of_gb(text: str) -> int:
     except ValueError:
         value = float("nan")
     if not 1e-9 <= value <= 1e9:
-        raise argparse.ArgumentTypeError(f"must be a number of GB (10^9 bytes) from 1e-9 to 1e9, found {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a number of GB (10^9 bytes) from 1e-9 to 1e9, found {shorten(text)}")
     return max(1, int(value * GB))
 
 
@@ -180,7 +196,6 @@ def _margin_of_gb(text: str) -> int:
 
 def _positive_integers(text: str) -> list[int]:
     """Parse integers separated by commas. Raise ``ArgumentTypeError`` unless all of them are positive."""
-    parts = text.split(",")
-    if not all(part.strip().isascii() and part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"must be positive integers separated by commas, found {text!r}")
-    return [int(part) for part in parts]
+    if not re.fullmatch(r"\s*0*[1-9][0-9]{0,18}\s*(,\s*0*[1-9][0-9]{0,18}\s*)*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"must be positive integers separated by commas, found {shorten(text)}")
+    return [int(part) for part in text.split(",")]

@@ -14,7 +14,7 @@ from perf_model.schedule.lowering import needed_slots, serial_schedule
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
-from perf_model.training_run.model import gpt
+from perf_model.training_run.families.decoder import gpt
 
 VOCAB = 51200
 POSITIONS = 2048

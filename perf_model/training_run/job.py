@@ -15,7 +15,7 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.rules import NO_RULES, PlacementRules
 from perf_model.schedule.workload import Partition, Workload, form_sub_groups
-from perf_model.training_run.model import ModelError, ModelShape, require_integer
+from perf_model.training_run.model import ModelError, ModelShape, has_weight_decay, require_integer
 
 PARAM_BYTES = 2
 """Bytes per parameter of a bf16 model."""
@@ -111,7 +111,7 @@ class Job:
         """
         groups: dict[bool, list[Partition]] = {True: [], False: []}
         for partition in self._partitions:
-            groups["norm" not in partition.name and not partition.name.endswith(".bias")].append(partition)
+            groups[has_weight_decay(partition.name)].append(partition)
         return [sub_group for group in groups.values() for sub_group in form_sub_groups(group, self.sub_group_size)]
 
     def workload(self, unit_size: int) -> Workload:
