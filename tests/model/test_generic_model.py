@@ -26,7 +26,8 @@ from tests.model.hugging_face_configs import parameters_of
 def test_a_generic_model_has_exactly_the_number_of_parameters(numel: int) -> None:
     shape = generic_model(numel)
     assert shape.numel == shape.active_numel == numel
-    assert shape.multiplied_numel == pytest.approx(numel, rel=0.1 if numel > 4e9 else 0.01)
+    looked_up = 0 if shape.aliases else shape.vocab * shape.hidden
+    assert shape.multiplied_numel + looked_up == pytest.approx(numel, rel=0.01)
 
 
 @given(st.integers(10**9, 10**12), st.none() | st.integers(1, 2_000), st.none() | st.integers(1, 10**5))
@@ -35,8 +36,7 @@ def test_layers_and_width_of_a_generic_model_are_those_that_are_given(
 ) -> None:
     try:
         shape = generic_model(numel, layers, hidden)
-    except ModelError as error:
-        assert str(error).startswith("--params: ")
+    except ModelError:
         return
     assert shape.numel == numel
     assert shape.layers == (layers or shape.layers)
@@ -157,7 +157,7 @@ REMEDY = "Give --params with the number of parameters, in place of --model."
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
-        ("deep_opt_states.meta_model", "KeyError: 'unheard'"),
+        pytest.param("deep_opt_states.meta_model", "KeyError: 'unheard'", marks=pytest.mark.thorough),
         ("deep_opt_states.no_such_module", "a child process that failed with exit code 1 ("),
     ],
 )
