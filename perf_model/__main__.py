@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
+from perf_model.cli.command_parser import CommandParser
 from perf_model.cli.planning_commands import add_planning_commands
 
 COMMANDS_THAT_NEED_TORCH = ("profile", "doctor", "report")
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raise ``SystemExit(2)``, from argparse, for unknown arguments.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m perf_model", description="Plan and predict interleaved optimizer offloading."
     )
     add_planning_commands(parser.add_subparsers(metavar="command", required=True))

@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "perf_model": set(),
     "perf_model.units": set(),
     "perf_model.json_input": set(),
-    "perf_model.schedule": set(),
+    "perf_model.schedule": {"perf_model.json_input"},
     "perf_model.prediction": {"perf_model.json_input", "perf_model.schedule", "perf_model.units"},
     "perf_model.search": {"perf_model.prediction", "perf_model.schedule", "perf_model.units"},
     "perf_model.replanning": {
@@ -44,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "perf_model.presets": {"perf_model.prediction", "perf_model.schedule", "perf_model.training_run"},
     "perf_model.published": {
+        "perf_model.json_input",
         "perf_model.prediction",
         "perf_model.presets",
         "perf_model.schedule",
@@ -69,6 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.zero.internals",
         "deep_opt_states.zero.plugin",
     },
+    "deep_opt_states.meta_model": set(),
     "deep_opt_states.names": set(),
     "deep_opt_states.config": {
         "deep_opt_states.names",
@@ -177,6 +179,8 @@ THIRD_PARTY: dict[str, set[str]] = {
     # The profiler uses DeepSpeed's Adam op, which no training has constructed yet.
     "deep_opt_states.profiler": {"torch", "deepspeed"},
     "deep_opt_states.doctor": {"torch", "deepspeed", "rich", "packaging"},
+    # A program of its own, which perf_model runs.
+    "deep_opt_states.meta_model": {"torch", "transformers"},
     "deep_opt_states.cli": {"rich", "deepspeed"},
 }
 """The third-party packages that each package, or the packages inside it, may import."""

@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from perf_model.cli.command_parser import CommandParser
 from perf_model.cli.planning_commands import add_planning_commands
 
 
@@ -18,9 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Raise ``SystemExit(2)``, from argparse, for unknown arguments.
     """
-    parser = argparse.ArgumentParser(
-        prog="deep-opt-states", description="Interleaved optimizer offloading for DeepSpeed."
-    )
+    parser = CommandParser(prog="deep-opt-states", description="Interleaved optimizer offloading for DeepSpeed.")
     commands = parser.add_subparsers(metavar="command", required=True)
     add_planning_commands(commands)
 

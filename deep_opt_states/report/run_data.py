@@ -24,6 +24,9 @@ FORMAT = 2
 INFO, STEPS, MEASURED, PREDICTED = "run.json", "steps.jsonl", "timeline.json", "predicted.json"
 PAGE = "report.html"
 
+MAX_RUN_BYTES = 10**10
+"""The size of the largest file of a run that is read. A long training writes more than a user's file may have."""
+
 
 class RunError(ValueError):
     """An error for a folder that has no readable run: the rule, the value found, and the remedy."""
@@ -134,11 +137,11 @@ class RecordedRun:
 
 
 def _parsed(path: Path) -> Any:
-    return parse_json(read_text(path))
+    return parse_json(read_text(path, MAX_RUN_BYTES))
 
 
 def _steps(path: Path) -> list[Mapping[str, float | None]]:
-    lines = read_text(path).splitlines()
+    lines = read_text(path, MAX_RUN_BYTES).splitlines()
     # A process that was killed may have written only a part of the last line.
     complete = [line for line in lines if line.endswith("}")]
     return [_step(parse_json(line)) for line in complete]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perf_model.cli.machine_options import read_machine
-from perf_model.json_input import parse_json, read_text
+from perf_model.json_input import parse_json, printable, read_text, reason
 from perf_model.prediction.hardware import HardwareProfile, ProfileError
 from perf_model.presets.machines import MACHINES, MachinePreset
 from perf_model.presets.models import MODELS
@@ -17,6 +17,7 @@ from perf_model.schedule.rules import PlacementRules, RulesError
 from perf_model.search.budgets import GPU_MARGIN_BYTES, DoesNotFit
 from perf_model.search.unit_sizes import UNIT_SIZES
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, find_remedy, forecast, limits_to_lift
+from perf_model.training_run.generic_model import generic_model
 from perf_model.training_run.hf_config import read_hf_config
 from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE, Job
 from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS
@@ -61,7 +62,7 @@ def read_inputs(options: argparse.Namespace, world_size: int | None, micro_batch
     """
     machine = read_machine(options)
     job = Job(
-        shape=_model(options.model),
+        shape=_model(options),
         world_size=machine.world_size() if world_size is None else world_size,
         ranks_per_node=machine.ranks_per_node(),
         micro_batch=micro_batch,
@@ -81,7 +82,8 @@ def read_inputs(options: argparse.Namespace, world_size: int | None, micro_batch
     for name in ("gpu_memory_gb", "gpu_memory_margin_gb"):
         if getattr(options, name) is not None and not profile.has_accelerator:
             option = f"--{name.replace('_', '-')}"
-            rule = f"{option}: needs a profile of a machine with a GPU, found {machine.path}, which has none."
+            found = printable(str(machine.path))
+            rule = f"{option}: needs a profile of a machine with a GPU, found {found}, which has none."
             raise ModelError(f"{rule}\nLeave it out, or plan for another machine.")
     return Inputs(
         job=job,
@@ -101,8 +103,15 @@ def read_inputs(options: argparse.Namespace, world_size: int | None, micro_batch
     )
 
 
-def _model(name: str) -> ModelShape:
-    return MODELS[name] if name in MODELS else read_hf_config(Path(name))
+def _model(options: argparse.Namespace) -> ModelShape:
+    """Return the preset, the model of the config.json, or one with the number of parameters ``--params``."""
+    if options.params is not None:
+        return generic_model(options.params, options.layers, options.hidden)
+    for name in ("layers", "hidden"):
+        if (value := getattr(options, name)) is not None:
+            rule = f"--{name}: must come with --params, found {value} with --model"
+            raise ModelError(f"{rule}.\nLeave it out: a preset or a config.json has the {name} of its model.")
+    return MODELS[options.model] if options.model in MODELS else read_hf_config(Path(options.model))
 
 
 def _with_rules(job: Job, path: Path) -> Job:
@@ -110,9 +119,9 @@ def _with_rules(job: Job, path: Path) -> Job:
     try:
         return replace(job, rules=PlacementRules.from_json(parse_json(read_text(path))))
     except RulesError as error:
-        raise ModelError(f"--rules {path}: {error}") from None
+        raise ModelError(f"--rules {printable(path)}: {error}") from None
     except (OSError, ValueError) as error:
-        rule = f"--rules: must be a readable file with a JSON list, found {path}: {error}."
+        rule = f"--rules: must be a readable file with a JSON list, found {printable(path)}: {reason(error)}."
         raise ModelError(f'{rule}\nFor example: [{{"match": "lm_head.*", "states": "resident"}}]') from None
 
 

@@ -136,10 +136,12 @@ def _print_screen(found: Forecast, inputs: Inputs) -> None:
     job, plan = found.job, found.planned.plan
     count = len(plan.placements)
     show(
-        f"{job.shape.name} ({billions(job.shape.numel)} parameters) on {job.world_size} x {_machine(inputs)}, "
+        f"{job.shape.description} on {job.world_size} x {_machine(inputs)}, "
         f"{billions(plan.workload.numel)} per rank, {count} units of {plan.workload.numel / count / 1e6:,.0f} M, "
         f"at most {found.unit_size / 1e6:,.0f} M"
     )
+    if job.shape.source:
+        show(f"model: {job.shape.source}")
     counts = "   ".join(f"{placement.value} {plan.placements.count(placement)}" for placement in Placement)
     show(f"{_origin(inputs)}\n\n  update   {counts}   {plan.schedule.num_slots} slots\n")
     units = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)

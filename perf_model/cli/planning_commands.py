@@ -7,11 +7,15 @@ missing package, if numpy cannot be imported. The module of a command is importe
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from perf_model.cli.command_parser import CommandParser, error_text, integer, parameters
+from perf_model.json_input import shorten
 from perf_model.prediction.hardware import ProfileError
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
@@ -23,7 +27,7 @@ from perf_model.training_run.model import ModelError
 from perf_model.units import GB
 
 
-def add_planning_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_planning_commands(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Add the parser of each planning command to ``commands``.
 
     Each parser sets the option ``run``: a function that takes the options and returns the exit code.
@@ -74,7 +78,7 @@ def add_planning_commands(commands: argparse._SubParsersAction[argparse.Argument
 
 
 def _add_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    commands: argparse._SubParsersAction[CommandParser],
     name: str,
     about: str,
     run: Callable[[argparse.Namespace], int],
@@ -91,21 +95,26 @@ def _add_machine_and_model(parser: argparse.ArgumentParser) -> None:
     machine = "a TOML file with a preset and figures of yours: cores, host_bandwidth_gb_per_s, link_gb_per_s, ..."
     parser.add_argument("--machine", type=Path, metavar="FILE", help=machine)
     parser.add_argument("--list", action=_ListMachines, help="list the presets with their figures, and exit")
-    parser.add_argument("--cores", type=int, help="cores of a node; default: as in the preset")
+    parser.add_argument("--cores", type=integer, help="cores of a node; default: as in the preset")
     host = "bandwidth of a node's host memory that is reached; default: as in the preset"
     parser.add_argument("--host-bandwidth-gb-per-s", type=float, metavar="GB", help=host)
     link = "rate of copies between host and one GPU, per direction; default: as in the preset"
     parser.add_argument("--link-gb-per-s", type=float, metavar="GB", help=link)
     network = "rate at which one GPU receives from other nodes; default: as in the preset"
     parser.add_argument("--network-gb-per-s", type=float, metavar="GB", help=network)
-    parser.add_argument("--model", required=True, help=f"a Hugging Face config.json, or a preset: {models}")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", help=f"a Hugging Face config.json, or a preset: {models}")
+    model.add_argument("--params", type=parameters, metavar="N", help="a dense model of so many parameters, as in 32e9")
+    for name in ("layers", "hidden"):
+        about = f"{name} of the model of --params; default: plausible for its number of parameters"
+        parser.add_argument(f"--{name}", type=integer, help=about)
     ranks = "ranks that share a host, one per GPU; default: gpus in the file of --machine"
-    parser.add_argument("--ranks-per-node", "--gpus-per-node", type=int, metavar="RANKS", help=ranks)
+    parser.add_argument("--ranks-per-node", "--gpus-per-node", type=integer, metavar="RANKS", help=ranks)
     nodes = "nodes, instead of --world-size; default: nodes in the file of --machine"
-    parser.add_argument("--nodes", type=int, help=nodes)
-    parser.add_argument("--sequence", type=int, required=True, help="tokens per sequence")
+    parser.add_argument("--nodes", type=integer, help=nodes)
+    parser.add_argument("--sequence", type=integer, required=True, help="tokens per sequence")
     accumulation = "micro-batches per step, with one update; default: %(default)s"
-    parser.add_argument("--accumulation", type=int, default=1, help=accumulation)
+    parser.add_argument("--accumulation", type=integer, default=1, help=accumulation)
     offload_param = "keep the 16-bit parameters in host memory (offload_param: cpu); default: on the GPU"
     parser.add_argument("--offload-param", action="store_true", help=offload_param)
     trainable = "share of the parameters that is trained, such as 0.01 with LoRA; default: %(default)g, all"
@@ -119,15 +128,15 @@ def _add_machine_and_model(parser: argparse.ArgumentParser) -> None:
 def _add_job(parser: argparse.ArgumentParser) -> None:
     """Add one world size and one micro-batch."""
     world_size = "ranks, one per GPU; default: nodes times ranks per node"
-    parser.add_argument("--world-size", type=int, help=world_size)
-    parser.add_argument("--micro-batch", type=int, required=True, help="sequences per rank in one step")
+    parser.add_argument("--world-size", type=integer, help=world_size)
+    parser.add_argument("--micro-batch", type=integer, required=True, help="sequences per rank in one step")
 
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
     """Add the GPUs, the global batch, the layouts to compare and the network."""
     gpus = "all GPUs of the cluster, one rank each; default: nodes times ranks per node"
-    parser.add_argument("--gpus", type=int, help=gpus)
-    parser.add_argument("--global-batch", type=int, required=True, help="sequences per iteration, over all GPUs")
+    parser.add_argument("--gpus", type=integer, help=gpus)
+    parser.add_argument("--global-batch", type=integer, required=True, help="sequences per iteration, over all GPUs")
     parser.add_argument("--tokens", type=_tokens, help="tokens to train on, for days and GPU-hours; for example 300e9")
     sizes = "tensor-parallel sizes to compare; default: powers of two inside a node"
     parser.add_argument("--tensor-parallel", type=_positive_integers, metavar="SIZES", help=sizes)
@@ -145,11 +154,11 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     pinned = "page-locked host memory per rank; default: unlimited"
     parser.add_argument("--pinned-memory-gb", type=_bytes_of_gb, help=pinned)
     sub_group_size = f"sub_group_size of the DeepSpeed config; default: DeepSpeed's, {DEFAULT_SUB_GROUP_SIZE}"
-    parser.add_argument("--sub-group-size", type=int, help=sub_group_size)
+    parser.add_argument("--sub-group-size", type=integer, help=sub_group_size)
     rules = 'a JSON list of rules by name, as in "placement" of the config; default: everything is planned'
     parser.add_argument("--rules", type=Path, metavar="FILE", help=rules)
     unit_size = "parameters per unit of a rank, at most; default: the best of several sizes"
-    parser.add_argument("--unit-size", type=int, help=unit_size)
+    parser.add_argument("--unit-size", type=integer, help=unit_size)
     overlap = "the phases that the update is overlapped with; default: both, as in training"
     parser.add_argument("--overlap", choices=("none", "backward", "forward", "both"), default="both", help=overlap)
 
@@ -173,15 +182,22 @@ def _exit_code(run: Callable[[argparse.Namespace], int], options: argparse.Names
 
     Return 1 if nothing fits in memory or the reader of stdout has closed it, 2 for input that cannot be used.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name may have letters that the encoding of the terminal lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = run(options)
         # Otherwise the rest of the buffer would be written at exit, where an error cannot be caught.
         sys.stdout.flush()
     except DoesNotFit as error:
-        print(error, file=sys.stderr)
+        print(error_text(error), file=sys.stderr)
         return 1
     except (ModelError, ProfileError, RunsError) as error:
-        print(error, file=sys.stderr)
+        print(error_text(error), file=sys.stderr)
+        return 2
+    except MemoryError:
+        rule = "Planning must fit in the memory of this machine, found too little"
+        print(f"{rule}.\nPlan for fewer units: give a larger --unit-size or --sub-group-size.", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # A reader such as head has exited. Python flushes once more at exit: let it write to the null device.
@@ -233,7 +249,7 @@ def _bytes_of_gb(text: str) -> int:
     except ValueError:
         value = float("nan")
     if not 1e-9 <= value <= 1e9:
-        raise argparse.ArgumentTypeError(f"must be a number of GB (10^9 bytes) from 1e-9 to 1e9, found {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a number of GB (10^9 bytes) from 1e-9 to 1e9, found {shorten(text)}")
     return max(1, int(value * GB))
 
 
@@ -255,10 +271,9 @@ def _share(text: str) -> float:
 
 def _positive_integers(text: str) -> list[int]:
     """Parse integers separated by commas. Raise ``ArgumentTypeError`` unless all of them are positive."""
-    parts = text.split(",")
-    if not all(part.strip().isascii() and part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"must be positive integers separated by commas, found {text!r}")
-    return [int(part) for part in parts]
+    if not re.fullmatch(r"\s*0*[1-9][0-9]{0,18}\s*(,\s*0*[1-9][0-9]{0,18}\s*)*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"must be positive integers separated by commas, found {shorten(text)}")
+    return [int(part) for part in text.split(",")]
 
 
 def _positive_integers_or_auto(text: str) -> list[int] | None:
@@ -273,5 +288,5 @@ def _tokens(text: str) -> float:
     except ValueError:
         value = float("nan")
     if not 1 <= value <= 1e18:
-        raise argparse.ArgumentTypeError(f"must be a number of tokens from 1 to 1e18, found {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a number of tokens from 1 to 1e18, found {shorten(text)}")
     return value

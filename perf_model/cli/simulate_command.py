@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from perf_model.cli.inputs import read_inputs
+from perf_model.json_input import printable, reason
 from perf_model.schedule.action import Lane
 from perf_model.schedule.schedule import format_grid
 from perf_model.training_run.model import ModelError
@@ -17,17 +18,18 @@ def run(options: argparse.Namespace) -> int:
     Raise ``ModelError`` if the folder cannot be written.
     """
     found = read_inputs(options, options.world_size, options.micro_batch).forecast()
+    # matplotlib takes a second to import.
+    from perf_model.prediction.draw import draw
+
     plan, timeline = found.planned.plan, found.planned.timeline
     phases = found.windows.phases(timeline, plan.workload)
     trace, picture = options.output / "timeline.json", options.output / "timeline.png"
     try:
         timeline.write_chrome_trace(trace, phases)
-    except OSError as error:
-        rule = f"--output: must be a folder that can be written, found {options.output}: {error.strerror}."
+        draw(timeline, picture, str(plan), phases)
+    except (OSError, ValueError) as error:
+        rule = f"--output: must be a folder that can be written, found {printable(options.output)}: {reason(error)}."
         raise ModelError(f"{rule}\nName another folder.") from None
-    from perf_model.prediction.draw import draw
-
-    draw(timeline, picture, str(plan), phases)
     predicted = found.predicted
     update_s, exposed_s, hidden_s = map(
         seconds, (predicted.update_s, predicted.exposed_update_s, predicted.hidden_update_s)
@@ -36,5 +38,5 @@ def run(options: argparse.Namespace) -> int:
     print(f"update {update_s}: {exposed_s} exposed, {hidden_s} hidden")
     for lane in Lane:
         print(f"{lane.value:8} busy {seconds(timeline.busy_s(lane))} of {update_s}")
-    print(f"\n{trace} (open it at https://ui.perfetto.dev)\n{picture}")
+    print(f"\n{printable(trace)} (open it at https://ui.perfetto.dev)\n{printable(picture)}")
     return 0

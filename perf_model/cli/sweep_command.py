@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 
 from perf_model.cli.inputs import read_inputs
+from perf_model.json_input import printable, reason
 from perf_model.schedule.placement import Placement
 from perf_model.search.budgets import DoesNotFit
 from perf_model.training_run.forecast import Forecast, Infeasible
@@ -77,10 +78,9 @@ def _write(rows: list[SweepRow], path: Path) -> None:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
             writer.writerows(rows)
-    except OSError as error:
-        raise ModelError(
-            f"--csv: must be a file that can be written, found {path}: {error.strerror}.\nName another file."
-        ) from None
+    except (OSError, ValueError) as error:
+        rule = f"--csv: must be a file that can be written, found {printable(path)}: {reason(error)}"
+        raise ModelError(f"{rule}.\nName another file.") from None
 
 
 def _print_table(rows: list[SweepRow]) -> None:

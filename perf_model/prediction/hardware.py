@@ -16,12 +16,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from perf_model.json_input import is_printable, parse_json, read_text, shorten
+from perf_model.json_input import is_unicode, parse_json, printable, read_text, reason, shorten
 
 VERSION = 2
 """The version of the JSON format."""
 
 _REMEDY = "Write a profile with: deep-opt-states profile --output profile.json"
+MAX_STRING = 10_000
+"""The most characters of a text in a profile. The longest are reasons why a quantity is waived."""
+
+_STRING = f"must be a string of at most {MAX_STRING:,} characters"
 _THREADS = re.compile("[1-9][0-9]{0,4}")
 
 
@@ -259,13 +263,17 @@ class HardwareProfile:
         try:
             text = read_text(path)
         except (OSError, ValueError) as error:
-            raise ProfileError(f"A profile must be a readable file, found {path}: {error}.\n{_REMEDY}") from None
+            raise ProfileError(
+                f"A profile must be a readable file, found {printable(path)}: {reason(error)}.\n{_REMEDY}"
+            ) from None
         return cls.from_json(text)
 
 
 def _require(holds: bool, key: str, rule: str, found: object, remedy: str) -> None:
     if not holds:
-        raise ProfileError(f"{key}: {rule}, found {found if found == 'nothing' else shorten(found)}.\n{remedy}")
+        raise ProfileError(
+            f"{printable(key, 100)}: {rule}, found {found if found == 'nothing' else shorten(found)}.\n{remedy}"
+        )
 
 
 def _check(key: str, measurement: Measurement, quantity: Quantity) -> None:
@@ -286,7 +294,7 @@ def _from_mapping(cls: type[HardwareProfile], raw: Any) -> HardwareProfile:
     unknown = sorted(set(raw) - known)
     _require(not unknown, "profile", f"must only have the keys {', '.join(sorted(known))}", unknown, _REMEDY)
     name = raw.get("name")
-    _require(_is_string(name), "name", "must be a string", name, _REMEDY)
+    _require(_is_string(name), "name", _STRING, name, _REMEDY)
     for key in ("provenance", "measurements"):
         _require(isinstance(raw.get(key), dict), key, "must be an object", raw.get(key, "nothing"), _REMEDY)
     by_threads = raw.get("cpu_adam_by_threads", {})
@@ -294,7 +302,7 @@ def _from_mapping(cls: type[HardwareProfile], raw: Any) -> HardwareProfile:
     counts = [threads for threads in by_threads if not _THREADS.fullmatch(threads)]
     _require(not counts, "cpu_adam_by_threads", "must have thread counts as keys", counts, _REMEDY)
     return cls(
-        name=name,
+        name=printable(name),
         provenance=_provenance(raw["provenance"]),
         measurements={
             key: _measurement(key, value) for key, value in raw["measurements"].items() if key not in RETIRED_QUANTITIES
@@ -312,9 +320,10 @@ def _provenance(raw: dict[str, Any]) -> Provenance:
     for key, value in raw.items():
         _require(key in types, "provenance", f"must only have the keys {', '.join(types)}", key, _REMEDY)
         fits = _is_string(value) if types[key] is str else type(value) is int
-        _require(fits, f"provenance.{key}", f"must be {types[key].__name__}", value, _REMEDY)
+        _require(fits, f"provenance.{key}", _STRING if types[key] is str else "must be int", value, _REMEDY)
     _require("source" in raw, "provenance.source", "must name the origin of the figures", "nothing", _REMEDY)
-    return Provenance(**raw)
+    values: dict[str, Any] = {key: printable(value) if types[key] is str else value for key, value in raw.items()}
+    return Provenance(**values)
 
 
 def _measurement(key: str, raw: Any) -> Measurement:
@@ -324,7 +333,7 @@ def _measurement(key: str, raw: Any) -> Measurement:
     numbers = isinstance(samples, (list, tuple)) and all(map(_is_number, samples))
     _require(numbers, key, "must have numbers as samples", samples, _REMEDY)
     _require(waived is None or _is_string(waived), key, "must be waived with a reason", waived, _REMEDY)
-    return Measurement(samples=tuple(map(float, samples)), waived=waived)
+    return Measurement(samples=tuple(map(float, samples)), waived=None if waived is None else printable(waived))
 
 
 def _check_integer(key: str, value: Any, low: int, high: int) -> None:
@@ -338,4 +347,4 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_string(value: Any) -> bool:
-    return isinstance(value, str) and is_printable(value)
+    return isinstance(value, str) and len(value) <= MAX_STRING and is_unicode(value)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from perf_model.training_run.model import ModelShape, gpt
+from perf_model.training_run.families.config_values import HuggingFaceConfig
+from perf_model.training_run.families.decoder import gpt
+from perf_model.training_run.families.dense import llama, qwen2
+from perf_model.training_run.model import ModelShape
 
 _PAPER_VOCAB = 51_200
 """The vocabulary of GPT-2, padded as Megatron-LM does; the logs of the runs do not print it."""
@@ -18,23 +19,20 @@ def _paper_model(name: str, layers: int, hidden: int, heads: int, numel: float) 
     """
     shape = gpt(name, layers=layers, hidden=hidden, heads=heads, vocab=_PAPER_VOCAB, positions=0)
     missing = (numel - shape.numel) / layers
-    return replace(shape, intermediate=shape.intermediate + round(missing / (2 * hidden + 1)))
+    width = shape.intermediate + round(missing / (2 * hidden + 1))
+    return gpt(name, layers, hidden, heads, _PAPER_VOCAB, positions=0, intermediate=width)
 
 
-def _llama(
-    name: str, layers: int, hidden: int, heads: int, intermediate: int, vocab: int, qkv_bias: bool = False
-) -> ModelShape:
-    """Return a model like Llama: grouped-query attention with 8 (Qwen2.5-7B: 4) key-value heads of width 128."""
-    return ModelShape(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=4 if qkv_bias else 8,
-        head_dim=128,
-        intermediate=intermediate,
-        vocab=vocab,
-        qkv_bias=qkv_bias,
+def _config(layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, vocab: int) -> HuggingFaceConfig:
+    return HuggingFaceConfig(
+        {
+            "num_hidden_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "intermediate_size": intermediate,
+            "vocab_size": vocab,
+        }
     )
 
 
@@ -46,8 +44,8 @@ MODELS: dict[str, ModelShape] = {
         _paper_model("10B", layers=50, hidden=4096, heads=32, numel=9.92e9),
         _paper_model("13B", layers=40, hidden=5120, heads=40, numel=11.25e9),
         _paper_model("20B", layers=40, hidden=5120, heads=64, numel=15.33e9),
-        _llama("Llama-3-8B", layers=32, hidden=4096, heads=32, intermediate=14336, vocab=128256),
-        _llama("Qwen2.5-7B", layers=28, hidden=3584, heads=28, intermediate=18944, vocab=152064, qkv_bias=True),
-        _llama("Llama-3-70B", layers=80, hidden=8192, heads=64, intermediate=28672, vocab=128256),
+        llama(_config(32, 4096, 32, 8, 14336, 128256), "Llama-3-8B"),
+        qwen2(_config(28, 3584, 28, 4, 18944, 152064), "Qwen2.5-7B"),
+        llama(_config(80, 8192, 64, 8, 28672, 128256), "Llama-3-70B"),
     )
 }

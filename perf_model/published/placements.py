@@ -12,7 +12,7 @@ from typing import NamedTuple
 from perf_model.published.runs import RunSetting
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.workload import Workload
-from perf_model.training_run.model import gpt
+from perf_model.training_run.families.decoder import gpt
 
 VOCAB = 51200
 POSITIONS = 2048

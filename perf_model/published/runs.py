@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from perf_model.json_input import printable, read_text, reason, shorten
+
 
 class RunsError(ValueError):
     """A file of runs that cannot be used: the rule, the value found, the remedy."""
@@ -89,6 +91,9 @@ GPUS_PER_NODE = 4
 NAMES = ("machine", "sweep", "model_name")
 """The columns with text."""
 
+MAX_NAME = 200
+"""The most characters of a name."""
+
 NUMBERS: dict[str, Column] = {
     "real_params": Column(1, 1e13, whole=True, needed=True),
     "tp": Column(1, 1e6, whole=True, needed=True),
@@ -118,19 +123,24 @@ REQUIRED = (*NAMES, *(name for name, column in NUMBERS.items() if column.needed)
 MAX_SUB_GROUPS = 10_000
 """The largest number of sub-groups in a file. More show that a field is wrong by orders of magnitude."""
 
+MAX_RUNS = 10_000
+"""The largest number of runs in a file."""
+
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 def read_runs(path: Path) -> list[MeasuredRun]:
     """Return the runs in the order of the file. Raise ``RunsError`` if the file cannot be used."""
     try:
-        # utf-8-sig, because a byte order mark is not part of the name of the first column.
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise RunsError(f"--runs: must be a readable file, found {str(path)!r}: {error}.\n{_FORMAT}") from None
+        text = read_text(path)
     except UnicodeDecodeError as error:
-        raise RunsError(f"{path}: must be text in UTF-8, found {error}.\nConvert the file to UTF-8.") from None
-    return parse_runs(text, str(path))
+        raise RunsError(
+            f"{printable(path)}: must be text in UTF-8, found {error}.\nConvert the file to UTF-8."
+        ) from None
+    except (OSError, ValueError) as error:
+        found = f"{str(path)!r}: {reason(error)}"
+        raise RunsError(f"--runs: must be a readable file, found {found}.\n{_FORMAT}") from None
+    return parse_runs(text, printable(path))
 
 
 def parse_runs(text: str, source: str) -> list[MeasuredRun]:
@@ -148,6 +158,9 @@ def parse_runs(text: str, source: str) -> list[MeasuredRun]:
         if header.count(name) != 1:
             found = f"{header.count(name)} in {', '.join(header)[:200]!r}"
             raise RunsError(f"{source}: must have one column {name}, found {found}.\n{_FORMAT}")
+    if len(lines) - 1 > MAX_RUNS:
+        rule = f"{source}: must have at most {MAX_RUNS:,} runs, found {len(lines) - 1:,}"
+        raise RunsError(f"{rule}.\nValidate fewer runs at once.")
     if len(lines) == 1:
         raise RunsError(f"{source}: must have at least one run, found only column names.\nAdd a line for each run.")
     runs = [_run(f"{source}, line {number}", header, row) for number, row in lines[1:]]
@@ -180,6 +193,9 @@ def _run(where: str, header: list[str], row: list[str]) -> MeasuredRun:
     for name in NAMES:
         if not fields[name]:
             raise RunsError(f"{where}, {name}: must not be blank, found nothing.\nRuns are grouped by it: add a name.")
+        if len(fields[name]) > MAX_NAME:
+            rule = f"{where}, {name}: must have at most {MAX_NAME} characters, found {len(fields[name]):,}"
+            raise RunsError(f"{rule}.\nShorten the name.")
     numbers = {
         name: _number(f"{where}, {name}", column, fields[name]) for name, column in NUMBERS.items() if fields.get(name)
     }
@@ -189,7 +205,7 @@ def _run(where: str, header: list[str], row: list[str]) -> MeasuredRun:
                 f"{where}, {name}: must be a number, found nothing.\nThe update cannot be predicted without it: add it."
             )
     return MeasuredRun(
-        **{name: fields[name] for name in NAMES},
+        **{name: printable(fields[name]) for name in NAMES},
         tp=int(numbers["tp"]),
         dp=int(numbers["dp"]),
         setting=_setting(where, numbers),
@@ -241,5 +257,5 @@ def _number(where: str, column: Column, field: str) -> float:
     if not fits:
         kind = "whole number" if column.whole else "number"
         rule = f"must be a {kind} from {column.low:g} to {column.high:g}"
-        raise RunsError(f"{where}: {rule}, found {field!r}.\nCorrect the field, or remove the run.")
+        raise RunsError(f"{where}: {rule}, found {shorten(field)}.\nCorrect the field, or remove the run.")
     return value

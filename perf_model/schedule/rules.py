@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase, translate
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+from perf_model.json_input import printable, shorten
 from perf_model.schedule.cutting import layer_of
 from perf_model.schedule.placement import Placement
 
@@ -28,6 +29,13 @@ NEAREST = 3
 COMMON_LETTERS = 3
 """The least number of letters in a row that count as common to a pattern and a name."""
 
+MAX_PATTERNS = 1_000
+"""The largest number of rules, and of patterns in a rule: each is compared with the name of every parameter."""
+
+MAX_PATTERN = 1_000
+"""The most characters of a pattern."""
+
+_FEWER = "With the pattern *, a rule matches many names at once."
 _KEYS = ("match", "states")
 _EXAMPLE = '{"match": "lm_head.*", "states": "resident"}'
 
@@ -84,7 +92,9 @@ class PlacementRules:
     def from_json(cls, value: object) -> PlacementRules:
         """Return the rules that a list of JSON objects defines. Raise ``RulesError`` unless each of them is valid."""
         if not isinstance(value, list) or not value:
-            raise RulesError("", "must be a list of rules", repr(value), f"For example: [{_EXAMPLE}].")
+            raise RulesError("", "must be a list of rules", shorten(value), f"For example: [{_EXAMPLE}].")
+        if len(value) > MAX_PATTERNS:
+            raise RulesError("", f"must have at most {MAX_PATTERNS:,} rules", f"{len(value):,}", _FEWER)
         return cls(tuple(_parse(f"[{number}]", rule) for number, rule in enumerate(value)))
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -152,11 +162,12 @@ NO_RULES = PlacementRules()
 def _parse(key: str, rule: object) -> PlacementRule:
     """Return the rule that one JSON object defines. Raise ``RulesError`` unless it is valid."""
     if not isinstance(rule, Mapping):
-        raise RulesError(key, "must be an object if another entry is one", repr(rule), f"For example: {_EXAMPLE}.")
+        raise RulesError(key, "must be an object if another entry is one", shorten(rule), f"For example: {_EXAMPLE}.")
     for unknown in rule.keys() - set(_KEYS):
-        close = difflib.get_close_matches(str(unknown), _KEYS, n=1)
+        spelled = printable(unknown, 100)
+        close = difflib.get_close_matches(spelled, _KEYS, n=1)
         remedy = f'Did you mean "{close[0]}"?' if close else f"A rule has the keys {' and '.join(_KEYS)}."
-        raise RulesError(f"{key}.{unknown}", "is not a known key of a rule", repr(rule[unknown]), remedy)
+        raise RulesError(f"{key}.{spelled}", "is not a known key of a rule", shorten(rule[unknown]), remedy)
     for required in _KEYS:
         if required not in rule:
             raise RulesError(f"{key}.{required}", "is required", "nothing", f"For example: {_EXAMPLE}.")
@@ -164,12 +175,17 @@ def _parse(key: str, rule: object) -> PlacementRule:
     patterns = match if isinstance(match, list) else [match]
     if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
         remedy = 'It matches full names of parameters; * stands for any text. For example: "match": "*.mlp.experts.*".'
-        raise RulesError(f"{key}.match", "must be a pattern or a list of patterns", repr(match), remedy)
+        raise RulesError(f"{key}.match", "must be a pattern or a list of patterns", shorten(match), remedy)
+    if len(patterns) > MAX_PATTERNS:
+        raise RulesError(f"{key}.match", f"must have at most {MAX_PATTERNS:,} patterns", f"{len(patterns):,}", _FEWER)
+    if (longest := max(map(len, patterns))) > MAX_PATTERN:
+        rule = f"must have patterns of at most {MAX_PATTERN:,} characters"
+        raise RulesError(f"{key}.match", rule, f"{longest:,}", "No name of a parameter is as long: shorten it.")
     known = get_args(States)
     if states not in known:
-        close = difflib.get_close_matches(str(states), known, n=1)
+        close = difflib.get_close_matches(printable(states, 100), known, n=1)
         remedy = f'Did you mean "{close[0]}"?' if close else 'With "planned", the planner chooses.'
-        raise RulesError(f"{key}.states", 'must be "cpu", "streamed", "resident" or "planned"', repr(states), remedy)
+        raise RulesError(f"{key}.states", 'must be "cpu", "streamed", "resident" or "planned"', shorten(states), remedy)
     return PlacementRule(tuple(patterns), states)
 
 

@@ -93,7 +93,7 @@ class Activations:
         LayerNorm, which has a weight and a bias, keeps its input and its output. RMSNorm has its input in fp32, and its
         output before and after the multiplication by the weight.
         """
-        return 8 if self.shape.norm_params_per_hidden == 1 else 4
+        return 4 if self.shape.has_layer_norm else 8
 
     def _attention_bytes(self, score_bytes: int) -> int:
         """Return the bytes of norm, query, key, value and output, with ``score_bytes`` per score.
@@ -102,7 +102,8 @@ class Activations:
         """
         shape = self.shape
         key_value_heads = shape.kv_heads if self.attention == "flash" else shape.heads
-        projections = 4 * shape.head_dim * (shape.heads + key_value_heads)
+        # The widths of a model that was only counted are unknown: they are assumed to be those of a GPT.
+        projections = 4 * shape.head_dim * (shape.heads + key_value_heads) or 8 * shape.hidden
         scores = score_bytes * shape.heads * self.sequence
         return self.tokens * (self._norm_bytes * shape.hidden + (projections + scores) // self.tensor_parallel)
 
@@ -125,4 +126,4 @@ class Activations:
 
     @property
     def _intermediate(self) -> int:
-        return -(-self.shape.intermediate // self.tensor_parallel)
+        return -(-(self.shape.intermediate or 4 * self.shape.hidden) // self.tensor_parallel)

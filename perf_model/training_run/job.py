@@ -18,7 +18,7 @@ from perf_model.schedule.rules import NO_RULES, PlacementRules
 from perf_model.schedule.workload import Partition, Workload, form_sub_groups
 from perf_model.training_run.activations import SCORE_BYTES, Activations
 from perf_model.training_run.micro_batch import MicroBatch
-from perf_model.training_run.model import ModelError, ModelShape, require_integer
+from perf_model.training_run.model import ModelError, ModelShape, has_weight_decay, require_integer
 from perf_model.training_run.shards import shard_numel
 from perf_model.training_run.training_memory import TrainingMemory
 
@@ -139,7 +139,7 @@ class Job:
         """
         groups: dict[bool, list[Partition]] = {True: [], False: []}
         for partition in self._partitions:
-            groups["norm" not in partition.name and not partition.name.endswith(".bias")].append(partition)
+            groups[has_weight_decay(partition.name)].append(partition)
         return [sub_group for group in groups.values() for sub_group in form_sub_groups(group, self.sub_group_size)]
 
     def workload(self, unit_size: int) -> Workload:

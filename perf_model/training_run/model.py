@@ -1,15 +1,20 @@
-"""Define ``ModelShape``: the shape of a decoder-only transformer, which determines its parameters and its arithmetic.
+"""Define ``ModelShape``: the parameters of a transformer, which determine its memory and its arithmetic.
 
 Floating-point operations are counted as in Megatron-LM (arXiv 2104.04473, section 5.1, equations 2 to 4). The equations
-are generalised to any feed-forward width, grouped key-value heads and gated feed-forwards; for the shapes of the paper
-they give the numbers of the paper.
+are generalised to any list of matrices; for the shapes of the paper they give the numbers of the paper. Attention
+counts all tokens of the sequence, also where a model has a sliding window: ``scaled_dot_product_attention`` of PyTorch,
+the default of transformers, computes the products outside the window, too.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from perf_model.json_input import shorten
+from perf_model.units import billions
 
 
 class ModelError(ValueError):
@@ -25,18 +30,37 @@ MAX_SIZES = {
     "intermediate": 10**8,
     "vocab": 10**8,
     "learned_positions": 10**8,
+    "experts": 10**5,
+    "rank": 10**6,
 }
 """More than any model has. Typos are rejected, because planning for them would take hours."""
 
 MAX_PARAMETERS = 10**14
 
 
+class ParameterShape(NamedTuple):
+    """A parameter of a model.
+
+    ``active_numel`` are the elements that a token uses: of the weights of routed experts, those of the experts that the
+    token is routed to. ``multiplied``: the parameter is a matrix that each token is multiplied by, and no bias, norm or
+    table that is looked up.
+    """
+
+    name: str
+    numel: int
+    active_numel: int
+    multiplied: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The shape of a decoder-only transformer.
+    """The parameters of a transformer, in the order in which its modules register them.
 
-    ``bias`` belongs to every linear layer, ``qkv_bias`` only to query, key and value. ``norm_params_per_hidden`` is 1
-    for RMSNorm and 2 for LayerNorm. Raise ``ModelError`` for an impossible shape.
+    ``intermediate`` is the width of the feed-forward that a token passes, over all experts that it is routed to.
+    ``heads``, ``kv_heads``, ``head_dim`` and ``intermediate`` are 0 if they are unknown. ``scores_width`` is the sum of
+    the widths of queries and values over heads and layers. ``tied`` has each further name of a tied parameter with the
+    name that it has in ``tensors``. ``source`` is the origin of the figures. Raise ``ModelError`` for more than
+    ``MAX_PARAMETERS``.
     """
 
     name: str
@@ -47,71 +71,67 @@ class ModelShape:
     head_dim: int
     intermediate: int
     vocab: int
-    gated: bool = True
-    tied_embeddings: bool = False
-    bias: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    norm_params_per_hidden: int = 1
-    learned_positions: int = 0
+    scores_width: int
+    tensors: tuple[ParameterShape, ...]
+    tied: tuple[tuple[str, str], ...] = ()
+    source: str = ""
 
     def __post_init__(self) -> None:
-        for key, most in MAX_SIZES.items():
-            least = 0 if key == "learned_positions" else 1
-            require_integer(key, getattr(self, key), least, most, "Correct the model's shape.")
-        if self.heads % self.kv_heads:
-            raise ModelError(
-                f"kv_heads: must divide heads, found {self.kv_heads} for {self.heads}.\nCorrect the model's shape."
-            )
         if self.numel > MAX_PARAMETERS:
             rule = f"parameters: must be at most {MAX_PARAMETERS:,} in all, found {self.numel:,}"
             raise ModelError(f"{rule}.\nCorrect the model's shape.")
 
     def parameters(self) -> list[tuple[str, int]]:
-        """Return the name and the number of elements of each parameter, as in Hugging Face's Llama, in its order."""
-        tensors = [("model.embed_tokens.weight", self.vocab * self.hidden)]
-        if self.learned_positions:
-            tensors.append(("model.embed_positions.weight", self.learned_positions * self.hidden))
-        for layer in range(self.layers):
-            of_layer = [*self._attention(), *self._feed_forward()]
-            for name in ("input_layernorm", "post_attention_layernorm"):
-                of_layer += self._norm(name)
-            tensors += [(f"model.layers.{layer}.{name}", numel) for name, numel in of_layer]
-        tensors += [(f"model.{name}", numel) for name, numel in self._norm("norm")]
-        if not self.tied_embeddings:
-            tensors.append(("lm_head.weight", self.vocab * self.hidden))
-        return tensors
+        """Return the name and the number of elements of each parameter, in the order of the model."""
+        return [(tensor.name, tensor.numel) for tensor in self.tensors]
+
+    @property
+    def description(self) -> str:
+        """Return the name and the numbers of parameters: ``Mixtral (46.70 B parameters, 12.88 B active)``."""
+        active = "" if self.active_numel == self.numel else f", {billions(self.active_numel)} active"
+        return f"{self.name} ({billions(self.numel)} parameters{active})"
 
     def first_use(self) -> list[str]:
         """Return the names of the parameters in the order in which forward first uses them."""
-        modules = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-
-        def position(name: str) -> tuple[int, int]:
-            path = name.split(".")
-            if path[1] == "layers":
-                return int(path[2]), modules.index(path[3])
-            return (-1, 0) if path[1].startswith("embed") else (self.layers, 0)
-
-        return sorted((name for name, _ in self.parameters()), key=position)
+        return order_of_first_use([tensor.name for tensor in self.tensors])
 
     @property
     def aliases(self) -> dict[str, str]:
         """Return each further name of a tied parameter, with the name that it has in ``parameters``."""
-        return {"lm_head.weight": "model.embed_tokens.weight"} if self.tied_embeddings else {}
+        return dict(self.tied)
 
-    @property
+    @cached_property
+    def gated(self) -> bool:
+        """Return whether the feed-forward multiplies its input with a gate, by a matrix of its own or a fused one."""
+        return any("gate_proj" in tensor.name or "gate_up" in tensor.name for tensor in self.tensors)
+
+    @cached_property
+    def has_layer_norm(self) -> bool:
+        """Return whether the norms have biases, as LayerNorm has and RMSNorm has not."""
+        return any(tensor.name.endswith(_NORM_BIASES) for tensor in self.tensors)
+
+    @cached_property
     def numel(self) -> int:
         """Return the number of parameters of the model."""
-        return sum(numel for _, numel in self.parameters())
+        return sum(tensor.numel for tensor in self.tensors)
+
+    @cached_property
+    def active_numel(self) -> int:
+        """Return the number of parameters that a token uses: fewer than ``numel`` if the model has routed experts."""
+        return sum(tensor.active_numel for tensor in self.tensors)
+
+    @cached_property
+    def multiplied_numel(self) -> int:
+        """Return the number of elements of the matrices that a token is multiplied by."""
+        return sum(tensor.active_numel for tensor in self.tensors if tensor.multiplied)
 
     def forward_flops(self, batch: int, sequence: int) -> float:
-        """Return the multiplications and additions of all matrix products for ``batch`` sequences in forward."""
+        """Return the multiplications and additions of all matrix products for ``batch`` sequences in forward.
+
+        Of a mixture of experts, the products with the experts that a token is routed to count.
+        """
         tokens = batch * sequence
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        feed_forward = (3 if self.gated else 2) * self.hidden * self.intermediate
-        scores = 2 * sequence * self.heads * self.head_dim
-        layers = self.layers * 2 * (attention + feed_forward + scores)
-        return float(tokens) * (layers + 2 * self.hidden * self.vocab)
+        return 2.0 * tokens * (self.multiplied_numel + sequence * self.scores_width)
 
     def iteration_flops(self, batch: int, sequence: int, recompute: bool) -> float:
         """Return the operations of forward and backward, which is twice forward.
@@ -122,28 +142,61 @@ class ModelShape:
         again = forward - 2.0 * batch * sequence * self.hidden * self.vocab if recompute else 0.0
         return 3 * forward + again
 
-    def _attention(self) -> list[tuple[str, int]]:
-        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        tensors = []
-        for name, width in (("q", query), ("k", key_value), ("v", key_value)):
-            tensors += _linear(f"self_attn.{name}_proj", self.hidden, width, bias=self.bias or self.qkv_bias)
-        tensors += _linear("self_attn.o_proj", query, self.hidden, bias=self.bias)
-        if self.qk_norm:
-            tensors += [(f"self_attn.{name}_norm.weight", self.head_dim) for name in ("q", "k")]
-        return tensors
 
-    def _feed_forward(self) -> list[tuple[str, int]]:
-        tensors = []
-        for name in ("gate", "up") if self.gated else ("up",):
-            tensors += _linear(f"mlp.{name}_proj", self.hidden, self.intermediate, bias=self.bias)
-        return tensors + _linear("mlp.down_proj", self.intermediate, self.hidden, bias=self.bias)
+_LAYER = re.compile(r"(.*?\.(?:layers|h))\.([0-9]+)\.([^.]+)")
 
-    def _norm(self, name: str) -> list[tuple[str, int]]:
-        return [(f"{name}.{kind}", self.hidden) for kind in ("weight", "bias")[: self.norm_params_per_hidden]]
+_NORM_BIASES = ("norm.bias", "layernorm.bias", "ln_1.bias", "ln_f.bias", "layer_norm.bias")
+
+_MODULES_IN_FORWARD = (
+    "ln_1",
+    "input_layernorm",
+    "self_attn",
+    "attn",
+    "attention",
+    "post_attention_layernorm",
+    "ln_2",
+    "pre_feedforward_layernorm",
+    "mlp",
+    "post_feedforward_layernorm",
+)
+"""The modules of a decoder layer in the order of forward. Modules register norms before or after the others."""
 
 
-def _linear(name: str, inputs: int, outputs: int, *, bias: bool) -> list[tuple[str, int]]:
-    return [(f"{name}.weight", inputs * outputs), *([(f"{name}.bias", outputs)] if bias else [])]
+def layer_of(name: str) -> tuple[int, str] | None:
+    """Return the number of the layer that has the parameter ``name``, and the module in it; None outside of layers."""
+    found = _LAYER.match(name)
+    return None if found is None else (int(found[2]), found[3])
+
+
+def order_of_first_use(names: list[str]) -> list[str]:
+    """Return ``names``, which are in the order of registration, in the order in which forward first uses them.
+
+    The parameters before the first layer and those after the last one stay where they are, and so do the modules of a
+    layer that are unknown.
+    """
+
+    def position(index: int) -> tuple[int, int]:
+        match = _LAYER.match(names[index])
+        if match is None or match[3] not in _MODULES_IN_FORWARD:
+            return (index, 0)
+        return (first_of_layer[match[1], match[2]], _MODULES_IN_FORWARD.index(match[3]))
+
+    first_of_layer: dict[tuple[str, str], int] = {}
+    for index, name in enumerate(names):
+        if match := _LAYER.match(name):
+            first_of_layer.setdefault((match[1], match[2]), index)
+    return [names[index] for index in sorted(range(len(names)), key=position)]
+
+
+_WITHOUT_WEIGHT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|\.ln_(?:1|2|f)\.")
+
+
+def has_weight_decay(name: str) -> bool:
+    """Return whether Hugging Face's Trainer gives weight decay to a parameter (``get_decay_parameter_names``).
+
+    Norms and biases have none. The Trainer recognises most norms by name, and those of GPT-2 by their type.
+    """
+    return _WITHOUT_WEIGHT_DECAY.search(name.lower()) is None
 
 
 def require_integer(key: str, value: object, least: int, most: int, remedy: str) -> int:
@@ -159,25 +212,3 @@ def divide_among_heads(hidden: int, heads: int) -> int:
         rule = f"hidden: must be a multiple of heads if they share it, found {hidden} for {heads}"
         raise ModelError(f"{rule}.\nCorrect the model's shape, or give head_dim if it is independent of hidden.")
     return hidden // heads
-
-
-def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, positions: int) -> ModelShape:
-    """Return a GPT as in the Megatron-LM paper: feed-forward of four times the width, biases, tied embeddings.
-
-    ``positions`` is the number of learned position embeddings, 0 for rotary ones.
-    """
-    return ModelShape(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=divide_among_heads(hidden, heads),
-        intermediate=4 * hidden,
-        vocab=vocab,
-        gated=False,
-        tied_embeddings=True,
-        bias=True,
-        norm_params_per_hidden=2,
-        learned_positions=positions,
-    )

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from perf_model.prediction.memory import SIXTEEN_BIT
 from perf_model.training_run.activations import Activations
+from perf_model.training_run.model import layer_of
 from perf_model.training_run.shards import shard_numel
 
 PARAM_BYTES = SIXTEEN_BIT.param
@@ -41,6 +42,11 @@ not before other streams have finished with it. The multiple was 0.9 to 2.1 in t
 
 NORM_BYTES, NORM_CHUNK = 8, 250_000_000
 """DeepSpeed computes the norm of a partition in fp64, in chunks of so many elements (``_constant_buffered_norm2``)."""
+
+BEFORE_FEED_FORWARD = ("input_layernorm", "self_attn", "attention", "attn", "ln_1")
+LAST_PRODUCTS = ("down_proj", "c_proj", "dense_4h_to_h", "fc2")
+TABLES = ("embed", "wte", "wpe")
+"""Parts of the names of parameters, by the time at which backward computes their gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +123,7 @@ class TrainingMemory:
         gathered = {name: numel for name, numel in self._parameters if numel > self.sizes.persistence_threshold}
         total = sum(gathered.values())
         persistent = sum(numel for _, numel in self._parameters) - total
-        layer = sum(numel for name, numel in gathered.items() if name.startswith("model.layers.0."))
+        layer = sum(numel for name, numel in gathered.items() if (layer_of(name) or ("",))[0] == 0)
         beyond_limit = 2 * max(gathered.values()) if layer > self.sizes.max_live else 0
         live, together = min(total, self.sizes.max_live + beyond_limit), min(total, self.sizes.prefetch_bucket)
         return PARAM_BYTES * (persistent + live + together)
@@ -149,13 +155,15 @@ class TrainingMemory:
 
     def _activations_at(self, name: str) -> int:
         """Return the bytes of activations when the gradient of the parameter ``name`` exists."""
-        path = name.split(".")
-        if path[1] != "layers":
-            return 0 if path[1].startswith("embed") else self.activations.in_head
-        if path[3] not in ("mlp", "post_attention_layernorm"):
-            return self.activations.in_attention(int(path[2]))
-        is_last = "down_proj" in path
-        return (self.activations.after_last_product if is_last else self.activations.after_first_products)(int(path[2]))
+        found = layer_of(name)
+        if found is None:
+            is_table = any(part in name for part in TABLES)
+            return 0 if is_table else self.activations.in_head
+        layer, module = found
+        if module in BEFORE_FEED_FORWARD:
+            return self.activations.in_attention(layer)
+        is_last = any(part in name for part in LAST_PRODUCTS)
+        return (self.activations.after_last_product if is_last else self.activations.after_first_products)(layer)
 
     @cached_property
     def _parameters(self) -> list[tuple[str, int]]:

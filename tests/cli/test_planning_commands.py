@@ -458,7 +458,7 @@ def test_a_command_that_needs_torch_is_refused_with_the_program_that_has_it(
 def without_program(text: str, program: str) -> str:
     """Remove the texts that differ: the name of the program, the line breaks after it, and the other commands."""
     assert f"usage: {program} " in text or "usage:" not in text
-    text = re.sub(rf"^(usage: )?{re.escape(program)}", r"\1PROGRAM", text, flags=re.MULTILINE)
+    text = re.sub(rf"^(usage: |For all options, run: )?{re.escape(program)}", r"\1PROGRAM", text, flags=re.MULTILINE)
     return re.sub(r"\(choose from .*\)", "", " ".join(text.split()))
 
 

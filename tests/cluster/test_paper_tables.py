@@ -16,9 +16,9 @@ from perf_model.cluster.pipeline import (
     scaled_throughput,
 )
 from perf_model.prediction.network import Network
+from perf_model.training_run.families.decoder import gpt
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import MatrixRate, PhaseRates
-from perf_model.training_run.model import gpt
 from tests.cluster.paper_tables import PEAK_TFLOPS, SEQUENCE, VOCAB, ThroughputRow, table_1, table_2
 
 DAY_S = 86_400

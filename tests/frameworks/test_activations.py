@@ -14,16 +14,17 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from perf_model.training_run.activations import Activations
+from perf_model.training_run.families.decoder import DecoderWidths
 from perf_model.training_run.model import ModelShape
+from tests.model.llama_shapes import llama_shape
 from tests.tiers import thorough
 
 TOLERANCE = 0.05
 
 SEQUENCE = 2048
 
-WIDE = ModelShape(
-    name="layers of Llama-3-8B", layers=2, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=64
-)
+WIDTHS = DecoderWidths(layers=2, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=64)
+WIDE = llama_shape("layers of Llama-3-8B", WIDTHS)
 """Layers as in Llama-3-8B. Attention is not fused: fake tensors have no flash attention."""
 
 
@@ -36,7 +37,7 @@ class Tracked:
 
 
 TRACKED = {
-    "logits": Tracked(shape=replace(WIDE, vocab=128_256)),
+    "logits": Tracked(shape=llama_shape("logits of Llama-3-8B", replace(WIDTHS, vocab=128_256))),
     "layers": Tracked(),
     "kept": Tracked(recompute=False),
 }

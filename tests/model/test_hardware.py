@@ -98,7 +98,7 @@ def with_rate(name: str, rate: float, **changes: Any) -> str:
         *((raw(host_memory_bytes=value), "host_memory_bytes: must be an integer") for value in (64, 6.4e10, 10**400)),
         *((raw(gpu_peak_flops=value), "gpu_peak_flops: must be a number from 1e") for value in (989, "1e15", 10**400)),
         *((raw(provenance={"source": "", "ranks": ranks}), "provenance.ranks: must be") for ranks in (0, 1.0, True)),
-        (raw(provenance={"source": 3}), "provenance.source: must be str"),
+        (raw(provenance={"source": 3}), "provenance.source: must be a string"),
         (raw(provenance={}), "provenance.source: must name the origin of the figures"),
         (raw(provenance={"colour": "red"}), "provenance: must only have the keys"),
         (raw(cpu_adam_by_threads={"two": {"samples": [1e9]}}), "cpu_adam_by_threads: must have thread counts as keys"),

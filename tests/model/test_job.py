@@ -13,6 +13,7 @@ from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
 from perf_model.search.budgets import DoesNotFit
+from perf_model.training_run.families.decoder import gpt
 from perf_model.training_run.forecast import (
     CPU_ONLY_REASON,
     NO_OVERLAP,
@@ -27,7 +28,7 @@ from perf_model.training_run.forecast import (
 )
 from perf_model.training_run.host_reserve import reserved_host_bytes
 from perf_model.training_run.job import GradientPath, Job
-from perf_model.training_run.model import ModelError, gpt
+from perf_model.training_run.model import ModelError
 from tests.model.profiles import RATES, profile
 
 GPT_175B = gpt("GPT-3", layers=96, hidden=12288, heads=96, vocab=51200, positions=2048)
