@@ -57,9 +57,9 @@ class Actions:
         self._operations: dict[int, UnitOperations] = {}
         """The operations of each unit that was updated since the units or the slots were set."""
         self._bodies: dict[ActionKind, Callable[[Action], None]] = {
-            ActionKind.PREFETCH: self._copy_states,
+            ActionKind.PREFETCH: self._prefetch,
             ActionKind.GPU_STEP: self._gpu_step,
-            ActionKind.FLUSH_STATES: self._copy_states,
+            ActionKind.FLUSH_STATES: self._flush_states,
             ActionKind.CPU_STEP: self._cpu_step,
             ActionKind.PUBLISH: self._publish,
         }
@@ -117,7 +117,10 @@ class Actions:
         self._operations.clear()
         self._states = ()
 
-    def _copy_states(self, action: Action) -> None:
+    def _prefetch(self, action: Action) -> None:
+        self._copy(self._state_copies[action.name])
+
+    def _flush_states(self, action: Action) -> None:
         self._copy(self._state_copies[action.name])
 
     def _gpu_step(self, action: Action) -> None:

@@ -14,6 +14,7 @@ from deep_opt_states.runtime.early_update import EarlyUpdate
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.runtime.staging import Staging
+from deep_opt_states.zero.guarded_states import GuardedStates
 from deep_opt_states.zero.internals.coordinator import Coordinator
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.start import assembly
@@ -330,7 +331,7 @@ FAULTS = (
     ),
     Fault(
         name="readers of moments do not wait for FLUSH_STATES",
-        seeded=patched(DeepOptimizerStates_Stage3, "state", DeepSpeedZeroOptimizer_Stage3.state),
+        seeded=patched(GuardedStates, "state", DeepSpeedZeroOptimizer_Stage3.state),
         script=after_each_step(read_moments),
         block=STREAMED,
         expected=(UNORDERED, "exp_avg of sub-group", "_flush_states", "aten::sum in reads_between_steps.py"),

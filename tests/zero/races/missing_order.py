@@ -17,6 +17,7 @@ from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.runtime.resident_states import ResidentStates
+from deep_opt_states.zero.guarded_states import GuardedStates
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.step.gathers import Gathers
 from deep_opt_states.zero.step.readers import WaitsBeforeRead
@@ -235,5 +236,5 @@ def does_not_wait_for_the_write_back(residents: ResidentStates) -> None:
 def readers_do_not_wait(name: str) -> Callable[[], AbstractContextManager[object]]:
     """Let readers of the optimizer's attribute ``name`` read at once."""
     attribute = WaitsBeforeRead(do_nothing)
-    attribute.__set_name__(DeepOptimizerStates_Stage3, name)
-    return patched(DeepOptimizerStates_Stage3, name, attribute)
+    attribute.__set_name__(GuardedStates, name)
+    return patched(GuardedStates, name, attribute)
