@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import product
 
 import numpy as np
+import numpy.typing as npt
 
 from perf_model.prediction.cost import CostModel, relative_speeds
 from perf_model.prediction.lane_queues import (
@@ -21,9 +22,10 @@ from perf_model.prediction.lane_queues import (
     Floats,
     Integers,
     LaneQueues,
-    ShortIntegers,
 )
 from perf_model.schedule.action import ActionKind
+
+Bytes = npt.NDArray[np.uint8]
 
 _MAKE_READY = (ActionKind.GPU_STEP, ActionKind.PUBLISH)
 """The kinds of action after which forward can use the parameters of the unit."""
@@ -36,16 +38,14 @@ _WORK, _LATENCY = 1, 2
 """The numbers of the parts of an action; 0 is nothing."""
 
 WEIGHTS = 3 ** np.arange(len(LANES))
-"""The weights of the lanes in the number of a combination of parts."""
+"""The weights of the lanes in the number of a combination of parts, which fits in a byte."""
 
 _COMBINATIONS = np.arange(3 ** len(LANES))[:, None] // WEIGHTS % 3
 """The numbers of the parts of all lanes in each combination."""
 
-_NEVER = 2**31 - 1
-"""A position after all parts."""
-
-_LEAST_S = 1e-300
-"""The seconds of a part that takes no time: a product with infinity needs a positive number."""
+_LEAST_SHARE = 4e-15
+"""The least duration of a part, as a share of that of all parts: rounding must not make it 0, because the product of 0
+and an infinite slowness is no number."""
 
 
 @lru_cache(maxsize=16)
@@ -73,15 +73,19 @@ class LaneParts:
     """The parts of the actions of several plans, in flat arrays with one position per part.
 
     Each lane of a plan runs its parts in the order of their positions, beginning at ``first`` of shape [lane, plan].
-    After its last part there is one that never starts. The two rows of ``waits_and_weights`` are, for each part, the
-    position that the lane in ``WAITS_FOR`` must have reached before the part starts, and the number of the part times
-    the weight of the lane. ``alone_s`` are the seconds of the part if nothing else runs, and ``needed_s`` is the moment
-    at which forward needs its unit; infinite if forward does not wait for it.
+    ``sizes`` are the numbers of positions of each lane, of all plans together.
+    After its last part there is one that never starts. For each part, ``waits`` is the position that the lane in
+    ``WAITS_FOR`` must have reached before the part starts, and ``weights`` is the number of the part times the weight
+    of the lane. ``ends_s`` are the seconds of the part and of those before it on its lane, if nothing else runs;
+    infinite for a part that never starts. ``needed_s`` is the moment at which forward needs the unit of the part;
+    infinite if forward does not wait for the part.
     """
 
     first: Integers
-    waits_and_weights: ShortIntegers
-    alone_s: Floats
+    sizes: Integers
+    waits: Integers
+    weights: Bytes
+    ends_s: Floats
     needed_s: Floats
 
     @classmethod
@@ -91,6 +95,7 @@ class LaneParts:
         ``seconds`` has the shape [2, lane, unit]: of the latency and of the work. ``needed_s`` is by unit.
         """
         latency_s, work_s = seconds
+        least_s = _LEAST_SHARE * float(seconds.sum())
         count = queues.lengths.shape[1]
         per_action: Integers = 1 + latency_s.any(axis=1)
         actions: Integers = queues.lengths.max(axis=1) + 1
@@ -99,25 +104,39 @@ class LaneParts:
         first: Integers = begins[:, None] + np.arange(count) * (actions * per_action)[:, None]
         parts = cls(
             first=first,
-            waits_and_weights=np.zeros((2, sizes.sum()), np.int32),
-            alone_s=np.empty(sizes.sum()),
-            needed_s=np.full(sizes.sum(), np.inf),
+            sizes=sizes,
+            waits=np.empty(sizes.sum(), np.int64),
+            weights=np.empty(sizes.sum(), np.uint8),
+            ends_s=np.empty(sizes.sum()),
+            needed_s=np.full(sizes[READY_LANES].sum(), np.inf),
         )
         for lane, weight in enumerate(WEIGHTS.tolist()):
             units, after = (array[lane, :, : actions[lane]] for array in (queues.units, queues.after))
             runs = np.arange(actions[lane]) < queues.lengths[lane][:, None]
             block = slice(begins[lane], begins[lane] + sizes[lane])
             shape = (count, actions[lane], per_action[lane])
-            waits_and_weights = parts.waits_and_weights[:, block].reshape(2, *shape)
-            alone_s, needed = parts.alone_s[block].reshape(shape), parts.needed_s[block].reshape(shape)
+            waits, weights, ends_s = (
+                array[block].reshape(shape) for array in (parts.waits, parts.weights, parts.ends_s)
+            )
             other = WAITS_FOR[lane]
-            position = first[other][:, None] + after * per_action[other]
-            waits_and_weights[0] = np.where(runs, position, _NEVER)[..., None]
-            waits_and_weights[1, ..., 0] = runs * (_LATENCY * weight)
-            waits_and_weights[1, ..., -1] = runs * (_WORK * weight)
-            # After the last action, the seconds do not matter, but they are not 0.
-            alone_s[..., 0] = np.maximum(_LEAST_S, latency_s[lane, units])
-            alone_s[..., -1] = np.maximum(_LEAST_S, work_s[lane, units])
+            waits[...] = np.where(runs, first[other][:, None] + after * per_action[other], 0)[..., None]
+            weights[..., 0] = runs * (_LATENCY * weight)
+            weights[..., -1] = runs * (_WORK * weight)
+            ends_s[..., 0] = latency_s[lane].take(units)
+            ends_s[..., -1] = work_s[lane].take(units)
+            by_plan = np.maximum(least_s, parts.ends_s[block]).reshape(count, -1)
+            np.cumsum(by_plan, axis=1, out=parts.ends_s[block].reshape(count, -1))
+            ends_s[~runs] = np.inf
             if KIND_OF_LANE[lane] in _MAKE_READY:
-                needed[..., -1] = np.where(runs, needed_s[units], np.inf)
+                parts.needed_s[block].reshape(shape)[..., -1] = np.where(runs, needed_s.take(units), np.inf)
         return parts
+
+    def ended(self, lane: int, passed_s: Floats) -> Integers:
+        """Return, for each plan, the number of parts of ``lane`` that have ended after ``passed_s`` seconds.
+
+        The lane runs alone and without waiting. ``passed_s`` has the shape [plan].
+        """
+        begin, size = int(self.first[lane, 0]), int(self.sizes[lane])
+        ends_s = self.ends_s[begin : begin + size].reshape(len(passed_s), -1)
+        ended: Integers = np.count_nonzero(ends_s <= (1.0 + 1e-12) * passed_s[:, None], axis=1)
+        return ended

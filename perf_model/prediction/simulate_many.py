@@ -8,7 +8,6 @@ executes actions itself (``CostModel.blocks``) is not simulated here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import count as count_from
 
 import numpy as np
 
@@ -63,64 +62,67 @@ class ManySimulator:
         queues = LaneQueues.lower(self._numels, codes, slots)
         fills = np.arange(queues.units.shape[2]) < queues.slots[:, None]
         fill_s = (self._seconds[:, _FILLS].sum(axis=0)[queues.units[_FILLS]] * fills).sum(axis=1)
-        now_s = 0.0 - np.minimum(self._windows.backward_s, fill_s)
-        return self._advance(LaneParts.divide(queues, self._seconds, self._needed_s), now_s, enough_s)
+        filled_s = np.minimum(self._windows.backward_s, fill_s)
+        return self._advance(LaneParts.divide(queues, self._seconds, self._needed_s), filled_s, enough_s)
 
-    def _advance(self, parts: LaneParts, now_s: Floats, enough_s: float) -> ManyTimes:
+    def _advance(self, parts: LaneParts, filled_s: Floats, enough_s: float) -> ManyTimes:
         """Advance each plan from event to event until its last part has ended, and return the times.
 
-        A search spends most of its time here, so each event takes as few operations on arrays as possible.
+        ``filled_s`` are the seconds of backward in which slots are filled. Nothing else runs then, so the loop begins
+        at the moment at which the step is decided. A search spends most of its time here, so each event takes as few
+        operations on arrays as possible, and the operands of an operation have the same type.
         """
-        count = len(now_s)
+        count = len(filled_s)
         times = ManyTimes(exposed_s=np.full(count, np.inf), active_s=np.full(count, np.inf))
-        plans, start_s = np.arange(count), now_s
+        plans = np.arange(count)
         # The moment until which flushes are hidden, see ``Windows.flushing_s``.
-        hidden_until_s = self._windows.forward_s + (self._windows.backward_s + start_s) * (self._windows.forward_s > 0)
-        # The part that each lane runs or waits to start, and the seconds that are left of it.
-        position = parts.first
-        left_s = parts.alone_s.take(position)
-        late_s = np.zeros(position[READY_LANES].shape)
-        in_backward = bool((now_s < 0.0).any())
-        for step in count_from(1):
-            waits_and_weights = parts.waits_and_weights.take(position, axis=1)
-            weights = waits_and_weights[1] * (position.take(WAITS_FOR, axis=0) >= waits_and_weights[0])
-            if in_backward:
-                weights *= (now_s >= 0.0) | _IN_BACKWARD
-            slowness = self._slowness.take(np.add.reduce(weights, axis=0, dtype=np.int32), axis=1)
-            lasts_s = left_s * slowness
-            passed_s = np.minimum.reduce(lasts_s, axis=0)
-            if in_backward:
-                passed_s = np.where(now_s < 0.0, np.minimum(passed_s, -now_s), passed_s)
-            going = passed_s < np.inf
-            passed_s = np.where(going, passed_s, 0.0)
-            now_s = now_s + passed_s
-            # A part that forward waits for ends now or later, so forward is at least that late.
-            late_s = np.maximum(late_s, now_s - parts.needed_s.take(position[READY_LANES]))
-            # As in ``Simulator``: rounding may leave a little of the part that ends first.
-            ends = lasts_s <= (1.0 + 1e-9) * passed_s
-            position = position + ends
-            left_s = np.where(ends, parts.alone_s.take(position), left_s - passed_s / slowness)
-            in_backward = in_backward and bool((now_s < 0.0).any())
-            if step % _STEPS_UNCHECKED:
-                continue
-            exposed_s = np.maximum(late_s.max(axis=0), now_s - hidden_until_s)
-            finished = ~going & (exposed_s < enough_s)
-            times.exposed_s[plans[finished]] = exposed_s[finished]
-            times.active_s[plans[finished]] = (now_s - start_s)[finished]
-            going &= exposed_s < enough_s
+        hidden_until_s = self._windows.forward_s + (self._windows.backward_s - filled_s) * (self._windows.forward_s > 0)
+        # The part that each lane runs or waits to start, and the seconds of all its parts that have passed.
+        position = parts.first.copy()
+        position[_FILLS] += parts.ended(_FILLS, filled_s)
+        passed_s = np.zeros(position.shape)
+        passed_s[_FILLS] = filled_s
+        now_s, end_s, late_s = np.zeros((3, count))
+        while len(plans):
+            positions: list[Integers] = []
+            moments_s: list[Floats] = []
+            for _ in range(_STEPS_UNCHECKED):
+                starts = position.take(WAITS_FOR, axis=0) >= parts.waits.take(position)
+                weights = parts.weights.take(position)
+                weights *= starts.view(np.uint8)
+                slowness = self._slowness.take(np.add.reduce(weights, axis=0, dtype=np.uint8), axis=1)
+                lasts_s = parts.ends_s.take(position)
+                lasts_s -= passed_s
+                lasts_s *= slowness
+                step_s: Floats = lasts_s.min(axis=0, initial=_NEVER_S)
+                now_s = now_s + step_s
+                positions.append(position)
+                moments_s.append(now_s)
+                # As in ``Simulator``: rounding may leave a little of the part that ends first.
+                ends = lasts_s <= (1.0 + 1e-9) * step_s
+                position = position + ends
+                passed_s += step_s / slowness
+            # A part that forward waits for ends at the next moment or later, so forward is at least that late.
+            past_s = np.array(moments_s)
+            needed_s = parts.needed_s.take(np.array(positions)[:, READY_LANES])
+            late_s = np.maximum(late_s, (past_s[:, None] - needed_s).max(axis=(0, 1)))
+            end_s = np.maximum(end_s, np.where(past_s < _NEVER_S, past_s, 0.0).max(axis=0))
+            exposed_s = np.maximum(late_s, end_s - hidden_until_s)
+            going = (now_s < _NEVER_S) & (exposed_s < enough_s)
+            ended = (now_s >= _NEVER_S) & (exposed_s < enough_s)
+            times.exposed_s[plans[ended]] = exposed_s[ended]
+            times.active_s[plans[ended]] = (end_s + filled_s)[ended]
             number = np.count_nonzero(going)
-            if number == 0:
-                return times
             # Dropping columns copies all arrays, so it waits until a quarter of the plans have ended.
             if 4 * number <= 3 * len(plans):
-                plans, start_s, now_s = plans[going], start_s[going], now_s[going]
-                hidden_until_s = hidden_until_s[going]
-                position, left_s, late_s = position[:, going], left_s[:, going], late_s[:, going]
-        raise AssertionError("the loop returns")
+                plans, filled_s, hidden_until_s = plans[going], filled_s[going], hidden_until_s[going]
+                now_s, end_s, late_s = now_s[going], end_s[going], late_s[going]
+                position, passed_s = position[:, going], passed_s[:, going]
+        return times
 
 
-_IN_BACKWARD = np.array([[kind is ALLOWED_IN_BACKWARD] for kind in KIND_OF_LANE])
-"""The lanes that run in backward: all that can start on this lane then are prefetches into free slots."""
-
-_STEPS_UNCHECKED = 8
+_STEPS_UNCHECKED = 16
 """The number of events after which the loop looks for plans that have ended."""
+
+_NEVER_S = 1e100
+"""The duration of an event of a plan that has ended."""

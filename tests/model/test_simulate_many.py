@@ -52,3 +52,15 @@ def test_a_plan_that_exposes_too_much_is_not_simulated_to_the_end() -> None:
     limited_s = simulator.run(encode(every), np.full(3, 2), enough_s=limit_s).exposed_s
     assert np.array_equal(limited_s, np.where(exposed_s < limit_s, exposed_s, np.inf))
     assert simulator.simulated == 6
+
+
+def test_plans_that_end_early_keep_their_times_while_others_of_the_batch_go_on() -> None:
+    """Use plans with one to five events per unit, so that they end in different rounds of the loop."""
+    count, overlap = 60, Windows(backward_s=0.05, forward_s=0.2)
+    simulator = ManySimulator(Workload.from_numels([10**7, 2 * 10**7] * (count // 2)), cost(latency=1e-4), overlap)
+    plans = encode([(Placement.RESIDENT,) * kept + (Placement.STREAMED,) * (count - kept) for kept in range(count + 1)])
+    slots = np.full(len(plans), 2)
+    together = simulator.run(plans, slots)
+    for row, exposed_s, active_s in zip(plans, together.exposed_s, together.active_s, strict=True):
+        alone = simulator.run(row[None], slots[:1])
+        assert (exposed_s, active_s) == (alone.exposed_s[0], alone.active_s[0])
