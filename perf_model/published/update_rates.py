@@ -38,9 +38,9 @@ STREAMED_LINK_BYTES = 16 + 12
 """Bytes per streamed parameter that cross the link: up and down, one after the other."""
 
 CPU_SHARE = 0.97
-"""The share of the bandwidth of host memory that the CPU's update reaches alone. It was chosen from 0.7 to 1 by the errors
-of both validations of the published runs: with less, the median of predicted strides is larger, and with 1, both 90th
-percentiles are."""
+"""The share of the bandwidth of host memory that the CPU's update reaches alone. It was chosen from 0.7 to 1 by the
+errors of both validations of the published runs: with less, the median of predicted strides is larger, and with 1, both
+90th percentiles are."""
 
 STOCK_NOISE, INTERLEAVED_NOISE = 0.02, 0.07
 """Standard deviations of log(measured time), as repeated settings in the published logs show."""
