@@ -18,6 +18,7 @@ from perf_model.published.placements import placements_of, updated_parameters, w
 from perf_model.published.runs import MeasuredIteration, MeasuredRun, RunsError, RunSetting, parse_runs, read_runs
 from perf_model.published.update_rates import (
     CPU_BYTES,
+    CPU_SHARE,
     STREAMED_LINK_BYTES,
     fit_updates,
     link_bytes_per_s,
@@ -113,7 +114,7 @@ def test_an_update_takes_the_seconds_of_host_memory_of_publishing_and_of_the_gpu
     setting = replace(SETTING, cpu_ratio=0.5)
     numel = updated_parameters(setting)
     assert min(numel.on_cpu, numel.resident) > 0
-    expected_s = CPU_BYTES * numel.on_cpu / 40e9 + 2 * numel.on_cpu / 4e9 + numel.resident / 40e9
+    expected_s = CPU_BYTES * numel.on_cpu / (CPU_SHARE * 40e9) + 2 * numel.on_cpu / 4e9 + numel.resident / 40e9
     assert update_s(setting, RATES, LINK) == pytest.approx(expected_s)
     interleaved = replace(SETTING, update_stride=2)
     numel = updated_parameters(interleaved)
