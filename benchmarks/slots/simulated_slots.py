@@ -33,7 +33,7 @@ FIXED: dict[str, Callable[[Workload], tuple[Placement, ...]]] = {
 MORE_SLOTS = (1, 2, 4, 6, 10, 14, 22, 30, 46, 62, 94, 126, 254)
 """The numbers of slots to add. More are not always better, because transfers slow each other and the CPU down."""
 
-SHARES = (0.25, 0.5, 1.0)
+SHARES = (0.1, 0.25, 0.5, 1.0)
 """The shares of the activations' memory to use, for the same reason."""
 
 AT_PEAK = "SIMULATED gain of slots in memory that is free at the peak"
