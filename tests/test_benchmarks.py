@@ -83,7 +83,18 @@ def test_every_exact_variant_is_bit_identical_to_stock(name: str, tmp_path: Path
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
-    ["adam", "training_step", "ablation", "trace", "exactness", "model_error", "overhead", "planner", "scaling"],
+    [
+        "adam",
+        "training_step",
+        "ablation",
+        "trace",
+        "exactness",
+        "model_error",
+        "overhead",
+        "planner",
+        "scaling",
+        "slots",
+    ],
 )
 def test_quick_run_gives_numbers_and_no_failed_claim(name: str, tmp_path: Path) -> None:
     rows = run_quickly(name, tmp_path)

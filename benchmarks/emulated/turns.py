@@ -21,6 +21,7 @@ from benchmarks.emulated.run import EmulatedRun
 from benchmarks.harness.interleaved_runs import batch_for, engine_for, weights_digest
 from benchmarks.harness.variants import Variant
 from deep_opt_states.report.comparison import MeasuredUpdate
+from perf_model.prediction.timeline import Timeline
 from perf_model.replanning.policy import ReplanningPolicy
 from perf_model.schedule.plan import UpdatePlan
 from tests.software_gpu import device, settings
@@ -45,9 +46,9 @@ class Arm:
     """One arm, with the measurements of its counted iterations in emulated seconds.
 
     ``idle_s`` is the time in which the computing stream ran no kernel. ``updates`` are those that the plugin has
-    reported; stock has none. ``host_step_s`` is the time of the training thread in ``engine.step()``, and ``adam_s``
-    the part of it in which stock's Adam ran. ``cpu_s`` is CPU time of this machine, and ``lag_s`` the longest time by
-    which this machine was behind the emulated one in an iteration.
+    reported, with their ``timelines``; stock has none. ``host_step_s`` is the time of the training thread in
+    ``engine.step()``, and ``adam_s`` the part of it in which stock's Adam ran. ``cpu_s`` is CPU time of this machine,
+    and ``lag_s`` the longest time by which this machine was behind the emulated one in an iteration.
     """
 
     variant: Variant
@@ -60,6 +61,7 @@ class Arm:
     step_s: list[float] = field(default_factory=list)
     idle_s: list[float] = field(default_factory=list)
     updates: list[MeasuredUpdate] = field(default_factory=list)
+    timelines: list[Timeline] = field(default_factory=list)
     host_step_s: list[float] = field(default_factory=list)
     adam_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
@@ -67,7 +69,7 @@ class Arm:
     losses: list[float] = field(default_factory=list)
     digest: str = ""
     """Hash of the fp32 master weights at the end."""
-    _reported: list[MeasuredUpdate] = field(default_factory=list)
+    _reported: list[tuple[MeasuredUpdate, Timeline]] = field(default_factory=list)
     _trained: int = 0
     """The number of iterations so far."""
 
@@ -81,7 +83,8 @@ class Arm:
             updated = report.updated
 
             def record(phases: Any, timeline: Any) -> None:
-                arm._reported.append(MeasuredUpdate.from_timeline(timeline(), phases))
+                measured = timeline()
+                arm._reported.append((MeasuredUpdate.from_timeline(measured, phases), measured))
                 updated(phases, timeline)
 
             report.updated = record
@@ -144,7 +147,9 @@ class Arm:
         for samples in self._on_this_machine:
             del samples[uncounted]
         # No forward followed the last update.
-        self.updates += self._reported[:-1]
+        for update, timeline in self._reported[:-1]:
+            self.updates.append(update)
+            self.timelines.append(timeline)
         self._reported.clear()
         stream = [span for span in device.take_spans() if span.stream == COMPUTING_STREAM]
         marks = [span.start_s for span in stream if span.name == "mark"]

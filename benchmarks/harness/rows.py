@@ -41,6 +41,7 @@ BENCHMARKS = {
     "planner": "How good are the plans, and how long does planning take?",
     "overhead": "How much does the plugin cost where it cannot gain anything?",
     "scaling": "How does the gain change with more ranks?",
+    "slots": "Would more staging slots hide more of the update, and when is memory free for them? (EMULATED)",
     "emulated": "How long do stock and ours take on EMULATED machines, and what does the model predict?",
 }
 """The question that each benchmark answers."""

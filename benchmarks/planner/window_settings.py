@@ -37,13 +37,17 @@ UNIT_SIZE = 50_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSetting:
-    """A training run with the windows that ``plan`` predicts. A GH200 node has one rank, the others up to 8."""
+    """A training run with the windows that ``plan`` predicts. A GH200 node has one rank, the others up to 8.
+
+    ``recompute``: activations are recomputed in backward.
+    """
 
     machine: str
     model: str
     ranks: int
     micro_batch: int
     gpu_share: float
+    recompute: bool = True
 
     @cached_property
     def job(self) -> Job:
@@ -55,6 +59,7 @@ class WindowSetting:
             ranks_per_node=ranks_per_node,
             micro_batch=self.micro_batch,
             sequence=SEQUENCE,
+            recompute=self.recompute,
         )
 
     @property
@@ -105,18 +110,25 @@ def _uniform_plan(workload: Workload, placement: Placement) -> UpdatePlan:
     return UpdatePlan(workload=workload, placements=place_all(workload, placement), num_slots=1)
 
 
-def all_settings() -> Iterator[WindowSetting]:
+def all_settings(*, recompute: bool = True) -> Iterator[WindowSetting]:
     """Yield every combination of machine, model, ranks and micro-batch that needs offloading."""
     for machine, model, ranks, micro_batch, gpu_share in product(
         KNOWN_MACHINES, MODELS, RANKS, MICRO_BATCHES, GPU_SHARES
     ):
-        setting = WindowSetting(machine=machine, model=model, ranks=ranks, micro_batch=micro_batch, gpu_share=gpu_share)
+        setting = WindowSetting(
+            machine=machine,
+            model=model,
+            ranks=ranks,
+            micro_batch=micro_batch,
+            gpu_share=gpu_share,
+            recompute=recompute,
+        )
         if setting.needs_offloading:
             yield setting
 
 
-def window_settings(count: int = COUNT) -> list[WindowSetting]:
+def window_settings(count: int = COUNT, *, recompute: bool = True) -> list[WindowSetting]:
     """Return ``count`` settings, or all of them if there are fewer."""
-    found = list(all_settings())
+    found = list(all_settings(recompute=recompute))
     count = min(count, len(found))
     return [found[index * len(found) // count] for index in range(count)]
