@@ -42,11 +42,11 @@ def data_rank() -> int:
     return dist.get_rank() // MODEL_RANKS
 
 
-def llama(heads: int = 4, key_value_heads: int = 2) -> torch.nn.Module:
+def llama(heads: int = 4, key_value_heads: int = 2, width: int = WIDTH) -> torch.nn.Module:
     """Return a Llama that maps tokens of shape [batch, sequence] to their loss."""
     shape = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
+        hidden_size=width,
         intermediate_size=INNER,
         num_hidden_layers=2,
         num_attention_heads=heads,
