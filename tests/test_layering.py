@@ -108,6 +108,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "perf_model.search",
         "perf_model.units",
     },
+    "deep_opt_states.zero.guarded_states": {"deep_opt_states.zero.start", "deep_opt_states.zero.step"},
+    "deep_opt_states.zero.user_gradients": {
+        "deep_opt_states.zero.guarded_states",
+        "deep_opt_states.zero.internals",
+        "deep_opt_states.zero.step",
+    },
     "deep_opt_states.zero.stage3": {
         "deep_opt_states.config",
         "deep_opt_states.device",
@@ -116,6 +122,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.zero.internals",
         "deep_opt_states.zero.start",
         "deep_opt_states.zero.step",
+        "deep_opt_states.zero.user_gradients",
         "perf_model.prediction",
         "perf_model.schedule",
     },

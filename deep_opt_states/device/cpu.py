@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -72,6 +73,10 @@ class HostDevice:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source)
+
+    def copy_each(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for destination, source in copies:
+            destination.copy_(source)
 
     def occupy(self, seconds: float) -> None:
         """Do nothing: there is no queue, so the next operation would wait on this thread."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -109,6 +109,10 @@ class CudaDevice:
             destination.narrow(0, begin, numel).copy_(source.narrow(0, begin, numel), non_blocking=True)
             # The next chunk, or the next tensor on this stream, is not ready before this kernel has ended.
             self.occupy(0.0)
+
+    def copy_each(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        destinations, sources = zip(*copies, strict=True)
+        torch._foreach_copy_(destinations, sources)
 
     def occupy(self, seconds: float) -> None:
         torch.cuda._sleep(int(seconds * CLOCK_HZ))

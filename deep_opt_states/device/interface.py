@@ -7,6 +7,7 @@ Waiting for an event that was never recorded returns at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -48,7 +49,7 @@ class Stream(Protocol[EventT_contra]):
 class Device(Protocol[EventT]):
     """An accelerator, with its memory, its streams, and host memory that it can copy from and to.
 
-    Everything is reserved at start. Inside a step only ``copy`` and ``current_stream`` are called.
+    Everything is reserved at start. Inside a step only ``copy``, ``copy_each`` and ``current_stream`` are called.
     """
 
     @property
@@ -84,6 +85,12 @@ class Device(Protocol[EventT]):
         """Copy between host and accelerator on the current stream, and convert if the dtypes differ.
 
         A device whose copies run in queues divides large ones, so that a small copy of another stream overtakes them.
+        """
+
+    def copy_each(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy many small tensors within the accelerator's memory on the current stream, in few kernels.
+
+        Each of ``copies`` is a destination and its source, of the same dtype.
         """
 
     def occupy(self, seconds: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,9 @@ class AccountingDevice:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         self._device.copy(destination, source)
+
+    def copy_each(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._device.copy_each(copies)
 
     def occupy(self, seconds: float) -> None:
         self._device.occupy(seconds)

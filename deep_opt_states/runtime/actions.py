@@ -2,21 +2,38 @@
 
 The actions update and publish only the rest of each unit. They do not write to the early ranges, whose parameters
 the model may already read or write. An action of a unit without a rest does nothing, and needs no slot.
+
+The views that an action works on are made once, and not in each step: the host issues hundreds of copies there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.adam import AdamKernel, AdamTensors
+from deep_opt_states.device.kernels.adam import AdamKernel, RangeUpdate
 from deep_opt_states.runtime.state import Slot, Split, UnitState
-from perf_model.schedule.action import Action, ActionKind
+from perf_model.schedule.action import Action, ActionKind, Lane
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import STATES
+
+Copies: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
+"""Destinations and sources, in the order in which they are copied."""
+
+
+@dataclass(frozen=True)
+class UnitOperations:
+    """The update and the publication of one unit, for the gradient and the parameters that it has at present."""
+
+    grad: torch.Tensor
+    param: torch.Tensor
+    updates: list[RangeUpdate]
+    publications: Copies
+    """The copies of updated parameters; none if the update writes the model's own parameters."""
 
 
 class Actions:
@@ -35,10 +52,14 @@ class Actions:
         self._slots: list[Slot] = []
         self._slot_of: dict[str, Slot] = {}
         """The views of its slot that an action works on, keyed by the action's name."""
+        self._state_copies: dict[str, Copies] = {}
+        """The copies of each prefetch and flush, by the action's name."""
+        self._operations: dict[int, UnitOperations] = {}
+        """The operations of each unit that was updated since the units or the slots were set."""
         self._bodies: dict[ActionKind, Callable[[Action], None]] = {
-            ActionKind.PREFETCH: self._prefetch,
+            ActionKind.PREFETCH: self._copy_states,
             ActionKind.GPU_STEP: self._gpu_step,
-            ActionKind.FLUSH_STATES: self._flush_states,
+            ActionKind.FLUSH_STATES: self._copy_states,
             ActionKind.CPU_STEP: self._cpu_step,
             ActionKind.PUBLISH: self._publish,
         }
@@ -76,6 +97,12 @@ class Actions:
         self._slot_of = {
             action.name: slots[slot].narrow(self._states[action.unit].numel) for action, slot in in_slots.items()
         }
+        self._operations.clear()
+        self._state_copies = {
+            action.name: list(self._copies_of_states(action))
+            for action in in_slots
+            if action.kind in (ActionKind.PREFETCH, ActionKind.FLUSH_STATES)
+        }
 
     def run(self, action: Action) -> None:
         """Issue ``action`` on the current stream, or run it on the current thread if it is a CPU step."""
@@ -86,41 +113,61 @@ class Actions:
         """Free the slots, and drop the references to the states."""
         self._slots.clear()
         self._slot_of.clear()
+        self._state_copies.clear()
+        self._operations.clear()
         self._states = ()
 
-    def _prefetch(self, action: Action) -> None:
-        self._copy_states(action.unit, to=self._slot_of[action.name], source=self._states[action.unit])
+    def _copy_states(self, action: Action) -> None:
+        self._copy(self._state_copies[action.name])
 
     def _gpu_step(self, action: Action) -> None:
         assert self._device_adam is not None
-        state = self._states[action.unit]
-        states = self._slot_of[action.name] if state.resident is None else state.resident.states
-        self._update(self._device_adam, action.unit, state.accelerator_tensors(states))
-        if state.staged is not None:
-            # The copy is issued on the update's stream. The next unit that is staged in the same memory is updated on
-            # that stream, too, so it cannot overwrite the parameters before they are copied.
-            self._copy(action.unit, state.param, state.staged)
-
-    def _flush_states(self, action: Action) -> None:
-        self._copy_states(action.unit, to=self._states[action.unit], source=self._slot_of[action.name])
+        operations = self._operations_of(action)
+        self._device_adam.update_ranges(operations.updates)
+        # A copy is issued on the update's stream. The next unit that is staged in the same memory is updated on that
+        # stream, too, so it cannot overwrite the parameters before they are copied.
+        self._copy(operations.publications)
 
     def _cpu_step(self, action: Action) -> None:
-        self._update(self._host_adam, action.unit, self._states[action.unit].cpu_tensors)
+        self._host_adam.update_ranges(self._operations_of(action).updates)
 
     def _publish(self, action: Action) -> None:
-        state = self._states[action.unit]
-        if not state.cpu_writes_param:
-            self._copy(action.unit, state.param, state.rounded)
+        self._copy(self._operations_of(action).publications)
 
-    def _copy_states(self, unit: int, *, to: UnitState | Slot, source: UnitState | Slot) -> None:
+    def _copy(self, copies: Copies) -> None:
+        for destination, source in copies:
+            self._device.copy(destination, source)
+
+    def _copies_of_states(self, action: Action) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        state, slot = self._states[action.unit], self._slot_of[action.name]
         for name in STATES:
-            self._copy(unit, getattr(to, name), getattr(source, name))
+            on_host, on_accelerator = getattr(state, name), getattr(slot, name)
+            for element_range in self._splits[action.unit].rest:
+                pair = state.view(on_accelerator, element_range), state.view(on_host, element_range)
+                yield pair if action.kind is ActionKind.PREFETCH else pair[::-1]
 
-    def _copy(self, unit: int, to: torch.Tensor, source: torch.Tensor) -> None:
-        state = self._states[unit]
-        for element_range in self._splits[unit].rest:
-            self._device.copy(state.view(to, element_range), state.view(source, element_range))
+    def _operations_of(self, action: Action) -> UnitOperations:
+        """Return the operations of the action's unit. They change if users set gradients or DeepSpeed moves parameters.
 
-    def _update(self, adam: AdamKernel, unit: int, tensors: AdamTensors) -> None:
-        state = self._states[unit]
-        adam.update_ranges([state.update_of(element_range, tensors) for element_range in self._splits[unit].rest])
+        The worker and the caller's thread call this for different units.
+        """
+        state = self._states[action.unit]
+        known = self._operations.get(action.unit)
+        if known is None or known.grad is not state.grad or known.param is not state.param:
+            known = self._operations[action.unit] = self._derive(action, state)
+        return known
+
+    def _derive(self, action: Action, state: UnitState) -> UnitOperations:
+        if action.lane is not Lane.COMPUTE:
+            tensors, source = state.cpu_tensors, None if state.cpu_writes_param else state.rounded
+        else:
+            states = self._slot_of[action.name] if state.resident is None else state.resident.states
+            tensors, source = state.accelerator_tensors(states), state.staged
+        rest = self._splits[action.unit].rest
+        publications = (
+            []
+            if source is None
+            else [(state.view(state.param, element_range), state.view(source, element_range)) for element_range in rest]
+        )
+        updates = [state.update_of(element_range, tensors) for element_range in rest]
+        return UnitOperations(state.grad, state.param, updates, publications)

@@ -1,45 +1,32 @@
 """Execute a schedule: loop over its actions in order, and decide nothing.
 
-Each lane is one stream or one thread, so that all lanes can overlap: the h2d, compute, d2h and publish lanes are
-streams, and the cpu lane is a worker thread. Where an action waits for an action on a stream, an event holds back its
-stream, and the host continues. A stream cannot wait for a thread, so the worker itself issues what waits for it: the
-PUBLISH of a unit, as soon as its CPU_STEP has ended. No action on the accelerator waits for the CPU otherwise.
-
-The caller's thread issues all other actions between ``begin`` and ``finish``, in the schedule's order. Meanwhile the
-caller continues training. It calls ``publish`` for parameters that it reads next, and ``advance`` to enqueue the
-actions.
+The caller's thread issues the actions between ``begin`` and ``finish``, in the schedule's order, without waiting for
+them (see ``issuer.py``). Meanwhile the caller continues training. It calls ``publish`` for parameters that it reads
+next, and ``advance`` to enqueue the actions.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
-from deep_opt_states.device.interface import Device, Event, Stream
+from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
-from deep_opt_states.runtime.action_events import ActionEvents
 from deep_opt_states.runtime.actions import Actions
-from deep_opt_states.runtime.early_update import EarlyUpdate
+from deep_opt_states.runtime.early_update import EarlyBuffers, EarlyUpdate
+from deep_opt_states.runtime.executable import check_executable
+from deep_opt_states.runtime.failure import UpdateFailed
+from deep_opt_states.runtime.issuer import Issuer
+from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.runtime.resident_states import ResidentStates
 from deep_opt_states.runtime.state import Split, UnitState
 from deep_opt_states.runtime.worker import CpuLane, Worker
 from perf_model.prediction.timeline import Timeline
-from perf_model.schedule.action import Action, ActionKind, Lane
-from perf_model.schedule.check import ScheduleError, check
+from perf_model.schedule.action import Lane
 from perf_model.schedule.schedule import Schedule
-from perf_model.schedule.workload import Workload
-
-PUBLISHING = (ActionKind.GPU_STEP, ActionKind.PUBLISH)
-"""The kinds of action that write a unit's 16-bit parameters. Each unit has exactly one such action."""
-
-
-class UpdateFailed(RuntimeError):
-    """The error for an update that was applied only in part: some units are updated, others are not."""
 
 
 class Executor:
@@ -87,46 +74,28 @@ class Executor:
         splits: Sequence[Split] | None = None,
         span: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        _check(schedule, states)
+        check_executable(schedule, states)
         self._device = device
         self._host_adam = host_adam
         self._device_adam = device_adam
-        self._span = span
-        self._streams: dict[Lane, Stream[Any]] = {lane: device.stream() for lane in Lane if lane is not Lane.CPU}
-        """One stream per lane: h2d overlaps prefetches with everything else, compute overlaps the update with the
-        transfers, d2h overlaps flushes and the copies of gradients with transfers in the other direction, and publish
-        lets the small publications overtake prefetches."""
-        self._reserved = device.event()
-        """Caller's stream -> all lanes: memory that was allocated since is free of the caller's kernels."""
-        self._drained: dict[Lane, Event] = {lane: device.event() for lane in self._streams}
-        """Each lane's stream -> host: everything that was issued on it has finished."""
-        self._residents = ResidentStates(
-            device, self._streams[Lane.H2D], self._streams[Lane.COMPUTE], self._streams[Lane.D2H]
-        )
+        self._lanes = LaneStreams(device)
+        streams = self._lanes.streams
+        self._residents = ResidentStates(device, streams[Lane.H2D], streams[Lane.COMPUTE], streams[Lane.D2H])
         self._actions = Actions(device, host_adam, device_adam)
-        self._prefetched: set[str] = set()
-        """Names of the actions that ``prefetch`` has issued, which the update does not issue again."""
+        self._early_buffers: EarlyBuffers | None = None
         self.pending = False
         """Whether an update has begun and has not ended since, even if the update has failed."""
         self.flushing = False
         """Whether the update has ended by ``finish_on_stream``, so that its flushes may be in flight."""
-        self._carried: dict[str, Event] = {}
-        """d2h stream -> h2d stream: flushes of the last update, by the name of the first prefetch that waits for them
-        since ``finish`` has not."""
         self._worker = worker or Worker(device.enter_thread)
+        self._issuer = Issuer(device, self._lanes, self._worker, self._actions.run, span)
         try:
             self._use(schedule, states, splits)
         except BaseException:
             self._worker.close()
             raise
-        self._stop = threading.Event()
-        """Set by a failure: the host issues no further action, and the worker starts none."""
-        self._on_cpu: dict[str, Future[None]] = {}
-        """The futures of this update's tasks of the worker, by the action's name. ``publish`` and ``finish`` wait for
-        them; without them an exception of the worker would be lost."""
-        self._issued = self._requested = 0
-        """Positions in the schedule: the actions before ``_issued`` have been issued, and every rank has requested the
-        publication of the CPU units whose PUBLISH is before ``_requested``."""
+        self._requested = 0
+        """The position in the schedule before which every rank has requested each PUBLISH."""
         self.failure: BaseException | None = None
         """The exception that ended an update and left the states inconsistent, until ``forget_failure``."""
 
@@ -137,10 +106,10 @@ class Executor:
         errors are those of ``set_schedule``.
         """
         assert not self.pending
-        _check(schedule, states)
+        check_executable(schedule, states)
         self.finish()
         # A lane may still copy into a slot or into resident memory that is freed here, for an update that never began.
-        self._drain_streams()
+        self._lanes.drain()
         self._use(schedule, states, splits)
 
     def _use(self, schedule: Schedule, states: Sequence[UnitState], splits: Sequence[Split] | None) -> None:
@@ -151,14 +120,12 @@ class Executor:
             Split.all_early(state.elements) if state.is_evicted else split
             for state, split in zip(states, splits, strict=True)
         ]
-        early_update = EarlyUpdate(states, here, self._device, self._streams, self._worker)
+        early_update = EarlyUpdate(states, here, self._device, self._lanes.streams, self._worker, self._early_buffers)
         self._actions.set_units(schedule, states, here)
-        self._early_update = early_update
+        self._early_update, self._early_buffers = early_update, early_update.buffers
         self._states, self._splits = states, splits
         self._residents.set_units(states)
-        on_streams = [action.name for action in schedule.actions if action.lane is not Lane.CPU]
-        # There are two sets: the timeline of one update can still be read while the next one records the other set.
-        self._events, self._next_events = (ActionEvents(self._device, on_streams) for _ in range(2))
+        self._issuer.reserve_events(schedule)
         self._adopt(schedule)
 
     def set_schedule(self, schedule: Schedule) -> None:
@@ -168,35 +135,18 @@ class Executor:
         if it is not safe to execute, or the device's out-of-memory error; then nothing has changed.
         """
         assert not self.pending
-        _check(schedule, self._states)
+        check_executable(schedule, self._states)
         self.finish()
         if schedule.num_slots < self._actions.num_slots:
             # A lane may still copy into a slot that is freed here. The next owner of the memory must not receive it.
-            self._drain_streams()
+            self._lanes.drain()
         self._actions.reserve_slots_for(schedule)
         self._adopt(schedule)
 
     def _adopt(self, schedule: Schedule) -> None:
-        """Derive from ``schedule``, whose slots are reserved, what an update needs."""
-        self._lanes_wait_for_caller()
-        self._prefetched.clear()
-        self._schedule = schedule
-        self._publishing = {
-            action.unit: position for position, action in enumerate(schedule.actions) if action.kind in PUBLISHING
-        }
-        self._on_streams_from = next(
-            (at for at, action in enumerate(schedule.actions) if action.lane not in (Lane.CPU, Lane.PUBLISH)),
-            len(schedule.actions),
-        )
-        """The number of actions of the worker that precede the first action that the caller issues."""
-        self._first_prefetches = [
-            action for action in schedule.actions if action.kind is ActionKind.PREFETCH and not action.waits
-        ]
-        """The prefetches that fill the slots. Any other one waits for an action of the same update."""
-        last_flush = {action.slot: action.name for action in schedule.actions if action.kind is ActionKind.FLUSH_STATES}
-        self._flushes_before = {action.name: last_flush[action.slot] for action in self._first_prefetches}
-        """The flush of the update before that a first prefetch waits for: the last one from its slot. Flushes run in
-        order, so the states that the prefetch reads, which were flushed from the same slot, are in host memory, too."""
+        """Issue ``schedule``, whose slots are reserved, from the next update on."""
+        self._lanes.wait_for_new_memory()
+        self._issuer.set_schedule(schedule)
 
     def run(self, steps: Sequence[AdamStep]) -> None:
         """Run one whole update, and return when every action has finished.
@@ -221,10 +171,7 @@ class Executor:
             return
         with self._keep_failure():
             self._residents.load()
-            for action in self._first_prefetches:
-                if action.name not in self._prefetched:
-                    self._on_stream(action, self._next_events)
-                    self._prefetched.add(action.name)
+            self._issuer.prefetch()
 
     def give_states_back(self) -> None:
         """Make the states in host memory those of the last update, and let the caller read and write them.
@@ -235,7 +182,7 @@ class Executor:
         assert not self.pending
         assert not self.flushing
         # A copy that is still in flight is harmless: the next copy into its slot follows on the same stream.
-        self._prefetched.clear()
+        self._issuer.forget_prefetches()
         if self.failure is None:
             with self._keep_failure():
                 self._residents.write_back()
@@ -265,13 +212,11 @@ class Executor:
         """
         assert not self.pending
         assert self.failure is None
-        self._stop.clear()
-        self._on_cpu = {}
-        self._issued = self._requested = 0
-        self._events, self._next_events = self._next_events, self._events
+        self._issuer.begin()
+        self._requested = 0
         self.pending, self.flushing = True, False
         with self._keep_failure():
-            self._wait_for_caller()
+            self._lanes.wait_for_caller(self._issuer.events)
             # After the wait: kernels of the update before, which ``finish_on_stream`` left to the stream, read the
             # hyperparameters that are overwritten here.
             for kernel in {id(kernel): kernel for kernel in (self._host_adam, self._device_adam)}.values():
@@ -280,18 +225,18 @@ class Executor:
             self._residents.load()
             self._residents.mark_updated()
             self._early_update.update(self._host_adam, self._device_adam)
-            self._issue(self._on_streams_from)
+            self._issuer.issue(self._issuer.first_of_caller)
 
     @property
     def may_advance(self) -> bool:
         """Return whether ``advance`` would issue anything."""
-        return self.pending and self.failure is None and self._issued < len(self._schedule.actions)
+        return self.pending and self.failure is None and not self._issuer.has_issued_all
 
     def advance(self) -> None:
         """Issue the remaining actions. The host does not wait."""
         if self.may_advance:
             with self._keep_failure():
-                self._issue(len(self._schedule.actions))
+                self._issuer.issue_all()
 
     def publish(self, unit: int) -> None:
         """Issue the actions up to the publication of ``unit``, and make the current stream wait for it.
@@ -302,14 +247,14 @@ class Executor:
         ended = not (self.pending or self.flushing)
         if ended or self.failure is not None or not self._splits[unit].rest:
             return
-        position = self._publishing[unit]
-        action = self._schedule.actions[position]
+        position = self._issuer.publishing[unit]
+        action = self._issuer.schedule.actions[position]
         with self._keep_failure():
-            self._issue(position + 1)
+            self._issuer.issue(position + 1)
             # If the update on the CPU has failed, its exception is raised here, and not only at the end.
             for name in (*action.waits, action.name):
-                self._wait_for_worker(name)
-            self._device.current_stream().wait(self._events.finished[action.name])
+                self._issuer.wait_for_worker(name)
+            self._device.current_stream().wait(self._issuer.events.finished[action.name])
 
     def publish_early_ranges(self) -> None:
         """Make the current stream wait for the parameters of all early ranges."""
@@ -324,14 +269,14 @@ class Executor:
         to ``mark_requested``. The progress of this rank's worker, a failure or an end of the update on this rank, and
         the number of slots do not matter.
         """
-        position = self._publishing[unit]
-        on_cpu = self._schedule.actions[position].lane is Lane.PUBLISH
+        position = self._issuer.publishing[unit]
+        on_cpu = self._issuer.schedule.actions[position].lane is Lane.PUBLISH
         return on_cpu and bool(self._splits[unit].rest) and position >= self._requested
 
     def mark_requested(self, unit: int) -> None:
         """Record that every rank is about to publish the parameters of ``unit``."""
-        position = self._publishing[unit]
-        if self._schedule.actions[position].lane is Lane.PUBLISH:
+        position = self._issuer.publishing[unit]
+        if self._issuer.schedule.actions[position].lane is Lane.PUBLISH:
             self._requested = max(self._requested, position + 1)
 
     def finish_on_stream(self) -> None:
@@ -343,14 +288,11 @@ class Executor:
         """
         if self.pending and self.failure is None:
             with self._keep_failure():
-                self._issue(len(self._schedule.actions))
-                for name in self._on_cpu:
-                    self._wait_for_worker(name)
-                self._record_end()
-                self._order_after_update()
-                finished = self._events.finished
-                self._carried = {prefetch: finished[flush] for prefetch, flush in self._flushes_before.items()}
-                self._prefetched.clear()
+                self._issuer.finish()
+                self._lanes.record_end(self._issuer.events)
+                self._lanes.order_after_update()
+                self._issuer.carry_flushes()
+                self._issuer.forget_prefetches()
                 self.flushing = True
         self.pending = False
 
@@ -361,18 +303,16 @@ class Executor:
         """
         if self.pending and self.failure is None:
             with self._keep_failure():
-                self._issue(len(self._schedule.actions))
-                for name in self._on_cpu:
-                    self._wait_for_worker(name)
-                self._record_end()
-                self._wait_until_drained()
-                self._prefetched.clear()
+                self._issuer.finish()
+                self._lanes.record_end(self._issuer.events)
+                self._lanes.wait_until_drained()
+                self._issuer.forget_prefetches()
         elif self.flushing:
             # Even if the update has failed on another rank: states are then loaded into the memory that is flushed to.
             # Prefetches for the next update, which backward has begun, are not waited for.
             with self._keep_failure():
-                self._wait_until_drained()
-        self._carried.clear()
+                self._lanes.wait_until_drained()
+        self._issuer.forget_flushes()
         self.pending = self.flushing = False
 
     def touch(self, tensors: Sequence[AdamTensors]) -> None:
@@ -396,31 +336,22 @@ class Executor:
         The function may be called while the next update runs, until the update after that is prefetched or begins,
         which records the events again.
         """
-        return partial(self._events.timeline, self._schedule.actions)
+        return partial(self._issuer.events.timeline, self._issuer.schedule.actions)
 
     def failed_within(self, timeout_s: float) -> bool:
         """Return whether the update has failed, after waiting at most ``timeout_s`` seconds for the worker.
 
         This also works where ``finish`` will not be called, such as when the process exits.
         """
-        done, _ = wait(self._on_cpu.values(), timeout_s)
+        done, _ = wait(self._issuer.on_cpu.values(), timeout_s)
         failures = [failure for future in done if (failure := future.exception()) is not None]
         if self.failure is None and failures:
             self.fail(failures[0])
         return self.failure is not None
 
     def inconsistent_states_error(self) -> UpdateFailed:
-        """Return the exception that every use of the states raises after a failed update.
-
-        Its cause is the failure itself, with the traceback.
-        """
-        error = UpdateFailed(
-            f"The optimizer update was applied only in part ({type(self.failure).__name__}: {self.failure}). "
-            f"Parameters and optimizer states are inconsistent, since some are updated and others are not: they will "
-            f"not be used or saved. Fix the cause below, and continue from the last checkpoint."
-        )
-        error.__cause__ = self.failure
-        return error
+        """Return the exception that every use of the states raises after a failed update, with its cause."""
+        return UpdateFailed.because_of(self.failure)
 
     def fail(self, cause: BaseException) -> None:
         """Record that the states are inconsistent because of ``cause``, on this rank or on another one."""
@@ -430,9 +361,9 @@ class Executor:
         """Allow updates again, after the caller has restored every state from a checkpoint."""
         self.failure = None
         self.pending = self.flushing = False
-        self._carried.clear()
-        self._on_cpu = {}
-        self._prefetched.clear()
+        self._issuer.forget_flushes()
+        self._issuer.on_cpu = {}
+        self._issuer.forget_prefetches()
         self._residents.invalidate()
 
     def close(self) -> None:
@@ -444,100 +375,6 @@ class Executor:
         self._residents.close()
         self._states = ()
 
-    def _lanes_wait_for_caller(self) -> None:
-        """Make all lanes wait for the caller's stream, on which new memory is allocated.
-
-        The allocator may have reused memory that kernels on that stream still read or write.
-        """
-        self._device.current_stream().record(self._reserved)
-        for stream in self._streams.values():
-            stream.wait(self._reserved)
-
-    def _wait_for_caller(self) -> None:
-        """Block the host until the caller's stream is done, so that nothing issued later can start before that.
-
-        Backward's kernels may still read the 16-bit parameters, and gradients may still be copied to host memory, where
-        the worker reads them. DeepSpeed has joined its reduction stream to the caller's stream by then. The clocks of
-        the host and of the device get a common origin here.
-        """
-        self._device.current_stream().record(self._events.origin)
-        self._events.origin.synchronize()
-        self._events.origin_s = time.perf_counter()
-
-    def _issue(self, until: int) -> None:
-        """Issue the actions before position ``until``. The host does not wait."""
-        while self._issued < until and not self._stop.is_set():
-            action = self._schedule.actions[self._issued]
-            if not self._on_cpu.keys().isdisjoint(action.waits) or action.lane is Lane.CPU:
-                self._on_cpu[action.name] = self._worker.submit(partial(self._on_worker, action))
-            elif action.name not in self._prefetched:
-                self._on_stream(action, self._events)
-            self._issued += 1
-
-    def _wait_for_worker(self, name: str) -> None:
-        """Block the host until the worker has run or issued the action ``name``, if that is the worker's."""
-        if name in self._on_cpu:
-            self._on_cpu[name].result()
-
-    def _on_stream(self, action: Action, events: ActionEvents) -> None:
-        stream = self._streams[action.lane]
-        if action.name in self._carried:
-            stream.wait(self._carried.pop(action.name))
-        for name in action.waits:
-            # CPU steps have no event: the worker, which runs them, also issues the actions that wait for them.
-            if name in events.finished:
-                stream.wait(events.finished[name])
-        stream.record(events.started[action.name])
-        with stream.issue(), self._span(action.name):
-            self._actions.run(action)
-        stream.record(events.finished[action.name])
-
-    def _on_worker(self, action: Action) -> None:
-        if self._stop.is_set():
-            return
-        try:
-            if action.lane is not Lane.CPU:
-                self._on_stream(action, self._events)
-                return
-            for name in action.waits:
-                self._events.finished[name].synchronize()
-            start_s = time.perf_counter()
-            with self._span(action.name):
-                self._actions.run(action)
-            origin_s = self._events.origin_s
-            self._events.on_worker[action.name] = (start_s - origin_s, time.perf_counter() - origin_s)
-        except BaseException:
-            # From here on the host must not issue another action, and the worker must not start one.
-            self._stop.set()
-            raise
-
-    def _drain_streams(self) -> None:
-        """Block the host until nothing is in flight on any lane.
-
-        The next forward gathers parameters on a stream of DeepSpeed that does not wait for our streams.
-        """
-        self._record_drained()
-        self._wait_until_drained()
-
-    def _record_end(self) -> None:
-        """Record that the update ends here on each lane."""
-        self._record_drained()
-        self._streams[Lane.D2H].record(self._events.flushed)
-
-    def _record_drained(self) -> None:
-        for lane, stream in self._streams.items():
-            stream.record(self._drained[lane])
-
-    def _order_after_update(self) -> None:
-        """Make the current stream wait for the updates and publications before ``_drained``, but not for flushes."""
-        for lane in (Lane.COMPUTE, Lane.PUBLISH):
-            self._device.current_stream().wait(self._drained[lane])
-
-    def _wait_until_drained(self) -> None:
-        """Block the host until everything has finished that was in flight when ``_drained`` was recorded."""
-        for event in self._drained.values():
-            event.synchronize()
-
     @contextmanager
     def _keep_failure(self) -> Iterator[None]:
         """Keep an exception that is raised inside in ``failure``, and stop the update.
@@ -547,40 +384,15 @@ class Executor:
         try:
             yield
         except BaseException as error:
-            self._stop.set()
+            self._issuer.stop.set()
             # The failure is kept at once, because the following lines wait and may be interrupted.
             self.fail(error)
-            self.fail(self._first_error(error))
+            self.fail(self._issuer.first_error(error))
             # Operations that were issued before the failure still write to states, into which a checkpoint will be
             # loaded, and still use slots, which will be freed. If the device fails here, too, then the failure that is
             # kept already reports it.
             with suppress(Exception):
-                self._drain_streams()
-            self._prefetched.clear()
+                self._lanes.drain()
+            self._issuer.forget_prefetches()
             if not isinstance(error, Exception):
                 raise
-
-    def _first_error(self, error: BaseException) -> BaseException:
-        """Return the worker's exception if there is one, since ``error`` may only follow from it; otherwise ``error``.
-
-        Wait for the worker to finish its actions.
-        """
-        failures = [failure for future in self._on_cpu.values() if (failure := future.exception()) is not None]
-        return failures[0] if failures else error
-
-
-def _check(schedule: Schedule, states: Sequence[UnitState]) -> None:
-    """Raise ``ScheduleError`` if ``schedule`` is not safe for ``states`` and their placements, or cannot be executed.
-
-    The worker issues the actions that wait for a CPU step, so these must be the publications, each with its own wait.
-    Nothing else may wait for them, because a stream can wait only for an event that was recorded before.
-    """
-    placements = check(schedule, Workload.from_numels(state.numel for state in states))
-    of_cpu_units = {action.name for action in schedule.actions if action.lane in (Lane.CPU, Lane.PUBLISH)}
-    for action in schedule.actions:
-        expected = [f"{ActionKind.CPU_STEP.value} {action.unit}"] if action.kind is ActionKind.PUBLISH else []
-        found = [name for name in action.waits if name in of_cpu_units]
-        if found != expected:
-            rule = "PUBLISH names the CPU_STEP of its unit among its waits, and no other action waits for a CPU unit."
-            raise ScheduleError(schedule, action, rule)
-    assert placements == tuple(state.placement for state in states), placements

@@ -10,13 +10,13 @@ parameters, states or gradients waits until no update is in flight.
 
 The sections of the class:
 
-- *Attributes that wait for the update before they are read*
 - *Construction*: called by stock's constructor, once
 - *Backward*: gradients arrive, and the next update is prefetched
 - *Step*: the hooks of ``step()``, in the order in which it calls them
-- *Readers and writers of states*: outside the training loop
-- *Checkpoints*
 - *End*
+
+The classes that it derives from override the hooks that are called outside the training loop: ``GuardedStates`` those
+of readers and writers of states and of checkpoints, ``UserGradients`` those by which users read and set gradients.
 """
 
 from __future__ import annotations
@@ -27,22 +27,16 @@ from functools import cache
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from deep_opt_states.config import Config
 from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.report.reporter import UpdateReporter
 from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.zero.internals.compat import (
-    all_gather_partitions,
     flat_parameters,
     forget_gradient_buffers,
     param_coordinator,
-    partition_rank,
     ranges_of_partitioned_params,
     restore_param_views,
     waits_for_current_stream,
@@ -55,16 +49,16 @@ from deep_opt_states.zero.step.adaptation import FirstUses, make_adaptation
 from deep_opt_states.zero.step.buckets import Buckets
 from deep_opt_states.zero.step.gathers import Gathers
 from deep_opt_states.zero.step.norms import Norms
-from deep_opt_states.zero.step.readers import WaitsBeforeRead, checkpoint_view
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from deep_opt_states.zero.step.update import Update
+from deep_opt_states.zero.user_gradients import UserGradients
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.schedule.plan import UpdatePlan
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
+class DeepOptimizerStates_Stage3(UserGradients):
     """Stock's optimizer, with the fp32 states where the plan places them and updates that the schedule runs.
 
     Constructing one is a collective over all ranks. If it raises, everything that was taken from the process is given
@@ -86,24 +80,6 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     def plan(self) -> UpdatePlan:
         """Return the plan of the next update, and of the present one if it is in flight."""
         return self._running.plan
-
-    # --- Attributes that wait for the update before they are read. No update exists while stock's constructor runs ---
-
-    def _wait_for_parameters(self) -> None:
-        if "_update" in vars(self):
-            self._update.wait()
-
-    def _wait_for_states(self) -> None:
-        if "_update" in vars(self):
-            self._update.wait(states=True)
-
-    def _get_state(self) -> Any:
-        self._wait_for_states()
-        return super()._get_state()
-
-    fp16_partitioned_groups_flat = WaitsBeforeRead(_wait_for_parameters)
-    fp32_partitioned_groups_flat = WaitsBeforeRead(_wait_for_states)
-    state = DeepSpeedZeroOptimizer_Stage3.state.getter(_get_state)
 
     def __init__(
         self, config: Config, accelerator: AcceleratorChoice, progress: EngineProgress, *args: Any, **kwargs: Any
@@ -266,49 +242,6 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
     def _finalize_offload_gradient_accumulation(self) -> None:
         self._gradients.finish_window()
 
-    def set_fp32_grad_for_param(self, value: Any, param: Any) -> None:
-        super().set_fp32_grad_for_param(value, param)
-        self._gradients.mark_set_by_user([param])
-
-    def set_local_grad_for_param(self, value: Any, param: Any) -> None:
-        super().set_local_grad_for_param(value, param)
-        self._gradients.mark_set_by_user([param])
-
-    def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: Any) -> None:
-        """Replace the gradients of ``param_list`` by ``update_func(gradient, param)``. A collective.
-
-        ``gradient`` and the returned tensor are fp32 and have the parameter's shape.
-        """
-        params = [param for param in param_list if param.requires_grad]
-        # The order of the collectives is stock's: sub-groups in the order in which they appear first.
-        by_sub_group: dict[int, list[Any]] = {}
-        for param in params:
-            by_sub_group.setdefault(self.grad_position[self.get_param_id(param)][0], []).append(param)
-        for param in (param for group in by_sub_group.values() for param in group):
-            partition, _ = self._get_fp32_grad_state_partition(param, release_swap_buffers=False)
-            whole = update_func(all_gather_partitions(self, param, partition), param).flatten()
-            mine = whole.narrow(0, partition.numel() * partition_rank(self, param), partition.numel())
-            partition.copy_(mine)
-        self._gradients.mark_set_by_user(params)
-
-    def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
-        self._wait_for_reduction()
-        return {
-            sub_group_id: {index: self._gradients.writable_fp32(param) for index, param in enumerate(group)}
-            for sub_group_id, group in enumerate(self.fp16_groups)
-        }
-
-    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
-        self._wait_for_reduction()
-        # A caller that lets stock release the swap buffers at once only reads; the others are about to write.
-        partition = self._gradients.read(param) if release_swap_buffers else self._gradients.writable_fp32(param)
-        return partition, self.grad_position[self.get_param_id(param)][0]
-
-    def _wait_for_reduction(self) -> None:
-        if not get_accelerator().resolves_data_dependency():
-            self.reduce_and_partition_stream.synchronize()
-            self._gradients.synchronize()
-
     # --- Step: the hooks of step(), in the order in which it calls them ---
 
     def _pre_step(self) -> None:
@@ -419,85 +352,6 @@ class DeepOptimizerStates_Stage3(DeepSpeedZeroOptimizer_Stage3):
         # After ``advance``, so that the accelerator works while the host reports the previous update. Its events have
         # been reached, so the host does not wait, and DeepSpeed's step count is still the one of that update.
         self._update.report_previous()
-
-    # --- Readers and writers of states ---
-
-    def get_full_hp_param(self, *args: Any, **kwargs: Any) -> Any:
-        # Every rank calls this. The ranks agree on a failure first, so that no rank raises alone and leaves the others
-        # waiting in the collective of ``super()``.
-        self._update.synchronize_ranks()
-        return super().get_full_hp_param(*args, **kwargs)
-
-    def set_full_hp_param(self, *args: Any, **kwargs: Any) -> None:
-        self._update.synchronize_ranks()
-        super().set_full_hp_param(*args, **kwargs)
-
-    def _get_fp32_opt_state_partition(self, *args: Any, **kwargs: Any) -> Any:
-        self._update.wait(states=True)
-        self._update.raise_if_failed()
-        return super()._get_fp32_opt_state_partition(*args, **kwargs)
-
-    def offload_states(self, include: Any = None, **kwargs: Any) -> None:
-        """Offload the states that ``include`` names, except ``lp_grads``: gradients stay where they are needed."""
-        if include is not None:
-            include = [state_type for state_type in include if state_type is not OffloadStateTypeEnum.lp_grads]
-        self._wait_for_states()
-        super().offload_states(include=include, **kwargs)
-
-    # --- Checkpoints ---
-
-    def checkpoint_event_prologue(self) -> None:
-        """Wait for the update before a load or a save; every rank calls this."""
-        # A failure is raised where the states are used next; a load replaces them.
-        self._update.synchronize_ranks(raise_failure=False)
-        # Report the update now: a load changes DeepSpeed's step count.
-        self._update.report()
-        super().checkpoint_event_prologue()
-
-    def _rigid_state_dict(self) -> Any:
-        self._update.wait(states=True)
-        self._update.raise_if_failed()
-        saved = super()._rigid_state_dict()
-        saved[FP32_FLAT_GROUPS] = [checkpoint_view(master) for master in saved[FP32_FLAT_GROUPS]]
-        moments = saved[OPTIMIZER_STATE_DICT]["state"]
-        for sub_group, state in moments.items():
-            moments[sub_group] = {**state, **{key: checkpoint_view(state[key]) for key in MOMENTS}}
-        return saved
-
-    def checkpoint_event_epilogue(self) -> None:
-        """Refuse to write 16-bit weights of inconsistent states. After a load the states have been restored."""
-        self._update.raise_if_failed()
-        super().checkpoint_event_epilogue()
-        # After a save, rank 0 marks the checkpoint as the latest. It waits until all ranks have written their files.
-        dist.barrier()
-
-    def _rigid_load_state_dict(self, state_dict: Any, load_optimizer_states: bool = True) -> None:
-        super()._rigid_load_state_dict(state_dict, load_optimizer_states=load_optimizer_states)
-        if load_optimizer_states:
-            self._copy_loaded_moments()
-
-    def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
-        super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir)
-        self._copy_loaded_moments()
-
-    def _copy_loaded_moments(self) -> None:
-        """Copy the loaded moments into our memory: loading has replaced our tensors by new ones."""
-        for sub_group_id, tensors in enumerate(self._running.memory.sub_groups):
-            loaded = self.optimizer.state[self.fp32_partitioned_groups_flat[sub_group_id]]
-            # A checkpoint that stock saved before its first step has no moments; stock then starts from zero.
-            loaded.setdefault("step", 0)
-            for key, ours in zip(MOMENTS, (tensors.exp_avg, tensors.exp_avg_sq), strict=True):
-                if key in loaded:
-                    ours.copy_(loaded[key])
-                else:
-                    ours.zero_()
-                loaded[key] = ours
-        if self._update.failed:
-            # The kernels disagree about the step count, and the norms of the failed step were not used: reset both.
-            for kernel in self._assembly.kernels:
-                kernel.restart()
-            self.reset_cpu_buffers()
-            self._update.forget_failure()
 
     # --- End ---
 

@@ -161,6 +161,15 @@ class FakeDevice:
 
         self._issue(copy)
 
+    def copy_each(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Queue one kernel that copies all of them."""
+
+        def copy(*tensors: torch.Tensor) -> None:
+            for destination, source in zip(tensors[::2], tensors[1::2], strict=True):
+                destination.copy_(source)
+
+        self.launch(copy, *(tensor for pair in copies for tensor in pair))
+
     def occupy(self, seconds: float) -> None:
         """Queue one operation that does nothing. The ``Timing`` chooses for how long the stream is busy."""
         self._issue(lambda: None)

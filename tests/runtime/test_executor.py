@@ -19,7 +19,9 @@ from torch.utils._pytree import tree_leaves
 from deep_opt_states.device.cpu import HostDevice, HostEvent
 from deep_opt_states.device.kernels.adam import AdamTensors
 from deep_opt_states.device.kernels.stock import StockAdam
-from deep_opt_states.runtime.executor import Executor, UpdateFailed
+from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.failure import UpdateFailed
+from deep_opt_states.runtime.issuer import Issuer
 from perf_model.schedule.action import ActionKind, Lane
 from perf_model.schedule.check import ScheduleError, check
 from perf_model.schedule.placement import Placement
@@ -220,10 +222,10 @@ def test_a_step_reserves_nothing_and_allocates_nothing() -> None:
     device = CountingDevice()
     states = make_states(NUMELS, torch.bfloat16)
     on_main, on_worker = Allocations(), Allocations()
-    original = Executor._on_worker
+    original = Issuer.on_worker
     threads = set()
 
-    def watched(self: Executor, *args: Any) -> None:
+    def watched(self: Issuer, *args: Any) -> None:
         threads.add(threading.get_ident())
         with on_worker:
             original(self, *args)
@@ -233,7 +235,7 @@ def test_a_step_reserves_nothing_and_allocates_nothing() -> None:
         assert slots == ["empty 33"] * 3 * 2
         assert device.reserved.count("stream") == len(Lane) - 1
         device.reserved.clear()
-        with mock.patch.object(Executor, "_on_worker", watched), on_main:
+        with mock.patch.object(Issuer, "on_worker", watched), on_main:
             for step in range(1, 4):
                 fill = [torch.ones(numel) for numel in NUMELS]
                 for state, grad in zip(states, fill, strict=True):

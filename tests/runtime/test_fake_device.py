@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from deep_opt_states.runtime.executor import Executor, UpdateFailed
+from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.failure import UpdateFailed
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload

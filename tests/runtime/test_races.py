@@ -13,7 +13,7 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from deep_opt_states.runtime import executor as executor_module
-from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.lanes import LaneStreams
 from perf_model.prediction.timeline import Timeline
 from perf_model.schedule.action import Lane
 from perf_model.schedule.check import ScheduleError, check
@@ -83,7 +83,7 @@ def gives_a_wrong_number(mutant: Schedule, workload: Workload) -> bool:
     """Return whether one step gives a wrong number or NaN in some order of lanes, with the checker switched off."""
     numels = numels_of(workload)
     expected = serial(numels, steps=1)
-    with mock.patch.object(executor_module, "_check"):
+    with mock.patch.object(executor_module, "check_executable"):
         return any(not same(run(mutant, numels, Late(order), steps=1), expected) for order in ORDERS)
 
 
@@ -107,10 +107,10 @@ def test_missing_wait_of_any_schedule_gives_a_wrong_number(drawn: tuple[Schedule
         assert gives_a_wrong_number(mutant, workload)
 
 
-@pytest.mark.parametrize("method", ["_wait_for_caller", "_wait_until_drained"])
+@pytest.mark.parametrize("method", ["wait_for_caller", "wait_until_drained"])
 def test_update_that_does_not_wait_for_backward_or_for_its_own_end_gives_a_wrong_number(method: str) -> None:
     for plan in small_plans():
-        with mock.patch.object(Executor, method):
+        with mock.patch.object(LaneStreams, method):
             assert gives_a_wrong_number(plan.schedule, plan.workload), f"no timing shows it\n{plan.schedule}"
 
 

@@ -15,6 +15,7 @@ import torch
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamTensors
 from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.runtime.resident_states import ResidentStates
 from deep_opt_states.runtime.state import Slot
 from perf_model.schedule.placement import Placement
@@ -149,7 +150,7 @@ def test_a_move_waits_for_the_loading_of_memory_that_it_frees() -> None:
 def test_a_move_that_does_not_wait_for_the_loading_writes_to_freed_memory() -> None:
     # The copies to the resident memory come last.
     training = MovingTraining(MODEL, PLAN, FakeDevice(Late([1, 2, 3, 4, 5])))
-    with mock.patch.object(Executor, "_wait_until_drained"):
+    with mock.patch.object(LaneStreams, "wait_until_drained"):
         move_while_loading(training)
     with pytest.raises(AssertionError, match="memory that was freed before"):
         finish(training.device)

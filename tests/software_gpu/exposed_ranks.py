@@ -14,6 +14,7 @@ from unittest import mock
 
 from deepspeed.accelerator import get_accelerator
 
+from deep_opt_states.runtime.action_events import ActionEvents
 from deep_opt_states.runtime.exposure import UpdateWaits
 from perf_model.prediction.timeline import Phase, seconds_of
 from tests.launch import answer
@@ -45,15 +46,16 @@ class Observed:
 def observed(engine: Any) -> Iterator[Observed]:
     found = Observed()
     report, executor = engine.optimizer.report, engine.optimizer._running.executor
-    updated, wait_for_caller = report.updated, executor._wait_for_caller
-    order_after_update, wait_until_drained = executor._order_after_update, executor._wait_until_drained
+    lanes = executor._lanes
+    updated, wait_for_caller = report.updated, lanes.wait_for_caller
+    order_after_update, wait_until_drained = lanes.order_after_update, lanes.wait_until_drained
 
     def observed_report(phases: Any, timeline: Any) -> None:
         found.reported_s.append(seconds_of(Phase.EXPOSED, phases))
         updated(phases, timeline)
 
-    def observed_begin() -> None:
-        wait_for_caller()
+    def observed_begin(events: ActionEvents) -> None:
+        wait_for_caller(events)
         found.begins_s.append(device.call("now_s"))
 
     def observed_end() -> None:
@@ -68,10 +70,10 @@ def observed(engine: Any) -> Iterator[Observed]:
             found.ends_s.append(device.call("now_s"))
 
     with (
-        mock.patch.object(executor, "_wait_until_drained", observed_end_on_host),
+        mock.patch.object(lanes, "wait_until_drained", observed_end_on_host),
         mock.patch.object(report, "updated", observed_report),
-        mock.patch.object(executor, "_wait_for_caller", observed_begin),
-        mock.patch.object(executor, "_order_after_update", observed_end),
+        mock.patch.object(lanes, "wait_for_caller", observed_begin),
+        mock.patch.object(lanes, "order_after_update", observed_end),
     ):
         yield found
 

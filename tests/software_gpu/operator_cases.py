@@ -364,4 +364,7 @@ CASES: dict[str, Callable[[OperatorInputs], Result]] = {
         torch.linalg.solve(x(3, 3).float(), x(3).float()),
     ),
     "second derivatives": second_derivatives,
+    "sums of segments": lambda x: torch.segment_reduce(
+        x(9, 1), "sum", offsets=torch.tensor([0, 4, 4, 9], device=x.device), unsafe=True
+    ),
 }

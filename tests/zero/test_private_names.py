@@ -1,8 +1,9 @@
 """Check that the plugin uses DeepSpeed's private names in ``zero/internals/`` only.
 
 A private name begins with an underscore. DeepSpeed may change it in any release, so one folder has all of them. Two
-kinds of use are allowed elsewhere: ``stage3.py`` overrides private hooks of DeepSpeed's optimizer under their names and
-calls the overridden hook through ``super()``; ``activation.py`` names the methods that it wraps in strings.
+kinds of use are allowed elsewhere: ``stage3.py`` and the two files of its base classes override private hooks of
+DeepSpeed's optimizer under their names and call the overridden hook through ``super()``; ``activation.py`` names the
+methods that it wraps in strings.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ PACKAGE = Path(__file__).resolve().parents[2] / "deep_opt_states"
 INTERNALS = PACKAGE / "zero" / "internals"
 STOCK = DeepSpeedZeroOptimizer_Stage3.__name__
 
+OUR_BASES = {"GuardedStates": "zero/guarded_states.py", "UserGradients": "zero/user_gradients.py"}
+"""Our classes between DeepSpeed's optimizer and ours, each derived from the one before."""
+
 ALLOWED_NAMES = {
     "activation.py": {
         # The methods that it wraps, in strings.
@@ -31,7 +35,7 @@ ALLOWED_NAMES = {
         "_param_dict",
     },
     # Private names of PyTorch, not of DeepSpeed.
-    "device/cuda.py": {"_C", "_host_emptyCache", "_sleep"},
+    "device/cuda.py": {"_C", "_foreach_copy_", "_host_emptyCache", "_sleep"},
     "device/kernels/library.py": {"_get_build_directory"},
     "doctor/compiled_kernels.py": {"_get_build_directory"},
 }
@@ -90,6 +94,10 @@ SEEDED = {
         f"class Ours({STOCK}):\n    def step(self): return super()._pre_step()",
         "_pre_step",
     ),
+    "an attribute that a subclass of ours inherits from DeepSpeed": (
+        "class Ours(UserGradients):\n    def step(self): return self._get_param_coordinator()",
+        "_get_param_coordinator",
+    ),
     "a method of DeepSpeed's class": (f"method = {STOCK}._set_state", "_set_state"),
 }
 
@@ -104,6 +112,7 @@ ALLOWED = {
     "an attribute of self": "class Ours:\n    def __init__(self): self._x = 1\n    def f(self): return self._x",
     "an attribute of another object of ours": "class Ours:\n    _x = 1\ndef f(ours): return ours._x",
     "an overridden hook": f"class Ours({STOCK}):\n    def _pre_step(self): super()._pre_step()",
+    "a method that a base of ours adds": "class Ours(UserGradients):\n    def step(self): self._wait_for_states()",
     "an attribute that the subclass adds": (
         f"class Ours({STOCK}):\n    def step(self):\n        self._ours = 1\n        self._ours"
     ),
@@ -174,7 +183,8 @@ def names_attribute_of_deepspeed(constant: object) -> bool:
 
 def inherited_private_names(subclass: ast.ClassDef) -> Iterator[tuple[int, str]]:
     """Yield the private names of DeepSpeed's optimizer that ``subclass`` uses beyond the hooks that it overrides."""
-    own = defined_private_names([ast.unparse(subclass)])
+    inherited = [(PACKAGE / file).read_text() for file in bases_of(subclass).values()]
+    own = defined_private_names([ast.unparse(subclass), *inherited])
     for member in subclass.body:
         for node in ast.walk(member):
             if not isinstance(node, ast.Attribute) or not is_private(node.attr):
@@ -188,7 +198,16 @@ def inherited_private_names(subclass: ast.ClassDef) -> Iterator[tuple[int, str]]
 
 
 def inherits_from_stock(node: ast.ClassDef) -> bool:
-    return any(isinstance(base, ast.Name) and base.id == STOCK for base in node.bases)
+    return any(isinstance(base, ast.Name) and base.id in (STOCK, *OUR_BASES) for base in node.bases)
+
+
+def bases_of(node: ast.ClassDef) -> dict[str, str]:
+    """Return those of ``OUR_BASES`` that the class derives from, directly or not."""
+    names = list(OUR_BASES)
+    last = max(
+        (names.index(base.id) for base in node.bases if isinstance(base, ast.Name) and base.id in names), default=-1
+    )
+    return {name: OUR_BASES[name] for name in names[: last + 1]}
 
 
 def is_private(name: str) -> bool:

@@ -14,7 +14,8 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.names import SWITCH
-from deep_opt_states.runtime.executor import Executor, UpdateFailed
+from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.failure import UpdateFailed
 
 Value = TypeVar("Value")
 

@@ -2,7 +2,7 @@
 
 Each function reads, calls or replaces one private attribute of a DeepSpeed object, so that a new release of DeepSpeed
 is compared with this folder only. ``coordinator.py`` does the same for the object that gathers parameters. The hooks
-that ``stage3.py`` overrides are the only other private names in use.
+that ``stage3.py`` and its base classes override are the only other private names in use.
 
 Nothing of DeepSpeed is imported here: ``deep-opt-states doctor`` reads ``SUPPORTED_DEEPSPEED`` even if DeepSpeed cannot
 be imported.

@@ -1,13 +1,23 @@
-"""Compute the norms of the gradients: stock's sums in stock's order, and one host synchronization for all results."""
+"""Compute the norms of the gradients: stock's sums in stock's order, and one host synchronization for all results.
+
+Stock computes the norm of each gradient in fp64 in backward. We use its method for that, because PyTorch has no kernel
+that reduces several tensors in the same order: ``_foreach_norm`` has other bits. In ``step()`` stock adds up the
+squares of the norms on the host, one parameter after the other. Here the accelerator does, in a few kernels for all
+sub-groups: floating-point addition is not associative, so neither ``sum`` nor ``cumsum`` would do, which on a GPU add
+in another order. The host could add in order after the one copy of all norms. But each sub-group's sum is reduced over
+the ranks, so the host would have to copy it to the accelerator, and to wait for the result a second time.
+"""
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import mask_nan_or_inf_with_val_inplace
+from deepspeed.runtime.zero.utils import get_norm_dtype
 
 from deep_opt_states.zero.internals.compat import (
     expert_parallel_group,
@@ -25,6 +35,14 @@ class Norms:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
+        groups = optimizer.fp16_groups
+        self._param_ids = [optimizer.get_param_id(param) for group in groups for param in group]
+        """DeepSpeed's ids of the parameters of all sub-groups, in stock's order."""
+        self._device = get_accelerator().current_device_name()
+        self._offsets = torch.tensor([0, *accumulate(map(len, groups))], device=self._device)
+        """Where each sub-group begins in ``_param_ids``, and where the last one ends; on the accelerator."""
+        self._zero = torch.zeros((), dtype=get_norm_dtype(), device=self._device)
+        """The norm of a parameter without a gradient, which changes no bit of a sum."""
         self._roots: torch.Tensor | None = None
         """The norms of the sub-groups, on the host, if ``overflow`` has fetched them together with its own result."""
 
@@ -43,57 +61,65 @@ class Norms:
     def overflow(self) -> bool:
         """Return whether the norm of any parameter is not finite on any rank. Collective."""
         optimizer = self._optimizer
-        norms = list(optimizer.norm_for_param_grads.values())
-        device = get_accelerator().current_device_name()
-        overflow = torch.zeros(1, dtype=torch.uint8, device=device)
-        if norms:
-            overflow += torch.stack([norm.to(device) for norm in norms]).isfinite().logical_not().any()
+        norms = self._by_param()
+        overflow = norms.isfinite().all().logical_not().to(torch.uint8).reshape(1)
         group = optimizer.dp_process_group
         reductions = [dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=group, async_op=True)]
         if self.are_data_parallel_only:
-            roots = self._reduced(reductions)
+            results = [self._reduced(norms, reductions)]
         else:
-            roots = []
+            results = []
             _wait_for(reductions)
             # Each rank of a model-parallel group has a part of the model. If only one rank skipped the step, the others
             # would wait for it forever in the reduction of the norm. Without such a group, this does nothing.
             model_parallel_all_reduce(optimizer, overflow, dist.ReduceOp.MAX)
         # The host waits once for both results: DeepSpeed reads the norms next.
-        found = torch.cat([overflow.float(), *roots]).cpu()
+        found = torch.cat([overflow.float(), *results]).cpu()
         overflow_found = bool(found[0])
         # A skipped step does not read the norms, and the next step has other gradients.
-        self._roots = found[1:] if roots and not overflow_found else None
+        self._roots = found[1:] if results and not overflow_found else None
         return overflow_found
 
     def per_sub_group(self) -> list[torch.Tensor]:
         """Return the norm of each sub-group as an fp32 scalar on the host, -1 if it is not finite. Collective."""
         roots, self._roots = self._roots, None
         if roots is None:
-            roots = torch.cat(self._reduced([])).cpu()
+            roots = self._reduced(self._by_param(), []).cpu()
         # Mask on the host: this function creates a tensor on the given device, for which the host would wait again.
         mask_nan_or_inf_with_val_inplace(roots, device=roots.device)
         return list(roots.unbind())
 
-    def _reduced(self, reductions: list[Any]) -> list[torch.Tensor]:
-        """Return the norm of each sub-group, shape [1], on the accelerator, when the ``reductions`` have finished, too.
+    def _by_param(self) -> torch.Tensor:
+        """Return the norm of each parameter, of shape [parameters] in the dtype of the norms, on the accelerator."""
+        norms = self._optimizer.norm_for_param_grads
+        # If a user has set the gradient, its norm is where that tensor was.
+        return torch.stack([norms.get(param_id, self._zero).to(self._device) for param_id in self._param_ids])
 
-        Each sub-group's sum is all-reduced separately: packed with others, it could be added up in another order.
+    def _reduced(self, norms: torch.Tensor, reductions: list[Any]) -> torch.Tensor:
+        """Return the fp32 norm of each sub-group, of shape [sub-groups], when the ``reductions`` have finished, too.
+
+        ``norms`` are those of the parameters. Each sub-group's sum is all-reduced separately: packed with others, it
+        could be added up in another order.
         """
-        optimizer = self._optimizer
-        device = get_accelerator().current_device_name()
-        totals = []
-        for sub_group_id, group in enumerate(optimizer.fp16_groups):
-            norms = (optimizer.norm_for_param_grads.get(optimizer.get_param_id(param)) for param in group)
-            # Name the dtype of the norms: the training script may have changed the default.
-            total = torch.zeros((), dtype=torch.float32, device=device)
-            for norm in norms:
-                if norm is not None:
-                    total = total + norm.to(device) ** 2
-            totals.append(total.float().reshape(1))
-            process_group = sub_group_process_group(optimizer, sub_group_id)
-            reductions.append(dist.all_reduce(totals[-1], group=process_group, async_op=True))
+        totals = sums_in_order(norms**2, self._offsets).float()
+        for sub_group_id, total in enumerate(totals.split(1)):
+            process_group = sub_group_process_group(self._optimizer, sub_group_id)
+            reductions.append(dist.all_reduce(total, group=process_group, async_op=True))
         _wait_for(reductions)
-        return [total ** (1.0 / 2.0) for total in totals]
+        return totals ** (1.0 / 2.0)
+
+
+def sums_in_order(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each segment of ``values``, added to 0 one value after the other, in the dtype of ``values``.
+
+    ``values`` has shape [numel], and ``offsets`` shape [segments + 1], int64: segment i has the values from
+    ``offsets[i]`` to ``offsets[i + 1]``. The host does not wait.
+
+    If ``values`` had one dimension, PyTorch would call a parallel reduction on CUDA. With two, one thread adds up one
+    segment (``segment_reduce_forward_kernel`` in ``aten/src/ATen/native/cuda/SegmentReduce.cu``), as on the CPU.
+    """
+    # Without ``unsafe``, the host would read the offsets to check them.
+    return torch.segment_reduce(values.unsqueeze(1), "sum", offsets=offsets, unsafe=True).squeeze(1)
 
 
 def _wait_for(reductions: list[Any]) -> None:

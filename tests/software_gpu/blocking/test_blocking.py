@@ -27,8 +27,8 @@ ROWS = {
     "stage3.py:complete_grad_norm_calculation_for_cpu_offload": ("step", "norms of the gradients"),
     "utils.py:mask_nan_or_inf_with_val_inplace": ("step", "norms of the gradients"),
     "stage3.py:has_overflow": ("step", "overflow"),
-    "executor.py:_wait_until_drained": ("step", "end of the update"),
-    "executor.py:_wait_for_caller": ("step", "end of backward, before the update begins"),
+    "lanes.py:wait_until_drained": ("step", "end of the update"),
+    "lanes.py:wait_for_caller": ("step", "end of backward, before the update begins"),
     "stage3.py:_reassign_or_swap_out_partitioned_parameters": ("step", "copies of the updated parameters"),
     "agreement.py:share": ("step", "agreement of the ranks that no update failed"),
     "partition_parameters.py:wait": ("step", "gather of the persistent parameters"),
@@ -89,7 +89,7 @@ def by_row(variant: dict[str, Any], world_size: int) -> Iterator[Counter[tuple[s
                 if caller == REPORT:
                     continue
                 if thread == "worker":
-                    assert caller == "early_update.py:update"
+                    assert caller == "early_update.py:update_on_host"
                     counted["worker", "gradients of the early ranges"] += 1
                 elif caller.startswith(GATHERS) and (phase != "step" or reason == COPY_OF_OFFLOADED):
                     assert reason != COPY_OF_OFFLOADED or (variant["offloads"] and world_size > 1)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
 from deep_opt_states.device.kernels.adam import RangeUpdate
-from deep_opt_states.runtime.executor import UpdateFailed
+from deep_opt_states.runtime.failure import UpdateFailed
 from deep_opt_states.zero.step import update
 from perf_model.schedule.placement import Placement
 from tests.kernels.intercepted import before_each_update

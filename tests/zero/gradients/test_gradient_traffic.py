@@ -66,6 +66,9 @@ def check_memory(block: dict[str, Any], accumulation: int, found: dict[str, Any]
     for reservation in declared:
         if reservation.kind is MemoryKind.ACCELERATOR:
             expected[reservation.each_bytes] += reservation.count
+    # The plan does not know which parameters DeepSpeed keeps gathered. They are few and small.
+    assert 0 < found["early bytes"] < 0.1 * setup.widths.slab_bytes(plan.workload), label
+    expected[found["early bytes"]] += 1
     reserved = Counter(each_bytes for kind, each_bytes in found["reserved"] if kind == MemoryKind.ACCELERATOR.value)
     assert reserved == +expected, label
     assert found["reserved while training"] == 0, label

@@ -44,7 +44,8 @@ def test_the_flag_is_not_read_before_its_reduction_is_waited_for(monkeypatch: py
         model_parallel_group=None,
         _autoep_expert_parallel_group=lambda params: "experts",
         _model_parallel_all_reduce=lambda **_: None,
-        fp16_groups=[[]],
+        fp16_groups=[["param"]],
+        get_param_id=hash,
         norm_for_param_grads={},
         dp_process_group=None,
     )

@@ -71,7 +71,12 @@ def torch_for_our_device(accelerator: RecordingAccelerator, views: DeviceViews) 
         tensor = torch.empty(*args, **kwargs).fill_(torch.nan)
         return views.pin(tensor) if pin_memory else tensor
 
-    return SimpleNamespace(cuda=accelerator, device=lambda *_: Place.ACCELERATOR.value, empty=empty)
+    return SimpleNamespace(
+        cuda=accelerator,
+        device=lambda *_: Place.ACCELERATOR.value,
+        empty=empty,
+        _foreach_copy_=torch._foreach_copy_,
+    )
 
 
 def _recording_worker(recorder: Recorder, done_results: Iterator[bool]) -> type[Worker]:

@@ -39,8 +39,10 @@ def name_memories(recorder: Recorder, optimizer: DeepOptimizerStates_Stage3) -> 
     for slot in executor._actions._slot_of.values():
         for attribute in STATES:
             name(getattr(slot, attribute), f"slot, {attribute}")
-    if (grads := executor._early_update._grads) is not None:
-        name(grads, "gradients of early ranges")
+    if (buffers := executor._early_update.buffers) is not None:
+        name(buffers.grads, "gradients of early ranges")
+        name(buffers.rounded, "rounded parameters of early ranges")
+        name(buffers.on_accelerator, "early ranges on the accelerator")
     if (staging := optimizer._gradients._staging) is not None:
         for buffer in staging._buffers:
             name(buffer, "staging buffer")

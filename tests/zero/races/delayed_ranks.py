@@ -125,7 +125,7 @@ def logged_prefetches(log: list[str]) -> Iterator[None]:
 
 def worker_is_busy(self: Executor, unit: int) -> bool:
     """Return whether the worker has not finished: a naive ``may_block``, since the ranks' workers differ in speed."""
-    return not all(future.done() for future in self._on_cpu.values())
+    return not all(future.done() for future in self._issuer.on_cpu.values())
 
 
 def run(seed: int, case: Case) -> tuple[Record, list[str]]:

@@ -12,7 +12,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from deep_opt_states.runtime.early_update import EarlyUpdate
 from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.runtime.staging import Staging
+from deep_opt_states.zero.guarded_states import GuardedStates
 from deep_opt_states.zero.internals.coordinator import Coordinator
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.start import assembly
@@ -278,7 +280,7 @@ FAULTS = (
         name="the publication of the early ranges does not wait for the worker",
         seeded=lambda: early_update_with(does_not_wait_for_the_worker),
         block=STREAMED,
-        expected=(UNORDERED, "rounded copy of sub-group", "fused Adam in early_update.py", "copy"),
+        expected=(UNORDERED, "rounded parameters of early ranges", "fused Adam in early_update.py", "copy"),
     ),
     # Flushes are in flight during backward.
     Fault(
@@ -329,7 +331,7 @@ FAULTS = (
     ),
     Fault(
         name="readers of moments do not wait for FLUSH_STATES",
-        seeded=patched(DeepOptimizerStates_Stage3, "state", DeepSpeedZeroOptimizer_Stage3.state),
+        seeded=patched(GuardedStates, "state", DeepSpeedZeroOptimizer_Stage3.state),
         script=after_each_step(read_moments),
         block=STREAMED,
         expected=(UNORDERED, "exp_avg of sub-group", "_flush_states", "aten::sum in reads_between_steps.py"),
@@ -431,7 +433,7 @@ FAULTS = (
     ),
     Fault(
         name="PREFETCH into a new slot does not wait for the stream that used its memory",
-        seeded=patched(Executor, "_lanes_wait_for_caller", do_nothing),
+        seeded=patched(LaneStreams, "wait_for_new_memory", do_nothing),
         script=moves_in_turn((Placement.STREAMED, 300), (Placement.STREAMED, 700)),
         block=STREAMED_ONE_SLOT,
         expected=(UNORDERED, "state.py", "write on default stream", "_prefetch"),

@@ -66,7 +66,7 @@ def host_waits(dtype: str, block: Block) -> dict[str, Any]:
 
         def updated(*args: Any, reported: Callable[..., Any] = report.updated) -> None:
             if executor.pending:
-                left_to_issue.append(len(executor._schedule.actions) - executor._issued)
+                left_to_issue.append(len(executor._issuer.schedule.actions) - executor._issuer.issued)
             reported(*args)
 
         patches.enter_context(mock.patch.object(report, "updated", updated))

@@ -14,7 +14,10 @@ from deepspeed.accelerator import get_accelerator
 from deep_opt_states.runtime import executor
 from deep_opt_states.runtime.early_update import EarlyUpdate
 from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.issuer import Issuer
+from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.runtime.resident_states import ResidentStates
+from deep_opt_states.zero.guarded_states import GuardedStates
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.step.gathers import Gathers
 from deep_opt_states.zero.step.readers import WaitsBeforeRead
@@ -49,24 +52,24 @@ def combined(*seeded: Callable[[], AbstractContextManager[object]]) -> Callable[
     return combination
 
 
-END_OF_UPDATE = ("_wait_until_drained", "_order_after_update")
+END_OF_UPDATE = ("wait_until_drained", "order_after_update")
 """The methods that wait for the streams at the end of an update: the host does, or the stream of backward."""
 
-update_does_not_wait_for_its_streams = combined(*(patched(Executor, name, do_nothing) for name in END_OF_UPDATE))
+update_does_not_wait_for_its_streams = combined(*(patched(LaneStreams, name, do_nothing) for name in END_OF_UPDATE))
 
 
 @contextmanager
 def update_does_not_wait_for_its_streams_from_the_fourth_step_on() -> Iterator[None]:
     with ExitStack() as stack:
         for name in END_OF_UPDATE:
-            stack.enter_context(mock.patch.object(Executor, name, _at_first(getattr(Executor, name))))
+            stack.enter_context(mock.patch.object(LaneStreams, name, _at_first(getattr(LaneStreams, name))))
         yield
 
 
-def _at_first(wait: Callable[[Executor], None]) -> Callable[[Executor], None]:
+def _at_first(wait: Callable[[LaneStreams], None]) -> Callable[[LaneStreams], None]:
     updates = count(1)
 
-    def wait_at_first(self: Executor) -> None:
+    def wait_at_first(self: LaneStreams) -> None:
         if next(updates) < 4:
             wait(self)
 
@@ -76,13 +79,13 @@ def _at_first(wait: Callable[[Executor], None]) -> Callable[[Executor], None]:
 @contextmanager
 def prefetches_do_not_wait_for_flushes() -> Iterator[None]:
     """Prefetch for the next update while the last one still flushes the slots and the states that are read."""
-    adopt = Executor._adopt
+    set_schedule = Issuer.set_schedule
 
-    def adopt_without_flushes(self: Executor, schedule: Schedule) -> None:
-        adopt(self, schedule)
-        self._flushes_before = {}
+    def set_without_flushes(self: Issuer, schedule: Schedule) -> None:
+        set_schedule(self, schedule)
+        self.flushes_before = {}
 
-    with mock.patch.object(Executor, "_adopt", adopt_without_flushes):
+    with mock.patch.object(Issuer, "set_schedule", set_without_flushes):
         yield
 
 
@@ -116,7 +119,7 @@ def actions_do_not_wait(kind: ActionKind) -> Callable[[], AbstractContextManager
 
         with (
             mock.patch.object(UpdatePlan, "schedule", property(schedule_without_waits)),
-            mock.patch.object(executor, "_check"),
+            mock.patch.object(executor, "check_executable"),
         ):
             yield
 
@@ -134,7 +137,7 @@ def worker_begins_after_the_step() -> Iterator[None]:
     DeepSpeed waits there for the whole device, and so for what the worker has published before.
     """
     nothing_in_begin = property(lambda _: 0, lambda _, __: None)
-    with mock.patch.object(Executor, "_on_streams_from", nothing_in_begin, create=True):
+    with mock.patch.object(Issuer, "first_of_caller", nothing_in_begin, create=True):
         yield
 
 
@@ -233,5 +236,5 @@ def does_not_wait_for_the_write_back(residents: ResidentStates) -> None:
 def readers_do_not_wait(name: str) -> Callable[[], AbstractContextManager[object]]:
     """Let readers of the optimizer's attribute ``name`` read at once."""
     attribute = WaitsBeforeRead(do_nothing)
-    attribute.__set_name__(DeepOptimizerStates_Stage3, name)
-    return patched(DeepOptimizerStates_Stage3, name, attribute)
+    attribute.__set_name__(GuardedStates, name)
+    return patched(GuardedStates, name, attribute)

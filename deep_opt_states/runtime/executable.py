@@ -1,0 +1,28 @@
+"""Check that a schedule is safe, and that streams and one worker can execute it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deep_opt_states.runtime.state import UnitState
+from perf_model.schedule.action import ActionKind, Lane
+from perf_model.schedule.check import ScheduleError, check
+from perf_model.schedule.schedule import Schedule
+from perf_model.schedule.workload import Workload
+
+
+def check_executable(schedule: Schedule, states: Sequence[UnitState]) -> None:
+    """Raise ``ScheduleError`` if ``schedule`` is not safe for ``states`` and their placements, or cannot be executed.
+
+    The worker issues the actions that wait for a CPU step, so these must be the publications, each with its own wait.
+    Nothing else may wait for them, because a stream can wait only for an event that was recorded before.
+    """
+    placements = check(schedule, Workload.from_numels(state.numel for state in states))
+    of_cpu_units = {action.name for action in schedule.actions if action.lane in (Lane.CPU, Lane.PUBLISH)}
+    for action in schedule.actions:
+        expected = [f"{ActionKind.CPU_STEP.value} {action.unit}"] if action.kind is ActionKind.PUBLISH else []
+        found = [name for name in action.waits if name in of_cpu_units]
+        if found != expected:
+            rule = "PUBLISH names the CPU_STEP of its unit among its waits, and no other action waits for a CPU unit."
+            raise ScheduleError(schedule, action, rule)
+    assert placements == tuple(state.placement for state in states), placements

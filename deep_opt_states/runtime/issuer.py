@@ -1,0 +1,193 @@
+"""Issue the actions of one update after the other: on the streams of their lanes, and on the worker.
+
+Each lane is one stream or one thread, so that all lanes can overlap: the h2d, compute, d2h and publish lanes are
+streams, and the cpu lane is a worker thread. Where an action waits for an action on a stream, an event holds back its
+stream, and the host continues. A stream cannot wait for a thread, so the worker itself issues what waits for it: the
+PUBLISH of a unit, as soon as its CPU_STEP has ended. No action on the accelerator waits for the CPU otherwise.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from deep_opt_states.device.interface import Device, Event
+from deep_opt_states.runtime.action_events import ActionEvents
+from deep_opt_states.runtime.lanes import LaneStreams
+from deep_opt_states.runtime.worker import CpuLane
+from perf_model.schedule.action import Action, ActionKind, Lane
+from perf_model.schedule.schedule import Schedule
+
+PUBLISHING = (ActionKind.GPU_STEP, ActionKind.PUBLISH)
+"""The kinds of action that write a unit's 16-bit parameters. Each unit has exactly one such action."""
+
+
+class Issuer:
+    """The issue of the actions of a schedule, which ``run`` executes on the current stream, or on the worker's thread.
+
+    ``set_schedule`` is called before anything else, and only while no update is in flight. Every action is issued, or
+    run by the worker, inside the context ``span(name)``.
+    """
+
+    events: ActionEvents
+    """The events of the update that has begun last."""
+    schedule: Schedule
+    publishing: dict[int, int]
+    """The position in the schedule of the action that writes the parameters of each unit."""
+    first_of_caller: int
+    """The number of actions of the worker that precede the first action that the caller issues."""
+    flushes_before: dict[str, str]
+    """The flush of the update before that each first prefetch waits for: the last one from its slot. Flushes run in
+    order, so the states that the prefetch reads, which were flushed from the same slot, are in host memory, too."""
+
+    def __init__(
+        self,
+        device: Device[Any],
+        lanes: LaneStreams,
+        worker: CpuLane,
+        run: Callable[[Action], None],
+        span: Callable[[str], AbstractContextManager[object]],
+    ) -> None:
+        self._device = device
+        self._lanes = lanes
+        self._worker = worker
+        self._run = run
+        self._span = span
+        self.stop = threading.Event()
+        """Set by a failure: the host issues no further action, and the worker starts none."""
+        self.on_cpu: dict[str, Future[None]] = {}
+        """The futures of this update's tasks of the worker, by the action's name. The executor waits for them; without
+        them an exception of the worker would be lost."""
+        self.issued = 0
+        """The position in the schedule before which all actions have been issued."""
+        self._prefetched: set[str] = set()
+        """Names of the actions that ``prefetch`` has issued, which the update does not issue again."""
+        self._carried: dict[str, Event] = {}
+        """d2h stream -> h2d stream: flushes of the last update, by the name of the first prefetch that waits for them
+        since the host has not."""
+
+    def reserve_events(self, schedule: Schedule) -> None:
+        """Reserve the events of the actions of ``schedule``, whose order may change later."""
+        on_streams = [action.name for action in schedule.actions if action.lane is not Lane.CPU]
+        # There are two sets: the timeline of one update can still be read while the next one records the other set.
+        self.events, self._next_events = (ActionEvents(self._device, on_streams) for _ in range(2))
+
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Issue ``schedule`` from the next update on. Its events are reserved."""
+        self.forget_prefetches()
+        self.schedule = schedule
+        self.publishing = {
+            action.unit: position for position, action in enumerate(schedule.actions) if action.kind in PUBLISHING
+        }
+        self.first_of_caller = next(
+            (at for at, action in enumerate(schedule.actions) if action.lane not in (Lane.CPU, Lane.PUBLISH)),
+            len(schedule.actions),
+        )
+        # They fill the slots. Any other prefetch waits for an action of the same update.
+        self._first_prefetches = [
+            action for action in schedule.actions if action.kind is ActionKind.PREFETCH and not action.waits
+        ]
+        last_flush = {action.slot: action.name for action in schedule.actions if action.kind is ActionKind.FLUSH_STATES}
+        self.flushes_before = {action.name: last_flush[action.slot] for action in self._first_prefetches}
+
+    def begin(self) -> None:
+        """Begin an update, with the prefetches that were issued for it."""
+        self.stop.clear()
+        self.on_cpu = {}
+        self.issued = 0
+        self.events, self._next_events = self._next_events, self.events
+
+    def prefetch(self) -> None:
+        """Issue the first prefetch into each slot for the next update."""
+        for action in self._first_prefetches:
+            if action.name not in self._prefetched:
+                self._on_stream(action, self._next_events)
+                self._prefetched.add(action.name)
+
+    def forget_prefetches(self) -> None:
+        """Issue the first prefetches again, for an update that has not begun."""
+        self._prefetched.clear()
+
+    def carry_flushes(self) -> None:
+        """Let the first prefetches of the next update wait for the flushes of this one, which are in flight."""
+        self._carried = {prefetch: self.events.finished[flush] for prefetch, flush in self.flushes_before.items()}
+
+    def forget_flushes(self) -> None:
+        """Let no prefetch wait for flushes of the last update: the host has waited for them."""
+        self._carried.clear()
+
+    def issue(self, until: int) -> None:
+        """Issue the actions before position ``until``. The host does not wait."""
+        while self.issued < until and not self.stop.is_set():
+            action = self.schedule.actions[self.issued]
+            if not self.on_cpu.keys().isdisjoint(action.waits) or action.lane is Lane.CPU:
+                self.on_cpu[action.name] = self._worker.submit(partial(self.on_worker, action))
+            elif action.name not in self._prefetched:
+                self._on_stream(action, self.events)
+            self.issued += 1
+
+    @property
+    def has_issued_all(self) -> bool:
+        """Return whether every action of the update has been issued."""
+        return self.issued == len(self.schedule.actions)
+
+    def issue_all(self) -> None:
+        """Issue the remaining actions. The host does not wait."""
+        self.issue(len(self.schedule.actions))
+
+    def finish(self) -> None:
+        """Issue the remaining actions, and block the host until the worker has run or issued its own."""
+        self.issue_all()
+        for name in self.on_cpu:
+            self.wait_for_worker(name)
+
+    def wait_for_worker(self, name: str) -> None:
+        """Block the host until the worker has run or issued the action ``name``, if that is the worker's."""
+        if name in self.on_cpu:
+            self.on_cpu[name].result()
+
+    def first_error(self, error: BaseException) -> BaseException:
+        """Return the worker's exception if there is one, since ``error`` may only follow from it; otherwise ``error``.
+
+        Wait for the worker to finish its actions.
+        """
+        failures = [failure for future in self.on_cpu.values() if (failure := future.exception()) is not None]
+        return failures[0] if failures else error
+
+    def on_worker(self, action: Action) -> None:
+        """Run or issue ``action`` on the thread of the worker, unless the update has failed."""
+        if self.stop.is_set():
+            return
+        try:
+            if action.lane is not Lane.CPU:
+                self._on_stream(action, self.events)
+                return
+            for name in action.waits:
+                self.events.finished[name].synchronize()
+            start_s = time.perf_counter()
+            with self._span(action.name):
+                self._run(action)
+            origin_s = self.events.origin_s
+            self.events.on_worker[action.name] = (start_s - origin_s, time.perf_counter() - origin_s)
+        except BaseException:
+            # From here on the host must not issue another action, and the worker must not start one.
+            self.stop.set()
+            raise
+
+    def _on_stream(self, action: Action, events: ActionEvents) -> None:
+        stream = self._lanes.streams[action.lane]
+        if action.name in self._carried:
+            stream.wait(self._carried.pop(action.name))
+        for name in action.waits:
+            # CPU steps have no event: the worker, which runs them, also issues the actions that wait for them.
+            if name in events.finished:
+                stream.wait(events.finished[name])
+        stream.record(events.started[action.name])
+        with stream.issue(), self._span(action.name):
+            self._run(action)
+        stream.record(events.finished[action.name])

@@ -1,0 +1,75 @@
+"""Hold the streams of the lanes, and order them before and after the caller's stream and the host."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from deep_opt_states.device.interface import Device, Event, Stream
+from deep_opt_states.runtime.action_events import ActionEvents
+from perf_model.schedule.action import Lane
+
+
+class LaneStreams:
+    """The streams of all lanes but the CPU's, with the events for their begin and their end.
+
+    There is one stream per lane: h2d overlaps prefetches with everything else, compute overlaps the update with the
+    transfers, d2h overlaps flushes and the copies of gradients with transfers in the other direction, and publish lets
+    the small publications overtake prefetches.
+
+    - ``_reserved``: caller's stream -> all lanes; memory that was allocated since is free of the caller's kernels.
+    - ``_drained``: each lane's stream -> host; everything that was issued on it has finished.
+    """
+
+    def __init__(self, device: Device[Any]) -> None:
+        self._device = device
+        self.streams: dict[Lane, Stream[Any]] = {lane: device.stream() for lane in Lane if lane is not Lane.CPU}
+        self._reserved = device.event()
+        self._drained: dict[Lane, Event] = {lane: device.event() for lane in self.streams}
+
+    def wait_for_new_memory(self) -> None:
+        """Make all lanes wait for the caller's stream, on which new memory is allocated.
+
+        The allocator may have reused memory that kernels on that stream still read or write.
+        """
+        self._device.current_stream().record(self._reserved)
+        for stream in self.streams.values():
+            stream.wait(self._reserved)
+
+    def wait_for_caller(self, events: ActionEvents) -> None:
+        """Block the host until the caller's stream is done, so that nothing issued later can start before that.
+
+        Backward's kernels may still read the 16-bit parameters, and gradients may still be copied to host memory, where
+        the worker reads them. DeepSpeed has joined its reduction stream to the caller's stream by then. The clocks of
+        the host and of the device get a common origin in ``events`` here.
+        """
+        self._device.current_stream().record(events.origin)
+        events.origin.synchronize()
+        events.origin_s = time.perf_counter()
+
+    def drain(self) -> None:
+        """Block the host until nothing is in flight on any lane.
+
+        The next forward gathers parameters on a stream of DeepSpeed that does not wait for our streams.
+        """
+        self._record_drained()
+        self.wait_until_drained()
+
+    def record_end(self, events: ActionEvents) -> None:
+        """Record that the update of ``events`` ends here on each lane."""
+        self._record_drained()
+        self.streams[Lane.D2H].record(events.flushed)
+
+    def order_after_update(self) -> None:
+        """Make the current stream wait for the updates and publications before ``record_end``, but not for flushes."""
+        for lane in (Lane.COMPUTE, Lane.PUBLISH):
+            self._device.current_stream().wait(self._drained[lane])
+
+    def wait_until_drained(self) -> None:
+        """Block the host until everything has finished that was in flight at ``record_end`` or in ``drain``."""
+        for event in self._drained.values():
+            event.synchronize()
+
+    def _record_drained(self) -> None:
+        for lane, stream in self.streams.items():
+            stream.record(self._drained[lane])
