@@ -33,6 +33,7 @@ from deep_opt_states.zero.internals.spans import ActionSpan
 from deep_opt_states.zero.start.core_share import share_cores
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.host_memory import FreeHostMemory, SharingRanks, check_free_memory, check_locking
+from deep_opt_states.zero.start.model_shards import check_even_shards
 from deep_opt_states.zero.start.planning import PlannedRun, make_plan
 from deep_opt_states.zero.start.refusals import Unsupported
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
@@ -91,6 +92,7 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
         params[0], optimizer.gradient_accumulation_dtype, accelerator.device, params_on_host=params_on_host
     )
     sub_groups = partitions_by_name(optimizer)
+    check_even_shards(sub_groups)
     raise_together(lambda: _check_names(config, optimizer, sub_groups))
     # The budget of GPU memory does not include the staging buffers for gradients.
     setup = TrainingSetup(

@@ -99,13 +99,6 @@ def _is_pair(betas: Any) -> bool:
     return isinstance(betas, Sequence) and len(betas) == 2 and all(isinstance(beta, Real) for beta in betas)
 
 
-def _model_parallel_size(mpu: Any) -> int:
-    for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size"):
-        if hasattr(mpu, name):
-            return getattr(mpu, name)()
-    return 1
-
-
 _FP32_STATES = "The plugin keeps the optimizer states in fp32, as stock DeepSpeed does by default: remove it."
 
 _VERSION = (
@@ -227,13 +220,6 @@ _CONFIG = (
         lambda config: config.datastates_config.config if config.datastates_config.enabled else None,
         lambda found: found is None,
     ),
-    Rule(
-        "tensor_parallel.autotp_size",
-        "must be 1",
-        "Tensor parallelism (AutoTP) has not been tested to be bit-identical with interleaved offloading: remove it.",
-        lambda config: config.tensor_parallel_config.autotp_size,
-        lambda size: size <= 1,
-    ),
 )
 
 _ENGINE = (
@@ -259,13 +245,6 @@ _ENGINE = (
         "The update does not run in the optimizer's step(), so the hooks would see no parameters: remove them.",
         lambda engine, optimizer: num_step_hooks(optimizer),
         lambda count: count == 0,
-    ),
-    Rule(
-        "mpu (model-parallel size)",
-        "must be 1",
-        "Model parallelism has not been tested to be bit-identical with interleaved offloading: train without an mpu.",
-        lambda engine, optimizer: _model_parallel_size(engine.mpu),
-        lambda size: size <= 1,
     ),
 )
 

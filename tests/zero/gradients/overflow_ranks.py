@@ -14,7 +14,6 @@ import torch.distributed as dist
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 
-from deep_opt_states.zero.start import refusals
 from tests.launch import answer
 from tests.zero.behaviour.behaviour_ranks import run
 from tests.zero.behaviour.behaviour_variant import (
@@ -114,10 +113,8 @@ def groups() -> tuple[Any, Any]:
 def main() -> None:
     # DeepSpeed requires instructions that this CPU may lack, although PyTorch computes in fp16 on every CPU.
     get_accelerator().is_fp16_supported = lambda: True
-    # The plugin refuses model parallelism at start. Bypass the check, because only the reductions are tested here.
-    with mock.patch.object(refusals, "_model_parallel_size", return_value=1):
-        answer(run(overflow_on_one_model_parallel_rank))
-        answer(run(no_model_parallel_group))
+    answer(run(overflow_on_one_model_parallel_rank))
+    answer(run(no_model_parallel_group))
 
 
 if __name__ == "__main__":

@@ -46,22 +46,6 @@ class NamedAccelerator(NamedTuple):
         return self.name
 
 
-class ModelParallel:
-    """The methods of an ``mpu`` that DeepSpeed calls at start."""
-
-    def get_model_parallel_world_size(self) -> int:
-        return 2
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
-
-    def get_data_parallel_world_size(self) -> int:
-        return 1
-
-    def __getattr__(self, name: str) -> Callable[[], Any]:
-        return lambda: torch.distributed.group.WORLD if name.endswith("group") else 0
-
-
 def config_with(changes: dict[str, Any]) -> dict[str, Any]:
     """Return ``BASE`` with values replaced by dotted key; ``None`` removes a key."""
     config = copy.deepcopy(BASE)
@@ -160,7 +144,6 @@ ATTEMPTS: dict[str, tuple[dict[str, Any], dict[str, Any], AbstractContextManager
     ),
     "sgd": (CLIENT, {"optimizer": sgd}, nullcontext()),
     "low-precision moments": ({"optimizer": None}, {"optimizer": low_precision_moments}, nullcontext()),
-    "mpu": ({}, {"mpu": ModelParallel()}, nullcontext()),
     "deepspeed 0.18.0": ({}, {}, mock.patch.object(deepspeed, "__version__", "0.18.0")),
     "another accelerator": (
         {},
@@ -171,7 +154,6 @@ ATTEMPTS: dict[str, tuple[dict[str, Any], dict[str, Any], AbstractContextManager
     "step hooks": ({"optimizer": None}, {"optimizer": adam_with_step_hook}, nullcontext()),
     "quantised gradients": ({"zero_optimization.zero_quantized_gradients": True}, {}, nullcontext()),
     "datastates": ({"datastates_ckpt": {}}, {}, nullcontext()),
-    "autotp": ({"tensor_parallel.autotp_size": 2}, {}, nullcontext()),
     "stage 0, client optimizer": (
         {**NO_OPTIMIZER, "zero_optimization.stage": 0, "zero_optimization.offload_optimizer": None},
         {"optimizer": second_group()},
@@ -214,7 +196,7 @@ ATTEMPTS: dict[str, tuple[dict[str, Any], dict[str, Any], AbstractContextManager
             "zero_optimization.offload_optimizer.ratio": 0.5,
             "zero_optimization.zero_quantized_gradients": True,
         },
-        {"mpu": ModelParallel()},
+        {},
         nullcontext(),
     ),
     "no optimizer, misspelled placement": (

@@ -29,11 +29,9 @@ EXPECTED: dict[str, tuple[str, str]] = {
     "torch adam": ("optimizer: must be DeepSpeedCPUAdam", "pass deepspeed.ops.adam.DeepSpeedCPUAdam"),
     "sgd": ("found torch.optim.sgd.SGD", "pass deepspeed.ops.adam.DeepSpeedCPUAdam"),
     "low-precision moments": ("optimizer.fp32_optimizer_states: must be true, found False", "remove it"),
-    "mpu": ("mpu (model-parallel size): must be 1, found 2", "train without an mpu"),
     "step hooks": ("optimizer (step hooks): must be none, found 1", "remove them"),
     "quantised gradients": ("zero_quantized_gradients: must be false, found True", "remove it"),
     "datastates": ("datastates_ckpt: must be absent, found {}", '"decoupled": true'),
-    "autotp": ("tensor_parallel.autotp_size: must be 1, found 2", "remove it"),
     "deepspeed 0.18.0": ("must be version 0.19.8", "pip install deepspeed==0.19.8"),
     "another accelerator": ('must be "cuda" or "cpu", found \'xpu\'', '"enabled": false'),
     "streamed on a GPU": ("placement: streamed and resident units need a GPU Adam kernel", '"placement": "cpu"'),
@@ -67,7 +65,7 @@ ACCEPTED = {
 }
 
 REFUSED_WITH_THE_OPTIMIZER = {
-    *("torch adam", "sgd", "low-precision moments", "mpu", "another accelerator", "streamed on a GPU", "step hooks"),
+    *("torch adam", "sgd", "low-precision moments", "another accelerator", "streamed on a GPU", "step hooks"),
     *("no learning rate", "learning rate in a tensor", "eps of adafactor", "weight decay as a string", "three betas"),
     *("one beta", "no beta", "amsgrad", "maximize", "placement list of another length"),
 }

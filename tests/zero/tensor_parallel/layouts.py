@@ -1,0 +1,173 @@
+"""Define the two ways to train beside tensor parallelism: DeepSpeed's AutoTP, and an ``mpu`` as Megatron has it.
+
+Ranks that follow one another share a model: with two ranks per model, ranks 0 and 1 do, and ranks 2 and 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCABULARY, WIDTH, INNER = 96, 32, 56
+MODEL_RANKS = 2
+"""The ranks that share one model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A model that ``MODEL_RANKS`` ranks share.
+
+    ``make`` returns it. ``mpu`` is passed to ``deepspeed.initialize``, and ``config`` is part of DeepSpeed's config.
+    ``sharded`` is a part of the name of a parameter of which each of these ranks has its own shard.
+    """
+
+    make: Callable[[], torch.nn.Module]
+    mpu: Any
+    config: dict[str, Any]
+    sharded: str
+
+
+def model_rank() -> int:
+    """Return this rank's position among the ranks that share its model."""
+    return dist.get_rank() % MODEL_RANKS
+
+
+def data_rank() -> int:
+    """Return which of the models this rank has a part of: each is trained on other data."""
+    return dist.get_rank() // MODEL_RANKS
+
+
+def llama(heads: int = 4, key_value_heads: int = 2, width: int = WIDTH) -> torch.nn.Module:
+    """Return a Llama that maps tokens of shape [batch, sequence] to their loss."""
+    shape = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=INNER,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        max_position_embeddings=64,
+    )
+    return Causal(LlamaForCausalLM(shape))
+
+
+class Causal(torch.nn.Module):
+    """A causal language model of Hugging Face that returns its loss alone."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.config = model.config
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+
+class AllReduced(torch.autograd.Function):
+    """The sum over the ranks that share a model; its gradient is that of the sum (Megatron's ``g``)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0], None
+
+
+class AllReducedGradient(torch.autograd.Function):
+    """The identity, whose gradient is summed over the ranks that share a model (Megatron's ``f``)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        grad = grads[0].clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class MegatronBlock(torch.nn.Module):
+    """A feed-forward block whose first layer is divided by columns, and whose second by rows."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group = group
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.columns = torch.nn.Linear(WIDTH, 2 * INNER // MODEL_RANKS)
+        self.rows = torch.nn.Linear(2 * INNER // MODEL_RANKS, WIDTH, bias=False)
+        for param in (*self.columns.parameters(), *self.rows.parameters()):
+            # DeepSpeed adds the norms of such parameters over the ranks that share the model.
+            param.model_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.columns(AllReducedGradient.apply(self.norm(x), self.group))
+        return x + AllReduced.apply(self.rows(torch.nn.functional.gelu(inner)), self.group)
+
+
+class MegatronNet(torch.nn.Module):
+    """Feed-forward blocks between an embedding and a head that every rank has; it returns the loss of ``tokens``."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = torch.nn.ModuleList(MegatronBlock(group) for _ in range(3))
+        self.head = torch.nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return torch.nn.functional.cross_entropy(self.head(x[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class MegatronGroups:
+    """An ``mpu``: the groups of ranks that share a model, and of ranks that share a shard."""
+
+    def __init__(self) -> None:
+        world_size = dist.get_world_size()
+        models = [list(range(first, first + MODEL_RANKS)) for first in range(0, world_size, MODEL_RANKS)]
+        shards = [list(range(first, world_size, MODEL_RANKS)) for first in range(MODEL_RANKS)]
+        self._model = [dist.new_group(ranks) for ranks in models][data_rank()]
+        self._shard = [dist.new_group(ranks) for ranks in shards][model_rank()]
+
+    def get_model_parallel_group(self) -> Any:
+        return self._model
+
+    def get_model_parallel_rank(self) -> int:
+        return model_rank()
+
+    def get_model_parallel_world_size(self) -> int:
+        return MODEL_RANKS
+
+    def get_data_parallel_group(self) -> Any:
+        return self._shard
+
+    def get_data_parallel_rank(self) -> int:
+        return data_rank()
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size() // MODEL_RANKS
+
+
+def layouts() -> dict[str, Layout]:
+    """Return both layouts by name. A collective, which creates the groups of the ``mpu``."""
+    mpu = MegatronGroups()
+    return {
+        "AutoTP": Layout(
+            make=llama, mpu=None, config={"tensor_parallel": {"autotp_size": MODEL_RANKS}}, sharded="down_proj"
+        ),
+        "mpu": Layout(
+            make=lambda: MegatronNet(mpu.get_model_parallel_group()), mpu=mpu, config={}, sharded="blocks.1.rows"
+        ),
+    }

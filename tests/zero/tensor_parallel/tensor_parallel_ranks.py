@@ -1,0 +1,136 @@
+"""Train beside tensor parallelism with stock and with the plugin, and answer with the differences of this rank.
+
+Argument: "quick" or "all", the cases.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from tests.fork_server import import_all
+from tests.launch import answer
+from tests.zero.parity.training import Block, Record, collect, differences
+from tests.zero.process_group import process_group
+from tests.zero.tensor_parallel.cases import CASES, PLACEMENTS, QUICK, SETTINGS, TensorParallelCase
+from tests.zero.tensor_parallel.layouts import MODEL_RANKS, VOCABULARY, Layout, data_rank, layouts, model_rank
+
+STEPS = 5
+OVERFLOW_STEP = 2
+
+
+def ds_config(case: TensorParallelCase, layout: Layout, block: Block) -> dict[str, Any]:
+    """Return the DeepSpeed config of the case, with the plugin's block unless that is None."""
+    dtypes: dict[str, dict[str, Any]] = {
+        "bf16": {"bf16": {"enabled": True}},
+        "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 100, "hysteresis": 1}},
+        "fp32": {},
+    }
+    data_ranks = dist.get_world_size() // MODEL_RANKS
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.01}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "sub_group_size": 4000 // data_ranks,
+            "stage3_param_persistence_threshold": 100,
+        },
+        **dtypes[case.dtype],
+        **SETTINGS[case.setting],
+        **layout.config,
+        **({} if block is None else {"deep_optimizer_states": block}),
+    }
+
+
+def make_engine(case: TensorParallelCase, layout: Layout, block: Block) -> Any:
+    """Return an engine of the layout's model, initialized the same whenever case and rank are the same."""
+    config = ds_config(case, layout, block)
+    torch.manual_seed(3)
+    with ExitStack() as context:
+        if case.zero_init:
+            context.enter_context(deepspeed.zero.Init(config_dict_or_path=config, mpu=layout.mpu))
+        model = layout.make()
+    if case.zero_init:
+        # Transformers does not initialize the parameters in that context.
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=None):
+            generator = torch.Generator().manual_seed(5)
+            for param in model.parameters():
+                param.data.copy_(0.1 * torch.randn(param.shape, generator=generator))
+    options = {} if layout.mpu is None else {"mpu": layout.mpu, "dist_init_required": False}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, **options)
+    return engine
+
+
+def tokens_of(step: int) -> torch.Tensor:
+    """Return a batch of shape [2, 12], the same on all ranks that share a model."""
+    generator = torch.Generator().manual_seed(100 * step + data_rank())
+    return torch.randint(0, VOCABULARY, (2, 12), generator=generator)
+
+
+def train(engine: Any, case: TensorParallelCase, layout: Layout, steps: int = STEPS) -> Record:
+    """Train, and return every value that must have stock's bits."""
+    record = Record(optimizer_class=type(engine.optimizer).__name__)
+    for name in ("loss", "norm", "loss_scale", "skipped"):
+        record.numbers[name] = []
+    overflowing = False
+    if case.dtype == "fp16" and model_rank() == MODEL_RANKS - 1:
+        (param,) = (
+            param
+            for name, param in engine.module.named_parameters()
+            if layout.sharded in name and name.endswith("weight") and ("layers" not in name or "layers.1" in name)
+        )
+        param.register_hook(lambda grad: grad * float("inf") if overflowing else None)
+    for step in range(steps):
+        overflowing = step == OVERFLOW_STEP
+        for micro_batch in range(engine.gradient_accumulation_steps()):
+            loss = engine(tokens_of(10 * step + micro_batch))
+            engine.backward(loss)
+            engine.step()
+            record.numbers["loss"].append(loss.item())
+        record.numbers["norm"].append(float(engine.get_global_grad_norm()))
+        record.numbers["loss_scale"].append(float(engine.optimizer.loss_scale))
+        record.numbers["skipped"].append(engine.skipped_steps)
+    collect(engine.optimizer, record)
+    return record
+
+
+def run(case: TensorParallelCase, layout: Layout, block: Block) -> Record:
+    """Train the case in an engine of its own."""
+    engine = make_engine(case, layout, block)
+    try:
+        return train(engine, case, layout)
+    finally:
+        engine.destroy()
+
+
+def main(cases: tuple[TensorParallelCase, ...]) -> None:
+    # DeepSpeed requires instructions that this CPU may lack, although PyTorch computes in fp16 on every CPU.
+    get_accelerator().is_fp16_supported = lambda: True
+    by_name = layouts()
+    for case in cases:
+        layout = by_name[case.layout]
+        stock = run(case, layout, None)
+        found = {name: run(case, layout, block) for name, block in PLACEMENTS.items()}
+        answer(
+            {
+                "name": case.name,
+                "numbers": stock.numbers,
+                "masters": sum(name.startswith("master") for name in stock.tensors),
+                "classes": [record.optimizer_class for record in (stock, *found.values())],
+                "differences": {name: differences(stock, record) for name, record in found.items()},
+            }
+        )
+
+
+if __name__ == "__main__":
+    import_all()
+    with process_group():
+        main({"quick": QUICK, "all": CASES}[sys.argv[1]])

@@ -1,0 +1,75 @@
+"""Check that training beside tensor parallelism has the bits of stock, and that uneven shards are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.launch import run_ranks
+from tests.zero.tensor_parallel.cases import CASES, PLACEMENTS, QUICK, TensorParallelCase
+from tests.zero.training_once import on_one_worker
+
+PROGRAM = "tests.zero.tensor_parallel.tensor_parallel_ranks"
+STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
+
+ANSWERS: dict[tuple[int, str], list[dict[str, dict[str, Any]]]] = {}
+"""The answers of each rank by the names of the cases; the ranks are started once per process."""
+
+
+def answers(world_size: int, cases: str) -> list[dict[str, dict[str, Any]]]:
+    """Return the answers of each rank by the names of the cases."""
+    key = (world_size, cases)
+    if key not in ANSWERS:
+        ranks = run_ranks(world_size, ["-m", PROGRAM, cases], timeout_s=900)
+        for rank, finished in enumerate(ranks):
+            assert finished.returncode == 0, f"rank {rank}:\n{finished.output[-5000:]}"
+        ANSWERS[key] = [{found["name"]: found for found in finished.answers()} for finished in ranks]
+    return ANSWERS[key]
+
+
+def parameters() -> list[Any]:
+    """Return a quick part of the cases at two ranks, and all of them at two and four ranks for the thorough tier."""
+    quick = [(2, "quick", case) for case in QUICK]
+    all_of_them = [(world_size, "all", case) for world_size in (2, 4) for case in CASES]
+    return [
+        pytest.param(
+            *found,
+            id=f"{found[0]} ranks, {found[2].name}",
+            marks=[
+                on_one_worker(f"{PROGRAM} {found[1]}", found[0]),
+                *([pytest.mark.thorough] if found[1] == "all" else []),
+            ],
+        )
+        for found in (*quick, *all_of_them)
+    ]
+
+
+@pytest.mark.promise("P1")
+@pytest.mark.parametrize(("world_size", "cases", "case"), parameters())
+def test_training_beside_tensor_parallelism_has_the_bits_of_stock(
+    world_size: int, cases: str, case: TensorParallelCase
+) -> None:
+    for rank, by_name in enumerate(answers(world_size, cases)):
+        found = by_name[case.name]
+        assert found["classes"] == [STOCK, *[OURS] * len(PLACEMENTS)]
+        assert found["differences"] == {name: [] for name in PLACEMENTS}, f"rank {rank}"
+        numbers = found["numbers"]
+        assert len(numbers["step"]) >= 3, "a case must have several sub-groups"
+        assert found["masters"] >= 14
+        if case.setting != "plain":
+            assert any(0.1 < norm < float("inf") for norm in numbers["norm"]), "clipping was never active"
+        assert numbers["skipped"][-1] == (case.dtype == "fp16"), "the overflow on one rank skips one step on all"
+
+
+@pytest.mark.promise("P6")
+def test_shards_of_different_sizes_are_refused_with_the_name_of_autotp() -> None:
+    for finished in run_ranks(2, ["-m", "tests.zero.tensor_parallel.uneven_ranks"], timeout_s=120):
+        assert finished.returncode == 0, finished.output[-5000:]
+        (refused,) = finished.answers()
+        assert refused.startswith(
+            "Unsupported: tensor_parallel.autotp_size, or the model-parallel size of the mpu: must"
+        )
+        assert "elements of" in refused
+        assert "on rank 0 and" in refused
+        assert "Choose a size that divides the attention heads" in refused
