@@ -26,7 +26,7 @@ from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import Span, Timeline
 from perf_model.schedule.action import ActionKind
 from perf_model.search.plan_request import PlanRequest, SizedPlan
-from perf_model.training_run.job import MAX_LIVE_PARAMETERS
+from perf_model.training_run.training_memory import DEFAULT_SIZES
 from tests.software_gpu import device
 
 RUNS = tuple(run for run in emulated.RUNS if run.micro_batch == 1)
@@ -180,7 +180,7 @@ def _memory_rows(run: EmulatedRun) -> Iterator[Row]:
 
     The small model recomputes nothing. DeepSpeed keeps as much of it gathered as its default keeps of the run's model.
     """
-    live = round(MAX_LIVE_PARAMETERS / (run.scale * run.ranks))
+    live = round(DEFAULT_SIZES.max_live / (run.scale * run.ranks))
     zero = {**run.zero, "stage3_max_live_parameters": live, "stage3_max_reuse_distance": live}
     variant = replace(STOCK, zero=zero)
     points: list[tuple[str, int]] = []
