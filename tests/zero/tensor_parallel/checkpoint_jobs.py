@@ -73,7 +73,7 @@ def load_on_one_rank(folder: Path) -> None:
 
 def job_stages(jobs: str) -> list[dict[str, tuple[Any, ...]]]:
     """Return the jobs by name, in stages: the function, its arguments, and the number of ranks."""
-    saving = [(2, "AutoTP")] if jobs == "quick" else [(2, "AutoTP"), (2, "mpu"), (4, "AutoTP"), (4, "mpu")]
+    saving = [(2, "mpu")] if jobs == "quick" else [(2, "AutoTP"), (2, "mpu"), (4, "AutoTP"), (4, "mpu")]
     of_autotp = [world_size for world_size, name in saving if name == "AutoTP"]
     return [
         {
