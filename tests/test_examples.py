@@ -1,9 +1,10 @@
-"""Test that the examples are five scripts and two configs, and that the plain script trains with its config."""
+"""Test that the examples are five scripts and three configs, and that the plain script trains with its config."""
 
 from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.launch import REPOSITORY, run_ranks
 
 def test_only_the_five_scripts_lie_next_to_the_configs() -> None:
     scripts = {"accelerated.py", "demo.py", "hf_trainer.py", "train.py", "with_lightning.py"}
-    configs = {"ds_config.json", "mixture_of_experts.json"}
+    configs = {"ds_config.json", "ds_config_tp.json", "mixture_of_experts.json"}
     assert {path.name for path in (REPOSITORY / "examples").iterdir() if path.is_file()} == scripts | configs
 
 
@@ -42,3 +43,14 @@ def test_the_plain_script_trains_with_its_config() -> None:
         assert "Traceback" not in finished.output, finished.output[-3000:]
     assert re.search(r"\[deep_opt_states\] \d+ sub-groups, .* [1-9]\d* streamed", first.output)
     assert re.findall(r"step +(\d+) +loss", first.output) == ["0", "1"]
+
+
+@pytest.mark.thorough
+def test_the_trainer_trains_beside_autotp_with_its_config(tmp_path: Path) -> None:
+    """Check it on two ranks, which share one model."""
+    options = ["--deepspeed_config", "examples/ds_config_tp.json", "--output", str(tmp_path), "--steps", "2"]
+    first, second = run_ranks(2, ["examples/hf_trainer.py", *options], timeout_s=300)
+    for finished in (first, second):
+        assert "Traceback" not in finished.output, finished.output[-3000:]
+    # The model has 3 million parameters, of which each rank has its shards.
+    assert re.search(r"\[deep_opt_states\] \d+ units, 1,541,248 parameters: .* [1-9]\d* streamed", first.output)

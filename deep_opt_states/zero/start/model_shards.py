@@ -28,9 +28,9 @@ def check_even_shards(sub_groups: Sequence[Sequence[Partition]]) -> None:
     pairs = zip_longest(by_rank[0], by_rank[rank], fillvalue=("parameters", 0))
     (name, numel), (other_name, other_numel) = next(pair for pair in pairs if pair[0] != pair[1])
     raise Unsupported(
-        "tensor_parallel.autotp_size, or the model-parallel size of the mpu: must divide the layers into shards of "
+        f"tensor_parallel.autotp_size, or the model-parallel size of the mpu: must divide the layers into shards of "
         f"the same sizes on all ranks, found {numel:,} elements of {name} on rank 0 and {other_numel:,} elements of "
         f"{other_name} on rank {rank}.\n"
-        "Choose a size that divides the attention heads, the key-value heads and the widths of the model: AutoTP "
+        f"Choose a size that divides the attention heads, the key-value heads and the widths of the model: AutoTP "
         f'divides others unevenly. Or set "enabled": false in "{CONFIG_KEY}".'
     )

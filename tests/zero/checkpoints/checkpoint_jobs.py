@@ -155,10 +155,14 @@ def convert(folder: Path) -> None:
     """Convert the checkpoints of every variant and world size to universal checkpoints."""
     for name in VARIANTS:
         for world_size in (1, 2):
-            root = folder / f"{world_size}" / name
-            options = ["--input_folder", str(root / FIRST_TAG), "--output_folder", str(root / "universal")]
-            sys.argv[1:] = [*options, "--num_extract_workers", "1", "--num_merge_workers", "1"]
-            ds_to_universal.main(ds_to_universal.parse_arguments())
+            convert_to_universal(folder / f"{world_size}" / name, FIRST_TAG)
+
+
+def convert_to_universal(root: Path, tag: str) -> None:
+    """Convert the checkpoint ``tag`` in ``root`` to a universal checkpoint, which is the next one to be loaded."""
+    options = ["--input_folder", str(root / tag), "--output_folder", str(root / "universal")]
+    sys.argv[1:] = [*options, "--num_extract_workers", "1", "--num_merge_workers", "1"]
+    ds_to_universal.main(ds_to_universal.parse_arguments())
 
 
 # Jobs that compare with stock

@@ -1,7 +1,8 @@
-"""Kill runs of two ranks at random moments, resume each from its last checkpoint, and compare with stock.
+"""Kill runs of several ranks at random moments, resume each from its last checkpoint, and compare with stock.
 
-The arguments are a folder, a seed and the number of runs. Stock resumes from its own checkpoint of the same step. Each
-answer names the moment of the kill, which also depends on the timing of the machine.
+The arguments are a folder, a seed and the number of runs, and "AutoTP" if ranks share a model. Stock resumes from its
+own checkpoint of the same step. Each answer names the moment of the kill, which also depends on the timing of the
+machine.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import io
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,9 @@ from tests.zero.parity.case import CPU, STREAMED_ONE_SLOT, STRIDE_2, WITHOUT_FOR
 from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import Block, Record, closing_engine, collect, differences
 from tests.zero.rank_group import Group
+from tests.zero.tensor_parallel.cases import TensorParallelCase
+from tests.zero.tensor_parallel.layouts import MODEL_RANKS, layouts
+from tests.zero.tensor_parallel.tensor_parallel_ranks import closing_engine_of, tokens_of
 
 CASE = Case(name="killed", blocks=(), world_size=2, steps=6, clip=0.5)
 BLOCKS = (STRIDE_2, CPU, STREAMED_ONE_SLOT, {**STRIDE_2, **WITHOUT_FORWARD_OVERLAP})
@@ -41,12 +46,47 @@ UPDATE_S = FORWARD_S = 0.002
 WRITE_S = 0.02
 
 
-def train(engine: Any, folder: Path, first: int, mark: Any) -> None:
+@dataclass(frozen=True, kw_only=True)
+class KilledTraining:
+    """Training on ``world_size`` ranks.
+
+    ``open_engine`` returns a context with an engine, given the plugin's block. ``inputs`` returns the arguments of the
+    model in a step, and ``layers`` the layers of an engine's model.
+    """
+
+    world_size: int
+    open_engine: Callable[[Block], AbstractContextManager[Any]]
+    inputs: Callable[[int], tuple[Any, ...]]
+    layers: Callable[[Any], Iterable[torch.nn.Module]]
+
+
+def data_parallel() -> KilledTraining:
+    """Return training on two ranks, each of which has the whole model."""
+    return KilledTraining(
+        world_size=CASE.world_size,
+        open_engine=partial(closing_engine, CASE),
+        inputs=lambda step: (*batch(CASE, dist.get_rank(), step, torch.bfloat16), None, 1.0),
+        layers=lambda engine: engine.module.layers,
+    )
+
+
+def beside_autotp() -> KilledTraining:
+    """Return training on four ranks, two of which share a model."""
+    case = TensorParallelCase("AutoTP", "bf16", "clipping", zero_init=False)
+    return KilledTraining(
+        world_size=2 * MODEL_RANKS,
+        open_engine=lambda block: closing_engine_of(case, layouts()[case.layout], block),
+        inputs=lambda step: (tokens_of(step),),
+        layers=lambda engine: engine.module.model.model.layers,
+    )
+
+
+def train(training: KilledTraining, engine: Any, folder: Path, first: int, mark: Any) -> None:
     """Train from step ``first`` on, and save a checkpoint after each step."""
     for step in range(first, CASE.steps):
-        x, target = batch(CASE, dist.get_rank(), step, torch.bfloat16)
+        inputs = training.inputs(step)
         mark("forward", step)
-        loss = engine(x, target, None, 1.0)
+        loss = engine(*inputs)
         mark("backward", step)
         engine.backward(loss)
         engine.step()
@@ -55,31 +95,32 @@ def train(engine: Any, folder: Path, first: int, mark: Any) -> None:
             # This forward overlaps with the update, as it would without a checkpoint.
             with torch.no_grad():
                 mark("forward", step)
-                engine(x, target, None, 1.0)
+                engine(*inputs)
         engine.save_checkpoint(str(folder))
 
 
-def stock(folder: Path) -> None:
+def stock(training: KilledTraining, folder: Path) -> None:
     """Train with stock DeepSpeed and keep the checkpoint of every step."""
-    with closing_engine(CASE, None) as engine:
-        train(engine, folder, 0, lambda *_: None)
+    with training.open_engine(None) as engine:
+        train(training, engine, folder, 0, lambda *_: None)
 
 
-def victim(folder: Path, block: Block) -> None:
+def victim(training: KilledTraining, folder: Path, block: Block) -> None:
     """Train with the plugin, and write each phase that begins to a file, until this process is killed."""
-    with (folder / f"marks {dist.get_rank()}").open("w", buffering=1) as marks, closing_engine(CASE, block) as engine:
+    marks_path = folder / f"marks {dist.get_rank()}"
+    with marks_path.open("w", buffering=1) as marks, training.open_engine(block) as engine:
         current_step = [0]
 
         def mark(phase: str, step: int | None = None) -> None:
             current_step[0] = current_step[0] if step is None else step
             marks.write(f"{phase} {current_step[0]}\n")
 
-        with slowed_down(engine, mark):
-            train(engine, folder / "saved", 0, mark)
+        with slowed_down(training.layers(engine), mark):
+            train(training, engine, folder / "saved", 0, mark)
 
 
 @contextmanager
-def slowed_down(engine: Any, mark: Any) -> Iterator[None]:
+def slowed_down(layers: Iterable[torch.nn.Module], mark: Any) -> Iterator[None]:
     """Delay updates, saves and forwards inside the block, and mark each update and each part of a saved file."""
     update_ranges = FusedAdam.update_ranges
 
@@ -105,12 +146,12 @@ def slowed_down(engine: Any, mark: Any) -> Iterator[None]:
     with ExitStack() as patched:
         patched.enter_context(mock.patch.object(FusedAdam, "update_ranges", marked_update))
         patched.enter_context(mock.patch.object(TorchCheckpointEngine, "save", marked_save))
-        for layer in engine.module.layers:
+        for layer in layers:
             layer.register_forward_pre_hook(lambda *_: time.sleep(FORWARD_S))
         yield
 
 
-def resume_and_compare(folder: Path, reference: Path, tag: str, block: Block) -> None:
+def resume_and_compare(training: KilledTraining, folder: Path, reference: Path, tag: str, block: Block) -> None:
     """Resume stock and the killed run from the checkpoint of the same step, and check that they end with the same bits.
 
     Stock resumes from its own checkpoint in ``reference``, the plugin from the files that the killed run left in
@@ -119,11 +160,11 @@ def resume_and_compare(folder: Path, reference: Path, tag: str, block: Block) ->
     first = int(tag.removeprefix("global_step"))
     records = []
     for root, variant, variant_tag in ((reference, None, tag), (folder / "saved", block, None)):
-        with closing_engine(CASE, variant) as engine:
+        with training.open_engine(variant) as engine:
             path, _ = engine.load_checkpoint(str(root), tag=variant_tag)
             assert path is not None
             assert f"/{tag}/" in path
-            train(engine, folder / "again" if variant is None else root, first, lambda *_: None)
+            train(training, engine, folder / "again" if variant is None else root, first, lambda *_: None)
             records.append(Record())
             collect(engine.optimizer, records[-1])
     assert len(records[0].tensors) > 30
@@ -131,11 +172,11 @@ def resume_and_compare(folder: Path, reference: Path, tag: str, block: Block) ->
     assert differences(*records) == []
 
 
-def run_and_kill(folder: Path, phase: str, rng: random.Random) -> dict[str, Any]:
+def run_and_kill(training: KilledTraining, folder: Path, phase: str, rng: random.Random) -> dict[str, Any]:
     """Kill a run in a random step's ``phase``. Return the last mark of each rank, the exit codes and ``latest``."""
     block, step = rng.choice(BLOCKS), rng.randrange(2, CASE.steps)
-    run = Group(partial(victim, folder, block), CASE.world_size, folder)
-    watched = folder / f"marks {rng.randrange(CASE.world_size)}"
+    run = Group(partial(victim, training, folder, block), training.world_size, folder)
+    watched = folder / f"marks {rng.randrange(training.world_size)}"
     # A step has several updates, and a saved file several parts: choose one of them.
     number = rng.randint(1, 4) if phase in ("update", "save") else 1
     end_s = time.monotonic() + TIMEOUT_S
@@ -144,28 +185,28 @@ def run_and_kill(folder: Path, phase: str, rng: random.Random) -> dict[str, Any]
         time.sleep(0.001)
     time.sleep(rng.uniform(0, 0.03 if phase == "save" else 0.004))
     # A launcher kills the other ranks as soon as it notices that one has ended.
-    run.kill(first=rng.randrange(CASE.world_size), others_after_s=rng.choice((0, 0.02)))
+    run.kill(first=rng.randrange(training.world_size), others_after_s=rng.choice((0, 0.02)))
     codes = run.codes(TIMEOUT_S)
-    marks = [(folder / f"marks {rank}").read_text().splitlines()[-1] for rank in range(CASE.world_size)]
+    marks = [(folder / f"marks {rank}").read_text().splitlines()[-1] for rank in range(training.world_size)]
     latest = (folder / "saved" / "latest").read_text()
     return {"aimed at": f"{phase} {step}", "killed in": marks, "codes": codes, "latest": latest, "block": block}
 
 
-def main(folder: Path, seed: int, kills: int) -> None:
+def main(folder: Path, seed: int, kills: int, training: KilledTraining) -> None:
     """Kill and resume ``kills`` runs, and answer once per run."""
     import_all()
     rng = random.Random(seed)
     reference = folder / "stock"
-    problem = Group(partial(stock, reference), CASE.world_size, folder / "reference").problem(TIMEOUT_S)
+    work = partial(stock, training, reference)
+    problem = Group(work, training.world_size, folder / "reference").problem(TIMEOUT_S)
     assert problem == "", problem
     previous: tuple[Group, dict[str, Any]] | None = None
     for number in range(kills):
         here = folder / str(number)
-        found = run_and_kill(here, PHASES[number % len(PHASES)], rng)
+        found = run_and_kill(training, here, PHASES[number % len(PHASES)], rng)
         tag = found["latest"]
-        resumed = Group(
-            partial(resume_and_compare, here, reference, tag, rng.choice(BLOCKS)), CASE.world_size, here / "again"
-        )
+        compare = partial(resume_and_compare, training, here, reference, tag, rng.choice(BLOCKS))
+        resumed = Group(compare, training.world_size, here / "again")
         # A resumed run overlaps with the next run to be killed.
         report(previous)
         previous = resumed, found
@@ -180,4 +221,5 @@ def report(previous: tuple[Group, dict[str, Any]] | None) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    chosen = beside_autotp() if sys.argv[4:] == ["AutoTP"] else data_parallel()
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), chosen)

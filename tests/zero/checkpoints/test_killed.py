@@ -12,9 +12,13 @@ KILLS, SEED = 3, 1
 
 
 @pytest.mark.promise("P1", "P4")
-def test_a_killed_run_resumes_from_its_last_checkpoint_with_the_bits_of_stock(tmp_path: Path) -> None:
-    script = ["-m", "tests.zero.checkpoints.killed_ranks", str(tmp_path), str(SEED), str(KILLS)]
-    (finished,) = run_ranks(1, script, timeout_s=300)
+@pytest.mark.parametrize("beside", [(), pytest.param(("AutoTP",), marks=pytest.mark.thorough, id="beside AutoTP")])
+def test_a_killed_run_resumes_from_its_last_checkpoint_with_the_bits_of_stock(
+    beside: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Check it on two ranks, and beside tensor parallelism on four."""
+    script = ["-m", "tests.zero.checkpoints.killed_ranks", str(tmp_path), str(SEED), str(KILLS), *beside]
+    (finished,) = run_ranks(1, script, timeout_s=900)
     assert finished.returncode == 0, finished.output[-4000:]
     kills = finished.answers()
     assert len(kills) == KILLS

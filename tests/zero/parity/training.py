@@ -170,7 +170,7 @@ def collect(optimizer: Any, record: Record) -> None:
         offset = 0
         for param in group:
             numel = param.partition_numel()
-            rank = dist.get_rank()
+            rank = dist.get_rank(param.ds_process_group)
             # Stock does not initialize the padding after the last rank's partition.
             real = max(0, min(numel, param.ds_numel - rank * numel))
             for kind, tensor in flat.items():

@@ -171,3 +171,8 @@ def layouts() -> dict[str, Layout]:
             make=lambda: MegatronNet(mpu.get_model_parallel_group()), mpu=mpu, config={}, sharded="blocks.1.rows"
         ),
     }
+
+
+def one_rank_per_model(config: dict[str, Any]) -> Layout:
+    """Return the layout of the model of ``AutoTP`` if no ranks share it, with ``config`` in DeepSpeed's config."""
+    return Layout(make=llama, mpu=None, config=config, sharded="down_proj")

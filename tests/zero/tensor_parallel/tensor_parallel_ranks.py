@@ -6,7 +6,8 @@ Argument: "quick" or "all", the cases.
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import deepspeed
@@ -32,7 +33,7 @@ def ds_config(case: TensorParallelCase, layout: Layout, block: Block) -> dict[st
         "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 100, "hysteresis": 1}},
         "fp32": {},
     }
-    data_ranks = dist.get_world_size() // MODEL_RANKS
+    data_ranks = max(1, dist.get_world_size() // MODEL_RANKS)
     return {
         "train_micro_batch_size_per_gpu": 2,
         "steps_per_print": 10**9,
@@ -50,7 +51,7 @@ def ds_config(case: TensorParallelCase, layout: Layout, block: Block) -> dict[st
     }
 
 
-def make_engine(case: TensorParallelCase, layout: Layout, block: Block) -> Any:
+def engine_of(case: TensorParallelCase, layout: Layout, block: Block) -> Any:
     """Return an engine of the layout's model, initialized the same whenever case and rank are the same."""
     config = ds_config(case, layout, block)
     torch.manual_seed(3)
@@ -67,6 +68,16 @@ def make_engine(case: TensorParallelCase, layout: Layout, block: Block) -> Any:
     options = {} if layout.mpu is None else {"mpu": layout.mpu, "dist_init_required": False}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, **options)
     return engine
+
+
+@contextmanager
+def closing_engine_of(case: TensorParallelCase, layout: Layout, block: Block) -> Iterator[Any]:
+    """Yield an engine that is destroyed when the context ends."""
+    engine = engine_of(case, layout, block)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
 
 
 def tokens_of(step: int) -> torch.Tensor:
@@ -104,11 +115,8 @@ def train(engine: Any, case: TensorParallelCase, layout: Layout, steps: int = ST
 
 def run(case: TensorParallelCase, layout: Layout, block: Block) -> Record:
     """Train the case in an engine of its own."""
-    engine = make_engine(case, layout, block)
-    try:
+    with closing_engine_of(case, layout, block) as engine:
         return train(engine, case, layout)
-    finally:
-        engine.destroy()
 
 
 def main(cases: tuple[TensorParallelCase, ...]) -> None:

@@ -73,3 +73,12 @@ def test_shards_of_different_sizes_are_refused_with_the_name_of_autotp() -> None
         assert "elements of" in refused
         assert "on rank 0 and" in refused
         assert "Choose a size that divides the attention heads" in refused
+
+
+@pytest.mark.promise("P6")
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["AutoTP", "mpu"])
+def test_a_failed_update_on_one_rank_stops_all_ranks_that_share_models(layout: str) -> None:
+    for finished in run_ranks(4, ["-m", "tests.zero.tensor_parallel.failing_model_ranks", layout], timeout_s=600):
+        assert finished.returncode == 0, finished.output[-5000:]
+        assert "all ranks stopped and recovered" in finished.output
