@@ -67,6 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deep_opt_states.device": set(),
     "deep_opt_states.runtime": {"deep_opt_states.device", "perf_model.prediction", "perf_model.schedule"},
     "deep_opt_states.files": set(),
+    "deep_opt_states.sharing": set(),
     "deep_opt_states.report": {
         "deep_opt_states.files",
         "perf_model.json_input",
@@ -152,6 +153,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "deep_opt_states.device": {"torch", "deepspeed", "numpy", "triton"},
     "deep_opt_states.runtime": {"torch"},
     "deep_opt_states.report": {"jinja2"},
+    "deep_opt_states.sharing": {"torch"},
     "deep_opt_states.zero": {"torch", "deepspeed"},
     "deep_opt_states.host": {"psutil", "torch"},
     # The profiler uses DeepSpeed's Adam op, which no training has constructed yet.
