@@ -67,7 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deep_opt_states.device": set(),
     "deep_opt_states.runtime": {"deep_opt_states.device", "perf_model.prediction", "perf_model.schedule"},
     "deep_opt_states.files": set(),
-    "deep_opt_states.sharing": set(),
+    "deep_opt_states.sharing": {"deep_opt_states.files", "perf_model.json_input"},
     "deep_opt_states.report": {
         "deep_opt_states.files",
         "perf_model.json_input",
@@ -139,9 +139,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.files",
         "deep_opt_states.profiler",
         "deep_opt_states.report",
+        "deep_opt_states.sharing",
         "deep_opt_states.zero.start",
         "perf_model.cli",
+        "perf_model.json_input",
         "perf_model.prediction",
+        "perf_model.training_run",
     },
 }
 """The packages that each package may import. A package may always import itself."""
