@@ -1,9 +1,10 @@
-"""Test that the examples are five scripts and two configs, and that the plain script trains with its config."""
+"""Test that the examples are six scripts and two configs, and that two of the scripts train."""
 
 from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +14,8 @@ from perf_model.schedule.workload import Partition
 from tests.launch import REPOSITORY, run_ranks
 
 
-def test_only_the_five_scripts_lie_next_to_the_configs() -> None:
-    scripts = {"accelerated.py", "demo.py", "hf_trainer.py", "train.py", "with_lightning.py"}
+def test_only_the_six_scripts_lie_next_to_the_configs() -> None:
+    scripts = {"accelerated.py", "demo.py", "hf_trainer.py", "pseudo_to_real.py", "train.py", "with_lightning.py"}
     configs = {"ds_config.json", "mixture_of_experts.json"}
     assert {path.name for path in (REPOSITORY / "examples").iterdir() if path.is_file()} == scripts | configs
 
@@ -42,3 +43,15 @@ def test_the_plain_script_trains_with_its_config() -> None:
         assert "Traceback" not in finished.output, finished.output[-3000:]
     assert re.search(r"\[deep_opt_states\] \d+ sub-groups, .* [1-9]\d* streamed", first.output)
     assert re.findall(r"step +(\d+) +loss", first.output) == ["0", "1"]
+
+
+@pytest.mark.thorough
+def test_the_pseudo_to_real_script_trains_both_ways_and_draws_the_losses(tmp_path: Path) -> None:
+    """Check that it runs. It raises if the delinked model does not have the loss of the shared one."""
+    script = ["examples/pseudo_to_real.py", "--quick", "--output", str(tmp_path)]
+    (finished,) = run_ranks(1, script, timeout_s=300)
+    assert finished.returncode == 0, finished.output[-3000:]
+    curves = json.loads((tmp_path / "losses.json").read_text())
+    assert [(curve["name"], curve["steps"][-1]) for curve in curves] == [("unshared", 24), ("Pseudo-to-Real", 24)]
+    assert all(curve["losses"][-1] < curve["losses"][0] - 0.5 for curve in curves)
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
