@@ -79,7 +79,8 @@ def main() -> None:
     be_the_only_rank_unless_launched()
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-    curves = []
+    args.output.mkdir(parents=True, exist_ok=True)
+    curves: list[Curve] = []
     shared_steps = max(1, round(args.shared * args.steps))
     for seed in range(args.seeds):
         # The order alternates, because the speed of the machine may change.
@@ -94,8 +95,8 @@ def main() -> None:
                 f"{curve.name}, seed {seed}: {curve.losses[-1]:.4f} after {curve.cpu_s[-1]:.1f} CPU s",
                 flush=True,
             )
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "losses.json").write_text(json.dumps([asdict(curve) for curve in curves], indent=1))
+            # Written after each training, so that a run that is ended early leaves its losses.
+            (args.output / "losses.json").write_text(json.dumps([asdict(curve) for curve in curves], indent=1))
     compare(curves)
     draw(curves, shared_steps, args.output / "losses.png")
     torch.distributed.destroy_process_group()
