@@ -1,4 +1,4 @@
-"""Test that the examples are five scripts and three configs, and that the plain script trains with its config."""
+"""Test that the examples are six scripts and three configs, and that three of the scripts train."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from perf_model.schedule.workload import Partition
 from tests.launch import REPOSITORY, run_ranks
 
 
-def test_only_the_five_scripts_lie_next_to_the_configs() -> None:
-    scripts = {"accelerated.py", "demo.py", "hf_trainer.py", "train.py", "with_lightning.py"}
+def test_only_the_six_scripts_lie_next_to_the_configs() -> None:
+    scripts = {"accelerated.py", "demo.py", "hf_trainer.py", "pseudo_to_real.py", "train.py", "with_lightning.py"}
     configs = {"ds_config.json", "ds_config_tp.json", "mixture_of_experts.json"}
     assert {path.name for path in (REPOSITORY / "examples").iterdir() if path.is_file()} == scripts | configs
 
@@ -54,3 +54,14 @@ def test_the_trainer_trains_beside_autotp_with_its_config(tmp_path: Path) -> Non
         assert "Traceback" not in finished.output, finished.output[-3000:]
     # The model has 3 million parameters, of which each rank has its shards.
     assert re.search(r"\[deep_opt_states\] \d+ units, 1,541,248 parameters: .* [1-9]\d* streamed", first.output)
+
+
+def test_the_pseudo_to_real_script_trains_both_ways_and_draws_the_losses(tmp_path: Path) -> None:
+    """Check that it runs. It raises if the delinked model does not have the loss of the shared one."""
+    script = ["examples/pseudo_to_real.py", "--quick", "--output", str(tmp_path)]
+    (finished,) = run_ranks(1, script, timeout_s=300)
+    assert finished.returncode == 0, finished.output[-3000:]
+    curves = json.loads((tmp_path / "losses.json").read_text())
+    assert [(curve["name"], curve["steps"][-1]) for curve in curves] == [("unshared", 24), ("Pseudo-to-Real", 24)]
+    assert all(curve["losses"][-1] < curve["losses"][0] - 0.5 for curve in curves)
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")

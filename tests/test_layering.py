@@ -82,6 +82,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deep_opt_states.device": set(),
     "deep_opt_states.runtime": {"deep_opt_states.device", "perf_model.prediction", "perf_model.schedule"},
     "deep_opt_states.files": set(),
+    "deep_opt_states.sharing": {"deep_opt_states.files", "perf_model.json_input"},
     "deep_opt_states.report": {
         "deep_opt_states.files",
         "perf_model.json_input",
@@ -160,9 +161,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.files",
         "deep_opt_states.profiler",
         "deep_opt_states.report",
+        "deep_opt_states.sharing",
         "deep_opt_states.zero.start",
         "perf_model.cli",
+        "perf_model.json_input",
         "perf_model.prediction",
+        "perf_model.training_run",
     },
 }
 """The packages that each package may import. A package may always import itself."""
@@ -174,6 +178,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "deep_opt_states.device": {"torch", "deepspeed", "numpy", "triton"},
     "deep_opt_states.runtime": {"torch"},
     "deep_opt_states.report": {"jinja2"},
+    "deep_opt_states.sharing": {"torch"},
     "deep_opt_states.zero": {"torch", "deepspeed"},
     "deep_opt_states.host": {"psutil", "torch"},
     # The profiler uses DeepSpeed's Adam op, which no training has constructed yet.

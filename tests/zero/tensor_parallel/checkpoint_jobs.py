@@ -17,7 +17,7 @@ from tests.zero.parity.case import CPU, STRIDE_2
 from tests.zero.parity.training import Block, Record, collect, differences
 from tests.zero.rank_group import Group
 from tests.zero.tensor_parallel.cases import TensorParallelCase
-from tests.zero.tensor_parallel.layouts import Layout, layouts, one_rank_per_model
+from tests.zero.tensor_parallel.layouts import SharedModel, layouts, one_rank_per_model
 from tests.zero.tensor_parallel.tensor_parallel_ranks import closing_engine_of, train
 
 STEPS = 2
@@ -31,7 +31,7 @@ def case_of(name: str) -> TensorParallelCase:
     return TensorParallelCase(name, "bf16", "clipping", zero_init=False)
 
 
-def resumed(case: TensorParallelCase, layout: Layout, block: Block, folder: Path) -> Record:
+def resumed(case: TensorParallelCase, layout: SharedModel, block: Block, folder: Path) -> Record:
     """Load the latest checkpoint in ``folder`` into a fresh engine, train, and return the record."""
     with closing_engine_of(case, layout, block) as engine:
         path, _ = engine.load_checkpoint(str(folder))

@@ -14,7 +14,7 @@ from tests.zero.parity.case import STRIDE_2, WITHOUT_FORWARD_OVERLAP
 from tests.zero.parity.training import differences, shared_folder
 from tests.zero.process_group import process_group
 from tests.zero.tensor_parallel.cases import TensorParallelCase
-from tests.zero.tensor_parallel.layouts import Layout, layouts
+from tests.zero.tensor_parallel.layouts import SharedModel, layouts
 from tests.zero.tensor_parallel.tensor_parallel_ranks import closing_engine_of, tokens_of, train
 
 
@@ -23,7 +23,7 @@ def step(engine: Any) -> None:
     engine.step()
 
 
-def stops_and_recovers(case: TensorParallelCase, layout: Layout, folder: Path, *, deferred: bool) -> None:
+def stops_and_recovers(case: TensorParallelCase, layout: SharedModel, folder: Path, *, deferred: bool) -> None:
     """Check a failure in ``step()``, or of an update that is in flight during the next forward."""
     block = STRIDE_2 if deferred else {**STRIDE_2, **WITHOUT_FORWARD_OVERLAP}
     with closing_engine_of(case, layout, block) as engine:

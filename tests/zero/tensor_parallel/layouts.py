@@ -19,7 +19,7 @@ MODEL_RANKS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class SharedModel:
     """A model that ``MODEL_RANKS`` ranks share.
 
     ``make`` returns it. ``mpu`` is passed to ``deepspeed.initialize``, and ``config`` is part of DeepSpeed's config.
@@ -53,10 +53,10 @@ def llama(heads: int = 4, key_value_heads: int = 2, width: int = WIDTH) -> torch
         num_key_value_heads=key_value_heads,
         max_position_embeddings=64,
     )
-    return Causal(LlamaForCausalLM(shape))
+    return LossOfCausalModel(LlamaForCausalLM(shape))
 
 
-class Causal(torch.nn.Module):
+class LossOfCausalModel(torch.nn.Module):
     """A causal language model of Hugging Face that returns its loss alone."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -160,19 +160,19 @@ class MegatronGroups:
         return dist.get_world_size() // MODEL_RANKS
 
 
-def layouts() -> dict[str, Layout]:
+def layouts() -> dict[str, SharedModel]:
     """Return both layouts by name. A collective, which creates the groups of the ``mpu``."""
     mpu = MegatronGroups()
     return {
-        "AutoTP": Layout(
+        "AutoTP": SharedModel(
             make=llama, mpu=None, config={"tensor_parallel": {"autotp_size": MODEL_RANKS}}, sharded="down_proj"
         ),
-        "mpu": Layout(
+        "mpu": SharedModel(
             make=lambda: MegatronNet(mpu.get_model_parallel_group()), mpu=mpu, config={}, sharded="blocks.1.rows"
         ),
     }
 
 
-def one_rank_per_model(config: dict[str, Any]) -> Layout:
+def one_rank_per_model(config: dict[str, Any]) -> SharedModel:
     """Return the layout of the model of ``AutoTP`` if no ranks share it, with ``config`` in DeepSpeed's config."""
-    return Layout(make=llama, mpu=None, config=config, sharded="down_proj")
+    return SharedModel(make=llama, mpu=None, config=config, sharded="down_proj")

@@ -20,13 +20,13 @@ from tests.launch import answer
 from tests.zero.parity.training import Block, Record, collect, differences
 from tests.zero.process_group import process_group
 from tests.zero.tensor_parallel.cases import CASES, PLACEMENTS, QUICK, SETTINGS, TensorParallelCase
-from tests.zero.tensor_parallel.layouts import MODEL_RANKS, VOCABULARY, Layout, data_rank, layouts, model_rank
+from tests.zero.tensor_parallel.layouts import MODEL_RANKS, VOCABULARY, SharedModel, data_rank, layouts, model_rank
 
 STEPS = 5
 OVERFLOW_STEP = 2
 
 
-def ds_config(case: TensorParallelCase, layout: Layout, block: Block) -> dict[str, Any]:
+def ds_config(case: TensorParallelCase, layout: SharedModel, block: Block) -> dict[str, Any]:
     """Return the DeepSpeed config of the case, with the plugin's block unless that is None."""
     dtypes: dict[str, dict[str, Any]] = {
         "bf16": {"bf16": {"enabled": True}},
@@ -51,7 +51,7 @@ def ds_config(case: TensorParallelCase, layout: Layout, block: Block) -> dict[st
     }
 
 
-def engine_of(case: TensorParallelCase, layout: Layout, block: Block) -> Any:
+def engine_of(case: TensorParallelCase, layout: SharedModel, block: Block) -> Any:
     """Return an engine of the layout's model, initialized the same whenever case and rank are the same."""
     config = ds_config(case, layout, block)
     torch.manual_seed(3)
@@ -71,7 +71,7 @@ def engine_of(case: TensorParallelCase, layout: Layout, block: Block) -> Any:
 
 
 @contextmanager
-def closing_engine_of(case: TensorParallelCase, layout: Layout, block: Block) -> Iterator[Any]:
+def closing_engine_of(case: TensorParallelCase, layout: SharedModel, block: Block) -> Iterator[Any]:
     """Yield an engine that is destroyed when the context ends."""
     engine = engine_of(case, layout, block)
     try:
@@ -86,7 +86,7 @@ def tokens_of(step: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (2, 12), generator=generator)
 
 
-def train(engine: Any, case: TensorParallelCase, layout: Layout, steps: int = STEPS) -> Record:
+def train(engine: Any, case: TensorParallelCase, layout: SharedModel, steps: int = STEPS) -> Record:
     """Train, and return every value that must have stock's bits."""
     record = Record(optimizer_class=type(engine.optimizer).__name__)
     for name in ("loss", "norm", "loss_scale", "skipped"):
@@ -113,7 +113,7 @@ def train(engine: Any, case: TensorParallelCase, layout: Layout, steps: int = ST
     return record
 
 
-def run(case: TensorParallelCase, layout: Layout, block: Block) -> Record:
+def run(case: TensorParallelCase, layout: SharedModel, block: Block) -> Record:
     """Train the case in an engine of its own."""
     with closing_engine_of(case, layout, block) as engine:
         return train(engine, case, layout)

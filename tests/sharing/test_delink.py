@@ -1,0 +1,314 @@
+"""Test ``deep-opt-states delink`` on files: names, moments, links, refusals, and kills at every moment."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from deep_opt_states.cli.main import main
+from deep_opt_states.sharing.renaming import DelinkError, expand_braces, parse_prefixes, prefixes_of_layers, rename
+from tests.forked_child import exit_code_of_child
+
+NAMES = ("embed.weight", "model.layers.0.mlp.weight", "model.layers.0.norm.weight", "model.layers.1.mlp.weight")
+KINDS = ("fp32", "exp_avg", "exp_avg_sq")
+LAYERS = ["--share", "model.layers.0", "--into", "model.layers.{2..3}"]
+
+
+@pytest.fixture
+def pseudo(tmp_path: Path) -> Path:
+    """Return the folder of a universal checkpoint, with the files of DeepSpeed's converter at stage 3."""
+    folder = tmp_path / "pseudo"
+    generator = torch.Generator().manual_seed(1)
+    for name in NAMES:
+        (folder / "zero" / name).mkdir(parents=True)
+        for kind in KINDS:
+            torch.save(torch.randn(50, generator=generator) ** 2, folder / "zero" / name / f"{kind}.pt")
+    torch.save({"step": 7}, folder / "zero" / "optimizer_state.pt")
+    torch.save({"module": {}}, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    (tmp_path / "latest_universal").write_text("pseudo")
+    return folder
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Return the hash of each file by its path in ``folder``."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def load(folder: Path, name: str, kind: str) -> torch.Tensor:
+    return torch.load(folder / "zero" / name / f"{kind}.pt", weights_only=True)
+
+
+def delink(pseudo: Path, *options: str, real: str = "real") -> Path:
+    """Run the command, check that it succeeds, and return the new folder."""
+    folder = pseudo.parent / real
+    assert main(["delink", str(pseudo), str(folder), *options]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("moments", ["mean", "copy", "zero"])
+def test_weights_are_links_and_moments_follow_the_rule(moments: str, pseudo: Path) -> None:
+    before = digests(pseudo)
+    real = delink(pseudo, *LAYERS, "--moments", moments)
+    assert digests(pseudo) == before
+    new = [f"model.layers.{layer}.{rest}" for layer in (0, 2, 3) for rest in ("mlp.weight", "norm.weight")]
+    assert {path.name for path in (real / "zero").iterdir()} == {NAMES[0], NAMES[3], *new, "optimizer_state.pt"}
+    for name in new:
+        old = f"model.layers.0.{name.split('.', 3)[3]}"
+        assert (real / "zero" / name / "fp32.pt").samefile(pseudo / "zero" / old / "fp32.pt")
+        for power, kind in enumerate(("exp_avg", "exp_avg_sq"), start=1):
+            shared = load(pseudo, old, kind)
+            expected = {"mean": shared / 3**power, "copy": shared, "zero": torch.zeros(50)}[moments]
+            assert torch.equal(load(real, name, kind), expected)
+            first = real / "zero" / old / f"{kind}.pt"
+            assert first.samefile(real / "zero" / name / f"{kind}.pt"), "equal moments are one file"
+    for name in (NAMES[0], NAMES[3], "optimizer_state.pt"):
+        assert digests(real / "zero" / name) == digests(pseudo / "zero" / name)
+    assert (real / "zero" / "optimizer_state.pt").samefile(pseudo / "zero" / "optimizer_state.pt")
+    assert (real.parent / "latest_universal").read_text() == "real"
+    assert sorted(path.name for path in real.parent.iterdir()) == ["latest_universal", "pseudo", "real"]
+
+
+def test_a_map_of_nothing_gives_the_same_files(pseudo: Path) -> None:
+    (pseudo.parent / "map.json").write_text("{}")
+    real = delink(pseudo, "--map", str(pseudo.parent / "map.json"), "--moments", "mean")
+    assert digests(real) == digests(pseudo)
+    assert len(digests(real)) == 3 * len(NAMES) + 2
+
+
+def test_a_map_makes_experts_of_a_dense_layer_and_leaves_parameters_out(pseudo: Path) -> None:
+    new = {"model.layers.0.mlp": ["model.layers.0.experts.{0..3}"], "model.layers.0.norm.weight": [], "embed": ["e"]}
+    (pseudo.parent / "map.json").write_text(json.dumps(new))
+    real = delink(pseudo, "--map", str(pseudo.parent / "map.json"), "--moments", "mean")
+    experts = [f"model.layers.0.experts.{expert}.weight" for expert in range(4)]
+    assert {path.name for path in (real / "zero").iterdir() if path.is_dir()} == {"e.weight", NAMES[3], *experts}
+    for expert in experts:
+        assert torch.equal(load(real, expert, "exp_avg_sq"), load(pseudo, NAMES[1], "exp_avg_sq") / 16)
+
+
+def test_moments_with_a_description_of_their_shards_keep_it(pseudo: Path) -> None:
+    path = pseudo / "zero" / NAMES[1] / "exp_avg.pt"
+    torch.save({"param": torch.ones(2, 3), "cat_dim": 1}, path)
+    real = delink(pseudo, *LAYERS, "--moments", "mean")
+    found = torch.load(real / "zero" / NAMES[1] / "exp_avg.pt", weights_only=True)
+    assert found["cat_dim"] == 1
+    assert torch.equal(found["param"], torch.ones(2, 3) / 3)
+
+
+def test_copies_are_independent_of_the_shared_checkpoint(pseudo: Path) -> None:
+    real = delink(pseudo, *LAYERS, "--moments", "mean", "--copy")
+    before = digests(real)
+    assert digests(delink(pseudo, *LAYERS, "--moments", "mean", real="linked")) == before
+    for path in pseudo.rglob("*.pt"):
+        path.write_bytes(b"overwritten in place")
+    assert digests(real) == before
+    assert digests(real.parent / "linked") != before
+
+
+def test_files_are_copied_where_links_are_impossible(pseudo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(os, "link", side_effect=OSError(errno.EXDEV, "Invalid cross-device link")):
+        copied = delink(pseudo, *LAYERS, "--moments", "mean")
+    assert "Files were copied: no hard link: Invalid cross-device link" in capsys.readouterr().out
+    assert digests(copied) == digests(delink(pseudo, *LAYERS, "--moments", "mean", real="linked"))
+    assert not (copied / "zero" / NAMES[0] / "fp32.pt").samefile(pseudo / "zero" / NAMES[0] / "fp32.pt")
+
+
+@pytest.mark.promise("P6")
+def test_a_dry_run_writes_nothing_and_names_what_is_missing(pseudo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 32,
+    }
+    (pseudo.parent / "config.json").write_text(json.dumps(config))
+    options = ["--dry-run", "--json", "--model", str(pseudo.parent / "config.json")]
+    before = digests(pseudo.parent)
+    real = delink(pseudo, *LAYERS, "--moments", "mean", *options)
+    found = json.loads(capsys.readouterr().out)
+    assert not real.exists()
+    assert digests(pseudo.parent) == before
+    assert found["names"][NAMES[1]] == [f"model.layers.{layer}.mlp.weight" for layer in (0, 2, 3)]
+    assert "model.layers.0.self_attn.q_proj.weight" in found["missing"]
+    assert "model.layers.3.mlp.weight" in found["unexpected"]
+    assert found["written"] is False
+    sizes = {kind: (pseudo / "zero" / NAMES[0] / f"{kind}.pt").stat().st_size for kind in KINDS}
+    assert found["rewritten_bytes"] == 2 * (sizes["exp_avg"] + sizes["exp_avg_sq"])
+    real = delink(pseudo, *LAYERS, "--moments", "mean")
+    assert found["apparent_bytes"] == sum(path.stat().st_size for path in real.rglob("*.pt"))
+
+
+class Untrusted:
+    """An object that makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self._folder),)
+
+
+@pytest.mark.promise("P6")
+def test_nothing_untrusted_is_unpickled(pseudo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = pseudo.parent / "made"
+    torch.save(Untrusted(made), pseudo / "zero" / NAMES[1] / "exp_avg.pt")
+    assert main(["delink", str(pseudo), str(pseudo.parent / "real"), *LAYERS, "--moments", "mean"]) == 1
+    assert "weights_only=True" in capsys.readouterr().err
+    assert not made.exists()
+    assert sorted(path.name for path in pseudo.parent.iterdir()) == ["latest_universal", "pseudo"]
+    torch.load(pseudo / "zero" / NAMES[1] / "exp_avg.pt", weights_only=False)
+    assert made.exists(), "the object does what the test is afraid of"
+
+
+MAP = ["--map", "map.json"]
+
+
+@pytest.mark.promise("P6")
+@pytest.mark.parametrize(
+    ("options", "text", "message"),
+    [
+        (["--share", "model.layers.5", "--into", "a"], "", "found 'model.layers.5', which is neither"),
+        (["--share", "model.layers.0"], "", "--share: needs --into"),
+        (["--share", "model.layers.0", "--into", "model.layers.1"], "", "found model.layers.1.mlp.weight"),
+        (["--share", "model.layers.0", "--into", "../{1..2}"], "", "without slashes"),
+        (["--share", "model.layers.0", "--into", "a{1..}"], "", "Braces must have a range"),
+        (["--share", "model.layers.0", "--into", "a{1..99999999999}"], "", "Braces must have a range"),
+        (["--share", "model.layers.0", "--into", "{1..999}{1..999}"], "", "at most 100,000 names"),
+        ([*LAYERS, "--every", "0"], "", "--every: must be at least 1"),
+        (["--share", "embed", "--into", "a", "--every", "2"], "", "must have a number"),
+        ([*MAP, "--into", "a"], "{}", "need --share, found --map"),
+        (MAP, "[1]", "must be a JSON object"),
+        (MAP, "{", "found no JSON"),
+        (MAP, '{"embed": "a"}', "Write a list of names"),
+        (MAP, '{"embed": ["a", "a"]}', "Each new name must have one old name"),
+        (MAP, '{"embed.weight": [""]}', "without slashes"),
+        (["--map", "nowhere.json"], "", "No such file"),
+    ],
+)
+def test_bad_names_are_refused_and_nothing_is_written(
+    options: list[str],
+    text: str,
+    message: str,
+    pseudo: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(pseudo.parent)
+    Path("map.json").write_text(text)
+    before = digests(pseudo.parent)
+    assert main(["delink", "pseudo", "real", *options, "--moments", "mean"]) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert digests(pseudo.parent) == before
+
+
+@pytest.mark.promise("P6")
+def test_folders_that_cannot_be_used_are_refused(pseudo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*LAYERS, "--moments", "copy"]
+    assert main(["delink", str(pseudo / "zero"), str(pseudo.parent / "real"), *options]) == 1
+    assert "ds_to_universal" in capsys.readouterr().err
+    before = digests(pseudo)
+    assert main(["delink", str(pseudo), str(pseudo), *options]) == 1
+    assert "REAL: must be a new folder" in capsys.readouterr().err
+    assert main(["delink", str(pseudo), str(pseudo.parent / "nowhere" / "real"), *options]) == 1
+    assert "No such file" in capsys.readouterr().err
+    assert digests(pseudo) == before
+
+
+CALLS = ("mkdir", "link", "fsync", "rename", "replace")
+
+
+def killed_before_call(number: int, run: Callable[[], int]) -> int:
+    """Run ``run``, and kill this process before the call with this ``number`` to a function that changes files."""
+    done = 0
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*arguments: Any, **options: Any) -> Any:
+            nonlocal done
+            done += 1
+            if done == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments, **options)
+
+        return count
+
+    for name in CALLS:
+        setattr(os, name, counted(getattr(os, name)))
+    return run()
+
+
+def test_a_killed_delink_leaves_the_old_checkpoint_and_no_half_of_a_new_one(pseudo: Path) -> None:
+    before = digests(pseudo)
+    options = [*LAYERS, "--moments", "mean"]
+    expected = digests(delink(pseudo, *options, real="expected"))
+    (pseudo.parent / "latest_universal").write_text("pseudo")
+    complete = number = 0
+    while True:
+        number += 1
+        real = pseudo.parent / f"real {number}"
+        arguments = ["delink", str(pseudo), str(real), *options]
+        code = exit_code_of_child(lambda: killed_before_call(number, lambda: main(arguments)))  # noqa: B023
+        assert digests(pseudo) == before
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        latest = (pseudo.parent / "latest_universal").read_text()
+        if real.exists():
+            complete += 1
+            assert digests(real) == expected
+        else:
+            assert latest == "pseudo"
+            assert digests(delink(pseudo, *options, real=real.name)) == expected
+            assert not real.with_name(f".{real.name}.partial").exists()
+            (pseudo.parent / "latest_universal").write_text("pseudo")
+    assert number > 40, "the calls are counted"
+    assert complete >= 1, "killed after the rename, before latest_universal"
+
+
+def test_another_process_that_writes_the_same_folder_is_noticed(pseudo: Path) -> None:
+    arguments = ["delink", str(pseudo), str(pseudo.parent / "real"), *LAYERS, "--moments", "copy"]
+    link, codes = os.link, []
+
+    def link_and_start_another(*of_link: Any) -> None:
+        if not codes:
+            codes.append(exit_code_of_child(lambda: main(arguments)))
+        link(*of_link)
+
+    with mock.patch.object(os, "link", link_and_start_another):
+        assert main(arguments) == 0
+    assert codes == [1]
+
+
+def test_braces_and_every() -> None:
+    assert expand_braces("a.{1..3}.b") == ["a.1.b", "a.2.b", "a.3.b"]
+    assert expand_braces("{x,y}.{9..10}") == ["x.9", "x.10", "y.9", "y.10"]
+    assert expand_braces("plain") == ["plain"]
+    assert prefixes_of_layers("h.2", ["h.{4..7}"], every=2) == {
+        "h.2": ["h.2", "h.4", "h.6"],
+        "h.3": ["h.3", "h.5", "h.7"],
+    }
+    assert prefixes_of_layers("h.0", ["h.{0..3}"], every=2) == {"h.0": ["h.0", "h.2"], "h.1": ["h.1", "h.3"]}
+    assert prefixes_of_layers("h.0", ["h.{0..2}"], every=1) == {"h.0": ["h.0", "h.1", "h.2"]}
+
+
+def test_the_longest_prefix_counts_and_ends_at_a_dot() -> None:
+    names = ["m.1.w", "m.10.w", "m.1.x.w"]
+    assert rename(names, {"m.1": ["n"], "m.1.x": ["y"]}) == {"m.1.w": ["n.w"], "m.10.w": ["m.10.w"], "m.1.x.w": ["y.w"]}
+    with pytest.raises(DelinkError, match=r"found 'm\.', which is neither"):
+        rename(names, {"m": ["a"], "m.": ["b"]})
+    assert parse_prefixes('{"a": ["b{0..1}"]}') == {"a": ["b0", "b1"]}
