@@ -36,7 +36,13 @@ def printed(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.Captu
     config, rules = tmp_path / "config.json", tmp_path / "rules.json"
     config.write_text(json.dumps({**LLAMA, "num_hidden_layers": 8}))
     rules.write_text(json.dumps(RULES))
-    options = {"gpu_memory_gb": 20, "rules": rules, "accumulation": 4, "overlap": "backward", "unit_size": 50_000_000}
+    options: dict[str, Any] = {
+        "gpu_memory_gb": 20,
+        "rules": rules,
+        "accumulation": 4,
+        "overlap": "backward",
+        "unit_size": 50_000_000,
+    }
     found = planned(capsys, job(model=config, world_size=2, trainable_share=0.5, pinned_memory_gb=60, **options))
     # The output alone is enough.
     config.unlink()
