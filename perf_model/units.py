@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 GB = 10**9
 
 
@@ -18,14 +20,21 @@ def size(size_bytes: float) -> str:
     return f"{size_bytes / 1e3:.3g} kB"
 
 
-def seconds(duration_s: float) -> str:
-    """Return the duration with three significant digits, in seconds, milliseconds or microseconds."""
+def seconds(duration_s: float, digits: int = 3) -> str:
+    """Return the duration with so many significant digits, in seconds, milliseconds or microseconds."""
     if duration_s < 0:
-        return f"-{seconds(-duration_s)}"
+        return f"-{seconds(-duration_s, digits)}"
     for unit, unit_s in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if duration_s >= 0.9995 * unit_s:
-            return f"{duration_s / unit_s:#.3g}".rstrip(".") + f" {unit}"
+        if float(f"{duration_s / unit_s:.{digits}g}") >= 1:
+            return f"{significant(duration_s / unit_s, digits)} {unit}"
     return "0 s"
+
+
+def significant(value: float, digits: int) -> str:
+    """Return ``value`` with so many significant digits and without an exponent, such as ``1,600`` or ``0.50``."""
+    rounded = float(f"{value:.{digits}g}")
+    decimals = digits - 1 - math.floor(math.log10(abs(rounded))) if rounded else 0
+    return f"{rounded:,.{max(0, decimals)}f}"
 
 
 def gigabytes_per_second(bytes_per_s: float) -> str:

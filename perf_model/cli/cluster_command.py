@@ -10,7 +10,7 @@ from typing import Any
 
 from perf_model.cli.inputs import Inputs, read_inputs
 from perf_model.cli.machine_options import FIGURES, check_figure
-from perf_model.cli.plan_command import deepspeed_config
+from perf_model.cli.plan_json import deepspeed_config
 from perf_model.cluster.layouts import Cluster, Layout
 from perf_model.cluster.megatron_layout import PipelineLayout, best_pipeline_layout
 from perf_model.cluster.prediction import LayoutPrediction, UnfitLayout, predict_layouts

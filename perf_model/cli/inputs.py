@@ -35,6 +35,7 @@ CONFIG_OPTIONS = ("unit_size", "gpu_memory_gb", "gpu_memory_margin_gb", "sub_gro
 class Inputs:
     """The checked inputs of one forecast. ``profile_path`` is None where the profile is a preset.
 
+    ``model`` is the preset, the path of the config.json, or the number of parameters that the user gave.
     ``given`` are the names of the options in ``CONFIG_OPTIONS`` that the user gave.
     """
 
@@ -43,6 +44,7 @@ class Inputs:
     limits: MemoryLimits
     overlap: Overlap
     unit_sizes: tuple[int, ...]
+    model: str
     profile_path: Path | None
     given: frozenset[str]
 
@@ -98,6 +100,7 @@ def read_inputs(options: argparse.Namespace, world_size: int | None, micro_batch
             backward=options.overlap in ("backward", "both"), forward=options.overlap in ("forward", "both")
         ),
         unit_sizes=UNIT_SIZES if options.unit_size is None else (options.unit_size,),
+        model=printable(options.model) if options.params is None else f"{options.params} parameters",
         profile_path=machine.path,
         given=frozenset(name for name in CONFIG_OPTIONS if getattr(options, name) is not None),
     )

@@ -14,6 +14,7 @@ from perf_model.schedule.placement import Placement
 from perf_model.search.budgets import DoesNotFit
 from perf_model.training_run.forecast import Forecast, Infeasible
 from perf_model.training_run.model import ModelError
+from perf_model.units import seconds, significant
 
 SweepRow = dict[str, str | int | float | None]
 """The values of one row by column; None where there is no value."""
@@ -31,7 +32,7 @@ _TITLES = {
     "iteration_s": "iteration",
     "tokens_per_s": "tokens/s",
     "mfu": "MFU",
-    "speed_up": "speed up",
+    "speed_up": "speed-up",
 }
 
 
@@ -59,13 +60,12 @@ def _rows(options: argparse.Namespace) -> Iterator[SweepRow]:
 def _values(found: Forecast) -> SweepRow:
     placements = found.planned.plan.placements
     stock = found.baselines["stock"]
-    stock_s = None if isinstance(stock, Infeasible) else stock.iteration_s
     return {
         **{placement.value: placements.count(placement) for placement in Placement},
         **{key: value for key, value in found.predicted.to_json_dict().items() if key in COLUMNS},
         "unit_size": found.unit_size,
-        "stock_iteration_s": stock_s,
-        "speed_up": None if stock_s is None else stock_s / found.predicted.iteration_s,
+        "stock_iteration_s": None if isinstance(stock, Infeasible) else stock.iteration_s,
+        "speed_up": found.speed_up(found.predicted),
         "gpu_peak_bytes": found.memory.gpu_bytes,
         "host_bytes": found.memory.host_bytes,
     }
@@ -92,7 +92,7 @@ def _print_table(rows: list[SweepRow]) -> None:
     for column in shown:
         table.add_column(_TITLES.get(column, column), justify="right", no_wrap=True)
     for row in rows:
-        cells = [_cell(row[key]) for key in shown]
+        cells = [_cell(key, row[key]) for key in shown]
         table.add_row(*cells if row["why"] is None else [*cells[:2], "-"])
     console = Console()
     console.print(table)
@@ -101,11 +101,12 @@ def _print_table(rows: list[SweepRow]) -> None:
             where = f"{row['world_size']} GPUs, micro-batch {row['micro_batch']}"
             console.print(f"{where}: {row['why']}", highlight=False, markup=False, soft_wrap=True)
     console.print(
-        "exposed: exposed update time, in seconds; speed up: of an iteration, over stock offload", highlight=False
+        "exposed: exposed update time; speed-up: of an iteration, over the stock offload of DeepSpeed today",
+        highlight=False,
     )
 
 
-def _cell(value: str | int | float | None) -> str:
+def _cell(column: str, value: str | int | float | None) -> str:
     if isinstance(value, float):
-        return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+        return seconds(value, digits=2) if column.endswith("_s") and "_per_s" not in column else significant(value, 2)
     return "-" if value is None else str(value)

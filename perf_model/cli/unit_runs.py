@@ -88,12 +88,12 @@ def changes_by_move(found: Forecast, indices: Sequence[int]) -> dict[SingleMove,
     return changes_of_exposed_s(found.planned, moves, found.cost, found.budgets, windows, found.job.setup)
 
 
-def show_change(change_s: float | None) -> str:
+def show_change(change_s: float | None, digits: int = 3) -> str:
     """Return a change of the exposed time for people."""
     if change_s is None:
         return "no memory"
-    shown = seconds(change_s)
-    return shown if shown.startswith("-") and shown != "-0 s" else f"+{seconds(abs(change_s))}"
+    shown = seconds(change_s, digits)
+    return shown if shown.startswith("-") and shown != "-0 s" else f"+{seconds(abs(change_s), digits)}"
 
 
 def _rules_of(unit: Unit, job: Job) -> tuple[PlacementRule, ...]:
@@ -121,6 +121,8 @@ def _why(
         where = "first in forward: " if units[0].index == 0 else ""
         where = "last in forward: " if units[-1].index == count - 1 else where
     moved = [
-        f"{other.value} {show_change(change_s)}" for (index, other), change_s in changes_s.items() if index == middle
+        f"{other.value} {show_change(change_s, digits=2)}"
+        for (index, other), change_s in changes_s.items()
+        if index == middle
     ]
     return f"{where}{', '.join(moved)}" + (f" (unit {middle})" if len(units) > 1 else "")

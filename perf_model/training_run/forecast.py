@@ -116,8 +116,9 @@ class Forecast:
 
     ``memory`` has ``gpu_bytes`` per GPU and the other bytes per node, including the model, its activations and the
     cache of PyTorch on the device that trains, and ``reserved_host_bytes`` of host memory for everything else. It is
-    the peak of every phase, because the memory of the optimizer is also reserved during forward and backward. The plan
-    was found for ``request``.
+    the peak of every phase, because the memory of the optimizer is also reserved during forward and backward.
+    ``no_offload_bytes`` is the memory per rank of training without offloading, on the device that trains. The plan was
+    found for ``request``.
     """
 
     job: Job
@@ -127,6 +128,7 @@ class Forecast:
     baselines: dict[str, Outcome]
     memory: MemoryUse
     reserved_host_bytes: int
+    no_offload_bytes: int
 
     @property
     def planned(self) -> PlannedUpdate:
@@ -152,6 +154,13 @@ class Forecast:
     def windows(self) -> Windows:
         """Return the windows that the plan was made for."""
         return self.request.windows
+
+    def speed_up(self, outcome: Outcome) -> float | None:
+        """Return how many times as fast as stock an iteration of ``outcome`` is, or None if one of both cannot run."""
+        stock = self.baselines["stock"]
+        if isinstance(stock, Infeasible) or isinstance(outcome, Infeasible):
+            return None
+        return stock.iteration_s / outcome.iteration_s
 
 
 def forecast(
@@ -193,6 +202,7 @@ def forecast_plan(
         baselines={},
         memory=predictor.memory(planned.memory),
         reserved_host_bytes=predictor.reserved_host_bytes,
+        no_offload_bytes=predictor.no_offload_bytes(planned.plan.workload),
     )
 
 
@@ -405,8 +415,12 @@ class _Predictor:
         update_s = simulate(serial_schedule(plan.placements), workload, cost).end_s
         return self.iteration(update_s, update_s, GradientPath.for_stock(plan))
 
+    def no_offload_bytes(self, workload: Workload) -> int:
+        """Return the memory of training without offloading, on the device that trains."""
+        return self._training_bytes + NO_OFFLOAD_BYTES_PER_PARAM * workload.numel
+
     def _no_offload(self, workload: Workload) -> Outcome:
-        needed = self._training_bytes + NO_OFFLOAD_BYTES_PER_PARAM * workload.numel
+        needed = self.no_offload_bytes(workload)
         if self._training_limit is not None and needed > self._training_limit:
             limit = f"{gigabytes(self._training_limit)} that --gpu-memory-gb and its margin leave"
             return Infeasible(reason=f"does not fit: {gigabytes(needed)} of {limit}")

@@ -10,7 +10,7 @@ import pytest
 
 from deep_opt_states.config import Config, parse_config
 from perf_model.__main__ import main
-from perf_model.cli.plan_command import MAX_ROWS, WHY
+from perf_model.cli.plan_screen import MAX_ROWS, WHY
 from perf_model.cli.unit_runs import UnitRun, show_change
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perf_model.__main__ import main
+from perf_model.published import past_errors
 from perf_model.published.phase_rates import phases_of, priors_of_phases
 from perf_model.published.placements import placements_of, updated_parameters, workload_of
 from perf_model.published.runs import MeasuredIteration, MeasuredRun, RunsError, RunSetting, parse_runs, read_runs
@@ -271,6 +272,12 @@ def test_published_iterations_are_predicted_within_the_aims(mode: str, request: 
     assert errors is not None
     assert errors.median <= 0.08
     assert errors.p90 <= 0.20
+
+
+def test_the_errors_that_plan_prints_are_those_of_the_validation(across_models: Validation) -> None:
+    errors = across_models.errors_of("iteration")
+    assert errors is not None
+    assert (errors.runs, round(errors.median, 3), round(errors.p90, 3)) == past_errors.LARGER_MODELS
 
 
 def test_the_published_network_is_determined_only_across_nodes(in_sweep: Validation) -> None:

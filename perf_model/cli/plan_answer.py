@@ -1,0 +1,59 @@
+"""Answer in sentences what a plan gains: whether training fits without offloading, the speed-ups, and past errors."""
+
+from __future__ import annotations
+
+from perf_model.cli.inputs import Inputs
+from perf_model.published.past_errors import LARGER_MODELS
+from perf_model.schedule.placement import Placement
+from perf_model.training_run.forecast import Forecast, Infeasible
+from perf_model.units import percent, seconds, significant, size
+
+DIGITS = 2
+"""The significant digits of predictions: their errors are percents."""
+
+
+def answer(found: Forecast, inputs: Inputs) -> str:
+    """Return whether training fits without offloading, and how fast an iteration is with the plan."""
+    return f"{_without_offloading(found, inputs)} {_with_plan(found)}"
+
+
+def past_errors() -> str:
+    """Return how far predictions for runs that were not fitted have been off."""
+    runs, median, p90 = LARGER_MODELS
+    return (
+        f"Predicted iterations of {runs} published runs were off by {percent(median)} in the median and by at most "
+        f"{percent(p90)} in nine of ten, with rates fitted to smaller models on the same machine (validate "
+        "--across-models). No GPU of our own has been measured; at its end, training logs predicted and measured times."
+    )
+
+
+def machine_name(inputs: Inputs) -> str:
+    """Return the name of the GPU, or of the CPU if there is no GPU."""
+    return inputs.profile.provenance.gpu or f"{inputs.profile.provenance.cpu or inputs.profile.name} (no GPU)"
+
+
+def _without_offloading(found: Forecast, inputs: Inputs) -> str:
+    outcome, limits = found.baselines["no_offload"], inputs.limits
+    where = f"on {found.job.world_size} x {machine_name(inputs)} without offloading"
+    if Placement.STREAMED not in found.cost.placements and isinstance(outcome, Infeasible):
+        return f"Training {where} is not predicted: {outcome.reason}."
+    limit = "unlimited memory" if limits.gpu is None else size(max(0, limits.gpu - limits.gpu_margin))
+    need = f"{size(found.no_offload_bytes)} of {limit} per GPU"
+    if isinstance(outcome, Infeasible):
+        return f"{found.job.shape.name} does not fit {where} ({need})."
+    return f"{found.job.shape.name} fits {where} ({need}, {seconds(outcome.iteration_s, DIGITS)} per iteration)."
+
+
+def _with_plan(found: Forecast) -> str:
+    taken = f"With this plan, an iteration takes {seconds(found.predicted.iteration_s, DIGITS)}"
+    compared = [
+        f"{significant(outcome.iteration_s / found.predicted.iteration_s, DIGITS)} times as fast as {name}"
+        for name, outcome in (
+            ("without offloading", found.baselines["no_offload"]),
+            ("with stock DeepSpeed's offload", found.baselines["stock"]),
+        )
+        if not isinstance(outcome, Infeasible)
+    ]
+    if isinstance(found.baselines["stock"], Infeasible):
+        compared.append("stock DeepSpeed's offload cannot run")
+    return f"{taken}: {', and '.join(compared)}."

@@ -1,0 +1,153 @@
+"""Write a plan as JSON: the inputs and decisions from which it can be rebuilt, and the block to paste."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict, fields
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from perf_model.cli.inputs import Inputs
+from perf_model.cli.unit_runs import unit_runs
+from perf_model.schedule.order import forward_order
+from perf_model.schedule.placement import Placement
+from perf_model.training_run.forecast import Forecast, Infeasible, Outcome
+from perf_model.training_run.job import Job
+from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS
+from perf_model.units import GB
+
+FORMAT = 1
+"""The version of the JSON format. It changes if a key is removed or gets another meaning."""
+
+
+def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
+    """Return the forecast as ``--json`` prints it: seconds and bytes."""
+    plan = found.planned.plan
+    units = [
+        {
+            "index": unit.index,
+            "sub_group": unit.sub_group,
+            "begin": unit.begin,
+            "numel": unit.numel,
+            "label": unit.label,
+            "placement": run.placement.value,
+            "why": run.why,
+        }
+        for run in unit_runs(found)
+        for unit in run.units
+    ]
+    first_use = found.request.first_use_of(plan.workload)
+    return {
+        "versions": versions(),
+        "inputs": inputs_to_json_dict(inputs),
+        "predicted": _outcome(found.predicted, found),
+        "baselines": {name: _outcome(outcome, found) for name, outcome in found.baselines.items()},
+        "lower_bound_s": found.planned.exposed_bound.seconds,
+        "ratio_to_bound": found.planned.ratio_to_exposed_bound,
+        "work_lower_bound_s": found.planned.bound.seconds,
+        "memory": {
+            "gpu_peak_bytes": found.memory.gpu_bytes,
+            "host_bytes": found.memory.host_bytes,
+            "reserved_host_bytes": found.reserved_host_bytes,
+            "pinned_bytes": found.memory.pinned_bytes,
+            "no_offload_bytes": found.no_offload_bytes,
+        },
+        "placement": {placement.value: plan.placements.count(placement) for placement in Placement},
+        "units": units,
+        "order": {
+            "update": list(plan.order or forward_order(plan.workload, plan.placements)),
+            "first_use": list(range(len(plan.placements)) if first_use is None else first_use),
+        },
+        "num_slots": plan.num_slots,
+        "unit_size": found.unit_size,
+        "windows": {"backward_s": found.windows.backward_s, "forward_s": found.windows.forward_s},
+        "budgets": asdict(found.budgets),
+        "plan": found.chosen.to_json_dict(),
+        "deepspeed_config": deepspeed_config(found, inputs),
+    }
+
+
+def versions() -> dict[str, Any]:
+    """Return the versions that a plan may depend on; None for ``deep_opt_states`` if it is not installed."""
+    try:
+        ours = metadata.version("deep_opt_states")
+    except metadata.PackageNotFoundError:
+        ours = None
+    return {
+        "format": FORMAT,
+        "deep_opt_states": ours,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+
+
+def inputs_to_json_dict(inputs: Inputs) -> dict[str, Any]:
+    """Return all that the forecast depends on; ``job`` has the fields of ``Job`` except ``shape`` and ``rules``."""
+    job = inputs.job
+    simple = [field.name for field in fields(Job) if field.name not in ("shape", "rules")]
+    return {
+        "model": {
+            "option": inputs.model,
+            "numel": job.shape.numel,
+            "active_numel": job.shape.active_numel,
+            "shape": asdict(job.shape),
+        },
+        "job": {name: getattr(job, name) for name in simple},
+        "rules": job.rules.to_json(),
+        "machine": json.loads(inputs.profile.to_json()),
+        "machine_path": None if inputs.profile_path is None else str(inputs.profile_path),
+        "limits": asdict(inputs.limits),
+        "overlap": asdict(inputs.overlap),
+        "overheads": asdict(PUBLISHED_OVERHEADS),
+        "unit_sizes": list(inputs.unit_sizes),
+        "given": sorted(inputs.given),
+    }
+
+
+def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
+    """Return the part of the DeepSpeed config that the plan needs.
+
+    It does not contain the choices of the planner: training makes them in the same way. If rules leave nothing to the
+    planner, training does not plan, and the size of the units and the number of slots are those of this plan.
+    """
+    job, plan = found.job, found.planned.plan
+    block: dict[str, Any] = {"placement": job.rules.to_json() or "planned"}
+    planned = any(unit.fixed is None for unit in plan.workload.units)
+    if "unit_size" in inputs.given or not planned:
+        block["unit_size"] = found.unit_size
+    if not planned:
+        block["num_slots"] = plan.num_slots
+    if inputs.profile_path is not None:
+        block["profile"] = str(inputs.profile_path.resolve())
+    if "gpu_memory_gb" in inputs.given and planned and found.budgets.gpu_bytes is not None:
+        # The option is the memory of the GPU, and the key is the part of it that training leaves to the optimizer.
+        block["gpu_memory_gb"] = found.budgets.gpu_bytes / GB
+    if "gpu_memory_margin_gb" in inputs.given and planned:
+        block["gpu_memory_margin_gb"] = inputs.limits.gpu_margin / GB
+    if not inputs.overlap.backward:
+        block["overlap_backward"] = False
+    if not inputs.overlap.forward:
+        block["overlap_forward"] = False
+    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    if job.offload_param:
+        zero["offload_param"] = {"device": "cpu"}
+    if "sub_group_size" in inputs.given:
+        zero["sub_group_size"] = job.sub_group_size
+    return {
+        "train_micro_batch_size_per_gpu": job.micro_batch,
+        **({"gradient_accumulation_steps": job.accumulation} if job.accumulation > 1 else {}),
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+        "deep_optimizer_states": block,
+    }
+
+
+def _outcome(outcome: Outcome, found: Forecast) -> dict[str, Any]:
+    """Return the figures; where the alternative cannot run, the same keys without values, and the reason."""
+    speed_up = {"speed_up": found.speed_up(outcome)}
+    if isinstance(outcome, Infeasible):
+        return {**dict.fromkeys(found.predicted.to_json_dict()), **speed_up, "why": outcome.reason}
+    return {**outcome.to_json_dict(), **speed_up}

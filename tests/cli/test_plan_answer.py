@@ -1,0 +1,59 @@
+"""Test the first sentences of ``plan``: whether training fits without offloading, what the plan gains, past errors."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from perf_model.__main__ import main
+from perf_model.published.past_errors import LARGER_MODELS
+from perf_model.units import significant
+from tests.cli.test_planning_commands import job, planned
+
+ONE_RANK: dict[str, Any] = {"world_size": 1, "ranks_per_node": 1}
+
+
+def sentences(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    assert main(["plan", *arguments]) == 0
+    return " ".join(capsys.readouterr().out.partition("\n\n")[0].split())
+
+
+@pytest.mark.parametrize(
+    ("machine", "fits", "memory"),
+    [
+        ("h200-pcie5", "fits on 1 x H200-141GB", "137 GB of 149 GB per GPU"),
+        ("h100-pcie5", "does not fit on 1 x H100-80GB", "137 GB of 83.5 GB per GPU"),
+    ],
+)
+def test_the_first_sentences_state_whether_training_fits_without_offloading_and_the_speed_ups(
+    machine: str, fits: str, memory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = job(machine, "Llama-3-8B", **ONE_RANK)
+    found = planned(capsys, arguments)
+    answer = sentences(capsys, arguments)
+    assert answer.startswith(f"Llama-3-8B {fits} without offloading ({memory}")
+    plan_s, stock_s, no_offload_s = (
+        outcome["iteration_s"]
+        for outcome in (found["predicted"], found["baselines"]["stock"], found["baselines"]["no_offload"])
+    )
+    assert f"{significant(stock_s / plan_s, 2)} times as fast as with stock DeepSpeed's offload" in answer
+    assert ("times as fast as without offloading" in answer) == (no_offload_s is not None)
+    if no_offload_s is not None:
+        assert f"{significant(no_offload_s / plan_s, 2)} times as fast as without offloading" in answer
+        assert f"{significant(1000 * no_offload_s, 2)} ms per iteration" in answer
+
+
+def test_the_answer_is_in_the_first_three_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *job("gh200", **ONE_RANK)]) == 0
+    first = " ".join(capsys.readouterr().out.splitlines()[:3])
+    assert "does not fit" in first
+    assert re.search(r"an iteration takes \S+ m?s: \S+ times as fast as with stock\s+DeepSpeed's offload", first)
+
+
+def test_the_sentence_on_past_errors_has_the_figures_of_the_validation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        f"Predicted iterations of {LARGER_MODELS.runs} published runs were off by {LARGER_MODELS.median:.0%} in the "
+        f"median and by at most {LARGER_MODELS.p90:.0%} in nine of ten"
+    ) in sentences(capsys, job("h100", "Llama-3-8B", unit_size=10**9))

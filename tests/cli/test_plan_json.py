@@ -1,0 +1,113 @@
+"""Test that a program can rebuild a plan and its prediction from the output of ``plan --json`` alone."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deep_opt_states import __version__
+from perf_model.cli.plan_json import FORMAT
+from perf_model.prediction.cost import CostModel
+from perf_model.prediction.hardware import HardwareProfile
+from perf_model.prediction.overlap_windows import Windows
+from perf_model.prediction.simulate import Simulator
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.rules import NO_RULES, PlacementRules
+from perf_model.schedule.workload import Unit, Workload
+from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, forecast
+from perf_model.training_run.job import PARAM_BYTES, Job
+from perf_model.training_run.micro_batch import Overheads
+from perf_model.training_run.model import ModelShape, ParameterShape
+from tests.cli.test_planning_commands import LLAMA, job, planned
+
+RULES = [{"match": "*.mlp.*", "states": "cpu"}, {"match": "*", "states": "planned"}]
+
+
+@pytest.fixture(params=["preset", "config, rules and options"])
+def printed(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    if request.param == "preset":
+        return planned(capsys, job("gh200", "13B", world_size=1, ranks_per_node=1))
+    config, rules = tmp_path / "config.json", tmp_path / "rules.json"
+    config.write_text(json.dumps({**LLAMA, "num_hidden_layers": 8}))
+    rules.write_text(json.dumps(RULES))
+    options: dict[str, Any] = {
+        "gpu_memory_gb": 20,
+        "rules": rules,
+        "accumulation": 4,
+        "overlap": "backward",
+        "unit_size": 50_000_000,
+    }
+    found = planned(capsys, job(model=config, world_size=2, trainable_share=0.5, pinned_memory_gb=60, **options))
+    # The output alone is enough.
+    config.unlink()
+    rules.unlink()
+    return found
+
+
+def shape_of(model: dict[str, Any]) -> ModelShape:
+    shape = dict(model["shape"])
+    tensors = tuple(ParameterShape(*tensor) for tensor in shape.pop("tensors"))
+    return ModelShape(tensors=tensors, tied=tuple(map(tuple, shape.pop("tied"))), **shape)
+
+
+def rebuild(inputs: dict[str, Any]) -> Forecast:
+    rules = PlacementRules.from_json(inputs["rules"]) if inputs["rules"] else NO_RULES
+    return forecast(
+        Job(shape=shape_of(inputs["model"]), rules=rules, **inputs["job"]),
+        HardwareProfile.from_json(json.dumps(inputs["machine"])),
+        MemoryLimits(**inputs["limits"]),
+        Overlap(**inputs["overlap"]),
+        inputs["unit_sizes"],
+        Overheads(**inputs["overheads"]),
+    )
+
+
+def test_the_inputs_lead_to_the_same_plan_and_seconds(printed: dict[str, Any]) -> None:
+    found = rebuild(printed["inputs"])
+    assert found.chosen.to_json_dict() == printed["plan"]
+    for name, outcome in {"predicted": found.predicted, **found.baselines}.items():
+        written = printed["predicted"] if name == "predicted" else printed["baselines"][name]
+        assert getattr(outcome, "iteration_s", None) == written["iteration_s"], name
+    assert printed["inputs"]["model"]["numel"] == found.job.shape.numel
+
+
+def test_the_units_placements_order_and_slots_give_the_same_plan_and_exposed_seconds(printed: dict[str, Any]) -> None:
+    units = printed["units"]
+    workload = Workload(
+        tuple(Unit(*(unit[key] for key in ("index", "numel", "sub_group", "begin", "label"))) for unit in units)
+    )
+    plan = UpdatePlan(
+        workload=workload,
+        placements=tuple(Placement(unit["placement"]) for unit in units),
+        num_slots=printed["num_slots"],
+        order=tuple(printed["order"]["update"]),
+    )
+    assert plan.fingerprint == printed["plan"]["fingerprint"]
+    inputs = printed["inputs"]
+    machine = HardwareProfile.from_json(json.dumps(inputs["machine"]))
+    cost = CostModel.from_profile(machine, PARAM_BYTES, params_on_host=inputs["job"]["offload_param"])
+    windows = Windows(**printed["windows"], first_use=tuple(printed["order"]["first_use"]))
+    timeline = Simulator(cost, windows).run(plan.schedule, workload)
+    assert windows.exposed_s(timeline, workload) == printed["predicted"]["exposed_update_s"]
+    assert printed["unit_size"] >= max(unit["numel"] for unit in units)
+
+
+def test_the_versions_are_those_of_the_program(printed: dict[str, Any]) -> None:
+    assert printed["versions"] == {
+        "format": FORMAT,
+        "deep_opt_states": __version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+
+
+def test_the_options_that_the_block_repeats_are_named(printed: dict[str, Any]) -> None:
+    block = printed["deepspeed_config"]["deep_optimizer_states"]
+    given = printed["inputs"]["given"]
+    assert set(given) == block.keys() & {"unit_size", "gpu_memory_gb"}
