@@ -83,6 +83,7 @@ class MemoryFiller:
         self._numels = np.array([unit.numel for unit in workload.units])
         self._memory = memory
         self._setup = setup
+        self._known_bytes: dict[tuple[int, int], int] = {}
 
     def fill(self, codes: Integers, num_slots: int, free: Sequence[int]) -> Integers:
         """Return the placements after exchanges, two at a time, while more parameters become resident.
@@ -137,9 +138,11 @@ class MemoryFiller:
 
     def _more_bytes(self, numel: int, code: int) -> int:
         """Return the bytes that a unit of ``numel`` takes more if it is resident than with the placement ``code``."""
-        kept = self._setup.accumulates or code == CODES[Placement.STREAMED]
-        gradient_bytes = 0 if kept else block_bytes_of(numel * self._setup.widths.grad)
-        return resident_bytes_of(numel) + gradient_bytes if numel != NO_UNIT else 0
+        if (numel, code) not in self._known_bytes:
+            kept = self._setup.accumulates or code == CODES[Placement.STREAMED]
+            gradient_bytes = 0 if kept else block_bytes_of(numel * self._setup.widths.grad)
+            self._known_bytes[numel, code] = resident_bytes_of(numel) + gradient_bytes if numel != NO_UNIT else 0
+        return self._known_bytes[numel, code]
 
 
 def _most_frequent(numels: Sequence[int]) -> list[int]:

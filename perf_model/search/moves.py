@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from random import Random
 
 import numpy as np
@@ -68,3 +69,18 @@ def draw_moves(codes: Integers, free: Sequence[int], placements: tuple[int, ...]
             block = tuple(free[place : place + round(2 * (count / 2) ** random.random())])
             shifted = np.roll(codes[list(block)], random.choice((-2, -1, 1, 2)))
             yield Move(indices=block, codes=tuple(shifted.tolist()))
+
+
+def apply_together(codes: Integers, moves: Sequence[Move]) -> list[Integers]:
+    """Return the placements after the first two moves, the first three, and so on.
+
+    Moves that would interfere with an earlier one, or change the slots, are left out.
+    """
+    taken: set[int] = set()
+    apart = []
+    for move in moves:
+        if move.more_slots == 0 and taken.isdisjoint(move.indices):
+            taken.update(move.indices)
+            apart.append(move)
+    placements = accumulate(apart, lambda before, move: move.apply(before), initial=codes)
+    return list(islice(placements, 2, None))

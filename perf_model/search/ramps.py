@@ -73,10 +73,8 @@ class Ramp:
 
 def ramps(numels: Sequence[int], bound: PlacementShares, *, streams: bool) -> Iterator[Ramp]:
     """Yield the ramps to try; ``bound`` are the shares of the lower bound. Without ``streams``, nothing is streamed."""
-    lengths = sorted(set(numels))
-    most = MAX_LONG_SHARE * sum(numels)
-    shorter = [length for length in lengths[:-1] if sum(numel for numel in numels if numel > length) <= most]
-    long_ones = [(lengths[-1], False), *product(shorter[-1:], (False, True))]
+    longest, *shorter = slot_lengths(numels)
+    long_ones = [(longest, False), *product(shorter, (False, True))]
     balanced = 1.0 - bound.streamed / max(1e-9, 1.0 - bound.resident)
     shares = sorted({*CPU_SHARES, *(min(1.0, max(0.0, factor * balanced)) for factor in NEAR_THE_BOUND)})
     streaming = list(product(range(1, MAX_SLOTS + 1), long_ones, shares)) if streams else []
@@ -93,6 +91,21 @@ def ramps(numels: Sequence[int], bound: PlacementShares, *, streams: bool) -> It
             cpu_share=cpu_share,
             cpu_power=cpu_power,
         )
+
+
+def slot_lengths(numels: Sequence[int]) -> tuple[int, ...]:
+    """Return the lengths of slots to try: that of the longest units, and the next one if few units are that long."""
+    longest = max(numels)
+    others = [numel for numel in numels if numel < longest]
+    few = sum(numels) - sum(others) <= MAX_LONG_SHARE * sum(numels)
+    return (longest, max(others)) if others and few else (longest,)
+
+
+def adapt(chosen: Sequence[Ramp], larger: Workload, smaller: Workload) -> list[Ramp]:
+    """Return the ramps ``chosen`` of larger units for smaller units of the same parameters."""
+    of_longest = max(unit.numel for unit in larger.units)
+    lengths = slot_lengths([unit.numel for unit in smaller.units])
+    return [replace(ramp, slot_numel=lengths[0 if ramp.slot_numel == of_longest else -1]) for ramp in chosen]
 
 
 def nearby(ramp: Ramp) -> Iterator[Ramp]:

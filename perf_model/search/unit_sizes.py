@@ -162,7 +162,7 @@ class _Cuts:
             return
         if self._windows.forward_s > 0.0 and not self._cost.blocks:
             search = WindowSearch(workload, self._cost, self._budgets, self._windows, self._setup)
-            search.explore(PROMISING * self._least_s())
+            search.explore(PROMISING * self._least_s(), self._best_search())
             self._every_search.append(search)
             if search.best is not None:
                 self._searches[size] = search
@@ -180,17 +180,17 @@ class _Cuts:
         return min(exposed_s, key=lambda size: exposed_s[size])
 
     def choose(self) -> tuple[int, UpdatePlan]:
-        """Refine the most promising sizes, and return the best size and its plan."""
+        """Narrow the most promising sizes, refine the best of them, and return its size and its plan."""
         promising = sorted(self._searches, key=lambda size: self._exposed_s()[size])
         for size in promising[:REFINED_CUTS]:
             if self._exposed_s()[size] <= PROMISING * self._least_s():
                 self._narrow(size)
-        best = self.best_size()
-        if best in self._searches:
-            self._searches[best].refine()
         enough_s = (1 + NEGLIGIBLE_DIFFERENCE) * self._least_s()
-        for size in sorted(self._exposed_s(), reverse=True):
-            if self._exposed_s()[size] <= enough_s and (plan := self._plan(size)) is not None:
+        chosen = [size for size in sorted(self._exposed_s(), reverse=True) if self._exposed_s()[size] <= enough_s]
+        for size in chosen:
+            if size in self._searches:
+                self._searches[size].refine()
+            if (plan := self._plan(size)) is not None:
                 return size, plan
         raise AssertionError("the best size has a plan")
 
@@ -209,6 +209,11 @@ class _Cuts:
     def _exposed_s(self) -> dict[int, float]:
         searched = {size: search.best.seconds[0] for size, search in self._searches.items() if search.best is not None}
         return searched | {size: planned.exposed_s for size, planned in self._planned.items()}
+
+    def _best_search(self) -> WindowSearch | None:
+        """Return the search that exposes the least time so far; None if there is none."""
+        exposed_s = self._exposed_s()
+        return self._searches[min(self._searches, key=lambda size: exposed_s[size])] if self._searches else None
 
     def _least_s(self) -> float:
         return min(self._exposed_s().values(), default=float("inf"))

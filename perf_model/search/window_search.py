@@ -2,22 +2,24 @@
 
 The search simulates many plans at once (``simulate_many.py``), in three parts:
 
-1. ``explore`` simulates the simple rules of ``starting_points.py`` and the gradual ones of ``ramps.py``.
-2. ``narrow`` simulates ramps with CPU shares close to those of the best ramps. Where forward hides almost all the work,
-   one unit in a hundred on another lane can double the exposed time, and the shares of ``explore`` are farther apart.
-3. ``refine`` varies the best ramps at random, fills the memory that the best plans leave (``fill.py``), and changes
+1. ``explore`` simulates the simple rules of ``starting_points.py`` and the gradual ones of ``ramps.py``. If larger
+   units of the same parameters were explored, only the best ramps of those are simulated.
+2. ``narrow`` simulates ramps with CPU shares close to those of the best ramps, and the best ramps varied at random.
+   Where forward hides almost all the work, one unit in a hundred on another lane can double the exposed time, and the
+   shares of ``explore`` are farther apart.
+3. ``refine`` varies the best ramps once more, fills the memory that the best plans leave (``fill.py``), and changes
    the best plans by moves, swaps and shifts (``moves.py``). It begins with several plans, the best ones for different
-   numbers of slots, and keeps fewer in each round. Moves that help one plan are also tried together.
+   numbers of slots, and keeps fewer in each round. The next round also tries the moves together that helped one plan.
+
+A batch of few plans takes almost as long as one of many, so each part simulates few batches.
 
 The random changes are drawn with a fixed seed, so the result depends on nothing but the arguments.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, compress, islice
+from itertools import compress, islice
 from random import Random
 
 import numpy as np
@@ -32,13 +34,14 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
 from perf_model.search.bounds import exposed_bound, first_needed_bound
 from perf_model.search.budgets import Budgets
+from perf_model.search.candidates import Candidate, best_by_slots, best_first
 from perf_model.search.capacity import ResidentCapacity
 from perf_model.search.fill import MemoryFiller
 from perf_model.search.memory_check import MemoryCheck
-from perf_model.search.moves import Move, draw_moves
+from perf_model.search.moves import Move, apply_together, draw_moves
 from perf_model.search.placed_ramps import PlacedRamps, Plan, PlanKey, key_of
 from perf_model.search.pruning import TimeLowerBounds
-from perf_model.search.ramps import Ramp, nearby, ramps, vary
+from perf_model.search.ramps import Ramp, adapt, nearby, ramps, vary
 from perf_model.search.starting_points import MAX_SLOTS, StartingPoints
 
 MAX_ROUNDS = 12
@@ -47,7 +50,7 @@ MAX_ROUNDS = 12
 FIRST_LEADERS = 6
 """The number of plans that the first round changes; each round changes one less, and the last ones change the best."""
 
-FILLED_LEADERS = 3
+FILLED_LEADERS = 2
 """The number of plans whose memory is filled."""
 
 LITTLE = 0.002
@@ -62,19 +65,25 @@ MAX_EXPLORED = 160
 MAX_REFINED_UNITS = 1_000
 """The most units in the rounds after the first one, so that many units do not take much longer."""
 
-MAX_UNITS_PER_ROUND = 80_000
+MAX_UNITS_PER_ROUND = 60_000
 """The most units in all plans of one round."""
+
+MAX_UNITS_EXPLORED = 100
+"""The most units with which every rule is explored, even if the best ramps of larger units are known."""
+
+EXPLORED_AGAIN = 24
+"""The most ramps of larger units that are explored, for each number of slots, and the fewest that suffice."""
 
 NARROWED_RAMPS = 3
 """The most ramps that ``narrow`` begins with."""
 
 SCALES = (0.1, 0.03)
-"""The scales by which ``refine`` varies the best ramps, one after the other."""
+"""The scales by which ``narrow`` and ``refine`` vary the best ramps."""
 
 VARIED_RAMPS = 6
 """The most ramps that are varied at a time."""
 
-PLANS_PER_SCALE = 72
+PLANS_PER_SCALE = 60
 """The number of varied ramps."""
 
 ALMOST = 1.02
@@ -87,20 +96,6 @@ MOVES_TOGETHER = 16
 """The most moves that are tried together."""
 
 PLACEMENTS = tuple(Placement)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Candidate:
-    """A plan as an array of codes, with its exposed seconds and the seconds of its update."""
-
-    codes: Integers
-    num_slots: int
-    seconds: tuple[float, float]
-
-    @property
-    def key(self) -> PlanKey:
-        """Return a key that is equal for equal plans."""
-        return key_of((self.codes, self.num_slots))
 
 
 class WindowSearch:
@@ -134,57 +129,85 @@ class WindowSearch:
         """Return the number of plans that were simulated."""
         return self._simulator.simulated
 
-    def explore(self, enough_s: float = np.inf) -> None:
-        """Simulate simple and gradual rules, except those that are known to expose at least ``enough_s``."""
-        starting_points = StartingPoints(self.workload, self._cost, self._budgets, self._setup)
-        simple = encode(list(dict.fromkeys(starting_points.placements())))
-        chosen: list[Ramp] = []
-        if Placement.RESIDENT in self._cost.placements:
-            numels = [unit.numel for unit in self.workload.units]
-            chosen = list(ramps(numels, self._bound.shares, streams=Placement.STREAMED in self._cost.placements))
-        plans = zip(simple, self._most_slots(simple), strict=True)
-        self._try([*plans, *self._ramps.place(chosen)], enough_s, MAX_EXPLORED)
+    def explore(self, enough_s: float = np.inf, larger: WindowSearch | None = None) -> None:
+        """Simulate simple and gradual rules, except those that are known to expose at least ``enough_s``.
+
+        ``larger`` is the search of larger units, if there is one: its best ramps are probably good for these units.
+        """
+        adapted = self._adapted(larger) if larger is not None else []
+        self._try(adapted or self._every_rule(), enough_s, MAX_EXPLORED)
 
     def narrow(self) -> None:
-        """Find the best ramp for each number of slots. Simulate ramps with CPU shares close to those of the best."""
+        """Simulate ramps with CPU shares close to those of the best for each number of slots, and varied ones."""
         if self.best is None or self._good_enough:
             return
-        leaders = _best_by_slots(self._best_ramps(), 1)[:NARROWED_RAMPS]
+        leaders = best_by_slots(self._best_ramps(), 1)[:NARROWED_RAMPS]
         if leaders:
             chosen = [near for ramp in self._ramps_of(leaders) for near in nearby(ramp)]
-            self._try(self._ramps.place(chosen, tightly=True), leaders[-1].seconds[0])
+            enough_s = max(leaders[-1].seconds[0], self.best.seconds[0] * ALMOST)
+            self._try(self._ramps.place([*chosen, *self._varied(SCALES[0])], tightly=True), enough_s)
 
     def refine(self) -> None:
         """Vary the best ramps, fill the memory of the best plans, and try moves until a round gains next to nothing."""
-        for scale in SCALES:
-            if self.best is None or self._good_enough:
-                return
-            best = self._ramps_of(self._best_ramps()[:VARIED_RAMPS])
-            varied = [vary(ramp, scale, self._random) for ramp in best for _ in range(PLANS_PER_SCALE // len(best))]
-            plans = self._ramps.place(varied, tightly=True)
-            if scale == SCALES[-1] and self._fills:
-                # Together with the last ramps: few plans take almost as long to simulate as many.
-                plans += [plan for leader in self._leaders()[:FILLED_LEADERS] for plan in self._filled(leader)]
-            self._try(plans, self.best.seconds[0] * ALMOST)
+        if self.best is None or self._good_enough:
+            return
+        plans = self._ramps.place(self._varied(SCALES[1]), tightly=True)
+        if self._fills:
+            # Together with the last ramps: few plans take almost as long to simulate as many.
+            plans += [plan for leader in self._leaders()[:FILLED_LEADERS] for plan in self._filled(leader)]
+        self._try(plans, self.best.seconds[0] * ALMOST)
         possible = 1 + MAX_REFINED_UNITS // len(self.workload.units)
+        together: list[Plan] = []
         for number in range(min(possible, MAX_ROUNDS)):
-            if self.best is None or self._good_enough:
+            if self._good_enough:
                 return
             before_s = self.best.seconds[0]
-            self._refine_once(self._leaders()[: max(1, FIRST_LEADERS - number)])
+            together = self._refine_once(self._leaders()[: max(1, FIRST_LEADERS - number)], together)
             if self.best.seconds[0] >= (1 - LITTLE) * before_s:
                 return
+
+    def _varied(self, scale: float) -> list[Ramp]:
+        """Return the best ramps, varied at random by ``scale``."""
+        best = self._ramps_of(self._best_ramps()[:VARIED_RAMPS])
+        return [vary(ramp, scale, self._random) for ramp in best for _ in range(PLANS_PER_SCALE // len(best))]
 
     def result(self) -> UpdatePlan | None:
         """Return the best plan, with as few slots as do not take longer; None if no plan that was tried fits."""
         if self.best is not None:
-            fewer = [(self.best.codes, num_slots) for num_slots in range(1, self.best.num_slots)]
+            placements = self._plan(self.best.codes, self.best.num_slots).placements
+            fewer = [
+                (self.best.codes, num_slots)
+                for num_slots in range(1, self.best.num_slots)
+                if self._bounds.exposed_s_with_slots(placements, num_slots) <= self.best.seconds[0]
+            ]
             self._try(fewer, np.nextafter(self.best.seconds[0], np.inf))
         for candidate in sorted(self._found.values(), key=lambda found: (found.seconds, found.num_slots)):
             plan = self._plan(candidate.codes, candidate.num_slots)
             if not self._budgets.missing(memory_of(plan, self._setup)):
                 return plan
         return None
+
+    def _adapted(self, larger: WindowSearch) -> list[Plan]:
+        """Return the plans of the best ramps of the search of larger units.
+
+        There are none for few units, with which many rules take little time, and if other rules may be better.
+        """
+        best = best_by_slots(larger._best_ramps(), EXPLORED_AGAIN)
+        few_units = len(self.workload.units) <= MAX_UNITS_EXPLORED
+        if few_units or len(best) < EXPLORED_AGAIN or best[0] is not larger.best:
+            return []
+        return self._ramps.place(adapt(larger._ramps_of(best), larger.workload, self.workload))
+
+    def _every_rule(self) -> list[Plan]:
+        """Return the plans of simple and gradual rules."""
+        starting_points = StartingPoints(self.workload, self._cost, self._budgets, self._setup)
+        simple = encode(list(dict.fromkeys(starting_points.placements())))
+        plans: list[Plan] = list(zip(simple, self._most_slots(simple), strict=True))
+        if Placement.RESIDENT in self._cost.placements:
+            numels = [unit.numel for unit in self.workload.units]
+            streams = Placement.STREAMED in self._cost.placements
+            plans += self._ramps.place(list(ramps(numels, self._bound.shares, streams=streams)))
+        return plans
 
     @property
     def _fills(self) -> bool:
@@ -198,24 +221,24 @@ class WindowSearch:
     def _best_ramps(self) -> list[Candidate]:
         """Return the plans that are ramps, the best first."""
         found = (candidate for key, candidate in self._found.items() if key in self._ramps.ramp_of)
-        return sorted(found, key=_seconds_of)
+        return best_first(found)
 
     def _ramps_of(self, candidates: Iterable[Candidate]) -> list[Ramp]:
         return [self._ramps.ramp_of[candidate.key] for candidate in candidates]
 
-    def _refine_once(self, leaders: Sequence[Candidate]) -> None:
-        """Try moves from each of ``leaders``, and then the moves that helped together."""
+    def _refine_once(self, leaders: Sequence[Candidate], others: Sequence[Plan]) -> list[Plan]:
+        """Try ``others`` and moves from each of ``leaders``, and return plans with several of the moves that helped."""
         plans = min(PLANS_PER_ROUND, MAX_UNITS_PER_ROUND // len(self.workload.units))
         moved = [self._moved(leader, max(1, plans // len(leaders))) for leader in leaders]
-        enough_s = leaders[-1].seconds[0]
-        self._try([plan for of_leader in moved for _, plan in of_leader], enough_s)
+        self._try([*others, *(plan for of_leader in moved for _, plan in of_leader)], leaders[-1].seconds[0])
         together: list[Plan] = []
         for leader, of_leader in zip(leaders, moved, strict=True):
             found = ((self._found.get(key_of(plan)), move) for move, plan in of_leader)
             helped = [(candidate.seconds, move) for candidate, move in found if candidate is not None]
             better = sorted((pair for pair in helped if pair[0] < leader.seconds), key=lambda pair: pair[0])
-            together += _together(leader, [move for _, move in better[:MOVES_TOGETHER]])
-        self._try(together, enough_s)
+            moves = [move for _, move in better[:MOVES_TOGETHER]]
+            together += [(codes, leader.num_slots) for codes in apply_together(leader.codes, moves)]
+        return together
 
     def _filled(self, leader: Candidate) -> Iterator[Plan]:
         """Yield ``leader`` with its memory filled, as it is and with the last unit on the CPU.
@@ -247,7 +270,7 @@ class WindowSearch:
 
     def _leaders(self) -> list[Candidate]:
         """Return the best plans, at most two for each number of slots."""
-        return _best_by_slots(self._found.values(), 2)
+        return best_by_slots(self._found.values(), 2)
 
     def _try(self, plans: Iterable[Plan], enough_s: float, most: int = PLANS_PER_ROUND) -> None:
         """Simulate the ``most`` plans with the least lower bounds that fit and are new.
@@ -285,30 +308,3 @@ class WindowSearch:
     def _plan(self, codes: Integers, num_slots: int) -> UpdatePlan:
         placements = tuple(PLACEMENTS[code] for code in codes.tolist())
         return UpdatePlan(workload=self.workload, placements=placements, num_slots=num_slots)
-
-
-def _seconds_of(candidate: Candidate) -> tuple[float, float]:
-    return candidate.seconds
-
-
-def _best_by_slots(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
-    """Return the best candidates, at most ``most`` for each number of slots."""
-    counts: Counter[int] = Counter()
-    chosen = []
-    for candidate in sorted(candidates, key=_seconds_of):
-        counts[candidate.num_slots] += 1
-        if counts[candidate.num_slots] <= most:
-            chosen.append(candidate)
-    return chosen
-
-
-def _together(leader: Candidate, moves: Sequence[Move]) -> list[Plan]:
-    """Return the plans after the first two moves, the first three, and so on, skipping moves that would interfere."""
-    taken: set[int] = set()
-    apart = []
-    for move in moves:
-        if move.more_slots == 0 and taken.isdisjoint(move.indices):
-            taken.update(move.indices)
-            apart.append(move)
-    plans = accumulate(apart, lambda codes, move: move.apply(codes), initial=leader.codes)
-    return [(codes, leader.num_slots) for codes in islice(plans, 2, None)]
