@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from perf_model.published.runs import read_runs
-from perf_model.published.update_rates import link_bytes_per_s
+from perf_model.published.update_rates import ASSUMED_MACHINE, link_bytes_per_s, preset_of
 from perf_model.published.validate import LINE_STRIDES, ErrorSummary, Prediction, RunGroup, Validation, validate
 from perf_model.units import GB, billions, gigabytes_per_second, seconds
 
@@ -63,8 +63,7 @@ def _print(found: Validation) -> None:
 
     headers = ("model", "", "offloaded", "sub-group", "stride", "measured s", "predicted s", "error")
     for group in found.groups:
-        first = found.predictions[group.positions[0]]
-        console.print(_heading(group, first.run.machine), highlight=False, markup=False, soft_wrap=True)
+        console.print(_heading(group), highlight=False, markup=False, soft_wrap=True)
         rows = (_cells(found.predictions[position]) for position in group.positions)
         show((*headers, "line", "per param.", "forward", "backward", "iteration"), rows, 2)
     if found.not_fitted:
@@ -73,16 +72,28 @@ def _print(found: Validation) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _heading(group: RunGroup, machine: str) -> str:
+def _heading(group: RunGroup) -> str:
     fits = [fit for fit in (group.updates, group.phases) if fit is not None]
     known = [f"{RATES[name]} {_rate(fit.values[name], name)}" for fit in fits for name in fit.determined]
     assumed = [RATES[name] for fit in fits for name in fit.values if name not in fit.determined]
     return (
         f"{group.name}, tp {group.tp}, dp {group.dp}\n"
-        f"fitted on {group.settings} different settings, which determine: {', '.join(known) or 'nothing'}\n"
+        f"{_assumed_preset(group.machine)}"
+        f"fitted on {_settings(group.settings)}: {', '.join(known) or 'nothing'}\n"
         f"not determined, near typical values: {', '.join(assumed) or 'nothing'}; "
-        f"held: link {link_bytes_per_s(machine) / GB:.0f} GB/s"
+        f"held: link {link_bytes_per_s(group.machine) / GB:.0f} GB/s"
     )
+
+
+def _assumed_preset(machine: str) -> str:
+    """Return a line that names the assumed preset, or nothing if a preset has the GPU of ``machine``."""
+    if preset_of(machine) is not None:
+        return ""
+    return f"no preset for {machine}; {ASSUMED_MACHINE.name} is assumed\n"
+
+
+def _settings(count: int) -> str:
+    return "1 setting, which determines" if count == 1 else f"{count} different settings, which determine"
 
 
 def _rate(value: float, name: str) -> str:

@@ -234,6 +234,19 @@ MACHINES: dict[str, MachinePreset] = {
             gpu="A100-40GB",
             gpu_memory_bytes_per_s=1.555e12,
         ),
+        replace(
+            _A100,
+            name="a100-40gb-nodes",
+            gpu="A100-40GB",
+            gpu_memory_bytes_per_s=1.555e12,
+            matmul_flops=200e12,
+            pageable_bytes_per_s=4e9,
+            host_bytes_per_s=117e9,
+            network_bytes_per_s=1.7e9,
+            source=f"{_SPECIFIED}; 4 GPUs per node; host memory, pageable copies, matrix products and network fitted "
+            "to the published runs on A100-40GB-nodes with 1 to 16 ranks; NVLink 3 as in a DGX A100; cores, the size "
+            "of host memory and the rate of both directions together are assumed",
+        ),
         _H100,
         replace(
             _H100,

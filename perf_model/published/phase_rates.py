@@ -10,12 +10,13 @@ import numpy as np
 from perf_model.prediction.network import Network
 from perf_model.presets.machines import HALF_ELEMENTS
 from perf_model.published.least_squares import FittedRates, Prior, Vector, fit_rates
-from perf_model.published.placements import updated_parameters
-from perf_model.published.runs import GPUS_PER_NODE, MeasuredIteration, MeasuredRun
+from perf_model.published.placements import VOCAB, updated_parameters
+from perf_model.published.runs import MeasuredRun, TrainedBatch
 from perf_model.published.update_rates import link_bytes_per_s, machine_of
 from perf_model.schedule.workload import FP32_BYTES
 from perf_model.training_run.job import PARAM_BYTES
 from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS, MatrixRate, MicroBatch, Overheads, PhaseRates
+from perf_model.training_run.model import iteration_flops
 
 SEQUENCE = 2048
 """Tokens per sequence of all published runs."""
@@ -48,20 +49,20 @@ def priors_of_phases(machine: str) -> dict[str, Prior]:
     }
 
 
-def phases_of(run: MeasuredRun, measured: MeasuredIteration, rates: Mapping[str, float]) -> PhaseSeconds:
-    """Return the predicted phases of ``run``.
+def phases_of(run: MeasuredRun, batch: TrainedBatch, rates: Mapping[str, float]) -> PhaseSeconds:
+    """Return the predicted phases of ``run`` with ``batch``.
 
     The last backward copies the fp32 gradients of the offloaded sub-groups to host memory, after it has reduced them.
     """
-    work, interleaved = _micro_batch(run, measured), run.setting.update_stride is not None
+    work, interleaved = _micro_batch(run, batch), run.setting.update_stride is not None
     numel = updated_parameters(run.setting)
     copied_bytes = FP32_BYTES * (numel.on_cpu + numel.streamed)
-    copies = rates["blocking_gradient_bytes_per_s" if measured.blocking else "gradient_bytes_per_s"]
+    copies = rates["blocking_gradient_bytes_per_s" if batch.blocking else "gradient_bytes_per_s"]
     peers = machine_of(run.machine).peer_bytes_per_s
     phase_rates = PhaseRates(
         matrix=MatrixRate(limit_flops_per_s=rates["matmul_flops_per_s"], half_elements=HALF_ELEMENTS),
         network=Network(
-            ranks_per_node=max(1, GPUS_PER_NODE // run.tp),
+            ranks_per_node=run.gpus_per_node,
             all_gather_bytes_per_s=peers,
             reduce_scatter_bytes_per_s=peers,
             inter_node_bytes_per_s=rates["inter_node_bytes_per_s"],
@@ -69,48 +70,49 @@ def phases_of(run: MeasuredRun, measured: MeasuredIteration, rates: Mapping[str,
         overheads=Overheads(layer_s=rates["layer_s"]),
     )
     return PhaseSeconds(
-        forward_s=measured.accumulation * work.forward_s(phase_rates),
-        backward_s=measured.accumulation * work.backward_s(phase_rates) + copied_bytes / copies,
+        forward_s=batch.accumulation * work.forward_s(phase_rates),
+        backward_s=batch.accumulation * work.backward_s(phase_rates) + copied_bytes / copies,
         rest_s=rates["interleaved_rest_s" if interleaved else "rest_s"],
     )
 
 
 def fit_phases(runs: Sequence[MeasuredRun]) -> FittedRates | None:
-    """Return the rates that fit the phases of ``runs`` best, or None if the runs have no phases."""
-    known = [(run, run.iteration) for run in runs if run.iteration is not None]
+    """Return the rates that fit the phases of ``runs`` best, or None if no run has all of its phases."""
+    known, log_measured = [], []
+    for run in runs:
+        if run.batch is None or run.forward_s is None or run.backward_s is None or run.iteration_s is None:
+            continue
+        known.append((run, run.batch))
+        rest_s = max(0.02, run.iteration_s - run.forward_s - run.backward_s - run.measured_s)
+        log_measured.append(np.log([run.forward_s, run.backward_s, rest_s]))
     if not known:
         return None
-    rests = [
-        max(0.02, measured.iteration_s - measured.forward_s - measured.backward_s - run.measured_s)
-        for run, measured in known
-    ]
-    log_measured = np.log(
-        [[measured.forward_s, measured.backward_s, rest_s] for (_, measured), rest_s in zip(known, rests, strict=True)]
-    )
     noise = np.array([PHASE_NOISE, PHASE_NOISE, REST_NOISE])
 
     def residuals(rates: Mapping[str, float]) -> Vector:
-        found = [phases_of(run, measured, rates) for run, measured in known]
+        found = [phases_of(run, batch, rates) for run, batch in known]
         predicted = np.log([[phases.forward_s, phases.backward_s, phases.rest_s] for phases in found])
-        flat: Vector = ((predicted - log_measured) / noise).ravel()
+        flat: Vector = ((predicted - np.stack(log_measured)) / noise).ravel()
         return flat
 
     return fit_rates(residuals, priors_of_phases(known[0][0].machine))
 
 
-def _micro_batch(run: MeasuredRun, measured: MeasuredIteration) -> MicroBatch:
+def _micro_batch(run: MeasuredRun, batch: TrainedBatch) -> MicroBatch:
     """Return the work of one rank; every rank of a tensor-parallel group has an equal part of each product."""
-    tokens = measured.micro_batch * SEQUENCE
-    scores = 4 * SEQUENCE * run.setting.hidden * measured.layers
-    flops = tokens * (2 * run.setting.real_params + scores) / run.tp
-    model_bytes = PARAM_BYTES * run.setting.real_params / run.tp
+    tokens, hidden = batch.micro_batch * SEQUENCE, run.setting.hidden
+    forward_flops = tokens * (2 * run.setting.real_params + 4 * SEQUENCE * hidden * batch.layers)
+    logits_flops = min(forward_flops, 2 * tokens * hidden * VOCAB)
+    # Activations are recomputed.
+    backward_flops = iteration_flops(forward_flops, logits_flops, recompute=True) - forward_flops
+    shard_bytes = PARAM_BYTES * run.setting.real_params / run.tp
     return MicroBatch(
-        layers=measured.layers,
-        elements=tokens * run.setting.hidden / run.tp,
-        forward_flops=flops,
-        # Activations are recomputed.
-        backward_flops=3 * flops,
+        layers=batch.layers,
+        elements=tokens * hidden,
+        forward_flops=forward_flops / run.tp,
+        backward_flops=backward_flops / run.tp,
         ranks=run.dp,
-        gathered_bytes=model_bytes,
-        reduced_bytes=model_bytes,
+        tensor_parallel=run.tp,
+        gathered_bytes=shard_bytes,
+        reduced_bytes=shard_bytes,
     )

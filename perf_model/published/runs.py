@@ -36,8 +36,8 @@ class RunSetting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredIteration:
-    """The measured seconds of an iteration, and what they depend on besides the setting of the update.
+class TrainedBatch:
+    """The batch that forward and backward depend on, besides the setting of the update.
 
     ``blocking``: the last copy of the gradients to host memory blocks backward.
     """
@@ -46,16 +46,14 @@ class MeasuredIteration:
     micro_batch: int
     accumulation: int
     blocking: bool
-    forward_s: float
-    backward_s: float
-    iteration_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRun:
     """One measured run, and the names by which runs are grouped.
 
-    ``measured_s`` are the seconds of the update. ``iteration`` is None if the file does not have all of its columns.
+    ``measured_s`` are the seconds of the update. ``forward_s``, ``backward_s`` and ``iteration_s`` are measured, too,
+    and ``batch`` is what they depend on; each is None if the file lacks a column of it.
     """
 
     machine: str
@@ -65,12 +63,21 @@ class MeasuredRun:
     dp: int
     setting: RunSetting
     measured_s: float
-    iteration: MeasuredIteration | None = None
+    forward_s: float | None = None
+    backward_s: float | None = None
+    iteration_s: float | None = None
+    batch: TrainedBatch | None = None
+
+    @property
+    def gpus_per_node(self) -> int:
+        """Return the number at the start of the machine's name, as in 8xH200, or ``GPUS_PER_NODE``."""
+        found = _GPUS.match(self.machine)
+        return GPUS_PER_NODE if found is None else int(found[1])
 
     @property
     def nodes(self) -> int:
-        """Return the number of nodes, of ``GPUS_PER_NODE`` GPUs each."""
-        return -(-self.tp * self.dp // GPUS_PER_NODE)
+        """Return the number of nodes."""
+        return -(-self.tp * self.dp // self.gpus_per_node)
 
 
 class Column(NamedTuple):
@@ -86,7 +93,9 @@ class Column(NamedTuple):
 
 
 GPUS_PER_NODE = 4
-"""The GPUs of a node of both published machines."""
+"""The GPUs of a node if the name of the machine does not start with their number."""
+
+_GPUS = re.compile(r"([1-9][0-9]{0,3})x")
 
 NAMES = ("machine", "sweep", "model_name")
 """The columns with text."""
@@ -98,25 +107,25 @@ NUMBERS: dict[str, Column] = {
     "real_params": Column(1, 1e13, whole=True, needed=True),
     "tp": Column(1, 1e6, whole=True, needed=True),
     "dp": Column(1, 1e6, whole=True, needed=True),
-    "layers": Column(1, 1e6, whole=True),
+    "layers": Column(0, 1e6, whole=True),
     "hidden": Column(1, 1e5, whole=True, needed=True),
-    "heads": Column(1, 1e6, whole=True),
-    "global_batch": Column(1, 1e9, whole=True),
-    "micro_batch": Column(1, 1e9, whole=True),
+    "heads": Column(0, 1e6, whole=True),
+    "global_batch": Column(0, 1e9, whole=True),
+    "micro_batch": Column(0, 1e9, whole=True),
     "cpu_ratio": Column(0, 1, needed=True),
     "sub_group_size": Column(1, 1e15, whole=True, needed=True),
     "interleaved": Column(0, 1, whole=True, needed=True),
     "async_grad_flush": Column(0, 1, whole=True),
     "update_stride": Column(0, 1e6, whole=True),
-    "num_iterations": Column(1, 1e9, whole=True),
+    "num_iterations": Column(0, 1e9, whole=True),
     "forward_s": Column(0, 1e6),
     "backward_s": Column(0, 1e6),
     "update_s": Column(1e-6, 1e6, needed=True),
     "iteration_s": Column(0, 1e6),
     "tflops_per_gpu": Column(0, 1e6),
 }
-"""The columns with numbers. Fields that are not needed may be blank or missing, but text in such a field shows that the
-row is broken."""
+"""The columns with numbers. Fields that are not needed may be blank, missing or 0, but text in such a field shows that
+the row is broken."""
 
 REQUIRED = (*NAMES, *(name for name, column in NUMBERS.items() if column.needed), "update_stride")
 
@@ -210,25 +219,25 @@ def _run(where: str, header: list[str], row: list[str]) -> MeasuredRun:
         dp=int(numbers["dp"]),
         setting=_setting(where, numbers),
         measured_s=numbers["update_s"],
-        iteration=_iteration(numbers),
+        # 0 seconds were not measured.
+        forward_s=numbers.get("forward_s") or None,
+        backward_s=numbers.get("backward_s") or None,
+        iteration_s=numbers.get("iteration_s") or None,
+        batch=_batch(numbers),
     )
 
 
-def _iteration(numbers: Mapping[str, float]) -> MeasuredIteration | None:
-    """Return the iteration, or None if a column of it is blank, missing or 0."""
-    names = ("layers", "global_batch", "micro_batch", "forward_s", "backward_s", "iteration_s")
-    if not all(numbers.get(name) for name in names):
+def _batch(numbers: Mapping[str, float]) -> TrainedBatch | None:
+    """Return the batch, or None if a column of it is blank, missing or 0."""
+    if not all(numbers.get(name) for name in ("layers", "global_batch", "micro_batch")):
         return None
     # A blank column is a run of a later DeepSpeed, which never blocks.
     blocking = numbers.get("async_grad_flush", 1) == 0
-    return MeasuredIteration(
+    return TrainedBatch(
         layers=int(numbers["layers"]),
         micro_batch=int(numbers["micro_batch"]),
         accumulation=max(1, round(numbers["global_batch"] / (numbers["micro_batch"] * numbers["dp"]))),
         blocking=blocking,
-        forward_s=numbers["forward_s"],
-        backward_s=numbers["backward_s"],
-        iteration_s=numbers["iteration_s"],
     )
 
 

@@ -14,12 +14,14 @@ turns, bends the line, and predicts runs that were not fitted less well.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 import numpy as np
 
 from perf_model.prediction.cost import stock_traffic_by_action
-from perf_model.presets.machines import GPU_ADAM_BYTES_PER_PARAM, REACHED_SHARE, MachinePreset, find_machine
+from perf_model.presets.machines import GPU_ADAM_BYTES_PER_PARAM, MACHINES, REACHED_SHARE, MachinePreset
 from perf_model.published.least_squares import FittedRates, Prior, Vector, fit_rates
 from perf_model.published.placements import updated_parameters
 from perf_model.published.runs import MeasuredRun, RunSetting
@@ -54,11 +56,31 @@ _SHARED_PRIORS = {
 }
 
 
+ASSUMED_MACHINE = MACHINES["a100-40gb"]
+"""The preset of a machine whose name contains no GPU of a preset."""
+
+
+def preset_of(machine: str) -> MachinePreset | None:
+    """Return the first preset with the GPU in the name ``machine``, such as 8xH200-141GB, or None.
+
+    A preset with the memory in that name is preferred.
+    """
+    name = machine.upper()
+    known = [preset for preset in MACHINES.values() if _pattern(preset).search(name)]
+    with_memory = [preset for preset in known if preset.gpu.rpartition("-")[2] in name]
+    return next(iter(with_memory or known), None)
+
+
+@cache
+def _pattern(preset: MachinePreset) -> re.Pattern[str]:
+    """Return the pattern of the GPU of ``preset`` without its memory, after the number of GPUs or as a word."""
+    gpu = re.escape(preset.gpu.rpartition("-")[0].removeprefix("RTX-"))
+    return re.compile(rf"(?:^|[^A-Z0-9]|[0-9]X)(?:RTX[- ]?)?{gpu}(?![A-Z0-9])")
+
+
 def machine_of(name: str) -> MachinePreset:
-    """Return the preset with the GPU of the published machine ``name``; an A100-40GB if it names none of the two."""
-    preset = find_machine("h100" if "H100" in name else "a100-40gb")
-    assert preset is not None
-    return preset
+    """Return the preset with the GPU of the machine ``name``, or ``ASSUMED_MACHINE``."""
+    return preset_of(name) or ASSUMED_MACHINE
 
 
 def link_bytes_per_s(machine: str) -> float:

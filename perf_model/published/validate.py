@@ -13,10 +13,10 @@ from perf_model.published.least_squares import FittedRates
 from perf_model.published.phase_rates import PhaseSeconds, fit_phases, phases_of
 from perf_model.published.placements import updated_parameters
 from perf_model.published.runs import MeasuredRun
-from perf_model.published.update_rates import fit_updates, link_bytes_per_s, update_s
+from perf_model.published.update_rates import fit_updates, link_bytes_per_s, machine_of, preset_of, update_s
 
-LINE_STRIDES = 4
-"""The least number of strides for the line: it goes through two strides, and is compared at two others."""
+LINE_STRIDES = 3
+"""The least number of strides for the line: it goes through two strides, and is compared at those in between."""
 
 STRIDES_RULE = (
     "In each sweep, the settings that are not interleaved and those of the least and the greatest stride are fitted, "
@@ -31,7 +31,7 @@ class Prediction:
 
     ``fitted``: its setting was among those that the rates were fitted on. ``line_s`` and ``per_parameter_s`` are the
     updates that the two baselines predict, None where one does not apply or the run was fitted. ``phases`` is None if
-    the file lacks the seconds of the phases.
+    the file lacks the batch of the run, or the seconds of the phases of all fitted runs.
     """
 
     run: MeasuredRun
@@ -48,7 +48,7 @@ class Prediction:
 
     @property
     def iteration_s(self) -> float | None:
-        """Return the predicted seconds of the iteration, or None if the file lacks the seconds of the phases."""
+        """Return the predicted seconds of the iteration, or None without phases."""
         if self.phases is None:
             return None
         return self.phases.forward_s + self.phases.backward_s + self.predicted_s + self.phases.rest_s
@@ -56,15 +56,21 @@ class Prediction:
     def errors(self) -> dict[str, float]:
         """Return the relative errors of forward, backward, update and iteration, as far as they were measured."""
         errors = {"update": self.error}
-        if self.phases is not None and self.run.iteration is not None and self.iteration_s is not None:
-            errors["forward"] = self.phases.forward_s / self.run.iteration.forward_s - 1
-            errors["backward"] = self.phases.backward_s / self.run.iteration.backward_s - 1
-            errors["iteration"] = self.iteration_s / self.run.iteration.iteration_s - 1
+        if self.phases is not None:
+            pairs = {
+                "forward": (self.phases.forward_s, self.run.forward_s),
+                "backward": (self.phases.backward_s, self.run.backward_s),
+                "iteration": (self.iteration_s, self.run.iteration_s),
+            }
+            errors |= {
+                name: predicted_s / measured_s - 1
+                for name, (predicted_s, measured_s) in pairs.items()
+                if predicted_s is not None and measured_s is not None
+            }
         return errors
 
     def to_json_dict(self) -> dict[str, object]:
         """Return the prediction as it is written to JSON."""
-        measured = self.run.iteration
         return {
             "machine": self.run.machine,
             "sweep": self.run.sweep,
@@ -77,11 +83,11 @@ class Prediction:
             "fitted": self.fitted,
             "line_s": self.line_s,
             "per_parameter_s": self.per_parameter_s,
-            "forward_measured_s": None if measured is None else measured.forward_s,
+            "forward_measured_s": self.run.forward_s,
             "forward_predicted_s": None if self.phases is None else self.phases.forward_s,
-            "backward_measured_s": None if measured is None else measured.backward_s,
+            "backward_measured_s": self.run.backward_s,
             "backward_predicted_s": None if self.phases is None else self.phases.backward_s,
-            "iteration_measured_s": None if measured is None else measured.iteration_s,
+            "iteration_measured_s": self.run.iteration_s,
             "iteration_predicted_s": self.iteration_s,
         }
 
@@ -95,6 +101,7 @@ class RunGroup:
     """
 
     name: str
+    machine: str
     tp: int
     dp: int
     updates: FittedRates
@@ -107,6 +114,9 @@ class RunGroup:
         fits = [fit for fit in (self.updates, self.phases) if fit is not None]
         return {
             "name": self.name,
+            "machine": self.machine,
+            "preset": machine_of(self.machine).name,
+            "preset_assumed": preset_of(self.machine) is None,
             "tp": self.tp,
             "dp": self.dp,
             "fitted_settings": self.settings,
@@ -188,6 +198,7 @@ def validate(runs: Sequence[MeasuredRun], across_models: bool) -> Validation:
         members[run.machine, "" if across_models else run.sweep, run.tp, run.dp].append(position)
     groups = []
     predictions: dict[int, Prediction] = {}
+    fitted_runs: dict[int, MeasuredRun] = {}
     for (machine, sweep, tp, dp), positions in members.items():
         group = {position: runs[position] for position in positions}
         fitted = _smaller_models(group) if across_models else _outermost_strides(group)
@@ -195,21 +206,22 @@ def validate(runs: Sequence[MeasuredRun], across_models: bool) -> Validation:
         known = {position: run for position, run in group.items() if run.setting in settings}
         updates, phases = fit_updates(list(known.values())), fit_phases(list(known.values()))
         line = {} if across_models else _line(group, known)
-        per_parameter = _per_parameter(group, known)
+        fitted_runs |= known
         link = link_bytes_per_s(machine)
         for position, run in group.items():
-            measured = run.iteration
+            batch = run.batch
             predictions[position] = Prediction(
                 run=run,
                 predicted_s=update_s(run.setting, updates.values, link),
                 fitted=position in known,
                 line_s=line.get(position),
-                per_parameter_s=per_parameter.get(position),
-                phases=None if phases is None or measured is None else phases_of(run, measured, phases.values),
+                per_parameter_s=None,
+                phases=None if phases is None or batch is None else phases_of(run, batch, phases.values),
             )
         groups.append(
             RunGroup(
                 name=sweep or machine,
+                machine=machine,
                 tp=tp,
                 dp=dp,
                 updates=updates,
@@ -218,10 +230,13 @@ def validate(runs: Sequence[MeasuredRun], across_models: bool) -> Validation:
                 positions=tuple(positions),
             )
         )
+    per_parameter = _per_parameter(runs, fitted_runs)
     return Validation(
         rule=MODELS_RULE if across_models else STRIDES_RULE,
         groups=tuple(groups),
-        predictions=tuple(predictions[position] for position in range(len(runs))),
+        predictions=tuple(
+            replace(predictions[position], per_parameter_s=per_parameter.get(position)) for position in range(len(runs))
+        ),
     )
 
 
@@ -270,20 +285,24 @@ def _line(runs: Mapping[int, MeasuredRun], known: Mapping[int, MeasuredRun]) -> 
     return {position: float(constant + slope / stride) for position, stride in strides.items() if position not in known}
 
 
-def _per_parameter(runs: Mapping[int, MeasuredRun], known: Mapping[int, MeasuredRun]) -> dict[int, float]:
+def _per_parameter(runs: Sequence[MeasuredRun], fitted: Mapping[int, MeasuredRun]) -> dict[int, float]:
     """Return the seconds of each run that is not fitted, by the seconds per offloaded parameter of fitted runs.
 
-    Only fitted runs of the same stride count.
+    Only fitted runs of the same machine, ranks and stride count, also those of other sweeps and models.
     """
-    rates: dict[int | None, list[float]] = defaultdict(list)
-    for run in known.values():
+    rates: dict[tuple[str, int, int, int | None], list[float]] = defaultdict(list)
+    for run in fitted.values():
         if (offloaded := _offloaded(run)) > 0:
-            rates[run.setting.update_stride].append(run.measured_s / offloaded)
+            rates[_alike(run)].append(run.measured_s / offloaded)
     return {
-        position: float(np.mean(rates[run.setting.update_stride])) * _offloaded(run)
-        for position, run in runs.items()
-        if position not in known and run.setting.update_stride in rates and _offloaded(run) > 0
+        position: float(np.mean(rates[_alike(run)])) * _offloaded(run)
+        for position, run in enumerate(runs)
+        if position not in fitted and _alike(run) in rates and _offloaded(run) > 0
     }
+
+
+def _alike(run: MeasuredRun) -> tuple[str, int, int, int | None]:
+    return run.machine, run.tp, run.dp, run.setting.update_stride
 
 
 def _offloaded(run: MeasuredRun) -> int:

@@ -155,4 +155,4 @@ class MicroBatch:
 
     def _among_data_parallel(self, rates: PhaseRates) -> Network:
         """Return the network of the ranks that partition the same parameters: those of other nodes are with them."""
-        return replace(rates.network, ranks_per_node=rates.network.ranks_per_node // self.tensor_parallel)
+        return replace(rates.network, ranks_per_node=max(1, rates.network.ranks_per_node // self.tensor_parallel))

@@ -138,9 +138,14 @@ class ModelShape:
 
         With activation recomputation, the forward of the layers is added once more.
         """
-        forward = self.forward_flops(batch, sequence)
-        again = forward - 2.0 * batch * sequence * self.hidden * self.vocab if recompute else 0.0
-        return 3 * forward + again
+        return iteration_flops(
+            self.forward_flops(batch, sequence), 2.0 * batch * sequence * self.hidden * self.vocab, recompute
+        )
+
+
+def iteration_flops(forward_flops: float, logits_flops: float, recompute: bool) -> float:
+    """Return the operations of forward and backward; the product of the logits is not recomputed."""
+    return 3 * forward_flops + (forward_flops - logits_flops if recompute else 0.0)
 
 
 _LAYER = re.compile(r"(.*?\.(?:layers|h))\.([0-9]+)\.([^.]+)")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.simulate import simulate
 from perf_model.presets.machines import ALIASES, MACHINES, find_machine
+from perf_model.presets.models import MODELS
+from perf_model.published.phase_rates import SEQUENCE
 from perf_model.published.placements import placements_of, workload_of
-from perf_model.published.runs import MeasuredRun, read_runs
+from perf_model.published.runs import GPUS_PER_NODE, MeasuredRun, read_runs
 from perf_model.published.update_rates import STREAMED_BYTES, link_bytes_per_s, update_s
 from perf_model.schedule.lowering import serial_schedule
-from perf_model.training_run.job import PARAM_BYTES
+from perf_model.training_run.forecast import MemoryLimits, Overlap, PredictedIteration, forecast
+from perf_model.training_run.job import PARAM_BYTES, Job
+from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS
 from tests.model.test_published_runs import PUBLISHED
 
 
@@ -38,6 +43,43 @@ def test_a_preset_agrees_with_each_run_that_it_names_within_5_percent(preset: st
     assert {run.setting.update_stride is None for run in runs} == {True, False}
     for run in runs:
         assert predicted_s(run, profile) == pytest.approx(run.measured_s, rel=0.05), run
+
+
+def stock_iteration_s(run: MeasuredRun, preset: str) -> float:
+    """Return the iteration of stock that ``plan`` predicts on ``preset`` for ``run``."""
+    assert run.batch is not None
+    job = Job(
+        shape=MODELS[run.model_name],
+        world_size=run.dp,
+        ranks_per_node=GPUS_PER_NODE,
+        micro_batch=run.batch.micro_batch,
+        sequence=SEQUENCE,
+        accumulation=run.batch.accumulation,
+        sub_group_size=run.setting.sub_group_size,
+    )
+    profile, unlimited = MACHINES[preset].profile(job.ranks_on_node), MemoryLimits(gpu=None, host=None)
+    found = forecast(job, profile, unlimited, Overlap(), (50_000_000,), PUBLISHED_OVERHEADS).baselines["stock"]
+    assert isinstance(found, PredictedIteration)
+    return found.iteration_s
+
+
+def test_plan_predicts_the_published_stock_iterations() -> None:
+    presets = {"4xH100-80GB": "h100-pcie5", "4xA100-40GB": "a100-40gb", "A100-40GB-nodes": "a100-40gb-nodes"}
+    # Today's DeepSpeed never blocks for the gradients, and a ratio below 1 is Twin-Flow.
+    runs = [
+        run
+        for run in read_runs(PUBLISHED)
+        if run.setting.update_stride is None and run.setting.cpu_ratio == 1 and run.batch and not run.batch.blocking
+    ]
+    assert {run.machine for run in runs} == set(presets)
+    assert max(run.nodes for run in runs) == 4
+    errors = []
+    for run in runs:
+        assert run.iteration_s is not None
+        errors.append(abs(stock_iteration_s(run, presets[run.machine]) / run.iteration_s - 1))
+    assert len(errors) == 21
+    assert np.median(errors) < 0.055
+    assert max(errors) < 0.11
 
 
 def test_aliases_name_presets() -> None:

@@ -16,13 +16,14 @@ from perf_model.__main__ import main
 from perf_model.published import past_errors
 from perf_model.published.phase_rates import phases_of, priors_of_phases
 from perf_model.published.placements import placements_of, updated_parameters, workload_of
-from perf_model.published.runs import MeasuredIteration, MeasuredRun, RunsError, RunSetting, parse_runs, read_runs
+from perf_model.published.runs import MeasuredRun, RunsError, RunSetting, TrainedBatch, parse_runs, read_runs
 from perf_model.published.update_rates import (
     CPU_BYTES,
     CPU_SHARE,
     STREAMED_LINK_BYTES,
     fit_updates,
     link_bytes_per_s,
+    preset_of,
     priors_of,
     update_s,
 )
@@ -212,12 +213,15 @@ def test_runs_that_the_model_made_are_predicted(rates: Mapping[str, float]) -> N
         assert errors.p90 < 0.1
 
 
-def test_a_line_needs_four_strides_of_one_model() -> None:
+def test_a_line_needs_three_strides_of_one_model() -> None:
     runs = sweep_of(RATES)
     compared = validate(runs, across_models=False).compared_with("line_s")
     assert compared is not None
     assert compared[0].runs == compared[1].runs == 3
-    assert validate(runs[:5], across_models=False).compared_with("line_s") is None
+    compared = validate(runs[:5], across_models=False).compared_with("line_s")
+    assert compared is not None
+    assert compared[0].runs == compared[1].runs == 1
+    assert validate(runs[:4], across_models=False).compared_with("line_s") is None
     mixed = [*runs[:5], measured(replace(SETTING, update_stride=6, cpu_ratio=0.5), RATES, "{}"), *runs[6:]]
     assert validate(mixed, across_models=False).compared_with("line_s") is None
 
@@ -241,6 +245,11 @@ def test_seconds_per_parameter_are_those_of_fitted_runs_with_the_same_stride() -
             small = replace(prediction.run.setting, real_params=6 * 10**9)
             ratio = workload_of(prediction.run.setting).numel / workload_of(small).numel
             assert prediction.per_parameter_s == pytest.approx(update_s(small, RATES, LINK) * ratio)
+    # In sweeps, another model may have a fitted run of the stride: here 3 is the least stride of the other model.
+    other = [run for run in sweep_of(RATES, real_params=12 * 10**9) if run.setting.update_stride != 2]
+    found = validate([*runs[:7], *other], across_models=False).predictions
+    assert {run.run.setting.update_stride for run in found[:7] if run.per_parameter_s is not None} == {3}
+    assert all(run.per_parameter_s is None for run in found[7:])
 
 
 def test_published_strides_are_predicted_better_than_by_a_line(in_sweep: Validation) -> None:
@@ -292,23 +301,81 @@ ITERATION = {"global_batch": "64", "micro_batch": "2", "backward_s": "1.5", "ite
 
 def test_phases_are_those_of_all_micro_batches_with_one_copy_of_the_gradients() -> None:
     (run,) = parse_runs(text_of({**ROW, **ITERATION}), "")
-    assert run.iteration == MeasuredIteration(
-        layers=40, micro_batch=2, accumulation=8, blocking=False, forward_s=0.21, backward_s=1.5, iteration_s=9.5
-    )
+    assert run.batch == TrainedBatch(layers=40, micro_batch=2, accumulation=8, blocking=False)
+    assert (run.forward_s, run.backward_s, run.iteration_s) == (0.21, 1.5, 9.5)
     rates = {name: prior.median for name, prior in priors_of_phases(run.machine).items()}
-    eight, one = (phases_of(run, replace(run.iteration, accumulation=count), rates) for count in (8, 1))
+    eight, one = (phases_of(run, replace(run.batch, accumulation=count), rates) for count in (8, 1))
     assert eight.forward_s == pytest.approx(8 * one.forward_s)
     numel = updated_parameters(run.setting)
     copies_s = 4 * (numel.on_cpu + numel.streamed) / rates["gradient_bytes_per_s"]
     assert eight.backward_s - copies_s == pytest.approx(8 * (one.backward_s - copies_s))
-    blocked = phases_of(run, replace(run.iteration, blocking=True), rates)
+    blocked = phases_of(run, replace(run.batch, blocking=True), rates)
     assert blocked.backward_s > eight.backward_s
 
 
-def test_a_run_without_all_columns_of_an_iteration_has_none() -> None:
-    for name in ("layers", "global_batch", "micro_batch", "forward_s", "backward_s", "iteration_s"):
-        (run,) = parse_runs(text_of({**ROW, **ITERATION, name: ""}), "")
-        assert run.iteration is None
+def test_tensor_parallel_ranks_share_products_and_sum_activations() -> None:
+    # One layer of a wide model: with few parameters and a slow network, only the sums of activations cross nodes.
+    row = {**ROW, **ITERATION, "dp": "1"}
+    one, four, eight = (parse_runs(text_of({**row, "tp": tp, "global_batch": "2"}), "")[0] for tp in ("1", "4", "8"))
+    rates = {name: prior.median for name, prior in priors_of_phases(one.machine).items()}
+    rates |= {"layer_s": 1e-9}
+    forward_s = [phases_of(run, run.batch, rates).forward_s for run in (one, four, eight) if run.batch is not None]
+    assert forward_s[0] / 4 < forward_s[1] < forward_s[0]
+    all_reduces_s = 40 * 2 * 2 * (2 * 2 * 2048 * 5120) * 7 / 8 / (4 * rates["inter_node_bytes_per_s"])
+    assert forward_s[2] > all_reduces_s, "eight ranks are on two nodes of four GPUs"
+    wide = replace(eight, machine="8xH100")
+    assert wide.nodes == 1
+    assert wide.batch is not None
+    assert phases_of(wide, wide.batch, rates).forward_s < all_reduces_s
+
+
+@pytest.mark.parametrize("field", ["", "0"])
+def test_a_measured_iteration_is_kept_without_what_its_prediction_needs(field: str) -> None:
+    for name in ("layers", "global_batch", "micro_batch"):
+        (run,) = parse_runs(text_of({**ROW, **ITERATION, name: field}), "")
+        assert run.batch is None
+        (found,) = validate([run], across_models=False).predictions
+        assert found.to_json_dict()["iteration_measured_s"] == 9.5
+        assert found.to_json_dict()["iteration_predicted_s"] is None
+    for name in ("forward_s", "backward_s"):
+        full, part = parse_runs(text_of({**ROW, **ITERATION}, {**ROW, **ITERATION, name: field}), "")
+        _, found = validate([full, part], across_models=False).predictions
+        assert found.to_json_dict()[name.replace("_s", "_measured_s")] is None
+        assert found.to_json_dict()["iteration_measured_s"] == 9.5
+        assert found.iteration_s is not None
+        assert set(found.errors()) == {"forward", "backward", "update", "iteration"} - {name.removesuffix("_s")}
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpu"),
+    [
+        ("8xH200-141GB", "H200-141GB"),
+        ("4xH100", "H100-80GB"),
+        ("A100-40GB-nodes", "A100-40GB"),
+        ("8xA100-SXM4-80GB", "A100-80GB"),
+        ("GH200-96GB", "GH200-96GB"),
+        ("2xRTX4090", "RTX-4090-24GB"),
+        ("a6000 of the lab", "RTX-A6000-48GB"),
+        ("8xGB300", None),
+    ],
+)
+def test_a_machine_is_found_by_its_gpu(machine: str, gpu: str | None) -> None:
+    found = preset_of(machine)
+    assert (None if found is None else found.gpu) == gpu
+
+
+def test_the_command_reports_an_assumed_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path / "runs.csv", {"machine": "8xGB300"}, {})
+    assert validate_command("--runs", path) == 0
+    text = capsys.readouterr().out
+    assert text.count("no preset for 8xGB300; a100-40gb is assumed") == text.count("no preset for") == 1
+    assert text.count("fitted on 1 setting, which determines: host memory") == 2
+    assert validate_command("--runs", path, "--json") == 0
+    groups = json.loads(capsys.readouterr().out)["groups"]
+    assert [(group["preset"], group["preset_assumed"]) for group in groups] == [
+        ("a100-40gb", True),
+        ("h100-pcie5", False),
+    ]
 
 
 def validate_command(*arguments: str) -> int:
@@ -347,8 +414,9 @@ def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "line_s",
         "per_parameter_s",
     }
-    for name in ("iteration_measured_s", "iteration_predicted_s", "line_s", "per_parameter_s"):
-        assert found["runs"][2][name] is None, "the file has no iterations, and no baseline applies"
+    for name in ("iteration_measured_s", "iteration_predicted_s", "per_parameter_s"):
+        assert found["runs"][2][name] is None, "the file has no iterations, and no other model"
+    assert found["runs"][2]["line_s"] == pytest.approx(1.2)
     only = found["runs"][2]
     error = abs(only["predicted_s"] / only["measured_s"] - 1)
     assert found["median_abs_rel_error"] == found["p90_abs_rel_error"] == pytest.approx(error)

@@ -74,9 +74,10 @@ def test_runs_that_differ_only_where_the_update_does_not_have_equal_settings() -
 
 
 @pytest.mark.parametrize("name", [name for name in NUMBERS if name not in REQUIRED])
-def test_a_column_that_is_not_needed_may_be_blank_or_missing(name: str) -> None:
+def test_a_column_that_is_not_needed_may_be_blank_missing_or_0(name: str) -> None:
     without = {key: value for key, value in ROW.items() if key != name}
     assert len(parse_runs(text_of({**ROW, name: ""}), "")) == 1
+    assert len(parse_runs(text_of({**ROW, name: "0", "interleaved": "0"}), "")) == 1
     assert len(parse_runs(text_of(without), "")) == 1
 
 
