@@ -14,8 +14,8 @@ from perf_model.published.placements import updated_parameters
 from perf_model.published.runs import GPUS_PER_NODE, MeasuredIteration, MeasuredRun
 from perf_model.published.update_rates import link_bytes_per_s, machine_of
 from perf_model.schedule.workload import FP32_BYTES
-from perf_model.training_run.job import PARAM_BYTES
 from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS, MatrixRate, MicroBatch, Overheads, PhaseRates
+from perf_model.training_run.training_memory import PARAM_BYTES
 
 SEQUENCE = 2048
 """Tokens per sequence of all published runs."""
