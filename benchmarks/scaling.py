@@ -34,7 +34,8 @@ from perf_model.schedule.placement import Placement
 from perf_model.search.budgets import DoesNotFit
 from perf_model.search.unit_sizes import UNIT_SIZES
 from perf_model.training_run.forecast import MemoryLimits, Overlap, PredictedIteration, forecast
-from perf_model.training_run.job import PARAM_BYTES, Job
+from perf_model.training_run.job import Job
+from perf_model.training_run.training_memory import PARAM_BYTES
 
 RANKS = (1, 2)
 SIMULATED_RANKS = (4, 8, 16, 32, 64, 128, 256, 512)

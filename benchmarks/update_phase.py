@@ -38,7 +38,7 @@ from perf_model.schedule.action import ActionKind
 from perf_model.schedule.workload import Workload
 from perf_model.search.bounds import Bound, work_bound
 from perf_model.search.capacity import ResidentCapacity
-from perf_model.training_run.job import PARAM_BYTES
+from perf_model.training_run.training_memory import PARAM_BYTES
 
 CHART = Bars("update", UPDATE_SPEEDUP, "host memory traffic")
 

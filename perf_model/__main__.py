@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from perf_model.cli.command_parser import CommandParser
-from perf_model.cli.planning_commands import add_planning_commands
+from perf_model.cli.planning_commands import add_list_option, add_planning_commands
 
 COMMANDS_THAT_NEED_TORCH = ("profile", "doctor", "report")
 """Commands that only ``deep-opt-states`` has."""
@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser(
         prog="python -m perf_model", description="Plan and predict interleaved optimizer offloading."
     )
+    add_list_option(parser)
     add_planning_commands(parser.add_subparsers(metavar="command", required=True))
     if arguments and arguments[0] in COMMANDS_THAT_NEED_TORCH:
         parser.error(

@@ -33,7 +33,8 @@ def read_text(path: Path, max_bytes: int = MAX_FILE_BYTES) -> str:
             raise ValueError("it is not a regular file")
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise ValueError(f"it has more than {max_bytes / 1e6:,.0f} MB")
+        size = f"{max_bytes / 1e6:,.0f} MB" if max_bytes >= 10**6 else f"{max_bytes / 1e3:,.0f} kB"
+        raise ValueError(f"it has more than {size}")
     # Some editors write a byte order mark, which is not part of the text.
     return content.decode("utf-8-sig")
 

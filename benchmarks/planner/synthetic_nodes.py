@@ -15,8 +15,9 @@ from perf_model.schedule.workload import Partition, Workload, form_sub_groups
 from perf_model.search.budgets import Budgets
 from perf_model.search.starting_points import MAX_SLOTS
 from perf_model.training_run.families.decoder import gpt
-from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE, PARAM_BYTES
+from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE
 from perf_model.training_run.model import ModelShape
+from perf_model.training_run.training_memory import PARAM_BYTES
 
 LINKS = {"PCIe 3": 15.75e9, "PCIe 4": 31.5e9, "PCIe 5": 63e9, "NVLink-C2C": 450e9}
 """Specified bytes per second of one GPU's link, in each direction."""

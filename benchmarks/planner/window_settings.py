@@ -17,8 +17,9 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import place_all
 from perf_model.schedule.workload import Workload
 from perf_model.search.budgets import Budgets
-from perf_model.training_run.job import PARAM_BYTES, Job
+from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import NO_OVERHEADS, PhaseRates
+from perf_model.training_run.training_memory import PARAM_BYTES
 
 KNOWN_MACHINES = ("a100-pcie4", "h100-pcie5", "h200-pcie5", "gh200")
 RANKS = (1, 2, 4, 8)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from perf_model.cli.command_parser import CommandParser
-from perf_model.cli.planning_commands import add_planning_commands
+from perf_model.cli.planning_commands import add_list_option, add_planning_commands
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = CommandParser(prog="deep-opt-states", description="Interleaved optimizer offloading for DeepSpeed.")
     commands = parser.add_subparsers(metavar="command", required=True)
+    add_list_option(parser)
     add_planning_commands(commands)
 
     about = "measure the rates of this machine, for the planner"

@@ -90,7 +90,7 @@ def compare(options: argparse.Namespace) -> LayoutComparison:
     )
     profile, origins = _with_network(inputs.profile, cluster, options)
     inputs = replace(inputs, profile=profile)
-    layouts = cluster.layouts(options.tensor_parallel or cluster.tensor_parallel_sizes(), options.micro_batches)
+    layouts = cluster.layouts(options.tensor_parallel_sizes or cluster.tensor_parallel_sizes(), options.micro_batches)
     fitting, unfit = predict_layouts(inputs.job, layouts, profile, inputs.limits, inputs.overlap, inputs.unit_sizes)
     network = Network.from_profile(profile, cluster.ranks_on_node)
     return LayoutComparison(

@@ -73,6 +73,7 @@ def read_inputs(options: argparse.Namespace, world_size: int | None, micro_batch
         accumulation=options.accumulation,
         offload_param=options.offload_param,
         trainable_share=options.trainable_share,
+        tensor_parallel=options.tensor_parallel,
         attention=options.attention,
         sub_group_size=DEFAULT_SUB_GROUP_SIZE if options.sub_group_size is None else options.sub_group_size,
     )

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import math
 import platform
+import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perf_model.json_input import read_text, shorten
+from perf_model.json_input import read_text, reason, shorten
 from perf_model.prediction.hardware import ProfileError
 from perf_model.presets.machines import ALIASES, MACHINES, REACHED_SHARE, MachinePreset, find_machine
 from perf_model.training_run.model import ModelError
 from perf_model.units import GB
 
 _FORMAT = 'For example: preset = "rtx4090", cores = 24, host_bandwidth_gb_per_s = 60, gpus = 2.'
+
+
+MAX_TOML_BYTES = 10_000
+"""The size of the largest file of ``--machine``: it has seven keys at most.
+
+The time of tomllib grows with the square of the number of parts of a dotted key: 64 kB of them take 18 s.
+"""
+
+_KEY = re.compile(r"""^[ \t]*["']?([A-Za-z0-9_-]+)["']?[ \t]*=""", re.MULTILINE)
 
 
 class _Bounds(NamedTuple):
@@ -122,10 +132,13 @@ def _read_toml(path: Path) -> tuple[MachinePreset, dict[str, Any]]:
     except ImportError:
         rule = f"--machine: needs Python 3.11, whose tomllib reads TOML, found Python {platform.python_version()}"
         raise ProfileError(f"{rule}.\nGive --profile and options such as --cores instead.") from None
+    text = ""
     try:
-        found = tomllib.loads(read_text(path))
-    except (OSError, ValueError) as error:
-        raise ProfileError(f"--machine: must be a TOML file, found {path}: {error}.\n{_FORMAT}") from None
+        text = read_text(path, MAX_TOML_BYTES)
+        found = tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else _repeated_key(text) or reason(error)
+        raise ProfileError(f"--machine: must be a TOML file, found {path}: {why}.\n{_FORMAT}") from None
     bounds = {**FIGURES, **_COUNTS}
     unknown = sorted(set(found) - {"preset", *bounds})
     if unknown:
@@ -141,13 +154,19 @@ def _read_toml(path: Path) -> tuple[MachinePreset, dict[str, Any]]:
     return preset, found
 
 
+def _repeated_key(text: str) -> str | None:
+    """Return which key a refused file gives twice, which tomllib does not name; None if no key is given twice."""
+    twice = [key for key, count in Counter(_KEY.findall(text)).items() if count > 1]
+    return f"the key {shorten(twice[0])} occurs twice" if twice else None
+
+
 def check_figure(key: str, value: object, figure: _Bounds) -> None:
     """Raise ``ProfileError`` unless ``value`` is a number inside the bounds of ``figure``."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (number and figure.low <= value <= figure.high and (isinstance(value, int) or not figure.whole)):  # type: ignore[operator]
         kind = "a whole number" if figure.whole else "a number"
-        rule = f"{key}: must be {kind} from {figure.low:g} to {figure.high:g} ({figure.meaning})"
-        raise ProfileError(f"{rule}, found {shorten(value)}.\nCorrect it.")
+        rule = f"{key}: must be {kind} from {figure.low:g} to {figure.high:g}, found {shorten(value)}"
+        raise ProfileError(f"{rule}.\nGive the {figure.meaning}, within these bounds.")
 
 
 def list_machines() -> None:

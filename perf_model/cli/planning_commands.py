@@ -44,12 +44,15 @@ def add_planning_commands(commands: argparse._SubParsersAction[CommandParser]) -
     sweep.add_argument("--world-sizes", type=_positive_integers, required=True, help="for example 1,2,4,8")
     sweep.add_argument("--micro-batches", type=_positive_integers, required=True, help="for example 1,2,4")
     _add_limits(sweep)
+    sweep.set_defaults(tensor_parallel=1)
     sweep.add_argument("--csv", type=Path, help="the file to write the rows to")
 
     about = "compare tensor-parallel sizes, micro-batches and accumulation for a global batch on a cluster"
     cluster = _add_command(commands, "cluster", about, _cluster)
     _add_machine_and_model(cluster)
     _add_cluster(cluster)
+    # The inputs are those of one layout, from which the others are made.
+    cluster.set_defaults(tensor_parallel=1)
     _add_limits(cluster)
     cluster.add_argument("--json", action="store_true", help="print JSON; host bytes are per node")
 
@@ -94,7 +97,7 @@ def _add_machine_and_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", help=profile)
     machine = "a TOML file with a preset and figures of yours: cores, host_bandwidth_gb_per_s, link_gb_per_s, ..."
     parser.add_argument("--machine", type=Path, metavar="FILE", help=machine)
-    parser.add_argument("--list", action=_ListMachines, help="list the presets with their figures, and exit")
+    add_list_option(parser)
     parser.add_argument("--cores", type=integer, help="cores of a node; default: as in the preset")
     host = "bandwidth of a node's host memory that is reached; default: as in the preset"
     parser.add_argument("--host-bandwidth-gb-per-s", type=float, metavar="GB", help=host)
@@ -104,9 +107,9 @@ def _add_machine_and_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--network-gb-per-s", type=float, metavar="GB", help=network)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", help=f"a Hugging Face config.json, or a preset: {models}")
-    model.add_argument("--params", type=parameters, metavar="N", help="a dense model of so many parameters, as in 32e9")
-    for name in ("layers", "hidden"):
-        about = f"{name} of the model of --params; default: plausible for its number of parameters"
+    model.add_argument("--params", type=parameters, metavar="N", help="a dense model with N parameters, as in 32e9")
+    for name, what in (("layers", "number of layers"), ("hidden", "hidden size")):
+        about = f"{what} with --params; default: plausible for the number of parameters"
         parser.add_argument(f"--{name}", type=integer, help=about)
     ranks = "ranks that share a host, one per GPU; default: gpus in the file of --machine"
     parser.add_argument("--ranks-per-node", "--gpus-per-node", type=integer, metavar="RANKS", help=ranks)
@@ -130,6 +133,8 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     world_size = "ranks, one per GPU; default: nodes times ranks per node"
     parser.add_argument("--world-size", type=integer, help=world_size)
     parser.add_argument("--micro-batch", type=integer, required=True, help="sequences per rank in one step")
+    ranks = "ranks of a node that divide the matrices of each layer (AutoTP); default: %(default)s"
+    parser.add_argument("--tensor-parallel", type=integer, default=1, metavar="RANKS", help=ranks)
 
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
@@ -139,7 +144,9 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=integer, required=True, help="sequences per iteration, over all GPUs")
     parser.add_argument("--tokens", type=_tokens, help="tokens to train on, for days and GPU-hours; for example 300e9")
     sizes = "tensor-parallel sizes to compare; default: powers of two inside a node"
-    parser.add_argument("--tensor-parallel", type=_positive_integers, metavar="SIZES", help=sizes)
+    parser.add_argument(
+        "--tensor-parallel", type=_positive_integers, dest="tensor_parallel_sizes", metavar="SIZES", help=sizes
+    )
     micro = "micro-batches to compare, in sequences, or 'auto', the default: all that divide the global batch"
     parser.add_argument("--micro-batches", type=_positive_integers_or_auto, metavar="SIZES", help=micro)
     inside = "rate at which one GPU receives from others of its node; default: as in the profile, or that of the link"
@@ -161,6 +168,11 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--unit-size", type=integer, help=unit_size)
     overlap = "the phases that the update is overlapped with; default: both, as in training"
     parser.add_argument("--overlap", choices=("none", "backward", "forward", "both"), default="both", help=overlap)
+
+
+def add_list_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--list``, which lists the presets and exits."""
+    parser.add_argument("--list", action=_ListMachines, help="list the presets with their figures, and exit")
 
 
 class _ListMachines(argparse.Action):

@@ -5,6 +5,8 @@ Volumes are elements that one GPU sends; multiply by 2 for the bytes of 16-bit t
 
 from __future__ import annotations
 
+from perf_model.prediction.network import ring_share
+
 
 def pipeline_elements(micro_batch: int, sequence: int, hidden: int) -> int:
     """Return the elements between two pipeline stages, per micro-batch and direction (section 3.2)."""
@@ -24,11 +26,6 @@ def tensor_parallel_elements(micro_batch: int, sequence: int, hidden: int, tenso
     """
     share = (tensor_parallel - 1) / tensor_parallel
     return 8 * pipeline_elements(micro_batch, sequence, hidden) * share
-
-
-def ring_share(ranks: int) -> float:
-    """Return the share of the whole tensor that a rank of a ring all-gather or reduce-scatter sends (section 3.3.1)."""
-    return (ranks - 1) / ranks
 
 
 def gradient_all_reduce_elements(numel: float, data_parallel: int) -> float:

@@ -11,8 +11,9 @@ from itertools import product
 
 from perf_model.cluster.layouts import Cluster
 from perf_model.cluster.pipeline import batch_s, bubble_share, micro_batches_in_flight
-from perf_model.training_run.job import PARAM_BYTES, Job
+from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import PhaseRates
+from perf_model.training_run.training_memory import PARAM_BYTES
 
 STATE_BYTES_PER_PARAM = 18
 """Bytes per parameter on the GPU: bf16 parameter 2, fp32 gradient 4, and fp32 master, ``exp_avg`` and ``exp_avg_sq``

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from perf_model.prediction.cost import BytesPerParam, stock_traffic_by_action, traffic_by_action
 from perf_model.prediction.hardware import MATMUL_SIZE, SMALL_MATMUL_SIZE, HardwareProfile, Measurement, Provenance
 from perf_model.schedule.action import ActionKind
-from perf_model.training_run.job import PARAM_BYTES
 from perf_model.training_run.micro_batch import MatrixRate
+from perf_model.training_run.training_memory import PARAM_BYTES
 
 _UNMEASURED = "PRESET, not a measurement of your machine"
 

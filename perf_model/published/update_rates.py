@@ -26,7 +26,7 @@ from perf_model.published.least_squares import FittedRates, Prior, Vector, fit_r
 from perf_model.published.placements import updated_parameters
 from perf_model.published.runs import MeasuredRun, RunSetting
 from perf_model.schedule.action import ActionKind
-from perf_model.training_run.job import PARAM_BYTES
+from perf_model.training_run.training_memory import PARAM_BYTES
 
 STOCK_TRAFFIC = stock_traffic_by_action(PARAM_BYTES)
 CPU_BYTES = STOCK_TRAFFIC[ActionKind.CPU_STEP].dram + PARAM_BYTES

@@ -23,8 +23,9 @@ from perf_model.search.planner import PlannedUpdate, require_memory
 from perf_model.search.starting_points import MAX_SLOTS
 from perf_model.search.unit_sizes import UNIT_SIZES
 from perf_model.training_run.host_reserve import reserved_host_bytes
-from perf_model.training_run.job import PARAM_BYTES, GradientPath, Job
+from perf_model.training_run.job import GradientPath, Job
 from perf_model.training_run.micro_batch import NO_OVERHEADS, Overheads, PhaseRates
+from perf_model.training_run.training_memory import PARAM_BYTES
 from perf_model.units import gigabytes
 
 NO_OFFLOAD_BYTES_PER_PARAM = 14
@@ -207,23 +208,32 @@ def forecast_plan(
 
 
 LIMITS_TO_LIFT = {
-    "gpu_bytes": "--gpu-memory-gb, which leaves --gpu-memory-margin-gb free",
-    "host_bytes": "--host-memory-gb, which has room for the system and the processes",
-    "pinned_bytes": "--pinned-memory-gb",
+    "gpu_bytes": "GPU memory: raise --gpu-memory-gb, or lower --gpu-memory-margin-gb.",
+    "host_bytes": "Host memory, which includes the system and the processes: raise --host-memory-gb.",
+    "pinned_bytes": "Pinned memory: raise --pinned-memory-gb.",
 }
-"""The option of each budget that may be exceeded."""
+"""The options that raise each budget."""
 
 
 def limits_to_lift(missing: Iterable[str]) -> str:
-    """Return which options limit the budgets ``missing``."""
-    return f"It is limited by {'; and by '.join(LIMITS_TO_LIFT[name] for name in missing)}."
+    """Return which options raise the budgets ``missing``."""
+    return " ".join(LIMITS_TO_LIFT[name] for name in missing)
 
 
 def find_remedy(job: Job, profile: HardwareProfile, limits: MemoryLimits) -> str:
     """Return the remedy if no plan fits. The size of the units makes no difference."""
+    remedies = []
     ranks = least_world_size_that_fits(job, profile, limits)
     if ranks is not None:
-        return f"It fits with {ranks} ranks."
+        nodes = -(-ranks // job.ranks_per_node)
+        remedies.append(f"{ranks} ranks" if nodes == 1 else f"{ranks} ranks on {nodes} nodes")
+    if not job.offload_param and _Predictor(replace(job, offload_param=True), profile, limits).fits:
+        remedies.append("--offload-param")
+    micro_batch = _largest_micro_batch_that_fits(job, profile, limits)
+    if micro_batch is not None:
+        remedies.append(f"--micro-batch {micro_batch}")
+    if remedies:
+        return f"It fits with {', or with '.join(remedies)}."
     most = replace(job, world_size=max(_more_ranks(job), default=job.world_size))
     return _Predictor(most, profile, limits).why_never()
 
@@ -234,6 +244,14 @@ def least_world_size_that_fits(job: Job, profile: HardwareProfile, limits: Memor
         if _Predictor(replace(job, world_size=ranks), profile, limits).fits:
             return ranks
     return None
+
+
+def _largest_micro_batch_that_fits(job: Job, profile: HardwareProfile, limits: MemoryLimits) -> int | None:
+    """Return the first of a half, a quarter ... of the micro-batch of ``job`` with which a plan fits, or None."""
+    size = job.micro_batch // 2
+    while size and not _Predictor(replace(job, micro_batch=size), profile, limits).fits:
+        size //= 2
+    return size or None
 
 
 def _more_ranks(job: Job) -> Iterator[int]:

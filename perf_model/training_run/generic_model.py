@@ -17,7 +17,13 @@ from perf_model.training_run.model import MAX_PARAMETERS, MAX_SIZES, ModelError,
 MIN_PARAMETERS = 10**8
 """The least number of parameters: in smaller models, the vocabulary decides."""
 
-HEAD_DIM = 128
+HEAD_DIM, SMALL_HEAD_DIM = 128, 64
+"""The head dimensions of Llama 3 from 8B on, and of Llama 3.2 1B: used below a width of ``LARGE_HIDDEN``."""
+
+LARGE_HIDDEN = 4096
+KV_HEADS = 8
+"""The number of heads is a multiple of it, so that tensor-parallel ranks can divide them."""
+
 HIDDEN_PER_LAYER = 128
 """The quotient of width and layers: 128 for Llama 3 8B, 102 for 70B, 130 for 405B."""
 
@@ -26,8 +32,6 @@ LARGE_PARAMETERS = 4 * 10**9
 
 VOCAB, SMALL_VOCAB = 128_256, 50_304
 """The vocabularies of Llama 3, and of GPT-2 rounded up: used below 1e9 parameters."""
-
-KV_HEADS = 8
 
 
 def generic_model(numel: int, layers: int | None = None, hidden: int | None = None) -> ModelShape:
@@ -41,7 +45,8 @@ def generic_model(numel: int, layers: int | None = None, hidden: int | None = No
         if value is not None:
             require_integer(f"--{key}", value, 1, MAX_SIZES[key], f"Correct --{key}.")
     layers, hidden = _layers_and_hidden(numel, layers, hidden)
-    heads = max(1, hidden // HEAD_DIM)
+    head_dim = _head_dim(hidden)
+    heads = max(1, hidden // head_dim)
     tied = numel < LARGE_PARAMETERS
     vocab = VOCAB if numel >= 10**9 else SMALL_VOCAB
     widths = DecoderWidths(
@@ -49,7 +54,7 @@ def generic_model(numel: int, layers: int | None = None, hidden: int | None = No
         hidden=hidden,
         heads=heads,
         kv_heads=KV_HEADS if heads % KV_HEADS == 0 else heads,
-        head_dim=HEAD_DIM,
+        head_dim=head_dim,
         intermediate=1,
         vocab=vocab,
     )
@@ -94,5 +99,10 @@ def _layers_and_hidden(numel: int, layers: int | None, hidden: int | None) -> tu
         return max(1, min(MAX_SIZES["layers"], round(numel / (12 * hidden**2)))), hidden
     if hidden is None:
         width = (numel / (12 * layers)) ** 0.5
-        hidden = min(MAX_SIZES["hidden"], max(1, round(width / HEAD_DIM)) * HEAD_DIM)
+        step = KV_HEADS * _head_dim(width)
+        hidden = min(MAX_SIZES["hidden"], max(1, round(width / step)) * step)
     return layers, hidden
+
+
+def _head_dim(hidden: float) -> int:
+    return HEAD_DIM if hidden >= LARGE_HIDDEN else SMALL_HEAD_DIM

@@ -5,7 +5,6 @@ All figures are per rank.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,10 +19,7 @@ from perf_model.training_run.activations import SCORE_BYTES, Activations
 from perf_model.training_run.micro_batch import MicroBatch
 from perf_model.training_run.model import ModelError, ModelShape, has_weight_decay, require_integer
 from perf_model.training_run.shards import shard_numel
-from perf_model.training_run.training_memory import TrainingMemory
-
-PARAM_BYTES = 2
-"""Bytes per parameter of a bf16 model."""
+from perf_model.training_run.training_memory import PARAM_BYTES, TrainingMemory, trained_numel
 
 DEFAULT_SUB_GROUP_SIZE = 1_000_000_000
 """DeepSpeed's default of ``sub_group_size``, in parameters of one rank."""
@@ -165,8 +161,7 @@ class Job:
 
     def _partition_numel(self, numel: int) -> int:
         """Return the trained parameters of one rank among ``numel`` parameters, rounded up."""
-        trained = numel if self.trainable_share == 1 else math.ceil(self.trainable_share * numel)
-        return -(-trained // self.data_parallel)
+        return -(-trained_numel(numel, self.trainable_share) // self.data_parallel)
 
     @cached_property
     def shard_numel(self) -> int:
@@ -252,7 +247,12 @@ class Job:
             attention=self.attention,
             tensor_parallel=self.tensor_parallel,
         )
-        return TrainingMemory(activations=activations, world_size=self.world_size, params_on_host=self.offload_param)
+        return TrainingMemory(
+            activations=activations,
+            world_size=self.world_size,
+            params_on_host=self.offload_param,
+            trainable_share=self.trainable_share,
+        )
 
     @property
     def gpu_bytes(self) -> int:

@@ -77,7 +77,8 @@ phases. No other machine or script was measured."""
 class PhaseRates:
     """The rates that forward and backward depend on.
 
-    ``h2d_bytes_per_s`` limits the upload of offloaded parameters.
+    ``h2d_bytes_per_s`` limits the upload of offloaded parameters. DeepSpeed keeps the trained ones in page-locked
+    memory whatever ``offload_param.pin_memory`` says (``stage3.py``, ``_create_param_groups_fp16_flat_cpu_memory``).
     """
 
     matrix: MatrixRate

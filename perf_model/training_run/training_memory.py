@@ -6,6 +6,7 @@ DeepSpeed's sizes are read from ``runtime/zero/stage3.py``, ``partition_paramete
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,12 +68,13 @@ class TrainingMemory:
     """The GPU memory of one of ``world_size`` ranks that train with ZeRO-3, without the optimizer's states.
 
     Gradients that are accumulated on the GPU, or kept there for an update, belong to the plan. ``params_on_host``: the
-    partitions of the parameters are in host memory.
+    partitions of the parameters are in host memory. ``trainable_share`` of each parameter has gradients.
     """
 
     activations: Activations
     world_size: int
     params_on_host: bool = False
+    trainable_share: float = 1.0
     sizes: ZeroSizes = DEFAULT_SIZES
 
     @property
@@ -143,7 +145,8 @@ class TrainingMemory:
             norm_bytes = NORM_BYTES * min(partition, NORM_CHUNK)
             return PARAM_BYTES * (filled * is_copied + partition) + norm_bytes
 
-        for name, numel in reversed(self._parameters):
+        for name, whole_numel in reversed(self._parameters):
+            numel = trained_numel(whole_numel, self.trainable_share)
             activations, gradient = self._activations_at(name), PARAM_BYTES * numel
             if filled and filled + numel > self.sizes.reduce_bucket:
                 yield activations, gradient + reduction_bytes()
@@ -178,3 +181,8 @@ class TrainingMemory:
 
     def _partition(self, numel: int) -> int:
         return -(-numel // self._data_parallel)
+
+
+def trained_numel(numel: int, trainable_share: float) -> int:
+    """Return how many of ``numel`` parameters are trained, rounded up."""
+    return numel if trainable_share == 1 else math.ceil(trainable_share * numel)

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perf_model.__main__ import main
+from perf_model.cli.machine_options import MAX_TOML_BYTES
 from perf_model.json_input import MAX_FILE_BYTES, parse_json, printable, read_text, shorten
 from perf_model.presets.machines import MACHINES
 from perf_model.training_run import meta_model
@@ -32,6 +33,8 @@ MAX_ERROR = 4_000
 
 FEW_UNITS = ["--unit-size", "1000000000"]
 SWEEP = ["--ranks-per-node", "4", "--sequence", "2048", "--world-sizes", "4", "--micro-batches", "1"]
+
+MACHINE_JOB = job()[2:]
 
 RUN = {
     "machine": "a",
@@ -234,6 +237,28 @@ RUNS: dict[str, bytes] = {
     "10 MB and a byte": b" " * (MAX_FILE_BYTES + 1),
 }
 
+MACHINE_FILES: dict[str, bytes] = {
+    "empty": b"",
+    "binary": BINARY,
+    "zeros": b"\0" * 1000,
+    "UTF-16": 'preset = "h100"'.encode("utf-16"),
+    "nested": b"a = " + b"[" * 5_000,
+    "nested objects": b"x = " + b"{a=" * 2_000,
+    "key of many parts": b"a." * 4_000 + b"a = 1",
+    "key of a million parts": b"a." * 1_000_000 + b"a = 1",
+    "key twice": b'preset = "h100"\ncores = 8\ncores = 9',
+    "table twice": b"[a]\n[a]",
+    "integer of 400 digits": b'preset = "h100"\ncores = 1' + b"0" * 400,
+    "integer of 5,000 digits": b'preset = "h100"\ncores = ' + b"9" * 5_000,
+    "nan": b'preset = "h100"\nlink_gb_per_s = nan',
+    "infinity": b'preset = "h100"\nlink_gb_per_s = inf',
+    "date": b'preset = "h100"\ncores = 2026-01-01',
+    "escapes": f'preset = "h100"\n{json.dumps(HOSTILE_NAME)} = 1'.encode(),
+    "preset is a table": b"[preset]\na = 1",
+    "10 kB and a byte": b" " * (MAX_TOML_BYTES + 1),
+}
+"""Files that describe no machine, for ``--machine``."""
+
 OPTIONS: dict[str, list[str]] = {
     "no command": [],
     "unknown command": [HOSTILE_NAME],
@@ -324,6 +349,8 @@ def cases() -> Iterator[BadInput]:
         yield BadInput(f"rules, {name}", ["plan", *job()], "rules", dumped(value))
     for name, content in RUNS.items():
         yield BadInput(f"runs, {name}", ["validate", "--runs", "none.csv"], "runs", content)
+    for name, content in MACHINE_FILES.items():
+        yield BadInput(f"machine, {name}", ["plan", *MACHINE_JOB], "machine", content)
     for name, arguments in OPTIONS.items():
         yield BadInput(f"option, {name}", arguments)
 
@@ -361,6 +388,12 @@ def test_an_error_says_that_a_key_occurs_twice(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA)[:-1] + ', "hidden_size": 8192}')
     assert_refused(run_command(["plan", *job(model=path)]), "the key 'hidden_size' occurs twice in one object")
+
+
+def test_an_error_says_that_a_key_of_a_machine_occurs_twice(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    path.write_bytes(MACHINE_FILES["key twice"])
+    assert_refused(run_command(["plan", *MACHINE_JOB, "--machine", str(path)]), "the key 'cores' occurs twice")
 
 
 def test_a_file_of_the_largest_size_is_read_and_a_larger_one_refused(tmp_path: Path) -> None:
@@ -449,7 +482,7 @@ NOT_REGULAR: dict[str, Callable[[Path], Path]] = {
         ("runs", "/dev/zero"),
         *(
             pytest.param(option, kind, marks=pytest.mark.thorough)
-            for option in ("profile", "model", "rules", "runs")
+            for option in ("profile", "machine", "model", "rules", "runs")
             for kind in NOT_REGULAR
             if (option, kind) not in (("model", "FIFO"), ("runs", "/dev/zero"))
         ),
@@ -457,9 +490,13 @@ NOT_REGULAR: dict[str, Callable[[Path], Path]] = {
 )
 def test_a_program_never_waits_for_a_file_that_is_not_regular(option: str, kind: str, tmp_path: Path) -> None:
     path = NOT_REGULAR[kind](tmp_path / "input")
-    arguments = ["validate", "--runs", str(path)] if option == "runs" else ["plan", *job(**{option: path})]
+    arguments = {
+        "runs": ["validate", "--runs", str(path)],
+        "machine": ["plan", *MACHINE_JOB, "--machine", str(path)],
+    }.get(option) or ["plan", *job(**{option: path})]
     screen = run_in_child(arguments)
-    assert_refused(screen, "it has more than 10 MB" if kind == "1 TB" else "it is not a regular file")
+    largest = "10 kB" if option == "machine" else "10 MB"
+    assert_refused(screen, f"it has more than {largest}" if kind == "1 TB" else "it is not a regular file")
 
 
 @pytest.mark.parametrize("kind", NOT_REGULAR)
@@ -483,6 +520,9 @@ VALID = {
 }
 
 
+MACHINE_LINES = ("cores = 8", "gpus = 4", "nodes = 1", "link_gb_per_s = 20.5", "cores = [", "a.b.c = {}", "[table]")
+
+
 def changed(value: Any, data: st.DataObject) -> Any:
     """Return a copy of ``value`` in which one value somewhere is another one."""
     if not isinstance(value, (dict, list)) or not value or data.draw(st.integers(0, 4)) == 0:
@@ -501,11 +541,15 @@ def damaged(content: bytes, data: st.DataObject) -> bytes:
 
 
 def check_fuzzed(folder: Path, data: st.DataObject) -> None:
-    option = data.draw(st.sampled_from([*VALID, "runs"]))
+    option = data.draw(st.sampled_from([*VALID, "machine", "runs"]))
     if option == "runs":
         row = {**RUN, data.draw(st.sampled_from(sorted(RUN))): data.draw(st.text(max_size=12))}
         content = csv_of(RUN, row).encode(errors="surrogatepass")
         arguments = ["validate", "--runs", "none"]
+    elif option == "machine":
+        lines = data.draw(st.lists(st.sampled_from(MACHINE_LINES) | st.text(max_size=12), max_size=5))
+        content = "\n".join(['preset = "h100"', *lines]).encode(errors="surrogatepass")
+        arguments = ["plan", *MACHINE_JOB, *FEW_UNITS]
     else:
         content = dumped(changed(VALID[option], data))
         arguments = ["plan", *job(), *FEW_UNITS]

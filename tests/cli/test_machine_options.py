@@ -29,10 +29,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return message
 
 
-@pytest.mark.parametrize("command", ["plan", "sweep", "simulate", "explain"])
+@pytest.mark.parametrize("command", ["", "plan", "sweep", "simulate", "explain"])
 def test_each_planning_command_lists_the_presets(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main([command, "--list"])
+        main([*command.split(), "--list"])
     assert caught.value.code == 0
     shown = capsys.readouterr().out
     for name, preset in MACHINES.items():
@@ -93,6 +93,15 @@ def test_accumulation_offloaded_and_frozen_parameters_are_planned_for(capsys: py
     assert frozen["baselines"]["stock"]["update_s"] < 0.02 * once["baselines"]["stock"]["update_s"]
     of_optimizer, of_trained = (found["memory"]["pinned_bytes"] for found in (once, frozen))
     assert of_trained < 0.05 * of_optimizer
+
+
+def test_tensor_parallel_ranks_train_the_same_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ("--profile", "h100", "--ranks-per-node", "4", "--nodes", "1")
+    alone = planned(capsys, *machine)["predicted"]
+    divided = planned(capsys, *machine, "--tensor-parallel", "2")["predicted"]
+    tokens, tokens_of_two = (found["tokens_per_s"] * found["iteration_s"] for found in (alone, divided))
+    assert tokens_of_two == pytest.approx(tokens / 2)
+    assert "tensor_parallel: must divide" in refused(capsys, *machine, "--tensor-parallel", "3")
 
 
 @pytest.mark.parametrize("share", ["0", "1.5", "nan", "half"])

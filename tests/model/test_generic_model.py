@@ -50,12 +50,19 @@ def test_default_widths_are_close_to_those_of_llama_3(numel: float, layers: int,
     assert shape.hidden == pytest.approx(hidden, rel=0.15)
 
 
+@pytest.mark.parametrize("numel", [1e8, 2e8, 1e9, 7e9, 32e9, 32.8e9, 1e12])
+def test_eight_tensor_parallel_ranks_can_divide_the_heads(numel: float) -> None:
+    shape = generic_model(int(numel))
+    assert shape.heads % 8 == 0
+    assert shape.kv_heads % 8 == 0
+
+
 def test_plan_states_the_widths_that_are_assumed_for_params(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", *job()[:2], "--params", "32e9", *job()[4:], "--unit-size", "1000000000"]
     assert main([*arguments, "--host-memory-gb", "900"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("32B (32.00 B parameters) on 4 x ")
-    assert "model: a generic dense model with 55 layers of width 6,912, feed-forwards of 17,287" in shown
+    assert "model: a generic dense model with 55 layers of width 7,168, feed-forwards of 20,039" in shown
     assert main([*arguments, "--layers", "64", "--hidden", "5120", "--host-memory-gb", "900"]) == 0
     assert "64 layers of width 5,120" in capsys.readouterr().out
 

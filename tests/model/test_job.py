@@ -132,8 +132,20 @@ def test_the_job_fits_with_the_ranks_that_the_remedy_names(size: int) -> None:
         forecast_7b(limits, job, size)
     ranks = least_world_size_that_fits(job, WITH_GPU, limits)
     assert ranks is not None
-    assert find_remedy(job, WITH_GPU, limits) == f"It fits with {ranks} ranks."
+    remedy = find_remedy(job, WITH_GPU, limits)
+    nodes = ranks // job.ranks_per_node
+    assert remedy.startswith(f"It fits with {ranks} ranks" + (f" on {nodes} nodes" if nodes > 1 else ""))
     forecast_7b(limits, replace(job, world_size=ranks), size)
+
+
+def test_a_smaller_micro_batch_is_a_remedy_only_if_it_fits() -> None:
+    limits = MemoryLimits(gpu=40 * 10**9, host=None)
+    job = replace(SMALL, micro_batch=256, sequence=2048)
+    remedy = find_remedy(job, WITH_GPU, limits)
+    size = int(remedy.rsplit("--micro-batch ", 1)[1].rstrip("."))
+    forecast_7b(limits, replace(job, micro_batch=size), 100_000_000)
+    with pytest.raises(DoesNotFit):
+        forecast_7b(limits, replace(job, micro_batch=2 * size), 100_000_000)
 
 
 def test_the_remedy_with_more_ranks_fills_whole_nodes() -> None:

@@ -22,9 +22,9 @@ from perf_model.training_run.forecast import (
     limits_to_lift,
 )
 from perf_model.training_run.host_reserve import reserved_host_bytes
-from perf_model.training_run.job import PARAM_BYTES, Job
+from perf_model.training_run.job import Job
 from perf_model.training_run.model import ModelError
-from perf_model.training_run.training_memory import WORKSPACE_BYTES, TrainingMemory, ZeroSizes
+from perf_model.training_run.training_memory import PARAM_BYTES, WORKSPACE_BYTES, TrainingMemory, ZeroSizes
 from perf_model.units import GB
 from tests.model.llama_shapes import llama_shape
 from tests.model.profiles import RATES, profile
@@ -220,6 +220,13 @@ def test_host_memory_keeps_room_for_the_system_and_the_processes() -> None:
     assert forecast(job, WITH_GPU, fits, Overlap(), [100_000_000]).memory.host_bytes == fits.host
     with pytest.raises(ValueError, match="exceeds host memory by"):
         forecast(job, WITH_GPU, replace(fits, host=unlimited.memory.host_bytes - 4), Overlap(), [100_000_000])
+
+
+def test_frozen_parameters_have_no_gradients_in_gpu_memory() -> None:
+    job = Job(shape=MODELS["7B"], world_size=4, ranks_per_node=4, micro_batch=1, sequence=128)
+    lora = replace(job, trainable_share=0.01)
+    assert lora.memory.cache_bytes < job.memory.cache_bytes
+    assert lora.gpu_bytes < job.gpu_bytes
 
 
 def test_the_options_that_limit_are_named() -> None:

@@ -41,7 +41,8 @@ from benchmarks.emulated.run import EmulatedRun, SmallModel
 from deep_opt_states.zero.start import devices, planning
 from perf_model.prediction.hardware import HardwareProfile, Measurement
 from perf_model.search.unit_sizes import UNIT_SIZES
-from perf_model.training_run.job import PARAM_BYTES, Job
+from perf_model.training_run.job import Job
+from perf_model.training_run.training_memory import PARAM_BYTES
 from perf_model.units import GB
 from tests.software_gpu import settings
 from tests.software_gpu.hugging_face import trainer_on_device
