@@ -132,4 +132,4 @@ def window_settings(count: int = COUNT, *, recompute: bool = True) -> list[Windo
     """Return ``count`` settings, or all of them if there are fewer."""
     found = list(all_settings(recompute=recompute))
     count = min(count, len(found))
-    return [found[index * len(found) // count] for index in range(count)]
+    return [found[(2 * index + 1) * len(found) // (2 * count)] for index in range(count)]

@@ -138,6 +138,7 @@ def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
         zero["sub_group_size"] = job.sub_group_size
     return {
         "train_micro_batch_size_per_gpu": job.micro_batch,
+        **({"tensor_parallel": {"autotp_size": job.tensor_parallel}} if job.tensor_parallel > 1 else {}),
         **({"gradient_accumulation_steps": job.accumulation} if job.accumulation > 1 else {}),
         "bf16": {"enabled": True},
         "zero_optimization": zero,

@@ -15,11 +15,8 @@ from perf_model.published.runs import MeasuredRun, TrainedBatch
 from perf_model.published.update_rates import link_bytes_per_s, machine_of
 from perf_model.schedule.workload import FP32_BYTES
 from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS, MatrixRate, MicroBatch, Overheads, PhaseRates
-<<<<<<< HEAD
 from perf_model.training_run.model import iteration_flops
-=======
 from perf_model.training_run.training_memory import PARAM_BYTES
->>>>>>> fixcli
 
 SEQUENCE = 2048
 """Tokens per sequence of all published runs."""
