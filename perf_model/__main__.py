@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from perf_model.cli.command_parser import CommandParser
 from perf_model.cli.planning_commands import add_list_option, add_planning_commands
 
-COMMANDS_THAT_NEED_TORCH = ("profile", "doctor", "report")
+COMMANDS_THAT_NEED_TORCH = ("profile", "doctor", "report", "delink")
 """Commands that only ``deep-opt-states`` has."""
 
 

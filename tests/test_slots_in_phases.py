@@ -36,7 +36,7 @@ def test_without_activation_memory_the_exposed_time_is_the_predicted_one(plan: U
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_slots_that_go_in_forward_gain_something_and_less_than_slots_that_stay(plan: UpdatePlan) -> None:
-    number = 6
+    number = 2
     taken_bytes = number * resident_bytes_of(plan.schedule.slot_numel)
     without_s, going_s, staying_s = (
         exposed_with_activation_memory_s(candidate, SIMULATOR, memory)

@@ -105,7 +105,7 @@ def parts() -> list[Part]:
     """Return the parts of ``make gpu-check``: first the build, which the others need, then roughly the shortest."""
     return [
         BUILD,
-        Part(name="kernel", command=pytest_command("gpu/test_kernel"), limit_s=40),
+        Part(name="kernel", command=pytest_command("gpu/test_kernel", "gpu/test_norms"), limit_s=40),
         Part(name="executor", command=pytest_command("gpu/test_gpu_executor", "gpu/test_locking"), limit_s=35),
         Part(name="streams", command=pytest_command("gpu/test_streams"), limit_s=30, rows=FIGURES),
         Part(name="placements", command=pytest_command("gpu/test_placements"), limit_s=43),
