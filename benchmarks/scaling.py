@@ -33,8 +33,9 @@ from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
 from perf_model.search.budgets import DoesNotFit
 from perf_model.search.unit_sizes import UNIT_SIZES
-from perf_model.training_run.forecast import MemoryLimits, Overlap, PredictedIteration, forecast
+from perf_model.training_run.forecast import forecast
 from perf_model.training_run.job import Job
+from perf_model.training_run.predictor import MemoryLimits, Overlap, PredictedIteration
 from perf_model.training_run.training_memory import PARAM_BYTES
 
 RANKS = (1, 2)

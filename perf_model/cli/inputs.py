@@ -16,12 +16,14 @@ from perf_model.schedule.cutting import PIECE_MULTIPLE
 from perf_model.schedule.rules import PlacementRules, RulesError
 from perf_model.search.budgets import GPU_MARGIN_BYTES, DoesNotFit
 from perf_model.search.unit_sizes import UNIT_SIZES
-from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, find_remedy, forecast, limits_to_lift
+from perf_model.training_run.forecast import Forecast, forecast
 from perf_model.training_run.generic_model import generic_model
 from perf_model.training_run.hf_config import read_hf_config
 from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE, Job
 from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS
 from perf_model.training_run.model import ModelError, ModelShape, require_integer
+from perf_model.training_run.predictor import MemoryLimits, Overlap
+from perf_model.training_run.remedies import find_remedy, limits_to_lift
 
 MAX_UNIT_SIZE = 10**15
 MAX_UNITS = 10_000

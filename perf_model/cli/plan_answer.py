@@ -5,7 +5,8 @@ from __future__ import annotations
 from perf_model.cli.inputs import Inputs
 from perf_model.published.past_errors import LARGER_MODELS
 from perf_model.schedule.placement import Placement
-from perf_model.training_run.forecast import Forecast, Infeasible
+from perf_model.training_run.forecast import Forecast
+from perf_model.training_run.predictor import Infeasible
 from perf_model.units import percent, seconds, significant, size
 
 DIGITS = 2

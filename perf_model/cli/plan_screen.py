@@ -12,7 +12,8 @@ from perf_model.cli.plan_json import deepspeed_config
 from perf_model.cli.unit_runs import UnitRun, unit_runs
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.schedule.placement import Placement
-from perf_model.training_run.forecast import Forecast, Infeasible, PredictedIteration
+from perf_model.training_run.forecast import Forecast
+from perf_model.training_run.predictor import Infeasible, PredictedIteration
 from perf_model.units import billions, percent, seconds, significant, size
 
 if TYPE_CHECKING:

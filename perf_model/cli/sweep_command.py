@@ -12,8 +12,9 @@ from perf_model.cli.inputs import read_inputs
 from perf_model.json_input import printable, reason
 from perf_model.schedule.placement import Placement
 from perf_model.search.budgets import DoesNotFit
-from perf_model.training_run.forecast import Forecast, Infeasible
+from perf_model.training_run.forecast import Forecast
 from perf_model.training_run.model import ModelError
+from perf_model.training_run.predictor import Infeasible
 from perf_model.units import seconds, significant
 
 SweepRow = dict[str, str | int | float | None]

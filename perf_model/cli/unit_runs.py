@@ -12,8 +12,9 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.rules import PlacementRule
 from perf_model.schedule.workload import Unit
 from perf_model.search.single_moves import SingleMove, changes_of_exposed_s
-from perf_model.training_run.forecast import Forecast, Infeasible
+from perf_model.training_run.forecast import Forecast
 from perf_model.training_run.job import Job
+from perf_model.training_run.predictor import Infeasible
 from perf_model.units import seconds
 
 ALL_FIT = "GPU memory is enough for the states of all units"

@@ -9,9 +9,10 @@ from perf_model.cluster.layouts import Layout
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.network import Network
 from perf_model.search.budgets import DoesNotFit
-from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, forecast_plan
+from perf_model.training_run.forecast import Forecast, forecast_plan
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import NO_OVERHEADS, PUBLISHED_OVERHEADS, MicroBatch, PhaseRates
+from perf_model.training_run.predictor import MemoryLimits, Overlap
 
 DAY_S = 86_400
 HOUR_S = 3_600

@@ -20,10 +20,11 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.rules import NO_RULES, PlacementRules
 from perf_model.schedule.workload import Unit, Workload
-from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, forecast
+from perf_model.training_run.forecast import Forecast, forecast
 from perf_model.training_run.job import PARAM_BYTES, Job
 from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.model import ModelShape, ParameterShape
+from perf_model.training_run.predictor import MemoryLimits, Overlap
 from tests.cli.test_planning_commands import LLAMA, job, planned
 
 RULES = [{"match": "*.mlp.*", "states": "cpu"}, {"match": "*", "states": "planned"}]

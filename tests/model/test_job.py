@@ -14,21 +14,19 @@ from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
 from perf_model.search.budgets import DoesNotFit
 from perf_model.training_run.families.decoder import gpt
-from perf_model.training_run.forecast import (
+from perf_model.training_run.forecast import Forecast, forecast
+from perf_model.training_run.host_reserve import reserved_host_bytes
+from perf_model.training_run.job import GradientPath, Job
+from perf_model.training_run.model import ModelError
+from perf_model.training_run.predictor import (
     CPU_ONLY_REASON,
     NO_OVERLAP,
-    Forecast,
     Infeasible,
     MemoryLimits,
     Overlap,
     PredictedIteration,
-    find_remedy,
-    forecast,
-    least_world_size_that_fits,
 )
-from perf_model.training_run.host_reserve import reserved_host_bytes
-from perf_model.training_run.job import GradientPath, Job
-from perf_model.training_run.model import ModelError
+from perf_model.training_run.remedies import find_remedy, least_world_size_that_fits
 from tests.model.profiles import RATES, profile
 
 GPT_175B = gpt("GPT-3", layers=96, hidden=12288, heads=96, vocab=51200, positions=2048)

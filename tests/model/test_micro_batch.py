@@ -15,10 +15,11 @@ from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import place_all
-from perf_model.training_run.forecast import MemoryLimits, Overlap, PredictedIteration, forecast
+from perf_model.training_run.forecast import forecast
 from perf_model.training_run.job import GradientPath, Job
 from perf_model.training_run.micro_batch import NO_OVERHEADS, MatrixRate, Overheads, PhaseRates
 from perf_model.training_run.model import ModelError
+from perf_model.training_run.predictor import MemoryLimits, Overlap, PredictedIteration
 from tests.model.profiles import RATES, profile
 
 JOB = Job(shape=MODELS["7B"], world_size=16, ranks_per_node=8, micro_batch=1, sequence=2048)

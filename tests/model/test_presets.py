@@ -15,9 +15,10 @@ from perf_model.published.placements import placements_of, workload_of
 from perf_model.published.runs import GPUS_PER_NODE, MeasuredRun, read_runs
 from perf_model.published.update_rates import STREAMED_BYTES, link_bytes_per_s, update_s
 from perf_model.schedule.lowering import serial_schedule
-from perf_model.training_run.forecast import MemoryLimits, Overlap, PredictedIteration, forecast
+from perf_model.training_run.forecast import forecast
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS
+from perf_model.training_run.predictor import MemoryLimits, Overlap, PredictedIteration
 from perf_model.training_run.training_memory import PARAM_BYTES
 from tests.model.test_published_runs import PUBLISHED
 

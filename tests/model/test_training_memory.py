@@ -13,17 +13,12 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
 from perf_model.training_run.activations import SCORE_BYTES
 from perf_model.training_run.families.decoder import DecoderWidths
-from perf_model.training_run.forecast import (
-    Infeasible,
-    MemoryLimits,
-    Overlap,
-    PredictedIteration,
-    forecast,
-    limits_to_lift,
-)
+from perf_model.training_run.forecast import forecast
 from perf_model.training_run.host_reserve import reserved_host_bytes
 from perf_model.training_run.job import Job
 from perf_model.training_run.model import ModelError
+from perf_model.training_run.predictor import Infeasible, MemoryLimits, Overlap, PredictedIteration
+from perf_model.training_run.remedies import limits_to_lift
 from perf_model.training_run.training_memory import PARAM_BYTES, WORKSPACE_BYTES, TrainingMemory, ZeroSizes
 from perf_model.units import GB
 from tests.model.llama_shapes import llama_shape
