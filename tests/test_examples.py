@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from deep_opt_states.config import parse_config
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.workload import Partition
-from tests.launch import REPOSITORY, run_ranks
+from tests.launch import REPOSITORY, environment, run_ranks
 
 
 def test_only_the_six_scripts_lie_next_to_the_configs() -> None:
@@ -31,6 +33,17 @@ def test_the_rules_for_a_mixture_of_experts_are_for_the_names_of_such_a_model() 
     config.check_names(names)
     workload = config.workload([[Partition(name, 1024) for name in names]])
     assert [unit.fixed for unit in workload.units] == [None, None, Placement.CPU, Placement.RESIDENT]
+
+
+@pytest.mark.thorough
+def test_the_demo_finds_equal_bits_and_draws_an_emulated_update() -> None:
+    command = [sys.executable, "examples/demo.py"]
+    finished = subprocess.run(command, cwd=REPOSITORY, env=environment(), text=True, capture_output=True, timeout=600)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    output = REPOSITORY / "demo-output"
+    assert json.loads((output / "emulated.json").read_text())["bit_identical"]
+    assert (output / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert (output / "emulated" / "report.html").read_text().startswith("<!DOCTYPE html>")
 
 
 @pytest.mark.thorough

@@ -21,7 +21,7 @@ from benchmarks.emulated.run import EmulatedRun
 from benchmarks.harness.interleaved_runs import batch_for, engine_for, weights_digest
 from benchmarks.harness.variants import Variant
 from deep_opt_states.report.comparison import MeasuredUpdate
-from perf_model.prediction.timeline import Timeline
+from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.replanning.policy import ReplanningPolicy
 from perf_model.schedule.plan import UpdatePlan
 from tests.software_gpu import device, settings
@@ -46,9 +46,10 @@ class Arm:
     """One arm, with the measurements of its counted iterations in emulated seconds.
 
     ``idle_s`` is the time in which the computing stream ran no kernel. ``updates`` are those that the plugin has
-    reported, with their ``timelines``; stock has none. ``host_step_s`` is the time of the training thread in
-    ``engine.step()``, and ``adam_s`` the part of it in which stock's Adam ran. ``cpu_s`` is CPU time of this machine,
-    and ``lag_s`` the longest time by which this machine was behind the emulated one in an iteration.
+    reported, with their ``timelines`` and the ``phases`` of the model during them; stock has none. ``host_step_s`` is
+    the time of the training thread in ``engine.step()``, and ``adam_s`` the part of it in which stock's Adam ran.
+    ``cpu_s`` is CPU time of this machine, and ``lag_s`` the longest time by which this machine was behind the emulated
+    one in an iteration.
     """
 
     variant: Variant
@@ -62,6 +63,7 @@ class Arm:
     idle_s: list[float] = field(default_factory=list)
     updates: list[MeasuredUpdate] = field(default_factory=list)
     timelines: list[Timeline] = field(default_factory=list)
+    phases: list[Sequence[PhaseSpan]] = field(default_factory=list)
     host_step_s: list[float] = field(default_factory=list)
     adam_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
@@ -69,7 +71,7 @@ class Arm:
     losses: list[float] = field(default_factory=list)
     digest: str = ""
     """Hash of the fp32 master weights at the end."""
-    _reported: list[tuple[MeasuredUpdate, Timeline]] = field(default_factory=list)
+    _reported: list[tuple[MeasuredUpdate, Timeline, Sequence[PhaseSpan]]] = field(default_factory=list)
     _trained: int = 0
     """The number of iterations so far."""
 
@@ -84,7 +86,7 @@ class Arm:
 
             def record(phases: Any, timeline: Any) -> None:
                 measured = timeline()
-                arm._reported.append((MeasuredUpdate.from_timeline(measured, phases), measured))
+                arm._reported.append((MeasuredUpdate.from_timeline(measured, phases), measured, phases))
                 updated(phases, timeline)
 
             report.updated = record
@@ -147,9 +149,10 @@ class Arm:
         for samples in self._on_this_machine:
             del samples[uncounted]
         # No forward followed the last update.
-        for update, timeline in self._reported[:-1]:
+        for update, timeline, phases in self._reported[:-1]:
             self.updates.append(update)
             self.timelines.append(timeline)
+            self.phases.append(phases)
         self._reported.clear()
         stream = [span for span in device.take_spans() if span.stream == COMPUTING_STREAM]
         marks = [span.start_s for span in stream if span.name == "mark"]

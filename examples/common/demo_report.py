@@ -1,31 +1,24 @@
-"""Record the runs of the demo, compare them bit by bit, and print the table."""
+"""Compare the runs of the demo bit by bit, and build its tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median, quantiles
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.schedule import format_grid
 
-
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class DemoRecord:
-    """The measurements of one variant, with one entry per step.
+    """The losses and gradient norms of every step, and the weights and optimizer states after the last one."""
 
-    ``step_s`` is the duration of a step, and ``update_s`` the part of it that ``engine.step()`` took, in seconds.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    step_s: list[float] = field(default_factory=list)
-    update_s: list[float] = field(default_factory=list)
+    losses: Sequence[float]
+    norms: Sequence[float]
+    states: Mapping[str, Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -39,43 +32,12 @@ class Comparison:
     """The numbers that differ in at least one bit."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoRun:
-    """The results of the demo.
-
-    ``timed`` selects the steps that are timed, and ``numel`` is the number of the model's parameters.
-    ``predicted_and_measured`` is the plugin's own comparison, with one row for the update and one per kind of action.
-    The names with ``overlapped_`` belong to a third variant, whose update overlaps with the next forward.
-    """
-
-    stock: DemoRecord
-    plugin: DemoRecord
-    timed: slice
-    comparisons: Sequence[Comparison]
-    overlapped_comparisons: Sequence[Comparison]
-    numel: int
-    plan: UpdatePlan
-    accelerator: str
-    predicted_and_measured: Sequence[object]
-    overlapped_predicted_and_measured: Sequence[object]
-
-    @property
-    def bit_identical(self) -> bool:
-        """Return whether no number differs between stock and either variant of the plugin."""
-        return all(comparison.differing == 0 for comparison in (*self.comparisons, *self.overlapped_comparisons))
-
-
-def compare(
-    stock: DemoRecord,
-    plugin: DemoRecord,
-    stock_states: Mapping[str, list[Tensor]],
-    plugin_states: Mapping[str, list[Tensor]],
-) -> list[Comparison]:
+def compare(stock: DemoRecord, plugin: DemoRecord) -> list[Comparison]:
     """Compare losses and gradient norms of every step, and every element of the states after the last step."""
     pairs = {
         "losses": (_as_tensors(stock.losses), _as_tensors(plugin.losses)),
         "gradient norms": (_as_tensors(stock.norms), _as_tensors(plugin.norms)),
-        **{name: (tensors, plugin_states[name]) for name, tensors in stock_states.items()},
+        **{name: (tensors, plugin.states[name]) for name, tensors in stock.states.items()},
     }
     return [
         Comparison(
@@ -87,7 +49,7 @@ def compare(
     ]
 
 
-def _as_tensors(numbers: list[float]) -> list[Tensor]:
+def _as_tensors(numbers: Sequence[float]) -> list[Tensor]:
     return [torch.tensor(numbers, dtype=torch.float64)]
 
 
@@ -98,63 +60,26 @@ def _differing(expected: Tensor, found: Tensor) -> int:
     return int((expected.view(bits) != found.view(bits)).sum())
 
 
-def print_report(run: DemoRun, console: Console) -> None:
-    """Print the plan, the comparison with stock, and the predictions of the performance model."""
-
-    def print_text(text: str, soft_wrap: bool = False) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=soft_wrap)
-
-    # Do not wrap the grid: its lines must stay aligned.
-    print_text(f"\nThe plan that ran: {run.plan}\n{format_grid(run.plan.schedule)}\n", soft_wrap=True)
-    console.print(_table(run))
-    print_text(
-        f"update = engine.step(): gradient norm, clipping, Adam, rounding to bf16. step = forward, backward, update. "
-        f"Median (20th to 80th percentile) of {len(run.stock.step_s[run.timed])} steps; a ratio is that of the two "
-        f"variants in one step. The first {run.timed.start} steps are not timed."
-    )
-    if run.accelerator == "cpu":
-        print_text(
-            "The accelerator of this run is the CPU itself: streaming only adds copies there, so no speed-up is to be "
-            "expected. This run checks exactness."
-        )
-    print_text("The performance model's prediction, from a profile of this machine, and the plugin's measurement:")
-    for row in run.predicted_and_measured:
-        print_text(f"  {row}")
-    differing = sum(comparison.differing for comparison in run.overlapped_comparisons)
-    print_text(
-        "With the update overlapped with the next forward (the default), trained alone: "
-        f"{'all bits are equal to stock' if differing == 0 else f'{differing:,} numbers differ from stock'}. "
-        "The exposed part of the update:"
-    )
-    for row in run.overlapped_predicted_and_measured:
-        print_text(f"  {row}")
-
-
-def _table(run: DemoRun) -> Table:
-    stock, plugin = run.stock, run.plugin
-    table = Table(title=f"{run.numel:,} parameters, {len(stock.losses)} steps of each variant")
-    table.add_column("")
-    for heading in ("stock", "plugin", "stock / plugin"):
-        table.add_column(heading, justify="right")
-    table.add_row("first loss", f"{stock.losses[0]:.6f}", f"{plugin.losses[0]:.6f}")
-    table.add_row("last loss", f"{stock.losses[-1]:.6f}", f"{plugin.losses[-1]:.6f}")
-    table.add_section()
-    for label, stock_s, plugin_s, digits in (
-        ("update, ms", stock.update_s[run.timed], plugin.update_s[run.timed], 1),
-        ("step, ms", stock.step_s[run.timed], plugin.step_s[run.timed], 0),
-    ):
-        spreads_ms = [_spread([second * 1e3 for second in seconds], digits) for seconds in (stock_s, plugin_s)]
-        ratios = [stock_step_s / plugin_step_s for stock_step_s, plugin_step_s in zip(stock_s, plugin_s, strict=True)]
-        table.add_row(label, *spreads_ms, _spread(ratios, 2))
-    table.add_section()
-    for comparison in run.comparisons:
-        compared = f"{comparison.compared:,}"
+def exactness_table(comparisons: Sequence[Comparison], steps: int) -> Table:
+    """Return the table of what was compared after ``steps`` steps of each variant."""
+    table = Table(title=f"{steps} steps with stock and with the plugin, on the CPU")
+    for heading in ("", "compared", "plugin against stock"):
+        table.add_column(heading, justify="right" if heading == "compared" else "left")
+    for comparison in comparisons:
         verdict = f"[red]{comparison.differing:,} differ" if comparison.differing else "[green]bit-identical"
-        table.add_row(comparison.quantity, compared, compared, verdict)
+        table.add_row(comparison.quantity, f"{comparison.compared:,}", verdict)
     return table
 
 
-def _spread(values: Sequence[float], digits: int) -> str:
-    """Format the median and, in brackets, the 20th and the 80th percentile."""
-    p20, *_, p80 = quantiles(values, n=5, method="inclusive")
-    return f"{median(values):.{digits}f} ({p20:.{digits}f}-{p80:.{digits}f})"
+def speed_table(results: Mapping[str, Any]) -> Table:
+    """Return the table of the EMULATED run, from what ``benchmarks.emulated.demonstration`` writes."""
+    stock, plugin = results["arms"]["stock"], results["arms"]["plugin"]
+    table = Table(title=f"EMULATED: {results['model']} on {results['machine']}, micro-batch 1")
+    for heading in ("", "stock", "plugin", "stock / plugin"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for label, key in (("iteration", "iteration_s"), ("of which the update is exposed", "exposed_s")):
+        stock_s, plugin_s = median(stock[key]), median(plugin[key])
+        table.add_row(label, f"{stock_s:.2f} s", f"{plugin_s:.2f} s", f"{stock_s / plugin_s:.1f}x")
+    verdict = "[green]bit-identical" if results["bit_identical"] else "[red]differ"
+    table.add_row("losses and fp32 weights", "", verdict, "")
+    return table

@@ -27,23 +27,19 @@ small model has a vocabulary of bytes: the run's is 13 % of the model.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
-from unittest import mock
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.emulated.host_passes import HostPasses
-from benchmarks.emulated.run import EmulatedRun, SmallModel
-from deep_opt_states.zero.start import devices, planning
-from perf_model.prediction.hardware import HardwareProfile, Measurement
-from perf_model.search.unit_sizes import UNIT_SIZES
+from benchmarks.emulated.run import SmallModel
+from benchmarks.emulated.scaled_run import ScaledRun
 from perf_model.training_run.job import Job
 from perf_model.training_run.training_memory import PARAM_BYTES
-from perf_model.units import GB
 from tests.software_gpu import settings
 from tests.software_gpu.hugging_face import trainer_on_device
 
@@ -99,7 +95,7 @@ class SmallLlama(SmallModel):
 
 
 @dataclass(frozen=True, kw_only=True)
-class H100Run(EmulatedRun):
+class H100Run(ScaledRun):
     """A training run of Llama-3-8B on ``ranks`` H100s of one node."""
 
     machine: str = "h100-pcie5"
@@ -132,12 +128,6 @@ class H100Run(EmulatedRun):
         copies_s = 3 * partition_bytes / self.profile.rate("h2d_bytes_per_s")
         return self.busy_s / (self.forward_s + self.backward_s + copies_s)
 
-    @property
-    def memory_bytes(self) -> int:
-        """Return the memory of the scaled GPU."""
-        assert self.profile.gpu_memory_bytes is not None
-        return round(self.profile.gpu_memory_bytes / self.scale)
-
     def scaled(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return a published config with its numbers of parameters scaled, and all else unchanged."""
         zero = dict(config["zero_optimization"])
@@ -147,36 +137,9 @@ class H100Run(EmulatedRun):
                     zero[key] = round(zero[key] / scale)
         return {**config, "zero_optimization": zero}
 
-    @property
-    def scaled_profile(self) -> HardwareProfile:
-        """Return what a profile of the scaled machine measures. Its rates are below those that are plausible."""
-        per_s = 1 / (self.scale * self.slowdown)
-        factors = dict.fromkeys(self.profile.measurements, per_s)
-        factors["copy_latency_s"] = self.slowdown
-        # Planning does not read it: the windows of forward and backward are measured.
-        del factors["matmul_flops_per_s"]
-        rates = {name: Measurement(samples=(factor * self.profile.rate(name),)) for name, factor in factors.items()}
-        with mock.patch.object(HardwareProfile, "__post_init__", return_value=None):
-            return replace(self.profile, measurements=rates, gpu_memory_bytes=self.memory_bytes, host_memory_bytes=None)
-
-    @property
-    def scaled_unit_sizes(self) -> tuple[int, ...]:
-        """Return the sizes of units that the planner chooses from, in parameters of the small model."""
-        return tuple(round(size / self.scale) for size in UNIT_SIZES)
-
     @contextmanager
     def trained_by_trainer(self) -> Iterator[HostPasses]:
-        """Emulate the machine inside this context, in which Hugging Face's Trainer trains.
-
-        The quick profile is that of the emulated machine. It cannot be measured, because updates on the CPU take
-        emulated time only while ``HostPasses`` says so.
-        """
-        profile = self.scaled_profile
-        with ExitStack() as patches:
-            passes = patches.enter_context(self.emulated())
-            patches.enter_context(settings.changed(memory_bytes=self.memory_bytes))
-            patches.enter_context(mock.patch.object(planning, "quick_profile", return_value=profile))
-            patches.enter_context(mock.patch.object(planning, "UNIT_SIZES", self.scaled_unit_sizes))
-            patches.enter_context(mock.patch.object(devices, "GB", GB / self.scale))
-            patches.enter_context(trainer_on_device())
+        """Emulate the machine inside this context, in which Hugging Face's Trainer trains."""
+        memory = settings.changed(memory_bytes=self.memory_bytes)
+        with self.planned_by_plugin() as passes, memory, trainer_on_device():
             yield passes
