@@ -27,7 +27,7 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@$(PIP) --no-build-isolation --editable .[test]
 	@touch $@
 
-demo: $(INSTALLED)  ## Train with stock DeepSpeed and with the plugin, and compare every bit
+demo: $(INSTALLED)  ## Compare every bit with stock DeepSpeed, and time an EMULATED update
 	@$(WITH_NINJA) $(VENV)/bin/python examples/demo.py
 
 test: tier = -m "not thorough"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.launch import REPOSITORY, run_ranks
@@ -28,9 +30,11 @@ def test_every_script_is_in_the_document_and_has_at_most_40_lines() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", PRINTED)
-def test_the_script_shows_the_problem_without_the_plugin(name: str) -> None:
+def test_the_script_shows_the_problem_without_the_plugin(name: str, tmp_path: Path) -> None:
     ranks = 2 if name == "latest_too_early.py" else 1
-    launched = run_ranks(ranks, [str(FOLDER / name)], timeout_s=300, CROSS_RANK="0", CROSS_SIZE="1")
+    # The launcher of DeepSpeed also sets the number of nodes.
+    variables = {"CROSS_RANK": "0", "CROSS_SIZE": "1", "TMPDIR": str(tmp_path)}
+    launched = run_ranks(ranks, [str(FOLDER / name)], timeout_s=300, **variables)
     outputs = [finished.output for finished in launched]
     assert any(PRINTED[name] in output for output in outputs), outputs
     assert not any("[deep_opt_states]" in output for output in outputs)

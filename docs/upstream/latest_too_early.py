@@ -2,10 +2,10 @@
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import deepspeed
 import torch
@@ -25,16 +25,15 @@ def watch(folder, writer):
     os.kill(writer.pid, signal.SIGCONT)
 
 
-with TemporaryDirectory() as shared:
-    folder = [shared]
+if __name__ == "__main__":
+    folder = Path(tempfile.gettempdir(), f"latest_too_early-{os.environ['MASTER_PORT']}")
     model = torch.nn.Linear(8, 8)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
-    torch.distributed.broadcast_object_list(folder)
     for tag in ("step1", "step2", "step3"):
         engine.backward(engine(torch.ones(1, 8)).sum())
         engine.step()  # commits the checkpoint of the step before
         if engine.global_rank == 1 and tag == "step2":  # The writer of rank 1 is slow.
             os.kill(engine.checkpoint_engine.ckpt_process.pid, signal.SIGSTOP)
-            threading.Thread(target=watch, args=(Path(folder[0]), engine.checkpoint_engine.ckpt_process)).start()
-        engine.save_checkpoint(folder[0], tag=tag)
+            threading.Thread(target=watch, args=(folder, engine.checkpoint_engine.ckpt_process)).start()
+        engine.save_checkpoint(folder, tag=tag)
     engine.checkpoint_engine.cleanup()
