@@ -108,16 +108,13 @@ def _micro_batch(run: MeasuredRun, batch: TrainedBatch) -> MicroBatch:
     tokens, hidden = batch.micro_batch * SEQUENCE, run.setting.hidden
     forward_flops = tokens * (2 * run.setting.real_params + 4 * SEQUENCE * hidden * batch.layers)
     logits_flops = min(forward_flops, 2 * tokens * hidden * VOCAB)
-    # Activations are recomputed.
-    backward_flops = iteration_flops(forward_flops, logits_flops, recompute=True) - forward_flops
-    shard_bytes = PARAM_BYTES * run.setting.real_params / run.tp
-    return MicroBatch(
+    return MicroBatch.from_model(
         layers=batch.layers,
-        elements=tokens * hidden,
-        forward_flops=forward_flops / run.tp,
-        backward_flops=backward_flops / run.tp,
+        hidden=hidden,
+        tokens=tokens,
+        forward_flops=forward_flops,
+        backward_flops=iteration_flops(forward_flops, logits_flops, recompute=True) - forward_flops,
+        shard_bytes=PARAM_BYTES * run.setting.real_params / run.tp,
         ranks=run.dp,
         tensor_parallel=run.tp,
-        gathered_bytes=shard_bytes,
-        reduced_bytes=shard_bytes,
     )
