@@ -244,8 +244,9 @@ MACHINES: dict[str, MachinePreset] = {
             host_bytes_per_s=117e9,
             network_bytes_per_s=1.7e9,
             source=f"{_SPECIFIED}; 4 GPUs per node; host memory, pageable copies, matrix products and network fitted "
-            "to the published runs on A100-40GB-nodes with 1 to 16 ranks; NVLink 3 as in a DGX A100; cores, the size "
-            "of host memory and the rate of both directions together are assumed",
+            "to the iterations, and not to single phases, of the published stock runs on A100-40GB-nodes with 1 to 16 "
+            "ranks; NVLink 3 as in a DGX A100; cores, the size of host memory and the rate of both directions together "
+            "are assumed",
         ),
         _H100,
         replace(
