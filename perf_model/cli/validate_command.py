@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from perf_model.published.baselines import LINE_STRIDES
 from perf_model.published.errors import QUANTITIES, ErrorSummary
+from perf_model.published.measurement_spread import MeasurementSpread
 from perf_model.published.runs import read_runs
-from perf_model.published.spread import Spread
 from perf_model.published.update_rates import ASSUMED_MACHINE, link_bytes_per_s, preset_of
 from perf_model.published.validate import Prediction, RunGroup, Validation, validate
 from perf_model.units import GB, billions, gigabytes_per_second, seconds
@@ -163,7 +163,7 @@ def _summary(found: Validation) -> list[str]:
     return lines + list(_spread(found.spread))
 
 
-def _spread(spread: Spread) -> Iterator[str]:
+def _spread(spread: MeasurementSpread) -> Iterator[str]:
     """Yield lines on the spread of the measured updates, which limits every model."""
     if spread.repeated is not None or spread.around_line is not None:
         yield "Spread of the measured updates, which no model predicts:"

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from perf_model.published.baselines import on_line, per_parameter, strides_of
 from perf_model.published.errors import QUANTITIES, ErrorSummary, measured_s_of
 from perf_model.published.least_squares import FittedRates
+from perf_model.published.measurement_spread import MeasurementSpread
 from perf_model.published.phase_rates import PhaseSeconds, fit_phases, phases_of
 from perf_model.published.runs import MeasuredRun
-from perf_model.published.spread import Spread
 from perf_model.published.update_rates import fit_updates, link_bytes_per_s, machine_of, preset_of, update_s
 
 PHASES = ("forward", "backward", "iteration")
@@ -146,7 +146,7 @@ class Validation:
     rule: str
     groups: tuple[RunGroup, ...]
     predictions: tuple[Prediction, ...]
-    spread: Spread
+    spread: MeasurementSpread
 
     @property
     def not_fitted(self) -> tuple[Prediction, ...]:
@@ -238,7 +238,7 @@ def validate(runs: Sequence[MeasuredRun], across_models: bool) -> Validation:
         predictions=tuple(
             replace(predictions[position], per_parameter_s=_at(position, rates)) for position in range(len(runs))
         ),
-        spread=Spread.from_runs(runs, sweeps, set(range(len(runs))) - set(fitted_runs)),
+        spread=MeasurementSpread.from_runs(runs, sweeps, set(range(len(runs))) - set(fitted_runs)),
     )
 
 

@@ -14,7 +14,7 @@ from perf_model.published.runs import MeasuredRun
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class MeasurementSpread:
     """The spread of measured updates; each part is None if the file has no runs for it.
 
     ``repeated`` is the distance of interleaved runs from the median of those with the same setting on the same machine,
@@ -28,7 +28,7 @@ class Spread:
     @classmethod
     def from_runs(
         cls, runs: Sequence[MeasuredRun], sweeps: Iterable[Mapping[int, MeasuredRun]], predicted: set[int]
-    ) -> Spread:
+    ) -> MeasurementSpread:
         """Return the spread of ``runs``; ``sweeps`` and ``predicted`` have positions in them."""
         settings: dict[Hashable, list[float]] = defaultdict(list)
         for run in runs:
