@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from perf_model.cli.inputs import Inputs
-from perf_model.cli.plan_answer import DIGITS, answer, machine_name, past_errors
+from perf_model.cli.plan_answer import DIGITS, answer, fixed_seconds, machine_name, past_errors
 from perf_model.cli.plan_json import deepspeed_config
 from perf_model.cli.unit_runs import UnitRun, unit_runs
 from perf_model.prediction.overlap_windows import Windows
@@ -124,12 +124,7 @@ def _figures(outcome: PredictedIteration, speed_up: float | None) -> list[str]:
 
 def _legend(overheads: Overheads) -> str:
     """Explain the columns, and which stock is compared."""
-    fixed = (
-        f"; each iteration also has {seconds(overheads.iteration_s, DIGITS)} in no phase, and the launches of a layer "
-        f"take {seconds(overheads.layer_s, DIGITS)}, both as in published runs on 4xH100 and not measured here"
-        if overheads.iteration_s > 0
-        else ""
-    )
+    fixed = f"; of each iteration, {fixed_seconds(overheads)}" if overheads.iteration_s > 0 else ""
     return (
         "exposed, hidden: update time by which the iteration grows, and that backward and forward hide"
         f"{fixed}; speed-up: of an iteration, over the stock offload of DeepSpeed today, with asynchronous copies of "
