@@ -1,17 +1,16 @@
 """How does the gain change with more ranks?
 
 One and two ranks are measured on this machine. 4 to 512 GPUs are *simulated*, for the paper's models on the preset of a
-machine that has not been measured, with four GPUs per node.
+machine that has not been measured, with four GPUs per node, as ``plan`` predicts them.
 
 The shard of a rank shrinks with more ranks until its states fit into the GPU: then nothing is left to interleave. If
-the network is the bottleneck, the update is a smaller part of an iteration. ZeRO-3 gathers the 16-bit parameters in
-forward and in backward, and scatters as many gradients. Each node receives them once, through the network of all its
-GPUs, and the transfers overlap with the arithmetic of the phase.
+the network is the bottleneck, the update is a smaller part of an iteration, and longer phases hide more of it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -28,15 +27,16 @@ from benchmarks.harness.rows import REPOSITORY, Row
 from benchmarks.harness.run_rows import phase_rows, rows_of_runs
 from benchmarks.harness.sizes import default_setting, repetitions
 from deep_opt_states.host import machine
+from perf_model.prediction.hardware import HardwareProfile
 from perf_model.presets.machines import MACHINES, REACHED_SHARE
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
 from perf_model.search.budgets import DoesNotFit
 from perf_model.search.unit_sizes import UNIT_SIZES
-from perf_model.training_run.forecast import forecast
+from perf_model.training_run.forecast import Forecast, forecast
 from perf_model.training_run.job import Job
+from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS, PhaseRates
 from perf_model.training_run.predictor import MemoryLimits, Overlap, PredictedIteration
-from perf_model.training_run.training_memory import PARAM_BYTES
 
 RANKS = (1, 2)
 SIMULATED_RANKS = (4, 8, 16, 32, 64, 128, 256, 512)
@@ -83,35 +83,30 @@ def _measured(ranks: int, *, quick: bool) -> Iterator[Row]:
 
 def _simulated(model: str, gpus: int) -> Iterator[Row]:
     job = Job(shape=MODELS[model], world_size=gpus, ranks_per_node=GPUS_PER_NODE, micro_batch=1, sequence=SEQUENCE)
-    profile = MACHINES[MACHINE].profile(GPUS_PER_NODE)
-    limits = MemoryLimits(gpu=profile.gpu_memory_bytes, host=profile.host_memory_bytes)
     setting = {"machine": MACHINE, "sequence": SEQUENCE, "micro_batch": 1, "model": model, "GPUs": gpus}
     simulated_row = partial(Row, variant="SIMULATED", setting=setting)
     try:
-        found = forecast(job, profile, limits, Overlap(), UNIT_SIZES)
+        forecasts = {network: _forecast(job, network) for network in NETWORKS_GBIT}
     except DoesNotFit as reason:
         yield simulated_row(quantity="exposed update of ours", waived=str(reason))
         return
-    candidates = {name: found.baselines[name] for name in WITHOUT_INTERLEAVING}
-    fitting = {name: baseline for name, baseline in candidates.items() if isinstance(baseline, PredictedIteration)}
-    ours = found.predicted
+    found = forecasts[NETWORKS_GBIT[0]]
+    fitting = _without_interleaving(found)
     if (stock := fitting.get("stock")) is not None:
         yield simulated_row(quantity="exposed update of stock", unit="s", samples=[stock.exposed_update_s])
-    yield simulated_row(quantity="exposed update of ours", unit="s", samples=[ours.exposed_update_s])
+    yield simulated_row(quantity="exposed update of ours", unit="s", samples=[found.predicted.exposed_update_s])
     next_best = min(fitting, key=lambda name: fitting[name].iteration_s)
     yield simulated_row(quantity="next best", value=next_best)
     yield simulated_row(quantity="exposed update of next best", unit="s", samples=[fitting[next_best].exposed_update_s])
-    for network in NETWORKS_GBIT:
-        gather_s = _gather_s(job, network)
-        ours_s = _iteration_s(ours, gather_s)
+    for network, forecasted in forecasts.items():
+        ours_s = forecasted.predicted.iteration_s
         yield simulated_row(quantity=f"iteration at {network} Gbit/s", unit="s", samples=[ours_s])
-        network_bound = gather_s * 3 > ours.forward_s + ours.backward_s
-        yield simulated_row(quantity=f"network-bound at {network} Gbit/s", value=network_bound)
-        if stock is not None:
-            ratio = _iteration_s(stock, gather_s) / ours_s
+        yield simulated_row(quantity=f"network-bound at {network} Gbit/s", value=_is_network_bound(forecasted, network))
+        others = _without_interleaving(forecasted)
+        if (stock := others.get("stock")) is not None:
             quantity = f"speedup over stock at {network} Gbit/s"
-            yield simulated_row(quantity=quantity, unit="times", samples=[ratio])
-        ratio = _iteration_s(fitting[next_best], gather_s) / ours_s
+            yield simulated_row(quantity=quantity, unit="times", samples=[stock.iteration_s / ours_s])
+        ratio = min(other.iteration_s for other in others.values()) / ours_s
         quantity = f"speedup over next best at {network} Gbit/s"
         yield simulated_row(quantity=quantity, unit="times", samples=[ratio])
         yield simulated_row(quantity=f"interleaving pays off at {network} Gbit/s", value=ratio >= PAYS_OFF)
@@ -121,20 +116,29 @@ def _simulated(model: str, gpus: int) -> Iterator[Row]:
     yield simulated_row(quantity="plan", value=described)
 
 
-def _gather_s(job: Job, network_gbit: int) -> float:
-    """Return the seconds in which every node receives all parameters that the other nodes hold."""
-    nodes = -(-job.world_size // GPUS_PER_NODE)
-    node_bytes_per_s = REACHED_SHARE * job.ranks_on_node * network_gbit * 1e9 / 8
-    return PARAM_BYTES * job.shape.numel * (nodes - 1) / nodes / node_bytes_per_s
+def _profile(network_gbit: int) -> HardwareProfile:
+    """Return the profile of the machine with a network of so many gigabits per second and GPU."""
+    return replace(MACHINES[MACHINE], network_bytes_per_s=REACHED_SHARE * network_gbit * 1e9 / 8).profile(GPUS_PER_NODE)
 
 
-def _iteration_s(iteration: PredictedIteration, gather_s: float) -> float:
-    """Return the seconds of an iteration whose phases last at least as long as their transfers.
+def _forecast(job: Job, network_gbit: int) -> Forecast:
+    profile = _profile(network_gbit)
+    limits = MemoryLimits(gpu=profile.gpu_memory_bytes, host=profile.host_memory_bytes)
+    return forecast(job, profile, limits, Overlap(), UNIT_SIZES, PUBLISHED_OVERHEADS)
 
-    The exposed time stays as it was predicted, although a phase that waits for the network could hide more.
-    """
-    forward_s, backward_s = max(iteration.forward_s, gather_s), max(iteration.backward_s, 2 * gather_s)
-    return forward_s + backward_s + iteration.exposed_update_s
+
+def _without_interleaving(found: Forecast) -> dict[str, PredictedIteration]:
+    """Return the variants that interleave nothing, as far as they fit."""
+    candidates = {name: found.baselines[name] for name in WITHOUT_INTERLEAVING}
+    return {name: outcome for name, outcome in candidates.items() if isinstance(outcome, PredictedIteration)}
+
+
+def _is_network_bound(found: Forecast, network_gbit: int) -> bool:
+    """Return whether the phases take longer than with a network that takes no time."""
+    rates = PhaseRates.from_profile(_profile(network_gbit), GPUS_PER_NODE, PUBLISHED_OVERHEADS)
+    free = replace(rates, network=replace(rates.network, inter_node_bytes_per_s=math.inf))
+    work = found.job.work
+    return work.forward_s(rates) + work.backward_s(rates) > work.forward_s(free) + work.backward_s(free)
 
 
 def run_rank(arguments: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from perf_model.cli.inputs import Inputs, read_inputs
 from perf_model.cli.machine_options import FIGURES, check_figure
+from perf_model.cli.plan_answer import DIGITS, fixed_seconds
 from perf_model.cli.plan_json import deepspeed_config
 from perf_model.cluster.layouts import Cluster, Layout
 from perf_model.cluster.megatron_layout import PipelineLayout, best_pipeline_layout
@@ -17,9 +18,9 @@ from perf_model.cluster.prediction import LayoutPrediction, UnfitLayout, predict
 from perf_model.cluster.takeaways import departures
 from perf_model.prediction.hardware import HardwareProfile, Measurement
 from perf_model.prediction.network import Network
-from perf_model.training_run.micro_batch import NO_OVERHEADS, PhaseRates
+from perf_model.training_run.micro_batch import NO_OVERHEADS, PUBLISHED_OVERHEADS, PhaseRates
 from perf_model.training_run.model import ModelError
-from perf_model.units import GB, billions, gigabytes_per_second, percent, seconds
+from perf_model.units import GB, billions, gigabytes_per_second, percent, seconds, significant
 
 MAX_ROWS = 20
 """The most layouts on the screen."""
@@ -232,7 +233,8 @@ def _print_screen(compared: LayoutComparison) -> None:
         return
     for line in compared.departures:
         show(line)
-    show("\nNo prediction for a cluster has been compared with a measurement of this project yet.")
+    show(f"\nOf each iteration, {fixed_seconds(PUBLISHED_OVERHEADS)}.")
+    show("No prediction for a cluster has been compared with a measurement of this project yet.")
     show("\nPaste into your DeepSpeed config:")
     show(json.dumps(_deepspeed_config(compared), indent=2))
 
@@ -245,13 +247,13 @@ def _sizes(layout: Layout) -> list[str]:
 def _cells(predicted: LayoutPrediction, tokens: float | None) -> Sequence[str]:
     days: list[str] = []
     if tokens is not None:
-        duration = predicted.days(tokens)
-        days = [f"{duration:,.0f}" if duration >= 100 else f"{duration:.3g}", f"{predicted.gpu_hours(tokens):,.0f}"]
+        days = [significant(value, DIGITS) for value in (predicted.days(tokens), predicted.gpu_hours(tokens))]
+    durations_s = (predicted.iteration_s, predicted.compute_s, predicted.network_s, predicted.update_s)
     return (
         *_sizes(predicted.layout),
         "yes",
-        *map(seconds, (predicted.iteration_s, predicted.compute_s, predicted.network_s, predicted.update_s)),
-        f"{predicted.tokens_per_s:,.0f}",
+        *(seconds(duration_s, DIGITS) for duration_s in durations_s),
+        significant(predicted.tokens_per_s, DIGITS),
         "-" if predicted.mfu is None else percent(predicted.mfu),
         *days,
         f"{predicted.found.memory.host_bytes / GB:,.0f}",

@@ -20,7 +20,7 @@ from perf_model.training_run.forecast import Forecast, forecast
 from perf_model.training_run.generic_model import generic_model
 from perf_model.training_run.hf_config import read_hf_config
 from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE, Job
-from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS
+from perf_model.training_run.micro_batch import NO_OVERHEADS, PUBLISHED_OVERHEADS, Overheads
 from perf_model.training_run.model import ModelError, ModelShape, require_integer
 from perf_model.training_run.predictor import MemoryLimits, Overlap
 from perf_model.training_run.remedies import find_remedy, limits_to_lift
@@ -50,10 +50,15 @@ class Inputs:
     profile_path: Path | None
     given: frozenset[str]
 
+    @property
+    def overheads(self) -> Overheads:
+        """Return the fixed seconds of the host: those of the published runs if a GPU trains, for the lack of others."""
+        return PUBLISHED_OVERHEADS if self.profile.has_accelerator else NO_OVERHEADS
+
     def forecast(self) -> Forecast:
         """Return the forecast of the best plan. Raise ``DoesNotFit``, with a remedy that fits, if no plan does."""
         try:
-            return forecast(self.job, self.profile, self.limits, self.overlap, self.unit_sizes, PUBLISHED_OVERHEADS)
+            return forecast(self.job, self.profile, self.limits, self.overlap, self.unit_sizes, self.overheads)
         except DoesNotFit as error:
             remedy = find_remedy(self.job, self.profile, self.limits)
             raise DoesNotFit(error.missing, f"{limits_to_lift(error.missing)}\n{remedy}") from None

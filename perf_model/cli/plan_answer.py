@@ -6,6 +6,7 @@ from perf_model.cli.inputs import Inputs
 from perf_model.published.past_errors import LARGER_MODELS
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast
+from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.predictor import Infeasible
 from perf_model.units import percent, seconds, significant, size
 
@@ -25,6 +26,14 @@ def past_errors() -> str:
         f"Predicted iterations of {runs} published runs were off by {percent(median)} in the median and by at most "
         f"{percent(p90)} in nine of ten, with rates fitted to smaller models on the same machine (validate "
         "--across-models). No GPU of our own has been measured; at its end, training logs predicted and measured times."
+    )
+
+
+def fixed_seconds(overheads: Overheads) -> str:
+    """Return the fixed seconds of an iteration and of a layer, which no profile measures, and their origin."""
+    return (
+        f"{seconds(overheads.iteration_s, DIGITS)} are in no phase, and the launches of a layer take at least "
+        f"{seconds(overheads.layer_s, DIGITS)} per forward, both as in published runs on 4xH100 and not measured here"
     )
 
 

@@ -16,7 +16,6 @@ from perf_model.schedule.order import forward_order
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast
 from perf_model.training_run.job import Job
-from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS
 from perf_model.training_run.predictor import Infeasible, Outcome
 from perf_model.units import GB
 
@@ -102,7 +101,7 @@ def inputs_to_json_dict(inputs: Inputs) -> dict[str, Any]:
         "machine_path": None if inputs.profile_path is None else str(inputs.profile_path),
         "limits": asdict(inputs.limits),
         "overlap": asdict(inputs.overlap),
-        "overheads": asdict(PUBLISHED_OVERHEADS),
+        "overheads": asdict(inputs.overheads),
         "unit_sizes": list(inputs.unit_sizes),
         "given": sorted(inputs.given),
     }

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from perf_model.cli.inputs import Inputs
-from perf_model.cli.plan_answer import DIGITS, answer, machine_name, past_errors
+from perf_model.cli.plan_answer import DIGITS, answer, fixed_seconds, machine_name, past_errors
 from perf_model.cli.plan_json import deepspeed_config
 from perf_model.cli.unit_runs import UnitRun, unit_runs
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast
+from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.predictor import Infeasible, PredictedIteration
 from perf_model.units import billions, percent, seconds, significant, size
 
@@ -55,7 +56,7 @@ def print_screen(found: Forecast, inputs: Inputs) -> None:
     for name, outcome in found.baselines.items():
         if isinstance(outcome, Infeasible):
             show(f"{TITLES[name]}: {outcome.reason}")
-    show(_legend(found))
+    show(_legend(inputs.overheads))
     show(f"\n{_bounds(found)}")
     show(f"memory: {_memory(found, inputs)}\n")
     show(_placements(found))
@@ -121,10 +122,9 @@ def _figures(outcome: PredictedIteration, speed_up: float | None) -> list[str]:
     ]
 
 
-def _legend(found: Forecast) -> str:
+def _legend(overheads: Overheads) -> str:
     """Explain the columns, and which stock is compared."""
-    fixed_s = found.predicted.fixed_s
-    fixed = f"; each iteration also has {seconds(fixed_s, DIGITS)} in no phase" if fixed_s > 0 else ""
+    fixed = f"; of each iteration, {fixed_seconds(overheads)}" if overheads.iteration_s > 0 else ""
     return (
         "exposed, hidden: update time by which the iteration grows, and that backward and forward hide"
         f"{fixed}; speed-up: of an iteration, over the stock offload of DeepSpeed today, with asynchronous copies of "

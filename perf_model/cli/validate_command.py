@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
+from perf_model.published.baselines import LINE_STRIDES
+from perf_model.published.errors import QUANTITIES, ErrorSummary
+from perf_model.published.measurement_spread import MeasurementSpread
 from perf_model.published.runs import read_runs
 from perf_model.published.update_rates import ASSUMED_MACHINE, link_bytes_per_s, preset_of
-from perf_model.published.validate import LINE_STRIDES, ErrorSummary, Prediction, RunGroup, Validation, validate
+from perf_model.published.validate import Prediction, RunGroup, Validation, validate
 from perf_model.units import GB, billions, gigabytes_per_second, seconds
 
 RATES = {
@@ -19,6 +22,7 @@ RATES = {
     "gpu_adam_params_per_s": "GPU Adam",
     "matmul_flops_per_s": "matrix products",
     "layer_s": "launches per layer",
+    "interleaved_layer_s": "launches per layer after an interleaved update",
     "inter_node_bytes_per_s": "network per rank",
     "blocking_gradient_bytes_per_s": "blocking gradients",
     "gradient_bytes_per_s": "gradients",
@@ -27,11 +31,11 @@ RATES = {
 }
 """The titles of the rates on the screen."""
 
-WIDTH = 120
+WIDTH = 136
 """The columns of the tables, also on a narrower terminal."""
 
-QUANTITIES = ("forward", "backward", "update", "iteration")
-BASELINES = {"line_s": "a line in 1/stride", "per_parameter_s": "seconds per parameter at the same stride"}
+BASELINES = {"line_s": "a line in 1/stride", "per_parameter_s": "seconds per parameter"}
+"""The titles of the baselines on the screen."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -65,7 +69,7 @@ def _print(found: Validation) -> None:
     for group in found.groups:
         console.print(_heading(group), highlight=False, markup=False, soft_wrap=True)
         rows = (_cells(found.predictions[position]) for position in group.positions)
-        show((*headers, "line", "per param.", "forward", "backward", "iteration"), rows, 2)
+        show((*headers, "line", "per param.", "forward", "backward", "iteration", "line", "per param."), rows, 2)
     if found.not_fitted:
         show(("not fitted: machine", "model", "nodes", "runs", *QUANTITIES), _by_machine(found), 2)
     for line in (found.rule, *_summary(found)):
@@ -108,19 +112,22 @@ def _rate(value: float, name: str) -> str:
 
 def _cells(prediction: Prediction) -> list[str]:
     setting, errors = prediction.run.setting, prediction.errors()
-    measured_s = prediction.run.measured_s
-    baselines = (prediction.line_s, prediction.per_parameter_s)
+    baselines = [prediction.baseline_errors(name) for name in BASELINES]
+
+    def percents(found: Mapping[str, float], *names: str, digits: int = 1) -> list[str]:
+        return [f"{found[name]:+.{digits}%}" if name in found else "" for name in names]
+
     return [
         prediction.run.model_name,
         "fitted" if prediction.fitted else "",
         f"{setting.cpu_ratio:.0%}",
         f"{setting.sub_group_size / 1e6:,.0f} M",
         "-" if setting.update_stride is None else str(setting.update_stride),
-        f"{measured_s:#.3g}",
+        f"{prediction.run.measured_s:#.3g}",
         f"{prediction.predicted_s:#.3g}",
-        f"{prediction.error:+.1%}",
-        *("" if found_s is None else f"{found_s / measured_s - 1:+.1%}" for found_s in baselines),
-        *(f"{errors[name]:+.0%}" if name in errors else "" for name in ("forward", "backward", "iteration")),
+        *(cell for found in (errors, *baselines) for cell in percents(found, "update")),
+        *percents(errors, "forward", "backward", digits=0),
+        *(cell for found in (errors, *baselines) for cell in percents(found, "iteration")),
     ]
 
 
@@ -140,17 +147,31 @@ def _summary(found: Validation) -> list[str]:
     if found.errors is None:
         return ["Nothing was predicted: every setting was fitted, so there is no error to report."]
     lines = ["Absolute relative errors of the runs whose setting was not fitted:"]
-    lines += [_errors(f"  {name}", summary) for name in QUANTITIES if (summary := found.errors_of(name)) is not None]
-    for key, title in BASELINES.items():
-        compared = found.compared_with(key)
-        if compared is not None:
-            ours, theirs = compared
-            lines += [_errors(f"  update where a baseline applies, {title}", theirs), _errors("    ours there", ours)]
-        elif key == "line_s":
-            lines.append(
-                f"  The baseline {title} needs a sweep of one model with {LINE_STRIDES} strides; there is none."
-            )
-    return lines
+    for name in QUANTITIES:
+        summary = found.errors_of(name)
+        if summary is None:
+            continue
+        lines.append(_errors(f"  {name}", summary))
+        for key, title in BASELINES.items():
+            compared = found.compared_with(key, name)
+            if compared is not None:
+                ours, theirs = compared
+                lines.append(_errors(f"    where a baseline applies, {title}", theirs))
+                lines.append(_errors("      the model there", ours))
+    if found.compared_with("line_s") is None:
+        lines.append(f"  {BASELINES['line_s'].capitalize()} needs a sweep of one model with {LINE_STRIDES} strides.")
+    return lines + list(_spread(found.spread))
+
+
+def _spread(spread: MeasurementSpread) -> Iterator[str]:
+    """Yield lines on the spread of the measured updates, which limits every model."""
+    if spread.repeated is not None or spread.around_line is not None:
+        yield "Spread of the measured updates, which no model predicts:"
+    if spread.repeated is not None:
+        yield _errors("  interleaved runs around the median of their setting, measured again", spread.repeated)
+    if spread.around_line is not None:
+        title = "  predicted strides around a line in 1/stride that is fitted to them, too"
+        yield _errors(title, spread.around_line)
 
 
 def _errors(title: str, errors: ErrorSummary) -> str:

@@ -163,7 +163,7 @@ _H100 = MachinePreset(
     matmul_flops=480e12,
     link_bytes_per_s=_PCIE_5,
     joint=1.7,
-    pageable_bytes_per_s=8.7e9,
+    pageable_bytes_per_s=7.9e9,
     cores=96,
     core_params_per_s=0.2e9,
     host_bytes_per_s=476e9,
@@ -244,8 +244,9 @@ MACHINES: dict[str, MachinePreset] = {
             host_bytes_per_s=117e9,
             network_bytes_per_s=1.7e9,
             source=f"{_SPECIFIED}; 4 GPUs per node; host memory, pageable copies, matrix products and network fitted "
-            "to the published runs on A100-40GB-nodes with 1 to 16 ranks; NVLink 3 as in a DGX A100; cores, the size "
-            "of host memory and the rate of both directions together are assumed",
+            "to the iterations, and not to single phases, of the published stock runs on A100-40GB-nodes with 1 to 16 "
+            "ranks; NVLink 3 as in a DGX A100; cores, the size of host memory and the rate of both directions together "
+            "are assumed",
         ),
         _H100,
         replace(

@@ -14,8 +14,9 @@ _PAPER_VOCAB = 51_200
 def _paper_model(name: str, layers: int, hidden: int, heads: int, numel: float) -> ModelShape:
     """Return a model of the paper, with the layers, hidden size and heads that the logs of its artifact print.
 
-    It has as many parameters as the logs print (``published_runs.csv``). Both agree only if the feed-forward width is
-    not GPT's four times the hidden size; the width of the runs is not published.
+    It has as many parameters as the logs print (``published_runs.csv``), with the feed-forward width that this takes.
+    The runs trained Llama-like models, whose feed-forward is gated; ``published/placements.py`` cuts their sub-groups.
+    GPT's differ from them in the cuts and by a few percent in activations, and plans for these names stay comparable.
     """
     shape = gpt(name, layers=layers, hidden=hidden, heads=heads, vocab=_PAPER_VOCAB, positions=0)
     missing = (numel - shape.numel) / layers

@@ -7,7 +7,7 @@ import io
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,11 +20,11 @@ class RunsError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSetting:
-    """The inputs of a prediction: two runs on one machine with equal settings should take equally long.
+    """The inputs of the prediction of an update, whose time should be equal in two runs on one machine that share them.
 
     ``real_params`` are those of the whole model, divided among ``ranks`` ranks, and ``sub_group_size`` is in parameters
     of one rank. ``cpu_ratio`` is the share of the sub-groups that is offloaded. ``update_stride`` is None if updates
-    are not interleaved.
+    are not interleaved. ``layers`` and ``heads`` are None if the file lacks them.
     """
 
     real_params: int
@@ -33,6 +33,8 @@ class RunSetting:
     cpu_ratio: float
     sub_group_size: int
     update_stride: int | None
+    layers: int | None = None
+    heads: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,18 @@ class TrainedBatch:
     micro_batch: int
     accumulation: int
     blocking: bool
+
+
+class TrainedSetting(NamedTuple):
+    """The setting of the update and the batch of a run; the batch is None if the file lacks a column of it."""
+
+    update: RunSetting
+    micro_batch: int | None
+    accumulation: int | None
+
+    def without_stride(self) -> TrainedSetting:
+        """Return the setting without its stride, which is equal in all runs of one line in 1/stride."""
+        return self._replace(update=replace(self.update, update_stride=None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +81,14 @@ class MeasuredRun:
     backward_s: float | None = None
     iteration_s: float | None = None
     batch: TrainedBatch | None = None
+
+    @property
+    def trained(self) -> TrainedSetting:
+        """Return what the run trains. All of its runs are fitted, or none of them."""
+        batch = self.batch
+        return TrainedSetting(
+            self.setting, *((None, None) if batch is None else (batch.micro_batch, batch.accumulation))
+        )
 
     @property
     def gpus_per_node(self) -> int:
@@ -256,6 +278,9 @@ def _setting(where: str, numbers: Mapping[str, float]) -> RunSetting:
         cpu_ratio=numbers["cpu_ratio"],
         sub_group_size=int(numbers["sub_group_size"]),
         update_stride=stride if numbers["interleaved"] else None,
+        # 0 layers and 0 heads are not known.
+        layers=int(numbers.get("layers", 0)) or None,
+        heads=int(numbers.get("heads", 0)) or None,
     )
 
 

@@ -1,12 +1,10 @@
 """Predict the updates of published runs from the rates of a machine, and fit these rates.
 
 The artifact's update is limited by host memory. While the CPU updates sub-groups, the one in the buffer is flushed, and
-then the next one is prefetched. All three share the bandwidth of host memory, and the CPU alone nearly exhausts it. So
+then the next one is prefetched. All three share the bandwidth of host memory, and the CPU alone exhausts it. So
 whatever a transfer takes of it delays the CPU: the seconds of both add up, no matter which runs when, and the update is
-a straight line in the share of the streamed parameters. There are two further limits. The CPU alone does not use quite
-all of the bandwidth, because its three passes wait for data in between; transfers that fit into the rest delay nothing,
-so the line is bent where few parameters are streamed. And flush and prefetch run one after the other on the link, which
-is reached only where that takes longer than all the traffic of host memory.
+a straight line in the share of the streamed parameters. Flush and prefetch run one after the other on the link, which
+is the limit only where that takes longer than all the traffic of host memory.
 
 A simulation of the artifact's actions, with its waits, was tried before. It makes the CPU and the transfers idle in
 turns, bends the line, and predicts runs that were not fitted less well.
@@ -21,7 +19,7 @@ from functools import cache
 import numpy as np
 
 from perf_model.prediction.cost import stock_traffic_by_action
-from perf_model.presets.machines import GPU_ADAM_BYTES_PER_PARAM, MACHINES, REACHED_SHARE, MachinePreset
+from perf_model.presets.machines import MACHINES, REACHED_SHARE, MachinePreset
 from perf_model.published.least_squares import FittedRates, Prior, Vector, fit_rates
 from perf_model.published.placements import updated_parameters
 from perf_model.published.runs import MeasuredRun, RunSetting
@@ -39,10 +37,10 @@ the gradient in place (4 read, 4 written), and p, m and v are copied down."""
 STREAMED_LINK_BYTES = 16 + 12
 """Bytes per streamed parameter that cross the link: up and down, one after the other."""
 
-CPU_SHARE = 0.97
-"""The share of the bandwidth of host memory that the CPU's update reaches alone. It was chosen from 0.7 to 1 by the
-errors of both validations of the published runs: with less, the median of predicted strides is larger, and with 1, both
-90th percentiles are."""
+GPU_ADAM_BYTES = 80 + 8 + 6
+"""Bytes of GPU memory per parameter that stays on the GPU. DeepSpeed updates it by ``torch.optim.AdamW``
+(``stage3.py``, ``backup_optimizer``), whose eight kernels for lists of tensors read and write 80. Besides, it scales
+the gradient in place and writes the 16-bit parameter."""
 
 STOCK_NOISE, INTERLEAVED_NOISE = 0.02, 0.07
 """Standard deviations of log(measured time), as repeated settings in the published logs show."""
@@ -90,8 +88,8 @@ def link_bytes_per_s(machine: str) -> float:
 
 def priors_of(machine: str) -> dict[str, Prior]:
     """Return the priors of the rates of ``machine``."""
-    gpu = REACHED_SHARE * machine_of(machine).gpu_memory_bytes_per_s / GPU_ADAM_BYTES_PER_PARAM
-    return {**_SHARED_PRIORS, "gpu_adam_params_per_s": Prior(gpu, 0.7)}
+    gpu = REACHED_SHARE * machine_of(machine).gpu_memory_bytes_per_s / GPU_ADAM_BYTES
+    return {**_SHARED_PRIORS, "gpu_adam_params_per_s": Prior(gpu, 0.5)}
 
 
 def update_s(setting: RunSetting, rates: Mapping[str, float], link: float) -> float:
@@ -100,11 +98,8 @@ def update_s(setting: RunSetting, rates: Mapping[str, float], link: float) -> fl
     Without interleaving, DeepSpeed publishes each sub-group from pageable memory and waits for it.
     """
     numel = updated_parameters(setting)
-    cpu_bytes, bandwidth = CPU_BYTES * numel.on_cpu, rates["dram_bytes_per_s"]
-    all_bytes = cpu_bytes + rates["streamed_bytes_per_param"] * numel.streamed
-    host_s = max(
-        all_bytes / bandwidth, cpu_bytes / (CPU_SHARE * bandwidth), STREAMED_LINK_BYTES * numel.streamed / link
-    )
+    host_bytes = CPU_BYTES * numel.on_cpu + rates["streamed_bytes_per_param"] * numel.streamed
+    host_s = max(host_bytes / rates["dram_bytes_per_s"], STREAMED_LINK_BYTES * numel.streamed / link)
     waits = setting.update_stride is None
     published_s = PARAM_BYTES * numel.on_cpu / rates["pageable_bytes_per_s"] if waits else 0.0
     return host_s + published_s + numel.resident / rates["gpu_adam_params_per_s"]

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-import numpy as np
-
+from perf_model.published.baselines import on_line, per_parameter, strides_of
+from perf_model.published.errors import QUANTITIES, ErrorSummary, measured_s_of
 from perf_model.published.least_squares import FittedRates
+from perf_model.published.measurement_spread import MeasurementSpread
 from perf_model.published.phase_rates import PhaseSeconds, fit_phases, phases_of
-from perf_model.published.placements import updated_parameters
 from perf_model.published.runs import MeasuredRun
 from perf_model.published.update_rates import fit_updates, link_bytes_per_s, machine_of, preset_of, update_s
 
-LINE_STRIDES = 3
-"""The least number of strides for the line: it goes through two strides, and is compared at those in between."""
+PHASES = ("forward", "backward", "iteration")
+"""The quantities that JSON has besides the update, whose names have no prefix."""
 
 STRIDES_RULE = (
     "In each sweep, the settings that are not interleaved and those of the least and the greatest stride are fitted, "
-    "and the settings in between are predicted."
+    "and the settings in between are predicted. A setting includes micro-batch and accumulation."
 )
 MODELS_RULE = "Of each machine, the smaller half of the models, rounded up, is fitted, and the larger ones predicted."
 
@@ -30,15 +29,15 @@ class Prediction:
     """The prediction of one run.
 
     ``fitted``: its setting was among those that the rates were fitted on. ``line_s`` and ``per_parameter_s`` are the
-    updates that the two baselines predict, None where one does not apply or the run was fitted. ``phases`` is None if
-    the file lacks the batch of the run, or the seconds of the phases of all fitted runs.
+    times that the two baselines predict of each quantity; one is missing where a baseline does not apply or the run was
+    fitted. ``phases`` is None if the file lacks the batch of the run, or the seconds of the phases of all fitted runs.
     """
 
     run: MeasuredRun
     predicted_s: float
     fitted: bool
-    line_s: float | None
-    per_parameter_s: float | None
+    line_s: Mapping[str, float]
+    per_parameter_s: Mapping[str, float]
     phases: PhaseSeconds | None
 
     @property
@@ -53,21 +52,30 @@ class Prediction:
             return None
         return self.phases.forward_s + self.phases.backward_s + self.predicted_s + self.phases.rest_s
 
+    def seconds(self) -> dict[str, float | None]:
+        """Return the predicted seconds of each quantity."""
+        return {
+            "forward": None if self.phases is None else self.phases.forward_s,
+            "backward": None if self.phases is None else self.phases.backward_s,
+            "update": self.predicted_s,
+            "iteration": self.iteration_s,
+        }
+
     def errors(self) -> dict[str, float]:
-        """Return the relative errors of forward, backward, update and iteration, as far as they were measured."""
-        errors = {"update": self.error}
-        if self.phases is not None:
-            pairs = {
-                "forward": (self.phases.forward_s, self.run.forward_s),
-                "backward": (self.phases.backward_s, self.run.backward_s),
-                "iteration": (self.iteration_s, self.run.iteration_s),
-            }
-            errors |= {
-                name: predicted_s / measured_s - 1
-                for name, (predicted_s, measured_s) in pairs.items()
-                if predicted_s is not None and measured_s is not None
-            }
-        return errors
+        """Return the relative errors of the predicted quantities, as far as they were measured."""
+        return self._errors_of(self.seconds())
+
+    def baseline_errors(self, baseline: str) -> dict[str, float]:
+        """Return the relative errors of ``line_s`` or ``per_parameter_s``, where the baseline applies."""
+        return self._errors_of(getattr(self, baseline))
+
+    def _errors_of(self, seconds: Mapping[str, float | None]) -> dict[str, float]:
+        pairs = ((name, found_s, measured_s_of(self.run, name)) for name, found_s in seconds.items())
+        return {
+            name: found_s / measured_s - 1
+            for name, found_s, measured_s in pairs
+            if found_s is not None and measured_s is not None
+        }
 
     def to_json_dict(self) -> dict[str, object]:
         """Return the prediction as it is written to JSON."""
@@ -81,14 +89,17 @@ class Prediction:
             "measured_s": self.run.measured_s,
             "predicted_s": self.predicted_s,
             "fitted": self.fitted,
-            "line_s": self.line_s,
-            "per_parameter_s": self.per_parameter_s,
-            "forward_measured_s": self.run.forward_s,
-            "forward_predicted_s": None if self.phases is None else self.phases.forward_s,
-            "backward_measured_s": self.run.backward_s,
-            "backward_predicted_s": None if self.phases is None else self.phases.backward_s,
-            "iteration_measured_s": self.run.iteration_s,
-            "iteration_predicted_s": self.iteration_s,
+            "line_s": self.line_s.get("update"),
+            "per_parameter_s": self.per_parameter_s.get("update"),
+            **{key: found_s for name in PHASES for key, found_s in self._phase_to_json(name).items()},
+        }
+
+    def _phase_to_json(self, name: str) -> dict[str, float | None]:
+        return {
+            f"{name}_measured_s": measured_s_of(self.run, name),
+            f"{name}_predicted_s": self.seconds()[name],
+            f"{name}_line_s": self.line_s.get(name),
+            f"{name}_per_parameter_s": self.per_parameter_s.get(name),
         }
 
 
@@ -125,29 +136,17 @@ class RunGroup:
         }
 
 
-class ErrorSummary(NamedTuple):
-    """The number of runs, and the median and 90th percentile of their absolute relative errors."""
-
-    runs: int
-    median: float
-    p90: float
-
-    @classmethod
-    def from_errors(cls, errors: Iterable[float]) -> ErrorSummary | None:
-        """Return the summary of relative errors, or None if there are none."""
-        absolute = np.abs(list(errors))
-        if not len(absolute):
-            return None
-        return cls(len(absolute), float(np.median(absolute)), float(np.percentile(absolute, 90)))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """The groups, and the predictions of all runs, also of the fitted ones, in the order of the file."""
+    """The groups, and the predictions of all runs, also of the fitted ones, in the order of the file.
+
+    ``spread`` is the spread of the measurements themselves.
+    """
 
     rule: str
     groups: tuple[RunGroup, ...]
     predictions: tuple[Prediction, ...]
+    spread: MeasurementSpread
 
     @property
     def not_fitted(self) -> tuple[Prediction, ...]:
@@ -164,12 +163,12 @@ class Validation:
         """Return the errors of the updates that were not fitted, or None if all were fitted."""
         return self.errors_of("update")
 
-    def compared_with(self, baseline: str) -> tuple[ErrorSummary, ErrorSummary] | None:
-        """Return the errors of the model and of ``line_s`` or ``per_parameter_s``, where the baseline applies."""
-        seconds = [(prediction, getattr(prediction, baseline)) for prediction in self.predictions]
-        both = [(prediction, found_s) for prediction, found_s in seconds if found_s is not None]
-        ours = ErrorSummary.from_errors(prediction.error for prediction, _ in both)
-        theirs = ErrorSummary.from_errors(found_s / prediction.run.measured_s - 1 for prediction, found_s in both)
+    def compared_with(self, baseline: str, quantity: str = "update") -> tuple[ErrorSummary, ErrorSummary] | None:
+        """Return the errors of the model and of ``line_s`` or ``per_parameter_s``, where both apply."""
+        pairs = [(found.errors(), found.baseline_errors(baseline)) for found in self.not_fitted]
+        both = [(ours[quantity], theirs[quantity]) for ours, theirs in pairs if quantity in ours and quantity in theirs]
+        ours = ErrorSummary.from_errors(error for error, _ in both)
+        theirs = ErrorSummary.from_errors(error for _, error in both)
         return None if ours is None or theirs is None else (ours, theirs)
 
     def to_json_dict(self) -> dict[str, object]:
@@ -183,6 +182,7 @@ class Validation:
             "p90_abs_rel_error": None if errors is None else errors.p90,
             "iteration_median_abs_rel_error": None if iterations is None else iterations.median,
             "iteration_p90_abs_rel_error": None if iterations is None else iterations.p90,
+            "spread": self.spread.to_json_dict(),
         }
 
 
@@ -191,7 +191,8 @@ def validate(runs: Sequence[MeasuredRun], across_models: bool) -> Validation:
 
     A group is the runs of one sweep with one tp and dp, or, with ``across_models``, those of one machine over all
     sweeps. ``STRIDES_RULE`` and ``MODELS_RULE`` say which of its settings are fitted. All runs of a fitted setting are
-    fitted: two runs with equal settings should take equally long.
+    fitted: two runs with equal settings should take equally long. Runs whose last gradients block differ only in
+    backward, and count as one setting.
     """
     members: dict[tuple[str, str, int, int], list[int]] = defaultdict(list)
     for position, run in enumerate(runs):
@@ -199,13 +200,13 @@ def validate(runs: Sequence[MeasuredRun], across_models: bool) -> Validation:
     groups = []
     predictions: dict[int, Prediction] = {}
     fitted_runs: dict[int, MeasuredRun] = {}
-    for (machine, sweep, tp, dp), positions in members.items():
-        group = {position: runs[position] for position in positions}
+    sweeps = [{position: runs[position] for position in positions} for positions in members.values()]
+    for (machine, sweep, tp, dp), group in zip(members, sweeps, strict=True):
         fitted = _smaller_models(group) if across_models else _outermost_strides(group)
-        settings = {group[position].setting for position in fitted}
-        known = {position: run for position, run in group.items() if run.setting in settings}
+        settings = {group[position].trained for position in fitted}
+        known = {position: run for position, run in group.items() if run.trained in settings}
         updates, phases = fit_updates(list(known.values())), fit_phases(list(known.values()))
-        line = {} if across_models else _line(group, known)
+        lines = {} if across_models else {name: on_line(name, group, known) for name in QUANTITIES}
         fitted_runs |= known
         link = link_bytes_per_s(machine)
         for position, run in group.items():
@@ -214,8 +215,8 @@ def validate(runs: Sequence[MeasuredRun], across_models: bool) -> Validation:
                 run=run,
                 predicted_s=update_s(run.setting, updates.values, link),
                 fitted=position in known,
-                line_s=line.get(position),
-                per_parameter_s=None,
+                line_s={} if position in known else _at(position, lines),
+                per_parameter_s={},
                 phases=None if phases is None or batch is None else phases_of(run, batch, phases.values),
             )
         groups.append(
@@ -227,17 +228,23 @@ def validate(runs: Sequence[MeasuredRun], across_models: bool) -> Validation:
                 updates=updates,
                 phases=phases,
                 settings=len(settings),
-                positions=tuple(positions),
+                positions=tuple(group),
             )
         )
-    per_parameter = _per_parameter(runs, fitted_runs)
+    rates = {name: per_parameter(name, runs, fitted_runs) for name in QUANTITIES}
     return Validation(
         rule=MODELS_RULE if across_models else STRIDES_RULE,
         groups=tuple(groups),
         predictions=tuple(
-            replace(predictions[position], per_parameter_s=per_parameter.get(position)) for position in range(len(runs))
+            replace(predictions[position], per_parameter_s=_at(position, rates)) for position in range(len(runs))
         ),
+        spread=MeasurementSpread.from_runs(runs, sweeps, set(range(len(runs))) - set(fitted_runs)),
     )
+
+
+def _at(position: int, seconds: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
+    """Return the seconds of each quantity at one position, as far as there are any."""
+    return {name: found[position] for name, found in seconds.items() if position in found}
 
 
 def _outermost_strides(runs: Mapping[int, MeasuredRun]) -> set[int]:
@@ -245,7 +252,7 @@ def _outermost_strides(runs: Mapping[int, MeasuredRun]) -> set[int]:
 
     Of several runs, the first one of the least stride and the last one of the greatest stride is fitted.
     """
-    strides = _strides(runs)
+    strides = strides_of(runs)
     fitted = set(runs) - set(strides)
     if strides:
         fitted |= {
@@ -264,47 +271,3 @@ def _smaller_models(runs: Mapping[int, MeasuredRun]) -> set[int]:
 
 def _model(run: MeasuredRun) -> tuple[int, str]:
     return run.setting.real_params, run.model_name
-
-
-def _strides(runs: Mapping[int, MeasuredRun]) -> dict[int, int]:
-    """Return the strides of the interleaved runs, by position."""
-    pairs = ((position, run.setting.update_stride) for position, run in runs.items())
-    return {position: stride for position, stride in pairs if stride is not None}
-
-
-def _line(runs: Mapping[int, MeasuredRun], known: Mapping[int, MeasuredRun]) -> dict[int, float]:
-    """Return the seconds of each run that is not fitted, on the line in 1/stride through the two fitted strides."""
-    strides = _strides(runs)
-    settings = {replace(runs[position].setting, update_stride=None) for position in strides}
-    if len(set(strides.values())) < LINE_STRIDES or len(settings) > 1:
-        return {}
-    fitted = sorted(set(strides) & set(known))
-    slope, constant = np.polyfit(
-        [1 / strides[position] for position in fitted], [runs[position].measured_s for position in fitted], deg=1
-    )
-    return {position: float(constant + slope / stride) for position, stride in strides.items() if position not in known}
-
-
-def _per_parameter(runs: Sequence[MeasuredRun], fitted: Mapping[int, MeasuredRun]) -> dict[int, float]:
-    """Return the seconds of each run that is not fitted, by the seconds per offloaded parameter of fitted runs.
-
-    Only fitted runs of the same machine, ranks and stride count, also those of other sweeps and models.
-    """
-    rates: dict[tuple[str, int, int, int | None], list[float]] = defaultdict(list)
-    for run in fitted.values():
-        if (offloaded := _offloaded(run)) > 0:
-            rates[_alike(run)].append(run.measured_s / offloaded)
-    return {
-        position: float(np.mean(rates[_alike(run)])) * _offloaded(run)
-        for position, run in enumerate(runs)
-        if position not in fitted and _alike(run) in rates and _offloaded(run) > 0
-    }
-
-
-def _alike(run: MeasuredRun) -> tuple[str, int, int, int | None]:
-    return run.machine, run.tp, run.dp, run.setting.update_stride
-
-
-def _offloaded(run: MeasuredRun) -> int:
-    numel = updated_parameters(run.setting)
-    return numel.on_cpu + numel.streamed

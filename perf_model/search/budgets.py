@@ -44,8 +44,12 @@ class DoesNotFit(ValueError):
 
     def __init__(self, missing: dict[str, int], remedy: str = "Use more ranks.") -> None:
         self.missing = missing
-        excesses = " and ".join(
-            f"{name.removesuffix('_bytes')} memory by {gigabytes(excess)} per rank" for name, excess in missing.items()
-        )
-        self.rule = f"Nothing fits: the nearest plan exceeds {excesses}."
+        self.rule = f"Nothing fits: the nearest plan exceeds {excess_of(missing)}."
         super().__init__(f"{self.rule}\n{remedy}")
+
+
+def excess_of(missing: dict[str, int]) -> str:
+    """Return by how much the memory of each rank exceeds the budgets ``missing``."""
+    return " and ".join(
+        f"{name.removesuffix('_bytes')} memory by {gigabytes(excess)} per rank" for name, excess in missing.items()
+    )

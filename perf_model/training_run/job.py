@@ -186,18 +186,19 @@ class Job:
     @cached_property
     def work(self) -> MicroBatch:
         """Return the work of one rank for one micro-batch."""
-        model_bytes = PARAM_BYTES * self.shard_numel
-        return MicroBatch(
+        forward_flops = self.shape.forward_flops(self.micro_batch, self.sequence)
+        return MicroBatch.from_model(
             layers=self.shape.layers,
-            elements=self.micro_batch * self.sequence * self.shape.hidden,
-            forward_flops=self._forward_flops,
-            backward_flops=self._iteration_flops(self.recompute) - self._forward_flops,
+            hidden=self.shape.hidden,
+            tokens=self.micro_batch * self.sequence,
+            forward_flops=forward_flops,
+            backward_flops=self.tensor_parallel * self._iteration_flops(self.recompute) - forward_flops,
+            shard_bytes=PARAM_BYTES * self.shard_numel,
             ranks=self.data_parallel,
             tensor_parallel=self.tensor_parallel,
-            backward_all_reduces=4 if self.recompute else 2,
-            gathered_bytes=model_bytes,
-            reduced_bytes=self.trainable_share * model_bytes,
-            uploaded_bytes=model_bytes / self.data_parallel if self.offload_param else 0.0,
+            recompute=self.recompute,
+            reduced_share=self.trainable_share,
+            is_uploaded=self.offload_param,
         )
 
     @property

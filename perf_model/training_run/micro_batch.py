@@ -119,6 +119,41 @@ class MicroBatch:
     tensor_parallel: int = 1
     backward_all_reduces: int = 4
 
+    @classmethod
+    def from_model(
+        cls,
+        *,
+        layers: int,
+        hidden: int,
+        tokens: int,
+        forward_flops: float,
+        backward_flops: float,
+        shard_bytes: float,
+        ranks: int,
+        tensor_parallel: int = 1,
+        recompute: bool = True,
+        reduced_share: float = 1.0,
+        is_uploaded: bool = False,
+    ) -> MicroBatch:
+        """Return the work of one rank that trains ``tokens`` tokens of a model with ``layers`` layers.
+
+        The operations are those of the whole model, which tensor-parallel ranks divide. ``shard_bytes`` is the size of
+        the parameters that the ``ranks`` data-parallel ranks partition, ``reduced_share`` the share of them that has
+        gradients, and ``is_uploaded`` says whether each gather uploads them from host memory.
+        """
+        return cls(
+            layers=layers,
+            elements=tokens * hidden,
+            forward_flops=forward_flops / tensor_parallel,
+            backward_flops=backward_flops / tensor_parallel,
+            ranks=ranks,
+            gathered_bytes=shard_bytes,
+            reduced_bytes=reduced_share * shard_bytes,
+            uploaded_bytes=shard_bytes / ranks if is_uploaded else 0.0,
+            tensor_parallel=tensor_parallel,
+            backward_all_reduces=FORWARD_ALL_REDUCES * (2 if recompute else 1),
+        )
+
     def forward_s(self, rates: PhaseRates) -> float:
         """Return the seconds of forward: gathers, launches and arithmetic overlap, so the slowest of them counts."""
         return max(

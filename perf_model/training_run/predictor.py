@@ -17,7 +17,7 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import place_all, place_by_stride
 from perf_model.schedule.workload import Workload
-from perf_model.search.budgets import GPU_MARGIN_BYTES, Budgets, DoesNotFit
+from perf_model.search.budgets import GPU_MARGIN_BYTES, Budgets, DoesNotFit, excess_of
 from perf_model.search.plan_request import PlanRequest, without_accelerator
 from perf_model.search.planner import PlannedUpdate, require_memory
 from perf_model.search.starting_points import MAX_SLOTS
@@ -271,13 +271,13 @@ class Predictor:
             if not missing:
                 update = self._request_of_all_memory(()).evaluate(plan)
                 return self.iteration(update.update_s, update.exposed_s, GradientPath.for_plan(plan))
-        return Infeasible(reason=DoesNotFit(missing).rule)
+        return Infeasible(reason=f"does not fit: it exceeds {excess_of(missing)}")
 
     def _deepspeed(self, budgets: Budgets, workload: Workload, residents: int) -> Outcome:
         """Return the iteration of stock DeepSpeed, or Twin-Flow: the actions run one by one, and nothing is hidden."""
         plan = _plan_of_deepspeed(workload, residents)
         if missing := budgets.missing(MemoryUse.from_reservations(reserved_by_stock(plan, PARAM_BYTES))):
-            return Infeasible(reason=DoesNotFit(missing).rule)
+            return Infeasible(reason=f"does not fit: it exceeds {excess_of(missing)}")
         cost = CostModel.for_stock(self._profile, PARAM_BYTES, params_on_host=self._job.offload_param)
         update_s = simulate(serial_schedule(plan.placements), workload, cost).end_s
         return self.iteration(update_s, update_s, GradientPath.for_stock(plan))

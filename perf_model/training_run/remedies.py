@@ -31,9 +31,12 @@ def find_remedy(job: Job, profile: HardwareProfile, limits: MemoryLimits) -> str
         remedies.append(f"{ranks} ranks" if nodes == 1 else f"{ranks} ranks on {nodes} nodes")
     if not job.offload_param and Predictor(replace(job, offload_param=True), profile, limits).fits:
         remedies.append("--offload-param")
-    micro_batch = _largest_micro_batch_that_fits(job, profile, limits)
-    if micro_batch is not None:
-        remedies.append(f"--micro-batch {micro_batch}")
+    for option in ("micro_batch", "sequence"):
+        size = _largest_size_that_fits(option, job, profile, limits)
+        if size is not None:
+            remedies.append(f"--{option.replace('_', '-')} {size}")
+    if not job.recompute and Predictor(replace(job, recompute=True), profile, limits).fits:
+        remedies.append("recomputation: leave out --no-recompute")
     if remedies:
         return f"It fits with {', or with '.join(remedies)}."
     most = replace(job, world_size=max(_more_ranks(job), default=job.world_size))
@@ -48,10 +51,10 @@ def least_world_size_that_fits(job: Job, profile: HardwareProfile, limits: Memor
     return None
 
 
-def _largest_micro_batch_that_fits(job: Job, profile: HardwareProfile, limits: MemoryLimits) -> int | None:
-    """Return the first of a half, a quarter ... of the micro-batch of ``job`` with which a plan fits, or None."""
-    size = job.micro_batch // 2
-    while size and not Predictor(replace(job, micro_batch=size), profile, limits).fits:
+def _largest_size_that_fits(option: str, job: Job, profile: HardwareProfile, limits: MemoryLimits) -> int | None:
+    """Return the first of a half, a quarter ... of the micro-batch or sequence with which a plan fits, or None."""
+    size = getattr(job, option) // 2
+    while size and not Predictor(replace(job, **{option: size}), profile, limits).fits:
         size //= 2
     return size or None
 

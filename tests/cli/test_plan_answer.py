@@ -9,6 +9,7 @@ import pytest
 
 from perf_model.__main__ import main
 from perf_model.published.past_errors import LARGER_MODELS
+from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS
 from perf_model.units import significant
 from tests.cli.test_planning_commands import job, planned
 
@@ -57,3 +58,23 @@ def test_the_sentence_on_past_errors_has_the_figures_of_the_validation(capsys: p
         f"Predicted iterations of {LARGER_MODELS.runs} published runs were off by {LARGER_MODELS.median:.0%} in the "
         f"median and by at most {LARGER_MODELS.p90:.0%} in nine of ten"
     ) in sentences(capsys, job("h100", "Llama-3-8B", unit_size=10**9))
+
+
+def test_the_answer_states_that_stock_cannot_run_where_the_plan_can(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = job("h100-pcie5", "Llama-3-8B", **ONE_RANK, host_memory_gb=150)
+    found = planned(capsys, arguments)
+    assert found["baselines"]["stock"]["iteration_s"] is None
+    assert found["baselines"]["stock"]["why"].startswith("does not fit: it exceeds host memory by 8.5 GB per rank")
+    assert found["predicted"]["speed_up"] is None
+    answer = sentences(capsys, arguments)
+    assert re.search(r"With this plan, an iteration takes \S+ m?s: stock DeepSpeed's offload cannot run\.", answer)
+    assert "times as fast as with stock" not in answer
+
+
+def test_the_legend_states_where_the_fixed_seconds_are_from(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *job("h100-pcie5", "Llama-3-8B", unit_size=10**9)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    fixed_ms, layer_ms = (1000 * PUBLISHED_OVERHEADS.iteration_s, 1000 * PUBLISHED_OVERHEADS.layer_s)
+    assert f"of each iteration, {fixed_ms:.0f} ms are in no phase" in text
+    assert f"the launches of a layer take at least {layer_ms:.1f} ms per forward" in text
+    assert "both as in published runs on 4xH100 and not measured here" in text

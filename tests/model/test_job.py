@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -136,14 +137,18 @@ def test_the_job_fits_with_the_ranks_that_the_remedy_names(size: int) -> None:
     forecast_7b(limits, replace(job, world_size=ranks), size)
 
 
-def test_a_smaller_micro_batch_is_a_remedy_only_if_it_fits() -> None:
+@pytest.mark.parametrize("option", ["micro_batch", "sequence"])
+def test_a_smaller_micro_batch_and_a_shorter_sequence_are_remedies_only_if_they_fit(option: str) -> None:
     limits = MemoryLimits(gpu=40 * 10**9, host=None)
     job = replace(SMALL, micro_batch=256, sequence=2048)
     remedy = find_remedy(job, WITH_GPU, limits)
-    size = int(remedy.rsplit("--micro-batch ", 1)[1].rstrip("."))
-    forecast_7b(limits, replace(job, micro_batch=size), 100_000_000)
+    found = re.search(rf"--{option.replace('_', '-')} ([0-9]+)", remedy)
+    assert found is not None
+    size = int(found[1])
+    forecast_7b(limits, replace(job, **{option: size}), 100_000_000)
     with pytest.raises(DoesNotFit):
-        forecast_7b(limits, replace(job, micro_batch=2 * size), 100_000_000)
+        forecast_7b(limits, replace(job, **{option: 2 * size}), 100_000_000)
+    assert f"--{option.replace('_', '-')}" not in find_remedy(replace(job, **{option: 1}), WITH_GPU, limits)
 
 
 def test_the_remedy_with_more_ranks_fills_whole_nodes() -> None:
@@ -155,13 +160,17 @@ def test_the_remedy_with_more_ranks_fills_whole_nodes() -> None:
 
 
 def test_the_remedy_names_the_memory_of_training_where_no_number_of_ranks_fits() -> None:
-    long = replace(SMALL, sequence=10**6)
-    remedy = find_remedy(long, WITH_GPU, MemoryLimits(gpu=80 * 10**9, host=None))
+    long = replace(SMALL, shape=MODELS["20B"], sequence=10**6)
+    limits = MemoryLimits(gpu=12 * 10**9, host=None)
+    remedy = find_remedy(long, WITH_GPU, limits)
     assert remedy.startswith("No number of ranks makes it fit: without the optimizer, training takes")
-    assert "of the 78.0 GB of GPU memory less the margin" in remedy
+    assert "of the 10.0 GB of GPU memory less the margin" in remedy
     assert remedy.endswith("Lower --micro-batch or --sequence.")
-    kept = find_remedy(replace(long, recompute=False), WITH_GPU, MemoryLimits(gpu=80 * 10**9, host=None))
+    kept = find_remedy(replace(long, recompute=False), WITH_GPU, limits)
     assert kept.endswith("Lower --micro-batch or --sequence, or leave out --no-recompute.")
+    shorter = replace(SMALL, sequence=8_000, recompute=False)
+    kept = find_remedy(shorter, WITH_GPU, MemoryLimits(gpu=30 * 10**9, host=None))
+    assert kept.endswith(", or with recomputation: leave out --no-recompute.")
     tiny = find_remedy(SMALL, WITH_GPU, MemoryLimits(gpu=10**9, host=None))
     assert tiny.endswith("Train on a machine with more memory.")
     host = find_remedy(long, CPU_ONLY, MemoryLimits(gpu=None, host=80 * 10**9))

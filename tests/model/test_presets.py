@@ -13,7 +13,7 @@ from perf_model.presets.models import MODELS
 from perf_model.published.phase_rates import SEQUENCE
 from perf_model.published.placements import placements_of, workload_of
 from perf_model.published.runs import GPUS_PER_NODE, MeasuredRun, read_runs
-from perf_model.published.update_rates import STREAMED_BYTES, link_bytes_per_s, update_s
+from perf_model.published.update_rates import STREAMED_BYTES, link_bytes_per_s, priors_of, update_s
 from perf_model.schedule.lowering import serial_schedule
 from perf_model.training_run.forecast import forecast
 from perf_model.training_run.job import Job
@@ -24,7 +24,10 @@ from tests.model.test_published_runs import PUBLISHED
 
 
 def predicted_s(run: MeasuredRun, profile: HardwareProfile) -> float:
-    """Return the update: of stock as ``plan`` predicts it, and interleaved by the rates of the preset."""
+    """Return the update: of stock as ``plan`` predicts it, and interleaved by the rates of the preset.
+
+    The GPU's part of an interleaved run is updated by PyTorch's Adam and not by the kernel that the preset describes.
+    """
     if run.setting.update_stride is None:
         schedule = serial_schedule(placements_of(run.setting))
         return simulate(schedule, workload_of(run.setting), CostModel.for_stock(profile, PARAM_BYTES)).end_s
@@ -32,7 +35,7 @@ def predicted_s(run: MeasuredRun, profile: HardwareProfile) -> float:
         "dram_bytes_per_s": profile.rate("dram_update_bytes_per_s"),
         "pageable_bytes_per_s": profile.rate("pageable_h2d_bytes_per_s"),
         "streamed_bytes_per_param": STREAMED_BYTES,
-        "gpu_adam_params_per_s": profile.rate("gpu_adam_params_per_s"),
+        "gpu_adam_params_per_s": priors_of(run.machine)["gpu_adam_params_per_s"].median,
     }
     return update_s(run.setting, rates, link_bytes_per_s(run.machine))
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from perf_model.__main__ import main
 from perf_model.published import past_errors
+from perf_model.published.errors import QUANTITIES
 from perf_model.published.phase_rates import phases_of, priors_of_phases
 from perf_model.published.placements import placements_of, updated_parameters, workload_of
 from perf_model.published.runs import MeasuredRun, RunsError, RunSetting, TrainedBatch, parse_runs, read_runs
 from perf_model.published.update_rates import (
     CPU_BYTES,
-    CPU_SHARE,
     STREAMED_LINK_BYTES,
     fit_updates,
     link_bytes_per_s,
@@ -32,7 +32,7 @@ from perf_model.schedule.placement import Placement
 from tests.model.test_published_runs import PUBLISHED, ROW, text_of
 
 SETTING = RunSetting(
-    real_params=6 * 10**9, hidden=4096, ranks=4, cpu_ratio=1.0, sub_group_size=10**8, update_stride=None
+    real_params=6 * 10**9, hidden=4096, ranks=4, cpu_ratio=1.0, sub_group_size=10**8, update_stride=None, heads=32
 )
 RATES = {
     "dram_bytes_per_s": 40e9,
@@ -94,6 +94,8 @@ def across_models(published: list[MeasuredRun]) -> Validation:
         cpu_ratio=st.floats(0, 1),
         sub_group_size=st.integers(10**6, 10**10),
         update_stride=st.none() | st.integers(1, 20),
+        layers=st.none() | st.integers(1, 10**6),
+        heads=st.none() | st.integers(1, 10**6),
     )
 )
 def test_every_parameter_has_the_placement_of_its_setting(setting: RunSetting) -> None:
@@ -107,6 +109,25 @@ def test_every_parameter_has_the_placement_of_its_setting(setting: RunSetting) -
     assert sum(updated_parameters(setting)) == workload.numel
 
 
+def test_the_published_ratios_keep_sub_groups_that_take_equally_long(published: list[MeasuredRun]) -> None:
+    """Check that the stock updates of a sweep over Twin-Flow's ratio are a line in the number of offloaded sub-groups.
+
+    They are one only if the sub-groups are cut as in the runs: the number is the ratio of all, rounded down.
+    """
+    runs = [run for run in published if run.sweep == "20B-scale-twinflow" and run.setting.update_stride is None]
+    counts = [placements_of(run.setting).count(Placement.CPU) for run in runs]
+    assert sorted(set(counts)) == [15, 18, 21, 24, 27, 31]
+    seconds = [run.measured_s for run in runs]
+    on_line = np.polyval(np.polyfit(counts, seconds, deg=1), counts)
+    assert on_line == pytest.approx(seconds, rel=0.01)
+
+
+def test_layers_that_a_file_lacks_are_estimated_from_the_width() -> None:
+    setting = replace(SETTING, real_params=15_330_000_000, hidden=5120)
+    estimated, given = (len(workload_of(replace(setting, layers=layers)).units) for layers in (None, 40))
+    assert estimated == pytest.approx(given, rel=0.2)
+
+
 def test_sub_groups_hold_the_parameters_of_a_rank(published: list[MeasuredRun]) -> None:
     for setting in {run.setting for run in published}:
         assert workload_of(setting).numel == pytest.approx(setting.real_params / setting.ranks, rel=1e-5)
@@ -116,7 +137,7 @@ def test_an_update_takes_the_seconds_of_host_memory_of_publishing_and_of_the_gpu
     setting = replace(SETTING, cpu_ratio=0.5)
     numel = updated_parameters(setting)
     assert min(numel.on_cpu, numel.resident) > 0
-    expected_s = CPU_BYTES * numel.on_cpu / (CPU_SHARE * 40e9) + 2 * numel.on_cpu / 4e9 + numel.resident / 40e9
+    expected_s = CPU_BYTES * numel.on_cpu / 40e9 + 2 * numel.on_cpu / 4e9 + numel.resident / 40e9
     assert update_s(setting, RATES, LINK) == pytest.approx(expected_s)
     interleaved = replace(SETTING, update_stride=2)
     numel = updated_parameters(interleaved)
@@ -174,13 +195,25 @@ def test_a_sweep_is_fitted_on_its_stock_runs_and_two_strides_with_all_runs_of_th
     assert found.groups[0].settings == 3
 
 
+def test_runs_with_another_micro_batch_or_accumulation_are_other_settings() -> None:
+    batch = TrainedBatch(layers=32, micro_batch=1, accumulation=1, blocking=False)
+    batches = [replace(batch, accumulation=count) for count in (1, 2, 4)] + [replace(batch, micro_batch=2)]
+    runs = [replace(measured(replace(SETTING, update_stride=5), RATES), batch=each) for each in (*batches, batches[1])]
+    fitted = [prediction.fitted for prediction in validate(runs, across_models=False).predictions]
+    # Of equal strides, the first and the last setting are fitted, with all of their runs.
+    assert fitted == [True, True, False, False, True]
+    blocking = [runs[0], replace(runs[0], batch=replace(batch, blocking=True)), *runs[1:]]
+    fitted = [prediction.fitted for prediction in validate(blocking, across_models=False).predictions]
+    assert fitted == [True, True, True, False, False, True], "runs that differ in blocking have one setting"
+
+
 @pytest.mark.parametrize("across", [False, True])
 def test_a_published_setting_is_fitted_or_predicted_and_never_both(published: list[MeasuredRun], across: bool) -> None:
     found = validate(published, across)
     for group in found.groups:
         predictions = [found.predictions[position] for position in group.positions]
-        fitted = {prediction.run.setting for prediction in predictions if prediction.fitted}
-        assert not fitted & {prediction.run.setting for prediction in predictions if not prediction.fitted}
+        fitted = {prediction.run.trained for prediction in predictions if prediction.fitted}
+        assert not fitted & {prediction.run.trained for prediction in predictions if not prediction.fitted}
         assert group.settings == len(fitted)
 
 
@@ -240,16 +273,58 @@ def test_seconds_per_parameter_are_those_of_fitted_runs_with_the_same_stride() -
     runs = [run for numel in (6, 12) for run in sweep_of(RATES, real_params=numel * 10**9)]
     for prediction in validate(runs, across_models=True).predictions:
         if prediction.fitted:
-            assert prediction.per_parameter_s is None
+            assert prediction.per_parameter_s == {}
         else:
             small = replace(prediction.run.setting, real_params=6 * 10**9)
             ratio = workload_of(prediction.run.setting).numel / workload_of(small).numel
-            assert prediction.per_parameter_s == pytest.approx(update_s(small, RATES, LINK) * ratio)
+            assert prediction.per_parameter_s == {"update": pytest.approx(update_s(small, RATES, LINK) * ratio)}
     # In sweeps, another model may have a fitted run of the stride: here 3 is the least stride of the other model.
     other = [run for run in sweep_of(RATES, real_params=12 * 10**9) if run.setting.update_stride != 2]
     found = validate([*runs[:7], *other], across_models=False).predictions
-    assert {run.run.setting.update_stride for run in found[:7] if run.per_parameter_s is not None} == {3}
-    assert all(run.per_parameter_s is None for run in found[7:])
+    assert {run.run.setting.update_stride for run in found[:7] if run.per_parameter_s} == {3}
+    assert not any(run.per_parameter_s for run in found[7:])
+
+
+def test_baselines_of_the_other_times_are_of_runs_with_the_same_batch() -> None:
+    batch = TrainedBatch(layers=32, micro_batch=1, accumulation=1, blocking=False)
+
+    def run(numel: int, stride: int, micro_batch: int) -> MeasuredRun:
+        found = measured(replace(SETTING, real_params=numel, update_stride=stride), RATES)
+        times = {"forward_s": 0.1, "backward_s": 0.2 + 1 / stride, "iteration_s": 2.0 * numel / 1e9 + 3 / stride}
+        return replace(found, batch=replace(batch, micro_batch=micro_batch), **times)  # type: ignore[arg-type]
+
+    strides = [run(6 * 10**9, stride, 1) for stride in (2, 3, 4, 6)]
+    found = validate(strides, across_models=False).predictions
+    for prediction in found[1:3]:
+        assert prediction.baseline_errors("line_s") == pytest.approx({**dict.fromkeys(QUANTITIES, 0.0)}, abs=0.01)
+    assert found[0].line_s == {}
+    models = [run(numel * 10**9, 2, micro_batch) for numel in (6, 12) for micro_batch in (1, 2)]
+    *_, one, two = validate([*models[:3], run(12 * 10**9, 2, 4)], across_models=True).predictions
+    assert one.per_parameter_s["iteration"] == pytest.approx(2 * (12.0 + 1.5))
+    assert set(two.per_parameter_s) == {"update"}, "no fitted run has this micro-batch"
+
+
+def test_the_spread_of_repeated_settings_and_around_a_line_is_measured() -> None:
+    runs = sweep_of(RATES)
+    exact = validate(runs, across_models=False).spread
+    assert exact.repeated is None
+    assert exact.around_line is not None
+    assert exact.around_line.p90 < 0.01
+    again = [replace(run, sweep="again", measured_s=1.1 * run.measured_s) for run in runs if run.setting.update_stride]
+    repeated = validate([*runs, *again], across_models=False).spread.repeated
+    assert repeated is not None
+    assert repeated.runs == 10
+    assert repeated.median == pytest.approx(0.05 / 1.05)
+
+
+def test_a_line_through_all_published_strides_misses_the_aims_of_updates_too(in_sweep: Validation) -> None:
+    """Check that a line through all strides, the predicted ones included, misses 2 % and 5 %, as repeated runs do."""
+    spread = in_sweep.spread
+    assert spread.repeated is not None
+    assert spread.around_line is not None
+    assert spread.around_line.runs == 16
+    assert spread.around_line.median > 0.035
+    assert min(spread.around_line.p90, spread.repeated.p90) > 0.08
 
 
 def test_published_strides_are_predicted_better_than_by_a_line(in_sweep: Validation) -> None:
@@ -260,8 +335,8 @@ def test_published_strides_are_predicted_better_than_by_a_line(in_sweep: Validat
     assert ours.median < line.median
     assert ours.p90 < line.p90
     assert in_sweep.errors is not None
-    assert in_sweep.errors.median < 0.036
-    assert in_sweep.errors.p90 < 0.08
+    assert in_sweep.errors.median < 0.027
+    assert in_sweep.errors.p90 < 0.075
 
 
 def test_published_larger_models_are_predicted_from_smaller_ones(across_models: Validation) -> None:
@@ -303,9 +378,16 @@ def test_phases_are_those_of_all_micro_batches_with_one_copy_of_the_gradients() 
     (run,) = parse_runs(text_of({**ROW, **ITERATION}), "")
     assert run.batch == TrainedBatch(layers=40, micro_batch=2, accumulation=8, blocking=False)
     assert (run.forward_s, run.backward_s, run.iteration_s) == (0.21, 1.5, 9.5)
-    rates = {name: prior.median for name, prior in priors_of_phases(run.machine).items()}
+    rates = {name: prior.median for name, prior in priors_of_phases(run.machine).items()} | {
+        "interleaved_layer_s": 1e-9
+    }
     eight, one = (phases_of(run, replace(run.batch, accumulation=count), rates) for count in (8, 1))
-    assert eight.forward_s == pytest.approx(8 * one.forward_s)
+    later_s = one.forward_s
+    assert eight.forward_s == pytest.approx(8 * later_s)
+    slow = {**rates, "interleaved_layer_s": 1.0}
+    assert phases_of(run, run.batch, slow).forward_s == pytest.approx(40 * 1.0 + 7 * later_s), "only the first forward"
+    stock = replace(run, setting=replace(run.setting, update_stride=None))
+    assert phases_of(stock, run.batch, slow).forward_s == pytest.approx(8 * later_s)
     numel = updated_parameters(run.setting)
     copies_s = 4 * (numel.on_cpu + numel.streamed) / rates["gradient_bytes_per_s"]
     assert eight.backward_s - copies_s == pytest.approx(8 * (one.backward_s - copies_s))
@@ -318,7 +400,7 @@ def test_tensor_parallel_ranks_share_products_and_sum_activations() -> None:
     row = {**ROW, **ITERATION, "dp": "1"}
     one, four, eight = (parse_runs(text_of({**row, "tp": tp, "global_batch": "2"}), "")[0] for tp in ("1", "4", "8"))
     rates = {name: prior.median for name, prior in priors_of_phases(one.machine).items()}
-    rates |= {"layer_s": 1e-9}
+    rates |= {"layer_s": 1e-9, "interleaved_layer_s": 1e-9}
     forward_s = [phases_of(run, run.batch, rates).forward_s for run in (one, four, eight) if run.batch is not None]
     assert forward_s[0] / 4 < forward_s[1] < forward_s[0]
     all_reduces_s = 40 * 2 * 2 * (2 * 2 * 2048 * 5120) * 7 / 8 / (4 * rates["inter_node_bytes_per_s"])
@@ -400,6 +482,7 @@ def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "p90_abs_rel_error",
         "iteration_median_abs_rel_error",
         "iteration_p90_abs_rel_error",
+        "spread",
     }
     assert [run["update_stride"] for run in found["runs"]] == [None, 2, 3, 4]
     assert [run["fitted"] for run in found["runs"]] == [True, True, False, True]
@@ -414,7 +497,7 @@ def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "line_s",
         "per_parameter_s",
     }
-    for name in ("iteration_measured_s", "iteration_predicted_s", "per_parameter_s"):
+    for name in ("iteration_measured_s", "iteration_predicted_s", "iteration_line_s", "per_parameter_s"):
         assert found["runs"][2][name] is None, "the file has no iterations, and no other model"
     assert found["runs"][2]["line_s"] == pytest.approx(1.2)
     only = found["runs"][2]
