@@ -21,7 +21,7 @@ from deep_opt_states.device.cuda import free_and_retries
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.runtime.state import Slot
-from deep_opt_states.zero.step import adaptation
+from deep_opt_states.zero.step import held_memory
 from deep_opt_states.zero.step.gradients import Gradients
 from deep_opt_states.zero.step.larger_forwards import LargerForwards
 from deep_opt_states.zero.step.running_plan import RunningPlan
@@ -50,7 +50,7 @@ USE_IGNORED = "memory in use before a forward is ignored"
 
 FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     KEPT: (LargerForwards, "_has_larger_inputs", _no_larger_inputs),
-    USE_IGNORED: (adaptation.Replanning, "bytes_in_use", lambda _: 0),
+    USE_IGNORED: (held_memory.HeldMemory, "bytes_in_use", lambda _: 0),
     "evicted states are not written back": (Executor, "write_back", lambda *_: None),
     "open sums are not copied": (Gradients, "copy_open_sums_to_host", lambda *_: None),
 }
@@ -64,9 +64,15 @@ class Growth:
     steps: list[Step]
     faults: tuple[str, ...] = ()
     case: Case = CASE
+    more_bytes: int = 0
+    """Memory of the GPU in addition to that which stock needs, for what placements of the config always take."""
 
+
+STREAMED = replace(CASE, blocks=({**BLOCK, "placement": "streamed", "unit_size": 250_000},))
+"""A case in which the config gives the placements, and the number of slots follows from the free memory."""
 
 GROWTH = {
+    "inputs, added slots": Growth([*FIRST, *[Step((LONGEST,))] * 3], (KEPT,), STREAMED, more_bytes=24 * 2**20),
     "inputs": Growth([*FIRST, *[Step((LONGEST,))] * 3], (KEPT, "evicted states are not written back")),
     "inputs in a window": Growth(
         [*[Step((SHORT, SHORT))] * len(FIRST), *[Step((SHORT, LONGEST))] * 3], ("open sums are not copied",)
@@ -138,13 +144,13 @@ def compare(
 
 def grow(name: str, growth: Growth) -> None:
     """Train on a GPU that stock fills when its need is largest, and with each fault that must show then."""
-    need = memory_that_stock_needs(growth.steps, growth.case)
+    need = memory_that_stock_needs(growth.steps, growth.case) + growth.more_bytes
     compare(name, growth.steps, need, case=growth.case)
     for fault in growth.faults:
         with ExitStack() as faults:
             if fault in (KEPT, USE_IGNORED):
                 # Otherwise the growth is noticed between two layers.
-                faults.enter_context(mock.patch.object(adaptation.Replanning, "is_short_now", return_value=False))
+                faults.enter_context(mock.patch.object(held_memory.HeldMemory, "is_short_now", return_value=False))
             compare(fault, growth.steps, need, mock.patch.object(*FAULTS[fault]), growth.case)
 
 
@@ -179,7 +185,7 @@ def demotions() -> None:
             short = last_rank and calls > 10
             return free - (taken_bytes if short else 0), before + (retries if short else 0)
 
-        return mock.patch.object(adaptation, "free_and_retries", with_less)
+        return mock.patch.object(held_memory, "free_and_retries", with_less)
 
     steps = [Step((SHORT,))] * 16
     memory = GIB // 4
@@ -197,6 +203,8 @@ def demotions() -> None:
         return reserve(*args)
 
     compare("an allocation that fails", steps, memory, mock.patch.object(Slot, "reserve", failing))
+    calls = 0
+    compare("an added slot that fails", steps, memory, mock.patch.object(Slot, "reserve", failing), STREAMED)
     larger = [*FIRST, *[Step((2 * SHORT if last_rank else SHORT,))] * 8]
     compare("larger inputs of one rank", larger, memory)
     # The rule is followed although the planner may use no memory. The memory is given back once, and reserved again.
