@@ -84,6 +84,8 @@ class SlotAdaptation(OrderAdaptation):
         self._most = max(self._fewest, running.plan.placements.count(Placement.STREAMED))
         self._slot_bytes = resident_bytes_of(running.plan.schedule.slot_numel)
         self._gave_back = False
+        self._reported = self._fewest
+        """The number of slots when ``adapt`` returned last whether the plan has changed."""
         self.memory = HeldMemory(budget, 0, lambda: self._gave_back, lambda: self._num_slots > self._fewest)
 
     @property
@@ -102,15 +104,17 @@ class SlotAdaptation(OrderAdaptation):
         before = self._num_slots
         number = min(self._most, self._fewest + max(0, self.memory.budget.bytes) // self._slot_bytes)
         if number != before:
-            self._gave_back = False
             with self.memory.changing():
                 self._set_slots(number)
-            self.memory.bytes = (self._num_slots - self._fewest) * self._slot_bytes
+        self._gave_back = False
+        self.memory.bytes = (self._num_slots - self._fewest) * self._slot_bytes
+        if self._num_slots != before:
             log_this_rank(
                 f"{self._num_slots} staging slots, {before} before: {gigabytes(self.memory.bytes)} of the GPU memory "
                 f"that is free at the peak hold {self._num_slots - self._fewest} of them"
             )
-        return changed or self._num_slots != before
+        reported, self._reported = self._reported, self._num_slots
+        return changed or self._num_slots != reported
 
     def give_memory_back(self, reason: str) -> None:
         """Give the memory of all added slots to training. No update is in flight on this rank."""

@@ -64,15 +64,12 @@ class Growth:
     steps: list[Step]
     faults: tuple[str, ...] = ()
     case: Case = CASE
-    more_bytes: int = 0
-    """Memory of the GPU in addition to that which stock needs, for what placements of the config always take."""
 
 
 STREAMED = replace(CASE, blocks=({**BLOCK, "placement": "streamed", "unit_size": 250_000},))
 """A case in which the config gives the placements, and the number of slots follows from the free memory."""
 
 GROWTH = {
-    "inputs, added slots": Growth([*FIRST, *[Step((LONGEST,))] * 3], (KEPT,), STREAMED, more_bytes=24 * 2**20),
     "inputs": Growth([*FIRST, *[Step((LONGEST,))] * 3], (KEPT, "evicted states are not written back")),
     "inputs in a window": Growth(
         [*[Step((SHORT, SHORT))] * len(FIRST), *[Step((SHORT, LONGEST))] * 3], ("open sums are not copied",)
@@ -144,7 +141,7 @@ def compare(
 
 def grow(name: str, growth: Growth) -> None:
     """Train on a GPU that stock fills when its need is largest, and with each fault that must show then."""
-    need = memory_that_stock_needs(growth.steps, growth.case) + growth.more_bytes
+    need = memory_that_stock_needs(growth.steps, growth.case)
     compare(name, growth.steps, need, case=growth.case)
     for fault in growth.faults:
         with ExitStack() as faults:
@@ -203,8 +200,6 @@ def demotions() -> None:
         return reserve(*args)
 
     compare("an allocation that fails", steps, memory, mock.patch.object(Slot, "reserve", failing))
-    calls = 0
-    compare("an added slot that fails", steps, memory, mock.patch.object(Slot, "reserve", failing), STREAMED)
     larger = [*FIRST, *[Step((2 * SHORT if last_rank else SHORT,))] * 8]
     compare("larger inputs of one rank", larger, memory)
     # The rule is followed although the planner may use no memory. The memory is given back once, and reserved again.
@@ -215,8 +210,29 @@ def demotions() -> None:
         compare("no memory afterwards, without a limit", larger, memory, without_memory_once())
 
 
+def added_slots() -> None:
+    """Let slots be added in free memory, without an error and with one, and then train larger inputs."""
+    steps = [*FIRST[:5], *[Step((LONGEST,))] * 2]
+    # All states and the activations of larger inputs do not fit together.
+    memory = 200 * 2**20
+    compare("added slots", steps, memory, case=STREAMED)
+    with mock.patch.object(held_memory.HeldMemory, "is_short_now", return_value=False):
+        compare(KEPT, steps, memory, mock.patch.object(*FAULTS[KEPT]), STREAMED)
+    reserve, calls = Slot.reserve, 0
+
+    def failing(*args: Any) -> Slot:
+        nonlocal calls
+        calls += 1
+        if calls == 10:
+            raise torch.OutOfMemoryError("no memory")
+        return reserve(*args)
+
+    compare("an added slot that fails", steps[:5], memory, mock.patch.object(Slot, "reserve", failing), STREAMED)
+
+
 SELECTIONS: dict[str, Callable[[], None]] = {
     "demotions": demotions,
+    "added slots": added_slots,
     **{name: partial(grow, name, growth) for name, growth in (GROWTH | RAMPS).items()},
 }
 
