@@ -31,6 +31,9 @@ from perf_model.units import GB
 DEFAULT_UNIT_SIZE = 50_000_000
 """The most parameters of a unit where neither the config nor the planner chooses."""
 
+FEWEST_SLOTS = 2
+"""The number of slots if neither the config nor the planner chooses, until the memory that is free is known."""
+
 
 class ConfigError(ValueError):
     """The error for an invalid block.
@@ -88,9 +91,12 @@ class Config(BaseModel):
     """The share of the parameters that `"placement": "fraction"` streams, spread evenly over the units.
     This placement requires the key, and any other placement refuses it."""
 
-    num_slots: int = Field(default=2, ge=1)
+    num_slots: int | None = Field(default=None, ge=1)
     """The number of staging slots on the accelerator, through which streamed units pass. Each slot has the size of
-    the largest streamed unit, at 12 bytes per parameter. With 2 slots, transfers overlap with updates.
+    the largest streamed unit, at 12 bytes per parameter. With 2 slots, transfers overlap with updates; with more, more
+    states are prefetched in backward and flushed in the next one. By default 2, and on a GPU, after the first steps, as
+    many more as fit into the memory that was free at their peak, less `gpu_memory_margin_gb`, up to one per streamed
+    unit. When memory becomes short, there are fewer again. A number is kept.
     `"placement": "planned"`, and rules by name that leave something to the planner, refuse the key, because the planner
     chooses the number."""
 
@@ -151,7 +157,7 @@ class Config(BaseModel):
         return self
 
     def _refuse_num_slots(self) -> None:
-        if "num_slots" in self.model_fields_set:
+        if self.num_slots is not None:
             rule = 'is chosen by the planner, to which "placement" leaves all or some parameters'
             remedy = 'Remove it, or set a "placement" that leaves nothing to the planner.'
             raise _RuleError("num_slots", rule, self.num_slots, remedy)
@@ -211,7 +217,9 @@ class Config(BaseModel):
         Raise ``ConfigError`` if a list does not have one entry per sub-group.
         """
         assert not self.plans(workload)
-        return UpdatePlan(workload=workload, placements=self._placements(workload), num_slots=self.num_slots)
+        return UpdatePlan(
+            workload=workload, placements=self._placements(workload), num_slots=self.num_slots or FEWEST_SLOTS
+        )
 
     def _placements(self, workload: Workload) -> tuple[Placement, ...]:
         match self.placement:
@@ -318,7 +326,7 @@ _RULES = {
     ),
     "num_slots": _KeyRule(
         "must be an integer of at least 1",
-        "It is the number of staging slots on the GPU for streamed units; with 2, transfers and updates overlap.",
+        "It is the number of staging slots on the GPU for streamed units; leave it out for as many as fit.",
     ),
     "cpu_threads": _KeyRule(
         "must be an integer of at least 1",

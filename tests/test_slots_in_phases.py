@@ -25,7 +25,8 @@ PLANS = {
 
 
 def predicted_s(plan: UpdatePlan) -> float:
-    return SETTING.windows.exposed_s(SIMULATOR.run(plan.schedule, plan.workload), plan.workload)
+    timeline = SIMULATOR.run(plan.schedule, plan.workload)
+    return SETTING.windows.exposed_s(timeline, plan.workload, SETTING.cost)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)

@@ -12,11 +12,14 @@ from benchmarks.harness.variants import NO_OVERLAP, STOCK, Variant, ours
 
 WITHOUT = "no overlap"
 
+# The software GPU has far more free memory for slots than the GPU that it emulates.
+_SLOTS = {"num_slots": 2}
+
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "all CPU": {"placement": "cpu"},
-    "all streamed": {"placement": "streamed"},
-    "stride 2": {"placement": "stride", "update_stride": 2},
-    "stride 3": {"placement": "stride", "update_stride": 3},
+    "all streamed": {"placement": "streamed", **_SLOTS},
+    "stride 2": {"placement": "stride", "update_stride": 2, **_SLOTS},
+    "stride 3": {"placement": "stride", "update_stride": 3, **_SLOTS},
 }
 
 SHARED = {

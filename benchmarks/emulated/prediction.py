@@ -46,8 +46,9 @@ def predict(
         workload = run.workload([unit.numel for unit in plan.workload.units])
         plan = replace(plan, workload=workload)
         windows = Windows(backward_s=windows.backward_s / run.slowdown, forward_s=windows.forward_s / run.slowdown)
-        timeline = simulate(plan.schedule, workload, CostModel.from_profile(run.profile), windows)
-        update_s, exposed_s = timeline.end_s, windows.exposed_s(timeline, workload)
+        cost = CostModel.from_profile(run.profile)
+        timeline = simulate(plan.schedule, workload, cost, windows)
+        update_s, exposed_s = timeline.end_s, windows.exposed_s(timeline, workload, cost)
         gradients = GradientPath.for_plan(plan)
     backward_s = _backward_s(run, run.job.gradients_s(gradients, run.profile))
     return PredictedArm(

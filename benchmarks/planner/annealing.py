@@ -50,7 +50,8 @@ def _anneal(progress: Callable[[int], float], plan: UpdatePlan, setting: WindowS
     simulator, random = Simulator(setting.cost, windows), Random(0)
 
     def exposed_s(candidate: UpdatePlan) -> float:
-        return windows.exposed_s(simulator.run(candidate.schedule, candidate.workload), candidate.workload)
+        timeline = simulator.run(candidate.schedule, candidate.workload)
+        return windows.exposed_s(timeline, candidate.workload, setting.cost)
 
     present = replace(plan, order=None)
     present_s = least_s = exposed_s(present)

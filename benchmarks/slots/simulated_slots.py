@@ -20,7 +20,7 @@ from perf_model.search.unit_sizes import UNIT_SIZES, plan_units
 from perf_model.training_run.job import GradientPath
 
 DEFAULT_SLOTS = 2
-"""The default of ``num_slots``, for placements that leave nothing to the planner."""
+"""The default of ``num_slots`` until the free memory is known, for placements that leave nothing to the planner."""
 
 DEFAULT_SIZE = 50_000_000
 """The default of ``unit_size`` for these placements, in parameters."""

@@ -7,7 +7,8 @@ read, because the schedule's actions skip the early ranges.
 
 A model has hundreds of such ranges, and each copy costs the host and the link some microseconds. So kernels gather the
 gradients in one buffer and distribute the updated parameters from it, and one copy in each direction connects it with
-host memory. The parameters are published on a stream of their own: they do not wait for prefetches in flight.
+host memory. Both are issued on the publish stream. It is idle then, so they wait neither for flushes of the last update
+nor for prefetches in flight, which the h2d and d2h streams may still have to execute.
 
 A unit whose memory on the accelerator is given back to training has one early range: all of it. Its gradient is in host
 memory. It is large, so its parameters are copied directly.
@@ -82,7 +83,7 @@ class EarlyUpdate:
 
     The events order the streams:
 
-    - ``_copied_to_host``: d2h stream -> worker, which then reads the gradients of the streamed ranges.
+    - ``_copied_to_host``: publish stream -> worker, which then reads the gradients of the streamed ranges.
     - ``_updated``: compute stream -> current stream, which then reads the parameters of resident ranges.
     - ``_published``: publish stream -> current stream, which then reads all other parameters.
     """
@@ -153,12 +154,12 @@ class EarlyUpdate:
             self._device.current_stream().wait(event)
 
     def _copy_gradients_to_host(self, operations: _Operations) -> None:
-        with self._streams[Lane.D2H].issue():
+        with self._streams[Lane.PUBLISH].issue():
             if operations.gathers:
                 self._device.copy_each(operations.gathers)
             for host, gathered in operations.to_host:
                 self._device.copy(host, gathered)
-        self._streams[Lane.D2H].record(self._copied_to_host)
+        self._streams[Lane.PUBLISH].record(self._copied_to_host)
 
     def _publish(self, operations: _Operations) -> None:
         with self._streams[Lane.PUBLISH].issue():

@@ -14,8 +14,8 @@ class LaneStreams:
     """The streams of all lanes but the CPU's, with the events for their begin and their end.
 
     There is one stream per lane: h2d overlaps prefetches with everything else, compute overlaps the update with the
-    transfers, d2h overlaps flushes and the copies of gradients with transfers in the other direction, and publish lets
-    the small publications overtake prefetches.
+    transfers, d2h overlaps flushes with transfers in the other direction, and publish lets small copies overtake
+    prefetches and flushes.
 
     - ``_reserved``: caller's stream -> all lanes; memory that was allocated since is free of the caller's kernels.
     - ``_drained``: each lane's stream -> host; everything that was issued on it has finished.

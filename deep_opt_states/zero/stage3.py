@@ -45,8 +45,9 @@ from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.start.assembly import Assembly, assemble
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.reporting import EngineProgress
-from deep_opt_states.zero.step.adaptation import FirstUses, make_adaptation
+from deep_opt_states.zero.step.adaptation import make_adaptation
 from deep_opt_states.zero.step.buckets import Buckets
+from deep_opt_states.zero.step.fixed_placements import FirstUses
 from deep_opt_states.zero.step.gathers import Gathers
 from deep_opt_states.zero.step.norms import Norms
 from deep_opt_states.zero.step.running_plan import RunningPlan
@@ -159,6 +160,7 @@ class DeepOptimizerStates_Stage3(UserGradients):
             first_uses,
             self._assembly.planned.request,
             self._assembly.budget,
+            self._assembly.slot_budget,
             self._update.report,
             self._before_eviction,
             self.module,

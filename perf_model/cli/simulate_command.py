@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
     from perf_model.prediction.draw import draw
 
     plan, timeline = found.planned.plan, found.planned.timeline
-    phases = found.windows.phases(timeline, plan.workload)
+    phases = found.windows.phases(timeline, plan.workload, found.cost)
     trace, picture = options.output / "timeline.json", options.output / "timeline.png"
     try:
         timeline.write_chrome_trace(trace, phases)

@@ -27,12 +27,16 @@ from perf_model.schedule.action import ActionKind
 
 Bytes = npt.NDArray[np.uint8]
 
-_MAKE_READY = (ActionKind.GPU_STEP, ActionKind.PUBLISH)
-"""The kinds of action after which forward can use the parameters of the unit."""
+FORWARD_WAITS_FOR = slice(0, 2)
+"""The lanes that update parameters on the accelerator or publish them: forward waits for their actions."""
+assert {*KIND_OF_LANE[FORWARD_WAITS_FOR]} == {ActionKind.GPU_STEP, ActionKind.PUBLISH}
 
-READY_LANES = slice(0, 2)
-"""The lanes that run actions of these kinds."""
-assert {LANES.index(kind.lane) for kind in _MAKE_READY} == set(range(len(LANES))[READY_LANES])
+FLUSHES = 2
+"""The lane of the flushes, the last of which empty the slots before the next backward fills them again."""
+assert KIND_OF_LANE[FLUSHES] is ActionKind.FLUSH_STATES
+
+DUE_LANES = slice(0, 3)
+"""The lanes whose actions are due at some moment: those above."""
 
 _WORK, _LATENCY = 1, 2
 """The numbers of the parts of an action; 0 is nothing."""
@@ -77,8 +81,8 @@ class LaneParts:
     After its last part there is one that never starts. For each part, ``waits`` is the position that the lane in
     ``WAITS_FOR`` must have reached before the part starts, and ``weights`` is the number of the part times the weight
     of the lane. ``ends_s`` are the seconds of the part and of those before it on its lane, if nothing else runs;
-    infinite for a part that never starts. ``needed_s`` is the moment at which forward needs the unit of the part;
-    infinite if forward does not wait for the part.
+    infinite for a part that never starts. ``due_s`` is the moment from which the part would delay forward or the next
+    backward; infinite if nothing waits for the part.
     """
 
     first: Integers
@@ -86,13 +90,15 @@ class LaneParts:
     waits: Integers
     weights: Bytes
     ends_s: Floats
-    needed_s: Floats
+    due_s: Floats
 
     @classmethod
-    def divide(cls, queues: LaneQueues, seconds: Floats, needed_s: Floats) -> LaneParts:
+    def divide(cls, queues: LaneQueues, seconds: Floats, needed_s: Floats, refilled_s: Floats) -> LaneParts:
         """Return the parts of the actions of ``queues``.
 
-        ``seconds`` has the shape [2, lane, unit]: of the latency and of the work. ``needed_s`` is by unit.
+        ``seconds`` has the shape [2, lane, unit]: of the latency and of the work. ``needed_s`` is by unit, the moment
+        at which forward needs its parameters. ``refilled_s`` is by plan and slot, the moment at which the next backward
+        prefetches into the slot.
         """
         latency_s, work_s = seconds
         least_s = _LEAST_SHARE * float(seconds.sum())
@@ -108,7 +114,7 @@ class LaneParts:
             waits=np.empty(sizes.sum(), np.int64),
             weights=np.empty(sizes.sum(), np.uint8),
             ends_s=np.empty(sizes.sum()),
-            needed_s=np.full(sizes[READY_LANES].sum(), np.inf),
+            due_s=np.full(sizes[DUE_LANES].sum(), np.inf),
         )
         for lane, weight in enumerate(WEIGHTS.tolist()):
             units, after = (array[lane, :, : actions[lane]] for array in (queues.units, queues.after))
@@ -127,8 +133,13 @@ class LaneParts:
             by_plan = np.maximum(least_s, parts.ends_s[block]).reshape(count, -1)
             np.cumsum(by_plan, axis=1, out=parts.ends_s[block].reshape(count, -1))
             ends_s[~runs] = np.inf
-            if KIND_OF_LANE[lane] in _MAKE_READY:
-                parts.needed_s[block].reshape(shape)[..., -1] = np.where(runs, needed_s.take(units), np.inf)
+            if lane in range(len(LANES))[FORWARD_WAITS_FOR]:
+                parts.due_s[block].reshape(shape)[..., -1] = np.where(runs, needed_s.take(units), np.inf)
+            elif lane == FLUSHES:
+                slot = np.arange(actions[lane]) % np.maximum(1, queues.slots)[:, None]
+                last = runs & (np.arange(actions[lane]) >= (queues.lengths[lane] - queues.slots)[:, None])
+                due_s = np.take_along_axis(refilled_s, slot, axis=1)
+                parts.due_s[block].reshape(shape)[..., -1] = np.where(last, due_s, np.inf)
         return parts
 
     def ended(self, lane: int, passed_s: Floats) -> Integers:

@@ -30,13 +30,13 @@ Booleans = npt.NDArray[np.bool_]
 CODES = {placement: code for code, placement in enumerate(Placement)}
 """The integers that stand for the placements in arrays."""
 
-LANES = (Lane.PUBLISH, Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU)
+LANES = (Lane.PUBLISH, Lane.COMPUTE, Lane.D2H, Lane.H2D, Lane.CPU)
 """The lanes in the order of the first axis of all arrays."""
 
 KIND_OF_LANE = tuple(next(kind for kind in ActionKind if kind.lane is lane) for lane in LANES)
 """The kind of the actions of each lane."""
 
-WAITS_FOR = np.array([LANES.index(lane) for lane in (Lane.CPU, Lane.H2D, Lane.D2H, Lane.COMPUTE, Lane.CPU)])
+WAITS_FOR = np.array([LANES.index(lane) for lane in (Lane.CPU, Lane.H2D, Lane.COMPUTE, Lane.D2H, Lane.CPU)])
 """The lane whose actions each lane waits for. The CPU waits for nothing."""
 
 
@@ -79,7 +79,7 @@ class LaneQueues:
         shape = (len(LANES), count, length + 1)
         # Arrays of 32 bits are half as long, and this takes as long as it takes to fill them.
         units, after = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-        publish, compute, h2d, d2h, cpu = range(len(LANES))
+        publish, compute, d2h, h2d, cpu = range(len(LANES))
 
         plan, item = np.nonzero(on_cpu)
         rank = (np.cumsum(on_cpu, axis=1) - 1)[plan, item]

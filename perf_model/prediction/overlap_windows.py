@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
+from perf_model.prediction.cost import CostModel, relative_speeds
 from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.workload import Unit, Workload
@@ -12,13 +18,16 @@ ALLOWED_IN_BACKWARD = ActionKind.PREFETCH
 """The only kind of action that may start before the norm of the gradients is known: it reads nothing but the states,
 which the previous step wrote."""
 
+Floats = TypeVar("Floats", float, npt.NDArray[np.float64])
+"""One number, or one for each of many plans."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
     """The windows that overlap with the update.
 
     ``backward_s`` is the backward that ends before the update, and ``forward_s`` is the next forward. States may be
-    prefetched in the tail of backward. After forward, states may be flushed until the next backward prefetches again.
+    prefetched in the tail of backward. After forward, a slot may be flushed until the next backward prefetches into it.
     ``first_use`` names each unit once, in the order in which forward first uses them; None is the order of the indices.
     The later forward needs the parameters of a unit, the longer its update can be hidden. Both windows are 0 if the
     update has to finish before ``step()`` returns. The update is assumed to slow down neither backward nor forward.
@@ -40,34 +49,50 @@ class Windows:
             return workload.units
         return tuple(workload.units[index] for index in self.first_use)
 
-    def exposed_s(self, timeline: Timeline, workload: Workload) -> float:
+    def exposed_s(self, timeline: Timeline, workload: Workload, cost: CostModel) -> float:
         """Return the exposed seconds of the update: those by which the iteration grows.
 
         Second 0 is the moment at which the step is decided. Forward blocks until the parameters that it needs next are
-        updated, and everything after that is delayed as much. Only flushes may be left when forward ends. The next
-        backward overlaps with them until it prefetches into the slots again; prefetches that are late by then expose
-        as much of the next update. ``phases`` gives the same result moment by moment.
+        updated, and everything after that is delayed as much. Only flushes may be left when forward ends, and the next
+        backward overlaps with them. It prefetches into a slot as soon as that is flushed, at the speeds of ``cost``
+        beside flushes; prefetches that are late by then expose as much of the next update. ``phases`` gives the same
+        result moment by moment.
         """
         if self.forward_s == 0.0:
             return timeline.end_s
-        exposed_s = max(0.0, timeline.end_s - self.forward_s - self.flushing_s(timeline))
-        ready_s = _ready_s(timeline)
+        blocked_s, ready_s = 0.0, _ready_s(timeline)
         before, numel = 0, workload.numel
         for unit in self.in_order_of_use(workload):
-            exposed_s = max(exposed_s, ready_s[unit.index] - self.forward_s * before / numel)
+            blocked_s = max(blocked_s, ready_s[unit.index] - self.forward_s * before / numel)
             before += unit.numel
-        return exposed_s
+        return blocked_s + self._late_prefetches_s(timeline, blocked_s, cost)
 
-    def flushing_s(self, timeline: Timeline) -> float:
-        """Return how long states may be flushed after forward: until the next backward prefetches as this one did."""
-        if self.forward_s == 0.0:
-            return 0.0
-        return self.backward_s + min((span.start_s for span in timeline.spans if span.start_s < 0.0), default=0.0)
+    def _late_prefetches_s(self, timeline: Timeline, blocked_s: float, cost: CostModel) -> float:
+        """Return by how much flushes delay the prefetches of the next backward, after a forward that was blocked."""
+        forward_end_s = self.forward_s + blocked_s
+        filled_s = -min((span.start_s for span in timeline.spans if span.start_s < 0.0), default=0.0)
+        late_s = [0.0, *self.late_beside_flushes_s(filled_s, max(0.0, timeline.end_s - forward_end_s), cost)]
+        for start_s, end_s in _uses_of_slots(timeline):
+            late_s.append(end_s - (forward_end_s + self.backward_s + min(0.0, start_s)))
+        return max(late_s)
 
-    def phases(self, timeline: Timeline, workload: Workload) -> tuple[PhaseSpan, ...]:
+    def late_beside_flushes_s(self, filled_s: Floats, flushed_s: Floats, cost: CostModel) -> tuple[Floats, Floats]:
+        """Return two bounds of the delay of a backward's prefetches; the larger one, if positive, is the delay.
+
+        ``filled_s`` of prefetches and ``flushed_s`` of flushes, in seconds of copies that run alone, share the link in
+        ``backward_s``. They slow each other down while they overlap. In the first bound the flushes end first, in the
+        second one the prefetches.
+        """
+        prefetch, flush = _speeds_beside(cost)
+        return (
+            filled_s + flushed_s * ((1.0 - prefetch) / flush) - self.backward_s,
+            flushed_s + filled_s * ((1.0 - flush) / prefetch) - self.backward_s,
+        )
+
+    def phases(self, timeline: Timeline, workload: Workload, cost: CostModel) -> tuple[PhaseSpan, ...]:
         """Return the phases of the model during the update: backward, forward, and the waits for the update.
 
-        If flushes are left when forward ends, the next backward follows, until they have ended or it would prefetch.
+        If flushes are left when forward ends, the next backward follows, until it would wait for them to prefetch.
         """
         ready_s, numel = _ready_s(timeline), workload.numel
         ends_s, now_s = [(Phase.BACKWARD, 0.0)], 0.0
@@ -75,7 +100,10 @@ class Windows:
             start_s = max(now_s, ready_s[unit.index])
             now_s = start_s + self.forward_s * unit.numel / numel
             ends_s += [(Phase.EXPOSED, start_s), (Phase.FORWARD, now_s)]
-        ends_s += [(Phase.BACKWARD, min(timeline.end_s, now_s + self.flushing_s(timeline)))]
+        late_s = timeline.end_s - now_s
+        if self.forward_s > 0.0:
+            late_s = self._late_prefetches_s(timeline, now_s - self.forward_s, cost)
+        ends_s += [(Phase.BACKWARD, timeline.end_s - late_s)]
         ends_s += [(Phase.EXPOSED, timeline.end_s)]
         spans: list[PhaseSpan] = []
         before_s = -self.backward_s
@@ -95,3 +123,26 @@ def _ready_s(timeline: Timeline) -> dict[int, float]:
         for span in timeline.spans
         if span.action.kind in (ActionKind.GPU_STEP, ActionKind.PUBLISH)
     }
+
+
+def _uses_of_slots(timeline: Timeline) -> list[tuple[float, float]]:
+    """Return, for each slot, when its first prefetch starts and when its last flush ends."""
+    starts_s: dict[int | None, float] = {}
+    ends_s: dict[int | None, float] = {}
+    for span in timeline.spans:
+        slot = span.action.slot
+        if span.action.kind is ActionKind.PREFETCH:
+            starts_s[slot] = min(span.start_s, starts_s.get(slot, span.start_s))
+        elif span.action.kind is ActionKind.FLUSH_STATES:
+            ends_s[slot] = max(span.end_s, ends_s.get(slot, span.end_s))
+    return [(starts_s[slot], ends_s[slot]) for slot in starts_s]
+
+
+@lru_cache(maxsize=16)
+def _speeds_beside(cost: CostModel) -> tuple[float, float]:
+    """Return the speeds of a prefetch and of a flush that overlap, relative to running alone."""
+    if not {ActionKind.PREFETCH, ActionKind.FLUSH_STATES} <= cost.per_param.keys():
+        return 1.0, 1.0
+    loads = [cost.load(kind, 1) for kind in (ActionKind.PREFETCH, ActionKind.FLUSH_STATES)]
+    prefetch, flush = relative_speeds(loads, cost.capacities)
+    return prefetch, flush

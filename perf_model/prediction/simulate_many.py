@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from perf_model.prediction.cost import CostModel
-from perf_model.prediction.lane_parts import READY_LANES, LaneParts, slowness_of_parts
+from perf_model.prediction.lane_parts import DUE_LANES, FLUSHES, FORWARD_WAITS_FOR, LaneParts, slowness_of_parts
 from perf_model.prediction.lane_queues import KIND_OF_LANE, LANES, WAITS_FOR, Floats, Integers, LaneQueues
 from perf_model.prediction.overlap_windows import ALLOWED_IN_BACKWARD, Windows
 from perf_model.schedule.workload import Workload
@@ -42,7 +42,7 @@ class ManySimulator:
         assert not cost.blocks
         assert windows.first_use is None, "the workload is arranged"
         self.simulated = 0
-        self._windows = windows
+        self._windows, self._cost = windows, cost
         self._numels = np.array([unit.numel for unit in workload.units], dtype=np.float64)
         self._needed_s = windows.forward_s * (np.cumsum(self._numels) - self._numels) / self._numels.sum()
         self._slowness = slowness_of_parts(cost)
@@ -63,7 +63,18 @@ class ManySimulator:
         fills = np.arange(queues.units.shape[2]) < queues.slots[:, None]
         fill_s = (self._seconds[:, _FILLS].sum(axis=0)[queues.units[_FILLS]] * fills).sum(axis=1)
         filled_s = np.minimum(self._windows.backward_s, fill_s)
-        return self._advance(LaneParts.divide(queues, self._seconds, self._needed_s), filled_s, enough_s)
+        refilled_s = self._refilled_s(queues, filled_s)
+        parts = LaneParts.divide(queues, self._seconds, self._needed_s, refilled_s)
+        return self._advance(parts, filled_s, enough_s)
+
+    def _refilled_s(self, queues: LaneQueues, filled_s: Floats) -> Floats:
+        """Return when the next backward prefetches into each slot, of shape [plan, position of the prefetch]."""
+        if self._windows.forward_s == 0.0:
+            return np.full(queues.units.shape[1:], np.inf)
+        prefetch_s = self._seconds[:, _FILLS].sum(axis=0)[queues.units[_FILLS]]
+        starts_s = np.cumsum(prefetch_s, axis=1) - prefetch_s - filled_s[:, None]
+        refilled_s: Floats = self._windows.forward_s + self._windows.backward_s + np.minimum(0.0, starts_s)
+        return refilled_s
 
     def _advance(self, parts: LaneParts, filled_s: Floats, enough_s: float) -> ManyTimes:
         """Advance each plan from event to event until its last part has ended, and return the times.
@@ -75,14 +86,12 @@ class ManySimulator:
         count = len(filled_s)
         times = ManyTimes(exposed_s=np.full(count, np.inf), active_s=np.full(count, np.inf))
         plans = np.arange(count)
-        # The moment until which flushes are hidden, see ``Windows.flushing_s``.
-        hidden_until_s = self._windows.forward_s + (self._windows.backward_s - filled_s) * (self._windows.forward_s > 0)
         # The part that each lane runs or waits to start, and the seconds of all its parts that have passed.
         position = parts.first.copy()
         position[_FILLS] += parts.ended(_FILLS, filled_s)
         passed_s = np.zeros(position.shape)
         passed_s[_FILLS] = filled_s
-        now_s, end_s, late_s = np.zeros((3, count))
+        now_s, end_s, blocked_s, late_s = np.zeros((4, count))
         while len(plans):
             positions: list[Integers] = []
             moments_s: list[Floats] = []
@@ -102,12 +111,14 @@ class ManySimulator:
                 ends = lasts_s <= (1.0 + 1e-9) * step_s
                 position = position + ends
                 passed_s += step_s / slowness
-            # A part that forward waits for ends at the next moment or later, so forward is at least that late.
+            # A part that is due ends at the next moment or later, so what waits for it is at least that late.
             past_s = np.array(moments_s)
-            needed_s = parts.needed_s.take(np.array(positions)[:, READY_LANES])
-            late_s = np.maximum(late_s, (past_s[:, None] - needed_s).max(axis=(0, 1)))
+            due_s = parts.due_s.take(np.array(positions)[:, DUE_LANES])
+            lanes_late_s = (past_s[:, None] - due_s).max(axis=0)
+            blocked_s = np.maximum(blocked_s, lanes_late_s[FORWARD_WAITS_FOR].max(axis=0))
+            late_s = np.maximum(late_s, lanes_late_s[FLUSHES])
             end_s = np.maximum(end_s, np.where(past_s < _NEVER_S, past_s, 0.0).max(axis=0))
-            exposed_s = np.maximum(late_s, end_s - hidden_until_s)
+            exposed_s = self._exposed_s(filled_s, end_s, blocked_s, late_s)
             going = (now_s < _NEVER_S) & (exposed_s < enough_s)
             ended = (now_s >= _NEVER_S) & (exposed_s < enough_s)
             times.exposed_s[plans[ended]] = exposed_s[ended]
@@ -115,10 +126,23 @@ class ManySimulator:
             number = np.count_nonzero(going)
             # Dropping columns copies all arrays, so it waits until a quarter of the plans have ended.
             if 4 * number <= 3 * len(plans):
-                plans, filled_s, hidden_until_s = plans[going], filled_s[going], hidden_until_s[going]
-                now_s, end_s, late_s = now_s[going], end_s[going], late_s[going]
+                plans, filled_s, now_s, end_s = plans[going], filled_s[going], now_s[going], end_s[going]
+                blocked_s, late_s = blocked_s[going], late_s[going]
                 position, passed_s = position[:, going], passed_s[:, going]
         return times
+
+    def _exposed_s(self, filled_s: Floats, end_s: Floats, blocked_s: Floats, late_s: Floats) -> Floats:
+        """Return the exposed seconds, as ``Windows.exposed_s`` does, of updates that have run until ``end_s``.
+
+        ``blocked_s`` is the delay of forward, and ``late_s`` that of the prefetch whose slot is flushed last.
+        """
+        windows = self._windows
+        if windows.forward_s == 0.0:
+            return end_s
+        flushed_s = np.maximum(0.0, end_s - windows.forward_s - blocked_s)
+        beside_s = windows.late_beside_flushes_s(filled_s, flushed_s, self._cost)
+        exposed_s: Floats = np.maximum(late_s, blocked_s + np.maximum(0.0, np.maximum(*beside_s)))
+        return exposed_s
 
 
 _STEPS_UNCHECKED = 16

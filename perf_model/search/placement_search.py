@@ -157,7 +157,7 @@ class PlacementSearch:
         """Return the seconds to minimise: the exposed time first, then the time of the update."""
         self.simulated += 1
         timeline = self._simulator.run(plan.schedule, plan.workload)
-        return self._windows.exposed_s(timeline, plan.workload), timeline.active_s
+        return self._windows.exposed_s(timeline, plan.workload, self._cost), timeline.active_s
 
     def _equivalence_key(self, placements: Placements) -> object:
         """Return a key such that placements with equal keys have equal predicted time.

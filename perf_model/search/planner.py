@@ -133,7 +133,7 @@ def evaluate(
     return PlannedUpdate(
         plan=plan,
         timeline=timeline,
-        exposed_s=windows.exposed_s(timeline, workload),
+        exposed_s=windows.exposed_s(timeline, workload, cost),
         memory=memory_of(plan, setup),
         bound=work_bound(workload.numel, cost, capacity),
         exposed_bound=sharpest_exposed_bound(workload, cost, windows, capacity),

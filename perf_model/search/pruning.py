@@ -63,8 +63,8 @@ class TimeLowerBounds:
 
         - All the work, of which backward hides only the prefetches that fill the slots and the flushes that empty
           them, and forward all that it can.
-        - The flushes, which run one after another, after the prefetch and the update of one unit. Backward hides them
-          only until it prefetches at least one unit.
+        - The flushes, which run one after another, after the prefetch and the update of one unit. The next backward
+          hides them.
         - The units that forward needs up to a given moment. In any order, the last of them is finished only after
           its lane has updated all of them.
         """
@@ -84,8 +84,7 @@ class TimeLowerBounds:
                 before_s = np.where(mask, np.maximum(0.0, first - prefetch_s) + second, np.inf).min(axis=1)
                 flushed_s = np.where(mask.any(axis=1), before_s + mask @ self._total_s[ActionKind.FLUSH_STATES], 0.0)
                 if ActionKind.FLUSH_STATES in windows.hidden_in_backward:
-                    shortest_s = np.where(mask, first, np.inf).min(axis=1)
-                    flushed_s -= np.maximum(0.0, windows.backward_s - shortest_s)
+                    flushed_s -= windows.backward_s
                 exposed_s = np.maximum(exposed_s, flushed_s - windows.forward_s)
         streamed = candidates[Placement.STREAMED] * self._numels
         in_slots = np.minimum(streamed.sum(axis=1), max_slots * streamed.max(axis=1))
@@ -97,17 +96,18 @@ class TimeLowerBounds:
         """Return a lower bound of the exposed seconds of one candidate with ``num_slots`` slots.
 
         One unit occupies a slot from its prefetch to its flush. Backward can hide only the first prefetch into
-        each slot, and with a window of forward also the last flush from it.
+        each slot, and with a window of forward also the last flush from it: both kinds run one after another, and no
+        longer than backward.
         """
         streamed = np.array([placement is Placement.STREAMED for placement in placements])
         if not streamed.any():
             return 0.0
         chain_s = sum(float(self._total_s[kind][streamed].sum()) for kind in CHAINS[Placement.STREAMED])
         hidden_s = sum(
-            float(np.sort(self._total_s[kind][streamed])[-num_slots:].sum())
+            min(self._windows.backward_s, float(np.sort(self._total_s[kind][streamed])[-num_slots:].sum()))
             for kind in self._windows.hidden_in_backward
         )
-        return (chain_s - min(self._windows.backward_s, hidden_s)) / num_slots - self._windows.forward_s
+        return (chain_s - hidden_s) / num_slots - self._windows.forward_s
 
 
 class MemoryLowerBounds:

@@ -61,7 +61,7 @@ def _derived_order(plan: UpdatePlan, first_use: Sequence[int] | None) -> tuple[i
 def _exposed_s(plans: Sequence[UpdatePlan], cost: CostModel, windows: Windows) -> list[float]:
     """Return the exposed seconds of plans, each with its own order."""
     simulator = Simulator(cost, windows)
-    return [windows.exposed_s(simulator.run(plan.schedule, plan.workload), plan.workload) for plan in plans]
+    return [windows.exposed_s(simulator.run(plan.schedule, plan.workload), plan.workload, cost) for plan in plans]
 
 
 def _exposed_s_together(plans: Sequence[UpdatePlan], cost: CostModel, windows: Windows) -> list[float]:

@@ -95,7 +95,7 @@ def test_the_units_placements_order_and_slots_give_the_same_plan_and_exposed_sec
     cost = CostModel.from_profile(machine, PARAM_BYTES, params_on_host=inputs["job"]["offload_param"])
     windows = Windows(**printed["windows"], first_use=tuple(printed["order"]["first_use"]))
     timeline = Simulator(cost, windows).run(plan.schedule, workload)
-    assert windows.exposed_s(timeline, workload) == printed["predicted"]["exposed_update_s"]
+    assert windows.exposed_s(timeline, workload, cost) == printed["predicted"]["exposed_update_s"]
     assert printed["unit_size"] >= max(unit["numel"] for unit in units)
 
 

@@ -43,8 +43,10 @@ UPDATES, EVERY = 9, 4
 
 
 def predicted(windows: Windows) -> PredictedUpdate:
-    timeline = simulate(PLAN.schedule, WORKLOAD, CostModel.from_profile(profile(), 2), windows)
-    return PredictedUpdate(timeline, windows.exposed_s(timeline, WORKLOAD), windows.phases(timeline, WORKLOAD))
+    cost = CostModel.from_profile(profile(), 2)
+    timeline = simulate(PLAN.schedule, WORKLOAD, cost, windows)
+    phases = windows.phases(timeline, WORKLOAD, cost)
+    return PredictedUpdate(timeline, windows.exposed_s(timeline, WORKLOAD, cost), phases)
 
 
 def train(folder: Path, updates: int = UPDATES, predict: bool = True) -> UpdateReporter:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from deep_opt_states.device.kernels.adam import STATES, AdamTensors, ElementRange
+from deep_opt_states.device.kernels import triton_adam
+from deep_opt_states.device.kernels.adam import STATES, AdamTensors, ElementRange, RangeUpdate
 from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
 from deep_opt_states.device.kernels.triton_adam import TritonAdam
 from tests.kernels.adam_steps import BETAS, STEP, random_tensors
@@ -24,8 +27,8 @@ class Launched(TritonAdam):
 
     launches: list[AdamTensors]
 
-    def _launch(self, scalars: Any, tensors: AdamTensors, **numbers: Any) -> None:
-        self.launches.append(tensors)
+    def _launch(self, keywords: dict[str, Any], operands: triton_adam._Operands) -> None:
+        self.launches.append(AdamTensors(**dict(zip((*STATES, "grad", "param"), operands.positional, strict=False))))
 
 
 @pytest.fixture
@@ -81,3 +84,23 @@ def test_range_without_the_elements_before_it_is_refused(adam: Launched) -> None
     with pytest.raises(AssertionError):
         adam.update(0, copied, element_range)
     assert adam.launches == []
+
+
+def test_operands_are_derived_once_for_all_steps_and_live_no_longer_than_the_update(adam: Launched) -> None:
+    """Check it because the checks and views of one range take twenty times as long as what a later step needs."""
+    tensors = TENSORS.map(torch.Tensor.clone)
+    update = RangeUpdate(sub_group=0, tensors=tensors, element_range=RANGES[0])
+    other = RangeUpdate(sub_group=0, tensors=TENSORS, element_range=RANGES[0])
+    with mock.patch.object(triton_adam, "_check", wraps=triton_adam._check) as check:
+        for _ in range(3):
+            adam.begin_step([STEP])
+            adam.update_ranges([update, other])
+    assert check.call_count == 2
+    assert [launched.master.data_ptr() for launched in adam.launches] == [
+        tensors.master.data_ptr(), TENSORS.master.data_ptr()
+    ] * 3  # fmt: skip
+    memory = weakref.ref(tensors.grad.untyped_storage())
+    check.reset_mock()
+    del update, tensors
+    adam.launches.clear()
+    assert memory() is None

@@ -85,7 +85,8 @@ class SimulatedTraining:
     def exposed_s(self, plan: UpdatePlan | None = None) -> float:
         """Return the true exposed seconds of an update with ``plan``, by default the running one, at this step."""
         plan = plan or self.policy.running
-        return self._machine_at(self.step).windows.exposed_s(self._timeline(plan), plan.workload)
+        machine = self._machine_at(self.step)
+        return machine.windows.exposed_s(self._timeline(plan), plan.workload, machine.cost)
 
     def best_exposed_s(self) -> float:
         """Return the exposed seconds of the plan that is found with the true rates and windows of this step."""

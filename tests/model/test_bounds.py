@@ -43,9 +43,9 @@ def test_no_schedule_beats_the_bounds(drawn: tuple[Schedule, Workload], model: C
     bound = work_bound(workload.numel, model, capacity)
     assert timeline.active_s >= bound.seconds * NOT_ABOVE
     exposed_s = exposed_bound(workload.numel, model, overlap, capacity).seconds
-    assert overlap.exposed_s(timeline, workload) >= exposed_s * NOT_ABOVE
+    assert overlap.exposed_s(timeline, workload, model) >= exposed_s * NOT_ABOVE
     first_s = first_needed_bound(workload, model, overlap, capacity).seconds
-    assert overlap.exposed_s(timeline, workload) >= first_s * NOT_ABOVE
+    assert overlap.exposed_s(timeline, workload, model) >= first_s * NOT_ABOVE
     assert 0 <= bound.shares.streamed <= 1
     assert 0 <= bound.shares.resident <= capacity.alone
 
@@ -67,7 +67,7 @@ def test_no_plan_beats_the_bounds_of_its_gpu_memory(
     workload = plan.workload
     capacity = ResidentCapacity.from_gpu_bytes(workload, memory_of(plan, setup).gpu_bytes, setup)
     timeline = simulate(plan.schedule, workload, model, overlap)
-    exposed_s = overlap.exposed_s(timeline, workload)
+    exposed_s = overlap.exposed_s(timeline, workload, model)
     assert exposed_s >= exposed_bound(workload.numel, model, overlap, capacity).seconds * NOT_ABOVE
     assert exposed_s >= first_needed_bound(workload, model, overlap, capacity).seconds * NOT_ABOVE
     candidate = placement_masks([plan.placements])

@@ -69,7 +69,7 @@ def test_no_fixed_placement_is_changed_and_the_bounds_hold(
     assert not budgets.missing(planned.memory)
     assert planned.exposed_s >= planned.exposed_bound.seconds * (1 - 1e-6)
     simulator = Simulator(model, overlap)
-    least_s = overlap.exposed_s(simulator.run(least_plan.schedule, workload), workload)
+    least_s = overlap.exposed_s(simulator.run(least_plan.schedule, workload), workload, model)
     assert planned.exposed_s <= least_s * (1 + 1e-9) + 1e-12
 
 
@@ -117,7 +117,7 @@ def test_with_few_units_no_plan_that_keeps_the_fixed_ones_is_better(
             if not budgets.missing(memory_of(plan)):
                 for order in (None, longest_in_the_middle(workload, placements)):
                     ordered = replace(plan, order=order)
-                    every.append(overlap.exposed_s(simulator.run(ordered.schedule, workload), workload))
+                    every.append(overlap.exposed_s(simulator.run(ordered.schedule, workload), workload, model))
     assume(every)
     planned = plan_updates(workload, model, budgets, overlap)
     assert planned.exposed_s == pytest.approx(min(every), rel=1e-9, abs=1e-12)

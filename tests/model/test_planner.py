@@ -50,7 +50,7 @@ def budget_for(slots: int, numel: int, units: int = 0) -> Budgets:
 
 
 def exposed_s(plan: UpdatePlan, model: CostModel, overlap: Windows) -> float:
-    return overlap.exposed_s(simulate(plan.schedule, plan.workload, model, overlap), plan.workload)
+    return overlap.exposed_s(simulate(plan.schedule, plan.workload, model, overlap), plan.workload, model)
 
 
 def orders(plan: UpdatePlan) -> list[tuple[int, ...] | None]:
@@ -68,7 +68,7 @@ def every_plan_that_fits(workload: Workload, budgets: Budgets) -> Iterator[Updat
 def least_exposed_s(workload: Workload, budgets: Budgets, model: CostModel, overlap: Windows) -> float:
     simulator = Simulator(model, overlap)
     return min(
-        overlap.exposed_s(simulator.run(plan.schedule, workload), workload)
+        overlap.exposed_s(simulator.run(plan.schedule, workload), workload, model)
         for plan in every_plan_that_fits(workload, budgets)
     )
 

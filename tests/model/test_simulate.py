@@ -113,7 +113,7 @@ def test_forward_hides_updates_that_it_does_not_need_yet() -> None:
     update_plan = plan((CPU,) * 2, 1)
     timeline = simulate(update_plan.schedule, update_plan.workload, cost())
     for forward_s, exposed_s in ((0.0, 13 / 6), (0.5, 13 / 6 - 0.25), (2.0, 7 / 6), (10.0, 7 / 6)):
-        found_s = Windows(forward_s=forward_s).exposed_s(timeline, update_plan.workload)
+        found_s = Windows(forward_s=forward_s).exposed_s(timeline, update_plan.workload, cost())
         assert found_s == pytest.approx(exposed_s), forward_s
 
 
@@ -122,7 +122,7 @@ def test_phases_show_the_model_blocked_where_it_waits_for_the_update() -> None:
     update_plan = plan((CPU,) * 2, 1)
     timeline = simulate(update_plan.schedule, update_plan.workload, cost())
     overlap = Windows(backward_s=2.0, forward_s=0.5)
-    phases = overlap.phases(timeline, update_plan.workload)
+    phases = overlap.phases(timeline, update_plan.workload, cost())
     assert [span.phase for span in phases] == [
         Phase.BACKWARD, Phase.EXPOSED, Phase.FORWARD, Phase.EXPOSED, Phase.FORWARD
     ]  # fmt: skip
@@ -130,7 +130,7 @@ def test_phases_show_the_model_blocked_where_it_waits_for_the_update() -> None:
     # Without a window in backward, the flush must finish before the next backward.
     streamed = plan((STREAMED,), 1)
     timeline = simulate(streamed.schedule, streamed.workload, cost())
-    phases = Windows(forward_s=0.25).phases(timeline, streamed.workload)
+    phases = Windows(forward_s=0.25).phases(timeline, streamed.workload, cost())
     assert [span.phase for span in phases] == [Phase.EXPOSED, Phase.FORWARD, Phase.EXPOSED]
     assert [span.end_s for span in phases] == pytest.approx([1.001, 1.251, 2.001])
 
@@ -166,21 +166,47 @@ def test_the_next_backward_hides_flushes_until_it_prefetches(
     update_plan = plan((STREAMED,), 1)
     overlap = Windows(backward_s=backward_s, forward_s=0.25)
     timeline = simulate(update_plan.schedule, update_plan.workload, cost(), overlap)
-    found = overlap.phases(timeline, update_plan.workload)
+    found = overlap.phases(timeline, update_plan.workload, cost())
     assert [span.phase for span in found] == [phase for phase, _ in phases]
     assert [span.end_s for span in found] == pytest.approx([end_s for _, end_s in phases])
-    assert overlap.exposed_s(timeline, update_plan.workload) == pytest.approx(exposed_s)
+    assert overlap.exposed_s(timeline, update_plan.workload, cost()) == pytest.approx(exposed_s)
     # Nothing overlaps with the next forward, and so nothing with the backward after it.
     in_step = Windows(backward_s=backward_s)
     timeline = simulate(update_plan.schedule, update_plan.workload, cost(), in_step)
-    assert in_step.exposed_s(timeline, update_plan.workload) == timeline.end_s
+    assert in_step.exposed_s(timeline, update_plan.workload, cost()) == timeline.end_s
+
+
+@pytest.mark.parametrize(
+    ("h2d_and_d2h", "backward_s", "exposed_s"),
+    [
+        # Four prefetches fill the slots in all of backward. At the end of forward 3 s of flushes are left. The next
+        # backward prefetches into each slot when it is flushed, 1 s after the one before.
+        (2.0, 4.0, 0.001),
+        # Both directions together reach three quarters, so that each runs at 0.75 beside the other. The flushes end
+        # first, after 4 s, in which 3 s of prefetches are done. The fourth ends 1 s after the end of backward.
+        (1.5, 4.0, 1.001),
+        # The same in a backward that has half of that second.
+        (1.5, 4.5, 0.501),
+        (1.5, 5.0, 0.001),
+    ],
+)
+def test_the_next_backward_prefetches_into_a_slot_as_soon_as_that_is_flushed(
+    h2d_and_d2h: float, backward_s: float, exposed_s: float
+) -> None:
+    update_plan = plan((STREAMED,) * 4, 4)
+    overlap = Windows(backward_s=backward_s, forward_s=1.0)
+    model = cost(both=h2d_and_d2h * 12e9)
+    timeline = simulate(update_plan.schedule, update_plan.workload, model, overlap)
+    assert timeline.end_s == pytest.approx(4.001)
+    found_s = overlap.exposed_s(timeline, update_plan.workload, model)
+    assert found_s == pytest.approx(exposed_s)
 
 
 def test_the_next_backward_hides_neither_updates_nor_the_copies_of_parameters() -> None:
     update_plan = plan((CPU, RESIDENT), 1)
     model = cost(gpu=1e8)
     timeline = simulate(update_plan.schedule, update_plan.workload, model, Windows(backward_s=20.0, forward_s=0.5))
-    exposed_s = Windows(backward_s=20.0, forward_s=0.5).exposed_s(timeline, update_plan.workload)
+    exposed_s = Windows(backward_s=20.0, forward_s=0.5).exposed_s(timeline, update_plan.workload, model)
     assert exposed_s == pytest.approx(10 - 0.25), "the GPU updates the second unit in 10 s"
 
 
@@ -189,7 +215,7 @@ def test_phases_are_contiguous_and_have_the_lengths_of_backward_forward_and_expo
     update_plan: UpdatePlan, model: CostModel, overlap: Windows
 ) -> None:
     timeline = simulate(update_plan.schedule, update_plan.workload, model, overlap)
-    phases = overlap.phases(timeline, update_plan.workload)
+    phases = overlap.phases(timeline, update_plan.workload, model)
     for before, after in pairwise(phases):
         assert before.end_s == after.start_s
         assert before.phase is not after.phase
@@ -202,7 +228,8 @@ def test_phases_are_contiguous_and_have_the_lengths_of_backward_forward_and_expo
         "only backward is before the update"
     )
     assert lasts_s(Phase.FORWARD) == pytest.approx(overlap.forward_s, abs=1e-9)
-    assert lasts_s(Phase.EXPOSED) == pytest.approx(overlap.exposed_s(timeline, update_plan.workload), abs=1e-9)
+    exposed_s = overlap.exposed_s(timeline, update_plan.workload, model)
+    assert lasts_s(Phase.EXPOSED) == pytest.approx(exposed_s, abs=1e-9)
 
 
 def test_on_a_cpu_accelerator_the_host_executes_all_actions_in_series() -> None:

@@ -39,7 +39,7 @@ def test_many_plans_at_once_take_as_long_as_one_by_one(
     times = ManySimulator(workload, model, overlap).run(codes, slots)
     for plan, many_exposed_s, many_active_s in zip(plans, times.exposed_s, times.active_s, strict=True):
         timeline = simulate(plan.schedule, workload, model, overlap)
-        assert many_exposed_s == pytest.approx(overlap.exposed_s(timeline, workload), rel=1e-9, abs=1e-12)
+        assert many_exposed_s == pytest.approx(overlap.exposed_s(timeline, workload, model), rel=1e-9, abs=1e-12)
         assert many_active_s == pytest.approx(timeline.active_s, rel=1e-9, abs=1e-12)
 
 

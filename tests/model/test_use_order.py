@@ -51,9 +51,9 @@ def test_a_workload_stored_in_another_order_exposes_as_much(
     in_order, other = overlap, replace(overlap, first_use=first_use)
     timeline = simulate(plan.schedule, plan.workload, model, in_order)
     mapped_timeline = simulate(mapped.schedule, stored, model, other)
-    expected_s = in_order.exposed_s(timeline, plan.workload)
-    assert other.exposed_s(mapped_timeline, stored) == pytest.approx(expected_s, rel=1e-12, abs=1e-15)
-    phases = other.phases(mapped_timeline, stored)
+    expected_s = in_order.exposed_s(timeline, plan.workload, model)
+    assert other.exposed_s(mapped_timeline, stored, model) == pytest.approx(expected_s, rel=1e-12, abs=1e-15)
+    phases = other.phases(mapped_timeline, stored, model)
     assert seconds_of(Phase.EXPOSED, phases) == pytest.approx(expected_s, rel=1e-9, abs=1e-12)
     # The allocator's segments are filled in the order of the units, so GPU memory may differ.
     assert memory_of(mapped).host_bytes == memory_of(plan).host_bytes
@@ -65,7 +65,7 @@ def test_no_plan_beats_the_bounds_whatever_the_order_of_use(
 ) -> None:
     used = replace(overlap, first_use=data.draw(orders(len(plan.placements))))
     capacity = ResidentCapacity.from_gpu_bytes(plan.workload, memory_of(plan).gpu_bytes)
-    exposed_s = used.exposed_s(simulate(plan.schedule, plan.workload, model, used), plan.workload)
+    exposed_s = used.exposed_s(simulate(plan.schedule, plan.workload, model, used), plan.workload, model)
     bound_s = sharpest_exposed_bound(plan.workload, model, used, capacity).seconds
     assert exposed_s >= bound_s * (1 - 1e-6)
 

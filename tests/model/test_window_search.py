@@ -66,7 +66,7 @@ def without_places(setting: WindowSetting) -> UpdatePlan:
 
 def exposed_s(plan: UpdatePlan, setting: WindowSetting) -> float:
     windows = setting.windows
-    return windows.exposed_s(simulate(plan.schedule, plan.workload, setting.cost, windows), plan.workload)
+    return windows.exposed_s(simulate(plan.schedule, plan.workload, setting.cost, windows), plan.workload, setting.cost)
 
 
 @pytest.mark.promise("P5")
@@ -211,9 +211,9 @@ def test_a_plan_in_windows_fits_and_exposes_what_is_predicted(
     planned = plan_updates(workload, model, budgets, overlap)
     assert not budgets.missing(planned.memory)
     timeline = simulate(planned.plan.schedule, workload, model, overlap)
-    assert planned.exposed_s == overlap.exposed_s(timeline, workload)
+    assert planned.exposed_s == overlap.exposed_s(timeline, workload, model)
     on_cpu = PlacementSearch(workload, model, Budgets(gpu_bytes=0), overlap, DEFAULT_SETUP).run()
-    on_cpu_s = overlap.exposed_s(simulate(on_cpu.schedule, workload, model, overlap), workload)
+    on_cpu_s = overlap.exposed_s(simulate(on_cpu.schedule, workload, model, overlap), workload, model)
     assert planned.exposed_s <= on_cpu_s * (1 + 1e-9) + 1e-12
 
 

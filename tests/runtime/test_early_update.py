@@ -159,11 +159,14 @@ def test_no_buffers_are_reserved_without_early_ranges() -> None:
     assert EarlyBuffers.reserve(FakeDevice(), 0, None) is None
 
 
-@pytest.mark.parametrize("lane", [Lane.PUBLISH, Lane.H2D])
-def test_prefetches_in_flight_hold_back_neither_the_host_nor_early_ranges(lane: Lane) -> None:
-    """Check a step after slots were added at run time: backward has prefetched into all of them.
+@pytest.mark.parametrize("early", [Lane.PUBLISH, None])
+@pytest.mark.parametrize("blocked", [Lane.H2D, Lane.D2H])
+def test_prefetches_and_flushes_in_flight_hold_back_neither_the_host_nor_early_ranges(
+    blocked: Lane, early: Lane | None
+) -> None:
+    """Check a step whose prefetches, or the flushes of the step before, make no progress.
 
-    The prefetches make no progress. On their lane, early ranges would not be published before them.
+    On their lane, early ranges would be updated and published only after them.
     """
     device = FakeDevice()
     executor, states, _, _ = early_executor(device, 3, torch.bfloat16, [])
@@ -178,21 +181,23 @@ def test_prefetches_in_flight_hold_back_neither_the_host_nor_early_ranges(lane: 
             fill_gradients(those, step)
         update_serially(expected, PlainAdam(), [adam_step(step)] * count)
         if step == 2:
-            streams[Lane.H2D].queue.add(lambda: None, lambda: is_open)
+            if blocked is Lane.H2D:
+                streams[blocked].queue.add(lambda: None, lambda: is_open)
             executor.prefetch()
-            executor._early_update._streams = {**streams, Lane.PUBLISH: streams[lane]}
+            executor._early_update._streams = {**streams, Lane.PUBLISH: streams[early or blocked]}
         executor.begin([adam_step(step)] * count)
-        executor.advance()
         if step == 1:
+            if blocked is Lane.D2H:
+                streams[blocked].queue.add(lambda: None, lambda: is_open)
             executor.finish_on_stream()
+    if early is None:
+        assert isinstance(executor.failure, Deadlock)
+        return
+    executor.advance()
     executor.publish_early_ranges()
     assert executor.failure is None, executor.failure
     early_is_read = device.event()
     device.current_stream().record(early_is_read)
-    if lane is Lane.H2D:
-        with pytest.raises(Deadlock):
-            early_is_read.synchronize()
-        return
     early_is_read.synchronize()
     for state, other in zip(states, expected, strict=True):
         assert all(torch.equal(state.param[begin:end], other.param[begin:end]) for begin, end in EARLY)

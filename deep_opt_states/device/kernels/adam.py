@@ -89,9 +89,12 @@ class AdamTensors:
         return AdamTensors(**changed)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RangeUpdate:
-    """The update of one range of one sub-group. ``tensors`` are views of that range."""
+    """The update of one range of one sub-group. ``tensors`` are views of that range.
+
+    It is equal to itself alone, so that a kernel can look up what it has derived from it in an earlier step.
+    """
 
     sub_group: int
     tensors: AdamTensors

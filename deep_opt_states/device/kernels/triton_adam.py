@@ -7,12 +7,13 @@ from dataclasses import dataclass, fields
 from functools import partial
 from importlib import metadata
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
-from deep_opt_states.device.kernels.adam import STATES, AdamStep, AdamTensors, ElementRange, OneRangePerCall, zero
+from deep_opt_states.device.kernels.adam import STATES, AdamStep, AdamTensors, ElementRange, RangeUpdate, zero
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
 from deep_opt_states.device.kernels.library import DTYPES, KernelUnavailable
 from deep_opt_states.device.kernels.scalars import BetaPowers, Decay, Scalars
@@ -36,7 +37,14 @@ class BlockShape:
     warps: int = 8
 
 
-class TritonAdam(OneRangePerCall):
+class _Operands(NamedTuple):
+    """The arguments of a launch that are the same in each step."""
+
+    grid: tuple[int]
+    positional: tuple[Any, ...]
+
+
+class TritonAdam:
     """The Triton kernel, launched on the CUDA stream that is current in ``update``.
 
     An update neither allocates nor synchronises. ``master``, ``exp_avg`` and ``exp_avg_sq`` of a sub-group must begin
@@ -58,6 +66,8 @@ class TritonAdam(OneRangePerCall):
         self._betas, self._adamw = betas, adamw
         self._device = device
         self._block = block or BlockShape()
+        self._operands: WeakKeyDictionary[RangeUpdate, _Operands] = WeakKeyDictionary()
+        """The operands of the updates of earlier steps: checks and views would take longer than the launch."""
         self.restart()
 
     def compile(self, grad_dtypes: Iterable[torch.dtype], param_dtypes: Iterable[torch.dtype | None]) -> None:
@@ -70,7 +80,8 @@ class TritonAdam(OneRangePerCall):
         zeros = Scalars(**numbers, decay_kind=Decay.NONE)
         try:
             for grad_dtype, param_dtype, *offsets in product(grad_dtypes, param_dtypes, (0, 1), (0, 1)):
-                self._launch(zeros, self._example(grad_dtype, param_dtype, *offsets), numel=0, cut=0)
+                example = self._example(grad_dtype, param_dtype, *offsets)
+                self._launch(self._keywords(zeros), self._operands_of(example, numel=0, cut=0))
         except Exception as error:
             raise KernelUnavailable(
                 f"Triton cannot compile the GPU Adam kernel ({type(error).__name__}: {error}); it needs a CUDA GPU "
@@ -79,16 +90,29 @@ class TritonAdam(OneRangePerCall):
 
     def restart(self) -> None:
         self._powers = BetaPowers(self._betas, adamw=self._adamw)
-        self._scalars: list[Scalars] = []
+        self._arguments: list[dict[str, Any]] = []
+        """The keyword arguments of the launches of the present step, by sub-group."""
 
     def zero(self, tensors: AdamTensors) -> None:
         zero(tensors)
 
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
-        self._scalars = self._powers.scalars(steps)
+        self._arguments = [self._keywords(scalars) for scalars in self._powers.scalars(steps)]
 
     def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
         element_range = element_range or ElementRange.whole(tensors.master.numel())
+        self._launch(self._arguments[sub_group], self._derive(tensors, element_range))
+
+    def update_ranges(self, updates: Sequence[RangeUpdate]) -> None:
+        """Update each range by a launch of its own."""
+        for update in updates:
+            operands = self._operands.get(update)
+            if operands is None:
+                operands = self._operands[update] = self._derive(update.tensors, update.element_range)
+            self._launch(self._arguments[update.sub_group], operands)
+
+    def _derive(self, tensors: AdamTensors, element_range: ElementRange) -> _Operands:
+        """Return the operands of a launch that updates ``element_range``, of which ``tensors`` are views."""
         _check(tensors, self._device, element_range)
         # Launch from the last multiple of 16 bytes on, which is in the same memory. For a pointer to the begin of the
         # range itself, Triton would compile another kernel, without wide loads.
@@ -96,31 +120,31 @@ class TritonAdam(OneRangePerCall):
         widened = tensors.map(partial(_extend_backward, skip=skip))
         numel = skip + element_range.numel
         cut = self._arithmetic.cut(element_range.sub_group_numel) - element_range.begin + skip
-        self._launch(self._scalars[sub_group], widened, numel=numel, cut=min(cut, numel), skip=skip)
+        return self._operands_of(widened, numel=numel, cut=min(cut, numel), skip=skip)
 
     def close(self) -> None:
         """Do nothing: there is nothing to free."""
 
-    def _launch(self, scalars: Scalars, tensors: AdamTensors, *, numel: int, cut: int, skip: int = 0) -> None:
+    def _operands_of(self, tensors: AdamTensors, *, numel: int, cut: int, skip: int = 0) -> _Operands:
         programs = max(1, -(-numel // self._block.elements))
+        pointers = (tensors.master, tensors.exp_avg, tensors.exp_avg_sq, tensors.grad, tensors.param)
+        return _Operands((programs,), (*pointers, numel, cut, skip))
+
+    def _keywords(self, scalars: Scalars) -> dict[str, Any]:
+        """Return the keyword arguments of all launches of one sub-group in one step."""
         # Triton passes a float as fp32, which loses nothing here, and an integer with its declared type.
         numbers = {name: float(value) for name, value in vars(scalars).items() if name != "decay_kind"}
-        self._kernel[(programs,)](
-            tensors.master,
-            tensors.exp_avg,
-            tensors.exp_avg_sq,
-            tensors.grad,
-            tensors.param,
-            numel,
-            cut,
-            skip,
+        return {
             **numbers,
-            decay_kind=int(scalars.decay_kind),
-            TAIL=int(self._arithmetic.tail),
-            BLOCK=self._block.elements,
-            num_warps=self._block.warps,
+            "decay_kind": int(scalars.decay_kind),
+            "TAIL": int(self._arithmetic.tail),
+            "BLOCK": self._block.elements,
+            "num_warps": self._block.warps,
             **self._options,
-        )
+        }
+
+    def _launch(self, keywords: dict[str, Any], operands: _Operands) -> None:
+        self._kernel[operands.grid](*operands.positional, **keywords)
 
     def _example(
         self, grad_dtype: torch.dtype, param_dtype: torch.dtype | None, grad_offset: int, param_offset: int

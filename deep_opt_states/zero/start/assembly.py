@@ -59,6 +59,8 @@ class Assembly:
     """The plan, with the function that predicts how long an update takes."""
     budget: GpuBudget | None
     """The accelerator memory that the planner may use; None if there is none or the config gives the placements."""
+    slot_budget: GpuBudget | None
+    """The accelerator memory for more slots than ``planned`` has; None if nothing may add slots."""
     widths: Widths
     """Bytes per parameter of the model's parameters and gradients."""
     device: AccountingDevice
@@ -196,6 +198,7 @@ def _build(
     return Assembly(
         planned=planned,
         budget=budget,
+        slot_budget=accelerator.slot_budget(config, plan),
         widths=widths,
         device=device,
         masters=masters,

@@ -54,6 +54,17 @@ class AcceleratorChoice:
             fills=limit is None,
         )
 
+    def slot_budget(self, config: Config, plan: UpdatePlan) -> GpuBudget | None:
+        """Return how much accelerator memory slots may use in addition to those of ``plan``, after the first steps.
+
+        Return None if the planner or the config chooses the number of slots, if more would not be used, and for the
+        CPU, which has no memory of its own.
+        """
+        is_fixed = config.plans(plan.workload) or config.num_slots is not None
+        if self.slots_on_host or is_fixed or plan.placements.count(Placement.STREAMED) <= plan.num_slots:
+            return None
+        return GpuBudget(start_bytes=0, margin_bytes=int(config.gpu_memory_margin_gb * GB), fills=True)
+
     def fits_accumulators(self, plan: UpdatePlan, grad_bytes: int, budget: GpuBudget | None) -> bool:
         """Return whether all gradients fit on the accelerator in addition to the states that ``plan`` places there.
 

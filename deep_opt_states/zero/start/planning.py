@@ -151,8 +151,8 @@ def _predict(cost: CostModel, has_accelerator: bool, plan: UpdatePlan, windows: 
     # Without an accelerator, the same cores compute the model and the update: nothing can be hidden.
     usable = windows if has_accelerator else NO_WINDOWS
     timeline = simulate(plan.schedule, plan.workload, cost, usable)
-    phases = usable.phases(timeline, plan.workload)
-    return PredictedUpdate(timeline, usable.exposed_s(timeline, plan.workload), phases)
+    phases = usable.phases(timeline, plan.workload, cost)
+    return PredictedUpdate(timeline, usable.exposed_s(timeline, plan.workload, cost), phases)
 
 
 def _load_profile(config: Config, accelerator: AcceleratorChoice, share: CoreShare) -> HardwareProfile:

@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import atexit
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import torch
 from deepspeed import comm as dist
 
-from deep_opt_states.device.cuda import (
-    AllocatorMark,
-    allocated_bytes,
-    empty_cache,
-    failed_allocations,
-    free_and_retries,
-    free_bytes,
-    mark_emptied_allocator,
-    reserved_bytes,
-)
 from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.zero.internals.agreement import gather_values, raise_together, same_on_all_ranks
 from deep_opt_states.zero.internals.log import log_error, log_rank_0, log_this_rank
+from deep_opt_states.zero.step.fixed_placements import FirstUses, OrderAdaptation, SlotAdaptation
 from deep_opt_states.zero.step.growing_forwards import GrowingForwards
+from deep_opt_states.zero.step.held_memory import REMEDY, HeldMemory
 from deep_opt_states.zero.step.larger_forwards import LargerForwards
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from perf_model.prediction.memory import memory_of
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.replanning.measurements import StepMeasurement, TrailingWindow, WindowMeasurement, slowest_rank
 from perf_model.replanning.policy import ReplanningPolicy
-from perf_model.schedule.order import forward_order
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.search.budgets import Budgets, DoesNotFit
 from perf_model.search.plan_request import PlanRequest, SizedPlan
@@ -40,60 +31,6 @@ from perf_model.units import gigabytes
 
 UNREPORTED = 4
 """More updates than can have run and not have been reported."""
-
-REMEDY = (
-    "If stock DeepSpeed has enough memory for this step, its need has grown at once by more than the margin, without a "
-    "larger input: a larger gpu_memory_margin_gb leaves more memory free, and gpu_memory_gb limits what states take"
-)
-
-
-@dataclass(kw_only=True)
-class FirstUses:
-    """The order in which forward first uses parameters and units; each function returns None while that is unknown."""
-
-    names: Callable[[], Sequence[str] | None]
-    units: Callable[[], Sequence[int] | None]
-
-
-class OrderAdaptation:
-    """The adaptation of a plan that the config gives: units are updated in the order in which forward uses them.
-
-    ``first_uses`` is None if no update is deferred into forward.
-    """
-
-    def __init__(self, running: RunningPlan, first_uses: FirstUses | None) -> None:
-        self._running = running
-        self._first_uses = first_uses
-
-    @property
-    def memory_is_short(self) -> bool:
-        """Return False: the placements of the config are kept in any case."""
-        return False
-
-    def measure(self, step: int, phases: Sequence[PhaseSpan], timeline: Callable[[], Timeline]) -> None:
-        """Do nothing: the plan does not depend on measurements."""
-
-    def observe_memory(self, update: int) -> None:
-        """Do nothing: the plan does not depend on free memory."""
-
-    def adapt(self, *, memory_is_short: bool) -> bool:
-        """Order the updates as forward needs them, once that is known. Return whether the plan has changed.
-
-        Units are numbered by param group and registration; forward may use them in another order.
-        """
-        first_uses = None if self._first_uses is None else self._first_uses.units()
-        if first_uses is None:
-            return False
-        self._first_uses = None
-        numbered = self._running.plan
-        every_unit = list(dict.fromkeys([*first_uses, *range(len(numbered.placements))]))
-        ordered = replace(numbered, order=forward_order(numbered.workload, numbered.placements, every_unit))
-        if ordered.schedule == numbered.schedule:
-            return False
-        self._running.executor.set_schedule(ordered.schedule)
-        self._running.plan = ordered
-        log_rank_0(f"updates in the order in which forward uses the parameters from now on: {ordered}")
-        return True
 
 
 class Replanning:
@@ -125,99 +62,47 @@ class Replanning:
         self._step = 0
         self._window = TrailingWindow()
         self._policy = ReplanningPolicy(request, running.plan)
-        self._held_bytes = self._bytes_of_running()
+        self.memory = HeldMemory(
+            budget, self._bytes_of_running(), lambda: running.is_evicted, lambda: running.holds_memory
+        )
         self._agreed_bytes = request.budgets.gpu_bytes or 0
         """The budget that the ranks have planned with last."""
-        self._changed: AllocatorMark | None = None
-        """When this rank last took or gave back memory for a plan; None if it never did."""
-        self._need_is_known = False
-        """Whether a forward and its backward have shown, since the memory was given back, how much training needs."""
         self._may_restore = True
         """False after the memory that was given back could not be reserved again, until the plan changes."""
         self._no_plan_for: int | None = None
         """The budget for which no smaller plan was found: rules by name keep the plan. It is not planned for again."""
         self._evicted_updates: deque[int] = deque(maxlen=UNREPORTED)
         """The numbers of the last updates that ran while the memory was given back."""
-        self._taken_bytes = 0
-        """The bytes that this rank has allocated for plans since the start, less those that it has freed."""
-        self._failed = failed_allocations()
-        """The allocations that have failed so far, without those for a plan since the last forward."""
-        self._available_bytes: int | None = None
-        """The memory that PyTorch held or could take when a forward began; None if the plan held no memory then."""
 
     @property
     def memory_is_short(self) -> bool:
         """Return whether this rank must give accelerator memory back, and a plan may do so."""
-        return self._exceeds_budget and self._budget.bytes != self._no_plan_for
-
-    @property
-    def _exceeds_budget(self) -> bool:
-        return self._budget.bytes < self._held_bytes
+        return self.memory.exceeds_budget and self._budget.bytes != self._no_plan_for
 
     def measure(self, step: int, phases: Sequence[PhaseSpan], timeline: Callable[[], Timeline]) -> None:
         """Add the measurements of update number ``step``, unless the CPU updated everything, because of an eviction."""
         if step not in self._evicted_updates:
             self._window.add(StepMeasurement.from_update(step, timeline(), phases))
 
-    def bytes_in_use(self) -> int:
-        """Return the accelerator memory that tensors of training use now on this rank, without that of the plan.
-
-        The memory that the first plan took is counted, too. It does not matter: only the growth does.
-        """
-        return allocated_bytes() - self._taken_bytes
-
     def observe_memory(self, update: int) -> None:
         """Update the budget from the peak of memory use so far. Call this after backward, before update ``update``."""
-        free_bytes, retries = free_and_retries(self._changed)
-        self._budget.observe(free_bytes, retries, self._held_bytes, is_evicted=self._running.is_evicted)
+        self.memory.observe()
         if self._running.is_evicted:
             self._evicted_updates.append(update)
-        self._need_is_known = True
-
-    @property
-    def has_failed(self) -> bool:
-        """Return whether an allocation has failed since the last forward while the plan holds memory."""
-        return self._running.holds_memory and failed_allocations() > self._failed
-
-    def begin_forward(self) -> None:
-        """Remember what is free before a forward, so that ``is_short_now`` is fast."""
-        self._failed = failed_allocations()
-        self._available_bytes = free_bytes() + reserved_bytes() if self._running.holds_memory else None
-
-    def is_short_now(self) -> bool:
-        """Return whether the present forward has taken so much of the margin that the budget will shrink.
-
-        Other processes may have taken more since it began; that does not count. A plan that exceeds the budget already
-        is kept for rules by name.
-        """
-        return (
-            self._available_bytes is not None
-            and self._budget.is_short_with(self._available_bytes - reserved_bytes())
-            and not self._exceeds_budget
-        )
-
-    def log_failure(self) -> None:
-        """Log the remedy if training ends with an allocation that has failed while the plan holds memory."""
-        if self.has_failed:
-            log_this_rank(
-                f"an allocation has failed while optimizer states hold {gigabytes(self._held_bytes)} of GPU memory. "
-                f"{REMEDY}"
-            )
 
     def give_memory_back(self, reason: str) -> None:
         """Give all accelerator memory of the plan to training. No update is in flight on this rank."""
         # A plan without memory has nothing to give. Training then keeps PyTorch's cache, as it does in stock.
         if self._running.holds_memory:
             # Retries from now on happen while nothing is held.
-            self._budget.count_retries(free_and_retries()[1], self._held_bytes)
-            with self._changing_memory():
+            self.memory.count_retries()
+            with self.memory.changing():
                 self._running.evict()
             log_this_rank(
                 f"the CPU updates units until their memory need is known: "
-                f"{gigabytes(self._held_bytes)} of GPU memory are given back {reason}"
+                f"{gigabytes(self.memory.bytes)} of GPU memory are given back {reason}"
             )
-        self._available_bytes = None
-        self._need_is_known = False
+        self.memory.gave_back()
 
     def adapt(self, *, memory_is_short: bool) -> bool:
         """Change to a better plan if there is one; return whether the plan has changed. A collective when it is due.
@@ -227,20 +112,20 @@ class Replanning:
         """
         changed = self._replan(memory_is_short)
         if self._running.is_evicted:
-            sets_memory = self._need_is_known and self._may_restore and not self.memory_is_short
+            sets_memory = self.memory.need_is_known and self._may_restore and not self.memory_is_short
         else:
             # The sums of units that the CPU updates are no part of the plan. They move to host memory here.
-            sets_memory = self._exceeds_budget and self._running.gradients.have_device_accumulators
+            sets_memory = self.memory.exceeds_budget and self._running.gradients.have_device_accumulators
         if sets_memory:
             was_evicted = self._running.is_evicted
-            with self._changing_memory():
+            with self.memory.changing():
                 fits = self._running.restore()
             if fits:
-                self._held_bytes = self._bytes_of_running()
+                self.memory.bytes = self._bytes_of_running()
                 if was_evicted:
-                    log_this_rank(f"{gigabytes(self._held_bytes)} of GPU memory hold optimizer states again")
+                    log_this_rank(f"{gigabytes(self.memory.bytes)} of GPU memory hold optimizer states again")
             else:
-                self._budget.limit(self._held_bytes // 2)
+                self._budget.limit(self.memory.bytes // 2)
                 self._may_restore = False
         return changed
 
@@ -260,7 +145,7 @@ class Replanning:
             Budgets(gpu_bytes=least_bytes) if changed else None,
         )
         if plan is None:
-            self._no_plan_for = self._budget.bytes if self._exceeds_budget else None
+            self._no_plan_for = self._budget.bytes if self.memory.exceeds_budget else None
             return False
         return self._adopt(plan)
 
@@ -300,7 +185,7 @@ class Replanning:
 
     def _adopt(self, plan: UpdatePlan) -> bool:
         self._before_move()
-        with self._changing_memory():
+        with self.memory.changing():
             fits = self._running.adopt(plan)
         self._may_restore = True
         if not fits:
@@ -312,25 +197,9 @@ class Replanning:
                 f"rank. The CPU updates what does not fit. A larger gpu_memory_margin_gb leaves more memory free from "
                 f"the start: {self._running.plan}"
             )
-        self._held_bytes = self._bytes_of_running()
+        self.memory.bytes = self._bytes_of_running()
         self._window.restart()
         return True
-
-    @contextmanager
-    def _changing_memory(self) -> Iterator[None]:
-        """Count what is allocated for the plan in this context, and measure peaks anew afterwards.
-
-        PyTorch's cache is emptied before and after. States that were reserved inside cached blocks of training would
-        split them, and training would need new memory in their place. Memory that the plan gives back would hide in the
-        cache, and the next peak would not show what training needs.
-        """
-        empty_cache()
-        before, (_, retries), failed = allocated_bytes(), free_and_retries(), failed_allocations()
-        yield
-        self._taken_bytes += allocated_bytes() - before
-        self._changed = mark_emptied_allocator()
-        self._budget.ignore_retries(free_and_retries()[1] - retries)
-        self._failed += failed_allocations() - failed
 
     def _bytes_of_running(self) -> int:
         """Return what the running plan holds; if it is evicted, what the planner assumes for it."""
@@ -343,6 +212,7 @@ def make_adaptation(
     first_uses: FirstUses | None,
     request: PlanRequest | None,
     budget: GpuBudget | None,
+    slot_budget: GpuBudget | None,
     before_move: Callable[[], None],
     before_eviction: Callable[[], None],
     module: torch.nn.Module,
@@ -350,41 +220,57 @@ def make_adaptation(
 ) -> OrderAdaptation | Replanning:
     """Return the adaptation of the plan of one engine, which trains ``module``.
 
-    ``request`` and ``budget`` are those of the planner; None if it has nothing to decide. ``before_move`` is that of
-    ``Replanning``, and ``before_eviction`` is called before all memory is given back to training. ``resources``
-    receives the callback that removes the hook on ``module``.
+    ``request`` and ``budget`` are those of the planner; None if it has nothing to decide. ``slot_budget`` is for more
+    slots of placements that the config gives; None if it gives their number, too. ``before_move`` is that of
+    ``Replanning``, and ``before_eviction`` is called before memory is given back to training. ``resources`` receives
+    the callback that removes the hooks on ``module``.
     """
-    if request is None or budget is None:
-        return OrderAdaptation(running, first_uses)
-    replanning = Replanning(running, request, budget, first_uses, before_move)
+    if request is not None and budget is not None:
+        replanning = Replanning(running, request, budget, first_uses, before_move)
+        _watch_forwards(replanning, before_eviction, module, resources)
+        return replanning
+    if slot_budget is not None:
+        slots = SlotAdaptation(running, first_uses, slot_budget)
+        _watch_forwards(slots, before_eviction, module, resources)
+        return slots
+    return OrderAdaptation(running, first_uses)
+
+
+def _watch_forwards(
+    adaptation: Replanning | SlotAdaptation,
+    before_eviction: Callable[[], None],
+    module: torch.nn.Module,
+    resources: ExitStack,
+) -> None:
+    """Give the memory back before and in forwards of ``module`` that may need it."""
+    memory = adaptation.memory
 
     def give_memory_back(reason: str) -> None:
         before_eviction()
-        replanning.give_memory_back(reason)
+        adaptation.give_memory_back(reason)
 
     larger_forwards = LargerForwards(
         partial(give_memory_back, "before a forward that may need more than any before"),
-        replanning.bytes_in_use,
-        budget.margin_bytes // 4,
+        memory.bytes_in_use,
+        memory.budget.margin_bytes // 4,
     )
     hook = module.register_forward_pre_hook(larger_forwards, prepend=True, with_kwargs=True)
     resources.callback(hook.remove)
 
     def begin_forward() -> None:
-        if replanning.has_failed:
+        if memory.has_failed:
             give_memory_back(f"after an allocation has failed. {REMEDY}")
-        replanning.begin_forward()
+        memory.begin_forward()
 
     # These hooks run before the one above. What has failed, has failed while the memory was held.
     GrowingForwards(
         module,
         begin_forward,
-        replanning.is_short_now,
+        memory.is_short_now,
         partial(give_memory_back, "in a forward that has taken half of gpu_memory_margin_gb"),
         resources,
     )
     # A script that does not catch the error may end without destroying its engine.
-    atexit.register(replanning.log_failure)
-    resources.callback(atexit.unregister, replanning.log_failure)
-    resources.callback(replanning.log_failure)
-    return replanning
+    atexit.register(memory.log_failure)
+    resources.callback(atexit.unregister, memory.log_failure)
+    resources.callback(memory.log_failure)

@@ -22,7 +22,7 @@ from deep_opt_states.device.cuda import free_and_retries
 from deep_opt_states.device.kernels.adam import RangeUpdate
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.zero.internals.agreement import StepAgreement, same_on_all_ranks
-from deep_opt_states.zero.step import adaptation
+from deep_opt_states.zero.step import adaptation, held_memory
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import place_all
@@ -98,7 +98,7 @@ def short_memory() -> AbstractContextManager[object]:
         free_bytes, retries = free_and_retries(*mark)
         return free_bytes, retries + (is_last_rank() and calls > 7)
 
-    return mock.patch.object(adaptation, "free_and_retries", with_retries)
+    return mock.patch.object(held_memory, "free_and_retries", with_retries)
 
 
 def failing_update() -> AbstractContextManager[object]:

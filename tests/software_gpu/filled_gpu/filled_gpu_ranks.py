@@ -21,7 +21,7 @@ from deep_opt_states.device.cuda import free_and_retries
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.runtime.state import Slot
-from deep_opt_states.zero.step import adaptation
+from deep_opt_states.zero.step import held_memory
 from deep_opt_states.zero.step.gradients import Gradients
 from deep_opt_states.zero.step.larger_forwards import LargerForwards
 from deep_opt_states.zero.step.running_plan import RunningPlan
@@ -50,7 +50,7 @@ USE_IGNORED = "memory in use before a forward is ignored"
 
 FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     KEPT: (LargerForwards, "_has_larger_inputs", _no_larger_inputs),
-    USE_IGNORED: (adaptation.Replanning, "bytes_in_use", lambda _: 0),
+    USE_IGNORED: (held_memory.HeldMemory, "bytes_in_use", lambda _: 0),
     "evicted states are not written back": (Executor, "write_back", lambda *_: None),
     "open sums are not copied": (Gradients, "copy_open_sums_to_host", lambda *_: None),
 }
@@ -65,6 +65,9 @@ class Growth:
     faults: tuple[str, ...] = ()
     case: Case = CASE
 
+
+STREAMED = replace(CASE, blocks=({**BLOCK, "placement": "streamed", "unit_size": 250_000},))
+"""A case in which the config gives the placements, and the number of slots follows from the free memory."""
 
 GROWTH = {
     "inputs": Growth([*FIRST, *[Step((LONGEST,))] * 3], (KEPT, "evicted states are not written back")),
@@ -144,7 +147,7 @@ def grow(name: str, growth: Growth) -> None:
         with ExitStack() as faults:
             if fault in (KEPT, USE_IGNORED):
                 # Otherwise the growth is noticed between two layers.
-                faults.enter_context(mock.patch.object(adaptation.Replanning, "is_short_now", return_value=False))
+                faults.enter_context(mock.patch.object(held_memory.HeldMemory, "is_short_now", return_value=False))
             compare(fault, growth.steps, need, mock.patch.object(*FAULTS[fault]), growth.case)
 
 
@@ -179,7 +182,7 @@ def demotions() -> None:
             short = last_rank and calls > 10
             return free - (taken_bytes if short else 0), before + (retries if short else 0)
 
-        return mock.patch.object(adaptation, "free_and_retries", with_less)
+        return mock.patch.object(held_memory, "free_and_retries", with_less)
 
     steps = [Step((SHORT,))] * 16
     memory = GIB // 4
@@ -207,8 +210,29 @@ def demotions() -> None:
         compare("no memory afterwards, without a limit", larger, memory, without_memory_once())
 
 
+def added_slots() -> None:
+    """Let slots be added in free memory, without an error and with one, and then train larger inputs."""
+    steps = [*FIRST[:5], *[Step((LONGEST,))] * 2]
+    # All states and the activations of larger inputs do not fit together.
+    memory = 200 * 2**20
+    compare("added slots", steps, memory, case=STREAMED)
+    with mock.patch.object(held_memory.HeldMemory, "is_short_now", return_value=False):
+        compare(KEPT, steps, memory, mock.patch.object(*FAULTS[KEPT]), STREAMED)
+    reserve, calls = Slot.reserve, 0
+
+    def failing(*args: Any) -> Slot:
+        nonlocal calls
+        calls += 1
+        if calls == 10:
+            raise torch.OutOfMemoryError("no memory")
+        return reserve(*args)
+
+    compare("an added slot that fails", steps[:5], memory, mock.patch.object(Slot, "reserve", failing), STREAMED)
+
+
 SELECTIONS: dict[str, Callable[[], None]] = {
     "demotions": demotions,
+    "added slots": added_slots,
     **{name: partial(grow, name, growth) for name, growth in (GROWTH | RAMPS).items()},
 }
 

@@ -93,6 +93,18 @@ def test_a_need_that_grows_at_once_is_met_and_not_with_a_fault(
 
 
 @pytest.mark.promise("P1", "P6")
+def test_slots_are_added_in_free_memory_and_leave_it_before_a_forward_that_needs_it() -> None:
+    answers = by_name(trained("added slots", 1)[0])
+    assert answers.pop("memory is kept before larger inputs")["error"] == "OutOfMemoryError"
+    for name, answer in answers.items():
+        assert (answer["error"], answer["differences"]) == ("", []), name
+    streamed = answers["added slots"]["placed"][0]["streamed"]
+    assert answers["added slots"]["slots"] == [2, 2, 2, streamed, streamed, 2, 2]
+    fewer = answers["an added slot that fails"]["slots"][-1]
+    assert 2 < fewer < streamed, "an allocation that fails means fewer slots"
+
+
+@pytest.mark.promise("P1", "P6")
 @pytest.mark.parametrize("name", [thorough(name) for name in RAMPS])
 def test_inputs_that_grow_never_run_out_of_memory_where_stock_does_not(name: str) -> None:
     answers = by_name(trained(name, 1)[0])

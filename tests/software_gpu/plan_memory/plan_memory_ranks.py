@@ -17,7 +17,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from deep_opt_states.zero.internals.compat import partitions_by_name
-from deep_opt_states.zero.step import adaptation
+from deep_opt_states.zero.step import held_memory
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from perf_model.prediction.memory import MemoryKind, TrainingSetup, memory_of, reserved_by_the_runtime, staging_buffers
 from perf_model.schedule.cutting import cut_into_units
@@ -188,7 +188,7 @@ def allocated_plan(training: Training, name: str, engine: Any) -> Answer:
         "allocated": allocated,
         "gradients": gradients,
         "gradients_of_units": {placement.value: setup.widths.grad * plan.numel(placement) for placement in Placement},
-        "held": getattr(optimizer._adaptation, "_held_bytes", None),
+        "held": getattr(getattr(optimizer._adaptation, "memory", None), "bytes", None),
     }
 
 
@@ -204,7 +204,7 @@ def retries(after: int | None) -> AbstractContextManager[Any]:
     """Return a context in which allocations are retried after so many steps."""
     if after is None:
         return nullcontext()
-    calls, observed = 0, adaptation.free_and_retries
+    calls, observed = 0, held_memory.free_and_retries
 
     def with_retries(*mark: Any) -> tuple[int, int]:
         nonlocal calls
@@ -212,7 +212,7 @@ def retries(after: int | None) -> AbstractContextManager[Any]:
         free_bytes, before = observed(*mark)
         return free_bytes, before + (calls > after)
 
-    return mock.patch.object(adaptation, "free_and_retries", with_retries)
+    return mock.patch.object(held_memory, "free_and_retries", with_retries)
 
 
 def train(training: Training, block: Block) -> tuple[Record, list[Answer], list[int]]:

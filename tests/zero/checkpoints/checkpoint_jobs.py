@@ -31,7 +31,7 @@ from deep_opt_states.config import Config
 from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.zero.start import planning
 from deep_opt_states.zero.start.devices import AcceleratorChoice
-from deep_opt_states.zero.step import adaptation
+from deep_opt_states.zero.step import held_memory
 from tests.fork_server import import_all
 from tests.launch import answer
 from tests.model.profiles import RATES, profile
@@ -215,8 +215,8 @@ def planned_for_a_gpu() -> Iterator[None]:
     with (
         mock.patch.object(planning, "_refuse_other_machine"),
         mock.patch.object(AcceleratorChoice, "gpu_budget", gpu_budget),
-        mock.patch.object(adaptation, "free_and_retries", return_value=(10**12, 0)),
-        mock.patch.object(adaptation, "free_bytes", return_value=10**12),
+        mock.patch.object(held_memory, "free_and_retries", return_value=(10**12, 0)),
+        mock.patch.object(held_memory, "free_bytes", return_value=10**12),
     ):
         yield
 

@@ -14,7 +14,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deep_opt_states.zero.internals.compat import partitions_by_name
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
-from deep_opt_states.zero.step.adaptation import OrderAdaptation, Replanning
+from deep_opt_states.zero.step.adaptation import Replanning
+from deep_opt_states.zero.step.fixed_placements import OrderAdaptation
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.placement import Placement
