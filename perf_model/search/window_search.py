@@ -7,9 +7,10 @@ The search simulates many plans at once (``simulate_many.py``), in three parts:
 2. ``narrow`` simulates ramps with CPU shares close to those of the best ramps, and the best ramps varied at random.
    Where forward hides almost all the work, one unit in a hundred on another lane can double the exposed time, and the
    shares of ``explore`` are farther apart.
-3. ``refine`` varies the best ramps once more, fills the memory that the best plans leave (``fill.py``), and changes
-   the best plans by moves, swaps and shifts (``moves.py``). It begins with several plans, the best ones for different
-   numbers of slots, and keeps fewer in each round. The next round also tries the moves together that helped one plan.
+3. ``refine`` changes the best plans by moves, swaps and shifts (``moves.py``). It begins with several plans, the best
+   ones for different numbers of slots, and keeps fewer in each round. The first round also varies the best ramps once
+   more and fills the memory that the best plans leave (``fill.py``). The others also try the moves together that helped
+   one plan.
 
 A batch of few plans takes almost as long as one of many, so each part simulates few batches.
 
