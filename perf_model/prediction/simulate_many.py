@@ -12,7 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from perf_model.prediction.cost import CostModel
-from perf_model.prediction.lane_parts import DUE_LANES, FLUSHES, FORWARD_WAITS_FOR, LaneParts, slowness_of_parts
+from perf_model.prediction.lane_parts import (
+    DUE_LANES,
+    FLUSHES,
+    FORWARD_WAITS_FOR,
+    WEIGHTS,
+    LaneParts,
+    slowness_of_parts,
+)
 from perf_model.prediction.lane_queues import KIND_OF_LANE, LANES, WAITS_FOR, Floats, Integers, LaneQueues
 from perf_model.prediction.overlap_windows import ALLOWED_IN_BACKWARD, Windows
 from perf_model.schedule.workload import Workload
@@ -35,10 +42,12 @@ class ManyTimes:
 class ManySimulator:
     """A simulator of plans of one workload that differ in their placements and their numbers of slots.
 
-    ``simulated`` counts the plans that were simulated.
+    ``simulated`` counts the plans that were simulated. With ``latency_is_work``, the latency of a copy counts as work
+    that takes as long as the latency while all lanes work. A copy then has one part, so a simulation has fewer events
+    and takes less time, but its result is only approximate.
     """
 
-    def __init__(self, workload: Workload, cost: CostModel, windows: Windows) -> None:
+    def __init__(self, workload: Workload, cost: CostModel, windows: Windows, *, latency_is_work: bool = False) -> None:
         assert not cost.blocks
         assert windows.first_use is None, "the workload is arranged"
         self.simulated = 0
@@ -52,6 +61,9 @@ class ManySimulator:
                 load = cost.load(kind, 1)
                 self._seconds[:, lane, :] = [[load.latency_s], [load.alone_s]]
         self._seconds[1] *= self._numels
+        if latency_is_work:
+            self._seconds[1] += self._seconds[0] / self._slowness[:, [WEIGHTS.sum()]]
+            self._seconds[0] = 0.0
 
     def run(self, codes: Integers, slots: Integers, enough_s: float = np.inf) -> ManyTimes:
         """Simulate the plans with placements ``codes`` of shape [plan, unit] and at most ``slots`` slots each.
@@ -103,7 +115,7 @@ class ManySimulator:
                 lasts_s = parts.ends_s.take(position)
                 lasts_s -= passed_s
                 lasts_s *= slowness
-                step_s: Floats = lasts_s.min(axis=0, initial=_NEVER_S)
+                step_s: Floats = np.minimum(np.minimum.reduce(lasts_s), _NEVER_S)
                 now_s = now_s + step_s
                 positions.append(position)
                 moments_s.append(now_s)

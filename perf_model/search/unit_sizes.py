@@ -48,14 +48,20 @@ NEGLIGIBLE_DIFFERENCE = 0.005
 NEGLIGIBLE_SHARE = 0.001
 """The share of forward's window up to which exposed time is not worth smaller units."""
 
-WORSE = 1.02
-"""As soon as a size exposes this multiple of the least time, no smaller size of the list is tried."""
+FEW_UNITS = 100
+"""A size with fewer units does not end the list: smaller units can be much better, because more of them fit."""
+
+LITTLE_GAIN = 0.005
+"""A size that gains at most this share over the larger sizes ends the list: no smaller size is tried."""
 
 PROMISING = 1.35
-"""A cut whose best explored plan exposes more than this multiple of the least time is not refined."""
+"""The plans of a cut that expose more than this multiple of the least time so far are not explored."""
 
-REFINED_CUTS = 2
-"""The number of cuts whose search is narrowed, before the best of them is refined."""
+NARROWED_CUTS = 2
+"""The most cuts whose search is narrowed, before the best of them is refined."""
+
+ALMOST_BEST = 1.015
+"""A cut whose best explored plan exposes more than this multiple of the least time is not narrowed."""
 
 
 def plan_units(
@@ -125,7 +131,7 @@ class _Cuts:
         self._planned: dict[int, PlannedUpdate] = {}
         self._searches: dict[int, WindowSearch] = {}
         self._every_search: list[WindowSearch] = []
-        self._latest_s = 0.0
+        self._ends_list = False
         self._numel = 0
         """The parameters of the workload. A size that gives too many units is left out before anything is cut."""
 
@@ -142,8 +148,8 @@ class _Cuts:
 
     @property
     def smaller_units_gain_nothing(self) -> bool:
-        """Return whether the latest size, which is the smallest one, is worse than a larger one or good enough."""
-        return self.exposes_hardly_anything or self._latest_s > WORSE * self._least_s()
+        """Return whether the best size is good enough, or the latest size gained little over the larger ones."""
+        return self.exposes_hardly_anything or self._ends_list
 
     def try_size(self, size: int, limit: int) -> None:
         """Explore or plan for ``size``, unless its units are known or, if another size fits, above ``limit``."""
@@ -155,6 +161,7 @@ class _Cuts:
         if workload in self._known or (fits and len(workload.units) > limit):
             return
         self._known.add(workload)
+        before_s = self._least_s()
         try:
             require_memory(workload, self._cost, self._budgets, self._setup)
         except DoesNotFit as error:
@@ -166,11 +173,10 @@ class _Cuts:
             self._every_search.append(search)
             if search.best is not None:
                 self._searches[size] = search
-            if self._searches:
-                self._latest_s = float("inf") if search.best is None else search.best.seconds[0]
-                return
-        self._planned[size] = plan_updates(workload, self._cost, self._budgets, self._windows, self._setup)
-        self._latest_s = self._planned[size].exposed_s
+        if not self._searches:
+            self._planned[size] = plan_updates(workload, self._cost, self._budgets, self._windows, self._setup)
+        gains_little = self._least_s() >= (1 - LITTLE_GAIN) * before_s
+        self._ends_list = gains_little and len(workload.units) >= FEW_UNITS
 
     def best_size(self) -> int:
         """Return the size with the least exposed time so far. Raise ``DoesNotFit`` if no size fits."""
@@ -181,10 +187,10 @@ class _Cuts:
 
     def choose(self) -> tuple[int, UpdatePlan]:
         """Narrow the most promising sizes, refine the best of them, and return its size and its plan."""
-        promising = sorted(self._searches, key=lambda size: self._exposed_s()[size])
-        for size in promising[:REFINED_CUTS]:
-            if self._exposed_s()[size] <= PROMISING * self._least_s():
-                self._narrow(size)
+        explored_s = self._exposed_s()
+        almost_best = [size for size in self._searches if explored_s[size] <= ALMOST_BEST * self._least_s()]
+        for size in sorted(almost_best, key=lambda size: explored_s[size])[:NARROWED_CUTS]:
+            self._narrow(size)
         enough_s = (1 + NEGLIGIBLE_DIFFERENCE) * self._least_s()
         chosen = [size for size in sorted(self._exposed_s(), reverse=True) if self._exposed_s()[size] <= enough_s]
         for size in chosen:

@@ -7,9 +7,10 @@ The search simulates many plans at once (``simulate_many.py``), in three parts:
 2. ``narrow`` simulates ramps with CPU shares close to those of the best ramps, and the best ramps varied at random.
    Where forward hides almost all the work, one unit in a hundred on another lane can double the exposed time, and the
    shares of ``explore`` are farther apart.
-3. ``refine`` varies the best ramps once more, fills the memory that the best plans leave (``fill.py``), and changes
-   the best plans by moves, swaps and shifts (``moves.py``). It begins with several plans, the best ones for different
-   numbers of slots, and keeps fewer in each round. The next round also tries the moves together that helped one plan.
+3. ``refine`` changes the best plans by moves, swaps and shifts (``moves.py``). It begins with several plans, the best
+   ones for different numbers of slots, and keeps fewer in each round. The first round also varies the best ramps once
+   more and fills the memory that the best plans leave (``fill.py``). The others also try the moves together that helped
+   one plan.
 
 A batch of few plans takes almost as long as one of many, so each part simulates few batches.
 
@@ -68,6 +69,9 @@ MAX_REFINED_UNITS = 1_000
 MAX_UNITS_PER_ROUND = 60_000
 """The most units in all plans of one round."""
 
+MANY_UNITS = 300
+"""With more units, the simulation counts the latency of a copy as work, so that a plan has fewer events."""
+
 MAX_UNITS_EXPLORED = 100
 """The most units with which every rule is explored, even if the best ramps of larger units are known."""
 
@@ -113,7 +117,8 @@ class WindowSearch:
         self._budgets = budgets
         self._setup = setup
         self._free = [unit.index for unit in workload.units if unit.fixed is None]
-        self._simulator = ManySimulator(workload, cost, windows)
+        many = len(workload.units) > MANY_UNITS
+        self._simulator = ManySimulator(workload, cost, windows, latency_is_work=many)
         self._bounds = TimeLowerBounds(workload, cost, windows)
         self._memory = MemoryCheck(workload, budgets.gpu_bytes, setup)
         self._filler = MemoryFiller(workload, self._memory, setup)
@@ -151,13 +156,11 @@ class WindowSearch:
         """Vary the best ramps, fill the memory of the best plans, and try moves until a round gains next to nothing."""
         if self.best is None or self._good_enough:
             return
-        plans = self._ramps.place(self._varied(SCALES[1]), tightly=True)
+        # The first round simulates these plans, too: few plans take almost as long as many.
+        together = self._ramps.place(self._varied(SCALES[1]), tightly=True)
         if self._fills:
-            # Together with the last ramps: few plans take almost as long to simulate as many.
-            plans += [plan for leader in self._leaders()[:FILLED_LEADERS] for plan in self._filled(leader)]
-        self._try(plans, self.best.seconds[0] * ALMOST)
+            together += [plan for leader in self._leaders()[:FILLED_LEADERS] for plan in self._filled(leader)]
         possible = 1 + MAX_REFINED_UNITS // len(self.workload.units)
-        together: list[Plan] = []
         for number in range(min(possible, MAX_ROUNDS)):
             if self._good_enough:
                 return

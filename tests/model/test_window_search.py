@@ -126,6 +126,16 @@ def test_a_size_between_those_of_the_list_is_chosen_if_it_is_better() -> None:
     assert planned.exposed_s < 0.99 * listed.exposed_s
 
 
+def test_smaller_units_are_planned_for_even_if_those_of_some_larger_size_do_not_help() -> None:
+    """Use a setting in which 10 units of at most 5e8 are no better than 8 units, and 31 units are hidden entirely."""
+    setting = WindowSetting(machine="a100-pcie4", model="10B", ranks=4, micro_batch=1, gpu_share=0.5)
+    _, planned = planned_with_all_sizes(setting)
+    few_units = plan_updates(
+        setting.workload(500_000_000), setting.cost, setting.budgets, setting.windows, setting.job.setup
+    )
+    assert planned.exposed_s < 0.1 * few_units.exposed_s
+
+
 def test_ramps_place_residents_first_and_cpu_units_late() -> None:
     workload = Workload.from_numels([10**8] * 20)
     chosen = list(ramps([10**8] * 20, PlacementShares(streamed=0.3, resident=0.4), streams=True))
