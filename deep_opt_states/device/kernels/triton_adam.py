@@ -78,7 +78,7 @@ class TritonAdam(OneRangePerCall):
             ) from error
 
     def restart(self) -> None:
-        self._powers = BetaPowers(self._betas, adamw=self._adamw)
+        self._powers = BetaPowers(self._betas, adamw=self._adamw, pow_when_repeated=self._arithmetic.pow_when_repeated)
         self._scalars: list[Scalars] = []
 
     def zero(self, tensors: AdamTensors) -> None:
