@@ -43,6 +43,9 @@ def train(block: dict[str, Any] | None) -> dict[str, torch.Tensor]:
         norms.append(float(engine.get_global_grad_norm()))
     found = {"losses": torch.stack(losses), "norms": torch.tensor(norms)}
     optimizer = engine.optimizer
+    assert (block is not None) == hasattr(optimizer, "plan"), (
+        f"{type(optimizer).__name__} is not the one that was meant"
+    )
     for index, master in enumerate(optimizer.fp32_partitioned_groups_flat):
         state = optimizer.state[master]
         tensors = {"master": master, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
