@@ -55,19 +55,17 @@ def _type(schema: dict[str, Any]) -> str:
 
 def release_table() -> str:
     """Return one table row for each release of DeepSpeed, from the results of ``make compat``."""
+    from tests.compat.golden import world_size
+
     results = json.loads((REPOSITORY / "tests" / "compat" / "results.json").read_text(encoding="utf-8"))
     rows = ["| DeepSpeed | 1 rank | 2 ranks | The others |", "|---|---|---|---|"]
     for release, cases in results["releases"].items():
-        by_size = {size: [lines for name, lines in cases.items() if _ranks_of(name) == size] for size in (1, 2)}
+        by_size = {size: [lines for name, lines in cases.items() if world_size(name) == size] for size in (1, 2)}
         equal = [f"{lines.count(['equal'])} of {len(lines)} equal" for lines in by_size.values()]
         others = [f"{name}: {'; '.join(lines)}" for name, lines in cases.items() if lines != ["equal"]]
         rows.append(f"| {release} | {' | '.join(equal)} | {'<br>'.join(others)} |")
     tried = f"Tried with torch {results['torch']} and Python {results['python']} on the CPU accelerator."
     return "\n".join([*rows, "", tried])
-
-
-def _ranks_of(case: str) -> int:
-    return int(case[0]) if case[1:].startswith(" ranks") else 1
 
 
 def promise_table() -> str:
