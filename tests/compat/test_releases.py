@@ -38,6 +38,8 @@ def test_every_golden_case_is_equal_or_refused(release: str) -> None:
         assert RELEASES[release][name] == expected, name
 
 
+# Thorough, because the op of that release is compiled first.
+@pytest.mark.thorough
 @pytest.mark.promise("P1")
 def test_the_oldest_release_has_the_bits_of_stock() -> None:
     assert try_release(TRIED_DEEPSPEED[0], QUICK) == dict.fromkeys(QUICK, EQUAL)

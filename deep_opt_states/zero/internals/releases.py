@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from packaging.version import Version
 
-TRIED_DEEPSPEED = ("0.18.5", "0.19.4", "0.19.8")
+TRIED_DEEPSPEED = ("0.18.5", "0.19.4", "0.19.5", "0.19.6", "0.19.8")
 """The releases that ``make compat`` has tried: the golden cases that they have are equal to stock to the bit."""
 
 
