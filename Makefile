@@ -13,7 +13,7 @@ export DS_ACCELERATOR ?= cpu
 # PyTorch compiles the kernels with Ninja, which it finds only in PATH.
 WITH_NINJA := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-.PHONY: help demo test test-all stress gpu-check gpu-measure gpu-bench lint wheel clean
+.PHONY: help demo test test-all stress compat gpu-check gpu-measure gpu-bench lint wheel clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -47,6 +47,10 @@ MINUTES ?= 10
 
 stress: $(INSTALLED)  ## Search for races with new seeds for MINUTES=10; SEED=... sets the first seed
 	@$(WITH_NINJA) $(VENV)/bin/python -m tests.stress --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+compat: $(INSTALLED)  ## Try every supported release of DeepSpeed with the golden cases, and update the table in docs/
+	@$(WITH_NINJA) $(VENV)/bin/python -m tests.compat $(RELEASES)
+	@$(VENV)/bin/python tools/generate_docs.py
 
 gpu-check:  ## Run tests/gpu and the profile on a machine with a GPU, with PYTHON=python3; 9 minutes
 	@$(PYTHON) -m tests.gpu.run_parts check

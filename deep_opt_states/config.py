@@ -132,6 +132,13 @@ class Config(BaseModel):
     `true`. If the config does not set that key, the throughput timer uses the host's clock and does not synchronize the
     device."""
 
+    untested_deepspeed: Literal["verify", "refuse"] = "verify"
+    """How a release of DeepSpeed is treated that was never tried and is not older than the oldest one that was.
+    `"verify"` looks for every private name that the plugin uses, and trains a tiny model with stock and with the plugin
+    in another process, once per release. Training goes on with a warning if all bits are equal, and is refused
+    otherwise. `"refuse"` refuses the release. [Compatibility](compatibility.md#releases-of-deepspeed) lists those that
+    were tried."""
+
     report: str | None = Field(default=None, min_length=1)
     """The path of a folder into which rank 0 writes its measurements, for `deep-opt-states report`. By default, nothing
     is written. How often the log has a line is set by `steps_per_print` of the DeepSpeed config, outside this block."""
@@ -350,6 +357,10 @@ _RULES = {
     "overlap_forward": _KeyRule(
         "must be true or false",
         "Leave it out to overlap the update with the next forward, until forward needs the updated parameters.",
+    ),
+    "untested_deepspeed": _KeyRule(
+        'must be "verify" or "refuse"',
+        "Leave it out to compare the plugin with stock on a tiny model if this release of DeepSpeed was never tried.",
     ),
     "report": _KeyRule(
         "must be a path",

@@ -112,6 +112,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deep_opt_states.zero.start": {
         "deep_opt_states.config",
         "deep_opt_states.device",
+        "deep_opt_states.files",
         "deep_opt_states.host",
         "deep_opt_states.names",
         "deep_opt_states.profiler",
@@ -179,7 +180,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "deep_opt_states.runtime": {"torch"},
     "deep_opt_states.report": {"jinja2"},
     "deep_opt_states.sharing": {"torch"},
-    "deep_opt_states.zero": {"torch", "deepspeed"},
+    "deep_opt_states.zero": {"torch", "deepspeed", "packaging"},
     "deep_opt_states.host": {"psutil", "torch"},
     # The profiler uses DeepSpeed's Adam op, which no training has constructed yet.
     "deep_opt_states.profiler": {"torch", "deepspeed"},

@@ -1,4 +1,4 @@
-"""Write the generated parts of the documentation: the config keys and the tests of each promise.
+"""Write the generated parts of the documentation: config keys, releases of DeepSpeed, and the tests of each promise.
 
 ``python tools/generate_docs.py`` writes them; ``--check`` exits with 1 if a committed page differs, and writes nothing.
 A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
@@ -53,6 +53,21 @@ def _type(schema: dict[str, Any]) -> str:
     return " ".join([schema["type"], ", ".join(bounds)]).strip()
 
 
+def release_table() -> str:
+    """Return one table row for each release of DeepSpeed, from the results of ``make compat``."""
+    from tests.compat.golden import world_size
+
+    results = json.loads((REPOSITORY / "tests" / "compat" / "results.json").read_text(encoding="utf-8"))
+    rows = ["| DeepSpeed | 1 rank | 2 ranks | The others |", "|---|---|---|---|"]
+    for release, cases in results["releases"].items():
+        by_size = {size: [lines for name, lines in cases.items() if world_size(name) == size] for size in (1, 2)}
+        equal = [f"{lines.count(['equal'])} of {len(lines)} equal" for lines in by_size.values()]
+        others = [f"{name}: {'; '.join(lines)}" for name, lines in cases.items() if lines != ["equal"]]
+        rows.append(f"| {release} | {' | '.join(equal)} | {'<br>'.join(others)} |")
+    tried = f"Tried with torch {results['torch']} and Python {results['python']} on the CPU accelerator."
+    return "\n".join([*rows, "", tried])
+
+
 def promise_table() -> str:
     """Return one table row for each promise, with the tests that have its marker."""
     tests: dict[str, list[str]] = {promise: [] for promise in PROMISES}
@@ -86,6 +101,7 @@ def _marked(marker: ast.expr) -> Iterator[str]:
 
 PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "config": ("docs/configuration.md", config_table),
+    "releases": ("docs/compatibility.md", release_table),
     "promises": ("docs/testing.md", promise_table),
 }
 

@@ -10,6 +10,7 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from deep_opt_states.doctor.finding import Finding, Status
 from perf_model.units import gigabytes
@@ -67,11 +68,11 @@ def import_error(name: str) -> Exception | None:
     return None
 
 
-def supported_deepspeed() -> tuple[str, ...]:
-    """Return the supported versions of DeepSpeed."""
-    from deep_opt_states.zero.internals.compat import SUPPORTED_DEEPSPEED
+def tried_deepspeed() -> tuple[str, ...]:
+    """Return the releases of DeepSpeed that were tried, the oldest first."""
+    from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED
 
-    return SUPPORTED_DEEPSPEED
+    return TRIED_DEEPSPEED
 
 
 def accelerator() -> Accelerator:
@@ -114,23 +115,25 @@ def check_package(requirement: Requirement, version: str | None) -> Finding:
     return Finding(requirement.name, Status.OK, version)
 
 
-def check_deepspeed(version: str | None, error: Exception | None, supported: Sequence[str]) -> Finding:
-    """Check that DeepSpeed has a supported version and can be imported.
+def check_deepspeed(version: str | None, error: Exception | None, tried: Sequence[str]) -> Finding:
+    """Check that DeepSpeed can be imported, and that it is one of the releases that were ``tried``, the oldest first.
 
-    The plugin overrides internals, so the version must be exactly one of ``supported``, apart from a local build tag.
-    ``version`` is None if DeepSpeed is not installed, and ``error`` is the exception that importing it raised.
+    A local build tag is ignored. ``version`` is None if DeepSpeed is not installed, and ``error`` is the exception that
+    importing it raised. A release that was not tried is a warning, because training verifies it at start.
     """
-    remedy = f"pip install deepspeed=={supported[-1]}"
+    remedy = f"pip install deepspeed=={tried[-1]}"
     if version is None:
-        return Finding("deepspeed", Status.FAIL, f"not installed; must be {' or '.join(supported)}", remedy)
-    if version.split("+")[0] not in supported:
-        found = f"{version}; must be {' or '.join(supported)}, whose internals this release supports"
-        return Finding("deepspeed", Status.FAIL, found, remedy)
+        return Finding("deepspeed", Status.FAIL, f"not installed; must be {tried[0]} or later", remedy)
+    if Version(version) < Version(tried[0]):
+        return Finding("deepspeed", Status.FAIL, f"{version}; must be {tried[0]} or later", remedy)
     if error is not None:
         found = f"{version}, but import deepspeed fails with {type(error).__name__}: {error}"
         return Finding(
             "deepspeed", Status.FAIL, found, f'Run python -c "import deepspeed" to see the full error, or {remedy}'
         )
+    if version.split("+")[0] not in tried:
+        found = f"{version}; was not tried, so training first compares a tiny model with stock"
+        return Finding("deepspeed", Status.WARN, found, f"To skip that, {remedy}")
     return Finding("deepspeed", Status.OK, version)
 
 

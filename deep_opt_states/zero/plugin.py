@@ -26,6 +26,7 @@ from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.start.devices import AcceleratorChoice, choose_device
 from deep_opt_states.zero.start.refusals import refuse_config, refuse_engine
 from deep_opt_states.zero.start.reporting import EngineProgress
+from deep_opt_states.zero.start.verification import check_release
 
 _logged_switched_off = False
 
@@ -59,7 +60,7 @@ def _choose(engine: Any, basic_optimizer: Any) -> tuple[Config, AcceleratorChoic
     config = _enabled_config(config_of(engine))
     if config is None:
         return None
-    refuse_config(config_of(engine))
+    _refuse(config, config_of(engine))
     refuse_engine(engine, basic_optimizer)
     return config, choose_device()
 
@@ -71,8 +72,9 @@ def check_config(ds_config: Any) -> None:
     an error after it. The requirements of the plugin only concern an engine with an optimizer. Here, only
     ``"optimizer"`` in the config shows that there will be one; ``check_engine`` checks all other engines.
     """
-    if _enabled_config(ds_config) is not None and ds_config.optimizer_name is not None:
-        refuse_config(ds_config)
+    config = _enabled_config(ds_config)
+    if config is not None and ds_config.optimizer_name is not None:
+        _refuse(config, ds_config)
 
 
 def check_engine(engine: Any) -> None:
@@ -82,14 +84,21 @@ def check_engine(engine: Any) -> None:
     reference model, a teacher, an evaluation. It runs as stock DeepSpeed, and the other settings in its config are not
     checked. Raise ``ConfigError`` or ``Unsupported``.
     """
-    if _enabled_config(config_of(engine)) is None:
+    config = _enabled_config(config_of(engine))
+    if config is None:
         return
     if engine.client_optimizer or engine.optimizer_name():
-        refuse_config(config_of(engine))
+        _refuse(config, config_of(engine))
     else:
         log_rank_0(
             f'an engine without an optimizer runs as stock DeepSpeed: "{CONFIG_KEY}" has no update to schedule there'
         )
+
+
+def _refuse(config: Config, ds_config: Any) -> None:
+    """Raise ``Unsupported`` for a config that breaks a rule, or for a release of DeepSpeed that must not be used."""
+    refuse_config(ds_config)
+    check_release(config.untested_deepspeed)
 
 
 def switched_off() -> bool:

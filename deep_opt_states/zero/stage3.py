@@ -36,6 +36,7 @@ from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.zero.internals.compat import (
     flat_parameters,
     forget_gradient_buffers,
+    is_boundary,
     param_coordinator,
     ranges_of_partitioned_params,
     restore_param_views,
@@ -238,7 +239,7 @@ class DeepOptimizerStates_Stage3(UserGradients):
         self._buckets.remove(params_to_release)
         self._window_is_open = True
         self._gradients.add_reduced_bucket(params_to_release, grad_partitions)
-        if self._config.overlap_backward and self.is_gradient_accumulation_boundary():
+        if self._config.overlap_backward and is_boundary(self):
             self._update.prefetch()
 
     def _finalize_offload_gradient_accumulation(self) -> None:
@@ -277,13 +278,11 @@ class DeepOptimizerStates_Stage3(UserGradients):
         """Return stock's norms. The host waits for the device once, and not twice for each sub-group."""
         return self._norms.per_sub_group() if self._norms.are_data_parallel_only else super()._get_norm_groups()
 
-    def _loss_scale_update_and_overflow_cleanup(self) -> bool:
-        overflow = bool(super()._loss_scale_update_and_overflow_cleanup())
-        if overflow:
-            # This step runs no update, which would report the last one. By the next step, DeepSpeed's step count, which
-            # the report contains, would have changed.
-            self._update.report()
-        return overflow
+    def _overflow_clean_up(self, prev_scale: Any) -> None:
+        super()._overflow_clean_up(prev_scale)
+        # This step runs no update, which would report the last one. By the next step, DeepSpeed's step count, which
+        # the report contains, would have changed.
+        self._update.report()
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
         """Compute the factor, the same for all sub-groups, by which our kernels multiply the gradients.

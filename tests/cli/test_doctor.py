@@ -28,8 +28,8 @@ FAILS: dict[str, Callable[[], Finding]] = {
     "not installed": lambda: software.check_ours(None),
     "old torch": lambda: software.check_package(Requirement("torch>=2.11"), "2.9.1+cu128"),
     "no wrapt": lambda: software.check_package(Requirement("wrapt"), None),
-    "no deepspeed": lambda: software.check_deepspeed(None, None, ("0.19.8",)),
-    "other deepspeed": lambda: software.check_deepspeed("0.18.2", None, ("0.19.8",)),
+    "no deepspeed": lambda: software.check_deepspeed(None, None, ("0.18.5", "0.19.8")),
+    "other deepspeed": lambda: software.check_deepspeed("0.18.2", None, ("0.18.5", "0.19.8")),
     "broken deepspeed": lambda: software.check_deepspeed("0.19.8", ImportError("no [hjson]"), ("0.19.8",)),
     "no supported accelerator": lambda: software.check_accelerator(Accelerator("xpu", 8), None),
     "no GPU": lambda: software.check_accelerator(Accelerator("cuda", 0), None),
@@ -45,6 +45,7 @@ FAILS: dict[str, Callable[[], Finding]] = {
 }
 
 WARNS: dict[str, Callable[[], Finding]] = {
+    "deepspeed that was not tried": lambda: software.check_deepspeed("0.19.9", None, ("0.18.5", "0.19.8")),
     "cpu by accident": lambda: software.check_accelerator(Accelerator("cpu", 1), None),
     "switched off": lambda: hook.check_switch("0"),
     "switch without meaning": lambda: hook.check_switch("false"),
@@ -233,6 +234,6 @@ def test_an_unsupported_deepspeed_and_a_broken_wrapt_fail(tmp_path: Path) -> Non
         "activation hook",
         "accelerator",
     ]
-    assert "0.18.2; must be 0.19.8, whose internals this release supports" in page.output
+    assert "0.18.2; must be 0.18.5 or later" in page.output
     assert "-> pip install deepspeed==0.19.8" in page.output
     assert "deep_opt_states cannot be activated: RuntimeError: broken on purpose" in page.output

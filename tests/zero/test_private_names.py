@@ -3,12 +3,14 @@
 A private name begins with an underscore. DeepSpeed may change it in any release, so one folder has all of them. Two
 kinds of use are allowed elsewhere: ``stage3.py`` and the two files of its base classes override private hooks of
 DeepSpeed's optimizer under their names and call the overridden hook through ``super()``; ``activation.py`` names the
-methods that it wraps in strings.
+methods that it wraps in strings. ``private_names.py`` lists all of them, so that the plugin finds out whether a release
+of DeepSpeed that was never tried has them.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,9 @@ from pathlib import Path
 import deepspeed
 import pytest
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from deep_opt_states.zero.internals.private_names import ATTRIBUTES, HOOKS, METHODS, missing_names
+from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 
 PACKAGE = Path(__file__).resolve().parents[2] / "deep_opt_states"
 INTERNALS = PACKAGE / "zero" / "internals"
@@ -25,14 +30,12 @@ OUR_BASES = {"GuardedStates": "zero/guarded_states.py", "UserGradients": "zero/u
 """Our classes between DeepSpeed's optimizer and ours, each derived from the one before."""
 
 ALLOWED_NAMES = {
+    # The methods that it wraps, in strings, and the attributes by which it decides whether the config has our block. It
+    # must not import zero/internals before it knows that.
     "activation.py": {
-        # The methods that it wraps, in strings.
-        "_do_sanity_check",
-        "_configure_zero_optimizer",
-        "_initialize_params",
-        # It decides whether the config has our block. It must not import zero/internals before it knows that.
-        "_config",
-        "_param_dict",
+        name
+        for place in ("deepspeed.runtime.engine:DeepSpeedEngine", "deepspeed.runtime.config:DeepSpeedConfig")
+        for name in (*METHODS[place], *ATTRIBUTES[place])
     },
     # Private names of PyTorch, not of DeepSpeed.
     "device/cuda.py": {"_C", "_foreach_copy_", "_host_emptyCache", "_sleep"},
@@ -61,6 +64,45 @@ def test_every_allowed_name_is_used() -> None:
     for file, names in ALLOWED_NAMES.items():
         found = {name for _, name in foreign_private_names((PACKAGE / file).read_text(), set())}
         assert names <= found, f"{file} does not use {names - found}: remove them from ALLOWED_NAMES"
+
+
+def test_the_list_has_every_private_name_of_deepspeed_that_is_used() -> None:
+    sources = [path.read_text() for path in sorted(INTERNALS.glob("*.py")) if path.name != "private_names.py"]
+    found = {name for source in sources for _, name in foreign_private_names(source, defined_private_names(sources))}
+    # A name of PyTorch, and mangled names without their class.
+    used = {re.sub(r"^_[A-Za-z0-9_]+?__", "__", name) for name in found - {"_RecordFunctionFast"}}
+    listed = {name for names in (*METHODS.values(), *ATTRIBUTES.values()) for name in names if name.startswith("_")}
+    assert used | ALLOWED_NAMES["activation.py"] == listed - HOOKS.keys()
+
+
+def test_the_list_has_every_hook_that_is_overridden() -> None:
+    classes = DeepOptimizerStates_Stage3.__mro__
+    ours = classes[: classes.index(DeepSpeedZeroOptimizer_Stage3)]
+    overridden = {
+        name
+        for owner in ours
+        for name, member in vars(owner).items()
+        if callable(member) and hasattr(DeepSpeedZeroOptimizer_Stage3, name) and not name.startswith("__")
+    }
+    assert overridden == HOOKS.keys()
+
+
+def test_this_deepspeed_has_every_name_of_the_list() -> None:
+    assert missing_names() == []
+
+
+def test_a_missing_name_and_other_parameters_are_found() -> None:
+    place = "deepspeed.runtime.config:DeepSpeedConfig"
+    found = missing_names(
+        {place: {"_initialize_params": "config_dict", "_gone": ""}, "deepspeed.gone:Gone": {"_method": ""}},
+        {place: ("_param_dict", "_gone_attribute")},
+    )
+    assert found == [
+        "DeepSpeedConfig._gone is missing",
+        "DeepSpeedConfig._gone_attribute is missing",
+        "DeepSpeedConfig._initialize_params has the parameters (param_dict), expected (config_dict)",
+        "Gone._method is missing",
+    ]
 
 
 SEEDED = {

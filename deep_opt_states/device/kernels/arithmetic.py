@@ -23,14 +23,18 @@ class Tail(IntEnum):
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The arithmetic of an op: the elements per vector, and the arithmetic of the tail after the last whole vector.
+    """The arithmetic of an op: the elements per vector, the tail after the last whole vector, and the powers of beta.
 
     ``vector_width`` is 16 with AVX-512, 8 with AVX2, 4 with NEON, and 1 if every element is in the tail. With SVE every
     element is in a ``MOMENT_FUSED`` tail (``includes/sve.h``). Neither NEON nor SVE has been tested.
+
+    ``pow_when_repeated``: whether the op computes beta^t anew, by ``pow``, when it is called with the same step again,
+    which it does for every sub-group but the first. This is so before DeepSpeed 0.19.
     """
 
     vector_width: int
     tail: Tail
+    pow_when_repeated: bool = False
 
     def cut(self, numel: int) -> int:
         """Return the index of the first element of the tail of a sub-group of ``numel`` elements.
@@ -40,8 +44,14 @@ class Arithmetic:
         return 0 if self.vector_width == 1 else numel // self.vector_width * self.vector_width
 
     def __str__(self) -> str:
-        return f"vectors of {self.vector_width}, tail {self.tail.name.lower().replace('_', ' ')}"
+        powers = ", pow in repeated steps" if self.pow_when_repeated else ""
+        return f"vectors of {self.vector_width}, tail {self.tail.name.lower().replace('_', ' ')}{powers}"
 
 
 # The widest vectors come first. If the tail computes as the vectors do, then the width does not matter.
-CANDIDATES = tuple(Arithmetic(width, tail) for tail in Tail for width in (16, 8, 4, 1))
+CANDIDATES = tuple(
+    Arithmetic(width, tail, pow_when_repeated)
+    for pow_when_repeated in (False, True)
+    for tail in Tail
+    for width in (16, 8, 4, 1)
+)

@@ -46,7 +46,7 @@ class FusedAdam:
         self.restart()
 
     def restart(self) -> None:
-        self._powers = BetaPowers(self._betas, adamw=self._adamw)
+        self._powers = BetaPowers(self._betas, adamw=self._adamw, pow_when_repeated=self._arithmetic.pow_when_repeated)
         self._scalars: list[Scalars] = []
 
     def begin_step(self, steps: Sequence[AdamStep]) -> None:

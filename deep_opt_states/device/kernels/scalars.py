@@ -1,9 +1,9 @@
 """Compute the numbers that an Adam kernel multiplies with, bit for bit those of DeepSpeedCPUAdam.
 
 The object of that op (``deepspeed/ops/csrc/includes/cpu_adam.h``, ``IncrementStep``) hides state: beta^t is a running
-product in fp32 while steps follow one another with the same betas, and ``pow`` after any other change. Stock has one
-such object for all sub-groups, so its bits depend on the order of the calls. Here one tracker receives the same
-sequence of steps.
+product in fp32 while steps follow one another with the same betas, and ``pow`` after any other change. Before DeepSpeed
+0.19, a second call with the same step is such a change, too. Stock has one such object for all sub-groups, so its bits
+depend on the order of the calls. Here one tracker receives the same sequence of steps.
 """
 
 from __future__ import annotations
@@ -51,11 +51,15 @@ ONE = np.float32(1)
 
 
 class BetaPowers:
-    """The powers beta^t of the optimizer, which was made with ``betas``, as stock's object computes them."""
+    """The powers beta^t of the optimizer, which was made with ``betas``, as stock's object computes them.
 
-    def __init__(self, betas: tuple[float, float], *, adamw: bool) -> None:
+    ``pow_when_repeated`` is that of ``Arithmetic``.
+    """
+
+    def __init__(self, betas: tuple[float, float], *, adamw: bool, pow_when_repeated: bool = False) -> None:
         self._betas = np.float32(betas[0]), np.float32(betas[1])
         self._adamw = adamw
+        self._pow_when_repeated = pow_when_repeated
         self._step = 0
         self._powers = ONE, ONE
 
@@ -92,7 +96,7 @@ class BetaPowers:
 
     def _increment(self, step: AdamStep) -> None:
         betas = np.float32(step.beta1), np.float32(step.beta2)
-        if betas == self._betas and step.step == self._step:
+        if betas == self._betas and step.step == self._step and not self._pow_when_repeated:
             return
         if betas == self._betas and step.step == self._step + 1:
             self._powers = self._powers[0] * betas[0], self._powers[1] * betas[1]

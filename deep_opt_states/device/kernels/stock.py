@@ -132,14 +132,15 @@ def _destroy(op: Any, ids: list[int]) -> None:
 
 
 def _runs(steps: Sequence[AdamStep]) -> tuple[list[AdamStep], list[int]]:
-    """Return the steps without repetitions, and for each step the index of its entry there.
+    """Return the steps with at most one repetition of each, and for each step the index of its entry there.
 
-    Neighbouring steps that agree in step number and betas form one run, since the op ignores repetitions.
+    Neighbouring steps that agree in step number and betas form one run. The op either ignores repetitions or computes
+    beta^t by ``pow`` at each of them, so all repetitions after the first change nothing.
     """
     runs: list[AdamStep] = []
     run_of: list[int] = []
     for _, group in groupby(steps, key=lambda step: (step.step, step.beta1, step.beta2)):
         members = list(group)
-        run_of.extend([len(runs)] * len(members))
-        runs.append(members[0])
+        run_of.extend(len(runs) + min(index, 1) for index in range(len(members)))
+        runs.extend(members[:2])
     return runs, run_of

@@ -89,7 +89,7 @@ class TritonAdam:
             ) from error
 
     def restart(self) -> None:
-        self._powers = BetaPowers(self._betas, adamw=self._adamw)
+        self._powers = BetaPowers(self._betas, adamw=self._adamw, pow_when_repeated=self._arithmetic.pow_when_repeated)
         self._arguments: list[dict[str, Any]] = []
         """The keyword arguments of the launches of the present step, by sub-group."""
 

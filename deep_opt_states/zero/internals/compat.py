@@ -1,11 +1,9 @@
-"""Name the supported versions of DeepSpeed, and read what they keep under private names.
+"""Read what DeepSpeed keeps under private names.
 
 Each function reads, calls or replaces one private attribute of a DeepSpeed object, so that a new release of DeepSpeed
 is compared with this folder only. ``coordinator.py`` does the same for the object that gathers parameters. The hooks
-that ``stage3.py`` and its base classes override are the only other private names in use.
-
-Nothing of DeepSpeed is imported here: ``deep-opt-states doctor`` reads ``SUPPORTED_DEEPSPEED`` even if DeepSpeed cannot
-be imported.
+that ``stage3.py`` and its base classes override are the only other private names in use. What older releases lack is
+in ``older.py``.
 """
 
 from __future__ import annotations
@@ -16,19 +14,13 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import torch
+from deepspeed.runtime.zero import utils as zero_utils
 
+from deep_opt_states.zero.internals import older
 from perf_model.schedule.workload import Partition
-
-SUPPORTED_DEEPSPEED = ("0.19.8",)
-"""The releases of DeepSpeed that this folder was written for."""
 
 Parameter: TypeAlias = Any
 """A ``torch.nn.Parameter`` with the attributes that ZeRO-3 adds (``ds_id`` and others)."""
-
-
-def is_supported(deepspeed_version: str) -> bool:
-    """Return whether the version is supported. A local build tag (``0.19.8+abc``) is ignored."""
-    return deepspeed_version.split("+")[0] in SUPPORTED_DEEPSPEED
 
 
 # The engine and its config
@@ -56,6 +48,20 @@ def num_step_hooks(optimizer: torch.optim.Optimizer) -> int:
 def param_coordinator(optimizer: Any) -> Any:
     """Return the ``PartitionedParameterCoordinator`` that gathers the parameters of modules."""
     return optimizer._get_param_coordinator()
+
+
+def is_boundary(optimizer: Any) -> bool:
+    """Return whether this backward ends an accumulation window, as the caller or DeepSpeed has defined it."""
+    if not callable(optimizer.is_gradient_accumulation_boundary):
+        return older.is_boundary_before_0_19_5(optimizer)
+    return bool(optimizer.is_gradient_accumulation_boundary())
+
+
+def norm_dtype() -> torch.dtype:
+    """Return the dtype in which stock computes norms of gradients."""
+    found = getattr(zero_utils, "get_norm_dtype", older.norm_dtype_before_0_19_6)()
+    assert isinstance(found, torch.dtype)
+    return found
 
 
 def forget_gradient_buffers(optimizer: Any) -> None:
@@ -112,6 +118,8 @@ def waits_for_current_stream(accelerator: Any) -> Iterator[None]:
 
 def partition_rank(optimizer: Any, param: Parameter) -> int:
     """Return this rank's position among the ranks that share ``param``: the index of its partition."""
+    if not hasattr(optimizer, "_get_param_partition_rank"):
+        return older.partition_rank_before_0_19_3(optimizer)
     rank: int = optimizer._get_param_partition_rank(param)
     return rank
 
@@ -142,11 +150,16 @@ def l2_norm(optimizer: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 def sub_group_process_group(optimizer: Any, sub_group_id: int) -> Any:
     """Return the process group whose ranks share the parameters of the sub-group."""
+    if not hasattr(optimizer, "_get_sub_group_process_group"):
+        return older.process_group_before_0_19_3(optimizer)
     return optimizer._get_sub_group_process_group(sub_group_id)
 
 
 def expert_parallel_group(optimizer: Any, params: list[Parameter]) -> Any:
     """Return the expert-parallel group of ``params``, or None if they are no experts."""
+    if not hasattr(optimizer, "_autoep_expert_parallel_group"):
+        # AutoEP with ZeRO-3 exists since 0.19.3.
+        return None
     return optimizer._autoep_expert_parallel_group(params)
 
 

@@ -8,6 +8,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import nvtx
 from torch._C._profiler import _RecordFunctionFast
 
+from deep_opt_states.zero.internals import older
+
 
 class ActionSpan:
     """A context whose duration on the current thread profilers show under its name.
@@ -26,7 +28,7 @@ class ActionSpan:
     def __enter__(self) -> None:
         # The same calls as in ``instrument_w_nvtx``, with which DeepSpeed marks its functions.
         if nvtx.enable_nvtx:
-            nvtx._range_push(self._accelerator, self._name)
+            _push(self._accelerator, self._name)
         self._record.__enter__()
 
     def __exit__(self, *exception: object) -> None:
@@ -34,4 +36,9 @@ class ActionSpan:
         # between, which would end the update.
         del self._record
         if nvtx.enable_nvtx:
-            nvtx._range_pop(self._accelerator)
+            _pop(self._accelerator)
+
+
+_HAS_DOMAIN = hasattr(nvtx, "_range_push")
+_push = nvtx._range_push if _HAS_DOMAIN else older.range_push_before_0_19_0
+_pop = nvtx._range_pop if _HAS_DOMAIN else older.range_pop_before_0_19_0

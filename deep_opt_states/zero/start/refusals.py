@@ -13,7 +13,8 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from deep_opt_states.names import CONFIG_KEY
-from deep_opt_states.zero.internals.compat import SUPPORTED_DEEPSPEED, is_supported, num_step_hooks
+from deep_opt_states.zero.internals.compat import num_step_hooks, param_dict
+from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED, has, is_too_old
 
 
 class Unsupported(ValueError):
@@ -41,7 +42,7 @@ def refuse_config(ds_config: Any) -> None:
     Rules are checked group by group, because a later group reads values that an earlier group guarantees to exist.
     Raise ``Unsupported`` with one message for each broken rule of the first group that has any.
     """
-    for rules in (_VERSION, _STAGE, _CONFIG):
+    for rules in (_VERSION, _LATER_FEATURES, _STAGE, _CONFIG):
         _refuse(rules, ds_config)
 
 
@@ -104,10 +105,48 @@ _FP32_STATES = "The plugin keeps the optimizer states in fp32, as stock DeepSpee
 _VERSION = (
     Rule(
         "deepspeed",
-        f"must be version {' or '.join(SUPPORTED_DEEPSPEED)}, whose internals this release supports",
-        f"Install it with pip install deepspeed=={SUPPORTED_DEEPSPEED[-1]}.",
+        f"must be version {TRIED_DEEPSPEED[0]} or later",
+        f"Install the newest that was tried with pip install deepspeed=={TRIED_DEEPSPEED[-1]}.",
         lambda config: deepspeed.__version__,
-        is_supported,
+        lambda version: not is_too_old(version),
+    ),
+)
+
+
+def _rule_for_later_feature(key: str, since: str, uses: Callable[[dict[str, Any]], bool]) -> Rule:
+    """Return the rule that a config of which ``uses`` is true needs DeepSpeed ``since`` a release.
+
+    An older release would fail later with an error of its own, or ignore the key.
+    """
+
+    def lacking_release(config: Any) -> str | None:
+        version: str = deepspeed.__version__
+        return version if uses(param_dict(config)) and not has(version, since) else None
+
+    return Rule(
+        key,
+        f"needs DeepSpeed {since} or later with ZeRO-3 and offloading",
+        f"Install it with pip install deepspeed=={TRIED_DEEPSPEED[-1]}, or remove the key.",
+        lacking_release,
+        lambda version: version is None,
+    )
+
+
+def _number(block: Any, key: str) -> float:
+    """Return a number or a boolean of a block, or 0 if it is none."""
+    value = block.get(key) if isinstance(block, dict) else None
+    return value if isinstance(value, int | float) else 0
+
+
+_LATER_FEATURES = (
+    _rule_for_later_feature(
+        "managed_gradient_accumulation", "0.19.5", lambda json: json.get("managed_gradient_accumulation") is False
+    ),
+    _rule_for_later_feature(
+        "tensor_parallel", "0.19.4", lambda json: _number(json.get("tensor_parallel"), "autotp_size") > 1
+    ),
+    _rule_for_later_feature(
+        "expert_parallel", "0.19.3", lambda json: _number(json.get("expert_parallel"), "enabled") > 0
     ),
 )
 

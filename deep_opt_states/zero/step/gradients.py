@@ -26,7 +26,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.runtime.staging import GradientTraffic, Staging
-from deep_opt_states.zero.internals.compat import Parameter, has_gradient_here, l2_norm, place_of_gradient
+from deep_opt_states.zero.internals.compat import Parameter, has_gradient_here, is_boundary, l2_norm, place_of_gradient
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer, Segment, Segments
 
 
@@ -93,7 +93,7 @@ class Gradients:
         ``partitions`` are this rank's parts of the gradients of ``params``, each of shape [partition_numel] or shorter.
         """
         optimizer = self._optimizer
-        boundary = optimizer.is_gradient_accumulation_boundary()
+        boundary = is_boundary(optimizer)
         self._waited_for_copies = False
         # In the order of host memory, so that neighbouring gradients are copied together.
         for param, partition in sorted(zip(params, partitions, strict=True), key=lambda pair: self._position(pair[0])):

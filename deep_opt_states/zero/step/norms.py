@@ -17,11 +17,11 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import mask_nan_or_inf_with_val_inplace
-from deepspeed.runtime.zero.utils import get_norm_dtype
 
 from deep_opt_states.zero.internals.compat import (
     expert_parallel_group,
     model_parallel_all_reduce,
+    norm_dtype,
     sub_group_process_group,
 )
 
@@ -41,7 +41,7 @@ class Norms:
         self._device = get_accelerator().current_device_name()
         self._offsets = torch.tensor([0, *accumulate(map(len, groups))], device=self._device)
         """Where each sub-group begins in ``_param_ids``, and where the last one ends; on the accelerator."""
-        self._zero = torch.zeros((), dtype=get_norm_dtype(), device=self._device)
+        self._zero = torch.zeros((), dtype=norm_dtype(), device=self._device)
         """The norm of a parameter without a gradient, which changes no bit of a sum."""
         self._roots: torch.Tensor | None = None
         """The norms of the sub-groups, on the host, if ``overflow`` has fetched them together with its own result."""

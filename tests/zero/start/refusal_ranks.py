@@ -145,6 +145,21 @@ ATTEMPTS: dict[str, tuple[dict[str, Any], dict[str, Any], AbstractContextManager
     "sgd": (CLIENT, {"optimizer": sgd}, nullcontext()),
     "low-precision moments": ({"optimizer": None}, {"optimizer": low_precision_moments}, nullcontext()),
     "deepspeed 0.18.0": ({}, {}, mock.patch.object(deepspeed, "__version__", "0.18.0")),
+    "caller accumulates with 0.19.4": (
+        {"managed_gradient_accumulation": False},
+        {},
+        mock.patch.object(deepspeed, "__version__", "0.19.4"),
+    ),
+    "AutoTP with 0.18.5": (
+        {"tensor_parallel": {"autotp_size": 2}},
+        {},
+        mock.patch.object(deepspeed, "__version__", "0.18.5"),
+    ),
+    "AutoEP with 0.18.5": (
+        {"expert_parallel": {"enabled": True}},
+        {},
+        mock.patch.object(deepspeed, "__version__", "0.18.5"),
+    ),
     "another accelerator": (
         {},
         {},

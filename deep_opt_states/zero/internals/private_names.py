@@ -1,0 +1,137 @@
+"""List the hooks and the private names of DeepSpeed that the plugin uses, and look for them in another release.
+
+The source is read, because DeepSpeed's decorators hide the parameters of many methods. ``test_private_names.py`` checks
+that the list has every name that the plugin uses.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
+
+HOOKS = {
+    "_configure_offloading": "offload_optimizer_config offload_param_config",
+    "_create_fp32_partitions": "",
+    "_finalize_offload_gradient_accumulation": "",
+    "_get_fp32_grad_state_partition": "param release_swap_buffers",
+    "_get_fp32_opt_state_partition": "param release_swap_buffers optim_state_key",
+    "_get_norm_groups": "",
+    "_get_state": "",
+    "_optimizer_step": "sub_group_id",
+    "_overflow_clean_up": "prev_scale",
+    "_post_step": "timer_names",
+    "_pre_step": "",
+    "_reassign_or_swap_out_partitioned_parameters": "sub_group_id",
+    "_release_sub_group": "sub_group_id timer_names",
+    "_rigid_load_state_dict": "state_dict load_optimizer_states",
+    "_rigid_state_dict": "",
+    "_setup_for_real_optimizer": "",
+    "backward_prologue": "",
+    "checkpoint_event_epilogue": "",
+    "checkpoint_event_prologue": "",
+    "clear_backward_seen_flag": "",
+    "create_reduce_and_remove_grad_hooks": "",
+    "destroy": "",
+    "get_fp32_grad_partitions": "",
+    "get_full_hp_param": "param optim_state_key",
+    "has_overflow": "partition_gradients",
+    "initialize_optimizer_states": "",
+    "load_hp_checkpoint_state_from_checkpoint_dir_stage3": "checkpoint_dir",
+    "offload_states": "include device pin_memory non_blocking",
+    "partition_grads": "params_to_release grad_partitions",
+    "reduce_independent_p_g_buckets_and_remove_grads": "param",
+    "set_fp32_grad_for_param": "value param",
+    "set_full_hp_param": "value param optim_state_key",
+    "set_local_grad_for_param": "value param",
+    "unscale_and_clip_grads": "sub_group_id total_norm",
+    "update_fp32_grad_for_param_vectorized": "update_func param_list",
+    "zero_grad": "set_to_none",
+}
+"""The methods of DeepSpeed's optimizer that ``stage3.py`` and its base classes override, with their parameters."""
+
+METHODS: Mapping[str, Mapping[str, str]] = {
+    _STAGE3: {
+        **HOOKS,
+        "_autoep_expert_parallel_group": "params",
+        "_constant_buffered_norm2": "input buffer_size",
+        "_fp32_state_allgather": "param fp32_state_partition",
+        "_get_param_coordinator": "",
+        "_get_param_partition_rank": "param",
+        "_get_sub_group_process_group": "sub_group_id",
+        "_model_parallel_all_reduce": "tensor op",
+    },
+    _COORDINATOR: {"fetch_sub_module": "current_submodule forward", "is_complete_trace": ""},
+    "deepspeed.runtime.engine:DeepSpeedEngine": {"_configure_zero_optimizer": "optimizer", "_do_sanity_check": ""},
+    "deepspeed.runtime.config:DeepSpeedConfig": {"_initialize_params": "param_dict"},
+    "deepspeed.utils.nvtx:": {"_range_pop": "accelerator", "_range_push": "accelerator msg"},
+}
+"""The parameters, without ``self``, of each method that is overridden, wrapped or called, by its class.
+
+``module:`` without a class stands for the functions of a module.
+"""
+
+ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
+    _STAGE3: ("_grad_acc_hooks", "__param_id_to_grad_partition"),
+    _COORDINATOR: ("__allgather_stream", "__param_order", "__param_queue", "__prefetch_bucket_sz"),
+    "deepspeed.runtime.engine:DeepSpeedEngine": ("_config",),
+    "deepspeed.runtime.config:DeepSpeedConfig": ("_param_dict",),
+}
+"""The private attributes that the plugin reads or assigns, by their class."""
+
+
+def missing_names(
+    methods: Mapping[str, Mapping[str, str]] = METHODS, attributes: Mapping[str, tuple[str, ...]] = ATTRIBUTES
+) -> list[str]:
+    """Return one line for each name that the installed DeepSpeed lacks, or whose parameters are others."""
+    lines = []
+    for place in methods.keys() | attributes.keys():
+        found, assigned = _defined(place)
+        owner = place.partition(":")[2] or place
+        for name, parameters in methods.get(place, {}).items():
+            if name not in found:
+                lines.append(f"{owner}.{name} is missing")
+            elif found[name].split()[: len(parameters.split())] != parameters.split():
+                lines.append(f"{owner}.{name} has the parameters ({found[name]}), expected ({parameters})")
+        lines += [f"{owner}.{name} is missing" for name in attributes.get(place, ()) if name not in assigned]
+    return sorted(lines)
+
+
+def _defined(place: str) -> tuple[dict[str, str], set[str]]:
+    """Return the parameters of each method, and the attributes that are assigned, of a class or a module."""
+    module_name, _, class_name = place.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+        owners = getattr(module, class_name).__mro__ if class_name else [module]
+    except (ImportError, AttributeError):
+        return {}, set()
+    methods: dict[str, str] = {}
+    assigned: set[str] = set()
+    for owner in owners:
+        for node in _bodies(owner):
+            for child in ast.walk(node):
+                if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store):
+                    assigned.add(child.attr)
+            if isinstance(node, ast.FunctionDef):
+                arguments = node.args
+                names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+                methods.setdefault(node.name, " ".join(name for name in names if name != "self"))
+    return methods, assigned
+
+
+def _bodies(owner: Any) -> Iterator[ast.stmt]:
+    """Yield the statements of a class or of a module; nothing if it has no source in Python."""
+    try:
+        tree = ast.parse(inspect.getsource(inspect.getmodule(owner) or owner))
+    except (TypeError, OSError):
+        return
+    if not inspect.isclass(owner):
+        yield from tree.body
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and inspect.isclass(owner) and node.name == owner.__name__:
+            yield from node.body

@@ -1,0 +1,26 @@
+"""Name the releases of DeepSpeed that the plugin was tried with.
+
+Nothing of DeepSpeed is imported here: ``deep-opt-states doctor`` reads these names even if it cannot be imported.
+"""
+
+from __future__ import annotations
+
+from packaging.version import Version
+
+TRIED_DEEPSPEED = ("0.18.5", "0.19.4", "0.19.5", "0.19.6", "0.19.8")
+"""The releases that ``make compat`` has tried: the golden cases that they have are equal to stock to the bit."""
+
+
+def is_tried(deepspeed_version: str) -> bool:
+    """Return whether the release was tried. A local build tag (``0.19.8+abc``) is ignored."""
+    return deepspeed_version.split("+")[0] in TRIED_DEEPSPEED
+
+
+def is_too_old(deepspeed_version: str) -> bool:
+    """Return whether the release is older than all that were tried."""
+    return Version(deepspeed_version) < Version(TRIED_DEEPSPEED[0])
+
+
+def has(deepspeed_version: str, since: str) -> bool:
+    """Return whether a feature that DeepSpeed has ``since`` a release exists in ``deepspeed_version``."""
+    return Version(deepspeed_version) >= Version(since)

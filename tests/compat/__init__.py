@@ -1,0 +1,1 @@
+"""Compare the plugin with stock on every supported release of DeepSpeed."""

@@ -1,0 +1,87 @@
+"""Train golden cases on one rank with the DeepSpeed of this environment, and write how they compare with stock.
+
+Arguments: the path of the results, to which the rank is appended, and the names of the cases. At one rank, an exception
+ends its case only. At several ranks it ends all, because the collectives of the ranks no longer match.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import torch as torch_backend
+
+from deep_opt_states.zero.internals.releases import has
+from deep_opt_states.zero.start.refusals import Unsupported
+from tests.compat.golden import EQUAL, EQUAL_BUT_NAN, NORM_IS_CHECKED_SINCE, SINCE, refused
+from tests.zero.parity import training
+from tests.zero.parity.case import Case
+from tests.zero.parity.cases import CASES
+from tests.zero.parity.parity_ranks import same_as_stock
+from tests.zero.parity.training import collect, make_engine
+from tests.zero.process_group import process_group
+
+
+def differences(case: Case) -> list[str]:
+    """Return one line for each number or tensor of the case that is not that of stock."""
+    found = same_as_stock(case)
+    return [f"{block}: {line}" for block, lines in found["differences"].items() for line in lines]
+
+
+def collect_with_one_nan(optimizer: Any, record: training.Record) -> None:
+    """Record what ``collect`` does, with the same bits for every NaN."""
+    collect(optimizer, record)
+    for name, tensor in record.tensors.items():
+        record.tensors[name] = tensor.masked_fill(tensor.isnan(), torch.nan)
+
+
+def compare(name: str) -> list[str]:
+    """Return ``EQUAL``, ``EQUAL_BUT_NAN``, ``refused(since)``, or a line for each value that is not stock's."""
+    (case,) = (case for case in CASES if case.name == name)
+    since = SINCE.get(name, "0")
+    if not has(deepspeed.__version__, NORM_IS_CHECKED_SINCE.get(name, "0")):
+        with mock.patch.object(training, "collect", collect_with_one_nan):
+            return differences(case) or EQUAL_BUT_NAN
+    if has(deepspeed.__version__, since):
+        return differences(case) or EQUAL
+    try:
+        make_engine(case, case.blocks[0])
+    except Unsupported as refusal:
+        if since in str(refusal):
+            return refused(since)
+        raise
+    return [f"accepted, but DeepSpeed has this since {since} only"]
+
+
+def main(path: str, *names: str) -> None:
+    """Write the DeepSpeed release and the result of each case, by name."""
+    # DeepSpeed's CPU accelerator returns False on some CPUs, but trains fp16 on all of them.
+    get_accelerator().is_fp16_supported = lambda: True
+    cases: dict[str, list[str]] = {}
+    for name in names:
+        try:
+            cases[name] = compare(name)
+        except Exception as error:  # noqa: BLE001 (part of the result)
+            traceback.print_exc()
+            cases[name] = [f"{type(error).__name__}: {' '.join(str(error).split())}"]
+            if dist.get_world_size() > 1:
+                break
+    results = {"deepspeed": deepspeed.__version__, "cases": cases}
+    Path(f"{path}.{dist.get_rank()}").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    if os.environ["WORLD_SIZE"] == "1":
+        # One rank does not use DeepSpeed's collectives in shared memory, which take a minute to compile.
+        torch_backend.build_shm_op = lambda: None
+    with process_group():
+        main(*sys.argv[1:])

@@ -1,0 +1,41 @@
+"""Check what happens with a release of DeepSpeed that was never tried, by faking the version of the installed one."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
+
+RANKS = ProgramRanks(
+    "tests.zero.start.untested_release_ranks", timeout_s=400, arguments=lambda folder: [str(folder)], fresh=(1,)
+)
+PLUGIN = "DeepOptimizerStates_Stage3"
+pytestmark = [on_one_worker(RANKS.program, 1), pytest.mark.promise("P6")]
+
+REFUSED = {
+    "refused by the config": '"untested_deepspeed": "refuse" accepts only releases that were tried',
+    "seeded difference": "master of sub-group",
+    "difference cached": "master of sub-group",
+    "training fails": "the tiny training failed with exit code 1",
+    "missing name": "Engine._hook is missing",
+}
+
+
+@pytest.fixture
+def found(trained: TrainingOnce) -> dict[str, str]:
+    (answers,) = trained.answers_by_name(1)
+    return {name: answer["found"] for name, answer in answers.items()}
+
+
+def test_a_release_with_the_bits_of_stock_is_used_with_a_warning(trained: TrainingOnce, found: dict[str, str]) -> None:
+    assert found["verified"] == PLUGIN
+    assert found["cached"] == PLUGIN, "the second start must read the result of the first one"
+    output = trained.finished(1)[0].output
+    assert output.count("DeepSpeed 0.20.0 was never tried with this release") == 2
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_another_release_is_refused_with_what_differs(name: str, found: dict[str, str]) -> None:
+    assert REFUSED[name] in found[name]
+    assert "must be a release that was tried (0.18.5," in found[name]
+    assert "pip install deepspeed==0.19.8" in found[name]
