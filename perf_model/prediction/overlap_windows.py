@@ -20,7 +20,8 @@ class Windows:
     ``backward_s`` is the backward that ends before the update, and ``forward_s`` is the next forward. States may be
     prefetched in the tail of backward. After forward, states may be flushed until the next backward prefetches again.
     ``first_use`` names each unit once, in the order in which forward first uses them; None is the order of the indices.
-    The later forward needs the parameters of a unit, the longer its update can be hidden. Both windows are 0 if the
+    The later forward needs the parameters of a unit, the longer its update can be hidden: forward uses equally many
+    elements in equal times, and ``Unit.forward_numel`` of them before it needs the next unit. Both windows are 0 if the
     update has to finish before ``step()`` returns. The update is assumed to slow down neither backward nor forward.
     With several micro-batches per step, the flushes have more time than is assumed here: one backward.
     """
@@ -52,10 +53,10 @@ class Windows:
             return timeline.end_s
         exposed_s = max(0.0, timeline.end_s - self.forward_s - self.flushing_s(timeline))
         ready_s = _ready_s(timeline)
-        before, numel = 0, workload.numel
+        before, numel = 0, workload.forward_numel
         for unit in self.in_order_of_use(workload):
             exposed_s = max(exposed_s, ready_s[unit.index] - self.forward_s * before / numel)
-            before += unit.numel
+            before += unit.forward_numel
         return exposed_s
 
     def flushing_s(self, timeline: Timeline) -> float:
@@ -69,11 +70,11 @@ class Windows:
 
         If flushes are left when forward ends, the next backward follows, until they have ended or it would prefetch.
         """
-        ready_s, numel = _ready_s(timeline), workload.numel
+        ready_s, numel = _ready_s(timeline), workload.forward_numel
         ends_s, now_s = [(Phase.BACKWARD, 0.0)], 0.0
         for unit in self.in_order_of_use(workload):
             start_s = max(now_s, ready_s[unit.index])
-            now_s = start_s + self.forward_s * unit.numel / numel
+            now_s = start_s + self.forward_s * unit.forward_numel / numel
             ends_s += [(Phase.EXPOSED, start_s), (Phase.FORWARD, now_s)]
         ends_s += [(Phase.BACKWARD, min(timeline.end_s, now_s + self.flushing_s(timeline)))]
         ends_s += [(Phase.EXPOSED, timeline.end_s)]

@@ -86,13 +86,16 @@ def gradients_of_torch(case: SharingCase, weights: Tensors) -> Tensors:
     return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 
-def train(case: SharingCase, block: Block) -> tuple[Record, Tensors, Tensors]:
-    """Return the record of the training, the initial weights, and the gradients of the first window, by name."""
+def train(case: SharingCase, block: Block) -> tuple[Record, Tensors, Tensors, list[str] | None]:
+    """Return the record of the training, the initial weights, and the gradients of the first window, by name.
+
+    The plugin also returns the uses of parameters in forward, which the planner counts with.
+    """
     config = case.ds_config(block)
     model = make_model(case, config)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     weights = {name: safe_get_full_fp32_param(param).clone() for name, param in model.named_parameters()}
-    record, gradients = Record(), {}
+    record, gradients, uses = Record(), {}, None
     losses = record.numbers["loss"] = []
     try:
         for step in range(STEPS):
@@ -104,14 +107,16 @@ def train(case: SharingCase, block: Block) -> tuple[Record, Tensors, Tensors]:
                 engine.step()
                 losses.append(loss.item())
         collect(engine.optimizer, record)
+        if block is not None:
+            uses = engine.optimizer._gathers.used_names()
     finally:
         engine.destroy()
-    return record, weights, gradients
+    return record, weights, gradients, uses
 
 
 def compare(case: SharingCase) -> dict[str, Any]:
-    stock, weights, stock_gradients = train(case, None)
-    ours, _, our_gradients = train(case, BLOCK)
+    stock, weights, stock_gradients, _ = train(case, None)
+    ours, _, our_gradients, uses = train(case, BLOCK)
     expected = gradients_of_torch(case, weights)
     assert stock_gradients.keys() == our_gradients.keys() == expected.keys()
     distances = [float((stock_gradients[name] - tensor).norm() / tensor.norm()) for name, tensor in expected.items()]
@@ -120,6 +125,7 @@ def compare(case: SharingCase) -> dict[str, Any]:
         + [name for name in expected if not torch.equal(stock_gradients[name], our_gradients[name])],
         "tensors": len(stock.tensors),
         "params": sorted(expected),
+        "uses": uses,
         "relative distance from torch": max(distances),
     }
 

@@ -45,6 +45,17 @@ def test_shared_layers_train_as_with_stock_and_have_the_gradients_of_torch(world
             # Five tensors of each of the embedding, the head's two, and the four parameters of each layer.
             assert case["tensors"] == 5 * (3 + 4 * case["every"]), case
             assert len(case["params"]) == 3 + 4 * case["every"]
+            # Forward, and no recomputation in backward, uses the shared parameters once per layer.
+            assert case["uses"] == [
+                "embed.weight",
+                *(
+                    f"model.layers.{layer % case['every']}.{name}"
+                    for layer in range(case["layers"])
+                    for name in ("norm.weight", "norm.bias", "linear.weight", "linear.bias")
+                ),
+                "head.weight",
+                "head.bias",
+            ]
             # Stock reduces the gradients of a bf16 model in bf16, torch adds up those of fp32.
             assert case["relative distance from torch"] < (1e-6 if case["dtype"] == "fp32" else 0.05), case
 
