@@ -9,13 +9,15 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from deep_opt_states.sharing import share_layers
 from deep_opt_states.sharing.layers import Scale
 from tests.launch import answer
-from tests.sharing.stack_model import Stack, tokens
+from tests.sharing.stack_model import TOKENS, Stack, tokens
 from tests.zero.parity.training import Block, Record, collect, differences
 from tests.zero.process_group import process_group
+from tests.zero.tensor_parallel.layouts import LossOfCausalModel
 
 Tensors = dict[str, torch.Tensor]
 
@@ -25,9 +27,10 @@ BLOCK: Block = {"placement": "stride", "update_stride": 2, "unit_size": 60}
 
 @dataclass(frozen=True, kw_only=True)
 class SharingCase:
-    """A model of ``layers`` layers, of which ``every`` have parameters."""
+    """A model of ``layers`` layers, of which ``every`` have parameters: a ``Stack``, or a Llama of Hugging Face."""
 
     layers: int
+    hugging_face: bool = False
     every: int = 1
     scale: Scale = "mean"
     dtype: str = "fp32"
@@ -60,11 +63,25 @@ CASES = (
     SharingCase(layers=4),
     SharingCase(layers=5, every=2, scale="sum", recomputed=True),
     SharingCase(layers=3, dtype="bf16", zero_init=True, accumulation=2),
+    SharingCase(layers=4, every=2, hugging_face=True),
 )
 
 
-def make_model(case: SharingCase, config: dict[str, Any] | None = None) -> Stack:
+def make_model(case: SharingCase, config: dict[str, Any] | None = None) -> torch.nn.Module:
     torch.manual_seed(7)
+    if case.hugging_face:
+        shape = LlamaConfig(
+            vocab_size=TOKENS,
+            hidden_size=8,
+            intermediate_size=12,
+            num_hidden_layers=case.layers,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            use_cache=False,
+        )
+        llama = LossOfCausalModel(LlamaForCausalLM(shape))
+        share_layers(llama.model, "model.layers", every=case.every, scale=case.scale)
+        return llama
     if case.zero_init and config is not None:
         with deepspeed.zero.Init(config_dict_or_path=config):
             model = Stack(case.layers, recomputed=case.recomputed)
