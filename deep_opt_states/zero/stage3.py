@@ -155,7 +155,7 @@ class DeepOptimizerStates_Stage3(UserGradients):
         self._resources.callback(self._gathers.release)
         first_uses = None
         if self._assembly.defers:
-            first_uses = FirstUses(names=self._gathers.first_used_names, units=self._gathers.first_uses)
+            first_uses = FirstUses(names=self._gathers.used_names, units=self._gathers.first_uses)
         self._adaptation = make_adaptation(
             self._running,
             first_uses,

@@ -71,7 +71,7 @@ def read_inputs(options: argparse.Namespace, world_size: int | None, micro_batch
     """
     machine = read_machine(options)
     job = Job(
-        shape=_model(options),
+        shape=_with_shared_layers(_model(options), options.share_layers, options.every),
         world_size=machine.world_size() if world_size is None else world_size,
         ranks_per_node=machine.ranks_per_node(),
         micro_batch=micro_batch,
@@ -123,6 +123,15 @@ def _model(options: argparse.Namespace) -> ModelShape:
             rule = f"--{name}: must come with --params, found {value} with --model"
             raise ModelError(f"{rule}.\nLeave it out: a preset or a config.json has the {name} of its model.")
     return MODELS[options.model] if options.model in MODELS else read_hf_config(Path(options.model))
+
+
+def _with_shared_layers(shape: ModelShape, path: str | None, every: int | None) -> ModelShape:
+    """Return ``shape`` with the layers in the list ``path`` sharing the parameters of the first ``every``."""
+    if path is not None:
+        return shape.share_layers(path, 1 if every is None else every)
+    if every is not None:
+        raise ModelError(f"--every: must come with --share-layers, found {every} alone.\nName the list of the layers.")
+    return shape
 
 
 def _with_rules(job: Job, path: Path) -> Job:

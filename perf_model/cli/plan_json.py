@@ -32,6 +32,7 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
             "sub_group": unit.sub_group,
             "begin": unit.begin,
             "numel": unit.numel,
+            "forward_numel": unit.forward_numel,
             "label": unit.label,
             "placement": run.placement.value,
             "why": run.why,

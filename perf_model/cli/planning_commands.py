@@ -111,6 +111,10 @@ def _add_machine_and_model(parser: argparse.ArgumentParser) -> None:
     for name, what in (("layers", "number of layers"), ("hidden", "hidden size")):
         about = f"{what} with --params; default: plausible for the number of parameters"
         parser.add_argument(f"--{name}", type=integer, help=about)
+    share = "a list of layers that share their parameters, such as model.layers: the pseudo stage of Pseudo-to-Real"
+    parser.add_argument("--share-layers", metavar="PATH", help=share)
+    every = "with --share-layers: layer i has the parameters of layer i %% N; default: 1"
+    parser.add_argument("--every", type=integer, metavar="N", help=every)
     ranks = "ranks that share a host, one per GPU; default: gpus in the file of --machine"
     parser.add_argument("--ranks-per-node", "--gpus-per-node", type=integer, metavar="RANKS", help=ranks)
     nodes = "nodes, instead of --world-size; default: nodes in the file of --machine"

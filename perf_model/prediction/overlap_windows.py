@@ -29,7 +29,8 @@ class Windows:
     ``backward_s`` is the backward that ends before the update, and ``forward_s`` is the next forward. States may be
     prefetched in the tail of backward. After forward, a slot may be flushed until the next backward prefetches into it.
     ``first_use`` names each unit once, in the order in which forward first uses them; None is the order of the indices.
-    The later forward needs the parameters of a unit, the longer its update can be hidden. Both windows are 0 if the
+    The later forward needs the parameters of a unit, the longer its update can be hidden: forward uses equally many
+    elements in equal times, and ``Unit.forward_numel`` of them before it needs the next unit. Both windows are 0 if the
     update has to finish before ``step()`` returns. The update is assumed to slow down neither backward nor forward.
     With several micro-batches per step, the flushes have more time than is assumed here: one backward.
     """
@@ -61,10 +62,10 @@ class Windows:
         if self.forward_s == 0.0:
             return timeline.end_s
         blocked_s, ready_s = 0.0, _ready_s(timeline)
-        before, numel = 0, workload.numel
+        before, numel = 0, workload.forward_numel
         for unit in self.in_order_of_use(workload):
             blocked_s = max(blocked_s, ready_s[unit.index] - self.forward_s * before / numel)
-            before += unit.numel
+            before += unit.forward_numel
         return blocked_s + self._late_prefetches_s(timeline, blocked_s, cost)
 
     def _late_prefetches_s(self, timeline: Timeline, blocked_s: float, cost: CostModel) -> float:
@@ -94,11 +95,11 @@ class Windows:
 
         If flushes are left when forward ends, the next backward follows, until it would wait for them to prefetch.
         """
-        ready_s, numel = _ready_s(timeline), workload.numel
+        ready_s, numel = _ready_s(timeline), workload.forward_numel
         ends_s, now_s = [(Phase.BACKWARD, 0.0)], 0.0
         for unit in self.in_order_of_use(workload):
             start_s = max(now_s, ready_s[unit.index])
-            now_s = start_s + self.forward_s * unit.numel / numel
+            now_s = start_s + self.forward_s * unit.forward_numel / numel
             ends_s += [(Phase.EXPOSED, start_s), (Phase.FORWARD, now_s)]
         late_s = timeline.end_s - now_s
         if self.forward_s > 0.0:

@@ -53,7 +53,8 @@ class ManySimulator:
         self.simulated = 0
         self._windows, self._cost = windows, cost
         self._numels = np.array([unit.numel for unit in workload.units], dtype=np.float64)
-        self._needed_s = windows.forward_s * (np.cumsum(self._numels) - self._numels) / self._numels.sum()
+        used = np.array([unit.forward_numel for unit in workload.units], dtype=np.float64)
+        self._needed_s = windows.forward_s * (np.cumsum(used) - used) / used.sum()
         self._slowness = slowness_of_parts(cost)
         self._seconds = np.zeros((2, len(LANES), len(workload.units)))
         for lane, kind in enumerate(KIND_OF_LANE):

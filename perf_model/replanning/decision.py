@@ -52,7 +52,7 @@ class Decision:
 
 def describe_moves(before: UpdatePlan, after: UpdatePlan) -> str:
     """Return how the units of ``after`` are placed differently, and the slots if their number changes."""
-    if before.workload == after.workload:
+    if _borders(before) == _borders(after):
         moved = Counter(
             pair for pair in zip(before.placements, after.placements, strict=True) if pair[0] is not pair[1]
         )
@@ -67,6 +67,11 @@ def describe_moves(before: UpdatePlan, after: UpdatePlan) -> str:
     if slots[0] != slots[1]:
         parts.append(f"{slots[0]} -> {slots[1]} slots")
     return ", ".join(parts) or "another order of the same placements"
+
+
+def _borders(plan: UpdatePlan) -> list[tuple[int, int, int]]:
+    """Return the sub-group, the begin and the end of each unit. When forward needs a unit may become known later."""
+    return [(unit.sub_group, unit.begin, unit.end) for unit in plan.workload.units]
 
 
 def describe_rates(

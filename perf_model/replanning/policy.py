@@ -78,16 +78,16 @@ class ReplanningPolicy:
         """The steps at which changed rates changed the plan."""
 
     def observe(
-        self, measured: WindowMeasurement, budgets: Budgets | None = None, first_use: Sequence[str] | None = None
+        self, measured: WindowMeasurement, budgets: Budgets | None = None, uses: Sequence[str] | None = None
     ) -> Decision | None:
         """Return the plan to adopt, given the medians of the last steps, all with the running plan; None to keep it.
 
         The first call plans with the windows and the rates of the profile, because a few steps are too few for rates.
-        ``budgets`` are new ones if they change at the same time. ``first_use`` is that of ``PlanRequest``, as soon as
-        that is known.
+        ``budgets`` are new ones if they change at the same time. ``uses`` is that of ``PlanRequest``, as soon as that
+        is known.
         """
-        if first_use is not None:
-            self._request = replace(self._request, first_use=tuple(first_use))
+        if uses is not None:
+            self._request = replace(self._request, uses=tuple(uses))
         if self._windows_known and budgets is None:
             return self._follow_rates(measured)
         windows = _with_seconds(self._request.windows, measured.windows)

@@ -28,7 +28,8 @@ class Unit:
 
     It has ``numel`` elements of this rank's partition of the sub-group with index ``sub_group``, from element ``begin``
     on, padding included. ``label`` names the layers that it is from. ``fixed`` is the placement that a rule gives it,
-    None if the planner decides.
+    None if the planner decides. ``used_numel`` are the elements that forward uses from its first use of this unit until
+    that of the next one; None stands for ``numel``, if it uses no parameter again in between.
     """
 
     index: int
@@ -37,11 +38,17 @@ class Unit:
     begin: int = 0
     label: str = ""
     fixed: Placement | None = None
+    used_numel: int | None = None
 
     @property
     def end(self) -> int:
         """Return the position in the sub-group after the last element."""
         return self.begin + self.numel
+
+    @property
+    def forward_numel(self) -> int:
+        """Return the elements that forward uses before it needs the next unit: its work, in parameters."""
+        return self.numel if self.used_numel is None else self.used_numel
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,11 @@ class Workload:
     def numel(self) -> int:
         """Return the number of parameters of this rank, padding included."""
         return sum(unit.numel for unit in self.units)
+
+    @cached_property
+    def forward_numel(self) -> int:
+        """Return the elements that forward uses, each as often as it does."""
+        return sum(unit.forward_numel for unit in self.units)
 
 
 def form_sub_groups(partitions: Iterable[Partition], sub_group_size: int) -> list[list[Partition]]:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.memory import DEFAULT_SETUP, TrainingSetup, memory_of
 from perf_model.prediction.overlap_windows import Windows
-from perf_model.schedule.cutting import cut_into_units, names_in
+from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.happens_before import CHAINS
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.rules import NO_RULES, PlacementRules
 from perf_model.schedule.simple_placements import keep_fixed, place_all
-from perf_model.schedule.workload import Partition, Unit, Workload
+from perf_model.schedule.uses import ParameterUses
+from perf_model.schedule.workload import Partition, Workload
 from perf_model.search.budgets import Budgets
 from perf_model.search.planner import PlannedUpdate, evaluate
 from perf_model.search.unit_sizes import plan_units
@@ -58,8 +60,8 @@ class PlanRequest:
 
     ``sub_groups`` are one rank's partitions of the parameters, by sub-group and in DeepSpeed's order. ``rules`` place
     some of them, and the planner decides about the rest. ``unit_sizes`` are the sizes to choose from. ``setup`` has
-    the facts that the memory depends on. ``first_use`` has the names of the parameters in the order in which forward
-    first uses them; None stands for the order of ``sub_groups``.
+    the facts that the memory depends on. ``uses`` has the names of the parameters in the order in which forward uses
+    them, each as often as it does; None stands for the order of ``sub_groups``.
     """
 
     sub_groups: Sequence[Sequence[Partition]]
@@ -69,11 +71,11 @@ class PlanRequest:
     windows: Windows
     setup: TrainingSetup = DEFAULT_SETUP
     rules: PlacementRules = NO_RULES
-    first_use: Sequence[str] | None = None
+    uses: Sequence[str] | None = None
 
     def workload(self, unit_size: int) -> Workload:
         """Return the units of at most ``unit_size`` parameters. No unit contains parameters of different rules."""
-        return cut_into_units(self.sub_groups, unit_size, self.rules.placement_of)
+        return self._with_uses(cut_into_units(self.sub_groups, unit_size, self.rules.placement_of))
 
     @property
     def fixed_bytes(self) -> int:
@@ -84,7 +86,7 @@ class PlanRequest:
 
     def plan(self) -> SizedPlan:
         """Return the best plan over the unit sizes. Raise ``DoesNotFit`` if no plan fits."""
-        first_use_of = None if self.first_use is None else self.first_use_of
+        first_use_of = None if self.uses is None else self.first_use_of
         size, planned = plan_units(
             self.workload, self.unit_sizes, self.cost, self.budgets, self.windows, self.setup, first_use_of
         )
@@ -93,6 +95,7 @@ class PlanRequest:
     def evaluate(self, plan: UpdatePlan) -> PlannedUpdate:
         """Return the prediction of ``plan``, which need not come from this request."""
         windows = replace(self.windows, first_use=self.first_use_of(plan.workload))
+        plan = replace(plan, workload=self._with_uses(plan.workload))
         return evaluate(plan, self.cost, self.budgets, windows, self.setup)
 
     def restore(self, decisions: Mapping[str, Any]) -> UpdatePlan:
@@ -118,15 +121,14 @@ class PlanRequest:
 
         Units of parameters that forward does not use come last.
         """
-        if self.first_use is None:
-            return None
-        position = {name: number for number, name in enumerate(self.first_use)}
-        never = len(position)
+        return None if self._uses is None else self._uses.first_use(workload)
 
-        def first(unit: Unit) -> int:
-            return min(position.get(name, never) for name in names_in(unit, self.sub_groups[unit.sub_group]))
+    def _with_uses(self, workload: Workload) -> Workload:
+        return workload if self._uses is None else self._uses.count(workload)
 
-        return tuple(unit.index for unit in sorted(workload.units, key=first))
+    @cached_property
+    def _uses(self) -> ParameterUses | None:
+        return None if self.uses is None else ParameterUses(self.sub_groups, self.uses)
 
 
 def without_accelerator(cost: CostModel) -> CostModel:

@@ -50,7 +50,8 @@ class TimeLowerBounds:
         self._busy_s = {placement: constraints.seconds_per_param(placement) for placement in cost.placements}
         hidden = [KINDS.index(kind) for kind in windows.hidden_in_backward]
         self._hidden_s = constraints.seconds[:, hidden].sum(axis=1)
-        self._needed_s = windows.forward_s * (np.cumsum(self._numels) - self._numels) / self._numels.sum()
+        used = np.array([unit.forward_numel for unit in workload.units], dtype=np.float64)
+        self._needed_s = windows.forward_s * (np.cumsum(used) - used) / used.sum()
         loads = {kind: cost.load(kind, 1) for placement in cost.placements for kind in CHAINS[placement]}
         self._total_s: dict[ActionKind, Array] = {
             kind: load.latency_s + load.alone_s * self._numels for kind, load in loads.items()

@@ -24,6 +24,10 @@ from perf_model.training_run.training_memory import PARAM_BYTES, TrainingMemory,
 DEFAULT_SUB_GROUP_SIZE = 1_000_000_000
 """DeepSpeed's default of ``sub_group_size``, in parameters of one rank."""
 
+MAX_REUSE_DISTANCE = 1_000_000_000
+"""DeepSpeed's default of ``stage3_max_reuse_distance``, in parameters: one that is used again after fewer others is not
+released."""
+
 MAX_TOKENS = 10**7
 """The most tokens per rank and step. Up to this limit, all numbers of bytes stay below 2^63 for every model."""
 
@@ -169,6 +173,20 @@ class Job:
         return sum(shard_numel(name, numel, self.tensor_parallel) for name, numel in self.shape.parameters())
 
     @property
+    def _gathered_numel(self) -> int:
+        """Return the parameters of one tensor-parallel rank that it gathers in a forward.
+
+        Shared layers stay gathered between their uses, unless DeepSpeed would traverse too many other parameters.
+        """
+        shared = self.shape.shared
+        if shared is None:
+            return self.shard_numel
+        shards = {name: shard_numel(name, numel, self.tensor_parallel) for name, numel in self.shape.parameters()}
+        if sum(numel for name, numel in shards.items() if shared.has(name)) <= MAX_REUSE_DISTANCE:
+            return self.shard_numel
+        return sum(numel * shared.uses_of(name) for name, numel in shards.items())
+
+    @property
     def data_parallel(self) -> int:
         """Return the number of ranks that train different sequences and partition the same parameters."""
         return self.world_size // self.tensor_parallel
@@ -194,6 +212,7 @@ class Job:
             forward_flops=forward_flops,
             backward_flops=self.tensor_parallel * self._iteration_flops(self.recompute) - forward_flops,
             shard_bytes=PARAM_BYTES * self.shard_numel,
+            gathered_bytes=PARAM_BYTES * self._gathered_numel,
             ranks=self.data_parallel,
             tensor_parallel=self.tensor_parallel,
             recompute=self.recompute,

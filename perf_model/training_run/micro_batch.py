@@ -130,6 +130,7 @@ class MicroBatch:
         backward_flops: float,
         shard_bytes: float,
         ranks: int,
+        gathered_bytes: float | None = None,
         tensor_parallel: int = 1,
         recompute: bool = True,
         reduced_share: float = 1.0,
@@ -138,18 +139,21 @@ class MicroBatch:
         """Return the work of one rank that trains ``tokens`` tokens of a model with ``layers`` layers.
 
         The operations are those of the whole model, which tensor-parallel ranks divide. ``shard_bytes`` is the size of
-        the parameters that the ``ranks`` data-parallel ranks partition, ``reduced_share`` the share of them that has
-        gradients, and ``is_uploaded`` says whether each gather uploads them from host memory.
+        the parameters that the ``ranks`` data-parallel ranks partition, ``gathered_bytes`` is the size of what a pass
+        over the model gathers, by default each parameter once, ``reduced_share`` the share of them that has gradients,
+        and ``is_uploaded`` says whether each gather uploads them from host memory.
         """
+        if gathered_bytes is None:
+            gathered_bytes = shard_bytes
         return cls(
             layers=layers,
             elements=tokens * hidden,
             forward_flops=forward_flops / tensor_parallel,
             backward_flops=backward_flops / tensor_parallel,
             ranks=ranks,
-            gathered_bytes=shard_bytes,
+            gathered_bytes=gathered_bytes,
             reduced_bytes=reduced_share * shard_bytes,
-            uploaded_bytes=shard_bytes / ranks if is_uploaded else 0.0,
+            uploaded_bytes=gathered_bytes / ranks if is_uploaded else 0.0,
             tensor_parallel=tensor_parallel,
             backward_all_reduces=FORWARD_ALL_REDUCES * (2 if recompute else 1),
         )

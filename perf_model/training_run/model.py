@@ -9,11 +9,12 @@ the default of transformers, computes the products outside the window, too.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from perf_model.json_input import shorten
+from perf_model.training_run.shared_layers import SharedLayers
 from perf_model.units import billions
 
 
@@ -59,8 +60,9 @@ class ModelShape:
     ``intermediate`` is the width of the feed-forward that a token passes, over all experts that it is routed to.
     ``heads``, ``kv_heads``, ``head_dim`` and ``intermediate`` are 0 if they are unknown. ``scores_width`` is the sum of
     the widths of queries and values over heads and layers. ``tied`` has each further name of a tied parameter with the
-    name that it has in ``tensors``. ``source`` is the origin of the figures. Raise ``ModelError`` for more than
-    ``MAX_PARAMETERS``.
+    name that it has in ``tensors``. ``shared`` are layers that share their parameters, None if each has its own: a
+    shared parameter is in ``tensors`` once, and ``layers`` counts all. ``source`` is the origin of the figures. Raise
+    ``ModelError`` for more than ``MAX_PARAMETERS``.
     """
 
     name: str
@@ -75,11 +77,38 @@ class ModelShape:
     tensors: tuple[ParameterShape, ...]
     tied: tuple[tuple[str, str], ...] = ()
     source: str = ""
+    shared: SharedLayers | None = None
 
     def __post_init__(self) -> None:
         if self.numel > MAX_PARAMETERS:
             rule = f"parameters: must be at most {MAX_PARAMETERS:,} in all, found {self.numel:,}"
             raise ModelError(f"{rule}.\nCorrect the model's shape.")
+
+    def share_layers(self, path: str, every: int) -> ModelShape:
+        """Return the model in which layer ``i`` of the list ``path`` has the parameters of layer ``i % every``.
+
+        Raise ``ModelError`` if there is no such list, or if the layers that would share parameters are not equal.
+        """
+        names = [tensor.name for tensor in self.tensors]
+        try:
+            shared = SharedLayers.find(names, path, every)
+        except ValueError as error:
+            raise ModelError(str(error)) from None
+        by_name = {tensor.name: tensor for tensor in self.tensors}
+        for tensor in self.tensors:
+            source = by_name.get(shared.source(tensor.name))
+            if source is None or source[1:] != tensor[1:]:
+                raise ModelError(
+                    f"--share-layers: must name layers with equal parameters, found {tensor.name} with "
+                    f"{tensor.numel:,} elements and {shared.source(tensor.name)} with "
+                    f"{0 if source is None else source.numel:,}.\nGive another --every, so that equal layers share."
+                )
+        return replace(
+            self,
+            name=f"{self.name}, {shared.count} layers with the parameters of {every}",
+            tensors=tuple(tensor for tensor in self.tensors if shared.source(tensor.name) == tensor.name),
+            shared=shared,
+        )
 
     def parameters(self) -> list[tuple[str, int]]:
         """Return the name and the number of elements of each parameter, in the order of the model."""
@@ -94,6 +123,19 @@ class ModelShape:
     def first_use(self) -> list[str]:
         """Return the names of the parameters in the order in which forward first uses them."""
         return order_of_first_use([tensor.name for tensor in self.tensors])
+
+    def uses(self) -> list[str]:
+        """Return the names of the parameters in the order in which forward uses them, for each use.
+
+        Tied parameters are used last, by the head.
+        """
+        first_uses = self.first_use()
+        uses = first_uses if self.shared is None else self.shared.in_order_of_use(first_uses)
+        return [*uses, *(first for _, first in self.tied)]
+
+    def uses_of(self, name: str) -> int:
+        """Return how many layers use the parameter ``name``."""
+        return 1 if self.shared is None else self.shared.uses_of(name)
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -122,8 +164,8 @@ class ModelShape:
 
     @cached_property
     def multiplied_numel(self) -> int:
-        """Return the number of elements of the matrices that a token is multiplied by."""
-        return sum(tensor.active_numel for tensor in self.tensors if tensor.multiplied)
+        """Return the number of elements of the matrices that a token is multiplied by, for each use of a matrix."""
+        return sum(tensor.active_numel * self.uses_of(tensor.name) for tensor in self.tensors if tensor.multiplied)
 
     def forward_flops(self, batch: int, sequence: int) -> float:
         """Return the multiplications and additions of all matrix products for ``batch`` sequences in forward.

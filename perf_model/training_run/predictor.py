@@ -169,7 +169,7 @@ class Predictor:
             windows=self.windows,
             setup=self._job.setup,
             rules=self._job.rules,
-            first_use=self._job.shape.first_use(),
+            uses=self._job.shape.uses(),
         )
 
     @property

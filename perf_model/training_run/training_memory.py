@@ -138,6 +138,9 @@ class TrainingMemory:
         optimizer, the largest partition is then copied back from the host, and to fp64 for its norm.
         """
         filled, largest, count = 0, 0, 0
+        shared = self.activations.shape.shared
+        # Autograd adds up the gradients of a shared layer over all its uses, the first of which is in the last layer.
+        unreduced_bytes = self._shared_gradient_bytes
 
         def reduction_bytes() -> int:
             is_copied = count > 1 or filled > self.sizes.reduce_bucket or largest % self._data_parallel > 0
@@ -145,9 +148,13 @@ class TrainingMemory:
             norm_bytes = NORM_BYTES * min(partition, NORM_CHUNK)
             return PARAM_BYTES * (filled * is_copied + partition) + norm_bytes
 
+        if unreduced_bytes:
+            yield self.activations.in_feed_forward(self.activations.shape.layers - 1), unreduced_bytes
         for name, whole_numel in reversed(self._parameters):
             numel = trained_numel(whole_numel, self.trainable_share)
             activations, gradient = self._activations_at(name), PARAM_BYTES * numel
+            if shared is not None and shared.has(name):
+                gradient, unreduced_bytes = unreduced_bytes, unreduced_bytes - gradient
             if filled and filled + numel > self.sizes.reduce_bucket:
                 yield activations, gradient + reduction_bytes()
                 filled, largest, count = 0, 0, 0
@@ -155,6 +162,15 @@ class TrainingMemory:
                 yield activations, gradient
             filled, largest, count = filled + numel, max(largest, numel), count + 1
         yield 0, reduction_bytes()
+
+    @property
+    def _shared_gradient_bytes(self) -> int:
+        """Return the bytes of the gradients of layers that share their parameters, 0 if each layer has its own."""
+        shared = self.activations.shape.shared
+        if shared is None:
+            return 0
+        numels = (numel for name, numel in self._parameters if shared.has(name))
+        return PARAM_BYTES * sum(trained_numel(numel, self.trainable_share) for numel in numels)
 
     def _activations_at(self, name: str) -> int:
         """Return the bytes of activations when the gradient of the parameter ``name`` exists."""

@@ -25,15 +25,19 @@ from perf_model.training_run.job import PARAM_BYTES, Job
 from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.model import ModelShape, ParameterShape
 from perf_model.training_run.predictor import MemoryLimits, Overlap
+from perf_model.training_run.shared_layers import SharedLayers
 from tests.cli.test_planning_commands import LLAMA, job, planned
 
 RULES = [{"match": "*.mlp.*", "states": "cpu"}, {"match": "*", "states": "planned"}]
 
 
-@pytest.fixture(params=["preset", "config, rules and options"])
+@pytest.fixture(params=["preset", "shared layers", "config, rules and options"])
 def printed(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     if request.param == "preset":
         return planned(capsys, job("gh200", "13B", world_size=1, ranks_per_node=1))
+    if request.param == "shared layers":
+        shared = {"share_layers": "model.layers", "every": 4, "gpu_memory_gb": 20}
+        return planned(capsys, job("gh200", "13B", world_size=1, ranks_per_node=1, **shared))
     config, rules = tmp_path / "config.json", tmp_path / "rules.json"
     config.write_text(json.dumps({**LLAMA, "num_hidden_layers": 8}))
     rules.write_text(json.dumps(RULES))
@@ -54,7 +58,8 @@ def printed(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.Captu
 def shape_of(model: dict[str, Any]) -> ModelShape:
     shape = dict(model["shape"])
     tensors = tuple(ParameterShape(*tensor) for tensor in shape.pop("tensors"))
-    return ModelShape(tensors=tensors, tied=tuple(map(tuple, shape.pop("tied"))), **shape)
+    tied, shared = tuple(map(tuple, shape.pop("tied"))), shape.pop("shared")
+    return ModelShape(tensors=tensors, tied=tied, shared=None if shared is None else SharedLayers(**shared), **shape)
 
 
 def rebuild(inputs: dict[str, Any]) -> Forecast:
@@ -81,7 +86,13 @@ def test_the_inputs_lead_to_the_same_plan_and_seconds(printed: dict[str, Any]) -
 def test_the_units_placements_order_and_slots_give_the_same_plan_and_exposed_seconds(printed: dict[str, Any]) -> None:
     units = printed["units"]
     workload = Workload(
-        tuple(Unit(*(unit[key] for key in ("index", "numel", "sub_group", "begin", "label"))) for unit in units)
+        tuple(
+            Unit(
+                *(unit[key] for key in ("index", "numel", "sub_group", "begin", "label")),
+                used_numel=unit["forward_numel"],
+            )
+            for unit in units
+        )
     )
     plan = UpdatePlan(
         workload=workload,

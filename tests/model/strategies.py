@@ -21,9 +21,21 @@ def numels(max_numel: int = 10**6) -> st.SearchStrategy[list[int]]:
 
 
 @st.composite
+def workloads(draw: st.DrawFn, lengths: list[int]) -> Workload:
+    """Draw a workload of units of these lengths: forward uses each parameter once, or some of them several times."""
+    workload = Workload.from_numels(lengths)
+    if draw(st.booleans()):
+        return workload
+    uses = [draw(st.integers(1, 50)), *(draw(st.integers(0, 50)) for _ in lengths[1:])]
+    return Workload(
+        tuple(replace(unit, used_numel=count * unit.numel) for unit, count in zip(workload.units, uses, strict=True))
+    )
+
+
+@st.composite
 def plans(draw: st.DrawFn, max_numel: int = 10**6) -> UpdatePlan:
     """Draw a plan with any placements, any number of slots up to 6, and any order."""
-    workload = Workload.from_numels(draw(numels(max_numel)))
+    workload = draw(workloads(draw(numels(max_numel))))
     count = len(workload.units)
     placements = draw(st.lists(st.sampled_from(Placement), min_size=count, max_size=count))
     order = draw(st.one_of(st.none(), st.permutations(range(count)).map(tuple)))

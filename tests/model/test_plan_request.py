@@ -163,7 +163,7 @@ def plan_as_the_engine(setting: PlanSetting, printed: dict[str, Any]) -> SizedPl
     measured = WindowMeasurement(
         first_step=1, last_step=5, by_kind={}, windows=Windows(**printed["windows"]), exposed_s=1.0
     )
-    decision = policy.observe(measured, budgets, MODELS[setting.model].first_use())
+    decision = policy.observe(measured, budgets, MODELS[setting.model].uses())
     assert decision is not None
     return decision.chosen
 
@@ -234,7 +234,7 @@ REQUEST = PlanRequest(
 
 
 def test_another_rank_restores_the_plan_from_the_decisions() -> None:
-    request = replace(REQUEST, first_use=[f"layers.{layer}.weight" for layer in reversed(range(12))])
+    request = replace(REQUEST, uses=[f"layers.{layer}.weight" for layer in reversed(range(12))])
     chosen = request.plan()
     assert len(set(chosen.plan.placements)) > 1
     received = json.loads(json.dumps(chosen.to_json_dict()))
@@ -248,7 +248,7 @@ def test_a_rank_with_other_sub_groups_refuses_the_decisions() -> None:
 
 
 def test_units_are_used_in_the_order_of_their_parameters_and_unused_ones_last() -> None:
-    request = replace(REQUEST, first_use=["layers.5.weight", "layers.2.weight"])
+    request = replace(REQUEST, uses=["layers.5.weight", "layers.2.weight"])
     others = [index for index in range(12) if index not in (5, 2)]
     assert request.first_use_of(request.workload(*request.unit_sizes)) == (5, 2, *others)
 
@@ -260,7 +260,7 @@ def test_units_that_forward_uses_late_are_those_that_the_cpu_updates() -> None:
 
     # In a shorter forward, most of the update is exposed wherever the CPU's units are.
     request = replace(REQUEST, windows=Windows(backward_s=0.05, forward_s=0.15))
-    backwards = replace(request, first_use=[partition.name for partition in reversed(LAYERS[0])])
+    backwards = replace(request, uses=[partition.name for partition in reversed(LAYERS[0])])
     assert mean_place_on_cpu(request) > 5.5 > mean_place_on_cpu(backwards)
 
 
@@ -273,5 +273,5 @@ def test_rules_place_their_parameters_in_the_plan() -> None:
 
 def test_the_prediction_of_a_plan_depends_on_the_order_in_which_forward_uses_units() -> None:
     plan = REQUEST.plan().plan
-    backwards = replace(REQUEST, first_use=[partition.name for partition in reversed(LAYERS[0])])
+    backwards = replace(REQUEST, uses=[partition.name for partition in reversed(LAYERS[0])])
     assert backwards.evaluate(plan).exposed_s > REQUEST.evaluate(plan).exposed_s

@@ -85,7 +85,7 @@ def test_the_first_windows_are_planned_for_together_with_memory_and_order() -> N
     policy = start()
     budgets, names = Budgets(gpu_bytes=4 * 10**9), [partition.name for partition in reversed(REQUEST.sub_groups[0])]
     decision = policy.observe(measure(policy.running, 5, WINDOWS, 1.0), budgets, names)
-    expected = replace(REQUEST, windows=WINDOWS, budgets=budgets, first_use=names).plan()
+    expected = replace(REQUEST, windows=WINDOWS, budgets=budgets, uses=names).plan()
     assert decision is not None
     assert decision.chosen.plan == expected.plan
     assert "GPU memory for states 2.0 GB -> 4.0 GB at step 5" in str(decision)

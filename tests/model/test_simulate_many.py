@@ -16,13 +16,14 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
 from tests.model.costs import cost, costs, windows
+from tests.model.strategies import workloads
 
 
 @st.composite
 def plans_of_one_workload(draw: st.DrawFn) -> list[UpdatePlan]:
     """Draw up to 8 plans in forward's order for the same units, some of which are equally long."""
     lengths = draw(st.lists(st.integers(1, 10**8), min_size=1, max_size=3))
-    workload = Workload.from_numels(draw(st.lists(st.sampled_from(lengths), min_size=1, max_size=14)))
+    workload = draw(workloads(draw(st.lists(st.sampled_from(lengths), min_size=1, max_size=14))))
     count = len(workload.units)
     placements = st.lists(st.sampled_from(Placement), min_size=count, max_size=count).map(tuple)
     pairs = draw(st.lists(st.tuples(placements, st.integers(1, 6)), min_size=1, max_size=8))

@@ -9,13 +9,15 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from deep_opt_states.sharing import share_layers
 from deep_opt_states.sharing.layers import Scale
 from tests.launch import answer
-from tests.sharing.stack_model import Stack, tokens
+from tests.sharing.stack_model import TOKENS, Stack, tokens
 from tests.zero.parity.training import Block, Record, collect, differences
 from tests.zero.process_group import process_group
+from tests.zero.tensor_parallel.layouts import LossOfCausalModel
 
 Tensors = dict[str, torch.Tensor]
 
@@ -25,9 +27,10 @@ BLOCK: Block = {"placement": "stride", "update_stride": 2, "unit_size": 60}
 
 @dataclass(frozen=True, kw_only=True)
 class SharingCase:
-    """A model of ``layers`` layers, of which ``every`` have parameters."""
+    """A model of ``layers`` layers, of which ``every`` have parameters: a ``Stack``, or a Llama of Hugging Face."""
 
     layers: int
+    hugging_face: bool = False
     every: int = 1
     scale: Scale = "mean"
     dtype: str = "fp32"
@@ -60,11 +63,25 @@ CASES = (
     SharingCase(layers=4),
     SharingCase(layers=5, every=2, scale="sum", recomputed=True),
     SharingCase(layers=3, dtype="bf16", zero_init=True, accumulation=2),
+    SharingCase(layers=4, every=2, hugging_face=True),
 )
 
 
-def make_model(case: SharingCase, config: dict[str, Any] | None = None) -> Stack:
+def make_model(case: SharingCase, config: dict[str, Any] | None = None) -> torch.nn.Module:
     torch.manual_seed(7)
+    if case.hugging_face:
+        shape = LlamaConfig(
+            vocab_size=TOKENS,
+            hidden_size=8,
+            intermediate_size=12,
+            num_hidden_layers=case.layers,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            use_cache=False,
+        )
+        llama = LossOfCausalModel(LlamaForCausalLM(shape))
+        share_layers(llama.model, "model.layers", every=case.every, scale=case.scale)
+        return llama
     if case.zero_init and config is not None:
         with deepspeed.zero.Init(config_dict_or_path=config):
             model = Stack(case.layers, recomputed=case.recomputed)
@@ -86,13 +103,16 @@ def gradients_of_torch(case: SharingCase, weights: Tensors) -> Tensors:
     return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 
-def train(case: SharingCase, block: Block) -> tuple[Record, Tensors, Tensors]:
-    """Return the record of the training, the initial weights, and the gradients of the first window, by name."""
+def train(case: SharingCase, block: Block) -> tuple[Record, Tensors, Tensors, list[str] | None]:
+    """Return the record of the training, the initial weights, and the gradients of the first window, by name.
+
+    The plugin also returns the uses of parameters in forward, which the planner counts with.
+    """
     config = case.ds_config(block)
     model = make_model(case, config)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     weights = {name: safe_get_full_fp32_param(param).clone() for name, param in model.named_parameters()}
-    record, gradients = Record(), {}
+    record, gradients, uses = Record(), {}, None
     losses = record.numbers["loss"] = []
     try:
         for step in range(STEPS):
@@ -104,14 +124,16 @@ def train(case: SharingCase, block: Block) -> tuple[Record, Tensors, Tensors]:
                 engine.step()
                 losses.append(loss.item())
         collect(engine.optimizer, record)
+        if block is not None:
+            uses = engine.optimizer._gathers.used_names()
     finally:
         engine.destroy()
-    return record, weights, gradients
+    return record, weights, gradients, uses
 
 
 def compare(case: SharingCase) -> dict[str, Any]:
-    stock, weights, stock_gradients = train(case, None)
-    ours, _, our_gradients = train(case, BLOCK)
+    stock, weights, stock_gradients, _ = train(case, None)
+    ours, _, our_gradients, uses = train(case, BLOCK)
     expected = gradients_of_torch(case, weights)
     assert stock_gradients.keys() == our_gradients.keys() == expected.keys()
     distances = [float((stock_gradients[name] - tensor).norm() / tensor.norm()) for name, tensor in expected.items()]
@@ -120,6 +142,7 @@ def compare(case: SharingCase) -> dict[str, Any]:
         + [name for name in expected if not torch.equal(stock_gradients[name], our_gradients[name])],
         "tensors": len(stock.tensors),
         "params": sorted(expected),
+        "uses": uses,
         "relative distance from torch": max(distances),
     }
 

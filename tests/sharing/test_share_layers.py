@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,22 @@ def llama(**changes: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**SMALL, "use_cache": False, **changes}))
 
 
+NAMES_OF_STACK = (
+    ["embed.weight"],
+    ["norm.weight", "norm.bias", "linear.weight", "linear.bias"],
+    ["head.weight", "head.bias"],
+)
+"""The parameters before the layers, in a layer, and after the layers."""
+
+
+def names_of_llama() -> tuple[list[str], list[str], list[str]]:
+    """Return the parameters before the layers, in a layer, and after the layers, in the order of their uses."""
+    attention = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
+    feed_forward = [f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+    in_layer = ["input_layernorm.weight", *attention, "post_attention_layernorm.weight", *feed_forward]
+    return ["model.model.embed_tokens.weight"], in_layer, ["model.model.norm.weight", "model.lm_head.weight"]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, thorough(3)])
 @pytest.mark.promise("P1")
 def test_shared_layers_train_as_with_stock_and_have_the_gradients_of_torch(world_size: int) -> None:
@@ -42,9 +59,15 @@ def test_shared_layers_train_as_with_stock_and_have_the_gradients_of_torch(world
         assert len(found) == len(CASES)
         for case in found:
             assert case["unlike stock"] == [], case
-            # Five tensors of each of the embedding, the head's two, and the four parameters of each layer.
-            assert case["tensors"] == 5 * (3 + 4 * case["every"]), case
-            assert len(case["params"]) == 3 + 4 * case["every"]
+            before, in_layer, after = names_of_llama() if case["hugging_face"] else NAMES_OF_STACK
+            path = "model.model.layers" if case["hugging_face"] else "model.layers"
+            layers = [[f"{path}.{layer}.{name}" for name in in_layer] for layer in range(case["every"])]
+            assert case["params"] == sorted([*before, *chain.from_iterable(layers), *after])
+            # The states, the 16-bit parameters and the partitions.
+            assert case["tensors"] == 5 * len(case["params"]), case
+            # Forward, and no recomputation in backward, uses the shared parameters once per layer.
+            uses = chain.from_iterable(layers[layer % case["every"]] for layer in range(case["layers"]))
+            assert case["uses"] == [*before, *uses, *after]
             # Stock reduces the gradients of a bf16 model in bf16, torch adds up those of fp32.
             assert case["relative distance from torch"] < (1e-6 if case["dtype"] == "fp32" else 0.05), case
 

@@ -26,6 +26,8 @@ class Coordinator:
 
     def __init__(self, coordinator: Any) -> None:
         self._coordinator = coordinator
+        self._modules_in_forward = 0
+        """The number of modules at the front of the trace that forward has fetched; backward fetches the others."""
 
     def wrap_fetch(self, wrapper: Callable[..., Any]) -> Callable[[], object]:
         """Call ``wrapper(fetch, module, forward)`` in place of ``fetch_sub_module``.
@@ -43,16 +45,28 @@ class Coordinator:
         if (gathering := self._coordinator._PartitionedParameterCoordinator__allgather_stream) is not None:
             gathering.wait_stream(get_accelerator().current_stream())
 
-    def first_uses(self) -> list[int] | None:
-        """Return the ``ds_id`` of every parameter that is gathered, in the order of its first use.
+    def mark_end_of_forward(self) -> None:
+        """Note where forward ends in the trace, if DeepSpeed records one."""
+        if self._coordinator.is_record_trace():
+            self._modules_in_forward = len(self._coordinator._PartitionedParameterCoordinator__submodule_order)
+
+    def uses(self) -> list[int] | None:
+        """Return the ``ds_id`` of each parameter that forward gathers, in the order of its uses, for each of them.
 
         Return None until DeepSpeed has recorded a trace. The result is the same on every rank: DeepSpeed compares the
         traces of the ranks.
         """
         if not self._coordinator.is_complete_trace():
             return None
+        order = self._coordinator._PartitionedParameterCoordinator__submodule_order
+        modules = order[: self._modules_in_forward]
+        # As in DeepSpeed's ``record_parameters``.
+        uses = [ds_id for module in modules for ds_id in sorted({param.ds_id for param in self.params_of(module)})]
+        # A script that calls parts of the model has parameters that the forward of the whole model does not use.
         trace = self._coordinator._PartitionedParameterCoordinator__param_order
-        return list(dict.fromkeys(entry.param.ds_id for entry in trace))
+        known = set(uses)
+        others = dict.fromkeys(entry.param.ds_id for entry in trace if entry.param.ds_id not in known)
+        return [*uses, *others]
 
     @staticmethod
     def params_of(module: torch.nn.Module) -> list[Parameter]:

@@ -155,14 +155,18 @@ class Replanning:
         ``measurements`` are those of all ranks, or none. ``budgets`` are new ones, None if they have not changed.
         """
 
+        uses = None if self._first_uses is None else self._first_uses.names()
+        if uses is not None:
+            # The plan that is restored below then has the uses of its units, from which its updates are predicted.
+            self._request = replace(self._request, uses=tuple(uses))
+
         def decide() -> SizedPlan | None:
             if dist.get_rank() > 0:
                 return None
-            first_use = None if self._first_uses is None else self._first_uses.names()
             decision = None
             try:
                 if measurements:
-                    decision = self._policy.observe(slowest_rank(measurements), budgets, first_use)
+                    decision = self._policy.observe(slowest_rank(measurements), budgets, uses)
                 elif budgets is not None:
                     decision = self._policy.change_budgets(self._step, budgets)
             except DoesNotFit as error:

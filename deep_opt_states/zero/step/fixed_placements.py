@@ -20,7 +20,10 @@ from perf_model.units import gigabytes
 
 @dataclass(kw_only=True)
 class FirstUses:
-    """The order in which forward first uses parameters and units; each function returns None while that is unknown."""
+    """The order in which forward uses parameters and units; each function returns None while that is unknown.
+
+    ``names`` has a parameter as often as forward uses it, and ``units`` has each unit once.
+    """
 
     names: Callable[[], Sequence[str] | None]
     units: Callable[[], Sequence[int] | None]

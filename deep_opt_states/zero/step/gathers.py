@@ -50,6 +50,8 @@ class Gathers:
             self._coordinator.wrap_fetch(self._fetch),
             # Before DeepSpeed's own hook, which gathers this module's parameters and prefetches those of the next ones.
             module.register_forward_pre_hook(self._before_forward, prepend=True).remove,
+            # Before DeepSpeed's own hook, which ends the trace of a forward without gradients.
+            module.register_forward_hook(lambda *_: self._coordinator.mark_end_of_forward(), prepend=True).remove,
         ]
         self._names: dict[int, str] = {}
         param: Parameter
@@ -57,12 +59,13 @@ class Gathers:
             self._names[param.ds_id] = name
             self._watch(param)
 
-    def first_used_names(self) -> list[str] | None:
-        """Return the names of the parameters in the order in which forward first uses them, identical on all ranks.
+    def used_names(self) -> list[str] | None:
+        """Return the names of the parameters in the order in which forward uses them, identical on all ranks.
 
-        Return None until DeepSpeed has recorded that order.
+        A parameter that forward uses several times is there as often. Return None until DeepSpeed has recorded that
+        order.
         """
-        ds_ids = self._coordinator.first_uses()
+        ds_ids = self._coordinator.uses()
         return None if ds_ids is None else [self._names[ds_id] for ds_id in ds_ids if ds_id in self._names]
 
     def first_uses(self) -> list[int] | None:
@@ -70,7 +73,7 @@ class Gathers:
 
         Return None until DeepSpeed has recorded that order.
         """
-        ds_ids = self._coordinator.first_uses()
+        ds_ids = self._coordinator.uses()
         if ds_ids is None:
             return None
         return list(dict.fromkeys(unit for ds_id in ds_ids for unit in self._units.get(ds_id, ())))

@@ -59,6 +59,16 @@ class BehaviourVariant:
         self._block = block
         self._engines: list[Any] = []
 
+    @property
+    def optimizers(self) -> list[Any]:
+        """Return the plugin's optimizers of the engines; none of stock."""
+        return [] if self._block is None else [engine.optimizer for engine in self._engines]
+
+    def replace_block(self, block: dict[str, Any]) -> None:
+        """Use another config block for the plugin."""
+        if self._block is not None:
+            self._block = block
+
     def config(self, **changes: Any) -> dict[str, Any]:
         """Return ``BASE`` with the keys of ``changes`` replaced, or removed if None.
 

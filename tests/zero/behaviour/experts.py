@@ -13,6 +13,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from tests.zero.behaviour.behaviour_variant import BehaviourVariant, Seen, counters
 from tests.zero.on_accelerator import on_accelerator
+from tests.zero.placed_parameters import placements_by_name
 
 VOCABULARY = 61
 
@@ -53,6 +54,22 @@ def partitions(engine: Any) -> Seen:
             offset += numel
 
 
+RULES = {
+    "placement": [{"match": "*.experts.*", "states": "streamed"}, {"match": "*.self_attn.*", "states": "cpu"}],
+    "unit_size": 700,
+}
+
+
+def experts_with_rules_by_name(variant: BehaviourVariant) -> Seen:
+    """Train with rules that place experts and attention; check that both are where the rules place them."""
+    variant.replace_block(RULES)
+    yield from experts_of_every_rank(variant)
+    for optimizer in variant.optimizers:
+        by_name = placements_by_name(optimizer)
+        for part, expected in ((".experts.", "streamed"), (".self_attn.", "cpu")):
+            assert {found.value for name, found in by_name.items() if part in name} == {expected}, by_name
+
+
 def experts_of_every_rank(variant: BehaviourVariant) -> Seen:
     """Train with all experts on each rank, then with the experts divided among the ranks."""
     for size in (1, dist.get_world_size()):
@@ -87,4 +104,4 @@ def experts_of_every_rank(variant: BehaviourVariant) -> Seen:
         yield from partitions(engine)
 
 
-SCENARIOS = (experts_of_every_rank,)
+SCENARIOS = (experts_of_every_rank, experts_with_rules_by_name)

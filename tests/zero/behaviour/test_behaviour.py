@@ -39,6 +39,7 @@ SCENARIOS = (
     "data_parallel_groups_of_an_mpu",
     "gradients_that_are_switched",
     "experts_of_every_rank",
+    "experts_with_rules_by_name",
 )
 
 

@@ -10,6 +10,9 @@ PLACEMENTS = {
     "streamed": {"placement": "streamed", "unit_size": 700},
     "planned": {},
 }
+BY_NAME = "rules by name"
+ARMS = (*PLACEMENTS, BY_NAME)
+"""The names of the plugin's placements in a case. The rules by name depend on the layout."""
 SETTINGS = {
     "plain": {},
     "clipping": {"gradient_clipping": 0.1},
@@ -20,7 +23,7 @@ DTYPES = ("bf16", "fp32", "fp16")
 
 @dataclass(frozen=True)
 class TensorParallelCase:
-    """A training run with stock, and with the plugin once for each placement of ``PLACEMENTS``.
+    """A training run with stock, and with the plugin once for each of ``ARMS``.
 
     In fp16, gradients overflow in one step on one of the ranks that share a model only.
     """

@@ -17,19 +17,34 @@ VOCABULARY, WIDTH, INNER = 96, 32, 56
 MODEL_RANKS = 2
 """The ranks that share one model."""
 
+BY_NAME = {"layers.1.mlp.": "streamed", "self_attn.o_proj": "resident", "self_attn.": "cpu", "embed_tokens": "streamed"}
+"""The rules by name for the model of AutoTP, which divides the matrices of the layers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SharedModel:
     """A model that ``MODEL_RANKS`` ranks share.
 
     ``make`` returns it. ``mpu`` is passed to ``deepspeed.initialize``, and ``config`` is part of DeepSpeed's config.
-    ``sharded`` is a part of the name of a parameter of which each of these ranks has its own shard.
+    ``sharded`` is a part of the name of a parameter of which each of these ranks has its own shard. ``by_name`` has
+    the placement of the parameters whose names contain the key, in the order of the rules by name: sharded ones, and
+    ones that every rank has.
     """
 
     make: Callable[[], torch.nn.Module]
     mpu: Any
     config: dict[str, Any]
     sharded: str
+    by_name: dict[str, str]
+
+    @property
+    def rules(self) -> list[dict[str, str]]:
+        """Return the rules by name, for the plugin's key ``placement``. The planner places the other parameters."""
+        return [{"match": f"*{part}*", "states": states} for part, states in self.by_name.items()]
+
+    def rule_for(self, name: str) -> str | None:
+        """Return the placement of the parameter ``name`` by the rules; None if none matches."""
+        return next((states for part, states in self.by_name.items() if part in name), None)
 
 
 def model_rank() -> int:
@@ -165,14 +180,22 @@ def layouts() -> dict[str, SharedModel]:
     mpu = MegatronGroups()
     return {
         "AutoTP": SharedModel(
-            make=llama, mpu=None, config={"tensor_parallel": {"autotp_size": MODEL_RANKS}}, sharded="down_proj"
+            make=llama,
+            mpu=None,
+            config={"tensor_parallel": {"autotp_size": MODEL_RANKS}},
+            sharded="down_proj",
+            by_name=BY_NAME,
         ),
         "mpu": SharedModel(
-            make=lambda: MegatronNet(mpu.get_model_parallel_group()), mpu=mpu, config={}, sharded="blocks.1.rows"
+            make=lambda: MegatronNet(mpu.get_model_parallel_group()),
+            mpu=mpu,
+            config={},
+            sharded="blocks.1.rows",
+            by_name={"blocks.1.": "streamed", "columns.weight": "cpu", "embed": "resident"},
         ),
     }
 
 
 def one_rank_per_model(config: dict[str, Any]) -> SharedModel:
     """Return the layout of the model of ``AutoTP`` if no ranks share it, with ``config`` in DeepSpeed's config."""
-    return SharedModel(make=llama, mpu=None, config=config, sharded="down_proj")
+    return SharedModel(make=llama, mpu=None, config=config, sharded="down_proj", by_name=BY_NAME)

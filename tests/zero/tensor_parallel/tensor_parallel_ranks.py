@@ -17,9 +17,11 @@ from deepspeed.accelerator import get_accelerator
 
 from tests.fork_server import import_all
 from tests.launch import answer
-from tests.zero.parity.training import Block, Record, collect, differences
+from tests.zero.on_accelerator import on_accelerator
+from tests.zero.parity.training import Block, Record, collect, differences, recorded_forward
+from tests.zero.placed_parameters import placements_by_name
 from tests.zero.process_group import process_group
-from tests.zero.tensor_parallel.cases import CASES, PLACEMENTS, QUICK, SETTINGS, TensorParallelCase
+from tests.zero.tensor_parallel.cases import ARMS, BY_NAME, CASES, PLACEMENTS, QUICK, SETTINGS, TensorParallelCase
 from tests.zero.tensor_parallel.layouts import MODEL_RANKS, VOCABULARY, SharedModel, data_rank, layouts, model_rank
 
 STEPS = 5
@@ -81,16 +83,19 @@ def closing_engine_of(case: TensorParallelCase, layout: SharedModel, block: Bloc
 
 
 def tokens_of(step: int) -> torch.Tensor:
-    """Return a batch of shape [2, 12], the same on all ranks that share a model."""
+    """Return a batch of shape [2, 12] on the accelerator, the same on all ranks that share a model."""
     generator = torch.Generator().manual_seed(100 * step + data_rank())
-    return torch.randint(0, VOCABULARY, (2, 12), generator=generator)
+    return on_accelerator(torch.randint(0, VOCABULARY, (2, 12), generator=generator))
 
 
 def train(engine: Any, case: TensorParallelCase, layout: SharedModel, steps: int = STEPS) -> Record:
     """Train, and return every value that must have stock's bits."""
     record = Record(optimizer_class=type(engine.optimizer).__name__)
-    for name in ("loss", "norm", "loss_scale", "skipped"):
+    for name in ("loss_scale", "skipped"):
         record.numbers[name] = []
+    # These are read at the end, because reading one waits for the accelerator, which would prevent the overlap.
+    losses: list[torch.Tensor] = []
+    norms: list[Any] = []
     overflowing = False
     if case.dtype == "fp16" and model_rank() == MODEL_RANKS - 1:
         (param,) = (
@@ -102,21 +107,44 @@ def train(engine: Any, case: TensorParallelCase, layout: SharedModel, steps: int
     for step in range(steps):
         overflowing = step == OVERFLOW_STEP
         for micro_batch in range(engine.gradient_accumulation_steps()):
-            loss = engine(tokens_of(10 * step + micro_batch))
+            with recorded_forward(engine.optimizer, record):
+                loss = engine(tokens_of(10 * step + micro_batch))
             engine.backward(loss)
             engine.step()
-            record.numbers["loss"].append(loss.item())
-        record.numbers["norm"].append(float(engine.get_global_grad_norm()))
+            losses.append(loss.detach())
+        norms.append(engine.get_global_grad_norm())
         record.numbers["loss_scale"].append(float(engine.optimizer.loss_scale))
         record.numbers["skipped"].append(engine.skipped_steps)
+    record.numbers["loss"] = [loss.item() for loss in losses]
+    record.numbers["norm"] = [float(norm) for norm in norms]
     collect(engine.optimizer, record)
     return record
 
 
 def run(case: TensorParallelCase, layout: SharedModel, block: Block) -> Record:
-    """Train the case in an engine of its own."""
+    """Train the case in an engine of its own. With rules by name, check where they place parameters."""
     with closing_engine_of(case, layout, block) as engine:
-        return train(engine, case, layout)
+        record = train(engine, case, layout)
+        if block is not None and block.get("placement") == layout.rules:
+            assert misplaced(engine, layout) == []
+        return record
+
+
+def block_of(arm: str, layout: SharedModel) -> dict[str, Any]:
+    """Return the plugin's block for one of ``ARMS``."""
+    return {"placement": layout.rules, "unit_size": 700} if arm == BY_NAME else PLACEMENTS[arm]
+
+
+def misplaced(engine: Any, layout: SharedModel) -> list[str]:
+    """Return the parameters that are not where the rules by name place them."""
+    by_name = placements_by_name(engine.optimizer)
+    rules = {name: layout.rule_for(name) for name in by_name}
+    assert {*rules.values()} == {None, *layout.by_name.values()}, "each rule, and the planner, places parameters"
+    return [
+        f"{name}: {found.value}, expected {rules[name]}"
+        for name, found in by_name.items()
+        if rules[name] not in (None, found.value)
+    ]
 
 
 def main(cases: tuple[TensorParallelCase, ...]) -> None:
@@ -126,14 +154,14 @@ def main(cases: tuple[TensorParallelCase, ...]) -> None:
     for case in cases:
         layout = by_name[case.layout]
         stock = run(case, layout, None)
-        found = {name: run(case, layout, block) for name, block in PLACEMENTS.items()}
+        found = {arm: run(case, layout, block_of(arm, layout)) for arm in ARMS}
         answer(
             {
                 "name": case.name,
                 "numbers": stock.numbers,
                 "masters": sum(name.startswith("master") for name in stock.tensors),
                 "classes": [record.optimizer_class for record in (stock, *found.values())],
-                "differences": {name: differences(stock, record) for name, record in found.items()},
+                "differences": {arm: differences(stock, record) for arm, record in found.items()},
             }
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.launch import run_ranks
-from tests.zero.tensor_parallel.cases import CASES, PLACEMENTS, QUICK, TensorParallelCase
+from tests.zero.tensor_parallel.cases import ARMS, CASES, QUICK, TensorParallelCase
 from tests.zero.training_once import on_one_worker
 
 PROGRAM = "tests.zero.tensor_parallel.tensor_parallel_ranks"
@@ -52,8 +52,8 @@ def test_training_beside_tensor_parallelism_has_the_bits_of_stock(
 ) -> None:
     for rank, by_name in enumerate(answers(world_size, cases)):
         found = by_name[case.name]
-        assert found["classes"] == [STOCK, *[OURS] * len(PLACEMENTS)]
-        assert found["differences"] == {name: [] for name in PLACEMENTS}, f"rank {rank}"
+        assert found["classes"] == [STOCK, *[OURS] * len(ARMS)]
+        assert found["differences"] == {arm: [] for arm in ARMS}, f"rank {rank}"
         numbers = found["numbers"]
         assert len(numbers["step"]) >= 3, "a case must have several sub-groups"
         assert found["masters"] >= 14
@@ -82,3 +82,18 @@ def test_a_failed_update_on_one_rank_stops_all_ranks_that_share_models(layout: s
     for finished in run_ranks(4, ["-m", "tests.zero.tensor_parallel.failing_model_ranks", layout], timeout_s=600):
         assert finished.returncode == 0, finished.output[-5000:]
         assert "all ranks stopped and recovered" in finished.output
+
+
+def test_training_stops_in_the_norm_if_the_overflow_is_not_reduced_over_the_ranks_that_share_a_model() -> None:
+    """Show that the cases in fp16 detect this fault.
+
+    One rank waits in the reduction of the norm for the rank that has skipped the step. Either it is stuck, or Gloo ends
+    it because the other rank calls another collective. The program ends ranks that are stuck.
+    """
+    ranks = run_ranks(2, ["-m", "tests.zero.tensor_parallel.unreduced_overflow_ranks"], timeout_s=200)
+    for finished in ranks:
+        first, *others = finished.answers()
+        assert first == {"without the fault": []}
+        assert not any("with the fault" in found for found in others), "the rank has trained to the end"
+        assert finished.returncode != 0
+    assert any("_get_norm_groups" in finished.output for finished in ranks), ranks[0].output[-3000:]

@@ -1,0 +1,66 @@
+"""Find out when forward needs each unit, given the order in which it uses the parameters.
+
+A parameter that several layers share is used several times. All parameters of shared layers are needed in the first
+pass through them, and those that follow only after the last one. For example, with 5 layers that share a parameter of
+100 elements, between an embedding and a head of 100 elements each::
+
+    used           embedding  layer  layer  layer  layer  layer  head
+    unit           embedding  layer                              head
+    needed after   0          100                                600    elements
+    forward_numel  100        500                                100
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from perf_model.schedule.workload import Partition, Unit, Workload
+
+
+class ParameterUses:
+    """The elements that forward has used before it first needs a unit.
+
+    ``uses`` has the names of the parameters in the order in which forward uses them, each as often as it does.
+    ``sub_groups`` are one rank's partitions of the parameters; other names, as of frozen parameters, do not count.
+    """
+
+    def __init__(self, sub_groups: Sequence[Sequence[Partition]], uses: Sequence[str]) -> None:
+        self._sub_groups = sub_groups
+        self._used_numel = 0
+        self._used_before: dict[str, int] = {}
+        numels = {partition.name: partition.numel for partitions in sub_groups for partition in partitions}
+        known = [name for name in uses if name in numels]
+        for name in known:
+            self._used_before.setdefault(name, self._used_numel)
+            self._used_numel += numels[name]
+        self._repeats = len(self._used_before) < len(known)
+
+    def first_use(self, workload: Workload) -> tuple[int, ...]:
+        """Return the units in the order in which forward first uses one of their parameters.
+
+        Units of parameters that forward does not use come last.
+        """
+        return tuple(unit.index for unit in sorted(workload.units, key=self._needed_after))
+
+    def count(self, workload: Workload) -> Workload:
+        """Return ``workload`` with ``used_numel`` of its units, or as it is if no parameter is used again."""
+        if not self._repeats:
+            return workload
+        in_order = self.first_use(workload)
+        needed_after = [self._needed_after(workload.units[index]) for index in in_order]
+        units = list(workload.units)
+        for index, begin, end in zip(in_order, needed_after, [*needed_after[1:], self._used_numel], strict=True):
+            units[index] = replace(units[index], used_numel=end - begin)
+        return Workload(tuple(units))
+
+    def _needed_after(self, unit: Unit) -> int:
+        """Return the elements that forward has used when it first needs the unit: all if it never does."""
+        least = self._used_numel
+        begin = 0
+        for partition in self._sub_groups[unit.sub_group]:
+            if begin < unit.end and begin + partition.numel > unit.begin and partition.name in self._used_before:
+                # A part of a parameter counts as needed when forward has come to that part.
+                least = min(least, self._used_before[partition.name] + max(0, unit.begin - begin))
+            begin += partition.numel
+        return least

@@ -1,0 +1,132 @@
+"""Test the plan of a model whose layers share their parameters: parameters of one, arithmetic of all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from perf_model.__main__ import main
+from perf_model.presets.models import MODELS
+from perf_model.training_run.job import MAX_REUSE_DISTANCE, Job
+from perf_model.training_run.model import ModelError, ModelShape
+from tests.cli.test_planning_commands import LLAMA, job, planned
+
+PRESET = MODELS["7B"]
+LAYERS, PATH = 32, "model.layers"
+
+
+def layer_numel(shape: ModelShape) -> int:
+    """Return the parameters of the first layer."""
+    return sum(tensor.numel for tensor in shape.tensors if tensor.name.startswith(f"{PATH}.0."))
+
+
+@pytest.mark.parametrize("every", [1, 3, 31])
+def test_shared_layers_have_the_parameters_of_some_layers_and_the_operations_of_all(every: int) -> None:
+    shared = PRESET.share_layers(PATH, every)
+    assert shared.numel == PRESET.numel - (LAYERS - every) * layer_numel(PRESET)
+    assert shared.layers == PRESET.layers
+    for recompute in (True, False):
+        assert shared.iteration_flops(2, 2048, recompute) == PRESET.iteration_flops(2, 2048, recompute)
+    # Forward uses the parameters of layer i % every in the places of those of layer i.
+    own = [tensor.name for tensor in shared.tensors]
+    expected = []
+    for name in PRESET.uses():
+        if name.startswith(f"{PATH}."):
+            index, rest = name[len(PATH) + 1 :].split(".", 1)
+            name = f"{PATH}.{int(index) % every}.{rest}"
+        expected.append(name)
+    assert shared.uses() == expected
+    assert shared.first_use() == list(dict.fromkeys(expected))
+    assert sorted(own) == sorted(set(expected))
+
+
+@pytest.mark.parametrize(
+    ("path", "every", "message"),
+    [
+        ("model.layer", 1, "--share-layers: must name a list of layers, found 'model.layer', which is none."),
+        (PATH, 0, "--every: must be at least 1 and less than the number of layers, 32, found 0"),
+        (PATH, LAYERS, "--every: must be at least 1 and less than the number of layers, 32, found 32"),
+    ],
+)
+def test_layers_that_cannot_share_are_refused_with_rule_value_and_remedy(path: str, every: int, message: str) -> None:
+    with pytest.raises(ModelError) as error:
+        PRESET.share_layers(path, every)
+    assert message in str(error.value)
+
+
+def test_layers_of_different_sizes_cannot_share() -> None:
+    """Use a model whose second layer has one more parameter in a matrix, and one whose third has no bias."""
+    index = next(index for index, tensor in enumerate(PRESET.tensors) if tensor.name.startswith(f"{PATH}.1."))
+    longer = PRESET.tensors[index]._replace(numel=PRESET.tensors[index].numel + 1)
+    for tensors in (
+        (*PRESET.tensors[:index], longer, *PRESET.tensors[index + 1 :]),
+        (*PRESET.tensors[:index], longer._replace(name=f"{PATH}.1.new.weight"), *PRESET.tensors[index:]),
+    ):
+        with pytest.raises(ModelError, match=r"must name layers with equal parameters, found model\.layers\.1"):
+            replace(PRESET, tensors=tensors).share_layers(PATH, 1)
+
+
+def a_job(shape: ModelShape, **changes: object) -> Job:
+    return Job(shape=shape, world_size=8, ranks_per_node=8, micro_batch=1, sequence=2048, **changes)  # type: ignore[arg-type]
+
+
+def test_memory_is_that_of_the_parameters_of_one_layer_and_the_activations_of_all() -> None:
+    own, shared = a_job(PRESET), a_job(PRESET.share_layers(PATH, 1))
+    assert shared.activation_bytes == own.activation_bytes
+    assert shared.memory.partition_bytes < own.memory.partition_bytes / 10
+    assert shared.workload(10**8).numel < own.workload(10**8).numel / 10
+    # Without recomputation, the gradients of all shared parameters exist beside the activations of almost all layers.
+    kept, kept_own = a_job(PRESET.share_layers(PATH, 1), recompute=False), a_job(PRESET, recompute=False)
+    moments = list(kept.memory._moments())
+    gradients_bytes = 2 * layer_numel(PRESET)
+    assert (kept.memory.activations.in_feed_forward(LAYERS - 1), gradients_bytes) in moments
+    assert (kept_own.memory.activations.in_feed_forward(LAYERS - 1), gradients_bytes) not in list(
+        kept_own.memory._moments()
+    )
+
+
+@pytest.mark.parametrize(("every", "passes"), [(1, 1), (4, 1), (8, 4)])
+def test_layers_stay_gathered_between_their_uses_up_to_the_reuse_distance_of_deepspeed(every: int, passes: int) -> None:
+    shape = PRESET.share_layers(PATH, every)
+    assert (every * layer_numel(PRESET) > MAX_REUSE_DISTANCE) == (passes > 1)
+    others = PRESET.numel - LAYERS * layer_numel(PRESET)
+    work = a_job(shape).work
+    assert work.gathered_bytes == 2 * (others + passes * every * layer_numel(PRESET))
+    assert work.reduced_bytes == 2 * shape.numel
+    assert work.forward_flops == a_job(PRESET).work.forward_flops
+
+
+def test_the_command_plans_for_shared_layers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**LLAMA, "num_hidden_layers": 8}))
+    own = planned(capsys, job(model=config))
+    shared = planned(capsys, job(model=config, share_layers=PATH, every=2))
+    own_numel, numel = (found["inputs"]["model"]["numel"] for found in (own, shared))
+    tables = 2 * 128256 * 4096 + 4096
+    assert numel - tables == (own_numel - tables) / 4
+    assert sum(unit["numel"] for unit in shared["units"]) == pytest.approx(numel / 4, rel=1e-6)
+    assert shared["predicted"]["forward_s"] == own["predicted"]["forward_s"]
+    assert {unit["label"].split(" (")[0] for unit in shared["units"]} <= {
+        f"{first}{last}"
+        for first in ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
+        for last in ("", *(f" to {end}" for end in ("model.layers.0", "model.layers.1", "model.norm", "lm_head")))
+    }
+    assert sum(unit["forward_numel"] for unit in shared["units"]) == pytest.approx(
+        sum(unit["numel"] for unit in own["units"]), rel=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 2}, "--every: must come with --share-layers, found 2 alone.\nName the list of the layers."),
+        ({"share_layers": "blocks"}, "The model has model.layers."),
+        ({"share_layers": PATH, "every": 99}, "less than the number of layers"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, object], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *job("h100", "7B", **options)]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,91 @@
+"""Train beside an ``mpu`` on the device, and print the differences from stock on the CPU accelerator.
+
+The argument is the name of a selection: ``CHOICE``, or an adversary. The device executes the collectives of the ranks
+that share a model on streams, too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from deep_opt_states.config import Config
+from deep_opt_states.zero.start import planning
+from tests.launch import answer
+from tests.model.profiles import profile
+from tests.software_gpu.plugged import plugged
+from tests.software_gpu.ranks import software_process_group
+from tests.software_gpu.settings import ADVERSARIES
+from tests.software_gpu.training.parity_on_device_ranks import CHUNK_BYTES, MACHINE
+from tests.zero.parity.case_runs import results_in_turn
+from tests.zero.parity.training import Record, differences
+from tests.zero.tensor_parallel.cases import ARMS, BY_NAME, CASES, TensorParallelCase
+from tests.zero.tensor_parallel.layouts import SharedModel, layouts
+from tests.zero.tensor_parallel.tensor_parallel_ranks import block_of, run
+
+CHOICE = "choice"
+"""The selection of ``make test``: a case with one placement in bf16, and one in fp16."""
+
+EVERY_CASE = ("plain", "lazy")
+"""The adversaries under which every case trains with stock and with every placement."""
+
+STOCK = "stock"
+
+_CHOSEN = {("fp16", "plain"): BY_NAME, ("bf16", "clipping"): "planned"}
+
+_MPU_CASES = [case for case in CASES if case.layout == "mpu"]
+"""AutoTP makes a ``DeviceMesh`` of the accelerator, which PyTorch refuses for the device."""
+
+
+def selected(selection: str) -> Iterator[tuple[TensorParallelCase, str, tuple[str, ...]]]:
+    """Yield the cases of the selection, each with its adversary and the names of its arms."""
+    for case in _MPU_CASES:
+        if selection in EVERY_CASE:
+            yield case, selection, (STOCK, *ARMS)
+        elif (case.dtype, case.setting) in _CHOSEN:
+            yield case, "lazy", (_CHOSEN[case.dtype, case.setting],)
+
+
+def train_on_device(case: TensorParallelCase, layout: SharedModel, adversary: str, arm: str) -> Record:
+    """Train the case on the device. The quick profile has given rates, as in ``parity_on_device_ranks``."""
+    settings = ADVERSARIES[adversary]
+    block = None if arm == STOCK else block_of(arm, layout)
+    plans = block is not None and Config(**block).may_plan
+    with (
+        plugged(replace(settings, rates=MACHINE)) if plans else plugged(settings, chunk_bytes=CHUNK_BYTES),
+        mock.patch.object(planning, "quick_profile", return_value=profile()),
+    ):
+        return run(case, layout, block)
+
+
+def compare(case: TensorParallelCase, layout: SharedModel, adversary: str, arms: tuple[str, ...]) -> dict[str, Any]:
+    """Train the case with stock on the CPU accelerator, then the arms on the device, and return the differences."""
+    expected = run(case, layout, None)
+    found = {}
+    for arm in arms:
+        record = train_on_device(case, layout, adversary, arm)
+        found[arm] = {
+            "class": record.optimizer_class,
+            "deferred": record.deferred,
+            "differences": differences(expected, record),
+        }
+    return {"arms": found, "numbers": expected.numbers}
+
+
+def main(selection: str) -> None:
+    by_name = layouts()
+    work = (
+        (case.name, partial(compare, case, by_name[case.layout], adversary, arms))
+        for case, adversary, arms in selected(selection)
+    )
+    for name, result in results_in_turn(work):
+        answer({"name": name, **result})
+
+
+if __name__ == "__main__":
+    with software_process_group():
+        main(sys.argv[1])
