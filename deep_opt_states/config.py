@@ -126,6 +126,12 @@ class Config(BaseModel):
     `true`. If the config does not set that key, the throughput timer uses the host's clock and does not synchronize the
     device."""
 
+    split_masters: bool = False
+    """Whether the fp32 master weights that the CPU updates are kept as bf16 and the bits that bf16 lacks. The results
+    have the same bits. Host memory takes 14 bytes per parameter instead of 16, and an update on the CPU moves 26 bytes
+    per parameter instead of 28. Units that are streamed or resident are not split. It needs a bf16 model on a GPU,
+    without `offload_param`, and is refused otherwise."""
+
     report: str | None = Field(default=None, min_length=1)
     """The path of a folder into which rank 0 writes its measurements, for `deep-opt-states report`. By default, nothing
     is written. How often the log has a line is set by `steps_per_print` of the DeepSpeed config, outside this block."""
@@ -342,6 +348,10 @@ _RULES = {
     "overlap_forward": _KeyRule(
         "must be true or false",
         "Leave it out to overlap the update with the next forward, until forward needs the updated parameters.",
+    ),
+    "split_masters": _KeyRule(
+        "must be true or false",
+        "With true, a bf16 model takes 14 bytes per parameter of host memory instead of 16, with the same results.",
     ),
     "report": _KeyRule(
         "must be a path",
