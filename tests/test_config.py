@@ -190,6 +190,7 @@ def test_an_error_has_the_rule_the_value_and_the_remedy() -> None:
         ({"cpu_threads": 2.0}, "cpu_threads", "2.0"),
         ({"cpu_threads": "4"}, "cpu_threads", "'4'"),
         ({"bind_cores": 1}, "bind_cores", "1"),
+        ({"split_masters": 1}, "split_masters", "1"),
         ({"bind_cores": "no"}, "bind_cores", "'no'"),
         ({"report": True}, "report", "True"),
         ({"report": ""}, "report", "''"),

@@ -161,16 +161,19 @@ class Actions:
         return known
 
     def _derive(self, action: Action, state: UnitState) -> UnitOperations:
+        rest = self._splits[action.unit].rest
+        sources: list[torch.Tensor] = []
         if action.lane is not Lane.COMPUTE:
-            tensors, source = state.cpu_tensors, None if state.cpu_writes_param else state.rounded
+            updates = [state.cpu_update_of(element_range) for element_range in rest]
+            if not state.cpu_writes_param:
+                sources = [state.published_from(element_range) for element_range in rest]
         else:
             states = self._slot_of[action.name] if state.resident is None else state.resident.states
-            tensors, source = state.accelerator_tensors(states), state.staged
-        rest = self._splits[action.unit].rest
-        publications = (
-            []
-            if source is None
-            else [(state.view(state.param, element_range), state.view(source, element_range)) for element_range in rest]
-        )
-        updates = [state.update_of(element_range, tensors) for element_range in rest]
+            tensors = state.accelerator_tensors(states)
+            updates = [state.update_of(element_range, tensors) for element_range in rest]
+            if state.staged is not None:
+                sources = [state.view(state.staged, element_range) for element_range in rest]
+        params = [state.view(state.param, element_range) for element_range in rest]
+        # Without sources, the update writes the model's own parameters.
+        publications = list(zip(params, sources, strict=True)) if sources else []
         return UnitOperations(state.grad, state.param, updates, publications)

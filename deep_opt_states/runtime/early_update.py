@@ -192,10 +192,10 @@ class EarlyUpdate:
         ]
         self._round_into_buffer(on_host, operations)
         for state, element_range in self._evicted:
-            operations.on_host.append(state.update_of(element_range, state.cpu_tensors))
+            operations.on_host.append(state.cpu_update_of(element_range))
             if not state.cpu_writes_param:
-                param, rounded = (state.view(tensor, element_range) for tensor in (state.param, state.rounded))
-                operations.to_accelerator.append((param, rounded))
+                param = state.view(state.param, element_range)
+                operations.to_accelerator.append((param, state.published_from(element_range)))
         return operations
 
     def _streamed(self, operations: _Operations) -> list[tuple[UnitState, RangeUpdate]]:

@@ -22,6 +22,7 @@ from deep_opt_states.runtime.failure import UpdateFailed
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.runtime.resident_states import ResidentStates
+from deep_opt_states.runtime.split_masters import SplitMasters
 from deep_opt_states.runtime.state import Split, UnitState
 from deep_opt_states.runtime.worker import CpuLane, Worker
 from perf_model.prediction.timeline import Timeline
@@ -81,6 +82,7 @@ class Executor:
         self._lanes = LaneStreams(device)
         streams = self._lanes.streams
         self._residents = ResidentStates(device, streams[Lane.H2D], streams[Lane.COMPUTE], streams[Lane.D2H])
+        self._split_masters = SplitMasters()
         self._actions = Actions(device, host_adam, device_adam)
         self._early_buffers: EarlyBuffers | None = None
         self.pending = False
@@ -125,6 +127,7 @@ class Executor:
         self._early_update, self._early_buffers = early_update, early_update.buffers
         self._states, self._splits = states, splits
         self._residents.set_units(states)
+        self._split_masters.set_units(states, here)
         self._issuer.reserve_events(schedule)
         self._adopt(schedule)
 
@@ -176,8 +179,8 @@ class Executor:
     def give_states_back(self) -> None:
         """Make the states in host memory those of the last update, and let the caller read and write them.
 
-        Resident states are written back. They and the prefetched states are copied again, by the update or by
-        ``prefetch``.
+        Resident states are written back, and split masters are joined. The update or ``prefetch`` copies resident and
+        prefetched states again, and the update splits masters again.
         """
         assert not self.pending
         assert not self.flushing
@@ -187,6 +190,8 @@ class Executor:
             with self._keep_failure():
                 self._residents.write_back()
         self._residents.invalidate()
+        # After a failure, too: a checkpoint may be loaded into the masters.
+        self._split_masters.join()
 
     def write_back(self, units: Sequence[UnitState] | None = None) -> None:
         """Make the states of the resident ``units`` in host memory those of the last update, as ``set_units`` requires.
@@ -222,6 +227,7 @@ class Executor:
             for kernel in {id(kernel): kernel for kernel in (self._host_adam, self._device_adam)}.values():
                 if kernel is not None:
                     kernel.begin_step(steps)
+            self._split_masters.split()
             self._residents.load()
             self._residents.mark_updated()
             self._early_update.update(self._host_adam, self._device_adam)
@@ -373,6 +379,7 @@ class Executor:
         self._worker.close()
         self._actions.close()
         self._residents.close()
+        self._split_masters.close()
         self._states = ()
 
     @contextmanager

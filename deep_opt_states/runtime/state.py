@@ -9,13 +9,14 @@ none of them copies or waits.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange, RangeUpdate
+from deep_opt_states.device.kernels.split_form import halves
 from perf_model.schedule.placement import Placement
 
 
@@ -70,7 +71,8 @@ class UnitState:
     accelerator, or in page-locked host memory if DeepSpeed offloads parameters.
 
     ``rounded``, in that dtype in host memory, is the source that a CPU update is published from. It is ``param`` itself
-    where the CPU can write ``param``, so that publishing copies nothing. For an fp32 model it is ``master``.
+    where the CPU can write ``param``, so that publishing copies nothing. For an fp32 model it is ``master``. It is None
+    if the masters are split where the CPU updates them: their upper halves are published (see ``split_masters.py``).
 
     ``staged``, in that dtype on the accelerator, receives the parameters of an update on the accelerator if ``param``
     is in host memory; they are copied to ``param`` from there. It is None otherwise. All units share this memory, which
@@ -84,7 +86,7 @@ class UnitState:
     exp_avg_sq: torch.Tensor
     grad: torch.Tensor
     param: torch.Tensor
-    rounded: torch.Tensor
+    rounded: torch.Tensor | None
     placement: Placement
     sub_group: int
     elements: ElementRange
@@ -119,7 +121,7 @@ class UnitState:
 
     @property
     def cpu_tensors(self) -> AdamTensors:
-        """Return the tensors of an update on the CPU."""
+        """Return the tensors of an update on the CPU of ranges whose masters are not split."""
         return AdamTensors(
             master=self.master,
             exp_avg=self.exp_avg,
@@ -128,6 +130,24 @@ class UnitState:
             # The parameters of an fp32 model on the accelerator are published from the master weights.
             param=None if self.rounded is self.master else self.rounded,
         )
+
+    def cpu_update_of(self, element_range: ElementRange) -> RangeUpdate:
+        """Return the update on the CPU of a range that the schedule updates, or that is evicted.
+
+        ``published_from`` is the source that its parameters are published from.
+        """
+        update = self.update_of(element_range, self.cpu_tensors)
+        if self.rounded is not None:
+            return update
+        lower, upper = halves(update.tensors.master)
+        return replace(update, tensors=replace(update.tensors, master=lower, param=upper))
+
+    def published_from(self, element_range: ElementRange) -> torch.Tensor:
+        """Return the memory, of shape [numel], from which the parameters of such a range are published."""
+        if self.rounded is not None:
+            return self.view(self.rounded, element_range)
+        _, upper = halves(self.view(self.master, element_range))
+        return upper
 
     def accelerator_tensors(self, states: Slot) -> AdamTensors:
         """Return the tensors of an update on the accelerator, where ``states`` has the optimizer states."""

@@ -19,7 +19,12 @@ from perf_model.schedule.workload import STATES, Unit, Workload
 
 
 def widths_of(
-    param: torch.Tensor, grad_dtype: torch.dtype, device: Device[Any], *, params_on_host: bool = False
+    param: torch.Tensor,
+    grad_dtype: torch.dtype,
+    device: Device[Any],
+    *,
+    params_on_host: bool = False,
+    splits_masters: bool = False,
 ) -> Widths:
     """Return the bytes per element of each tensor, for a model whose parameters are like ``param``.
 
@@ -29,6 +34,7 @@ def widths_of(
         param=param.element_size(),
         grad=grad_dtype.itemsize,
         publishes=not (params_on_host or device.shares_host_memory),
+        splits_masters=splits_masters,
     )
 
 
@@ -37,7 +43,7 @@ class SubGroupTensors:
     """The tensors of one sub-group in the slab, of shape [numel] each.
 
     The states are fp32. ``grad`` is in the accumulation dtype. ``rounded`` has the model's dtype; it is None if a CPU
-    update needs no buffer for rounded parameters.
+    update needs no buffer for rounded parameters. ``SplitMasters`` keeps parts of ``master`` in another form.
     """
 
     master: torch.Tensor
@@ -60,7 +66,8 @@ class StateMemory:
     ``sub_groups`` are the tensors in the slab, which do not depend on a plan. ``units`` are views of them, and the
     memory on the accelerator, for the plan that was passed to ``set_plan`` last. ``params`` has the flat buffer of each
     sub-group, of shape [numel], in the model's dtype; if ``params_on_host``, these buffers are in page-locked host
-    memory although ``device`` has memory of its own.
+    memory although ``device`` has memory of its own. ``splits_masters``: there is no buffer for rounded parameters,
+    because these are the upper halves of split masters.
 
     The constructor fills the slab with zeros that no thread has touched. Raise ``HostMemoryError`` if the host cannot
     provide it.
@@ -74,11 +81,13 @@ class StateMemory:
         device: Device[Any],
         *,
         params_on_host: bool = False,
+        splits_masters: bool = False,
     ) -> None:
-        widths = widths_of(params[0], grad_dtype, device, params_on_host=params_on_host)
+        widths = widths_of(params[0], grad_dtype, device, params_on_host=params_on_host, splits_masters=splits_masters)
         self._device = device
         self._params = list(params)
         self._publishes = widths.publishes
+        self._splits_masters = splits_masters
         self._params_on_host = params_on_host and not device.shares_host_memory
         self._staging: torch.Tensor | None = None
         self._slab: HostSlab = device.host_slab(widths.slab_bytes(workload))
@@ -146,7 +155,9 @@ class StateMemory:
         tensors, param = self.sub_groups[unit.sub_group], self._params[unit.sub_group]
         elements = self._elements(unit)
         master, narrowed_param = elements.view(tensors.master), elements.view(param)
-        if not self._publishes:
+        if self._splits_masters:
+            rounded = None
+        elif not self._publishes:
             rounded = narrowed_param
         else:
             # The parameters of an fp32 model are published from the master weights.

@@ -54,21 +54,26 @@ class BytesPerParam:
     dram: float = 0.0
 
 
-def traffic_by_action(param_bytes: int, *, params_on_host: bool = False) -> dict[ActionKind, BytesPerParam]:
+def traffic_by_action(
+    param_bytes: int, *, params_on_host: bool = False, splits_masters: bool = False
+) -> dict[ActionKind, BytesPerParam]:
     """Return the bytes per parameter that our runtime moves in each kind of action.
 
     ``param_bytes`` is 2 for 16-bit models and 4 for fp32 models, whose CPU update has nothing to round. CPU_STEP is one
     pass: p, m and v are read and written (24), the gradient is read in the dtype of the model, in which DeepSpeed
     accumulates it by default, and the 16-bit parameter is written. ``params_on_host``: DeepSpeed offloads parameters,
     so the CPU update writes them in place, in fp32 models too, and an update on the accelerator is copied down to them.
+    ``splits_masters``: the CPU update reads and writes the 16-bit parameter and 16 bits more instead of p.
     """
+    # Split masters: 2 bytes less are written than p and the 16-bit parameter take.
+    states = 24 - (2 if splits_masters else 0)
     writes_param = params_on_host or param_bytes < FP32_BYTES
     published, copied_down = (0, param_bytes) if params_on_host else (param_bytes, 0)
     return {
         ActionKind.PREFETCH: BytesPerParam(h2d=STAGED_BYTES_PER_PARAM, dram=STAGED_BYTES_PER_PARAM),
         ActionKind.GPU_STEP: BytesPerParam(d2h=copied_down, dram=copied_down),
         ActionKind.FLUSH_STATES: BytesPerParam(d2h=12, dram=12),
-        ActionKind.CPU_STEP: BytesPerParam(dram=24 + param_bytes + (param_bytes if writes_param else 0)),
+        ActionKind.CPU_STEP: BytesPerParam(dram=states + param_bytes + (param_bytes if writes_param else 0)),
         ActionKind.PUBLISH: BytesPerParam(h2d=published, dram=published),
     }
 
@@ -194,14 +199,28 @@ class CostModel:
         return cls._from_traffic(profile, traffic, profile.rate("stock_cpu_adam_params_per_s"))
 
     @classmethod
-    def from_profile(cls, profile: HardwareProfile, param_bytes: int = 2, *, params_on_host: bool = False) -> CostModel:
+    def from_profile(
+        cls,
+        profile: HardwareProfile,
+        param_bytes: int = 2,
+        *,
+        params_on_host: bool = False,
+        splits_masters: bool = False,
+    ) -> CostModel:
         """Return the cost model of our update.
+
+        ``splits_masters`` changes the traffic of host memory. The rate of the CPU update alone stays that of the
+        profile, which was measured with whole masters.
 
         If the profile has no rate of an accelerator at all, the accelerator is the CPU itself. Raise ``ProfileError``
         if it has some of these rates and lacks others that are needed.
         """
         # Where the accelerator is the CPU, all parameters are in host memory.
-        traffic = traffic_by_action(param_bytes, params_on_host=params_on_host or not profile.has_accelerator)
+        traffic = traffic_by_action(
+            param_bytes,
+            params_on_host=params_on_host or not profile.has_accelerator,
+            splits_masters=splits_masters,
+        )
         return cls._from_traffic(profile, traffic, profile.rate("cpu_adam_params_per_s"))
 
     @classmethod

@@ -24,22 +24,24 @@ class Widths:
 
     They are 2, or 4 for the parameters of an fp32 model and for gradients that are accumulated in fp32. ``publishes``
     is false if the CPU writes the parameters of the model itself, because the accelerator shares host memory or because
-    DeepSpeed offloads parameters.
+    DeepSpeed offloads parameters. ``splits_masters``: a bf16 model's masters are split where the CPU updates them, and
+    the parameters are published from their upper halves.
     """
 
     param: int
     grad: int
     publishes: bool = True
+    splits_masters: bool = False
 
     @property
     def on_host(self) -> dict[str, int]:
         """Return the tensors that a sub-group has in host memory, with their bytes per element.
 
         These are the states, the gradient and, if they are published, the rounded parameters. Parameters that are fp32
-        are published from ``master``.
+        are published from ``master``, and those of split masters, too.
         """
         widths = {**dict.fromkeys(STATES, FP32_BYTES), "grad": self.grad}
-        if self.publishes and self.param < FP32_BYTES:
+        if self.publishes and self.param < FP32_BYTES and not self.splits_masters:
             widths["rounded"] = self.param
         return widths
 

@@ -30,6 +30,9 @@ def test_each_action_moves_the_bytes_per_parameter_that_are_documented() -> None
     assert (
         CostModel.from_profile(profile(), 4).load(ActionKind.CPU_STEP, NUMEL).amounts[Resource.DRAM] == (24 + 4) * NUMEL
     )
+    # Of a split master, the 16-bit parameter and 16 bits more are read and written.
+    split = CostModel.from_profile(profile(), splits_masters=True)
+    assert split.load(ActionKind.CPU_STEP, NUMEL).amounts[Resource.DRAM] == (16 + 2 + 2 * 4) * NUMEL
     # Stock scales the gradient in place, runs Adam, and rounds.
     stock = CostModel.for_stock(profile()).load(ActionKind.CPU_STEP, NUMEL)
     assert stock.amounts[Resource.DRAM] == (8 + 28 + 6) * NUMEL

@@ -33,6 +33,7 @@ NUMEL = 2**24
 
 
 WIDTHS = [Widths(param=2, grad=2), Widths(param=2, grad=4), Widths(param=4, grad=4)]
+SPLIT = Widths(param=2, grad=2, splits_masters=True)
 SHARING = Widths(param=2, grad=2, publishes=False)
 
 
@@ -80,6 +81,9 @@ def test_a_cpu_unit_takes_16_bytes_per_parameter_all_pinned() -> None:
     assert memory_of(plan(CPU)) == MemoryUse(gpu_bytes=0, host_bytes=pinned, pinned_bytes=pinned)
     # An fp32 model has nothing to round.
     assert memory_of(plan(CPU), TrainingSetup(widths=Widths(param=4, grad=4))).pinned_bytes == (3 * 4 + 4) * NUMEL
+    # The rounded parameters are the upper halves of split masters.
+    split = TrainingSetup(widths=SPLIT)
+    assert memory_of(plan(CPU), split).pinned_bytes == (3 * 4 + 2) * NUMEL
 
 
 def test_streamed_units_share_the_slots_and_keep_their_gradients_on_the_accelerator() -> None:
@@ -217,7 +221,7 @@ def test_resident_bytes_of_is_a_lower_bound(numel: int, count: int) -> None:
     assert memory_of(plan(*[RESIDENT] * count, numel=numel)).gpu_bytes >= count * resident_bytes_of(numel)
 
 
-@given(plans(10**6), st.sampled_from([*WIDTHS, SHARING]))
+@given(plans(10**6), st.sampled_from([*WIDTHS, SHARING, SPLIT]))
 def test_the_tensors_of_a_slab_follow_one_another_aligned(drawn: UpdatePlan, widths: Widths) -> None:
     workload = drawn.workload
     end_bytes = 0
@@ -230,7 +234,8 @@ def test_the_tensors_of_a_slab_follow_one_another_aligned(drawn: UpdatePlan, wid
         width = {"grad": widths.grad, "rounded": widths.param}.get(tensor.name, 4)
         end_bytes = tensor.offset_bytes + tensor.numel * width
     assert end_bytes <= widths.slab_bytes(workload) < end_bytes + ALIGNMENT_BYTES
-    of_each = [*STATES, "grad", "rounded"] if widths.param == 2 and widths.publishes else [*STATES, "grad"]
+    has_rounded = widths.param == 2 and widths.publishes and not widths.splits_masters
+    of_each = [*STATES, "grad", "rounded"] if has_rounded else [*STATES, "grad"]
     assert found == dict.fromkeys(range(len(workload.sub_group_numels)), of_each)
 
 

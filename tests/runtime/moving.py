@@ -42,6 +42,13 @@ class Model:
     params_on_host: bool = False
     has_vectors: bool = False
     """Whether the kernel is the real one, whose bits depend on the place in the sub-group, and not ``PlainAdam``."""
+    may_split: bool = False
+    """Whether masters are split where that is possible: in a bf16 model on the device, with the real kernel."""
+
+    @property
+    def splits_masters(self) -> bool:
+        """Return whether masters that the CPU updates are split."""
+        return self.may_split and self.has_vectors and self.dtype == torch.bfloat16 and not self.params_on_host
 
     def kernel(self) -> AdamKernel:
         """Return a new kernel that updates in host memory."""
@@ -81,7 +88,12 @@ class MovingTraining:
         reserve = device.empty_host if model.params_on_host else device.empty
         self.params = [reserve(state.numel, model.dtype).copy_(state.param) for state in initial]
         self.memory = StateMemory(
-            plan.workload, self.params, model.grad_dtype, device, params_on_host=model.params_on_host
+            plan.workload,
+            self.params,
+            model.grad_dtype,
+            device,
+            params_on_host=model.params_on_host,
+            splits_masters=model.splits_masters,
         )
         for tensors, state in zip(self.memory.sub_groups, initial, strict=True):
             for name in STATES:
@@ -265,6 +277,7 @@ def models(draw: st.DrawFn) -> Model:
         grad_dtype=draw(st.sampled_from(DTYPES)),
         params_on_host=draw(st.booleans()),
         has_vectors=draw(st.booleans()),
+        may_split=draw(st.booleans()),
     )
 
 

@@ -91,7 +91,11 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
     params = optimizer.fp16_partitioned_groups_flat
     params_on_host = _params_on_host(optimizer, accelerator.device)
     widths = widths_of(
-        params[0], optimizer.gradient_accumulation_dtype, accelerator.device, params_on_host=params_on_host
+        params[0],
+        optimizer.gradient_accumulation_dtype,
+        accelerator.device,
+        params_on_host=params_on_host,
+        splits_masters=config.split_masters,
     )
     sub_groups = partitions_by_name(optimizer)
     check_even_shards(sub_groups)
@@ -113,6 +117,8 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
                 f'Remove the cause, or use another "placement", for example "planned".'
             )
         config = config.model_copy(update={"unit_size": WHOLE_SUB_GROUPS})
+    if config.split_masters:
+        _check_split_masters(params[0].dtype, widths, updates_parts=updates_parts)
     budget = accelerator.gpu_budget(config) if config.may_plan else None
     planned = make_plan(config, sub_groups, setup, accelerator, budget, share)
     plan = planned.plan
@@ -164,7 +170,14 @@ def _build(
     if share.launch_cores:
         resources.callback(LaunchBinding(share.launch_cores).release)
     device = AccountingDevice(accelerator.device)
-    memory = StateMemory(plan.workload, params, grad_dtype, device, params_on_host=params_on_host)
+    memory = StateMemory(
+        plan.workload,
+        params,
+        grad_dtype,
+        device,
+        params_on_host=params_on_host,
+        splits_masters=config.split_masters,
+    )
     resources.callback(memory.close)
     memory.set_plan(plan)
     gradient_buffers = partial(_gradient_buffers, optimizer, accelerator, budget, widths, device)
@@ -225,6 +238,21 @@ def _check_names(config: Config, optimizer: Any, sub_groups: Sequence[Sequence[P
         if names.setdefault(param, name) != name:
             aliases[name] = names[param]
     config.check_names(trained, set(names.values()).difference(trained), aliases)
+
+
+def _check_split_masters(dtype: torch.dtype, widths: Widths, *, updates_parts: bool) -> None:
+    """Raise ``Unsupported`` if masters cannot be split, or if that gains nothing. The same on every rank."""
+    reasons = (
+        (dtype != torch.bfloat16, f"a model in {str(dtype).removeprefix('torch.')}"),
+        (not widths.publishes, "parameters in host memory, which the CPU updates in place"),
+        (not updates_parts, "that a rank has to use DeepSpeed's kernel on the CPU, as its log reports"),
+    )
+    for is_met, found in reasons:
+        if is_met:
+            raise Unsupported(
+                f"{CONFIG_KEY}.split_masters: needs a bf16 model, whose parameters are on a GPU, and the plugin's own "
+                f"CPU kernel on every rank; found {found}.\nRemove the key, or the cause."
+            )
 
 
 def _params_on_host(optimizer: Any, device: Device[Any]) -> bool:

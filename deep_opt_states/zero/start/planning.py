@@ -84,7 +84,12 @@ def make_plan(
     profile = _load_profile(config, accelerator, share) if config.predicts(workload) else None
     cost = None
     if profile is not None:
-        cost = CostModel.from_profile(profile, setup.widths.param, params_on_host=setup.params_on_host)
+        cost = CostModel.from_profile(
+            profile,
+            setup.widths.param,
+            params_on_host=setup.params_on_host,
+            splits_masters=setup.widths.splits_masters,
+        )
     request, why = None, ""
     if config.plans(workload):
         assert cost is not None

@@ -19,6 +19,9 @@ WITHOUT_BACKWARD_OVERLAP = {"overlap_backward": False}
 SERIAL = {**WITHOUT_FORWARD_OVERLAP, **WITHOUT_BACKWARD_OVERLAP}
 """Blocks without these keys overlap the update with forward and backward."""
 
+SPLIT_MASTERS = {"split_masters": True}
+"""Only for bf16 models whose parameters are on the accelerator."""
+
 EVERY_PLACEMENT = (CPU, STREAMED, STREAMED_ONE_SLOT, STREAMED_MANY_SLOTS, STRIDE_2, STRIDE_3, STRIDE_BEYOND, FRACTION)
 
 

@@ -1,6 +1,7 @@
 """Train with stock, and with the plugin while the C++ kernel cannot be compiled on the last rank.
 
-Every rank prints one answer per config block: the differences, and the number of forwards with a deferred update.
+Every rank prints one answer per config block: the differences, and the number of forwards with a deferred update. The
+last answer is the refusal of split masters.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from unittest import mock
 import torch.distributed as dist
 
 from deep_opt_states.device.kernels import library
+from deep_opt_states.zero.start.refusals import Unsupported
 from tests.launch import answer
-from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case
+from tests.zero.parity.case import CPU, SPLIT_MASTERS, STREAMED, STRIDE_2, Case
 from tests.zero.parity.training import differences, run_variant
 from tests.zero.process_group import process_group
 
@@ -36,6 +38,10 @@ def main() -> None:
                     "deferred": ours.deferred,
                 }
             )
+        try:
+            run_variant(CASE, {**CPU, **SPLIT_MASTERS})
+        except Unsupported as error:
+            answer({"refused": str(error)})
 
 
 @contextmanager

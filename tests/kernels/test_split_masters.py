@@ -1,0 +1,206 @@
+"""Check that split master weights lose nothing, and that the C++ kernel updates them with the bits of whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, ElementRange
+from deep_opt_states.device.kernels.library import InstructionSet, library
+from deep_opt_states.device.kernels.split_form import halves, join, split
+from tests.kernels.adam_steps import GRADS, STEP, copied, differences, fused, random_tensors, steps_of
+from tests.kernels.adversarial_tensors import adversarial_grad, adversarial_numbers
+
+SETS = [one for one in InstructionSet if one <= library().instruction_set]
+LOWER_HALVES = np.array([0x8000] * 4 + [0, 1, 0x7FFF, 0x8001, 0xFFFF], np.uint32)
+
+
+@dataclass
+class SplitCopy:
+    """The split form of a sub-group: the ``memory`` of its masters, and the ``tensors`` that a kernel takes."""
+
+    memory: torch.Tensor
+    tensors: AdamTensors
+
+    @classmethod
+    def create(cls, whole: AdamTensors) -> SplitCopy:
+        tensors = copied(whole)
+        split(tensors.master, tensors.exp_avg_sq)
+        lower, upper = halves(tensors.master)
+        return cls(tensors.master, replace(tensors, master=lower, param=upper))
+
+    def joined(self) -> AdamTensors:
+        """Return copies of the tensors in their ordinary form."""
+        memory, tensors = self.memory.clone(), copied(self.tensors)
+        join(memory, tensors.exp_avg_sq)
+        return replace(tensors, master=memory)
+
+
+def masters_of_every_kind(numel: int, chance: np.random.Generator) -> Iterator[torch.Tensor]:
+    """Yield fp32 masters: ties in every element, subnormals, numbers close to overflow, zeros, and of all kinds."""
+    upper = chance.integers(0, 2**16, numel, dtype=np.uint32) << np.uint32(16)
+    sign = chance.integers(0, 2, numel, dtype=np.uint32) << np.uint32(31)
+    lower = chance.choice(LOWER_HALVES, numel)
+    for bits in (
+        upper | np.uint32(0x8000),
+        sign | chance.integers(0, 2**7, numel, dtype=np.uint32) << np.uint32(16) | lower,
+        sign | np.uint32(0x7F700000) | chance.integers(0, 16, numel, dtype=np.uint32) << np.uint32(16) | lower,
+        sign,
+        np.full(numel, 0x3F808000, np.uint32),
+    ):
+        yield torch.from_numpy(bits.view(np.float32).copy())
+    yield adversarial_numbers(numel, chance)
+
+
+@pytest.mark.promise("P1")
+@given(st.integers(1, 3000), st.integers(0, 2**32))
+def test_masters_that_are_split_and_joined_have_the_same_bits(numel: int, seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    for master in masters_of_every_kind(numel, chance):
+        memory, exp_avg_sq = master.clone(), adversarial_numbers(numel, chance).abs()
+        moments = exp_avg_sq.clone()
+        split(memory, exp_avg_sq)
+        number = ~master.isnan()
+        _, upper = halves(memory)
+        assert torch.equal(upper.view(torch.int16)[number], master.bfloat16().view(torch.int16)[number])
+        assert torch.equal(upper.isnan(), ~number)
+        join(memory, exp_avg_sq)
+        assert torch.equal(memory.view(torch.int32)[number], master.view(torch.int32)[number])
+        assert torch.equal(memory.isnan(), ~number)
+        assert torch.equal(exp_avg_sq.view(torch.int32), moments.view(torch.int32))
+
+
+def test_the_lower_16_bits_alone_do_not_distinguish_ties() -> None:
+    """Check that the flag is needed: without it, ties that were rounded down are joined to other numbers."""
+    master = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8])
+    memory, exp_avg_sq = master.clone(), torch.ones(2)
+    split(memory, exp_avg_sq)
+    assert exp_avg_sq.tolist() == [-1, 1]
+    join(memory, exp_avg_sq.abs())
+    assert memory.tolist() == [1 - 2**-9, 1 + 3 * 2**-8]
+
+
+def test_negative_second_moments_are_refused_and_nothing_is_changed() -> None:
+    memory, exp_avg_sq = torch.tensor([1.5, 2.5]), torch.tensor([1.0, -2.0])
+    with pytest.raises(ValueError, match="at least 0; found -2"):
+        split(memory, exp_avg_sq)
+    assert memory.tolist() == [1.5, 2.5]
+    assert exp_avg_sq.tolist() == [1, -2]
+
+
+@pytest.mark.promise("P1")
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_1000_updates_of_split_masters_have_the_bits_of_whole_ones(instruction_set: InstructionSet) -> None:
+    """Check masters of every kind, whose upper halves are taken from the update before, in ranges of odd lengths."""
+    numel, chance = 1003, np.random.default_rng(1)
+    moving = torch.from_numpy(chance.random(numel) < 0.5)
+    kernel = fused(num_threads=2, instruction_set=instruction_set)
+    ranges = [
+        ElementRange(begin=0, end=517, sub_group_numel=numel),
+        ElementRange(begin=517, end=1003, sub_group_numel=numel),
+    ]
+    done = 0
+    while done < 1000:
+        for master in masters_of_every_kind(numel, chance):
+            whole = AdamTensors(
+                master=master,
+                exp_avg=adversarial_numbers(numel, chance).where(moving, torch.zeros(())),
+                exp_avg_sq=adversarial_numbers(numel, chance).abs().where(moving, torch.ones(())),
+                grad=torch.zeros(numel, dtype=torch.bfloat16),
+                param=torch.zeros(numel, dtype=torch.bfloat16),
+            )
+            found = SplitCopy.create(whole)
+            for step in steps_of(20, weight_decay=0.0):
+                whole.grad.copy_(adversarial_grad(numel, torch.bfloat16, chance, ~moving))
+                found.tensors.grad.copy_(whole.grad)
+                kernel.begin_step([step])
+                kernel.update(0, whole)
+                for element_range in ranges:
+                    kernel.update(0, found.tensors.narrow(element_range), element_range)
+                assert differences(found.joined(), whole) == [], step
+                done += 1
+
+
+@pytest.mark.promise("P1")
+@given(
+    numel=st.integers(1, 700),
+    grad_dtype=st.sampled_from(GRADS),
+    adamw=st.booleans(),
+    weight_decay=st.sampled_from([0.0, 0.1]),
+    num_threads=st.integers(1, 2),
+    instruction_set=st.sampled_from(SETS),
+    seed=st.integers(0, 2**32),
+)
+def test_odd_lengths_and_every_option_update_split_masters_like_whole_ones(
+    numel: int,
+    grad_dtype: torch.dtype,
+    adamw: bool,
+    weight_decay: float,
+    num_threads: int,
+    instruction_set: InstructionSet,
+    seed: int,
+) -> None:
+    kernel = fused(adamw=adamw, num_threads=num_threads, instruction_set=instruction_set)
+    whole, gradient = random_tensors(numel, grad_dtype, torch.bfloat16, seed)
+    found = SplitCopy.create(whole)
+    for step in steps_of(3, weight_decay=weight_decay):
+        whole.grad.copy_(gradient())
+        found.tensors.grad.copy_(whole.grad)
+        kernel.begin_step([step])
+        kernel.update(0, whole)
+        kernel.update(0, found.tensors)
+        assert differences(found.joined(), whole) == []
+
+
+def check_every_master(first: int, numel: int, step: AdamStep) -> None:
+    """Split, update and join the masters with the bits from ``first`` on, with every instruction set."""
+    master = torch.arange(first, first + numel, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    zeros = torch.zeros(numel)
+    start = AdamTensors(
+        master=master,
+        exp_avg=zeros,
+        exp_avg_sq=zeros,
+        grad=zeros.bfloat16(),
+        param=master.bfloat16(),
+    )
+    assert differences(SplitCopy.create(start).joined(), start) == []
+    for instruction_set in SETS:
+        kernel = fused(num_threads=2, instruction_set=instruction_set)
+        kernel.begin_step([step])
+        whole, found = copied(start), SplitCopy.create(start)
+        kernel.update(0, whole)
+        kernel.update(0, found.tensors)
+        assert differences(found.joined(), whole) == [], (first, instruction_set)
+
+
+def test_masters_at_the_borders_of_exponents_are_split_and_updated_without_loss() -> None:
+    """Check the masters around zero, the smallest normal number, 1 and infinity, and their negatives."""
+    for sign in (0, 2**31):
+        for center in (2**19, 0x00800000, 0x3F800000, 0x7F800000):
+            check_every_master(sign + center - 2**19, 2**20, replace(STEP, weight_decay=0.0))
+
+
+@pytest.mark.thorough
+def test_all_2_to_the_32_masters_are_split_and_updated_without_loss() -> None:
+    for first in range(0, 2**32, 2**24):
+        check_every_master(first, 2**24, replace(STEP, weight_decay=0.0))
+
+
+def test_tensors_that_do_not_fit_split_masters_are_refused() -> None:
+    whole, _ = random_tensors(64, torch.bfloat16, torch.bfloat16, seed=0)
+    tensors = SplitCopy.create(whole).tensors
+    kernel = fused()
+    kernel.begin_step([STEP])
+    for wrong in (
+        replace(tensors, param=None),
+        replace(tensors, param=torch.zeros(64)),
+        replace(tensors, exp_avg=tensors.master),
+    ):
+        with pytest.raises(AssertionError):
+            kernel.update(0, wrong)
