@@ -118,9 +118,9 @@ class Config(BaseModel):
     the resident states. No effect on the CPU accelerator, which has no memory of its own."""
 
     gpu_memory_margin_gb: float = Field(default=GPU_MARGIN_BYTES / GB, ge=0.0, allow_inf_nan=False)
-    """The memory of each GPU that stays free when the planner uses what was free in the first steps, in GB (10^9
-    bytes). When training has taken half of it, memory counts as short: states move back to host memory, until the
-    margin is free again. The log reports each move."""
+    """The memory of each GPU that stays free when the planner, or slots that are added, use what was free in the first
+    steps, in GB (10^9 bytes). When training has taken half of it, memory counts as short: states move back to host
+    memory and added slots are freed, until the margin is free again. The log reports each change."""
 
     overlap_backward: bool = True
     """Whether to prefetch the states of streamed units into free staging slots during backward."""

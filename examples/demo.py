@@ -1,6 +1,6 @@
 """Show that the plugin has stock DeepSpeed's bits, and how much faster an iteration is on an EMULATED machine.
 
-First a small GPT is trained with both on the CPU accelerator, and every bit is compared. Then a GPT stands for a 13B
+First a small GPT is trained with both on the CPU accelerator, and every bit is compared. Then a GPT stands for a 20B
 model on two H100s: it trains for real on the GPU in software of the tests, whose copies, kernels and updates take the
 time that they would take on that machine. The script exits with 1 if any bit differs.
 """

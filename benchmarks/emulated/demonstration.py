@@ -1,4 +1,4 @@
-"""Train the EMULATED run of ``make demo`` with stock and with the plugin, and write what was measured.
+"""Train the EMULATED run of ``make demo`` with stock and with the plugin, and write the measurements.
 
 The folder that ``--output`` names gets the measured seconds as ``emulated.json``, the timeline of an update as
 ``timeline.png``, and the folder ``emulated`` that ``deep-opt-states report`` reads.

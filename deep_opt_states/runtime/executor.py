@@ -191,7 +191,8 @@ class Executor:
                 self._residents.write_back()
         self._residents.invalidate()
         # After a failure, too: a checkpoint may be loaded into the masters.
-        self._split_masters.join()
+        with self._keep_failure():
+            self._split_masters.join()
 
     def write_back(self, units: Sequence[UnitState] | None = None) -> None:
         """Make the states of the resident ``units`` in host memory those of the last update, as ``set_units`` requires.

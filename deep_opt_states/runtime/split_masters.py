@@ -68,7 +68,8 @@ class SplitMasters:
 
     def _join(self, keys: set[tuple[int, ElementRange]]) -> None:
         for key in keys:
-            split_form.join(*self._are_split.pop(key))
+            split_form.join(*self._are_split[key])
+            del self._are_split[key]
 
 
 def _updated_on_cpu(state: UnitState, split: Split) -> tuple[ElementRange, ...]:

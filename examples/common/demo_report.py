@@ -61,7 +61,7 @@ def _differing(expected: Tensor, found: Tensor) -> int:
 
 
 def exactness_table(comparisons: Sequence[Comparison], steps: int) -> Table:
-    """Return the table of what was compared after ``steps`` steps of each variant."""
+    """Return the table of the comparisons after ``steps`` steps of each variant."""
     table = Table(title=f"{steps} steps with stock and with the plugin, on the CPU")
     for heading in ("", "compared", "plugin against stock"):
         table.add_column(heading, justify="right" if heading == "compared" else "left")
@@ -72,7 +72,7 @@ def exactness_table(comparisons: Sequence[Comparison], steps: int) -> Table:
 
 
 def speed_table(results: Mapping[str, Any]) -> Table:
-    """Return the table of the EMULATED run, from what ``benchmarks.emulated.demonstration`` writes."""
+    """Return the table of the EMULATED run, from the results of ``benchmarks.emulated.demonstration``."""
     stock, plugin = results["arms"]["stock"], results["arms"]["plugin"]
     table = Table(title=f"EMULATED: {results['model']} on {results['machine']}, micro-batch 1")
     for heading in ("", "stock", "plugin", "stock / plugin"):

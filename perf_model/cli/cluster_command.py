@@ -233,7 +233,9 @@ def _print_screen(compared: LayoutComparison) -> None:
         return
     for line in compared.departures:
         show(line)
-    show(f"\nOf each iteration, {fixed_seconds(PUBLISHED_OVERHEADS)}.")
+    show(
+        f"\nOf each iteration in the table, {fixed_seconds(PUBLISHED_OVERHEADS)}. Iterations of Megatron-LM have none."
+    )
     show("No prediction for a cluster has been compared with a measurement of this project yet.")
     show("\nPaste into your DeepSpeed config:")
     show(json.dumps(_deepspeed_config(compared), indent=2))

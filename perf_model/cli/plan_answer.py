@@ -33,7 +33,8 @@ def fixed_seconds(overheads: Overheads) -> str:
     """Return the fixed seconds of an iteration and of a layer, which no profile measures, and their origin."""
     return (
         f"{seconds(overheads.iteration_s, DIGITS)} are in no phase, and the launches of a layer take at least "
-        f"{seconds(overheads.layer_s, DIGITS)} per forward, both as in published runs on 4xH100 and not measured here"
+        f"{seconds(overheads.layer_s, DIGITS)} per forward and twice that per backward, as in published runs on "
+        "4xH100 and not measured here"
     )
 
 

@@ -9,10 +9,12 @@ from itertools import product
 from pathlib import Path
 
 from perf_model.cli.inputs import read_inputs
+from perf_model.cli.plan_answer import fixed_seconds
 from perf_model.json_input import printable, reason
 from perf_model.schedule.placement import Placement
 from perf_model.search.budgets import DoesNotFit
 from perf_model.training_run.forecast import Forecast
+from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.model import ModelError
 from perf_model.training_run.predictor import Infeasible
 from perf_model.units import seconds, significant
@@ -42,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     rows = list(_rows(options))
     if options.csv is not None:
         _write(rows, options.csv)
-    _print_table(rows)
+    _print_table(rows, read_inputs(options, options.world_sizes[0], options.micro_batches[0]).overheads)
     return 0 if any(row["why"] is None for row in rows) else 1
 
 
@@ -84,7 +86,7 @@ def _write(rows: list[SweepRow], path: Path) -> None:
         raise ModelError(f"{rule}.\nName another file.") from None
 
 
-def _print_table(rows: list[SweepRow]) -> None:
+def _print_table(rows: list[SweepRow], overheads: Overheads) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -101,10 +103,9 @@ def _print_table(rows: list[SweepRow]) -> None:
         if row["why"] is not None:
             where = f"{row['world_size']} GPUs, micro-batch {row['micro_batch']}"
             console.print(f"{where}: {row['why']}", highlight=False, markup=False, soft_wrap=True)
-    console.print(
-        "exposed: exposed update time; speed-up: of an iteration, over the stock offload of DeepSpeed today",
-        highlight=False,
-    )
+    legend = "exposed: exposed update time; speed-up: of an iteration, over the stock offload of DeepSpeed today"
+    fixed = f"; of each iteration, {fixed_seconds(overheads)}" if overheads.iteration_s > 0 else ""
+    console.print(f"{legend}{fixed}", highlight=False)
 
 
 def _cell(column: str, value: str | int | float | None) -> str:

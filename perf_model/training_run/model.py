@@ -100,8 +100,9 @@ class ModelShape:
             if source is None or source[1:] != tensor[1:]:
                 raise ModelError(
                     f"--share-layers: must name layers with equal parameters, found {tensor.name} with "
-                    f"{tensor.numel:,} elements and {shared.source(tensor.name)} with "
-                    f"{0 if source is None else source.numel:,}.\nGive another --every, so that equal layers share."
+                    f"{tensor.numel:,} elements, and {shared.source(tensor.name)} with "
+                    f"{0 if source is None else source.numel:,} or of another kind.\n"
+                    f"Give another --every, so that equal layers share."
                 )
         return replace(
             self,

@@ -49,7 +49,7 @@ def measure(plan: UpdatePlan, last_step: int, windows: Windows, scale: float, *c
         last_step=last_step,
         by_kind=timeline.seconds_by_kind(),
         windows=windows,
-        exposed_s=windows.exposed_s(timeline, plan.workload),
+        exposed_s=windows.exposed_s(timeline, plan.workload, true),
     )
 
 

@@ -51,10 +51,10 @@ class Coordinator:
             self._modules_in_forward = len(self._coordinator._PartitionedParameterCoordinator__submodule_order)
 
     def uses(self) -> list[int] | None:
-        """Return the ``ds_id`` of each parameter that forward gathers, in the order of its uses, for each of them.
+        """Return the ``ds_id`` of the parameters that forward gathers, once per use and in the order of the uses.
 
-        Return None until DeepSpeed has recorded a trace. The result is the same on every rank: DeepSpeed compares the
-        traces of the ranks.
+        All other parameters of the trace follow. Return None until DeepSpeed has recorded a trace. The result is the
+        same on every rank: DeepSpeed compares the traces of the ranks.
         """
         if not self._coordinator.is_complete_trace():
             return None

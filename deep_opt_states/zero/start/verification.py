@@ -9,17 +9,19 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 import deepspeed
 import torch
+from deepspeed import comm as dist
 
 from deep_opt_states.files import replace_file
 from deep_opt_states.names import CONFIG_KEY, __version__
 from deep_opt_states.profiler.cache import cached_path
+from deep_opt_states.zero.internals.agreement import raise_together
 from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.internals.private_names import missing_names
 from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED, is_tried
@@ -35,24 +37,43 @@ _accepted: set[str] = set()
 """The releases that were verified in this process."""
 
 
+class TrainingUnfinished(RuntimeError):
+    """The tiny training could not run to the end, so that nothing is known about the release."""
+
+
 def check_release(untested_deepspeed: str) -> None:
     """Raise ``Unsupported`` for a release of DeepSpeed that was never tried and must not be used.
 
     ``untested_deepspeed`` is the key of the config. Every rank calls this; one rank per machine verifies, and the
-    others wait for it and read its result.
+    others wait for it and read its result. If one rank refuses the release, all ranks raise.
     """
     version = deepspeed.__version__
     if is_tried(version) or version in _accepted:
         return
     if untested_deepspeed == "refuse":
-        raise _refusal(version, '"untested_deepspeed": "refuse" accepts only releases that were tried')
-    if found := what_differs(version):
-        raise _refusal(version, "it is not equal to stock there:\n" + "\n".join(f"  {line}" for line in found))
+        raise _refusal(version, '"untested_deepspeed" is "refuse"', [], 'set "untested_deepspeed": "verify", or ')
+    if dist.is_initialized():
+        raise_together(lambda: _verify(version))
+    else:
+        _verify(version)
     _accepted.add(version)
     log_rank_0(
         f"DeepSpeed {version} was never tried with this release. A tiny model had the bits of stock, so training goes "
         f'on; other features may differ. To refuse such releases, set "untested_deepspeed": "refuse".'
     )
+
+
+def _verify(version: str) -> None:
+    if missing := missing_names():
+        raise _refusal(version, "it lacks names that the plugin uses", missing)
+    try:
+        found = differences_of(version)
+    except TrainingUnfinished as error:
+        raise _refusal(
+            version, "the tiny training did not finish", [str(error)], "mend that and start again, or "
+        ) from None
+    if found:
+        raise _refusal(version, "the tiny training differs from stock", found)
 
 
 @contextmanager
@@ -66,30 +87,35 @@ def release_is_accepted() -> Iterator[None]:
 
 
 @cache
-def what_differs(version: str) -> list[str]:
-    """Return one line for each private name that is missing, or else for each value that is not equal to stock's.
+def differences_of(version: str) -> list[str]:
+    """Return one line for each value of the tiny training that is not equal to stock's.
 
-    The result of the tiny training is cached in a file for each release of DeepSpeed, PyTorch and this package.
+    The result is cached in a file for each release of DeepSpeed, PyTorch and this package. Raise ``TrainingUnfinished``
+    if there is no result; nothing is cached then.
     """
-    if missing := missing_names():
-        return missing
     key = hashlib.sha256(repr((version, torch.__version__, __version__, sys.version)).encode()).hexdigest()[:16]
     path = cached_path(f"verified_{key}", os.environ)
     if path is None:
         return _train()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.with_suffix(".lock").open("w")
-    except OSError:
-        return _train()
-    with lock:
-        # All ranks of a machine come here at once. The first trains, and the others find its result.
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    # All ranks of a machine come here at once. The first trains, and the others find its result.
+    with _locked(path.with_suffix(".lock")):
         found = _read_result(path)
         if found is None:
             found = _train()
-            replace_file(path, json.dumps({"differences": found}))
+            # Without the file, the next rank trains again.
+            with suppress(OSError):
+                replace_file(path, json.dumps({"differences": found}))
         return found
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Let one process of this machine into this context at a time, if the file system allows that."""
+    with ExitStack() as files:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(files.enter_context(path.open("w")), fcntl.LOCK_EX)
+        yield
 
 
 def _read_result(path: Path) -> list[str] | None:
@@ -102,8 +128,13 @@ def _read_result(path: Path) -> list[str] | None:
 
 
 def _train() -> list[str]:
-    """Run the tiny training as one rank on the CPU accelerator, and return what differs."""
-    environ = {name: value for name, value in os.environ.items() if name not in _SET_PER_RANK}
+    """Run the tiny training as one rank on the CPU accelerator, and return the differences."""
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        # With torchrun's variables, the child would look for the store of its launcher.
+        if name not in _SET_PER_RANK and not name.startswith("TORCHELASTIC_")
+    }
     environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
     environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "DS_ACCELERATOR": "cpu"}
     try:
@@ -111,13 +142,13 @@ def _train() -> list[str]:
             [sys.executable, "-m", TRAINING], env=environ, capture_output=True, text=True, timeout=TIMEOUT_S
         )
     except (OSError, subprocess.SubprocessError) as error:
-        return [f"the tiny training cannot run: {error}"]
+        raise TrainingUnfinished(str(error)) from None
     lines = child.stdout.splitlines() or [""]
     try:
         found: list[str] = json.loads(lines[-1])
     except ValueError:
         ending = (child.stderr.strip().splitlines() or lines)[-1]
-        return [f"the tiny training failed with exit code {child.returncode}: {ending}"]
+        raise TrainingUnfinished(f"exit code {child.returncode}: {ending}") from None
     return found
 
 
@@ -128,9 +159,15 @@ def _free_port() -> int:
     return port
 
 
-def _refusal(version: str, why: str) -> Unsupported:
+def _refusal(version: str, why: str, lines: Sequence[str], other_remedy: str = "") -> Unsupported:
+    remedy = f"{other_remedy}install one that was tried: pip install deepspeed=={TRIED_DEEPSPEED[-1]}."
     return Unsupported(
-        f'"{CONFIG_KEY}" is enabled, but DeepSpeed must be a release that was tried ({", ".join(TRIED_DEEPSPEED)}) '
-        f"or that equals stock on a tiny model, found {version}; {why}\n"
-        f"Install one that was tried with pip install deepspeed=={TRIED_DEEPSPEED[-1]}."
+        "\n".join(
+            [
+                f'"{CONFIG_KEY}" is enabled, but DeepSpeed must be a release that was tried '
+                f"({', '.join(TRIED_DEEPSPEED)}), or equal stock in a tiny training, found {version}: {why}",
+                *(f"  {line}" for line in lines),
+                remedy[0].upper() + remedy[1:],
+            ]
+        )
     )

@@ -102,7 +102,7 @@ class SlotAdaptation(OrderAdaptation):
     def adapt(self, *, memory_is_short: bool) -> bool:
         """Order the updates as forward needs them, and set the number of slots. Return whether the plan has changed."""
         changed = super().adapt(memory_is_short=memory_is_short)
-        if self._gave_back and not self.memory.need_is_known:
+        if not self.memory.need_is_known:
             return changed
         before = self._num_slots
         number = min(self._most, self._fewest + max(0, self.memory.budget.bytes) // self._slot_bytes)
@@ -112,9 +112,11 @@ class SlotAdaptation(OrderAdaptation):
         self._gave_back = False
         self.memory.bytes = (self._num_slots - self._fewest) * self._slot_bytes
         if self._num_slots != before:
+            fits = "they fit into the GPU memory that is free at the peak"
+            why = fits if self._num_slots > before else "memory is short"
             log_this_rank(
-                f"{self._num_slots} staging slots, {before} before: {gigabytes(self.memory.bytes)} of the GPU memory "
-                f"that is free at the peak hold {self._num_slots - self._fewest} of them"
+                f"{self._num_slots} staging slots instead of {before}, of which "
+                f"{self._num_slots - self._fewest} with {gigabytes(self.memory.bytes)} were added: {why}"
             )
         reported, self._reported = self._reported, self._num_slots
         return changed or self._num_slots != reported

@@ -21,7 +21,7 @@ from perf_model.units import gigabytes
 
 REMEDY = (
     "If stock DeepSpeed has enough memory for this step, its need has grown at once by more than the margin, without a "
-    "larger input: a larger gpu_memory_margin_gb leaves more memory free, and gpu_memory_gb limits what states take"
+    "larger input: a larger gpu_memory_margin_gb leaves more memory free"
 )
 
 

@@ -94,7 +94,7 @@ def test_norms_of_sub_groups_have_the_bits_of_stock(
 ) -> None:
     """Check both ways to read the norms: alone, and with the overflow. fp32 norms are those without fp64 support."""
     optimizer = NormOptimizer(sizes, random_norms(seed, sum(sizes), dtype, missing, extreme))
-    with two_ranks(), mock.patch.object(ours, "get_norm_dtype", return_value=dtype):
+    with two_ranks(), mock.patch.object(ours, "norm_dtype", return_value=dtype):
         expected = bits(optimizer._get_norm_groups())
         norms = Norms(optimizer)
         assert bits(norms.per_sub_group()) == expected

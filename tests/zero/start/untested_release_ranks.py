@@ -23,7 +23,7 @@ from tests.zero.process_group import process_group
 def start(untested_deepspeed: str) -> str:
     """Return the class of an engine's optimizer, or the message of the refusal."""
     verification._accepted.clear()
-    verification.what_differs.cache_clear()
+    verification.differences_of.cache_clear()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -50,6 +50,8 @@ def training(name: str) -> Iterator[None]:
 def main(folder: str) -> None:
     """Start an engine in each situation."""
     os.environ["XDG_CACHE_HOME"] = folder
+    # As under torchrun, whose ranks find their store through this variable.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     with mock.patch.object(deepspeed, "__version__", "0.20.0"):
         answer({"name": "verified", "found": start("verify")})
         with training("no_module_that_exists"):
@@ -62,6 +64,8 @@ def main(folder: str) -> None:
     with mock.patch.object(deepspeed, "__version__", "0.20.2"):
         with training("no_module_that_exists"):
             answer({"name": "training fails", "found": start("verify")})
+        with training("tests.zero.start.seeded_tiny_training"):
+            answer({"name": "trains again after a failure", "found": start("verify")})
         with mock.patch.object(verification, "missing_names", return_value=["Engine._hook is missing"]):
             answer({"name": "missing name", "found": start("verify")})
 
