@@ -10,7 +10,7 @@ CONFIG = {
 }
 
 
-class TwoBranches(torch.nn.Module):
+class SometimesUsed(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
@@ -20,7 +20,7 @@ class TwoBranches(torch.nn.Module):
         return (output + self.second(inputs) if both else output).sum()
 
 
-model = TwoBranches()
+model = SometimesUsed()
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
 for both in (True, False):
     before = deepspeed.utils.safe_get_full_fp32_param(model.second.weight).clone()

@@ -11,7 +11,7 @@ CONFIG = {
 }
 
 
-class TwoBranches(torch.nn.Module):
+class PartlyUsed(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
@@ -21,7 +21,7 @@ class TwoBranches(torch.nn.Module):
         return (output + self.second(inputs) if both else output).sum()
 
 
-model = TwoBranches()
+model = PartlyUsed()
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
 for step in ((True, True), (False, True)):
     for both in step:

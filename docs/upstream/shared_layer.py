@@ -11,7 +11,7 @@ CONFIG = {
 }
 
 
-class SharedLayer(torch.nn.Module):
+class RepeatedLayer(torch.nn.Module):
     def __init__(self, checkpointed):
         super().__init__()
         self.layer, self.head = torch.nn.Linear(14, 14), torch.nn.Linear(14, 11)
@@ -25,7 +25,7 @@ class SharedLayer(torch.nn.Module):
 
 def gradient(checkpointed):
     torch.manual_seed(0)
-    model = SharedLayer(checkpointed)
+    model = RepeatedLayer(checkpointed)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
     engine.backward(engine(torch.ones(1, 14, requires_grad=True)))
     return deepspeed.utils.safe_get_full_grad(model.layer.weight)

@@ -71,7 +71,7 @@ def test_the_first_windows_lead_to_the_plan_for_them_with_the_rates_of_the_profi
 
 def test_new_budgets_are_planned_for_with_the_windows_measured_at_the_same_time() -> None:
     policy = with_windows_known(start())
-    budgets, shorter = Budgets(gpu_bytes=4 * 10**9), Windows(backward_s=0.02, forward_s=0.03)
+    budgets, shorter = Budgets(gpu_bytes=4 * 10**9), Windows(backward_s=0.01, forward_s=0.02)
     decision = policy.observe(measure(policy.running, 60, shorter, 1.0), budgets)
     expected = replace(REQUEST, windows=shorter, budgets=budgets).plan()
     before = replace(REQUEST, windows=WINDOWS, budgets=budgets).plan()
