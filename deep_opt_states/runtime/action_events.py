@@ -21,7 +21,7 @@ class ActionEvents:
         waits for this one, and the caller's current stream waits for them in ``publish``."""
         self.flushed = device.event()
         """The d2h stream -> host: recorded when the update ends on the streams; its flushes have finished. Only
-        ``timeline`` waits for it."""
+        ``timeline`` waits for it, and only if there are flushes."""
         self.origin = device.event()
         """Caller's stream -> host: recorded when the update begins. It marks second 0 of the timeline."""
         self.origin_s = 0.0
@@ -31,7 +31,8 @@ class ActionEvents:
 
     def timeline(self, actions: Sequence[Action]) -> Timeline:
         """Return when each of ``actions`` ran. The update has ended; the host waits for its flushes in flight."""
-        self.flushed.synchronize()
+        if any(action.lane is Lane.D2H for action in actions):
+            self.flushed.synchronize()
         spans = []
         for action in actions:
             if action.lane is Lane.CPU:

@@ -132,7 +132,7 @@ def test_the_screen_names_the_network_the_pipeline_and_the_departures(capsys: py
         "Megatron-LM by the formulas of arXiv 2104.04473",
         "Takeaway 1 (tensor parallelism up to the GPUs of a node) is not followed",
         "days GPU-hours",
-        "both as in published runs on 4xH100 and not measured here.",
+        "as in published runs on 4xH100 and not measured here.",
         '"gradient_accumulation_steps": ',
     ):
         assert expected in shown

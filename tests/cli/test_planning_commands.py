@@ -153,7 +153,7 @@ def test_plan_prints_the_figures_of_every_alternative_and_the_block_to_paste(
         "all streamed",
         "no offload: does not fit: 55.2 GB of 48.0 GB that --gpu-memory-gb and its margin leave",
         "forward backward exposed hidden iteration tokens/s MFU speed-up",
-        "each iteration also has 360 ms in no phase",
+        "360 ms are in no phase",
         "the stock offload of DeepSpeed today, with asynchronous copies of gradients",
         "lower bound of the update, exposed time that cannot be hidden (500 ms backward, 180 ms next forward "
         "available)",
