@@ -4,7 +4,9 @@
 PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
-PIP := $(VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
+# Python compiles the modules that it imports. If pip compiled all of PyTorch's, the installation would take a minute longer.
+PIP := $(VENV)/bin/python -m pip install --quiet --quiet --no-compile --disable-pip-version-check \
+    --constraint constraints.txt
 
 # DeepSpeed compiles its kernels at first use. They are kept in this checkout, so that this happens once.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions
