@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deep_opt_states.cli.main import main as deep_opt_states_main
@@ -312,7 +312,6 @@ GOOD = {
 }
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(GOOD)), st.data())
 def test_a_valid_file_with_one_value_changed_is_used_or_refused(
     tmp_path_factory: pytest.TempPathFactory, kind: str, data: st.DataObject

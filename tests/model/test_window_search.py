@@ -276,6 +276,7 @@ def test_swaps_are_of_units_with_different_placements() -> None:
     assert all((move.apply(codes) != codes).sum() == 2 for move in swaps)
 
 
+@pytest.mark.thorough
 def test_settings_follow_the_rule_and_are_sixty() -> None:
     chosen = window_settings()
     assert len(set(chosen)) == 60

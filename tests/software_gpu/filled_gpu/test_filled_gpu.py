@@ -71,7 +71,7 @@ def assert_like_stock(answers: dict[str, dict[str, Any]]) -> None:
     [
         ("inputs", "memory is kept before larger inputs", "evicted states are not written back"),
         pytest.param("inputs in a window", None, "open sums are not copied", marks=pytest.mark.thorough),
-        ("cache", "memory in use before a forward is ignored", None),
+        pytest.param("cache", "memory in use before a forward is ignored", None, marks=pytest.mark.thorough),
         pytest.param(
             "inputs, parameters in host memory",
             "memory is kept before larger inputs",

@@ -29,6 +29,7 @@ def residents(answer: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.promise("P1", "P6")
+@pytest.mark.thorough
 def test_growth_within_the_margin_is_met_and_states_leave_at_the_next_border() -> None:
     answers, _ = trained("within the margin")
     answer = answers["within the margin"]
