@@ -94,7 +94,7 @@ def selected(selection: str, world_size: int) -> Iterator[tuple[Case, list[Parit
         if selection == CHOICE:
             first, second = EVERY_CASE if position % 2 else reversed(EVERY_CASE)
             arms = [*arms_of(case, case.blocks[position % len(case.blocks) :: ONE_OF_CHOICE], first)]
-            if position % ONE_OF_CHOICE == 0:
+            if position % ONE_OF_CHOICE == 1:
                 arms += arms_of(case, stock, second)
             yield shortened(case), arms
         elif selection in EVERY_CASE:
