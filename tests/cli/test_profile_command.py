@@ -49,6 +49,7 @@ def check(output: Path, page: str, ranks: int) -> None:
     assert f"Written: {output}" in page
 
 
+@pytest.mark.thorough
 def test_the_profile_of_this_machine_is_written_and_printed(tmp_path: Path) -> None:
     output = tmp_path / "profile.json"
     done = finished([installed("deep-opt-states"), "profile", "--quick", "--output", str(output)])

@@ -126,6 +126,7 @@ def test_a_size_between_those_of_the_list_is_chosen_if_it_is_better() -> None:
     assert planned.exposed_s < 0.99 * listed.exposed_s
 
 
+@pytest.mark.thorough
 def test_smaller_units_are_planned_for_even_if_those_of_some_larger_size_do_not_help() -> None:
     """Use a setting in which 10 units of at most 5e8 are no better than 8 units, and 31 units are hidden entirely."""
     setting = WindowSetting(machine="a100-pcie4", model="10B", ranks=4, micro_batch=1, gpu_share=0.5)
