@@ -40,7 +40,7 @@ FIRST = [Step((SHORT,))] * 8
 """The steps in which the GPU is filled."""
 
 _STOCK: dict[str, Record] = {}
-"""What stock has trained, by the steps of all ranks, the memory and the case; faults and blocks do not change it."""
+"""The records of stock by the steps of all ranks, the memory and the case. Faults and blocks do not change them."""
 
 
 def _no_larger_inputs(forwards: LargerForwards, inputs: object) -> bool:
