@@ -55,7 +55,7 @@ def total_bytes(reservations: Iterable[Reservation]) -> int:
     return sum(item.count * item.each_bytes for item in reservations)
 
 
-@pytest.mark.parametrize("name", ["all on the CPU", thorough("all streamed, 3 slots"), "all three"])
+@pytest.mark.parametrize("name", ["all on the CPU", thorough("all streamed, 3 slots"), thorough("all three")])
 def test_the_predicted_memory_is_reserved_and_used_by_the_process(name: str, stock: dict[str, Any]) -> None:
     ours = trained(json.dumps(BLOCKS[name]))
     plan = planned(BLOCKS[name], ours["numels"])
