@@ -32,7 +32,7 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## Compare every bit with stock DeepSpeed, and time an EMULATED update
 	@$(WITH_NINJA) $(VENV)/bin/python examples/demo.py
 
-test: tier = -m "not thorough"
+test: tier = -m "not thorough" --hypothesis-profile=quick
 test: test-all  ## Run the tests except those marked thorough
 
 test-all: $(INSTALLED)  ## Run all tests

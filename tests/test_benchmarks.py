@@ -102,6 +102,7 @@ def test_quick_run_gives_numbers_and_no_failed_claim(name: str, tmp_path: Path) 
     assert not [row for row in rows if row.get("failed")]
 
 
+@pytest.mark.thorough
 def test_emulated_arms_have_stocks_bits_and_every_row_says_that_it_is_emulated(tmp_path: Path) -> None:
     *rows, complete = run_quickly("emulated", tmp_path)
     assert complete["quantity"] == COMPLETE

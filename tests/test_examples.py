@@ -69,6 +69,7 @@ def test_the_trainer_trains_beside_autotp_with_its_config(tmp_path: Path) -> Non
     assert re.search(r"\[deep_opt_states\] \d+ units, 1,541,248 parameters: .* [1-9]\d* streamed", first.output)
 
 
+@pytest.mark.thorough
 def test_the_pseudo_to_real_script_trains_both_ways_and_draws_the_losses(tmp_path: Path) -> None:
     """Check that it runs. It raises if the delinked model does not have the loss of the shared one."""
     script = ["examples/pseudo_to_real.py", "--quick", "--output", str(tmp_path)]

@@ -293,6 +293,7 @@ FAILS_AND_HANGS = """
 """
 
 
+@pytest.mark.thorough
 def test_every_part_runs_after_failures_of_earlier_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check this for parts that are killed while they compile, crash, hang or have failing tests and cases."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))

@@ -97,15 +97,15 @@ def test_a_module_is_forked_unless_it_must_be_fresh_or_a_variable_is_read_by_imp
     def are_forked(*arguments: str, fresh: bool = False, **changes: str) -> bool:
         (finished,) = run_ranks(1, list(arguments), timeout_s=60, fresh=fresh, **changes)
         assert finished.returncode == 0, finished.output
-        forked: bool = finished.answers()[0]["forked"]
+        forked: bool = finished.answers()[0]
         return forked
 
-    assert are_forked("-m", RANKS, "describe")
-    assert not are_forked("-m", RANKS, "describe", fresh=True)
-    assert not are_forked("-m", RANKS, "describe", OMP_NUM_THREADS="2")
-    assert not are_forked(RANKS.replace(".", os.sep) + ".py", "describe")
+    assert are_forked("-m", RANKS, "forked")
+    assert not are_forked("-m", RANKS, "forked", fresh=True)
+    assert not are_forked("-m", RANKS, "forked", OMP_NUM_THREADS="2")
+    assert not are_forked(RANKS.replace(".", os.sep) + ".py", "forked")
     monkeypatch.setenv("SET_BY_A_TEST", "1")
-    assert not are_forked("-m", RANKS, "describe")
+    assert not are_forked("-m", RANKS, "forked")
 
 
 def test_a_fork_server_that_has_ended_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

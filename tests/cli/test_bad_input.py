@@ -565,7 +565,6 @@ def check_fuzzed(folder: Path, data: st.DataObject) -> None:
         assert screen.code in (0, 1)
 
 
-@settings(max_examples=60)
 @given(st.data())
 def test_any_file_is_used_or_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     check_fuzzed(tmp_path_factory.getbasetemp(), data)
@@ -578,7 +577,6 @@ def test_any_of_many_files_is_used_or_refused(tmp_path_factory: pytest.TempPathF
     check_fuzzed(tmp_path_factory.getbasetemp(), data)
 
 
-@settings(max_examples=100)
 @given(
     st.lists(st.sampled_from([*job(), "--json", "--params", "--layers", "sweep"]) | st.text(max_size=12), max_size=6)
 )

@@ -13,7 +13,7 @@ from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS
 from perf_model.units import significant
 from tests.cli.test_planning_commands import job, planned
 
-ONE_RANK: dict[str, Any] = {"world_size": 1, "ranks_per_node": 1}
+ONE_RANK: dict[str, Any] = {"world_size": 1, "ranks_per_node": 1, "unit_size": 10**8}
 
 
 def sentences(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
@@ -32,7 +32,7 @@ def test_the_first_sentences_state_whether_training_fits_without_offloading_and_
     machine: str, fits: str, memory: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = job(machine, "Llama-3-8B", **ONE_RANK)
-    found = planned(capsys, arguments)
+    found = planned(arguments)
     answer = sentences(capsys, arguments)
     assert answer.startswith(f"Llama-3-8B {fits} without offloading ({memory}")
     plan_s, stock_s, no_offload_s = (
@@ -62,7 +62,7 @@ def test_the_sentence_on_past_errors_has_the_figures_of_the_validation(capsys: p
 
 def test_the_answer_states_that_stock_cannot_run_where_the_plan_can(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = job("h100-pcie5", "Llama-3-8B", **ONE_RANK, host_memory_gb=150)
-    found = planned(capsys, arguments)
+    found = planned(arguments)
     assert found["baselines"]["stock"]["iteration_s"] is None
     assert found["baselines"]["stock"]["why"].startswith("does not fit: it exceeds host memory by 8.5 GB per rank")
     assert found["predicted"]["speed_up"] is None

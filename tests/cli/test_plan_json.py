@@ -32,12 +32,12 @@ RULES = [{"match": "*.mlp.*", "states": "cpu"}, {"match": "*", "states": "planne
 
 
 @pytest.fixture(params=["preset", "shared layers", "config, rules and options"])
-def printed(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def printed(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     if request.param == "preset":
-        return planned(capsys, job("gh200", "13B", world_size=1, ranks_per_node=1))
+        return planned(job("gh200", "13B", world_size=1, ranks_per_node=1))
     if request.param == "shared layers":
         shared = {"share_layers": "model.layers", "every": 4, "gpu_memory_gb": 20}
-        return planned(capsys, job("gh200", "13B", world_size=1, ranks_per_node=1, **shared))
+        return planned(job("gh200", "13B", world_size=1, ranks_per_node=1, **shared))
     config, rules = tmp_path / "config.json", tmp_path / "rules.json"
     config.write_text(json.dumps({**LLAMA, "num_hidden_layers": 8}))
     rules.write_text(json.dumps(RULES))
@@ -48,7 +48,7 @@ def printed(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.Captu
         "overlap": "backward",
         "unit_size": 50_000_000,
     }
-    found = planned(capsys, job(model=config, world_size=2, trainable_share=0.5, pinned_memory_gb=60, **options))
+    found = planned(job(model=config, world_size=2, trainable_share=0.5, pinned_memory_gb=60, **options))
     # The output alone is enough.
     config.unlink()
     rules.unlink()

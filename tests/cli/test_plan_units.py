@@ -53,10 +53,8 @@ def sub_groups() -> Any:
     return Job(shape=MODELS[MODEL], world_size=1, ranks_per_node=1, micro_batch=1, sequence=2048).sub_groups
 
 
-def test_the_units_in_json_cover_the_sub_groups_and_have_the_counted_placements(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    found = planned(capsys, job(**NOT_ALL_FIT))
+def test_the_units_in_json_cover_the_sub_groups_and_have_the_counted_placements() -> None:
+    found = planned(job(**NOT_ALL_FIT))
     units = found["units"]
     assert [unit["index"] for unit in units] == list(range(len(units)))
     for number, partitions in enumerate(sub_groups()):
@@ -73,10 +71,8 @@ def test_the_units_in_json_cover_the_sub_groups_and_have_the_counted_placements(
     assert all(unit["why"] for unit in units)
 
 
-def test_units_in_rules_have_the_placement_of_their_rule_and_name_it(
-    rules: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    units = planned(capsys, job(**NOT_ALL_FIT, rules=rules))["units"]
+def test_units_in_rules_have_the_placement_of_their_rule_and_name_it(rules: Path) -> None:
+    units = planned(job(**NOT_ALL_FIT, rules=rules))["units"]
     by_why = {why: {unit["placement"] for unit in units if unit["why"] == why} for why in {u["why"] for u in units}}
     assert by_why.pop("rule '*.mlp.*'") == {"cpu"}
     assert by_why.pop("rule 'lm_head.*'") == {"resident"}
@@ -91,7 +87,7 @@ def test_the_table_has_a_row_for_each_run_of_units(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     arguments = job(**NOT_ALL_FIT, rules=rules)
-    units = planned(capsys, arguments)["units"]
+    units = planned(arguments)["units"]
     assert main(["plan", *arguments]) == 0
     shown = capsys.readouterr().out
     header, *rows = shown[shown.index("\nunits ") + 1 :].split(WHY)[0].splitlines()
@@ -112,9 +108,9 @@ def test_the_table_has_a_row_for_each_run_of_units(
     assert position == len(units)
 
 
-def test_if_the_states_of_all_units_fit_that_is_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_if_the_states_of_all_units_fit_that_is_the_reason() -> None:
     # Of shorter units, the planner leaves one on the CPU where that takes no longer.
-    units = planned(capsys, job(model="7B", unit_size=10**9))["units"]
+    units = planned(job(model="7B", unit_size=10**9))["units"]
     assert {(unit["placement"], unit["why"]) for unit in units} == {
         ("resident", "GPU memory is enough for the states of all units")
     }
@@ -124,11 +120,9 @@ def test_if_the_states_of_all_units_fit_that_is_the_reason(capsys: pytest.Captur
     "given",
     [{}, {"unit_size": 30_000_000}, {"sub_group_size": 500_000_000}, {"gpu_memory_gb": 60}],
 )
-def test_the_block_to_paste_has_only_the_limits_that_were_given(
-    given: dict[str, int], rules: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_block_to_paste_has_only_the_limits_that_were_given(given: dict[str, int], rules: Path) -> None:
     options = {"model": MODEL, "world_size": 1, "ranks_per_node": 1, "rules": rules, **given}
-    found = planned(capsys, job(**options))
+    found = planned(job(**options))
     config = found["deepspeed_config"]
     block = config["deep_optimizer_states"]
     assert block.pop("placement") == RULES
@@ -139,10 +133,8 @@ def test_the_block_to_paste_has_only_the_limits_that_were_given(
     assert block == {key: value for key, value in given.items() if key == "unit_size"}
 
 
-def test_a_block_that_leaves_nothing_to_the_planner_gives_the_printed_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = planned(capsys, job(**NOT_ALL_FIT, rules=write(tmp_path, EVERYTHING_FIXED)))
+def test_a_block_that_leaves_nothing_to_the_planner_gives_the_printed_plan(tmp_path: Path) -> None:
+    found = planned(job(**NOT_ALL_FIT, rules=write(tmp_path, EVERYTHING_FIXED)))
     config = config_of(found)
     plan = config.plan(config.workload(sub_groups()))
     assert [placement.value for placement in plan.placements] == [unit["placement"] for unit in found["units"]]

@@ -49,6 +49,7 @@ def check(output: Path, page: str, ranks: int) -> None:
     assert f"Written: {output}" in page
 
 
+@pytest.mark.thorough
 def test_the_profile_of_this_machine_is_written_and_printed(tmp_path: Path) -> None:
     output = tmp_path / "profile.json"
     done = finished([installed("deep-opt-states"), "profile", "--quick", "--output", str(output)])
@@ -58,6 +59,7 @@ def test_the_profile_of_this_machine_is_written_and_printed(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
 
 
+@pytest.mark.thorough
 def test_two_ranks_under_torchrun_write_one_profile(tmp_path: Path) -> None:
     output = tmp_path / "profile.json"
     launcher = [installed("torchrun"), "--nproc-per-node=2", f"--master-port={free_port()}"]

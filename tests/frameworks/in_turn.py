@@ -23,7 +23,7 @@ from accelerate.state import AcceleratorState, PartialState
 from tests.launch import answer
 from tests.zero.process_group import end_process
 
-SAVE_EVERY = 2
+SAVE_EVERY = 1
 STEPS = 2 * SAVE_EVERY
 
 

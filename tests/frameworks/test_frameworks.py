@@ -31,8 +31,9 @@ PLUGIN = "DeepOptimizerStates_Stage3"
 @pytest.mark.parametrize(
     ("commands", "example", "arguments", "processes"),
     [
-        pytest.param(deepspeed_nodes, "train.py", SMALL, 2, id="deepspeed on two nodes"),
-        pytest.param(only_rank, "hf_trainer.py", [], 1, id="Trainer"),
+        pytest.param(deepspeed_nodes, "train.py", SMALL, 2, id="deepspeed on two nodes", marks=pytest.mark.thorough),
+        # ``software_gpu/training/test_trainer.py`` has the Trainer, too.
+        pytest.param(only_rank, "hf_trainer.py", [], 1, id="Trainer", marks=pytest.mark.thorough),
         pytest.param(accelerate, "accelerated.py", [], 1, id="accelerate launch"),
         pytest.param(lightning, "with_lightning.py", [], 1, id="Lightning"),
     ],

@@ -18,7 +18,7 @@ WORLD_SIZE, STEPS = 2, 3
 TRAINERS = ["SFT", "SFT with LoRA", "DPO", "DPO with LoRA"]
 
 # One worker of pytest-xdist runs all tests, so that the fixture is created once.
-pytestmark = pytest.mark.xdist_group("trl")
+pytestmark = [pytest.mark.xdist_group("trl"), pytest.mark.thorough]
 
 
 @pytest.fixture(scope="module")

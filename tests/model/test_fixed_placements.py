@@ -48,7 +48,6 @@ def partly_fixed(max_units: int) -> st.SearchStrategy[Workload]:
     return st.lists(unit, min_size=1, max_size=max_units).map(workload_with)
 
 
-@settings(max_examples=60)
 @given(partly_fixed(20), costs, overlaps, setups, st.one_of(st.none(), st.integers(0, 10**10)))
 def test_no_fixed_placement_is_changed_and_the_bounds_hold(
     workload: Workload, model: CostModel, overlap: Windows, setup: TrainingSetup, gpu_bytes: int | None

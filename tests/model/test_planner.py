@@ -112,7 +112,6 @@ def test_with_ten_equal_units_no_other_counts_of_placements_are_better(slots: in
 
 
 @pytest.mark.promise("P5")
-@settings(max_examples=50)
 @given(workloads, costs, gpu_budgets(), windows)
 def test_the_plan_is_never_worse_than_a_rule_and_never_better_than_the_bounds(
     workload: Workload, model: CostModel, budgets: Budgets, overlap: Windows
@@ -138,7 +137,6 @@ def test_the_plan_is_never_worse_than_a_rule_and_never_better_than_the_bounds(
 
 
 @pytest.mark.promise("P5")
-@settings(max_examples=50)
 @given(workloads, costs, st.integers(0, 10**10), st.integers(0, 4 * 10**10), st.integers(0, 4 * 10**10))
 def test_the_plan_fits_every_budget_or_the_error_names_those_that_are_exceeded(
     workload: Workload, model: CostModel, gpu_bytes: int, host_bytes: int, pinned_bytes: int

@@ -19,11 +19,13 @@ def qualities() -> list[PlanQuality]:
     return [compare_with_bounds(node) for node in draw_nodes(16, seed=7)]
 
 
+@pytest.mark.thorough
 def test_no_plan_beats_the_bound(qualities: list[PlanQuality]) -> None:
     assert min(quality.ratio for quality in qualities) >= 1 - 1e-9
     assert all(quality.ratio <= quality.ratio_to_work * (1 + ROUNDING) for quality in qualities)
 
 
+@pytest.mark.thorough
 def test_half_of_the_plans_are_within_three_percent_of_the_bound(qualities: list[PlanQuality]) -> None:
     assert median(quality.ratio for quality in qualities) <= 1.03
 

@@ -84,7 +84,6 @@ def across_models(published: list[MeasuredRun]) -> Validation:
     return validate(published, across_models=True)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.builds(
         RunSetting,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perf_model.prediction.cost import CostModel
@@ -30,7 +30,6 @@ def plans_of_one_workload(draw: st.DrawFn) -> list[UpdatePlan]:
     return [UpdatePlan(workload=workload, placements=placed, num_slots=slots) for placed, slots in pairs]
 
 
-@settings(max_examples=150)
 @given(plans_of_one_workload(), costs, windows)
 def test_many_plans_at_once_take_as_long_as_one_by_one(
     plans: list[UpdatePlan], model: CostModel, overlap: Windows

@@ -34,6 +34,7 @@ from perf_model.search.starting_points import MAX_SLOTS
 from perf_model.search.unit_sizes import UNIT_SIZES, plan_units
 from perf_model.search.window_search import MAX_ROUNDS, PLANS_PER_ROUND, SCALES
 from tests.model.costs import cost, costs
+from tests.tiers import thorough
 
 SETTINGS = (
     WindowSetting(machine="gh200", model="Llama-3-8B", ranks=1, micro_batch=1, gpu_share=1.0),
@@ -70,7 +71,7 @@ def exposed_s(plan: UpdatePlan, setting: WindowSetting) -> float:
 
 
 @pytest.mark.promise("P5")
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("setting", [SETTINGS[0], *map(thorough, SETTINGS[1:3]), SETTINGS[3]], ids=str)
 def test_a_short_annealing_gains_at_most_three_percent(setting: WindowSetting) -> None:
     """Anneal with few simulations; ``python -m benchmarks planner`` anneals 60 settings for longer."""
     planned = planned_with_a_fixed_size(setting)
@@ -97,7 +98,7 @@ def test_annealing_improves_the_plan_of_a_search_that_ignores_places() -> None:
     assert exposed_s(plan, setting) > 1.03 * annealed.exposed_s
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("setting", [SETTINGS[0], *map(thorough, SETTINGS[1:3]), SETTINGS[3]], ids=str)
 def test_places_never_make_a_plan_worse_than_shares_alone(setting: WindowSetting) -> None:
     planned = planned_with_a_fixed_size(setting)
     assert planned.exposed_s <= exposed_s(without_places(setting), setting) * (1 + 1e-9)
@@ -105,7 +106,7 @@ def test_places_never_make_a_plan_worse_than_shares_alone(setting: WindowSetting
     assert not setting.budgets.missing(planned.memory)
 
 
-@pytest.mark.parametrize("setting", SETTINGS[::2], ids=str)
+@pytest.mark.parametrize("setting", [SETTINGS[0], thorough(SETTINGS[2])], ids=str)
 def test_all_sizes_together_are_planned_with_a_bounded_number_of_simulations(setting: WindowSetting) -> None:
     size, planned = planned_with_all_sizes(setting)
     assert planned.plan.workload == setting.workload(size)
@@ -126,6 +127,7 @@ def test_a_size_between_those_of_the_list_is_chosen_if_it_is_better() -> None:
     assert planned.exposed_s < 0.99 * listed.exposed_s
 
 
+@pytest.mark.thorough
 def test_smaller_units_are_planned_for_even_if_those_of_some_larger_size_do_not_help() -> None:
     """Use a setting in which 10 units of at most 5e8 are no better than 8 units, and 31 units are hidden entirely."""
     setting = WindowSetting(machine="a100-pcie4", model="10B", ranks=4, micro_batch=1, gpu_share=0.5)
@@ -276,6 +278,7 @@ def test_swaps_are_of_units_with_different_placements() -> None:
     assert all((move.apply(codes) != codes).sum() == 2 for move in swaps)
 
 
+@pytest.mark.thorough
 def test_settings_follow_the_rule_and_are_sixty() -> None:
     chosen = window_settings()
     assert len(set(chosen)) == 60

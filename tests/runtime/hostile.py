@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -126,11 +126,11 @@ def same(found: Trained, expected: Trained) -> bool:
 NUMELS = (5, 3, 8, 2, 7, 4)
 
 
-def small_plans() -> Iterator[UpdatePlan]:
-    """Yield all placements of 4 units, and mixed placements of 6, with 1 to 4 slots."""
+def small_plans(numbers_of_slots: Iterable[int] = range(1, 5)) -> Iterator[UpdatePlan]:
+    """Yield all placements of 4 units, and mixed placements of 6, each with these numbers of slots."""
     for count, codes in ((4, range(2**4)), (6, (0b111111, 0b010101, 0b110110, 0b011110))):
         for code in codes:
             placements = tuple(Placement.STREAMED if code >> index & 1 else Placement.CPU for index in range(count))
-            for num_slots in range(1, 5):
+            for num_slots in numbers_of_slots:
                 workload = Workload.from_numels(list(NUMELS[:count]))
                 yield UpdatePlan(workload=workload, placements=placements, num_slots=num_slots)

@@ -36,6 +36,12 @@ from tests.runtime.hostile import (
     timings,
 )
 
+SLOTS = [
+    pytest.param((1, 4), id="1 or 4 slots"),
+    pytest.param((2, 3), id="2 or 3 slots", marks=pytest.mark.thorough),
+]
+"""Numbers of slots whose plans are checked together. With one, all units wait for each other; with four, none does."""
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -88,15 +94,16 @@ def gives_a_wrong_number(mutant: Schedule, workload: Workload) -> bool:
 
 
 @pytest.mark.promise("P6")
-def test_missing_wait_is_refused_and_gives_a_wrong_number() -> None:
+@pytest.mark.parametrize("slots", SLOTS)
+def test_missing_wait_is_refused_and_gives_a_wrong_number(slots: tuple[int, ...]) -> None:
     seen = 0
-    for plan in small_plans():
+    for plan in small_plans(slots):
         for mutation, mutant in without_one_wait(plan.schedule):
             with pytest.raises(ScheduleError, match="may start before"):
                 check(mutant, plan.workload)
             assert gives_a_wrong_number(mutant, plan.workload), f"{mutation}: no timing shows it\n{plan.schedule}"
             seen += 1
-    assert seen > 300
+    assert seen > 290
 
 
 @given(schedules(max_numel=10))
@@ -114,13 +121,14 @@ def test_update_that_does_not_wait_for_backward_or_for_its_own_end_gives_a_wrong
             assert gives_a_wrong_number(plan.schedule, plan.workload), f"no timing shows it\n{plan.schedule}"
 
 
-def test_swapped_actions_are_refused_unless_every_timing_gives_the_serial_bits() -> None:
+@pytest.mark.parametrize("slots", SLOTS)
+def test_swapped_actions_are_refused_unless_every_timing_gives_the_serial_bits(slots: tuple[int, ...]) -> None:
     """Check all swaps of two actions. Happens-before is a partial order, so two unordered actions may be swapped.
 
     An accepted schedule must give the serial bits: each in one order of lanes, and every 50th in all orders.
     """
     refused = harmless = 0
-    for plan in small_plans():
+    for plan in small_plans(slots):
         for mutation, mutant in with_two_actions_swapped(plan.schedule):
             try:
                 check(mutant, plan.workload)
@@ -133,7 +141,7 @@ def test_swapped_actions_are_refused_unless_every_timing_gives_the_serial_bits()
                 expected = serial(numels)
                 assert all(same(run(mutant, numels, Late(order)), expected) for order in orders), mutation
     assert refused > 2000
-    assert harmless > 500
+    assert harmless > 300
 
 
 @given(plans(max_numel=2000))

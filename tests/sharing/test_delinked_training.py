@@ -33,7 +33,7 @@ def run(world_size: int, part: str, folder: Path) -> list[list[dict[str, object]
     return [finished.answers() for finished in ranks]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, thorough(3)])
+@pytest.mark.parametrize("world_size", [1, thorough(2), thorough(3)])
 @pytest.mark.promise("P1", "P4")
 def test_a_delinked_model_has_the_loss_and_the_states_of_the_shared_one_and_trains_as_with_stock(
     world_size: int, checkpoints: Path

@@ -30,7 +30,7 @@ from tests.software_gpu.filled_gpu.growing_inputs import CASE, Step, memory_that
 from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import GIB
 from tests.zero.parity.case import Case
-from tests.zero.parity.training import differences
+from tests.zero.parity.training import Record, differences
 
 BLOCK = CASE.blocks[0]
 SHORT, LONGEST = 64, 6000
@@ -38,6 +38,9 @@ SHORT, LONGEST = 64, 6000
 
 FIRST = [Step((SHORT,))] * 8
 """The steps in which the GPU is filled."""
+
+_STOCK: dict[str, Record] = {}
+"""The records of stock by the steps of all ranks, the memory and the case. Faults and blocks do not change them."""
 
 
 def _no_larger_inputs(forwards: LargerForwards, inputs: object) -> bool:
@@ -124,11 +127,17 @@ def compare(
     *,
     tries_again: bool = False,
 ) -> None:
-    """Train with stock and with the plugin on the same GPU, and print the answer.
+    """Train with stock and with the plugin on the same GPU, and print the answer. Stock trains the same once only.
 
     If ``tries_again``, the plugin may train a micro-batch once more after an out-of-memory error.
     """
-    stock, _ = train_on_gpu(steps, None, memory_bytes, case)
+    # The steps of all ranks: stock must train on all of them or on none.
+    keys = [""] * dist.get_world_size()
+    dist.all_gather_object(keys, repr((steps, memory_bytes, replace(case, blocks=()))))
+    key = "\n".join(keys)
+    if key not in _STOCK:
+        _STOCK[key], _ = train_on_gpu(steps, None, memory_bytes, case)
+    stock = _STOCK[key]
     result: dict[str, Any] = {"name": name, "error": ""}
     try:
         with fault or nullcontext():
@@ -167,9 +176,22 @@ def without_memory_once() -> AbstractContextManager[Any]:
     return mock.patch.object(RunningPlan, "restore", restore_without_memory)
 
 
+MEMORY = GIB // 4
+FILLED = [Step((SHORT,))] * 16
+"""The memory of a GPU and the steps in which it is filled, and more."""
+
+
+def last_rank() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def larger_on_one_rank() -> list[Step]:
+    """Return the steps of this rank. The last rank has larger inputs after the GPU is filled."""
+    return [*FIRST, *[Step((2 * SHORT if last_rank() else SHORT,))] * 8]
+
+
 def demotions() -> None:
     """Lower the memory that is free, by retries, by a decrease of free memory, and by failing allocations."""
-    last_rank = dist.get_rank() == dist.get_world_size() - 1
 
     def scripted(*, taken_bytes: int = 0, retries: int = 0) -> AbstractContextManager[Any]:
         """Return a context in which memory is short from the 11th step on, on the last rank only."""
@@ -179,35 +201,39 @@ def demotions() -> None:
             nonlocal calls
             calls += 1
             free, before = free_and_retries(*mark)
-            short = last_rank and calls > 10
+            short = last_rank() and calls > 10
             return free - (taken_bytes if short else 0), before + (retries if short else 0)
 
         return mock.patch.object(held_memory, "free_and_retries", with_less)
 
-    steps = [Step((SHORT,))] * 16
-    memory = GIB // 4
-    compare("default", steps, memory)
-    compare("less memory on one rank", steps, memory - 130 * 2**20 * last_rank)
-    compare("shrinking memory", steps, memory, scripted(taken_bytes=memory - 60 * 2**20))
-    compare("retries", steps, memory, scripted(retries=1))
+    compare("default", FILLED, MEMORY)
+    if dist.get_world_size() > 1:
+        compare("less memory on one rank", FILLED, MEMORY - 130 * 2**20 * last_rank())
+    compare("shrinking memory", FILLED, MEMORY, scripted(taken_bytes=MEMORY - 60 * 2**20))
+    compare("retries", FILLED, MEMORY, scripted(retries=1))
     reserve, calls = Slot.reserve, 0
 
     def failing(*args: Any) -> Slot:
         nonlocal calls
         calls += 1
-        if last_rank and calls == 3:
+        if last_rank() and calls == 3:
             raise torch.OutOfMemoryError("no memory")
         return reserve(*args)
 
-    compare("an allocation that fails", steps, memory, mock.patch.object(Slot, "reserve", failing))
-    larger = [*FIRST, *[Step((2 * SHORT if last_rank else SHORT,))] * 8]
-    compare("larger inputs of one rank", larger, memory)
+    compare("an allocation that fails", FILLED, MEMORY, mock.patch.object(Slot, "reserve", failing))
+    compare("larger inputs of one rank", larger_on_one_rank(), MEMORY)
+
+
+def restorations() -> None:
+    """Reserve memory again after larger inputs, with a rule and without, and let it fail."""
+    larger = larger_on_one_rank()
+    compare("default", FILLED, MEMORY)
     # The rule is followed although the planner may use no memory. The memory is given back once, and reserved again.
     rule = {"gpu_memory_gb": 0, "placement": [{"match": "layers.1.*", "states": "resident"}]}
-    compare("larger inputs with a rule", larger, memory, case=replace(CASE, blocks=({**BLOCK, **rule},)))
-    compare("no memory afterwards", larger, memory, without_memory_once())
+    compare("larger inputs with a rule", larger, MEMORY, case=replace(CASE, blocks=({**BLOCK, **rule},)))
+    compare("no memory afterwards", larger, MEMORY, without_memory_once())
     with mock.patch.object(GpuBudget, "limit", return_value=None):
-        compare("no memory afterwards, without a limit", larger, memory, without_memory_once())
+        compare("no memory afterwards, without a limit", larger, MEMORY, without_memory_once())
 
 
 def added_slots() -> None:
@@ -232,6 +258,7 @@ def added_slots() -> None:
 
 SELECTIONS: dict[str, Callable[[], None]] = {
     "demotions": demotions,
+    "restorations": restorations,
     "added slots": added_slots,
     **{name: partial(grow, name, growth) for name, growth in (GROWTH | RAMPS).items()},
 }

@@ -200,7 +200,9 @@ def memory_that_stock_needs(steps: Sequence[Step], case: Case = CASE) -> int:
     """Return the memory of a GPU on which stock just fits. For one rank only: an error is not agreed on.
 
     It is the least with which stock trains here, to 4 MiB, and 8 MiB that the engine before may have left in segments.
+    From the third on, equal steps in a row need what the second needs, and are left out.
     """
+    steps = [step for number, step in enumerate(steps) if number < 2 or steps[number - 2 : number] != [step, step]]
     enough, too_small = 256, 0
     while enough - too_small > 4:
         tried = (enough + too_small) // 2

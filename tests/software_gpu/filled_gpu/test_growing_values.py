@@ -29,6 +29,7 @@ def residents(answer: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.promise("P1", "P6")
+@pytest.mark.thorough
 def test_growth_within_the_margin_is_met_and_states_leave_at_the_next_border() -> None:
     answers, _ = trained("within the margin")
     answer = answers["within the margin"]
@@ -37,7 +38,7 @@ def test_growth_within_the_margin_is_met_and_states_leave_at_the_next_border() -
 
 
 @pytest.mark.promise("P1", "P6")
-@pytest.mark.parametrize("growth", [thorough("in small steps"), "from layer to layer"])
+@pytest.mark.parametrize("growth", [thorough("in small steps"), thorough("from layer to layer")])
 def test_growth_in_steps_of_less_than_half_of_the_margin_is_met(growth: str) -> None:
     answers, log = trained(growth)
     answer = answers[growth]

@@ -25,11 +25,11 @@ from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import ADVERSARIES, MachineRates
 from tests.zero.parity.case import Case
 from tests.zero.parity.case_runs import results_in_turn
-from tests.zero.parity.cases import CASES, DEPARTURES
+from tests.zero.parity.cases import CASES, DEPARTURES, QUICK
 from tests.zero.parity.training import Block, Record, differences, run_resumed, run_variant
 
 CHOICE = "choice"
-"""The selection of ``make test``: every case, shortened, on the CPU accelerator and once or more on the device."""
+"""The selection of ``make test``: its parity cases, shortened, on the CPU accelerator and on the device."""
 
 EVERY_CASE = ("plain", "lazy")
 """The adversaries under which every case trains with stock and with every config block."""
@@ -86,13 +86,15 @@ def arms_of(case: Case, blocks: tuple[Block, ...], adversary: str) -> Iterator[P
 
 def selected(selection: str, world_size: int) -> Iterator[tuple[Case, list[ParityArm]]]:
     """Yield the cases of the selection for this number of ranks, each with its arms on the device."""
-    cases = [case for case in (*CASES, *DEPARTURES) if case.world_size == world_size]
+    cases = [
+        case for case in (QUICK if selection == CHOICE else (*CASES, *DEPARTURES)) if case.world_size == world_size
+    ]
     for position, case in enumerate(cases):
         stock: tuple[Block, ...] = () if case in DEPARTURES else (None,)
         if selection == CHOICE:
             first, second = EVERY_CASE if position % 2 else reversed(EVERY_CASE)
             arms = [*arms_of(case, case.blocks[position % len(case.blocks) :: ONE_OF_CHOICE], first)]
-            if position % ONE_OF_CHOICE == 0:
+            if position % ONE_OF_CHOICE == 1:
                 arms += arms_of(case, stock, second)
             yield shortened(case), arms
         elif selection in EVERY_CASE:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from deep_opt_states.profiler.measure import IMPLAUSIBLE
 from deep_opt_states.profiler.probe_list import NO_GROUPS
 from tests.launch import run_ranks
@@ -24,6 +26,7 @@ def test_no_profile_of_the_software_gpu_is_used_for_the_cpu_or_for_another_emula
     assert len(texts) == len(machines)
 
 
+@pytest.mark.thorough
 def test_every_probe_of_the_quick_profile_runs_on_the_software_gpu() -> None:
     """Check that only two reasons waive a probe that runs: noise, and copies that ended before any update.
 

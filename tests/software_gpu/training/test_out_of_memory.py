@@ -9,7 +9,8 @@ import pytest
 from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
 RANKS = ProgramRanks("tests.software_gpu.training.out_of_memory_ranks", timeout_s=300)
-pytestmark = on_one_worker(RANKS.program)
+# ``filled_gpu/test_growing_values.py`` trains on after an allocation that has failed, too.
+pytestmark = [on_one_worker(RANKS.program), pytest.mark.thorough]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 
 from tests.software_gpu.settings import ADVERSARIES
 from tests.software_gpu.training.parity_on_device_ranks import CHOICE, EVERY_CASE, selected
+from tests.zero.parity.cases import QUICK
 from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
 PROGRAM = "tests.software_gpu.training.parity_on_device_ranks"
@@ -30,7 +31,7 @@ def trained_by_selection(tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def params_of(selection: str, world_size: int) -> list[Any]:
     """Return a test parameter per case; one worker of pytest-xdist trains all cases of a selection and world size."""
     marks = [on_one_worker(f"{PROGRAM} {selection}", world_size)]
-    if selection != CHOICE:
+    if selection != CHOICE or world_size > 1:
         marks.append(pytest.mark.thorough)
     return [
         pytest.param(selection, case, [str(arm) for arm in arms], id=f"{selection}: {case.name}", marks=marks)
@@ -65,12 +66,10 @@ def test_training_on_the_device_has_the_bits_of_stock_on_the_cpu_accelerator(
         assert len(set(result["numbers"]["loss"])) > 2
 
 
-def test_the_choice_has_every_case_of_its_world_sizes_and_every_kind_of_arm() -> None:
+def test_the_choice_has_every_case_of_make_test_and_every_kind_of_arm() -> None:
     for world_size in WORLD_SIZES[CHOICE]:
-        chosen, every = (
-            {case.name: arms for case, arms in selected(selection, world_size)} for selection in (CHOICE, "lazy")
-        )
-        assert chosen.keys() == every.keys()
+        chosen = {case.name: arms for case, arms in selected(CHOICE, world_size)}
+        assert chosen.keys() == {case.name for case in QUICK if case.world_size == world_size}
         arms = [arm for arms_of_case in chosen.values() for arm in arms_of_case]
         for adversary in EVERY_CASE:
             blocks = [arm.resumed_by for arm in arms if arm.adversary == adversary]

@@ -45,8 +45,9 @@ SCENARIOS = (
 
 RANKS = ProgramRanks("tests.zero.behaviour.behaviour_ranks", timeout_s=500, arguments=lambda folder: MODULES)
 WORLD_SIZES = (
-    pytest.param(2, marks=on_one_worker(RANKS.program, 2)),
-    thorough(1, on_one_worker(RANKS.program, 1)),
+    pytest.param(1, marks=on_one_worker(RANKS.program, 1)),
+    # ``software_gpu/training/test_callers_on_device.py`` has some of the scenarios on two ranks.
+    thorough(2, on_one_worker(RANKS.program, 2)),
 )
 
 

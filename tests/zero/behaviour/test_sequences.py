@@ -7,7 +7,9 @@ import pytest
 from tests.launch import run_ranks
 
 
-@pytest.mark.parametrize(("world_size", "seeds"), [(1, range(2)), (2, range(2, 6))])
+@pytest.mark.parametrize(
+    ("world_size", "seeds"), [(1, range(2)), (2, range(2, 4)), pytest.param(2, range(4, 6), marks=pytest.mark.thorough)]
+)
 def test_random_sequences_of_calls_see_the_bits_of_stock(world_size: int, seeds: range) -> None:
     arguments = [*map(str, seeds), *(["naive"] if world_size == 1 else [])]
     for finished in run_ranks(world_size, ["-m", "tests.zero.behaviour.sequence_ranks", *arguments], timeout_s=200):

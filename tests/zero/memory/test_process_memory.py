@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
+@cache
 def trained(block: str) -> dict[str, Any]:
+    """Return the answer of the process that trains the block; it is started once per worker of pytest-xdist."""
     # With these settings, memory of any size returns to the system as soon as it is freed.
     malloc_options = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
     (finished,) = run_ranks(1, ["-m", "tests.zero.memory.process_memory_ranks", block], timeout_s=200, **malloc_options)
@@ -52,7 +55,7 @@ def total_bytes(reservations: Iterable[Reservation]) -> int:
     return sum(item.count * item.each_bytes for item in reservations)
 
 
-@pytest.mark.parametrize("name", ["all on the CPU", thorough("all streamed, 3 slots"), "all three"])
+@pytest.mark.parametrize("name", ["all on the CPU", thorough("all streamed, 3 slots"), thorough("all three")])
 def test_the_predicted_memory_is_reserved_and_used_by_the_process(name: str, stock: dict[str, Any]) -> None:
     ours = trained(json.dumps(BLOCKS[name]))
     plan = planned(BLOCKS[name], ours["numels"])

@@ -36,7 +36,7 @@ def result_of(name: str, by_name: dict[str, Any]) -> dict[str, Any]:
 def grouped(name: str, world_size: int) -> Any:
     """Return a test parameter such that one worker of pytest-xdist runs all cases of a world size."""
     group = on_one_worker(RANKS.program, world_size)
-    return thorough(name, group) if world_size == 3 else pytest.param(name, id=name, marks=group)
+    return thorough(name, group) if world_size > 1 else pytest.param(name, id=name, marks=group)
 
 
 @pytest.mark.promise("P1", "P2", "P4")
@@ -53,7 +53,7 @@ def test_units_that_move_between_steps_leave_the_bits_of_stock(name: str, traine
     "world_size",
     [
         pytest.param(1, marks=on_one_worker(RANKS.program, 1)),
-        pytest.param(2, marks=on_one_worker(RANKS.program, 2)),
+        thorough(2, on_one_worker(RANKS.program, 2)),
         thorough(3, on_one_worker(RANKS.program, 3)),
     ],
 )

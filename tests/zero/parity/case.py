@@ -56,6 +56,8 @@ class Case:
 
     ``shares_host_memory``: model and states share memory, as on the CPU accelerator. Otherwise parameters are published
     as on a GPU.
+
+    ``thorough``: only ``make test-all`` trains the case, which combines what other cases have, too.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Case:
     uses_of_shared: int = 0
     offload_param: bool = False
     shares_host_memory: bool = False
+    thorough: bool = False
     zero: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 

@@ -1,7 +1,7 @@
-"""Train every case of the world size on one rank, and write the differences; started by ``test_parity.py``.
+"""Train every case of the world size and a tier, and write the differences; started by ``test_parity.py``.
 
-Argument: the path of the results, to which the rank is appended. One process trains many cases, since importing
-DeepSpeed takes longer than most cases.
+Arguments: ``quick`` or ``thorough``, and the path of the results, to which the rank is appended. One process trains
+many cases, since importing DeepSpeed takes longer than most cases.
 """
 
 from __future__ import annotations
@@ -57,15 +57,18 @@ def result(stock: Record, variants: dict[str, Record]) -> Result:
     }
 
 
-def main(path: str) -> None:
-    world_size = dist.get_world_size()
+def main(tier: str, path: str) -> None:
+    trained = {
+        case.name
+        for case in (*CASES, *DEPARTURES)
+        if case.world_size == dist.get_world_size() and case.thorough == (tier == "thorough")
+    }
     work: dict[str, Callable[[], Result]] = {}
-    for case in (case for case in CASES if case.world_size == world_size):
+    for case in (case for case in CASES if case.name in trained):
         work[case.name] = lambda case=case: same_as_stock(case)
-    for case in (case for case in DEPARTURES if case.world_size == world_size):
+    for case in (case for case in DEPARTURES if case.name in trained):
         work[case.name] = lambda case=case: same_as_zero_gradients(case)
-    world_sizes = {case.name: case.world_size for case in (*CASES, *DEPARTURES)}
-    for name in (name for name in NAIVE if world_sizes[NAIVE[name][0]] == world_size):
+    for name in (name for name, (case, *_) in NAIVE.items() if case in trained):
         work[name] = lambda name=name: naive(name)
     write_results(work, path)
 
@@ -74,4 +77,4 @@ if __name__ == "__main__":
     # Before the process group, which keeps the garbage collections of DeepSpeed from all modules that are imported.
     import_all()
     with process_group():
-        main(sys.argv[1])
+        main(*sys.argv[1:])

@@ -8,23 +8,46 @@ import pytest
 
 from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
-WORLD_SIZE = {"transformers": 1, "peft": 1, "torch.compile": 1, "ulysses": 2}
+PROGRAM = "tests.zero.parity.composition_ranks"
 
-RANKS = ProgramRanks("tests.zero.parity.composition_ranks", timeout_s=300)
+SELECTIONS = {
+    "quick": ("transformers", "peft", "traced by torch.compile"),
+    "ulysses": ("ulysses",),
+    "thorough": ("torch.compile",),
+}
+"""The models that the same ranks train."""
+
+WORLD_SIZES = {"quick": 1, "ulysses": 2, "thorough": 1}
 
 
-def grouped(name: str, world_size: int) -> Any:
-    """Return a test parameter such that one worker of pytest-xdist runs all models of a world size."""
-    return pytest.param(name, world_size, id=name, marks=on_one_worker(RANKS.program, world_size))
+@pytest.fixture(scope="module")
+def trained_by_selection(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainingOnce]:
+    """Return the ranks of each selection, started once."""
+    return {
+        selection: TrainingOnce(
+            ProgramRanks(PROGRAM, timeout_s=300, arguments=lambda folder, names=names: names),  # type: ignore[misc]
+            lambda: tmp_path_factory.mktemp("ranks"),
+        )
+        for selection, names in SELECTIONS.items()
+    }
+
+
+def grouped(selection: str, name: str) -> Any:
+    """Return a test parameter such that one worker of pytest-xdist runs all models of a selection."""
+    marks = [on_one_worker(f"{PROGRAM} {selection}", WORLD_SIZES[selection])]
+    if selection == "thorough":
+        marks.append(pytest.mark.thorough)
+    return pytest.param(selection, name, id=name, marks=marks)
 
 
 @pytest.mark.promise("P1")
-@pytest.mark.parametrize(("name", "world_size"), [grouped(*item) for item in WORLD_SIZE.items()])
+@pytest.mark.parametrize(
+    ("selection", "name"), [grouped(selection, name) for selection, names in SELECTIONS.items() for name in names]
+)
 def test_transformers_peft_compiled_and_ulysses_models_train_to_the_bits_of_stock(
-    name: str, world_size: int, trained: TrainingOnce
+    selection: str, name: str, trained_by_selection: dict[str, TrainingOnce]
 ) -> None:
-    by_rank = trained.answers_by_name(world_size)
-    assert set(by_rank[0]) == {key for key, size in WORLD_SIZE.items() if size == world_size}
+    by_rank = trained_by_selection[selection].answers_by_name(WORLD_SIZES[selection])
     for by_name in by_rank:
         answer = by_name[name]
         assert answer["classes"] == ["DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"]

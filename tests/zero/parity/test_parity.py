@@ -7,45 +7,62 @@ from typing import Any
 
 import pytest
 
-from tests.tiers import thorough
+from tests.zero.parity.case import Case
 from tests.zero.parity.cases import CASES, DEPARTURES
 from tests.zero.parity.naive_rewrites import NAIVE
 from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
 BY_NAME = {case.name: case for case in (*CASES, *DEPARTURES)}
+PROGRAM = "tests.zero.parity.parity_ranks"
 STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
 
 
-# Fresh ranks hash strings differently, as under a user's launcher: an order that depends on it would differ. One rank
-# has no other to differ from. Four run the code of two, and would import it for 30 s.
-RANKS = ProgramRanks(
-    "tests.zero.parity.parity_ranks", timeout_s=400, arguments=lambda folder: [str(folder / "results")], fresh=(2, 3)
-)
+@pytest.fixture(scope="module")
+def trained_by_tier(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, TrainingOnce]:
+    """Return the ranks that train the cases of ``make test``, and those of the others, started once per world size."""
+    # Fresh ranks hash strings differently, as under a user's launcher: an order that depends on it would differ. One
+    # rank has no other to differ from. Four run the code of two, and would import it for 30 s.
+    return {
+        thorough: TrainingOnce(
+            ProgramRanks(
+                PROGRAM,
+                timeout_s=400,
+                arguments=lambda folder, tier=tier: [tier, str(folder / "results")],  # type: ignore[misc]
+                fresh=(2, 3),
+            ),
+            lambda: tmp_path_factory.mktemp("ranks"),
+        )
+        for thorough, tier in ((False, "quick"), (True, "thorough"))
+    }
 
 
-def results_of(name: str, world_size: int, trained: TrainingOnce) -> list[dict[str, Any]]:
-    """Return the result of one case, of every rank."""
-    trained.finished(world_size)
+def results_of(case: Case, name: str, trained_by_tier: dict[bool, TrainingOnce]) -> list[dict[str, Any]]:
+    """Return the result that has this name, of the ranks that train ``case``."""
+    trained = trained_by_tier[case.thorough]
+    trained.finished(case.world_size)
     results = []
-    for rank in range(world_size):
-        by_name = json.loads((trained.folder(world_size) / f"results.{rank}").read_text())
+    for rank in range(case.world_size):
+        by_name = json.loads((trained.folder(case.world_size) / f"results.{rank}").read_text())
         assert name in by_name, "an earlier case failed"
         assert "error" not in by_name[name], by_name[name]["error"]
         results.append(by_name[name])
     return results
 
 
-def grouped(name: str, world_size: int) -> Any:
-    """Return a test parameter such that one worker of pytest-xdist runs, and trains, all cases of a world size."""
-    group = on_one_worker(RANKS.program, world_size)
-    return thorough(name, group) if world_size == 3 else pytest.param(name, id=name, marks=group)
+def grouped(name: str, case: Case) -> Any:
+    """Return a test parameter such that one worker of pytest-xdist trains all cases of a world size and tier."""
+    tier = [pytest.mark.thorough] if case.thorough else []
+    program = f"{PROGRAM} thorough" if case.thorough else PROGRAM
+    return pytest.param(name, id=name, marks=[*tier, on_one_worker(program, case.world_size)])
 
 
 @pytest.mark.promise("P1", "P2", "P4")
-@pytest.mark.parametrize("name", [grouped(case.name, case.world_size) for case in CASES])
-def test_training_in_every_placement_and_setting_has_the_bits_of_stock(name: str, trained: TrainingOnce) -> None:
+@pytest.mark.parametrize("name", [grouped(case.name, case) for case in CASES])
+def test_training_in_every_placement_and_setting_has_the_bits_of_stock(
+    name: str, trained_by_tier: dict[bool, TrainingOnce]
+) -> None:
     case = BY_NAME[name]
-    for rank, result in enumerate(results_of(case.name, case.world_size, trained)):
+    for rank, result in enumerate(results_of(case, name, trained_by_tier)):
         assert result["stock class"] == STOCK
         for variant, found in result["differences"].items():
             assert result["classes"][variant] == (STOCK if variant.endswith("to stock") else OURS)
@@ -67,16 +84,18 @@ def test_training_in_every_placement_and_setting_has_the_bits_of_stock(name: str
             assert numbers["skipped"][-1] >= len(case.poisoned)
 
 
-@pytest.mark.parametrize("name", [grouped(case.name, case.world_size) for case in DEPARTURES])
-def test_a_missing_gradient_is_zero_where_stock_reuses_the_last_one(name: str, trained: TrainingOnce) -> None:
+@pytest.mark.parametrize("name", [grouped(case.name, case) for case in DEPARTURES])
+def test_a_missing_gradient_is_zero_where_stock_reuses_the_last_one(
+    name: str, trained_by_tier: dict[bool, TrainingOnce]
+) -> None:
     """Check the departure from stock. When stock no longer differs, the departure is obsolete."""
-    for rank, result in enumerate(results_of(name, BY_NAME[name].world_size, trained)):
+    for rank, result in enumerate(results_of(BY_NAME[name], name, trained_by_tier)):
         for variant, found in result["differences"].items():
             assert found == [], f"rank {rank}, {variant}"
         assert result["stock differs"], f"rank {rank}"
 
 
-@pytest.mark.parametrize("name", [grouped(name, BY_NAME[case].world_size) for name, (case, *_) in NAIVE.items()])
-def test_every_naive_rewrite_changes_bits_in_some_case(name: str, trained: TrainingOnce) -> None:
-    ranks = results_of(name, BY_NAME[NAIVE[name][0]].world_size, trained)
+@pytest.mark.parametrize("name", [grouped(name, BY_NAME[case]) for name, (case, *_) in NAIVE.items()])
+def test_every_naive_rewrite_changes_bits_in_some_case(name: str, trained_by_tier: dict[bool, TrainingOnce]) -> None:
+    ranks = results_of(BY_NAME[NAIVE[name][0]], name, trained_by_tier)
     assert any(result["differences"]["naive"] for result in ranks)

@@ -17,6 +17,7 @@ from deep_opt_states.zero.start.devices import AcceleratorChoice
 from perf_model.prediction.hardware import REQUIRED, HardwareProfile
 from tests.launch import Finished, run_ranks
 from tests.model.profiles import RATES, profile
+from tests.tiers import thorough
 
 KINDS = {"cpu": {"CPU_STEP"}, "streamed": {"PREFETCH", "GPU_STEP", "FLUSH_STATES"}}
 
@@ -43,7 +44,7 @@ def test_a_quick_profile_is_measured_with_the_threads_and_cores_of_training(monk
     assert requested == [{"threads": 2, "cores": (3, 5)}]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [thorough(1), 2])
 @pytest.mark.promise("P5")
 def test_without_a_profile_a_quick_one_is_measured_cached_and_shared(world_size: int, tmp_path: Path) -> None:
     first, *others = engines(world_size, tmp_path, {}, {"report": str(tmp_path / "run"), "placement": "streamed"})

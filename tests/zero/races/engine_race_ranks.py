@@ -1,13 +1,13 @@
 """Train on the recording accelerator, and print the findings of the race detector.
 
-Arguments: ``cases``, ``faults``, or random cases, each a seed with the names of simplifications: ``17`` or
+Arguments: ``quick``, ``cases``, ``faults``, or random cases, each a seed with the names of simplifications: ``17`` or
 ``17,two_steps,bf16``. Rank 0 prints one answer per case or fault, with the results of all ranks.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -30,7 +30,7 @@ from tests.zero.parity.case import (
     WITHOUT_FORWARD_OVERLAP,
     Case,
 )
-from tests.zero.parity.cases import CASES, DEPARTURES, OFFLOADED_MIX
+from tests.zero.parity.cases import CASES, DEPARTURES, OFFLOADED_MIX, QUICK
 from tests.zero.parity.random_case import simplified
 from tests.zero.parity.training import Block, Record, closing_engine, differences, run_variant, shared_folder, train
 from tests.zero.process_group import process_group
@@ -96,12 +96,12 @@ def gather_from_ranks(value: Any) -> list[Any]:
     return values
 
 
-def short_cases() -> Iterator[Case]:
-    """Yield the cases of this world size, with ``STEADY_STEPS`` steps, or two after a checkpoint was loaded.
+def short_cases(cases: Sequence[Case]) -> Iterator[Case]:
+    """Yield those of this world size, with ``STEADY_STEPS`` steps, or two after a checkpoint was loaded.
 
     Cases with hpZ come last: DeepSpeed keeps its process groups, and later engines would gather with them, too.
     """
-    for case in sorted((*CASES, *DEPARTURES), key=lambda case: "zero_hpz_partition_size" in case.zero):
+    for case in sorted(cases, key=lambda case: "zero_hpz_partition_size" in case.zero):
         if case.world_size == dist.get_world_size() and (case.reload is None or case.reload[1] < MAX_STEPS):
             loaded_after = 0 if case.reload is None else case.reload[1]
             yield replace(case, steps=min(case.steps, max(STEADY_STEPS, loaded_after + 2)))
@@ -132,7 +132,7 @@ def measure_profile() -> None:
 
     The probes of the profile use threads whose order is not recorded.
     """
-    with closing_engine(next(short_cases()), {}):
+    with closing_engine(next(short_cases(QUICK)), {}):
         pass
 
 
@@ -146,8 +146,10 @@ def answer_on_rank_0(result: dict[str, Any]) -> None:
         answer(result)
 
 
-def run_cases() -> None:
-    first, *others = short_cases()
+def run_cases(cases: Sequence[Case], *, one_of: int = 1) -> None:
+    """Record every kind of access between steps, moves, the first case, and one of ``one_of`` of the others."""
+    first, *others = short_cases(cases)
+    others = others[::one_of]
     for read, placement in zip(READS, cycle((CPU, STREAMED, STRIDE_2)), strict=False):
         reads = replace(first, name=f"{read.__name__} after each step", blocks=(), steps=4)
         run_case(reads, (placement,), reference=placement, context=after_each_step(read))
@@ -170,7 +172,7 @@ def run_cases() -> None:
         moving = replace(first, name=f"units move between steps, {number}", blocks=(), steps=MAX_STEPS)
         run_case(moving, (block,), reference=None, context=partial(random_moves, number, moved, 1.0))
     answer_on_rank_0({"moved": moved.to_json_dict()})
-    for case in filter(attrgetter("offload_param"), short_cases()):
+    for case in filter(attrgetter("offload_param"), (first, *others)):
         run_case(case, (OFFLOADED_MIX,), reference=None)
     for overlap_comm in (True, False):
         repeated = replace(
@@ -200,8 +202,10 @@ def main(arguments: list[str]) -> None:
     # DeepSpeed's CPU accelerator returns False on some CPUs, but trains fp16 on all of them.
     get_accelerator().is_fp16_supported = lambda: True
     measure_profile()
-    if arguments == ["cases"]:
-        run_cases()
+    if arguments == ["quick"]:
+        run_cases(QUICK, one_of=2)
+    elif arguments == ["cases"]:
+        run_cases((*CASES, *DEPARTURES))
     elif arguments == ["faults"]:
         for fault in FAULTS:
             if fault.world_size == dist.get_world_size():

@@ -10,7 +10,7 @@ from tests.tiers import thorough
 SEEDS = [1, 2, 3]
 
 
-@pytest.mark.parametrize("world_size", [thorough(1), thorough(2), thorough(3), 4])
+@pytest.mark.parametrize("world_size", [thorough(1), 2, thorough(3), thorough(4)])
 @pytest.mark.promise("P1")
 def test_delays_change_neither_the_bits_nor_the_order_of_collectives(world_size: int) -> None:
     ranks = run_ranks(world_size, ["-m", "tests.zero.races.delayed_ranks", *map(str, SEEDS)], timeout_s=120)

@@ -64,7 +64,7 @@ def main(folder: str) -> None:
     with mock.patch.object(deepspeed, "__version__", "0.20.2"):
         with training("no_module_that_exists"):
             answer({"name": "training fails", "found": start("verify")})
-        with training("tests.zero.start.seeded_tiny_training"):
+        with training("tests.zero.start.differing_training"):
             answer({"name": "trains again after a failure", "found": start("verify")})
         with mock.patch.object(verification, "missing_names", return_value=["Engine._hook is missing"]):
             answer({"name": "missing name", "found": start("verify")})
