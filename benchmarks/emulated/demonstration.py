@@ -102,7 +102,8 @@ def _train(variant: Variant) -> Arm:
 def _seconds(arm: Arm) -> dict[str, list[float]]:
     """Return the seconds of each measured iteration, and of each update that the model waited for."""
     # Stock's step is its update, all of which is exposed.
-    return {"iteration_s": arm.iteration_s, "exposed_s": [u.exposed_s for u in arm.updates] or arm.step_s}
+    exposed_s = [update.exposed_s for update in arm.updates[-MEASURED:]] or arm.step_s
+    return {"iteration_s": arm.iteration_s, "exposed_s": exposed_s}
 
 
 if __name__ == "__main__":
