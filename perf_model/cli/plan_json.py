@@ -40,7 +40,6 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
         for run in unit_runs(found)
         for unit in run.units
     ]
-    first_use = found.request.first_use_of(plan.workload)
     return {
         "versions": versions(),
         "inputs": inputs_to_json_dict(inputs),
@@ -60,7 +59,7 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
         "units": units,
         "order": {
             "update": list(plan.order or forward_order(plan.workload, plan.placements)),
-            "first_use": list(range(len(plan.placements)) if first_use is None else first_use),
+            "first_use": list(found.first_use),
         },
         "num_slots": plan.num_slots,
         "unit_size": found.unit_size,

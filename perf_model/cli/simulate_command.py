@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from perf_model.cli.inputs import read_inputs
 from perf_model.json_input import printable, reason
@@ -22,7 +23,8 @@ def run(options: argparse.Namespace) -> int:
     from perf_model.prediction.draw import draw
 
     plan, timeline = found.planned.plan, found.planned.timeline
-    phases = found.windows.phases(timeline, plan.workload, found.cost)
+    windows = replace(found.windows, first_use=found.first_use)
+    phases = windows.phases(timeline, plan.workload, found.cost)
     trace, picture = options.output / "timeline.json", options.output / "timeline.png"
     try:
         timeline.write_chrome_trace(trace, phases)

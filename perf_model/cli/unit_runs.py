@@ -85,7 +85,7 @@ def changes_by_move(found: Forecast, indices: Sequence[int]) -> dict[SingleMove,
         for other in Placement
         if other in found.cost.placements and other is not placements[index]
     ]
-    windows = replace(found.windows, first_use=found.request.first_use_of(found.planned.plan.workload))
+    windows = replace(found.windows, first_use=found.first_use)
     return changes_of_exposed_s(found.planned, moves, found.cost, found.budgets, windows, found.job.setup)
 
 
@@ -116,11 +116,11 @@ def _why(
     plan = found.planned.plan
     if set(plan.placements) == {Placement.RESIDENT}:
         return ALL_FIT
-    middle, count = units[len(units) // 2].index, len(plan.placements)
+    middle, indices = units[len(units) // 2].index, {unit.index for unit in units}
     where = ""
-    if found.windows.forward_s > 0.0 and len(units) < count:
-        where = "first in forward: " if units[0].index == 0 else ""
-        where = "last in forward: " if units[-1].index == count - 1 else where
+    if found.windows.forward_s > 0.0 and len(units) < len(plan.placements):
+        where = "first in forward: " if found.first_use[0] in indices else ""
+        where = "last in forward: " if found.first_use[-1] in indices else where
     moved = [
         f"{other.value} {show_change(change_s, digits=2)}"
         for (index, other), change_s in changes_s.items()

@@ -62,6 +62,13 @@ class Forecast:
         """Return the windows that the plan was made for."""
         return self.request.windows
 
+    @property
+    def first_use(self) -> tuple[int, ...]:
+        """Return the units of the plan in the order in which forward first uses them."""
+        workload = self.planned.plan.workload
+        first_use = self.request.first_use_of(workload)
+        return tuple(range(len(workload.units))) if first_use is None else first_use
+
     def speed_up(self, outcome: Outcome) -> float | None:
         """Return how many times as fast as stock an iteration of ``outcome`` is, or None if one of both cannot run."""
         stock = self.baselines["stock"]

@@ -71,6 +71,17 @@ def test_the_units_in_json_cover_the_sub_groups_and_have_the_counted_placements(
     assert all(unit["why"] for unit in units)
 
 
+def test_the_reason_names_the_units_that_forward_uses_first_and_last(rules: Path) -> None:
+    units = planned(job(**NOT_ALL_FIT, unit_size=200_000_000))["units"]
+    assert units[0]["why"].startswith("first in forward: ")
+    assert units[-2]["label"].startswith("lm_head")
+    assert units[-2]["why"].startswith("last in forward: ")
+    # Forward uses the unit of the norms early, although it is the last one. Here the head is not part of its run.
+    norms = planned(job(**NOT_ALL_FIT, unit_size=200_000_000, rules=rules))["units"][-1]
+    assert norms["label"] == "model.layers.0 to model.norm"
+    assert not norms["why"].startswith("last in forward: ")
+
+
 def test_units_in_rules_have_the_placement_of_their_rule_and_name_it(rules: Path) -> None:
     units = planned(job(**NOT_ALL_FIT, rules=rules))["units"]
     by_why = {why: {unit["placement"] for unit in units if unit["why"] == why} for why in {u["why"] for u in units}}

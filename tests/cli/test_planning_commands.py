@@ -412,6 +412,17 @@ def test_simulate_prints_a_grid_and_writes_a_trace_and_a_picture(
     assert main(["simulate", *arguments, "--output", str(tmp_path / "file" / "below")]) == 2
 
 
+def test_the_picture_of_shared_layers_has_the_exposed_time_of_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = job(model="7B", gpu_memory_gb=20, share_layers="model.layers", every=16, unit_size=200_000_000)
+    found = planned(capsys, arguments)
+    assert main(["simulate", *arguments, "--output", str(tmp_path)]) == 0
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    exposed_s = sum(event["dur"] for event in events if event["name"] == "exposed update") / 1e6
+    assert exposed_s == pytest.approx(found["predicted"]["exposed_update_s"])
+
+
 def test_explain_prints_the_cost_of_moving_a_unit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", *job(gpu_memory_gb=30, unit_size=100_000_000)]) == 0
     shown = capsys.readouterr().out

@@ -106,7 +106,7 @@ def gradients_of_torch(case: SharingCase, weights: Tensors) -> Tensors:
 def train(case: SharingCase, block: Block) -> tuple[Record, Tensors, Tensors, list[str] | None]:
     """Return the record of the training, the initial weights, and the gradients of the first window, by name.
 
-    The plugin also returns the uses of parameters in forward, which the planner counts with.
+    The plugin also returns the uses of parameters in forward, with which it predicts its updates.
     """
     config = case.ds_config(block)
     model = make_model(case, config)
@@ -125,7 +125,7 @@ def train(case: SharingCase, block: Block) -> tuple[Record, Tensors, Tensors, li
                 losses.append(loss.item())
         collect(engine.optimizer, record)
         if block is not None:
-            uses = engine.optimizer._gathers.used_names()
+            uses = list(engine.optimizer._running.uses)
     finally:
         engine.destroy()
     return record, weights, gradients, uses

@@ -112,6 +112,16 @@ class SoftwareProcessGroup(dist.ProcessGroup):
         device.current_stream().synchronize()
         return HostWork()
 
+    # ``DeviceMesh`` finds groups by their names. PyTorch keeps a name in the backends of a group, and a process group
+    # that is implemented in Python has none.
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
     def _run(self, method: str, tensors: Sequence[Tensors], call: Callable[..., dist.Work]) -> dist.Work:
         flat = list(_flat(tensors))
         if all(tensor.is_cpu for tensor in flat):

@@ -28,6 +28,7 @@ from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import NO_WINDOWS, simulate
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.uses import ParameterUses
 from perf_model.schedule.workload import Partition
 from perf_model.search.budgets import Budgets
 from perf_model.search.plan_request import PlanRequest
@@ -40,9 +41,10 @@ class PlannedRun:
     """The plan of a training run, with the prediction of its updates."""
 
     plan: UpdatePlan
-    predict: Callable[[UpdatePlan, Windows], PredictedUpdate] | None
+    predict: Callable[[UpdatePlan, Sequence[str] | None, Windows], PredictedUpdate] | None
     """Predicts an update by a plan, given how long backward and forward can overlap it; None if no prediction is
-    requested."""
+    requested. The names are those of the parameters in the order in which forward uses them, each as often as it does;
+    None stands for the order of the units."""
     why_nothing_is_streamed: str = ""
     """The reason why the planner streams nothing; empty if it streams, or if the config itself gives the placement."""
     request: PlanRequest | None = None
@@ -117,7 +119,7 @@ def make_plan(
             plan = replace(plan, order=None)
     else:
         plan = same_on_all_ranks(lambda: accelerator.validate(config.plan(workload)), lambda plan: plan.fingerprint)
-    predict = None if profile is None or cost is None else partial(_predict, cost, profile.has_accelerator)
+    predict = None if profile is None or cost is None else partial(_predict, cost, profile.has_accelerator, sub_groups)
     return PlannedRun(plan, predict, why, request)
 
 
@@ -152,7 +154,18 @@ def _waits_for_memory(request: PlanRequest) -> str:
     return "the planner uses no GPU memory until the first steps have shown how much is free."
 
 
-def _predict(cost: CostModel, has_accelerator: bool, plan: UpdatePlan, windows: Windows) -> PredictedUpdate:
+def _predict(
+    cost: CostModel,
+    has_accelerator: bool,
+    sub_groups: Sequence[Sequence[Partition]],
+    plan: UpdatePlan,
+    uses: Sequence[str] | None,
+    windows: Windows,
+) -> PredictedUpdate:
+    if uses is not None:
+        in_forward = ParameterUses(sub_groups, uses)
+        windows = replace(windows, first_use=in_forward.first_use(plan.workload))
+        plan = replace(plan, workload=in_forward.count(plan.workload))
     # Without an accelerator, the same cores compute the model and the update: nothing can be hidden.
     usable = windows if has_accelerator else NO_WINDOWS
     timeline = simulate(plan.schedule, plan.workload, cost, usable)

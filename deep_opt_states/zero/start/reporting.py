@@ -105,6 +105,6 @@ def _reported_plan(assembly: Assembly) -> ReportedPlan:
             numels=[sum(part.numel for part in split.rest) for split in splits],
             param_bytes=assembly.widths.param,
         ),
-        predict=None if planned.predict is None else partial(planned.predict, plan),
+        predict=None if planned.predict is None else partial(planned.predict, plan, running.uses),
         description=f"{planned.at_end(plan, assembly.widths)}\n  in all: {total_reserved(reserved)}",
     )

@@ -15,7 +15,7 @@ from deepspeed import comm as dist
 from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.zero.internals.agreement import gather_values, raise_together, same_on_all_ranks
 from deep_opt_states.zero.internals.log import log_error, log_rank_0, log_this_rank
-from deep_opt_states.zero.step.fixed_placements import FirstUses, OrderAdaptation, SlotAdaptation
+from deep_opt_states.zero.step.fixed_placements import FirstUses, OrderAdaptation, SlotAdaptation, learn_uses
 from deep_opt_states.zero.step.growing_forwards import GrowingForwards
 from deep_opt_states.zero.step.held_memory import REMEDY, HeldMemory
 from deep_opt_states.zero.step.larger_forwards import LargerForwards
@@ -105,12 +105,13 @@ class Replanning:
         self.memory.gave_back()
 
     def adapt(self, *, memory_is_short: bool) -> bool:
-        """Change to a better plan if there is one; return whether the plan has changed. A collective when it is due.
+        """Change to a better plan if there is one; return whether the plan or its uses have changed.
 
-        Every rank calls this once per step while no update is in flight. ``memory_is_short`` is the same on every rank:
-        whether memory is short on any of them.
+        Every rank calls this once per step while no update is in flight. It is a collective when it is due.
+        ``memory_is_short`` is the same on every rank: whether memory is short on any of them.
         """
-        changed = self._replan(memory_is_short)
+        has_learned = learn_uses(self._running, self._first_uses)
+        changed = self._replan(memory_is_short) or has_learned
         if self._running.is_evicted:
             sets_memory = self.memory.need_is_known and self._may_restore and not self.memory_is_short
         else:
@@ -158,7 +159,8 @@ class Replanning:
         uses = None if self._first_uses is None else self._first_uses.names()
         if uses is not None:
             # The plan that is restored below then has the uses of its units, from which its updates are predicted.
-            self._request = replace(self._request, uses=tuple(uses))
+            self._running.uses = tuple(uses)
+            self._request = replace(self._request, uses=self._running.uses)
 
         def decide() -> SizedPlan | None:
             if dist.get_rank() > 0:

@@ -29,6 +29,18 @@ class FirstUses:
     units: Callable[[], Sequence[int] | None]
 
 
+def learn_uses(running: RunningPlan, first_uses: FirstUses | None) -> bool:
+    """Set ``running.uses`` once the order of forward is known, and return whether this call has set it.
+
+    Predictions of the updates depend on it, although the plan may not.
+    """
+    names = None if first_uses is None or running.uses is not None else first_uses.names()
+    if names is None:
+        return False
+    running.uses = tuple(names)
+    return True
+
+
 class OrderAdaptation:
     """The adaptation of a plan that the config gives: units are updated in the order in which forward uses them.
 
@@ -51,19 +63,20 @@ class OrderAdaptation:
         """Do nothing: the plan does not depend on free memory."""
 
     def adapt(self, *, memory_is_short: bool) -> bool:
-        """Order the updates as forward needs them, once that is known. Return whether the plan has changed.
+        """Order the updates as forward needs them, once that is known. Return whether the order is newly known.
 
         Units are numbered by param group and registration; forward may use them in another order.
         """
         first_uses = None if self._first_uses is None else self._first_uses.units()
         if first_uses is None:
             return False
+        learn_uses(self._running, self._first_uses)
         self._first_uses = None
         numbered = self._running.plan
         every_unit = list(dict.fromkeys([*first_uses, *range(len(numbered.placements))]))
         ordered = replace(numbered, order=forward_order(numbered.workload, numbered.placements, every_unit))
         if ordered.schedule == numbered.schedule:
-            return False
+            return True
         self._running.executor.set_schedule(ordered.schedule)
         self._running.plan = ordered
         log_rank_0(f"updates in the order in which forward uses the parameters from now on: {ordered}")
@@ -100,7 +113,7 @@ class SlotAdaptation(OrderAdaptation):
         self.memory.observe()
 
     def adapt(self, *, memory_is_short: bool) -> bool:
-        """Order the updates as forward needs them, and set the number of slots. Return whether the plan has changed."""
+        """Order the updates as forward needs them, and set the number of slots. Return whether anything has changed."""
         changed = super().adapt(memory_is_short=memory_is_short)
         if not self.memory.need_is_known:
             return changed

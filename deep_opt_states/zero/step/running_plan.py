@@ -36,6 +36,9 @@ class RunningPlan:
     ``is_evicted``: on this rank, all memory that the plan needs on the accelerator is given back to training. The
     schedule stays the same on every rank, but its actions on streamed and resident units do nothing here: the CPU
     updates these units before ``step()`` returns.
+
+    ``uses`` has the names of the parameters in the order in which forward uses them, each as often as it does. It is
+    None while that is unknown, and where no update overlaps with forward.
     """
 
     plan: UpdatePlan
@@ -46,6 +49,7 @@ class RunningPlan:
     early_ranges: Sequence[list[tuple[int, int]]]
     gradient_buffers: GradientBuffers
     is_evicted: bool = False
+    uses: tuple[str, ...] | None = None
 
     def evict(self) -> None:
         """Give all accelerator memory of the plan back to training, until ``restore``. No collective.

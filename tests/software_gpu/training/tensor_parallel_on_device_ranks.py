@@ -1,7 +1,10 @@
-"""Train beside an ``mpu`` on the device, and print the differences from stock on the CPU accelerator.
+"""Train beside tensor parallelism on the device, and print the differences from stock on the CPU accelerator.
 
 The argument is the name of a selection: ``CHOICE``, or an adversary. The device executes the collectives of the ranks
 that share a model on streams, too.
+
+Stock trains on the CPU accelerator first. DeepSpeed makes AutoTP's ``DeviceMesh`` then, and keeps its groups: PyTorch
+makes none for the device, because the name of the device type is not of letters only.
 """
 
 from __future__ import annotations
@@ -28,26 +31,27 @@ from tests.zero.tensor_parallel.layouts import SharedModel, layouts
 from tests.zero.tensor_parallel.tensor_parallel_ranks import block_of, run
 
 CHOICE = "choice"
-"""The selection of ``make test``: a case with one placement in bf16, and one in fp16."""
+"""The selection of ``make test``: three cases with one placement each, in bf16 and in fp16."""
 
 EVERY_CASE = ("plain", "lazy")
 """The adversaries under which every case trains with stock and with every placement."""
 
 STOCK = "stock"
 
-_CHOSEN = {("fp16", "plain"): BY_NAME, ("bf16", "clipping"): "planned"}
-
-_MPU_CASES = [case for case in CASES if case.layout == "mpu"]
-"""AutoTP makes a ``DeviceMesh`` of the accelerator, which PyTorch refuses for the device."""
+_CHOSEN = {
+    ("mpu", "fp16", "plain"): BY_NAME,
+    ("mpu", "bf16", "clipping"): "planned",
+    ("AutoTP", "bf16", "clipping"): "planned",
+}
 
 
 def selected(selection: str) -> Iterator[tuple[TensorParallelCase, str, tuple[str, ...]]]:
     """Yield the cases of the selection, each with its adversary and the names of its arms."""
-    for case in _MPU_CASES:
+    for case in CASES:
         if selection in EVERY_CASE:
             yield case, selection, (STOCK, *ARMS)
-        elif (case.dtype, case.setting) in _CHOSEN:
-            yield case, "lazy", (_CHOSEN[case.dtype, case.setting],)
+        elif (case.layout, case.dtype, case.setting) in _CHOSEN:
+            yield case, "lazy", (_CHOSEN[case.layout, case.dtype, case.setting],)
 
 
 def train_on_device(case: TensorParallelCase, layout: SharedModel, adversary: str, arm: str) -> Record:

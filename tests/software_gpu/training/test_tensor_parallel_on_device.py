@@ -1,4 +1,4 @@
-"""Check that training beside an ``mpu`` on the device has the bits of stock on the CPU accelerator."""
+"""Check that training beside tensor parallelism on the device has the bits of stock on the CPU accelerator."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def parameters() -> list[Any]:
 
 @pytest.mark.promise("P1", "P2")
 @pytest.mark.parametrize(("selection", "case", "arms"), parameters())
-def test_training_beside_an_mpu_on_the_device_has_the_bits_of_stock(
+def test_training_beside_tensor_parallelism_on_the_device_has_the_bits_of_stock(
     selection: str, case: TensorParallelCase, arms: tuple[str, ...], trained_by_selection: dict[str, TrainingOnce]
 ) -> None:
     for rank, by_name in enumerate(trained_by_selection[selection].answers_by_name(2)):
@@ -66,4 +66,6 @@ def test_training_beside_an_mpu_on_the_device_has_the_bits_of_stock(
 
 
 def test_the_choice_has_an_overflow_on_one_rank_of_a_model() -> None:
-    assert {case.dtype for case, *_ in selected(CHOICE)} == {"bf16", "fp16"}
+    cases = [case for case, *_ in selected(CHOICE)]
+    assert {case.dtype for case in cases} == {"bf16", "fp16"}
+    assert {case.layout for case in cases} == {"AutoTP", "mpu"}

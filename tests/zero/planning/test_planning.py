@@ -15,7 +15,14 @@ from deep_opt_states.host.cores import CoreShare
 from deep_opt_states.zero.start import planning
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from perf_model.prediction.hardware import REQUIRED, HardwareProfile
+from perf_model.prediction.overlap_windows import Windows
+from perf_model.schedule.action import ActionKind
+from perf_model.schedule.cutting import cut_into_units
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Partition
 from tests.launch import Finished, run_ranks
+from tests.model.costs import cost
 from tests.model.profiles import RATES, profile
 from tests.tiers import thorough
 
@@ -42,6 +49,30 @@ def test_a_quick_profile_is_measured_with_the_threads_and_cores_of_training(monk
     share = CoreShare(threads=2, cores=(3, 5), launch_cores=(0,), reason="")
     planning._load_profile(Config(), AcceleratorChoice(HostDevice(), slots_on_host=True), share)
     assert requested == [{"threads": 2, "cores": (3, 5)}]
+
+
+@pytest.mark.parametrize(
+    ("uses", "used_before_layer"),
+    [(["embed", "layer", "head"], 1 / 3), (["embed", *["layer"] * 5, "head"], 1 / 7), (["layer", "embed", "head"], 0)],
+)
+def test_the_exposed_time_of_fixed_placements_is_predicted_from_the_uses_in_forward(
+    uses: list[str], used_before_layer: float
+) -> None:
+    sub_groups = [[Partition("head", 10**6), Partition("layer", 10**6), Partition("embed", 10**6)]]
+    workload = cut_into_units(sub_groups, 10**6)
+    assert [unit.numel for unit in workload.units] == [10**6] * 3
+    # The layer is updated last, so forward waits for it.
+    plan = UpdatePlan(workload=workload, placements=(Placement.CPU,) * 3, num_slots=1, order=(0, 2, 1))
+    windows = Windows(forward_s=1e-4)
+    predicted = planning._predict(cost(), True, sub_groups, plan, uses, windows)
+    (published_s,) = (
+        span.end_s
+        for span in predicted.timeline.spans
+        if span.action.kind is ActionKind.PUBLISH and span.action.unit == 1
+    )
+    assert predicted.exposed_s == pytest.approx(published_s - 1e-4 * used_before_layer)
+    in_order_of_units = planning._predict(cost(), True, sub_groups, plan, None, windows)
+    assert in_order_of_units.exposed_s == pytest.approx(published_s - 1e-4 / 3)
 
 
 @pytest.mark.parametrize("world_size", [thorough(1), 2])

@@ -67,6 +67,8 @@ def llama(heads: int = 4, key_value_heads: int = 2, width: int = WIDTH) -> torch
         num_attention_heads=heads,
         num_key_value_heads=key_value_heads,
         max_position_embeddings=64,
+        # PyTorch's fused attention for the CPU has other bits than the operators that run on the software GPU.
+        attn_implementation="eager",
     )
     return LossOfCausalModel(LlamaForCausalLM(shape))
 

@@ -77,6 +77,17 @@ def test_shards_of_different_sizes_are_refused_with_the_name_of_autotp() -> None
 
 @pytest.mark.promise("P6")
 @pytest.mark.thorough
+def test_deepspeed_refuses_experts_beside_tensor_parallelism_with_offloading() -> None:
+    """Detect a release that supports it: the plugin has not been tested with it."""
+    for finished in run_ranks(2, ["-m", "tests.zero.tensor_parallel.refused_experts_ranks"], timeout_s=300):
+        assert finished.returncode == 0, finished.output[-5000:]
+        (refused,) = finished.answers()
+        assert "offload with AutoEP+AutoTP folding is not validated yet" in refused["AutoTP"]
+        assert "AutoEP does not currently support tensor model parallelism from mpu" in refused["mpu"]
+
+
+@pytest.mark.promise("P6")
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["AutoTP", "mpu"])
 def test_a_failed_update_on_one_rank_stops_all_ranks_that_share_models(layout: str) -> None:
     for finished in run_ranks(4, ["-m", "tests.zero.tensor_parallel.failing_model_ranks", layout], timeout_s=600):
