@@ -416,7 +416,7 @@ def test_the_picture_of_shared_layers_has_the_exposed_time_of_the_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = job(model="7B", gpu_memory_gb=20, share_layers="model.layers", every=16, unit_size=200_000_000)
-    found = planned(capsys, arguments)
+    found = planned(arguments)
     assert main(["simulate", *arguments, "--output", str(tmp_path)]) == 0
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     exposed_s = sum(event["dur"] for event in events if event["name"] == "exposed update") / 1e6
