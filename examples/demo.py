@@ -21,7 +21,7 @@ import deepspeed
 import torch
 from common.byte_gpt import ByteGPT, Shape, StdlibText
 from common.demo_report import DemoRecord, compare, exactness_table, speed_table
-from common.one_rank import be_the_only_rank_unless_launched
+from common.one_rank import be_the_only_rank_unless_launched, do_not_build_shared_memory_collectives
 from deepspeed.utils import set_log_level_from_string
 from rich.console import Console
 from torch import Tensor
@@ -94,9 +94,7 @@ def compare_bits(console: Console) -> bool:
     # At level "warning", the learning rate schedules of DeepSpeed warn at creation that no step has been trained.
     set_log_level_from_string("error")
     be_the_only_rank_unless_launched()
-    # One rank needs no collectives in shared memory. Do not build their kernel, and do not allocate their buffer of 66
-    # MB in /dev/shm, which DeepSpeed never frees.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    do_not_build_shared_memory_collectives()
     config = json.loads((EXAMPLES / "ds_config.json").read_text())
     without_block = {key: value for key, value in config.items() if key != "deep_optimizer_states"}
     records = []

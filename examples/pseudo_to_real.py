@@ -29,7 +29,7 @@ from typing import Any
 import deepspeed
 import torch
 from common.byte_gpt import ByteGPT, Shape, StdlibText
-from common.one_rank import be_the_only_rank_unless_launched
+from common.one_rank import be_the_only_rank_unless_launched, do_not_build_shared_memory_collectives
 from deepspeed.utils import set_log_level_from_string
 
 from deep_opt_states.sharing import share_layers
@@ -77,7 +77,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     set_log_level_from_string("error")
     be_the_only_rank_unless_launched()
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    do_not_build_shared_memory_collectives()
 
     args.output.mkdir(parents=True, exist_ok=True)
     curves: list[Curve] = []

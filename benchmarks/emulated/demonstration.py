@@ -21,7 +21,7 @@ from benchmarks.emulated.scaled_run import ScaledRun
 from benchmarks.emulated.turns import Arm
 from benchmarks.harness.interleaved_runs import engine_for, weights_digest
 from benchmarks.harness.variants import STOCK, Variant, ours
-from examples.common.one_rank import be_the_only_rank_unless_launched
+from examples.common.one_rank import be_the_only_rank_unless_launched, do_not_build_shared_memory_collectives
 from perf_model.prediction.draw import draw
 from tests.software_gpu import settings
 
@@ -60,6 +60,7 @@ def main() -> None:
     folder = parser.parse_args().output
     folder.mkdir(parents=True, exist_ok=True)
     be_the_only_rank_unless_launched()
+    do_not_build_shared_memory_collectives()
     start_device()
     memory = {"gpu_memory_gb": RUN.free_gb, "gpu_memory_margin_gb": 0.1}
     variants = STOCK, ours("plugin", report=str(folder / "emulated"), **memory, **SHARED)

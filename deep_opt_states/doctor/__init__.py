@@ -40,7 +40,7 @@ def _software() -> Iterator[Finding]:
 def _package(requirement: Requirement) -> Finding:
     version = software.installed_version(requirement.name)
     if requirement.name == "deepspeed":
-        return software.check_deepspeed(version, software.import_error("deepspeed"), software.tried_deepspeed())
+        return software.check_deepspeed(version, software.import_error("deepspeed"))
     return software.check_package(requirement, version)
 
 

@@ -10,9 +10,9 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
 from deep_opt_states.doctor.finding import Finding, Status
+from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED, is_too_old, is_tried
 from perf_model.units import gigabytes
 
 OURS = "deep_opt_states"
@@ -68,13 +68,6 @@ def import_error(name: str) -> Exception | None:
     return None
 
 
-def tried_deepspeed() -> tuple[str, ...]:
-    """Return the releases of DeepSpeed that were tried, the oldest first."""
-    from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED
-
-    return TRIED_DEEPSPEED
-
-
 def accelerator() -> Accelerator:
     """Return the accelerator that DeepSpeed finds. Raise any exception that importing DeepSpeed raises."""
     import torch
@@ -115,23 +108,23 @@ def check_package(requirement: Requirement, version: str | None) -> Finding:
     return Finding(requirement.name, Status.OK, version)
 
 
-def check_deepspeed(version: str | None, error: Exception | None, tried: Sequence[str]) -> Finding:
-    """Check that DeepSpeed can be imported, and that it is one of the releases that were ``tried``, the oldest first.
+def check_deepspeed(version: str | None, error: Exception | None) -> Finding:
+    """Check that DeepSpeed can be imported, and that it is one of the releases that were tried.
 
     A local build tag is ignored. ``version`` is None if DeepSpeed is not installed, and ``error`` is the exception that
     importing it raised. A release that was not tried is a warning, because training verifies it at start.
     """
-    remedy = f"pip install deepspeed=={tried[-1]}"
+    remedy = f"pip install deepspeed=={TRIED_DEEPSPEED[-1]}"
     if version is None:
-        return Finding("deepspeed", Status.FAIL, f"not installed; must be {tried[0]} or later", remedy)
-    if Version(version) < Version(tried[0]):
-        return Finding("deepspeed", Status.FAIL, f"{version}; must be {tried[0]} or later", remedy)
+        return Finding("deepspeed", Status.FAIL, f"not installed; must be {TRIED_DEEPSPEED[0]} or later", remedy)
+    if is_too_old(version):
+        return Finding("deepspeed", Status.FAIL, f"{version}; must be {TRIED_DEEPSPEED[0]} or later", remedy)
     if error is not None:
         found = f"{version}, but import deepspeed fails with {type(error).__name__}: {error}"
         return Finding(
             "deepspeed", Status.FAIL, found, f'Run python -c "import deepspeed" to see the full error, or {remedy}'
         )
-    if version.split("+")[0] not in tried:
+    if not is_tried(version):
         found = f"{version}; was not tried, so training first compares a tiny model with stock"
         return Finding("deepspeed", Status.WARN, found, f"To skip that, {remedy}")
     return Finding("deepspeed", Status.OK, version)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib
+import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -94,6 +95,19 @@ def _name() -> str:
     return f"software_gpu_{digest.hexdigest()[:12]}"
 
 
+def _every_source(folder: Path) -> Path:
+    """Write a file in ``folder`` that includes all sources, and return its path.
+
+    Compiled alone, each source would parse PyTorch's headers, which takes longer than all the rest.
+    """
+    path = folder / "every_source.cpp"
+    # Another process may compile the file at the same time.
+    written = path.with_suffix(f".{os.getpid()}")
+    written.write_text("".join(f'#include "{source}"\n' for source in sorted(FOLDER.glob("*.cpp"))))
+    written.replace(path)
+    return path
+
+
 def compile_library() -> Path:
     """Compile the extension unless that is done, and return the path of the shared library.
 
@@ -106,8 +120,7 @@ def compile_library() -> Path:
     if not compiled.exists():
         try:
             # PyTorch's loader lets one of several processes compile, and the others wait.
-            sources = [str(source) for source in sorted(FOLDER.glob("*.cpp"))]
-            cpp_extension.load(name, sources, extra_cflags=FLAGS, is_python_module=False)
+            cpp_extension.load(name, str(_every_source(folder)), extra_cflags=FLAGS, is_python_module=False)
         except (OSError, RuntimeError, ImportError, SubprocessError) as error:
             raise RuntimeError(
                 f"The software GPU cannot be compiled ({type(error).__name__}: {error}).\n"

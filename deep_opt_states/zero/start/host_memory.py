@@ -96,4 +96,4 @@ def check_locking(slab_bytes: int, numel: int, device: Device[Any], limit_bytes:
 
 
 def _contents(slab_bytes: int, numel: int) -> str:
-    return f"{size(slab_bytes)} for {numel:,} parameters (fp32 parameters and moments, gradients, 16-bit parameters)"
+    return f"{size(slab_bytes)} for {numel:,} parameters (masters and moments, gradients, 16-bit parameters)"

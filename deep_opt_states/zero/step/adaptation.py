@@ -56,7 +56,6 @@ class Replanning:
     ) -> None:
         self._running = running
         self._request = request
-        self._budget = budget
         self._first_uses = first_uses
         self._before_move = before_move
         self._step = 0
@@ -77,7 +76,7 @@ class Replanning:
     @property
     def memory_is_short(self) -> bool:
         """Return whether this rank must give accelerator memory back, and a plan may do so."""
-        return self.memory.exceeds_budget and self._budget.bytes != self._no_plan_for
+        return self.memory.exceeds_budget and self.memory.budget.bytes != self._no_plan_for
 
     def measure(self, step: int, phases: Sequence[PhaseSpan], timeline: Callable[[], Timeline]) -> None:
         """Add the measurements of update number ``step``, unless the CPU updated everything, because of an eviction."""
@@ -126,7 +125,7 @@ class Replanning:
                 if was_evicted:
                     log_this_rank(f"{gigabytes(self.memory.bytes)} of GPU memory hold optimizer states again")
             else:
-                self._budget.limit(self.memory.bytes // 2)
+                self.memory.budget.limit(self.memory.bytes // 2)
                 self._may_restore = False
         return changed
 
@@ -136,7 +135,7 @@ class Replanning:
         if not is_due and not memory_is_short:
             return False
         measured = self._window.medians() if is_due else None
-        seen = gather_values((self._budget.bytes, None if measured is None else measured.to_json_dict()))
+        seen = gather_values((self.memory.budget.bytes, None if measured is None else measured.to_json_dict()))
         least_bytes = max(self._request.fixed_bytes, min(budget_bytes for budget_bytes, _ in seen))
         measurements = [WindowMeasurement.from_json_dict(values) for _, values in seen if values is not None]
         changed = least_bytes != self._agreed_bytes
@@ -146,7 +145,7 @@ class Replanning:
             Budgets(gpu_bytes=least_bytes) if changed else None,
         )
         if plan is None:
-            self._no_plan_for = self._budget.bytes if self.memory.exceeds_budget else None
+            self._no_plan_for = self.memory.budget.bytes if self.memory.exceeds_budget else None
             return False
         return self._adopt(plan)
 
@@ -196,7 +195,7 @@ class Replanning:
         self._may_restore = True
         if not fits:
             needed_bytes = memory_of(plan, self._request.setup).gpu_bytes
-            self._budget.limit(needed_bytes // 2)
+            self.memory.budget.limit(needed_bytes // 2)
             self._policy.running = self._running.plan
             log_rank_0(
                 f"GPU memory is short: a plan that takes {gigabytes(needed_bytes)} could not be reserved on every "

@@ -472,7 +472,7 @@ void register_operators_of_the_cpu() {
   }
 }
 
-const bool registered = (register_operators_of_the_cpu(), true);
+const bool operators_registered = (register_operators_of_the_cpu(), true);
 
 }  // namespace
 

@@ -86,7 +86,7 @@ class Hooks final : public at::PrivateUse1HooksInterface {
   }
 };
 
-const bool registered = [] {
+const bool guard_registered = [] {
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   return true;
 }();
