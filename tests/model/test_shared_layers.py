@@ -99,11 +99,11 @@ def test_layers_stay_gathered_between_their_uses_up_to_the_reuse_distance_of_dee
     assert work.forward_flops == a_job(PRESET).work.forward_flops
 
 
-def test_the_command_plans_for_shared_layers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_plans_for_shared_layers(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**LLAMA, "num_hidden_layers": 8}))
-    own = planned(capsys, job(model=config))
-    shared = planned(capsys, job(model=config, share_layers=PATH, every=2))
+    own = planned(job(model=config))
+    shared = planned(job(model=config, share_layers=PATH, every=2))
     own_numel, numel = (found["inputs"]["model"]["numel"] for found in (own, shared))
     tables = 2 * 128256 * 4096 + 4096
     assert numel - tables == (own_numel - tables) / 4
