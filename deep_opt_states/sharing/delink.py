@@ -121,5 +121,5 @@ def _changed(content: Any, rule: Callable[[Tensor], Tensor], path: Path) -> Any:
         return {**content, "param": rule(content["param"])}
     raise DelinkError(
         f'A moment must be a tensor or a dict with a tensor "param", found {type(content).__name__} in {path}.\n'
-        f"Convert the checkpoint again with DeepSpeed 0.19.8."
+        "Convert the checkpoint again, with the release of DeepSpeed that has saved it."
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,9 @@ Scale = Literal["mean", "sum"]
 
 _POSITION = frozenset(("layer_idx", "layer_id", "layer_number"))
 """Attributes in which layers may differ: models use them to find the layer's part of a KV cache."""
+
+_COMPARED = (bool, int, float, str, tuple, list, FunctionType, BuiltinFunctionType)
+"""Types of attributes in which layers that share their parameters must not differ."""
 
 _REFUSED_SETTINGS = {
     "use_cache": "The layers of a KV cache are found by layer_idx, which shared layers have in common.",
@@ -40,14 +44,16 @@ def share_layers(model: nn.Module, path: str, *, every: int = 1, scale: Scale = 
     by a tensor hook, so that clipping and the moments have the size of those of one layer. ``"sum"`` leaves the sum.
 
     A Hugging Face model can be saved by ``save_pretrained``: all names but the first of each parameter are added to
-    ``_tied_weights_keys``. Raise ``SharingError`` if the layers differ in more than the values of their tensors, or if
-    a setting of the model's config excludes sharing. The model is unchanged then.
+    ``_tied_weights_keys``. Raise ``SharingError`` if the layers differ in more than the values of their tensors (in
+    classes, shapes, or attributes that are numbers, strings, functions, tuples or lists), or if a setting of a config
+    in the model excludes sharing. The model is unchanged then.
     """
     layers = _find_layers(model, path)
     _check_arguments(layers, path, every, scale)
     _check_settings(model)
     for index in range(every, len(layers)):
         _check_same(layers[index % every], layers[index], f"{path}.{index % every}", f"{path}.{index}")
+    _tied_before(model)
     _warn_about_reentrant_checkpointing(model)
 
     uses = Counter(index % every for index in range(len(layers)))
@@ -92,13 +98,15 @@ def _check_arguments(layers: Any, path: str, every: int, scale: str) -> None:
 
 
 def _check_settings(model: nn.Module) -> None:
-    config = getattr(model, "config", None)
-    for name, reason in _REFUSED_SETTINGS.items():
-        if getattr(config, name, False):
-            raise SharingError(
-                f"model.config.{name}: must be False with shared layers, found True. {reason}\n"
-                f"Set model.config.{name} = False."
-            )
+    """Raise ``SharingError`` if a config excludes sharing: that of the model, or of a part, such as its text model."""
+    for path, module in model.named_modules():
+        config = getattr(module, "config", None)
+        for name, reason in _REFUSED_SETTINGS.items():
+            if getattr(config, name, False):
+                setting = f"{path + '.' if path else ''}config.{name}"
+                raise SharingError(
+                    f"{setting}: must be False with shared layers, found True. {reason}\nSet model.{setting} = False."
+                )
 
 
 def _check_same(first: nn.Module, other: nn.Module, first_path: str, other_path: str) -> None:
@@ -119,8 +127,8 @@ def _structure(layer: nn.Module) -> Iterable[tuple[str, object]]:
         prefix = f"{path}." if path else ""
         yield f"{prefix}class", type(module)
         for name, value in vars(module).items():
-            # Modules keep "sliding_window", "attention_type" and the like as attributes.
-            if not name.startswith("_") and name not in _POSITION and isinstance(value, bool | int | float | str):
+            # Modules keep "sliding_window", "attention_type", activation functions and the like as attributes.
+            if not name.startswith("_") and name not in _POSITION and isinstance(value, _COMPARED):
                 yield f"{prefix}{name}", value
     for name, param in layer.named_parameters(remove_duplicate=False):
         # A parameter that zero.Init has partitioned has an empty shape of its own.
@@ -159,6 +167,20 @@ def _divide_gradients(params: Iterable[Any], uses: int) -> None:
             param.register_hook(divided)
 
 
+def _tied_before(model: Any) -> dict[str, str]:
+    """Return the tied names of a Hugging Face model, and the name that each of them is tied to.
+
+    Raise ``SharingError`` if they are a list, as before transformers 5.
+    """
+    tied = getattr(model, "_tied_weights_keys", None) or {}
+    if isinstance(tied, dict):
+        return tied
+    raise SharingError(
+        f"_tied_weights_keys: must be a dict, as in transformers 5, found a {type(tied).__name__} in "
+        f"{type(model).__name__}.\nUpdate transformers and the model's code."
+    )
+
+
 def _declare_tied(model: Any, path: str, num_layers: int, every: int) -> None:
     """Add the further names of shared tensors to the names that ``save_pretrained`` of Hugging Face leaves out."""
     tied = {
@@ -167,5 +189,5 @@ def _declare_tied(model: Any, path: str, num_layers: int, every: int) -> None:
         for name in model.get_submodule(f"{path}.{index}").state_dict()
     }
     # A dict of the class would be shared with other models, so the instance gets one of its own.
-    model._tied_weights_keys = {**(model._tied_weights_keys or {}), **tied}
+    model._tied_weights_keys = {**_tied_before(model), **tied}
     model.all_tied_weights_keys = {**getattr(model, "all_tied_weights_keys", {}), **tied}

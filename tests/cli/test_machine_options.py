@@ -98,8 +98,9 @@ def test_accumulation_offloaded_and_frozen_parameters_are_planned_for(capsys: py
 def test_tensor_parallel_ranks_train_the_same_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     machine = ("--profile", "h100", "--ranks-per-node", "4", "--nodes", "1")
     alone = planned(capsys, *machine)["predicted"]
-    divided = planned(capsys, *machine, "--tensor-parallel", "2")["predicted"]
-    tokens, tokens_of_two = (found["tokens_per_s"] * found["iteration_s"] for found in (alone, divided))
+    divided = planned(capsys, *machine, "--tensor-parallel", "2")
+    assert divided["deepspeed_config"]["tensor_parallel"] == {"autotp_size": 2}
+    tokens, tokens_of_two = (found["tokens_per_s"] * found["iteration_s"] for found in (alone, divided["predicted"]))
     assert tokens_of_two == pytest.approx(tokens / 2)
     assert "tensor_parallel: must divide" in refused(capsys, *machine, "--tensor-parallel", "3")
 

@@ -130,6 +130,24 @@ def shared_before() -> Stack:
     return model
 
 
+def wrapped(**changes: Any) -> torch.nn.Module:
+    """Return a module without a config around a Hugging Face model, as in models of text and images."""
+    return torch.nn.ModuleDict({"inner": llama(**changes)})
+
+
+def unequal_activations() -> Stack:
+    model = Stack(3)
+    for layer, activation in zip(model.model.layers, (torch.relu, torch.relu, torch.sigmoid), strict=True):
+        layer.activation = activation
+    return model
+
+
+def tied_by_list() -> LlamaForCausalLM:
+    model = llama()
+    model._tied_weights_keys = ["lm_head.weight"]
+    return model
+
+
 def sliding_windows() -> Qwen2ForCausalLM:
     changes = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2, "use_cache": False}
     return Qwen2ForCausalLM(Qwen2Config(**SMALL, **changes))
@@ -153,6 +171,9 @@ def scaled_attention() -> GPT2LMHeadModel:
         (unequal_classes, {}, "norm"),
         (partly_frozen, {}, "linear.weight"),
         (partial(llama, use_cache=True), {}, "use_cache: must be False"),
+        (partial(wrapped, use_cache=True), {"path": "inner.model.layers"}, "inner.config.use_cache: must be False"),
+        (unequal_activations, {}, "activation"),
+        (tied_by_list, {}, "_tied_weights_keys: must be a dict"),
         (scaled_attention, {"path": "transformer.h"}, "scale_attn_by_inverse_layer_idx"),
         (sliding_windows, {}, "sliding"),
     ],
