@@ -19,9 +19,6 @@ Scale = Literal["mean", "sum"]
 _POSITION = frozenset(("layer_idx", "layer_id", "layer_number"))
 """Attributes in which layers may differ: models use them to find the layer's part of a KV cache."""
 
-_COMPARED = (bool, int, float, str, tuple, list, FunctionType, BuiltinFunctionType)
-"""Types of attributes in which layers that share their parameters must not differ."""
-
 _REFUSED_SETTINGS = {
     "use_cache": "The layers of a KV cache are found by layer_idx, which shared layers have in common.",
     "scale_attn_by_inverse_layer_idx": "Attention is scaled by layer_idx, which shared layers have in common.",
@@ -45,15 +42,15 @@ def share_layers(model: nn.Module, path: str, *, every: int = 1, scale: Scale = 
 
     A Hugging Face model can be saved by ``save_pretrained``: all names but the first of each parameter are added to
     ``_tied_weights_keys``. Raise ``SharingError`` if the layers differ in more than the values of their tensors (in
-    classes, shapes, or attributes that are numbers, strings, functions, tuples or lists), or if a setting of a config
-    in the model excludes sharing. The model is unchanged then.
+    classes, shapes, or attributes that are numbers, strings, functions, or sequences of these), or if a setting of a
+    config in the model excludes sharing. The model is unchanged then.
     """
     layers = _find_layers(model, path)
     _check_arguments(layers, path, every, scale)
     _check_settings(model)
     for index in range(every, len(layers)):
         _check_same(layers[index % every], layers[index], f"{path}.{index % every}", f"{path}.{index}")
-    _tied_before(model)
+    tied_before = _tied_names(model)
     _warn_about_reentrant_checkpointing(model)
 
     uses = Counter(index % every for index in range(len(layers)))
@@ -63,7 +60,7 @@ def share_layers(model: nn.Module, path: str, *, every: int = 1, scale: Scale = 
         for index in range(every):
             _divide_gradients(layers[index].parameters(), uses[index])
     if hasattr(model, "_tied_weights_keys"):
-        _declare_tied(model, path, len(layers), every)
+        _declare_tied(model, tied_before, path, len(layers), every)
 
 
 def _find_layers(model: nn.Module, path: str) -> Any:
@@ -128,14 +125,28 @@ def _structure(layer: nn.Module) -> Iterable[tuple[str, object]]:
         yield f"{prefix}class", type(module)
         for name, value in vars(module).items():
             # Modules keep "sliding_window", "attention_type", activation functions and the like as attributes.
-            if not name.startswith("_") and name not in _POSITION and isinstance(value, _COMPARED):
-                yield f"{prefix}{name}", value
+            if not name.startswith("_") and name not in _POSITION and (compared := _compared(value)) is not None:
+                yield f"{prefix}{name}", compared
     for name, param in layer.named_parameters(remove_duplicate=False):
         # A parameter that zero.Init has partitioned has an empty shape of its own.
         shape = tuple(getattr(param, "ds_shape", param.shape))
         yield f"{name} (shape, dtype, requires_grad)", (shape, param.dtype, param.requires_grad)
     for name, buffer in layer.named_buffers(remove_duplicate=False):
         yield f"{name} (shape, dtype)", (tuple(buffer.shape), buffer.dtype)
+
+
+def _compared(value: object) -> object:
+    """Return what must be equal in two attributes, or None if such values are not compared: tensors and other objects.
+
+    Functions are compared by their names: each layer may have made its own.
+    """
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, FunctionType | BuiltinFunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, tuple | list):
+        return [_compared(item) for item in value]
+    return None
 
 
 def _warn_about_reentrant_checkpointing(model: nn.Module) -> None:
@@ -167,7 +178,7 @@ def _divide_gradients(params: Iterable[Any], uses: int) -> None:
             param.register_hook(divided)
 
 
-def _tied_before(model: Any) -> dict[str, str]:
+def _tied_names(model: Any) -> dict[str, str]:
     """Return the tied names of a Hugging Face model, and the name that each of them is tied to.
 
     Raise ``SharingError`` if they are a list, as before transformers 5.
@@ -181,7 +192,7 @@ def _tied_before(model: Any) -> dict[str, str]:
     )
 
 
-def _declare_tied(model: Any, path: str, num_layers: int, every: int) -> None:
+def _declare_tied(model: Any, tied_before: dict[str, str], path: str, num_layers: int, every: int) -> None:
     """Add the further names of shared tensors to the names that ``save_pretrained`` of Hugging Face leaves out."""
     tied = {
         f"{path}.{index}.{name}": f"{path}.{index % every}.{name}"
@@ -189,5 +200,5 @@ def _declare_tied(model: Any, path: str, num_layers: int, every: int) -> None:
         for name in model.get_submodule(f"{path}.{index}").state_dict()
     }
     # A dict of the class would be shared with other models, so the instance gets one of its own.
-    model._tied_weights_keys = {**_tied_before(model), **tied}
+    model._tied_weights_keys = {**tied_before, **tied}
     model.all_tied_weights_keys = {**getattr(model, "all_tied_weights_keys", {}), **tied}

@@ -142,6 +142,13 @@ def unequal_activations() -> Stack:
     return model
 
 
+def unequal_sequences() -> Stack:
+    model = Stack(3)
+    for layer, sizes in zip(model.model.layers, ((1, 2), (1, 2), (1, 3)), strict=True):
+        layer.sizes = sizes
+    return model
+
+
 def tied_by_list() -> LlamaForCausalLM:
     model = llama()
     model._tied_weights_keys = ["lm_head.weight"]
@@ -173,6 +180,7 @@ def scaled_attention() -> GPT2LMHeadModel:
         (partial(llama, use_cache=True), {}, "use_cache: must be False"),
         (partial(wrapped, use_cache=True), {"path": "inner.model.layers"}, "inner.config.use_cache: must be False"),
         (unequal_activations, {}, "activation"),
+        (unequal_sequences, {}, "sizes"),
         (tied_by_list, {}, "_tied_weights_keys: must be a dict"),
         (scaled_attention, {"path": "transformer.h"}, "scale_attn_by_inverse_layer_idx"),
         (sliding_windows, {}, "sliding"),
@@ -194,6 +202,15 @@ def test_layers_with_equal_sliding_windows_share() -> None:
     model.model.layers = torch.nn.ModuleList([model.model.layers[index] for index in (0, 2, 1, 3)])
     share_layers(model, "model.layers", every=2)
     assert model.model.layers[3] is model.model.layers[1]
+
+
+def test_layers_whose_attributes_are_tensors_or_functions_of_their_own_share() -> None:
+    model = Stack(3)
+    for layer in model.model.layers:
+        layer.scales = [torch.ones(2), torch.zeros(2)]
+        layer.activation = lambda x: torch.relu(x)
+    share_layers(model, "model.layers")
+    assert model.model.layers[2] is model.model.layers[0]
 
 
 def test_reentrant_checkpointing_is_warned_about() -> None:
