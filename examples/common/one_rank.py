@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import socket
 
-import deepspeed
-
 
 def be_the_only_rank_unless_launched() -> None:
     """Set the environment variables of a launcher for one rank, if no launcher has set them.
@@ -28,4 +26,7 @@ def do_not_build_shared_memory_collectives() -> None:
 
     Its buffer of 66 MB in /dev/shm is then not allocated either. DeepSpeed never frees it.
     """
+    # Importing DeepSpeed takes seconds and chooses the accelerator: callers set the environment before.
+    import deepspeed
+
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
