@@ -25,8 +25,8 @@ from tests.software_gpu.published_configs.training import Steps, TrainedArm, tra
 from tests.software_gpu.ranks import software_process_group
 from tests.zero.parity.training import differences
 
-STOCK_STEPS = Steps(untimed=7, warm_up=1, measured=2)
-OUR_STEPS = Steps(untimed=0, warm_up=7, measured=3)
+STOCK_STEPS = Steps(untimed=7, warm_up=1, measured=3)
+OUR_STEPS = Steps(untimed=0, warm_up=8, measured=3)
 """Both train equally many steps. Stock adapts to nothing, so its first steps need take no time. Ours plans again in the
 backward of the sixth step; the next update loads the states of residents."""
 

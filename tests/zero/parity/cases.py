@@ -352,9 +352,9 @@ CASES = (
         poisoned={1: INF},
     ),
     Case(
-        name="4 ranks, clipping, every kind of placement",
+        name="4 ranks, clipping, every placement",
         thorough=True,
-        blocks=(STREAMED, STRIDE_3, FRACTION, {**CPU, **WITHOUT_FORWARD_OVERLAP}, {**STRIDE_2, **SERIAL}),
+        blocks=(*EVERY_PLACEMENT[1:], {**CPU, **WITHOUT_FORWARD_OVERLAP}, {**STRIDE_2, **SERIAL}),
         world_size=4,
         clip=0.5,
     ),
