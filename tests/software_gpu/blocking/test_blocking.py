@@ -35,7 +35,7 @@ ROWS = {
     "partition_parameters.py:_allgather_params_coalesced": ("step", "gather of the persistent parameters"),
     "stage3.py:independent_gradient_partition_epilogue": ("backward", "reduction of the gradients"),
 }
-REPORT = ("blocking_ranks.py:recorded_synchronize", "blocking_ranks.py:recorded_timeline")
+REPORT = "blocking_ranks.py:recorded_synchronize"
 """The report of the last update, whose waits are recorded separately."""
 
 WHOLE_DEVICE = "synchronize"
@@ -86,7 +86,7 @@ def by_row(variant: dict[str, Any], world_size: int) -> Iterator[Counter[tuple[s
         counted: Counter[tuple[str, str]] = Counter()
         for phase, waits in variant["waits"].items():
             for reason, thread, caller in waits[step]:
-                if caller in REPORT:
+                if caller == REPORT:
                     continue
                 if thread == "worker":
                     assert caller == "early_update.py:update_on_host"
