@@ -14,7 +14,7 @@ from tests.launch import Finished, run_ranks
 
 @dataclass(frozen=True)
 class ProgramRanks:
-    """The program that a module of tests starts; the module has one as ``RANKS``."""
+    """The program that a module of tests starts; the module has one as ``RANKS``, or several as ``SELECTIONS``."""
 
     program: str
     """The name of a module, run by each rank."""
@@ -23,6 +23,11 @@ class ProgramRanks:
     """Return the arguments of the program, given a temporary folder per world size."""
     fresh: Container[int] = ()
     """The world sizes at which each rank needs a fresh interpreter."""
+
+
+def selecting(program: str, *names: str, timeout_s: float) -> ProgramRanks:
+    """Return the ranks of ``program`` whose arguments are the names of what they train."""
+    return ProgramRanks(program, timeout_s=timeout_s, arguments=lambda folder: names)
 
 
 class TrainingOnce:

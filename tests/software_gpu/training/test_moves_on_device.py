@@ -8,23 +8,14 @@ import pytest
 
 from tests.software_gpu.training.moves_on_device_ranks import BOTH, CHOICE, arms_of, selected
 from tests.zero.moves.move_counts import KINDS, MoveCounts, assert_many_moves, total
-from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
+from tests.zero.training_once import TrainingOnce, on_one_worker, selecting
 
 PROGRAM = "tests.software_gpu.training.moves_on_device_ranks"
 STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
 WORLD_SIZES = {CHOICE: (1, 2), **dict.fromkeys((*BOTH, "jitter"), (1, 2, 3))}
 """The numbers of ranks by selection of cases."""
 
-
-@pytest.fixture(scope="module")
-def moved_by_selection(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainingOnce]:
-    """Return the ranks of each selection, started once per world size."""
-
-    def training(selection: str) -> TrainingOnce:
-        ranks = ProgramRanks(PROGRAM, timeout_s=900, arguments=lambda folder: [selection])
-        return TrainingOnce(ranks, lambda: tmp_path_factory.mktemp("ranks"))
-
-    return {selection: training(selection) for selection in WORLD_SIZES}
+SELECTIONS = {name: selecting(PROGRAM, name, timeout_s=900) for name in WORLD_SIZES}
 
 
 def marked(selection: str, *values: Any, name: str) -> Any:
@@ -46,9 +37,9 @@ def marked(selection: str, *values: Any, name: str) -> Any:
     ],
 )
 def test_units_that_move_on_the_device_leave_the_bits_of_stock(
-    selection: str, case: Any, adversaries: tuple[str, ...], moved_by_selection: dict[str, TrainingOnce]
+    selection: str, case: Any, adversaries: tuple[str, ...], trained_by_selection: dict[str, TrainingOnce]
 ) -> None:
-    for rank, by_name in enumerate(moved_by_selection[selection].answers_by_name(case.world_size)):
+    for rank, by_name in enumerate(trained_by_selection[selection].answers_by_name(case.world_size)):
         assert case.name in by_name, "an earlier case failed"
         result = by_name[case.name]
         assert "error" not in result, result["error"]
@@ -62,11 +53,11 @@ def test_units_that_move_on_the_device_leave_the_bits_of_stock(
         assert len(set(result["losses"])) > 2
 
 
-def moves_of(selection: str, world_size: int, moved_by_selection: dict[str, TrainingOnce]) -> list[MoveCounts]:
+def moves_of(selection: str, world_size: int, trained_by_selection: dict[str, TrainingOnce]) -> list[MoveCounts]:
     """Return the moves in all cases of a selection and a number of ranks, of each rank."""
     return [
         total(found["moved"] for result in answers for found in result["arms"].values())
-        for answers in moved_by_selection[selection].answers(world_size)
+        for answers in trained_by_selection[selection].answers(world_size)
     ]
 
 
@@ -80,24 +71,24 @@ def moves_of(selection: str, world_size: int, moved_by_selection: dict[str, Trai
     ],
 )
 def test_a_thousand_units_move_on_the_device_at_each_number_of_ranks(
-    selection: str, world_size: int, moved_by_selection: dict[str, TrainingOnce]
+    selection: str, world_size: int, trained_by_selection: dict[str, TrainingOnce]
 ) -> None:
-    for counts in moves_of(selection, world_size, moved_by_selection):
+    for counts in moves_of(selection, world_size, trained_by_selection):
         assert_many_moves(counts)
 
 
 @pytest.mark.parametrize("selection", [marked(CHOICE, name=CHOICE)])
-def test_units_move_often_on_the_device(selection: str, moved_by_selection: dict[str, TrainingOnce]) -> None:
+def test_units_move_often_on_the_device(selection: str, trained_by_selection: dict[str, TrainingOnce]) -> None:
     for world_size in WORLD_SIZES[selection]:
-        for counts in moves_of(selection, world_size, moved_by_selection):
+        for counts in moves_of(selection, world_size, trained_by_selection):
             assert_many_moves(counts, least={1: 300, 2: 100}[world_size], recut_plans=5)
 
 
 @pytest.mark.parametrize("selection", [marked(selection, name=selection) for selection in BOTH])
 def test_moving_states_are_evicted_with_offloaded_parameters(
-    selection: str, moved_by_selection: dict[str, TrainingOnce]
+    selection: str, trained_by_selection: dict[str, TrainingOnce]
 ) -> None:
-    (by_name,) = moved_by_selection[selection].answers_by_name(1)
+    (by_name,) = trained_by_selection[selection].answers_by_name(1)
     counts = total(
         found["moved"]
         for case, _ in selected(selection, 1)

@@ -9,23 +9,14 @@ import pytest
 from tests.software_gpu.settings import ADVERSARIES
 from tests.software_gpu.training.parity_on_device_ranks import CHOICE, EVERY_CASE, selected
 from tests.zero.parity.cases import QUICK
-from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
+from tests.zero.training_once import TrainingOnce, on_one_worker, selecting
 
 PROGRAM = "tests.software_gpu.training.parity_on_device_ranks"
 STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
 WORLD_SIZES = {CHOICE: (1, 2), **dict.fromkeys(ADVERSARIES, (1, 2)), **dict.fromkeys(EVERY_CASE, (1, 2, 4))}
 """The numbers of ranks by selection of cases."""
 
-
-@pytest.fixture(scope="module")
-def trained_by_selection(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainingOnce]:
-    """Return the ranks of each selection, started once per world size."""
-
-    def training(selection: str) -> TrainingOnce:
-        ranks = ProgramRanks(PROGRAM, timeout_s=900, arguments=lambda folder: [selection])
-        return TrainingOnce(ranks, lambda: tmp_path_factory.mktemp("ranks"))
-
-    return {selection: training(selection) for selection in WORLD_SIZES}
+SELECTIONS = {name: selecting(PROGRAM, name, timeout_s=900) for name in WORLD_SIZES}
 
 
 def params_of(selection: str, world_size: int) -> list[Any]:

@@ -8,23 +8,12 @@ import pytest
 
 from tests.software_gpu.training.tensor_parallel_on_device_ranks import CHOICE, EVERY_CASE, STOCK, selected
 from tests.zero.tensor_parallel.cases import TensorParallelCase
-from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
+from tests.zero.training_once import TrainingOnce, on_one_worker, selecting
 
 PROGRAM = "tests.software_gpu.training.tensor_parallel_on_device_ranks"
 CLASSES = {STOCK: "DeepSpeedZeroOptimizer_Stage3"}
 OURS = "DeepOptimizerStates_Stage3"
-SELECTIONS = (CHOICE, *EVERY_CASE)
-
-
-@pytest.fixture(scope="module")
-def trained_by_selection(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainingOnce]:
-    """Return the two ranks of each selection, started once."""
-
-    def training(selection: str) -> TrainingOnce:
-        ranks = ProgramRanks(PROGRAM, timeout_s=900, arguments=lambda folder: [selection])
-        return TrainingOnce(ranks, lambda: tmp_path_factory.mktemp("ranks"))
-
-    return {selection: training(selection) for selection in SELECTIONS}
+SELECTIONS = {name: selecting(PROGRAM, name, timeout_s=900) for name in (CHOICE, *EVERY_CASE)}
 
 
 def parameters() -> list[Any]:

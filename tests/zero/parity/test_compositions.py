@@ -6,30 +6,20 @@ from typing import Any
 
 import pytest
 
-from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
+from tests.zero.training_once import TrainingOnce, on_one_worker, selecting
 
 PROGRAM = "tests.zero.parity.composition_ranks"
 
-SELECTIONS = {
+MODELS = {
     "quick": ("transformers", "peft", "traced by torch.compile"),
     "ulysses": ("ulysses",),
     "thorough": ("torch.compile",),
 }
 """The models that the same ranks train."""
 
+SELECTIONS = {name: selecting(PROGRAM, *models, timeout_s=300) for name, models in MODELS.items()}
+
 WORLD_SIZES = {"quick": 1, "ulysses": 2, "thorough": 1}
-
-
-@pytest.fixture(scope="module")
-def trained_by_selection(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainingOnce]:
-    """Return the ranks of each selection, started once."""
-    return {
-        selection: TrainingOnce(
-            ProgramRanks(PROGRAM, timeout_s=300, arguments=lambda folder, names=names: names),  # type: ignore[misc]
-            lambda: tmp_path_factory.mktemp("ranks"),
-        )
-        for selection, names in SELECTIONS.items()
-    }
 
 
 def grouped(selection: str, name: str) -> Any:
@@ -42,7 +32,7 @@ def grouped(selection: str, name: str) -> Any:
 
 @pytest.mark.promise("P1")
 @pytest.mark.parametrize(
-    ("selection", "name"), [grouped(selection, name) for selection, names in SELECTIONS.items() for name in names]
+    ("selection", "name"), [grouped(selection, name) for selection, names in MODELS.items() for name in names]
 )
 def test_transformers_peft_compiled_and_ulysses_models_train_to_the_bits_of_stock(
     selection: str, name: str, trained_by_selection: dict[str, TrainingOnce]

@@ -17,28 +17,19 @@ PROGRAM = "tests.zero.parity.parity_ranks"
 STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
 
 
-@pytest.fixture(scope="module")
-def trained_by_tier(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, TrainingOnce]:
-    """Return the ranks that train the cases of ``make test``, and those of the others, started once per world size."""
+def ranks_of(tier: str) -> ProgramRanks:
+    """Return the ranks that train the cases of ``make test`` (``quick``), or all others (``thorough``)."""
     # Fresh ranks hash strings differently, as under a user's launcher: an order that depends on it would differ. One
     # rank has no other to differ from. Four run the code of two, and would import it for 30 s.
-    return {
-        thorough: TrainingOnce(
-            ProgramRanks(
-                PROGRAM,
-                timeout_s=400,
-                arguments=lambda folder, tier=tier: [tier, str(folder / "results")],  # type: ignore[misc]
-                fresh=(2, 3),
-            ),
-            lambda: tmp_path_factory.mktemp("ranks"),
-        )
-        for thorough, tier in ((False, "quick"), (True, "thorough"))
-    }
+    return ProgramRanks(PROGRAM, timeout_s=400, arguments=lambda folder: [tier, str(folder / "results")], fresh=(2, 3))
 
 
-def results_of(case: Case, name: str, trained_by_tier: dict[bool, TrainingOnce]) -> list[dict[str, Any]]:
+SELECTIONS = {tier: ranks_of(tier) for tier in ("quick", "thorough")}
+
+
+def results_of(case: Case, name: str, trained_by_selection: dict[str, TrainingOnce]) -> list[dict[str, Any]]:
     """Return the result that has this name, of the ranks that train ``case``."""
-    trained = trained_by_tier[case.thorough]
+    trained = trained_by_selection["thorough" if case.thorough else "quick"]
     trained.finished(case.world_size)
     results = []
     for rank in range(case.world_size):
@@ -59,10 +50,10 @@ def grouped(name: str, case: Case) -> Any:
 @pytest.mark.promise("P1", "P2", "P4")
 @pytest.mark.parametrize("name", [grouped(case.name, case) for case in CASES])
 def test_training_in_every_placement_and_setting_has_the_bits_of_stock(
-    name: str, trained_by_tier: dict[bool, TrainingOnce]
+    name: str, trained_by_selection: dict[str, TrainingOnce]
 ) -> None:
     case = BY_NAME[name]
-    for rank, result in enumerate(results_of(case, name, trained_by_tier)):
+    for rank, result in enumerate(results_of(case, name, trained_by_selection)):
         assert result["stock class"] == STOCK
         for variant, found in result["differences"].items():
             assert result["classes"][variant] == (STOCK if variant.endswith("to stock") else OURS)
@@ -86,16 +77,18 @@ def test_training_in_every_placement_and_setting_has_the_bits_of_stock(
 
 @pytest.mark.parametrize("name", [grouped(case.name, case) for case in DEPARTURES])
 def test_a_missing_gradient_is_zero_where_stock_reuses_the_last_one(
-    name: str, trained_by_tier: dict[bool, TrainingOnce]
+    name: str, trained_by_selection: dict[str, TrainingOnce]
 ) -> None:
     """Check the departure from stock. When stock no longer differs, the departure is obsolete."""
-    for rank, result in enumerate(results_of(BY_NAME[name], name, trained_by_tier)):
+    for rank, result in enumerate(results_of(BY_NAME[name], name, trained_by_selection)):
         for variant, found in result["differences"].items():
             assert found == [], f"rank {rank}, {variant}"
         assert result["stock differs"], f"rank {rank}"
 
 
 @pytest.mark.parametrize("name", [grouped(name, BY_NAME[case]) for name, (case, *_) in NAIVE.items()])
-def test_every_naive_rewrite_changes_bits_in_some_case(name: str, trained_by_tier: dict[bool, TrainingOnce]) -> None:
-    ranks = results_of(BY_NAME[NAIVE[name][0]], name, trained_by_tier)
+def test_every_naive_rewrite_changes_bits_in_some_case(
+    name: str, trained_by_selection: dict[str, TrainingOnce]
+) -> None:
+    ranks = results_of(BY_NAME[NAIVE[name][0]], name, trained_by_selection)
     assert any(result["differences"]["naive"] for result in ranks)
