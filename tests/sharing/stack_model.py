@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 WIDTH, TOKENS = 10, 13
+
+Checkpointing = Literal["reentrant", "non-reentrant"]
 
 
 class StackLayer(nn.Module):
@@ -24,18 +28,21 @@ class StackLayer(nn.Module):
 class Stack(nn.Module):
     """An embedding, ``num_layers`` layers in ``self.model.layers`` and a head; the forward returns the loss."""
 
-    def __init__(self, num_layers: int, *, recomputed: bool = False) -> None:
+    def __init__(self, num_layers: int, *, checkpointing: Checkpointing | None = None) -> None:
         super().__init__()
         self.embed = nn.Embedding(TOKENS, WIDTH)
         self.model = nn.Module()
         self.model.layers = nn.ModuleList(StackLayer() for _ in range(num_layers))
         self.head = nn.Linear(WIDTH, TOKENS)
-        self._recomputed = recomputed
+        self._checkpointing = checkpointing
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         for layer in self.model.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self._recomputed else layer(x)
+            if self._checkpointing is None:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self._checkpointing == "reentrant")
         logits = self.head(x).float()
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, dims=1).flatten())
 

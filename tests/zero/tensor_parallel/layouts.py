@@ -114,26 +114,42 @@ class AllReducedGradient(torch.autograd.Function):
         return grad, None
 
 
-class MegatronBlock(torch.nn.Module):
-    """A feed-forward block whose first layer is divided by columns, and whose second by rows."""
+class MegatronExpert(torch.nn.Module):
+    """A feed-forward network whose first layer is divided by columns, and whose second by rows."""
 
     def __init__(self, group: Any) -> None:
         super().__init__()
         self.group = group
-        self.norm = torch.nn.LayerNorm(WIDTH)
-        self.columns = torch.nn.Linear(WIDTH, 2 * INNER // MODEL_RANKS)
-        self.rows = torch.nn.Linear(2 * INNER // MODEL_RANKS, WIDTH, bias=False)
+        self.columns = torch.nn.Linear(WIDTH, INNER // MODEL_RANKS)
+        self.rows = torch.nn.Linear(INNER // MODEL_RANKS, WIDTH, bias=False)
         for param in (*self.columns.parameters(), *self.rows.parameters()):
             # DeepSpeed adds the norms of such parameters over the ranks that share the model.
             param.model_parallel = True  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.columns(AllReducedGradient.apply(self.norm(x), self.group))
-        return x + AllReduced.apply(self.rows(torch.nn.functional.gelu(inner)), self.group)
+        inner = self.columns(AllReducedGradient.apply(x, self.group))
+        return AllReduced.apply(self.rows(torch.nn.functional.gelu(inner)), self.group)
+
+
+class MegatronBlock(torch.nn.Module):
+    """A mixture of two experts, each divided among the ranks. Every rank has the gate, which weights their outputs."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.gate = torch.nn.Linear(WIDTH, 2, bias=False)
+        self.experts = torch.nn.ModuleList(MegatronExpert(group) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        weights = self.gate(normed).softmax(dim=-1)
+        for index, expert in enumerate(self.experts):
+            x = x + weights[..., index, None] * expert(normed)
+        return x
 
 
 class MegatronNet(torch.nn.Module):
-    """Feed-forward blocks between an embedding and a head that every rank has; it returns the loss of ``tokens``."""
+    """Blocks of experts between an embedding and a head that every rank has; it returns the loss of ``tokens``."""
 
     def __init__(self, group: Any) -> None:
         super().__init__()
@@ -192,8 +208,8 @@ def layouts() -> dict[str, SharedModel]:
             make=lambda: MegatronNet(mpu.get_model_parallel_group()),
             mpu=mpu,
             config={},
-            sharded="blocks.1.rows",
-            by_name={"blocks.1.": "streamed", "columns.weight": "cpu", "embed": "resident"},
+            sharded="blocks.1.experts.0.rows",
+            by_name={"blocks.1.experts.": "streamed", ".experts.": "cpu", "embed": "resident"},
         ),
     }
 
