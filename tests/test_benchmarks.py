@@ -93,6 +93,7 @@ def test_every_exact_variant_is_bit_identical_to_stock(name: str, tmp_path: Path
         "overhead",
         "planner",
         "scaling",
+        "simulated_scaling",
         "slots",
     ],
 )

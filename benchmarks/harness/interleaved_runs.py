@@ -24,6 +24,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import deep_opt_states  # noqa: F401 (activates where the package is not installed)
+from benchmarks.harness.bf16_products import are_computed_in_fp32, compute_in_fp32
 from benchmarks.harness.overrides import restored_process
 from benchmarks.harness.setting import TrainingSetting
 from benchmarks.harness.sizes import Repetitions
@@ -232,6 +233,8 @@ def run_interleaved(variants: Sequence[Variant], setting: TrainingSetting, repet
 @contextmanager
 def engine_for(variant: Variant, setting: TrainingSetting) -> Iterator[Any]:
     """Yield a fresh engine. At the end, free its memory and let the process run on its former cores."""
+    if are_computed_in_fp32():
+        compute_in_fp32()
     with restored_process(), variant.overrides():
         if torch.cuda.is_available():
             torch.cuda.reset_peak_host_memory_stats()

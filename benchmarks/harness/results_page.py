@@ -11,7 +11,16 @@ from typing import Any
 from jinja2 import Environment
 
 from benchmarks.harness.charts import chart_file_of, varying
-from benchmarks.harness.rows import BENCHMARKS, COMPLETE, EMULATED, format_row, format_setting, machine_of, read_rows
+from benchmarks.harness.rows import (
+    BENCHMARKS,
+    COMPLETE,
+    EMULATED,
+    SIMULATED,
+    format_row,
+    format_setting,
+    machine_of,
+    read_rows,
+)
 from benchmarks.harness.targets import check_targets
 
 Rows = list[dict[str, Any]]
@@ -132,7 +141,7 @@ def _describe_run(rows: Rows) -> dict[str, Any]:
     for row in rows:
         by_keys.setdefault(tuple(row["setting"]), []).append(row)
     return {
-        "how": EMULATED if all(EMULATED in row["quantity"] for row in rows) else "Measured",
+        "how": _how_made(rows),
         "machine": " with ".join(filter(None, [first["gpu"], first["cpu"], f"{first['cores']} cores"])),
         "versions": ", ".join(f"{package} {version}" for package, version in first["versions"].items()),
         "date": first["date"],
@@ -140,6 +149,12 @@ def _describe_run(rows: Rows) -> dict[str, Any]:
         "chart": chart_file_of(rows),
         "tables": [_ResultTable.from_rows(rows_of_table) for rows_of_table in by_keys.values()],
     }
+
+
+def _how_made(rows: Rows) -> str:
+    if all(EMULATED in row["quantity"] for row in rows):
+        return EMULATED
+    return SIMULATED if all(row["variant"] == SIMULATED for row in rows) else "Measured"
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ BENCHMARKS = {
     "planner": "How good are the plans, and how long does planning take?",
     "overhead": "How much does the plugin cost where it cannot gain anything?",
     "scaling": "How does the gain change with more ranks?",
+    "simulated_scaling": "How would the gain change on clusters of up to 512 GPUs? (SIMULATED)",
     "slots": "Would more staging slots hide more of the update, and when is memory free for them? (EMULATED)",
     "emulated": "How long do stock and ours take on EMULATED machines, and what does the model predict?",
 }
@@ -48,6 +49,9 @@ BENCHMARKS = {
 
 EMULATED = "EMULATED"
 """The word in the quantity of every row whose seconds are those of an emulated machine."""
+
+SIMULATED = "SIMULATED"
+"""The variant of rows that ``perf_model`` predicts, for machines on which nothing runs."""
 
 PACKAGES = ("torch", "deepspeed", "triton", "numpy")
 """The packages whose versions each row records."""

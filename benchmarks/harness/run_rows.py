@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks.harness.bf16_products import are_computed_in_fp32
 from benchmarks.harness.interleaved_runs import EngineRun, InterleavedRuns
 from benchmarks.harness.rows import Row
 from benchmarks.harness.setting import TrainingSetting
@@ -15,7 +16,10 @@ from benchmarks.harness.variants import STOCK, Variant
 
 def labels_of(variant: str, setting: TrainingSetting) -> dict[str, Any]:
     """Return the fields that all rows of a variant share, to be passed to ``Row`` as keywords."""
-    return {"variant": variant, "setting": {**asdict(setting), "parameters": setting.parameters}}
+    described = {**asdict(setting), "parameters": setting.parameters}
+    if are_computed_in_fp32():
+        described["bf16_products"] = "in fp32"
+    return {"variant": variant, "setting": described}
 
 
 def waived_rows(variants: Sequence[Variant], quantity: str, setting: TrainingSetting) -> Iterator[Row]:
