@@ -88,7 +88,8 @@ def _differences(names: list[str], model: Path | None) -> tuple[list[str], list[
     if model is None:
         return [], []
     expected = [name for name, _ in read_hf_config(model).parameters()]
-    return [name for name in expected if name not in set(names)], [name for name in names if name not in set(expected)]
+    in_checkpoint, in_model = set(names), set(expected)
+    return [name for name in expected if name not in in_checkpoint], [name for name in names if name not in in_model]
 
 
 def _print(report: DelinkReport, real: Path) -> None:

@@ -5,6 +5,7 @@ The strategy is that of M6-10T (arXiv 2110.03888). ``scale="mean"`` is Algorithm
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections import Counter
 from collections.abc import Iterable
@@ -25,6 +26,9 @@ _REFUSED_SETTINGS = {
 }
 """Settings of Hugging Face configs with which a shared layer does not compute what a layer of its own does."""
 
+_CONFIGS = ("config", "generation_config")
+"""The attributes of Hugging Face models that hold such settings."""
+
 
 class SharingError(ValueError):
     """The layers cannot share their parameters. The message has the rule, the value found and the remedy."""
@@ -39,11 +43,13 @@ def share_layers(model: nn.Module, path: str, *, every: int = 1, scale: Scale = 
 
     Autograd adds up the gradients of all uses of a parameter. ``scale="mean"`` divides this sum by the number of uses,
     by a tensor hook, so that clipping and the moments have the size of those of one layer. ``"sum"`` leaves the sum.
+    Parameters that replace those of a layer later, as AutoTP does under ``zero.Init``, get the hook in their first
+    forward, unless that is compiled.
 
     A Hugging Face model can be saved by ``save_pretrained``: all names but the first of each parameter are added to
-    ``_tied_weights_keys``. Raise ``SharingError`` if the layers differ in more than the values of their tensors (in
-    classes, shapes, or attributes that are numbers, strings, functions, or sequences of these), or if a setting of a
-    config in the model excludes sharing. The model is unchanged then.
+    ``_tied_weights_keys``. Raise ``SharingError`` if the layers differ in more than the values of their parameters (in
+    classes, shapes, buffers, or attributes that are numbers, strings, functions, or sequences of these), or if a
+    setting of a config in the model excludes sharing. The model is unchanged then.
     """
     layers = _find_layers(model, path)
     _check_arguments(layers, path, every, scale)
@@ -58,7 +64,7 @@ def share_layers(model: nn.Module, path: str, *, every: int = 1, scale: Scale = 
         layers[index] = layers[index % every]
     if scale == "mean":
         for index in range(every):
-            _divide_gradients(layers[index].parameters(), uses[index])
+            _divide_gradients_of(layers[index], uses[index])
     if hasattr(model, "_tied_weights_keys"):
         _declare_tied(model, tied_before, path, len(layers), every)
 
@@ -95,19 +101,23 @@ def _check_arguments(layers: Any, path: str, every: int, scale: str) -> None:
 
 
 def _check_settings(model: nn.Module) -> None:
-    """Raise ``SharingError`` if a config excludes sharing: that of the model, or of a part, such as its text model."""
-    for path, module in model.named_modules():
-        config = getattr(module, "config", None)
+    """Raise ``SharingError`` if a config excludes sharing: that of the model, or of a part, such as its text model.
+
+    ``generate`` reads ``use_cache`` from a config of its own, which is made together with the model.
+    """
+    places = ((path, module, kind) for path, module in model.named_modules() for kind in _CONFIGS)
+    for path, module, kind in places:
+        config = getattr(module, kind, None)
         for name, reason in _REFUSED_SETTINGS.items():
             if getattr(config, name, False):
-                setting = f"{path + '.' if path else ''}config.{name}"
+                setting = f"{path + '.' if path else ''}{kind}.{name}"
                 raise SharingError(
                     f"{setting}: must be False with shared layers, found True. {reason}\nSet model.{setting} = False."
                 )
 
 
 def _check_same(first: nn.Module, other: nn.Module, first_path: str, other_path: str) -> None:
-    """Raise ``SharingError`` unless the two layers differ in the values of their tensors only."""
+    """Raise ``SharingError`` unless the two layers differ in the values of their parameters only."""
     expected, found = dict(_structure(first)), dict(_structure(other))
     for name in expected.keys() | found.keys():
         if expected.get(name) != found.get(name):
@@ -132,7 +142,7 @@ def _structure(layer: nn.Module) -> Iterable[tuple[str, object]]:
         shape = tuple(getattr(param, "ds_shape", param.shape))
         yield f"{name} (shape, dtype, requires_grad)", (shape, param.dtype, param.requires_grad)
     for name, buffer in layer.named_buffers(remove_duplicate=False):
-        yield f"{name} (shape, dtype)", (tuple(buffer.shape), buffer.dtype)
+        yield f"{name} (shape, dtype, digest of the values)", (tuple(buffer.shape), buffer.dtype, _digest(buffer))
 
 
 def _compared(value: object) -> object:
@@ -147,6 +157,14 @@ def _compared(value: object) -> object:
     if isinstance(value, tuple | list):
         return [_compared(item) for item in value]
     return None
+
+
+def _digest(buffer: Tensor) -> str:
+    """Return a digest of the values, or an empty text on the meta device, where there are none."""
+    if buffer.is_meta:
+        return ""
+    values = buffer.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
 
 
 def _warn_about_reentrant_checkpointing(model: nn.Module) -> None:
@@ -167,15 +185,43 @@ def _warn_about_reentrant_checkpointing(model: nn.Module) -> None:
             return
 
 
-def _divide_gradients(params: Iterable[Any], uses: int) -> None:
-    """Divide the gradient of each trainable parameter by ``uses``."""
+class _DividedBy:
+    """A tensor hook that divides a gradient by the number of uses."""
 
-    def divided(gradient: Tensor) -> Tensor:
-        return torch.div(gradient, uses)
+    def __init__(self, uses: int) -> None:
+        self._uses = uses
 
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return torch.div(gradient, self._uses)
+
+
+class _BeforeForward:
+    """A hook of a shared layer that divides the gradients of parameters that the layer did not have before.
+
+    A parameter can be replaced, copied or made trainable after ``share_layers``, and has no tensor hook then.
+    """
+
+    def __init__(self, uses: int) -> None:
+        self._uses = uses
+
+    def __call__(self, layer: nn.Module, args: object) -> None:
+        if not torch.compiler.is_compiling():
+            _add_missing_hooks(layer, self._uses)
+
+
+def _divide_gradients_of(layer: nn.Module, uses: int) -> None:
+    """Divide the gradients of the layer's trainable parameters by ``uses``, also of those that it will have later."""
+    if uses > 1:
+        _add_missing_hooks(layer, uses)
+        layer.register_forward_pre_hook(_BeforeForward(uses))
+
+
+def _add_missing_hooks(layer: nn.Module, uses: int) -> None:
+    params: Iterable[Any] = layer.parameters()
     for param in params:
-        if uses > 1 and param.requires_grad:
-            param.register_hook(divided)
+        hooks = param._backward_hooks or {}
+        if param.requires_grad and not any(isinstance(hook, _DividedBy) for hook in hooks.values()):
+            param.register_hook(_DividedBy(uses))
 
 
 def _tied_names(model: Any) -> dict[str, str]:

@@ -134,7 +134,7 @@ def train(case: SharingCase, block: Block) -> tuple[Record, Tensors, Tensors, li
 
 def compare(case: SharingCase) -> dict[str, Any]:
     # Stock fails under reentrant checkpointing, where a shared parameter's gradient arrives once per use. The reference
-    # is stock without it: the gradients are added in the same order, and the division by four uses is exact.
+    # is non-reentrant: the gradients are added in the same order, and the division by four uses is exact.
     reference = replace(case, checkpointing="non-reentrant") if case.checkpointing == "reentrant" else case
     stock, weights, stock_gradients, _ = train(reference, None)
     ours, _, our_gradients, uses = train(case, BLOCK)

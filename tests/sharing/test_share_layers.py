@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -87,6 +88,38 @@ def test_mean_divides_the_sum_of_the_gradients_by_the_number_of_uses(every: int,
         assert gradient.abs().sum() > 0
 
 
+def replaced(model: Stack) -> Stack:
+    """Replace a parameter, as AutoTP does under ``zero.Init``."""
+    linear = model.model.layers[0].linear
+    linear.weight = torch.nn.Parameter(linear.weight.detach().clone())
+    return model
+
+
+def unfrozen(model: Stack) -> Stack:
+    for param in model.model.layers[0].parameters():
+        param.requires_grad_(True)
+    return model
+
+
+@pytest.mark.parametrize(("change", "frozen"), [(replaced, False), (copy.deepcopy, False), (unfrozen, True)])
+def test_parameters_that_change_after_sharing_have_mean_gradients(change: Any, frozen: bool) -> None:
+    gradients = {}
+    for scale in ("sum", "mean"):
+        torch.manual_seed(5)
+        model = Stack(4)
+        for layer in model.model.layers:
+            layer.requires_grad_(not frozen)
+        share_layers(model, "model.layers", scale=scale)
+        model = change(model)
+        for _ in range(2):
+            model.zero_grad()
+            model(tokens(0, 0)).backward()
+        gradients[scale] = {name: param.grad for name, param in model.model.named_parameters()}
+    for name, gradient in gradients["sum"].items():
+        assert torch.equal(gradient / 4, gradients["mean"][name]), name
+        assert gradient.abs().sum() > 0
+
+
 def test_a_hugging_face_model_with_shared_layers_is_saved_once_and_loaded(tmp_path: Path) -> None:
     model = llama()
     share_layers(model, "model.layers", every=2)
@@ -149,6 +182,20 @@ def unequal_sequences() -> Stack:
     return model
 
 
+def unequal_buffers() -> Stack:
+    model = Stack(3)
+    for layer, size in zip(model.model.layers, (2.0, 2.0, 3.0), strict=True):
+        layer.register_buffer("window", torch.tensor(size))
+    return model
+
+
+def caching_generation() -> LlamaForCausalLM:
+    """Return a model whose ``use_cache`` was set after it was made, when ``generate`` has a config of its own."""
+    model = llama(use_cache=True)
+    model.config.use_cache = False
+    return model
+
+
 def tied_by_list() -> LlamaForCausalLM:
     model = llama()
     model._tied_weights_keys = ["lm_head.weight"]
@@ -181,6 +228,8 @@ def scaled_attention() -> GPT2LMHeadModel:
         (partial(wrapped, use_cache=True), {"path": "inner.model.layers"}, "inner.config.use_cache: must be False"),
         (unequal_activations, {}, "activation"),
         (unequal_sequences, {}, "sizes"),
+        (unequal_buffers, {}, "window (shape, dtype, digest of the values)"),
+        (caching_generation, {}, "generation_config.use_cache: must be False"),
         (tied_by_list, {}, "_tied_weights_keys: must be a dict"),
         (scaled_attention, {"path": "transformer.h"}, "scale_attn_by_inverse_layer_idx"),
         (sliding_windows, {}, "sliding"),

@@ -32,5 +32,6 @@ def check_even_shards(sub_groups: Sequence[Sequence[Partition]]) -> None:
         f"the same sizes on all ranks, found {numel:,} elements of {name} on rank 0 and {other_numel:,} elements of "
         f"{other_name} on rank {rank}.\n"
         f"Choose a size that divides the attention heads, the key-value heads and the widths of the model: AutoTP "
-        f'divides others unevenly. Or set "enabled": false in "{CONFIG_KEY}".'
+        f"divides others unevenly. Without tensor parallelism, build the same model on every rank. "
+        f'Or set "enabled": false in "{CONFIG_KEY}".'
     )

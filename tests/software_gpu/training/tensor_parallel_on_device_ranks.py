@@ -18,8 +18,9 @@ from unittest import mock
 
 from deep_opt_states.config import Config
 from deep_opt_states.zero.start import planning
+from perf_model.replanning.measurements import FIRST_STEPS
 from tests.launch import answer
-from tests.model.profiles import profile
+from tests.model.profiles import RATES, profile
 from tests.software_gpu.plugged import plugged
 from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import ADVERSARIES
@@ -45,6 +46,13 @@ _CHOSEN = {
 }
 
 
+STEPS = FIRST_STEPS + 3
+"""The steps of each run. After the first of them, the plugin plans with the windows and the memory that it measured."""
+
+SLOW_CPU = {**RATES, "cpu_adam_params_per_s": 1e7, "cpu_adam_beside_transfers_params_per_s": 1e7}
+"""The rates of a machine on which the planner prefers the device even for the small models of these tests."""
+
+
 def selected(selection: str) -> Iterator[tuple[TensorParallelCase, str, tuple[str, ...]]]:
     """Yield the cases of the selection, each with its adversary and the names of its arms."""
     for case in CASES:
@@ -61,20 +69,21 @@ def train_on_device(case: TensorParallelCase, layout: SharedModel, adversary: st
     plans = block is not None and Config(**block).may_plan
     with (
         plugged(replace(settings, rates=MACHINE)) if plans else plugged(settings, chunk_bytes=CHUNK_BYTES),
-        mock.patch.object(planning, "quick_profile", return_value=profile()),
+        mock.patch.object(planning, "quick_profile", return_value=profile(SLOW_CPU)),
     ):
-        return run(case, layout, block)
+        return run(case, layout, block, STEPS)
 
 
 def compare(case: TensorParallelCase, layout: SharedModel, adversary: str, arms: tuple[str, ...]) -> dict[str, Any]:
     """Train the case with stock on the CPU accelerator, then the arms on the device, and return the differences."""
-    expected = run(case, layout, None)
+    expected = run(case, layout, None, STEPS)
     found = {}
     for arm in arms:
         record = train_on_device(case, layout, adversary, arm)
         found[arm] = {
             "class": record.optimizer_class,
             "deferred": record.deferred,
+            "placements": sorted(record.placements),
             "differences": differences(expected, record),
         }
     return {"arms": found, "numbers": expected.numbers}

@@ -47,6 +47,8 @@ def test_training_beside_tensor_parallelism_on_the_device_has_the_bits_of_stock(
         for arm, found in result["arms"].items():
             assert found["differences"] == [], f"rank {rank}, {arm}"
             assert found["class"] == CLASSES.get(arm, OURS)
+            if arm == "planned":
+                assert found["placements"] != ["cpu"], "the device updates nothing"
             if arm != STOCK:
                 assert found["deferred"] >= 2, f"{arm}: too few updates that overlap with forward"
         numbers = result["numbers"]

@@ -40,6 +40,8 @@ class Record:
     """The number of forwards that began while an update was in flight."""
     published: set[int] = field(default_factory=set)
     """The units that forward waited for then."""
+    placements: set[str] = field(default_factory=set)
+    """The placements of the last plan's units, if the program records them."""
 
 
 def make_engine(case: Case, block: Block) -> Any:

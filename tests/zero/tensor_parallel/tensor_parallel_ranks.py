@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from perf_model.training_run.shards import shard_numel
 from tests.fork_server import import_all
 from tests.launch import answer
 from tests.zero.on_accelerator import on_accelerator
@@ -22,7 +23,15 @@ from tests.zero.parity.training import Block, Record, collect, differences, reco
 from tests.zero.placed_parameters import placements_by_name
 from tests.zero.process_group import process_group
 from tests.zero.tensor_parallel.cases import ARMS, BY_NAME, CASES, PLACEMENTS, QUICK, SETTINGS, TensorParallelCase
-from tests.zero.tensor_parallel.layouts import MODEL_RANKS, VOCABULARY, SharedModel, data_rank, layouts, model_rank
+from tests.zero.tensor_parallel.layouts import (
+    MODEL_RANKS,
+    VOCABULARY,
+    SharedModel,
+    data_rank,
+    layouts,
+    llama,
+    model_rank,
+)
 
 STEPS = 5
 OVERFLOW_STEP = 2
@@ -121,13 +130,29 @@ def train(engine: Any, case: TensorParallelCase, layout: SharedModel, steps: int
     return record
 
 
-def run(case: TensorParallelCase, layout: SharedModel, block: Block) -> Record:
+def run(case: TensorParallelCase, layout: SharedModel, block: Block, steps: int = STEPS) -> Record:
     """Train the case in an engine of its own. With rules by name, check where they place parameters."""
     with closing_engine_of(case, layout, block) as engine:
-        record = train(engine, case, layout)
+        record = train(engine, case, layout, steps)
         if block is not None and block.get("placement") == layout.rules:
             assert misplaced(engine, layout) == []
+        if block is not None:
+            record.placements = {placement.value for placement in placements_by_name(engine.optimizer).values()}
         return record
+
+
+def planned_numel() -> float:
+    """Return how many elements of AutoTP's model ``plan --tensor-parallel`` counts per rank."""
+    with torch.device("meta"):
+        model = llama()
+    shards = sum(shard_numel(name, param.numel(), MODEL_RANKS) for name, param in model.named_parameters())
+    return shards / (dist.get_world_size() // MODEL_RANKS)
+
+
+def norms_numel() -> int:
+    """Return the elements of AutoTP's model in its norms, which the plan counts as whole."""
+    with torch.device("meta"):
+        return sum(param.numel() for name, param in llama().named_parameters() if "norm" in name)
 
 
 def block_of(arm: str, layout: SharedModel) -> dict[str, Any]:
@@ -159,6 +184,9 @@ def main(cases: tuple[TensorParallelCase, ...]) -> None:
             {
                 "name": case.name,
                 "numbers": stock.numbers,
+                "elements": sum(tensor.numel() for name, tensor in stock.tensors.items() if name.startswith("master")),
+                "planned elements": planned_numel(),
+                "elements of norms": norms_numel(),
                 "masters": sum(name.startswith("master") for name in stock.tensors),
                 "classes": [record.optimizer_class for record in (stock, *found.values())],
                 "differences": {arm: differences(stock, record) for arm, record in found.items()},

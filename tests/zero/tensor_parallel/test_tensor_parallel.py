@@ -57,6 +57,9 @@ def test_training_beside_tensor_parallelism_has_the_bits_of_stock(
         numbers = found["numbers"]
         assert len(numbers["step"]) >= 3, "a case must have several sub-groups"
         assert found["masters"] >= 14
+        if case.layout == "AutoTP" and case.zero_init:
+            unplanned = found["planned elements"] - found["elements"]
+            assert 0 <= unplanned <= found["elements of norms"], "`plan --tensor-parallel` plans for another model"
         if case.setting != "plain":
             assert any(0.1 < norm < float("inf") for norm in numbers["norm"]), "clipping was never active"
         assert numbers["skipped"][-1] == (case.dtype == "fp16"), "the overflow on one rank skips one step on all"
