@@ -50,15 +50,15 @@ console = Console(width=160)
 
 @contextmanager
 def tree_of(commit: str) -> Iterator[Path]:
-    """Check ``commit`` out with the benchmark of this tree, and yield the folder."""
+    """Check ``commit`` out with the benchmark of this tree, and yield the folder. Its predictions are its own."""
     with TemporaryDirectory() as parent:
         folder = Path(parent) / "tree"
         git = ["git", "-C", str(REPOSITORY), "worktree"]
         subprocess.run([*git, "add", "--quiet", "--detach", str(folder), commit], check=True)
         try:
-            shutil.copytree(
-                REPOSITORY / "benchmarks" / "emulated", folder / "benchmarks" / "emulated", dirs_exist_ok=True
-            )
+            emulated_here, emulated_there = (tree / "benchmarks" / "emulated" for tree in (REPOSITORY, folder))
+            keep = shutil.ignore_patterns("prediction.py")
+            shutil.copytree(emulated_here, emulated_there, ignore=keep, dirs_exist_ok=True)
             yield folder
         finally:
             subprocess.run([*git, "remove", "--force", str(folder)], check=True)

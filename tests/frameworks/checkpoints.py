@@ -7,15 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 
-def contents(folder: Path) -> dict[str, Any]:
-    """Return every tensor as bytes, and every number of the optimizer, by its file and its keys in that file."""
+def contents(folder: Path, pattern: str = "*_states.pt") -> dict[str, Any]:
+    """Return every tensor as bytes, and every number of the optimizer, by its file and its keys in that file.
+
+    ``pattern`` selects the files: those of DeepSpeed, or those of ``safetensors``.
+    """
     return {
         f"{file.relative_to(folder)}{keys}": leaf
-        for file in sorted(folder.rglob("*_states.pt"))
-        for keys, leaf in _leaves(torch.load(file, weights_only=False), "")
+        for file in sorted(folder.rglob(pattern))
+        for keys, leaf in _leaves(_load(file), "")
     }
+
+
+def _load(file: Path) -> Any:
+    return load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=False)
 
 
 def _leaves(value: Any, keys: str) -> Iterator[tuple[str, Any]]:

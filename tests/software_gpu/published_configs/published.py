@@ -1,7 +1,7 @@
-"""State the ZeRO-3 offload configs that LLaMA-Factory and axolotl publish.
+"""State the ZeRO-3 offload configs that LLaMA-Factory, axolotl, ms-swift and OpenRLHF publish.
 
 The settings are those of the files, key by key, and were compared with the files when they were written here. The files
-themselves are not copied; both projects have the Apache-2.0 licence. The Trainer fills in what is ``"auto"``.
+themselves are not copied; all these projects have the Apache-2.0 licence. The Trainer fills in what is ``"auto"``.
 
 - ``LLAMA_FACTORY``: ``examples/deepspeed/ds_z3_offload_config.json`` of hiyouga/LLaMA-Factory, commit
   98ea0e8109298ddad5a539a17e0078bdcc3a9f43. It offloads the parameters, too.
@@ -9,6 +9,11 @@ themselves are not copied; both projects have the Apache-2.0 licence. The Traine
   1348cc9a50b02eb2f7fa717b170ac47956ed6ae1. It offloads the optimizer alone.
 - ``AXOLOTL``: ``deepspeed_configs/zero3_bf16_cpuoffload_all.json`` of axolotl-ai-cloud/axolotl, commit
   1377ccc3e46bdc1c8b01a9c23da57446b85aa1d5. It offloads the parameters, too, and makes each parameter a sub-group.
+- ``MS_SWIFT``: ``swift/config/zero3_offload.json`` of modelscope/ms-swift, commit
+  b228e40f11f2a8f4b67761bc92597ccb5b4f1739. Its settings of ZeRO are those of ``LLAMA_FACTORY``.
+- ``OPENRLHF``: what ``get_train_ds_config`` in ``openrlhf/utils/deepspeed/deepspeed_utils.py`` of OpenRLHF/OpenRLHF,
+  commit 0a3fbcef054830110a33165744ee8499df218377, returns for ``--zero_stage 3 --adam_offload`` and defaults otherwise.
+  OpenRLHF adds the batch sizes, and passes a ``DeepSpeedCPUAdam`` to ``deepspeed.initialize``.
 
 Axolotl's ``zero3_bf16_cpuoffload_params.json`` keeps the optimizer states on the GPU. There is nothing to interleave,
 and the plugin refuses it.
@@ -88,6 +93,45 @@ AXOLOTL: dict[str, Any] = {
     },
     "bf16": {"enabled": True},
     "wall_clock_breakdown": False,
+}
+
+MS_SWIFT: dict[str, Any] = {
+    **{key: value for key, value in LLAMA_FACTORY.items() if key != "zero_allow_untested_optimizer"},
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": False,
+}
+
+OPENRLHF: dict[str, Any] = {
+    "steps_per_print": 100,
+    "zero_optimization": {
+        "stage": 3,
+        "offload_param": {"device": "none"},
+        "offload_optimizer": _ON_CPU,
+        **dict.fromkeys(
+            (
+                "sub_group_size",
+                "stage3_max_live_parameters",
+                "stage3_max_reuse_distance",
+                "stage3_param_persistence_threshold",
+                "stage3_prefetch_bucket_size",
+                "reduce_bucket_size",
+            ),
+            AUTO,
+        ),
+        "zero_hpz_partition_size": 1,
+        "zero_quantized_weights": False,
+        "zero_quantized_gradients": False,
+        "reduce_scatter": True,
+    },
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False},
+    "gradient_clipping": 1.0,
+    "prescale_gradients": False,
+    "wall_clock_breakdown": False,
+    "data_types": {"grad_accum_dtype": None},
+    "checkpoint": {"load_universal": False},
+    "compile": {"deepcompile": False},
+    "tensor_parallel": {"autotp_size": 1},
 }
 
 PUBLISHED = {"LLaMA-Factory": LLAMA_FACTORY, "LLaMA-Factory, partial": LLAMA_FACTORY_PARTIAL, "axolotl": AXOLOTL}

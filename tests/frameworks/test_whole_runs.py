@@ -1,0 +1,84 @@
+"""Test whole runs of the frameworks on two ranks: evaluation, the best model, generation, and what users see first."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.frameworks.checkpoints import contents
+from tests.launch import Finished, run_ranks
+
+STOCK, PLUGIN = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
+WORLD_SIZE = 2
+RUNS = ["Trainer", "LLaMA-Factory", "axolotl", "ms-swift", "Accelerate", "OpenRLHF"]
+OURS = "[deep_opt_states]"
+
+# One worker of pytest-xdist runs all tests, so that the fixture is created once.
+pytestmark = [pytest.mark.xdist_group("whole runs"), pytest.mark.thorough]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("whole_runs")
+
+
+@pytest.fixture(scope="module")
+def whole_runs(saved: Path) -> list[Finished]:
+    # GPUs are hidden, because frameworks would use them.
+    ranks = run_ranks(WORLD_SIZE, ["-m", "tests.frameworks.whole_runs", str(saved)], 400, CUDA_VISIBLE_DEVICES="")
+    for finished in ranks:
+        assert finished.returncode == 0, finished.output[-5000:]
+    return ranks
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.promise("P1", "P3", "P4")
+def test_a_whole_run_reports_and_saves_the_bits_of_stock(name: str, whole_runs: list[Finished], saved: Path) -> None:
+    for finished in whole_runs:
+        stock, plugin = (found for found in finished.answers() if found["run"] == name)
+        assert (stock["optimizers"], plugin["optimizers"]) == ([STOCK], [PLUGIN])
+        assert plugin["report"] == stock["report"]
+        check_report(name, stock["report"])
+    for pattern in ("*_states.pt", "*.safetensors"):
+        found, expected = contents(saved / name / "plugin", pattern), contents(saved / name / "stock", pattern)
+        assert found.keys() == expected.keys()
+        assert [key for key in expected if found[key] != expected[key]] == []
+    assert any("exp_avg_sq" in key for key in contents(saved / name / "stock"))
+
+
+def check_report(name: str, report: dict[str, Any]) -> None:
+    """Check that stock's run did what the name of the run promises."""
+    if name == "OpenRLHF":
+        assert len({tuple(losses) for losses in report["losses"]}) == 4
+    elif name != "Accelerate":
+        assert report["steps"] == 4
+        evaluated = [entry["eval_loss"] for entry in report["history"] if "eval_loss" in entry]
+        assert len(evaluated) == 4
+        assert report["loss of the best"] == min(evaluated)
+        assert len({entry["loss"] for entry in report["history"] if "loss" in entry}) == 4
+    else:
+        assert len(report["losses"]) == 4
+        assert all(len(tokens[0]) == 6 for tokens in report["generated"])
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_first_ten_lines_state_that_the_plugin_is_on_and_what_it_planned(
+    name: str, whole_runs: list[Finished]
+) -> None:
+    """Check the screen of rank 0: one line about the cores, and one about the plan. Other ranks print nothing."""
+    first, second = whole_runs
+    assert OURS not in second.output
+    off = [line for line in lines_of(first, name, "stock") if OURS in line]
+    assert all("switched off by DEEP_OPT_STATES=0: training with stock DeepSpeed" in line for line in off)
+    cores, plan, *_ = (line for line in lines_of(first, name, "plugin")[:10] if OURS in line)
+    assert "CPU update on rank 0: 1 thread" in cores
+    assert re.search(r"\d+ units, [\d,]+ parameters: .*\d+ streamed .* plan \w+$", plan)
+
+
+def lines_of(finished: Finished, name: str, variant: str) -> list[str]:
+    """Return the lines of one run."""
+    _, found = finished.output.split(f"run {name} with {variant}\n")
+    return re.split(r"^run [\w-]+ with \w+$", found, flags=re.MULTILINE)[0].splitlines()
