@@ -15,7 +15,7 @@ export DS_ACCELERATOR ?= cpu
 # PyTorch compiles the kernels with Ninja, which it finds only in PATH.
 WITH_NINJA := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-.PHONY: help demo test test-all stress compat gpu-check gpu-measure gpu-bench lint wheel clean
+.PHONY: help demo test test-all test-oldest stress compat gpu-check gpu-measure gpu-bench lint wheel clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,9 @@ test-all: $(INSTALLED)  ## Run all tests
 	    'from tests.software_gpu.library import compile_library; print(compile_library())'
 	@$(WITH_NINJA) $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder \
 	    $(tier) $(PYTEST_OPTIONS)
+
+test-oldest: $(INSTALLED)  ## Train a few golden cases with the oldest supported release of DeepSpeed
+	@$(WITH_NINJA) $(VENV)/bin/python -m pytest tests/compat
 
 MINUTES ?= 10
 

@@ -34,6 +34,7 @@ from benchmarks.emulated.run import EmulatedRun, SmallModel, load_average
 from benchmarks.emulated.small_copies import small_copy_rows
 from benchmarks.emulated.turns import Arm, Turns, train_in_turns
 from benchmarks.harness.rows import Row
+from benchmarks.harness.targets import EMULATED_SPEEDUP
 from benchmarks.harness.variants import NO_OVERLAP
 from deep_opt_states.report.comparison import median_windows
 from perf_model.prediction.simulate import NO_WINDOWS
@@ -135,6 +136,8 @@ def _rows(arm: Arm, stock: Arm, predicted: PredictedArm, **labels: Any) -> Itera
     else:
         ratios = [step / without for step, without in zip(arm.host_step_s, without_adam_s, strict=True)]
         yield Row(quantity=HOST_STEP_RATIO, unit="times", samples=ratios, **labels)
+        speedups = [stock_s / ours_s for stock_s, ours_s in zip(stock.iteration_s, arm.iteration_s, strict=True)]
+        yield Row(quantity=EMULATED_SPEEDUP, unit="times", samples=speedups, **labels)
     yield from _compared("EMULATED update", predicted.update_s, update_s, **labels)
     cpu_s = "CPU time of this machine per EMULATED iteration"
     yield Row(quantity=cpu_s, unit="s", samples=arm.cpu_s, **labels)

@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import Environment
 
 from benchmarks.harness.charts import chart_file_of, varying
+from benchmarks.harness.headline import HEAD, headline, summary
 from benchmarks.harness.rows import (
     BENCHMARKS,
     COMPLETE,
@@ -28,11 +29,42 @@ Rows = list[dict[str, Any]]
 LONGEST_CELL = 40
 """Length in characters of the longest text in a table. Longer texts are listed below their table."""
 
+LONGEST_TABLE = 12
+"""Number of lines of the longest table that is not folded."""
+
 _MARKDOWN = Environment(autoescape=False, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
 _MARKDOWN.filters["cells"] = lambda cells: " | ".join(cell.replace("|", "\\|") for cell in cells)
 _PAGE = _MARKDOWN.from_string(
     """\
 # Results of the benchmarks
+
+{% if headline %}
+{{ summary }}{% if unmeasured %} **No GPU has been measured yet.**{% endif %}
+
+
+| {{ head|cells }} |
+|{{ "---|" * head|length }}
+{% for line in headline %}
+| {{ line|cells }} |
+{% endfor %}
+
+*Both train the same model on the same data, to the same bits. An iteration is the median. A measured speed-up is the
+median of the ratios of runs in turns, with the 20th to the 80th percentile. An EMULATED row is no measurement of a GPU:
+a small model trains for real on a GPU in software, and copies, kernels and updates take the time that they would take
+on the machine, by the rates of a preset.*
+
+{% endif %}
+## Aims
+
+{% for line in targets %}
+{% if loop.first %}
+| aim | status | measured |
+|---|---|---|
+{% endif %}
+| {{ line|cells }} |
+{% endfor %}
+
+## How to read this page
 
 `python -m benchmarks report` writes this page from the rows in `benchmarks/results/`. It shows the last complete run of
 each benchmark on each machine. A cell has the median and, in parentheses, the 20th to the 80th percentile. A cell is
@@ -47,12 +79,6 @@ measured on a GPU: its seconds are those of an emulated machine (`benchmarks/emu
 
 {{ unmeasured }}
 {% endif %}
-
-| target | status | measured |
-|---|---|---|
-{% for line in targets %}
-| {{ line|cells }} |
-{% endfor %}
 
 {% for name, question in benchmarks.items() %}
 ## {{ name }}: {{ question }}
@@ -69,6 +95,11 @@ measured on a GPU: its seconds are those of an emulated machine (`benchmarks/emu
 {% endif %}
 {% for table in run.tables %}
 
+{% if table.folded %}
+<details>
+<summary>{{ table.summary }}</summary>
+
+{% endif %}
 {% if table.same %}
 Setting of all rows: {{ table.same }}
 
@@ -85,6 +116,10 @@ Setting of all rows: {{ table.same }}
 {% for note in table.notes %}
 - {{ note }}
 {% endfor %}
+
+{% endif %}
+{% if table.folded %}
+</details>
 {% endif %}
 {% endfor %}
 
@@ -112,6 +147,9 @@ def render(runs_by_benchmark: dict[str, list[Rows]]) -> str:
         runs={name: [_describe_run(run) for run in runs] for name, runs in runs_by_benchmark.items()},
         unmeasured="" if any(row["gpu"] for row in rows) else _NO_GPU_ROWS,
         targets=check_targets(rows),
+        head=HEAD,
+        headline=(lines := headline(runs_by_benchmark)),
+        summary=summary(lines),
     )
 
 
@@ -147,7 +185,7 @@ def _describe_run(rows: Rows) -> dict[str, Any]:
         "date": first["date"],
         "commit": first["commit"],
         "chart": chart_file_of(rows),
-        "tables": [_ResultTable.from_rows(rows_of_table) for rows_of_table in by_keys.values()],
+        "tables": [_ResultTable.from_rows(table, first=not number) for number, table in enumerate(by_keys.values())],
     }
 
 
@@ -159,15 +197,31 @@ def _how_made(rows: Rows) -> str:
 
 @dataclass(frozen=True)
 class _ResultTable:
-    """A line for each variant and setting, and a column for each quantity. ``same`` is the setting of all lines."""
+    """A line for each variant and setting, and a column for each quantity. ``same`` is the setting of all lines.
+
+    Of a run, only the first table is shown at once, and only if it is short; the others are folded.
+    """
 
     same: str
     head: list[str]
     lines: list[list[str]]
     notes: list[str]
+    first: bool
+
+    @property
+    def folded(self) -> bool:
+        """Return whether a reader has to open the table."""
+        return not self.first or len(self.lines) > LONGEST_TABLE
+
+    @property
+    def summary(self) -> str:
+        """Return the line that opens the table."""
+        varying_keys = ", ".join(self.head[: self.head.index("variant")])
+        count = "1 line" if len(self.lines) == 1 else f"{len(self.lines)} lines"
+        return f"{count}{f' by {varying_keys}' if varying_keys else ''}"
 
     @classmethod
-    def from_rows(cls, rows: Rows) -> _ResultTable:
+    def from_rows(cls, rows: Rows, *, first: bool) -> _ResultTable:
         """Return the table of rows whose settings have the same keys."""
         keys = varying([row["setting"] for row in rows])
         same = {key: value for key, value in rows[0]["setting"].items() if key not in keys}
@@ -184,6 +238,7 @@ class _ResultTable:
                 [*names, *(cells.get(column, "") for column in columns)] for names, cells in lines.items() if columns
             ],
             notes=[*_notes(rows), *_waivers(rows)],
+            first=first,
         )
 
 

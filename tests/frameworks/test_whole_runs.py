@@ -1,4 +1,4 @@
-"""Test whole runs of the frameworks on two ranks: evaluation, the best model, generation, and what users see first."""
+"""Test whole runs of the frameworks on two ranks: evaluation, the best model, generation, and the first lines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_whole_run_reports_and_saves_the_bits_of_stock(name: str, whole_runs: 
 
 
 def check_report(name: str, report: dict[str, Any]) -> None:
-    """Check that stock's run did what the name of the run promises."""
+    """Check that stock's run did all that the name of the run promises."""
     if name == "OpenRLHF":
         assert len({tuple(losses) for losses in report["losses"]}) == 4
     elif name != "Accelerate":

@@ -1,4 +1,4 @@
-"""Train whole runs as users of the frameworks have them, with stock and with the plugin, and report what they return.
+"""Train whole runs as users of the frameworks have them, with stock and with the plugin, and report their results.
 
 All runs share one process per rank, since imports take most of the time of a run.
 

@@ -11,9 +11,9 @@ themselves are not copied; all these projects have the Apache-2.0 licence. The T
   1377ccc3e46bdc1c8b01a9c23da57446b85aa1d5. It offloads the parameters, too, and makes each parameter a sub-group.
 - ``MS_SWIFT``: ``swift/config/zero3_offload.json`` of modelscope/ms-swift, commit
   b228e40f11f2a8f4b67761bc92597ccb5b4f1739. Its settings of ZeRO are those of ``LLAMA_FACTORY``.
-- ``OPENRLHF``: what ``get_train_ds_config`` in ``openrlhf/utils/deepspeed/deepspeed_utils.py`` of OpenRLHF/OpenRLHF,
-  commit 0a3fbcef054830110a33165744ee8499df218377, returns for ``--zero_stage 3 --adam_offload`` and defaults otherwise.
-  OpenRLHF adds the batch sizes, and passes a ``DeepSpeedCPUAdam`` to ``deepspeed.initialize``.
+- ``OPENRLHF``: the config that ``get_train_ds_config`` in ``openrlhf/utils/deepspeed/deepspeed_utils.py`` of
+  OpenRLHF/OpenRLHF, commit 0a3fbcef054830110a33165744ee8499df218377, returns for ``--zero_stage 3 --adam_offload`` and
+  defaults otherwise. OpenRLHF adds the batch sizes, and passes a ``DeepSpeedCPUAdam`` to ``deepspeed.initialize``.
 
 Axolotl's ``zero3_bf16_cpuoffload_params.json`` keeps the optimizer states on the GPU. There is nothing to interleave,
 and the plugin refuses it.
