@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 from deep_opt_states.profiler.ranks import Ranks, call_on_all_ranks
 from perf_model.prediction.hardware import MATMUL_SIZE
 
-METHOD = 7
+METHOD = 8
 """The version of the method, increased when a probe begins to measure something else: cached profiles are then measured
 again."""
 

@@ -79,6 +79,7 @@ def read_inputs(options: argparse.Namespace, world_size: int | None, micro_batch
         recompute=not options.no_recompute,
         accumulation=options.accumulation,
         offload_param=options.offload_param,
+        split_masters=options.split_masters,
         trainable_share=options.trainable_share,
         tensor_parallel=options.tensor_parallel,
         attention=options.attention,
@@ -89,8 +90,8 @@ def read_inputs(options: argparse.Namespace, world_size: int | None, micro_batch
     if options.unit_size is not None:
         _check_unit_size(options.unit_size, job)
     profile = _profile(machine.path) if machine.path is not None else _preset(machine.preset, job)
-    for name in ("gpu_memory_gb", "gpu_memory_margin_gb"):
-        if getattr(options, name) is not None and not profile.has_accelerator:
+    for name in ("gpu_memory_gb", "gpu_memory_margin_gb", "split_masters"):
+        if getattr(options, name) not in (None, False) and not profile.has_accelerator:
             option = f"--{name.replace('_', '-')}"
             found = printable(str(machine.path))
             rule = f"{option}: needs a profile of a machine with a GPU, found {found}, which has none."

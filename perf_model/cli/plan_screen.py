@@ -12,7 +12,7 @@ from perf_model.cli.plan_json import deepspeed_config
 from perf_model.cli.unit_runs import UnitRun, unit_runs
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.schedule.placement import Placement
-from perf_model.training_run.forecast import Forecast
+from perf_model.training_run.forecast import Forecast, OtherMasters
 from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.predictor import Infeasible, PredictedIteration
 from perf_model.units import billions, percent, seconds, significant, size
@@ -58,7 +58,10 @@ def print_screen(found: Forecast, inputs: Inputs) -> None:
             show(f"{TITLES[name]}: {outcome.reason}")
     show(_legend(inputs.overheads))
     show(f"\n{_bounds(found)}")
-    show(f"memory: {_memory(found, inputs)}\n")
+    show(f"memory: {_memory(found, inputs)}")
+    if found.other_masters is not None:
+        show(_other_masters(found, found.other_masters))
+    show("")
     show(_placements(found))
     runs = unit_runs(found)
     console.print(_units(runs[:MAX_ROWS]))
@@ -171,6 +174,20 @@ def _memory(found: Forecast, inputs: Inputs) -> str:
     )
     return ", ".join(
         f"{name} {size(taken)} of {'no limit' if limit is None else size(limit)}" for name, taken, limit in kinds
+    )
+
+
+def _other_masters(found: Forecast, other: OtherMasters) -> str:
+    """Return what split masters gain with this plan: host memory, and exposed time."""
+    saved_bytes = abs(found.memory.host_bytes - other.memory.host_bytes)
+    exposed_s = [seconds(outcome.exposed_update_s) for outcome in (other.predicted, found.predicted)]
+    if found.job.split_masters:
+        which, (before_s, after_s) = "split masters, compared with whole ones", exposed_s
+    else:
+        which, (after_s, before_s) = "with --split-masters", exposed_s
+    return (
+        f"{which} and the same placements: {size(saved_bytes)} less host memory per node, {after_s} exposed instead of "
+        f"{before_s}"
     )
 
 

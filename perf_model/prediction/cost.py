@@ -209,8 +209,8 @@ class CostModel:
     ) -> CostModel:
         """Return the cost model of our update.
 
-        ``splits_masters`` changes the traffic of host memory. The rate of the CPU update alone stays that of the
-        profile, which was measured with whole masters.
+        ``splits_masters`` changes the traffic of host memory, and the rate of the CPU update. A profile that has no
+        rate of split masters, because an earlier version measured it, gives the rate of whole ones.
 
         If the profile has no rate of an accelerator at all, the accelerator is the CPU itself. Raise ``ProfileError``
         if it has some of these rates and lacks others that are needed.
@@ -221,7 +221,8 @@ class CostModel:
             params_on_host=params_on_host or not profile.has_accelerator,
             splits_masters=splits_masters,
         )
-        return cls._from_traffic(profile, traffic, profile.rate("cpu_adam_params_per_s"))
+        cpu = profile.get("split_cpu_adam_params_per_s") if splits_masters else None
+        return cls._from_traffic(profile, traffic, cpu or profile.rate("cpu_adam_params_per_s"))
 
     @classmethod
     def _from_traffic(

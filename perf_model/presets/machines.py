@@ -99,6 +99,9 @@ class MachinePreset:
             "pageable_d2h_bytes_per_s": self.pageable_bytes_per_s,
             "copy_latency_s": 1e-5,
             "cpu_adam_params_per_s": self._cpu_adam_params_per_s(host, traffic_by_action(PARAM_BYTES), ranks),
+            "split_cpu_adam_params_per_s": self._cpu_adam_params_per_s(
+                host, traffic_by_action(PARAM_BYTES, splits_masters=True), ranks
+            ),
             "stock_cpu_adam_params_per_s": self._cpu_adam_params_per_s(
                 host, stock_traffic_by_action(PARAM_BYTES), ranks
             ),

@@ -143,7 +143,9 @@ class Predictor:
         self._training_limit = _less(limits.gpu, limits.gpu_margin) if profile.has_accelerator else host
         self._training_bytes = job.gpu_bytes if profile.has_accelerator else job.memory.allocated_bytes
         left_bytes = _less(self._training_limit, self._training_bytes)
-        self.cost = CostModel.from_profile(profile, PARAM_BYTES, params_on_host=job.offload_param)
+        self.cost = CostModel.from_profile(
+            profile, PARAM_BYTES, params_on_host=job.offload_param, splits_masters=job.split_masters
+        )
         if profile.has_accelerator:
             if left_bytes is not None and left_bytes >= 0:
                 # PyTorch gives up its cache if training needs the memory, but a plan takes its memory for good.

@@ -33,6 +33,9 @@ def test_each_action_moves_the_bytes_per_parameter_that_are_documented() -> None
     # Of a split master, the 16-bit parameter and 16 bits more are read and written.
     split = CostModel.from_profile(profile(), splits_masters=True)
     assert split.load(ActionKind.CPU_STEP, NUMEL).amounts[Resource.DRAM] == (16 + 2 + 2 * 4) * NUMEL
+    assert split.load(ActionKind.CPU_STEP, NUMEL).alone_s == pytest.approx(NUMEL / 1.5e9), "the rate of whole masters"
+    measured = CostModel.from_profile(profile({**RATES, "split_cpu_adam_params_per_s": 1.6e9}), splits_masters=True)
+    assert measured.load(ActionKind.CPU_STEP, NUMEL).alone_s == pytest.approx(NUMEL / 1.6e9)
     # Stock scales the gradient in place, runs Adam, and rounds.
     stock = CostModel.for_stock(profile()).load(ActionKind.CPU_STEP, NUMEL)
     assert stock.amounts[Resource.DRAM] == (8 + 28 + 6) * NUMEL
