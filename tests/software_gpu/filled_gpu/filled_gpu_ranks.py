@@ -256,10 +256,16 @@ def added_slots() -> None:
     compare("an added slot that fails", steps[:5], memory, mock.patch.object(Slot, "reserve", failing), STREAMED)
 
 
+def slots_of_each_rank() -> None:
+    """Let each rank add as many slots as fit into the memory of its own GPU; the last rank's has less."""
+    compare("slots of each rank", [*FIRST, *FIRST], 200 * 2**20 - 120 * 2**20 * last_rank(), case=STREAMED)
+
+
 SELECTIONS: dict[str, Callable[[], None]] = {
     "demotions": demotions,
     "restorations": restorations,
     "added slots": added_slots,
+    "slots of each rank": slots_of_each_rank,
     **{name: partial(grow, name, growth) for name, growth in (GROWTH | RAMPS).items()},
 }
 

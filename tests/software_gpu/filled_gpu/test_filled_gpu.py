@@ -123,6 +123,17 @@ def test_slots_are_added_in_free_memory_and_leave_it_before_a_forward_that_needs
     assert 2 < fewer < streamed, "an allocation that fails means fewer slots"
 
 
+@pytest.mark.promise("P1")
+@pytest.mark.thorough
+def test_ranks_with_different_numbers_of_slots_have_the_bits_of_stock() -> None:
+    """Check that the ranks call the same collectives in the same order, although they issue actions at other times."""
+    first, second = (by_name(finished)["slots of each rank"] for finished in trained("slots of each rank", 2))
+    for answer in (first, second):
+        assert (answer["error"], answer["differences"]) == ("", [])
+    assert first["slots"][0] == second["slots"][0] == 2
+    assert 2 < second["slots"][-1] < first["slots"][-1]
+
+
 @pytest.mark.promise("P1", "P6")
 @pytest.mark.parametrize("name", [thorough(name) for name in RAMPS])
 def test_inputs_that_grow_never_run_out_of_memory_where_stock_does_not(name: str) -> None:
