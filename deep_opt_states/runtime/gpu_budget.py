@@ -16,8 +16,9 @@ class GpuBudget:
     PyTorch's cache at the peak of memory use, in backward or in forward. States in such memory make no allocation fail
     that succeeded before. If a later step needs more memory, for a longer sequence, it takes the margin first. When
     half of the margin is taken, memory counts as short, and the budget shrinks. It also shrinks to half of what is held
-    when an allocation had to be retried, and to nothing if that happened although nothing was held. It never grows
-    again.
+    when an allocation had to be retried, and to nothing if that happened although nothing was held. The part of the
+    budget that is not held yet shrinks with every growth of the need, since no plan has to change for that. The budget
+    never grows again.
 
     ``fills`` is false if the user has set the budget: then it only shrinks.
     """
@@ -64,6 +65,8 @@ class GpuBudget:
             self._allowed_bytes = max(self._required_bytes, free_for_states)
         elif self._least_without_ours - self.margin_bytes // 2 < held_bytes:
             self.limit(free_for_states)
+        elif held_bytes < self._allowed_bytes:
+            self._allowed_bytes = min(self._allowed_bytes, max(self._required_bytes, held_bytes, free_for_states))
 
     def count_retries(self, alloc_retries: int, held_bytes: int) -> None:
         """Limit the budget to half of ``held_bytes``, held since the last call, if an allocation was retried."""

@@ -120,6 +120,10 @@ class TrailingWindow:
         self._until_due = EXAMINED_EVERY if self._steps >= WINDOW_STEPS else WINDOW_STEPS - self._steps
         return True
 
+    def postpone(self) -> None:
+        """Let the medians be due again after the next step. Every rank calls this after the same step."""
+        self._until_due = 1
+
     def restart(self) -> None:
         """Forget all steps, because another plan runs from now on."""
         self._measured.clear()

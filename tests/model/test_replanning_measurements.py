@@ -67,6 +67,20 @@ def test_steps_with_another_plan_do_not_count(first: int, expected: int) -> None
     assert due[0].by_kind == {CPU_STEP: 1.0}
 
 
+def test_medians_that_are_postponed_are_due_after_the_next_step_and_count_all_steps() -> None:
+    window = TrailingWindow()
+    for step in range(1, FIRST_STEPS):
+        assert add(window, measured(step)) is None
+    for step in (FIRST_STEPS, FIRST_STEPS + 1):
+        assert add(window, measured(step)) is not None
+        window.postpone()
+    found = add(window, measured(FIRST_STEPS + 2))
+    assert found is not None
+    assert (found.first_step, found.last_step) == (1, FIRST_STEPS + 2)
+    later = [step for step in range(FIRST_STEPS + 3, WINDOW_STEPS + 1) if add(window, measured(step))]
+    assert later == [WINDOW_STEPS]
+
+
 def test_a_few_steps_that_take_much_longer_do_not_change_the_medians() -> None:
     window = TrailingWindow()
     due = [add(window, measured(step, 50.0 if step % 3 == 0 else 1.0, 0.1 * step)) for step in range(1, 51)]

@@ -65,6 +65,20 @@ def test_what_rules_require_is_allowed_until_memory_is_short(start: Callable[[],
     assert training.step(680) == 1000 - 680 - MARGIN
 
 
+def test_memory_that_is_not_held_yet_follows_every_growth_of_the_need() -> None:
+    """Check the steps between the first budget and the first plan that uses it."""
+    budget = GpuBudget(start_bytes=0, margin_bytes=MARGIN, fills=True)
+    for needs, allowed in ((300, 0), (300, 0), (300, 600), (301, 599), (700, 200), (300, 200), (950, 0), (300, 0)):
+        budget.observe(1000 - needs, 0, 0)
+        assert budget.bytes == allowed
+    budget = GpuBudget(start_bytes=0, margin_bytes=MARGIN, fills=True)
+    for _ in range(OBSERVED_STEPS):
+        budget.observe(700, 0, 0)
+    # A plan holds a part of the 600 bytes: that part is kept until half of the margin is taken.
+    budget.observe(1000 - 545 - 400, 0, 400)
+    assert budget.bytes == 400
+
+
 def test_memory_that_grows_after_an_eviction_makes_memory_short() -> None:
     training = filling()
     for _ in range(OBSERVED_STEPS):

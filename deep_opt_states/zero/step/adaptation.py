@@ -135,9 +135,14 @@ class Replanning:
         if not is_due and not memory_is_short:
             return False
         measured = self._window.medians() if is_due else None
-        seen = gather_values((self.memory.budget.bytes, None if measured is None else measured.to_json_dict()))
-        least_bytes = max(self._request.fixed_bytes, min(budget_bytes for budget_bytes, _ in seen))
-        measurements = [WindowMeasurement.from_json_dict(values) for _, values in seen if values is not None]
+        medians = None if measured is None else measured.to_json_dict()
+        seen = gather_values((self.memory.budget.bytes, self.memory.need_is_known, medians))
+        if not memory_is_short and not all(is_known for _, is_known, _ in seen):
+            # This forward may need more memory than any before. A plan could take memory that its backward needs.
+            self._window.postpone()
+            return False
+        least_bytes = max(self._request.fixed_bytes, min(budget_bytes for budget_bytes, _, _ in seen))
+        measurements = [WindowMeasurement.from_json_dict(values) for _, _, values in seen if values is not None]
         changed = least_bytes != self._agreed_bytes
         self._agreed_bytes = least_bytes
         plan = self._decide(

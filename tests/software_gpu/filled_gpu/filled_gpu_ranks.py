@@ -36,6 +36,9 @@ BLOCK = CASE.blocks[0]
 SHORT, LONGEST = 64, 6000
 """Tokens. The activations of the longest inputs take more memory than all states."""
 
+SPARE = 32 * 2**20
+"""Memory with which stock retries no allocation, and which is less than all states take."""
+
 FIRST = [Step((SHORT,))] * 8
 """The steps in which the GPU is filled."""
 
@@ -62,11 +65,15 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
 
 @dataclass(frozen=True)
 class Growth:
-    """A training that needs more memory from one forward to the next, and the faults that must show then."""
+    """A training that needs more memory from one forward to the next, and the faults that must show then.
+
+    ``spare_bytes`` is the memory of the GPU beyond the need of stock. With little of it, stock retries no allocation.
+    """
 
     steps: list[Step]
     faults: tuple[str, ...] = ()
     case: Case = CASE
+    spare_bytes: int = 0
 
 
 STREAMED = replace(CASE, blocks=({**BLOCK, "placement": "streamed", "unit_size": 250_000},))
@@ -87,6 +94,17 @@ GROWTH = {
         (KEPT, "evicted states are not written back"),
         # With fewer parameters, all states fit beside the activations where stock copies gradients.
         replace(CASE, offload_param=True, widths=(64, 3000, 3000, 64)),
+    ),
+    # The budget is known after three steps, and the first plan that uses it is adopted in the backward of the sixth.
+    "inputs before the plan holds memory": Growth(
+        [*FIRST[:3], Step((LONGEST,)), *FIRST[:2], *[Step((LONGEST,))] * 2, *FIRST[:3], Step((LONGEST,))],
+        spare_bytes=SPARE,
+    ),
+    "inputs while the plan takes memory": Growth(
+        [*FIRST[:5], *[Step((LONGEST,))] * 3, *FIRST[:3], Step((LONGEST,))], spare_bytes=SPARE
+    ),
+    "inputs before slots are added": Growth(
+        [*FIRST[:3], Step((LONGEST,)), *FIRST[:2], *[Step((LONGEST,))] * 2], case=STREAMED, spare_bytes=SPARE
     ),
 }
 """Trainings whose need grows at once.
@@ -150,7 +168,7 @@ def compare(
 
 def grow(name: str, growth: Growth) -> None:
     """Train on a GPU that stock fills when its need is largest, and with each fault that must show then."""
-    need = memory_that_stock_needs(growth.steps, growth.case)
+    need = memory_that_stock_needs(growth.steps, growth.case) + growth.spare_bytes
     compare(name, growth.steps, need, case=growth.case)
     for fault in growth.faults:
         with ExitStack() as faults:

@@ -112,6 +112,20 @@ def test_a_need_that_grows_at_once_is_met_and_not_with_a_fault(
 
 
 @pytest.mark.promise("P1", "P6")
+@pytest.mark.parametrize(
+    "growth",
+    [
+        "inputs before the plan holds memory",
+        thorough("inputs while the plan takes memory"),
+        thorough("inputs before slots are added"),
+    ],
+)
+def test_a_need_that_grows_between_the_first_steps_and_the_first_plan_is_met(growth: str) -> None:
+    answers = by_name(trained(growth, 1)[0])
+    assert (answers[growth]["error"], answers[growth]["differences"]) == ("", [])
+
+
+@pytest.mark.promise("P1", "P6")
 def test_slots_are_added_in_free_memory_and_leave_it_before_a_forward_that_needs_it() -> None:
     answers = by_name(trained("added slots", 1)[0])
     assert answers.pop("memory is kept before larger inputs")["error"] == "OutOfMemoryError"
