@@ -20,7 +20,7 @@ HEAD = ("how", "machine", "model", "micro-batch", "iteration, stock", "iteration
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class ComparedBenchmark:
     """A benchmark that compares the plugin's default with stock: the names of its rows, and how its machine ran.
 
     ``speedup`` is the quantity of the ratios that were measured in turns. Without such a row, the ratio is that of the
@@ -35,14 +35,14 @@ class Comparison:
 
 
 COMPARISONS = (
-    Comparison(
+    ComparedBenchmark(
         benchmark="training_step",
         plugin=OURS_DEFAULT.name,
         iteration="iteration",
         speedup=ITERATION_SPEEDUP,
         how="measured",
     ),
-    Comparison(
+    ComparedBenchmark(
         benchmark="emulated",
         plugin="planned, overlap",
         iteration=f"{EMULATED} iteration",
@@ -63,7 +63,7 @@ def headline(runs_by_benchmark: Mapping[str, Sequence[Rows]]) -> list[list[str]]
     return list(lines.values())
 
 
-def _lines(comparison: Comparison, run: Rows) -> Iterator[list[str]]:
+def _lines(comparison: ComparedBenchmark, run: Rows) -> Iterator[list[str]]:
     measured = [row for row in run if "waived" not in row]
     for stock in measured:
         if (stock["variant"], stock["quantity"]) != ("stock", comparison.iteration):
@@ -74,7 +74,7 @@ def _lines(comparison: Comparison, run: Rows) -> Iterator[list[str]]:
             yield _line(comparison, stock, found)
 
 
-def _line(comparison: Comparison, stock: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _line(comparison: ComparedBenchmark, stock: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     ours, setting = found[comparison.iteration], stock["setting"]
     if comparison.speedup in found:
         speedup = "{} ({})".format(*format_row(found[comparison.speedup]))

@@ -185,16 +185,6 @@ def _warn_about_reentrant_checkpointing(model: nn.Module) -> None:
             return
 
 
-class _DividedBy:
-    """A tensor hook that divides a gradient by the number of uses."""
-
-    def __init__(self, uses: int) -> None:
-        self._uses = uses
-
-    def __call__(self, gradient: Tensor) -> Tensor:
-        return torch.div(gradient, self._uses)
-
-
 class _BeforeForward:
     """A hook of a shared layer that divides the gradients of parameters that the layer did not have before.
 
@@ -217,11 +207,15 @@ def _divide_gradients_of(layer: nn.Module, uses: int) -> None:
 
 
 def _add_missing_hooks(layer: nn.Module, uses: int) -> None:
+    def divided(gradient: Tensor) -> Tensor:
+        return torch.div(gradient, uses)
+
     params: Iterable[Any] = layer.parameters()
     for param in params:
-        hooks = param._backward_hooks or {}
-        if param.requires_grad and not any(isinstance(hook, _DividedBy) for hook in hooks.values()):
-            param.register_hook(_DividedBy(uses))
+        # A copy of a parameter has neither its hooks nor its attributes.
+        if param.requires_grad and not hasattr(param, "shared_uses"):
+            param.register_hook(divided)
+            param.shared_uses = uses
 
 
 def _tied_names(model: Any) -> dict[str, str]:
