@@ -16,6 +16,7 @@ from perf_model.cluster.layouts import Cluster, Layout
 from perf_model.cluster.megatron_layout import PipelineLayout, best_pipeline_layout
 from perf_model.cluster.prediction import LayoutPrediction, UnfitLayout, predict_layouts
 from perf_model.cluster.takeaways import departures
+from perf_model.json_input import printable
 from perf_model.prediction.hardware import HardwareProfile, Measurement
 from perf_model.prediction.network import Network
 from perf_model.training_run.micro_batch import NO_OVERHEADS, PUBLISHED_OVERHEADS, PhaseRates
@@ -79,7 +80,7 @@ def compare(options: argparse.Namespace) -> LayoutComparison:
     without_network = argparse.Namespace(**{**vars(options), "network_gb_per_s": None})
     inputs = read_inputs(without_network, options.gpus, micro_batch=1)
     if not inputs.profile.has_accelerator:
-        rule = f"profile: must be of a machine with a GPU, found {inputs.profile_path}, which has none"
+        rule = f"profile: must be of a machine with a GPU, found {printable(inputs.profile_path)}, which has none"
         raise ModelError(f"{rule}.\nPlan for another machine.")
     cluster = Cluster(
         shape=inputs.job.shape,

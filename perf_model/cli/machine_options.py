@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perf_model.json_input import read_text, reason, shorten
+from perf_model.json_input import printable, read_text, reason, shorten
 from perf_model.prediction.hardware import ProfileError
 from perf_model.presets.machines import ALIASES, MACHINES, REACHED_SHARE, MachinePreset, find_machine
 from perf_model.training_run.model import ModelError
@@ -97,7 +97,8 @@ def read_machine(options: argparse.Namespace) -> ChosenMachine:
     figures = {**written, **given}
     changes = {name: figures[name] for name in FIGURES if name in figures}
     if preset is None and changes:
-        rule = f"--{next(iter(changes)).replace('_', '-')}: changes a preset, found the profile {options.profile}"
+        option, found = next(iter(changes)).replace("_", "-"), printable(options.profile)
+        rule = f"--{option}: changes a preset, found the profile {found}"
         raise ProfileError(f"{rule}.\nLeave it out, or plan for a preset: {', '.join(MACHINES)}.")
     return ChosenMachine(
         preset=None if preset is None else _changed(preset, changes),
@@ -119,7 +120,11 @@ def _changed(preset: MachinePreset, changes: dict[str, Any]) -> MachinePreset:
         values["host_bytes_per_s"] = changes["host_bandwidth_gb_per_s"] * GB
     if "link_gb_per_s" in changes:
         # A preset has the specified rate, and the user gives the rate that copies reach.
-        values["link_bytes_per_s"] = changes["link_gb_per_s"] * GB / REACHED_SHARE
+        reached_bytes_per_s = changes["link_gb_per_s"] * GB
+        values["link_bytes_per_s"] = reached_bytes_per_s / REACHED_SHARE
+        values["pageable_bytes_per_s"] = min(preset.pageable_bytes_per_s, reached_bytes_per_s)
+        if not preset.has_peer_link:
+            values["peer_bytes_per_s"] = reached_bytes_per_s / 2
     if "network_gb_per_s" in changes:
         values["network_bytes_per_s"] = changes["network_gb_per_s"] * GB
     return replace(preset, **values)
@@ -138,19 +143,19 @@ def _read_toml(path: Path) -> tuple[MachinePreset, dict[str, Any]]:
         found = tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else _repeated_key(text) or reason(error)
-        raise ProfileError(f"--machine: must be a TOML file, found {path}: {why}.\n{_FORMAT}") from None
+        raise ProfileError(f"--machine: must be a TOML file, found {printable(path)}: {why}.\n{_FORMAT}") from None
     bounds = {**FIGURES, **_COUNTS}
     unknown = sorted(set(found) - {"preset", *bounds})
     if unknown:
-        rule = f"--machine {path}: must only have the keys preset, {', '.join(bounds)}"
+        rule = f"--machine {printable(path)}: must only have the keys preset, {', '.join(bounds)}"
         raise ProfileError(f"{rule}, found {shorten(unknown)}.\n{_FORMAT}")
     name = found.pop("preset", None)
     preset = find_machine(name) if isinstance(name, str) else None
     if preset is None:
-        rule = f"--machine {path}, preset: must be one of {', '.join((*MACHINES, *ALIASES))}"
+        rule = f"--machine {printable(path)}, preset: must be one of {', '.join((*MACHINES, *ALIASES))}"
         raise ProfileError(f"{rule}, found {'nothing' if name is None else shorten(name)}.\n{_FORMAT}")
     for key, value in found.items():
-        check_figure(f"--machine {path}, {key}", value, bounds[key])
+        check_figure(f"--machine {printable(path)}, {key}", value, bounds[key])
     return preset, found
 
 

@@ -87,6 +87,11 @@ class MachinePreset:
     network_bytes_per_s: float
     source: str
 
+    @property
+    def has_peer_link(self) -> bool:
+        """Return whether GPUs of a node are connected by more than their links to the host."""
+        return self.peer_bytes_per_s > REACHED_SHARE * self.link_bytes_per_s / 2
+
     def profile(self, ranks: int) -> HardwareProfile:
         """Return the profile of one rank while ``ranks`` ranks, one per GPU, run on the node."""
         link = REACHED_SHARE * self.link_bytes_per_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from perf_model.__main__ import main
+from perf_model.cli.machine_options import FIGURES, read_machine
 from perf_model.presets.machines import ALIASES, MACHINES
 from tests.model.profiles import RATES, profile
 
@@ -70,6 +72,24 @@ def test_options_and_a_toml_file_describe_the_same_machine(tmp_path: Path, capsy
     assert by_file["predicted"]["update_s"] > preset["predicted"]["update_s"], "its host is slower"
     faster = planned(capsys, "--machine", str(file), "--host-bandwidth-gb-per-s", "80")
     assert faster["predicted"]["update_s"] < by_file["predicted"]["update_s"], "an option replaces the file's figure"
+
+
+def test_a_slower_link_slows_pageable_copies_and_collectives_over_it() -> None:
+    for name, has_peer_link in (("rtx4090", False), ("h100-pcie5", True)):
+        preset = MACHINES[name]
+        figures = {**dict.fromkeys(FIGURES), "link_gb_per_s": 3.0}
+        options = {"profile": name, "machine": None, "ranks_per_node": 2, "nodes": None, **figures}
+        changed = read_machine(argparse.Namespace(**options)).preset
+        assert changed is not None
+        assert changed.profile(1).rate("h2d_bytes_per_s") == pytest.approx(3e9)
+        assert changed.profile(1).rate("pageable_h2d_bytes_per_s") == 3e9 < preset.pageable_bytes_per_s
+        peers = preset.peer_bytes_per_s if has_peer_link else 1.5e9
+        assert changed.profile(2).rate("all_gather_bytes_per_s") == pytest.approx(peers)
+
+
+def test_a_path_with_a_line_break_is_refused_in_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(capsys, "--machine", "no\nfile.toml", "--ranks-per-node", "1", "--nodes", "1")
+    assert "no\\nfile.toml" in message
 
 
 def test_the_network_limits_forward_across_nodes(capsys: pytest.CaptureFixture[str]) -> None:
