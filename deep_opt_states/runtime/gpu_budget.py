@@ -65,8 +65,12 @@ class GpuBudget:
             self._allowed_bytes = max(self._required_bytes, free_for_states)
         elif self._least_without_ours - self.margin_bytes // 2 < held_bytes:
             self.limit(free_for_states)
-        elif held_bytes < self._allowed_bytes:
-            self._allowed_bytes = min(self._allowed_bytes, max(self._required_bytes, held_bytes, free_for_states))
+        else:
+            self._follow_need(held_bytes, free_for_states)
+
+    def _follow_need(self, held_bytes: int, free_for_states: int) -> None:
+        """Allow no more than is free, beyond what is held already or required."""
+        self._allowed_bytes = min(self._allowed_bytes, max(self._required_bytes, held_bytes, free_for_states))
 
     def count_retries(self, alloc_retries: int, held_bytes: int) -> None:
         """Limit the budget to half of ``held_bytes``, held since the last call, if an allocation was retried."""

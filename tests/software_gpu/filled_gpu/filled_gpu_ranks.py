@@ -52,11 +52,15 @@ def _no_larger_inputs(forwards: LargerForwards, inputs: object) -> bool:
 
 
 KEPT = "memory is kept before larger inputs"
+UNHELD_IGNORES_NEED = "memory that is not held yet ignores the need"
+UNKNOWN_NEED = "a plan takes memory before the need is known"
 USE_IGNORED = "memory in use before a forward is ignored"
 
 FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     KEPT: (LargerForwards, "_has_larger_inputs", _no_larger_inputs),
     USE_IGNORED: (held_memory.HeldMemory, "bytes_in_use", lambda _: 0),
+    UNHELD_IGNORES_NEED: (GpuBudget, "_follow_need", lambda *_: None),
+    UNKNOWN_NEED: (held_memory.HeldMemory, "gave_back", lambda _: None),
     "evicted states are not written back": (Executor, "write_back", lambda *_: None),
     "open sums are not copied": (Gradients, "copy_open_sums_to_host", lambda *_: None),
 }
@@ -98,13 +102,17 @@ GROWTH = {
     # The budget is known after three steps, and the first plan that uses it is adopted in the backward of the sixth.
     "inputs before the plan holds memory": Growth(
         [*FIRST[:3], Step((LONGEST,)), *FIRST[:2], *[Step((LONGEST,))] * 2, *FIRST[:3], Step((LONGEST,))],
+        (UNHELD_IGNORES_NEED,),
         spare_bytes=SPARE,
     ),
     "inputs while the plan takes memory": Growth(
-        [*FIRST[:5], *[Step((LONGEST,))] * 3, *FIRST[:3], Step((LONGEST,))], spare_bytes=SPARE
+        [*FIRST[:5], *[Step((LONGEST,))] * 3, *FIRST[:3], Step((LONGEST,))], (UNKNOWN_NEED,), spare_bytes=SPARE
     ),
     "inputs before slots are added": Growth(
-        [*FIRST[:3], Step((LONGEST,)), *FIRST[:2], *[Step((LONGEST,))] * 2], case=STREAMED, spare_bytes=SPARE
+        [*FIRST[:3], Step((LONGEST,)), *FIRST[:2], *[Step((LONGEST,))] * 2],
+        (UNKNOWN_NEED,),
+        STREAMED,
+        SPARE,
     ),
 }
 """Trainings whose need grows at once.

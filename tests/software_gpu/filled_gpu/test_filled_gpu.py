@@ -121,8 +121,18 @@ def test_a_need_that_grows_at_once_is_met_and_not_with_a_fault(
     ],
 )
 def test_a_need_that_grows_between_the_first_steps_and_the_first_plan_is_met(growth: str) -> None:
+    """Check that no memory is taken, since none is free at the peak; with the fault, a plan takes it."""
     answers = by_name(trained(growth, 1)[0])
-    assert (answers[growth]["error"], answers[growth]["differences"]) == ("", [])
+    found = answers.pop(growth)
+    assert (found["error"], found["differences"]) == ("", [])
+    assert not takes_memory(found)
+    (fault,) = answers.values()
+    assert fault["error"] == "OutOfMemoryError" or takes_memory(fault)
+
+
+def takes_memory(answer: dict[str, Any]) -> bool:
+    """Return whether units or slots took memory of the GPU that they did not have after the first step."""
+    return min(on_cpu(answer)) < on_cpu(answer)[0] or max(answer["slots"]) > answer["slots"][0]
 
 
 @pytest.mark.promise("P1", "P6")
