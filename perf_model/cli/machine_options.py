@@ -120,11 +120,7 @@ def _changed(preset: MachinePreset, changes: dict[str, Any]) -> MachinePreset:
         values["host_bytes_per_s"] = changes["host_bandwidth_gb_per_s"] * GB
     if "link_gb_per_s" in changes:
         # A preset has the specified rate, and the user gives the rate that copies reach.
-        reached_bytes_per_s = changes["link_gb_per_s"] * GB
-        values["link_bytes_per_s"] = reached_bytes_per_s / REACHED_SHARE
-        values["pageable_bytes_per_s"] = min(preset.pageable_bytes_per_s, reached_bytes_per_s)
-        if not preset.has_peer_link:
-            values["peer_bytes_per_s"] = reached_bytes_per_s / 2
+        values["link_bytes_per_s"] = changes["link_gb_per_s"] * GB / REACHED_SHARE
     if "network_gb_per_s" in changes:
         values["network_bytes_per_s"] = changes["network_gb_per_s"] * GB
     return replace(preset, **values)

@@ -65,10 +65,11 @@ class MachinePreset:
     """The specifications of one node.
 
     ``link_bytes_per_s`` is per GPU and direction, and ``joint`` is the rate of both directions together as a multiple
-    of it. ``host_bytes_per_s`` is the rate of all ranks of the node together, ``core_params_per_s`` the Adam rate per
-    core, and ``matmul_flops`` the rate that a GPU reaches in training with large micro-batches. ``peer_bytes_per_s`` is
-    what a GPU receives from the other GPUs of the node, and ``network_bytes_per_s`` its share of what the node receives
-    from other nodes.
+    of it. ``pageable_bytes_per_s`` is the most that pageable copies reach on a fast link. ``host_bytes_per_s`` is the
+    rate of all ranks of the node together, ``core_params_per_s`` the Adam rate per core, and ``matmul_flops`` the rate
+    that a GPU reaches in training with large micro-batches. ``peer_link_bytes_per_s`` is the rate at which a GPU
+    receives from the other GPUs of the node, None if it is connected to them by the links to the host alone.
+    ``network_bytes_per_s`` is its share of the rate at which the node receives from other nodes.
     """
 
     name: str
@@ -83,25 +84,29 @@ class MachinePreset:
     core_params_per_s: float
     host_bytes_per_s: float
     host_memory_bytes: int
-    peer_bytes_per_s: float
+    peer_link_bytes_per_s: float | None
     network_bytes_per_s: float
     source: str
 
     @property
-    def has_peer_link(self) -> bool:
-        """Return whether GPUs of a node are connected by more than their links to the host."""
-        return self.peer_bytes_per_s > REACHED_SHARE * self.link_bytes_per_s / 2
+    def peer_bytes_per_s(self) -> float:
+        """Return the rate at which a GPU receives from the other GPUs of the node."""
+        if self.peer_link_bytes_per_s is not None:
+            return self.peer_link_bytes_per_s
+        # A byte goes up from one GPU and down to the other.
+        return REACHED_SHARE * self.link_bytes_per_s / 2
 
     def profile(self, ranks: int) -> HardwareProfile:
         """Return the profile of one rank while ``ranks`` ranks, one per GPU, run on the node."""
         link = REACHED_SHARE * self.link_bytes_per_s
+        pageable = min(self.pageable_bytes_per_s, link)
         host = self.host_bytes_per_s / ranks
         rates = {
             "h2d_bytes_per_s": link,
             "d2h_bytes_per_s": link,
             "both_bytes_per_s": self.joint * link,
-            "pageable_h2d_bytes_per_s": self.pageable_bytes_per_s,
-            "pageable_d2h_bytes_per_s": self.pageable_bytes_per_s,
+            "pageable_h2d_bytes_per_s": pageable,
+            "pageable_d2h_bytes_per_s": pageable,
             "copy_latency_s": 1e-5,
             "cpu_adam_params_per_s": self._cpu_adam_params_per_s(host, traffic_by_action(PARAM_BYTES), ranks),
             "split_cpu_adam_params_per_s": self._cpu_adam_params_per_s(
@@ -157,7 +162,7 @@ _A100 = MachinePreset(
     core_params_per_s=0.2e9,
     host_bytes_per_s=172e9,
     host_memory_bytes=512 * 2**30,
-    peer_bytes_per_s=REACHED_SHARE * 300e9,
+    peer_link_bytes_per_s=REACHED_SHARE * 300e9,
     network_bytes_per_s=200 * _GBIT,
     source=f"{_SPECIFIED}; host memory, pageable copies and matrix products fitted to the published runs on "
     "4xA100-40GB; NVLink 3 and one 200 Gb/s adapter per GPU as in a DGX A100; cores and the rate of both directions "
@@ -176,7 +181,7 @@ _H100 = MachinePreset(
     core_params_per_s=0.2e9,
     host_bytes_per_s=476e9,
     host_memory_bytes=1024 * 2**30,
-    peer_bytes_per_s=REACHED_SHARE * 450e9,
+    peer_link_bytes_per_s=REACHED_SHARE * 450e9,
     network_bytes_per_s=400 * _GBIT,
     source=f"{_SPECIFIED}; host memory, pageable copies and matrix products fitted to the published runs on "
     "4xH100-80GB; NVLink 4 and one 400 Gb/s adapter per GPU as in a DGX H100; cores and the rate of both directions "
@@ -208,7 +213,7 @@ def _with_pcie(
     link_bytes_per_s: float,
     host: _Host,
     source: str,
-    peer_bytes_per_s: float | None = None,
+    peer_link_bytes_per_s: float | None = None,
     network_bytes_per_s: float = 25 * _GBIT,
 ) -> MachinePreset:
     """Return a machine that no run is known of; by default, its GPUs exchange data through host memory."""
@@ -225,8 +230,7 @@ def _with_pcie(
         core_params_per_s=0.2e9,
         host_bytes_per_s=REACHED_SHARE * host.bytes_per_s,
         host_memory_bytes=host.memory_bytes,
-        # A byte goes up from one GPU and down to the other.
-        peer_bytes_per_s=REACHED_SHARE * link_bytes_per_s / 2 if peer_bytes_per_s is None else peer_bytes_per_s,
+        peer_link_bytes_per_s=peer_link_bytes_per_s,
         network_bytes_per_s=network_bytes_per_s,
         source=f"{source}, 80% of which are assumed to be reached; {_ASSUMED}",
     )
@@ -277,7 +281,7 @@ MACHINES: dict[str, MachinePreset] = {
             core_params_per_s=0.2e9,
             host_bytes_per_s=REACHED_SHARE * 500e9,
             host_memory_bytes=480 * 10**9,
-            peer_bytes_per_s=REACHED_SHARE * 450e9,
+            peer_link_bytes_per_s=REACHED_SHARE * 450e9,
             network_bytes_per_s=400 * _GBIT,
             source="NVIDIA's specifications (NVLink-C2C, LPDDR5X, HBM3), 80% of which are assumed to be reached; "
             "matrix products as in h100-pcie5; pageable copies, network and the rate of both directions together are "
@@ -290,7 +294,7 @@ MACHINES: dict[str, MachinePreset] = {
             peak_flops=2250e12,
             link_bytes_per_s=_PCIE_5,
             host=_Host(cores=112, bytes_per_s=716.8e9, memory_bytes=2 * _TB),
-            peer_bytes_per_s=REACHED_SHARE * 900e9,
+            peer_link_bytes_per_s=REACHED_SHARE * 900e9,
             network_bytes_per_s=400 * _GBIT,
             source="NVIDIA's specifications of DGX B200 (HBM3e, NVLink 5, 16 channels of DDR5-5600)",
         ),
@@ -301,7 +305,7 @@ MACHINES: dict[str, MachinePreset] = {
             peak_flops=1307e12,
             link_bytes_per_s=_PCIE_5,
             host=_Host(cores=192, bytes_per_s=921.6e9, memory_bytes=2 * _TB),
-            peer_bytes_per_s=REACHED_SHARE * 448e9,
+            peer_link_bytes_per_s=REACHED_SHARE * 448e9,
             network_bytes_per_s=400 * _GBIT,
             source="AMD's specifications of MI300X (HBM3, 7 Infinity Fabric links of 64 GB/s) and of EPYC 9654",
         ),
