@@ -9,6 +9,7 @@ import hashlib
 import warnings
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Literal
 
@@ -185,25 +186,17 @@ def _warn_about_reentrant_checkpointing(model: nn.Module) -> None:
             return
 
 
-class _BeforeForward:
-    """A hook of a shared layer that divides the gradients of parameters that the layer did not have before.
-
-    A parameter can be replaced, copied or made trainable after ``share_layers``, and has no tensor hook then.
-    """
-
-    def __init__(self, uses: int) -> None:
-        self._uses = uses
-
-    def __call__(self, layer: nn.Module, args: object) -> None:
-        if not torch.compiler.is_compiling():
-            _add_missing_hooks(layer, self._uses)
-
-
 def _divide_gradients_of(layer: nn.Module, uses: int) -> None:
     """Divide the gradients of the layer's trainable parameters by ``uses``, also of those that it will have later."""
     if uses > 1:
         _add_missing_hooks(layer, uses)
-        layer.register_forward_pre_hook(_BeforeForward(uses))
+        layer.register_forward_pre_hook(partial(_before_forward, uses))
+
+
+def _before_forward(uses: int, layer: nn.Module, args: object) -> None:
+    """Add the hooks of parameters that were replaced, copied or made trainable after ``share_layers``."""
+    if not torch.compiler.is_compiling():
+        _add_missing_hooks(layer, uses)
 
 
 def _add_missing_hooks(layer: nn.Module, uses: int) -> None:
