@@ -9,14 +9,35 @@ from typing import Any
 
 from benchmarks.harness.rows import EMULATED, format_row
 from benchmarks.harness.targets import EMULATED_SPEEDUP, ITERATION_SPEEDUP
-from benchmarks.harness.variants import OURS_DEFAULT
+from benchmarks.harness.variants import OURS_DEFAULT, STOCK
 
 Rows = list[dict[str, Any]]
 
-MEASURED_FROM = 4
-"""The position of the first column of ``HEAD`` that was measured; the columns before it describe the setting."""
-
 HEAD = ("how", "machine", "model", "micro-batch", "iteration, stock", "iteration, plugin", "speed-up")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedUp:
+    """The median iterations of stock and of the plugin in one setting, as text, and their ratio."""
+
+    how: str
+    machine: str
+    model: str
+    micro_batch: str
+    stock: str
+    plugin: str
+    ratio: float
+    ratio_shown: str
+
+    @property
+    def setting(self) -> tuple[str, ...]:
+        """Return the cells that describe the setting."""
+        return self.how, self.machine, self.model, self.micro_batch
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Return the cells of the line, in the order of ``HEAD``."""
+        return *self.setting, self.stock, self.plugin, self.ratio_shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,52 +73,55 @@ COMPARISONS = (
 )
 
 
-def headline(runs_by_benchmark: Mapping[str, Sequence[Rows]]) -> list[list[str]]:
-    """Return the lines of the table with the columns ``HEAD``: one for each machine, model and micro-batch."""
-    lines: dict[tuple[str, ...], list[str]] = {}
+def headline(runs_by_benchmark: Mapping[str, Sequence[Rows]]) -> list[SpeedUp]:
+    """Return the speed-up of each machine, model and micro-batch."""
+    found: dict[tuple[str, ...], SpeedUp] = {}
     for comparison in COMPARISONS:
         for run in runs_by_benchmark[comparison.benchmark]:
-            for line in _lines(comparison, run):
+            for speed_up in _speed_ups(comparison, run):
                 # Settings that differ in DeepSpeed's sub-groups alone are one line: the planner cuts units of its own.
-                lines.setdefault(tuple(line[:MEASURED_FROM]), line)
-    return list(lines.values())
+                found.setdefault(speed_up.setting, speed_up)
+    return list(found.values())
 
 
-def _lines(comparison: ComparedBenchmark, run: Rows) -> Iterator[list[str]]:
+def _speed_ups(comparison: ComparedBenchmark, run: Rows) -> Iterator[SpeedUp]:
     measured = [row for row in run if "waived" not in row]
     for stock in measured:
-        if (stock["variant"], stock["quantity"]) != ("stock", comparison.iteration):
+        if (stock["variant"], stock["quantity"]) != (STOCK.name, comparison.iteration):
             continue
         same = (row for row in measured if row["setting"] == stock["setting"] and row["variant"] == comparison.plugin)
         found = {row["quantity"]: row for row in same}
         if comparison.iteration in found:
-            yield _line(comparison, stock, found)
+            yield _speed_up(comparison, stock, found)
 
 
-def _line(comparison: ComparedBenchmark, stock: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    ours, setting = found[comparison.iteration], stock["setting"]
+def _speed_up(comparison: ComparedBenchmark, stock: Mapping[str, Any], found: Mapping[str, Any]) -> SpeedUp:
+    plugin, setting = found[comparison.iteration], stock["setting"]
+    ratio = stock["median"] / plugin["median"]
+    shown = f"{ratio:.3g}x"
     if comparison.speedup in found:
-        speedup = "{} ({})".format(*format_row(found[comparison.speedup]))
-    else:
-        speedup = f"{stock['median'] / ours['median']:.3g}x"
-    machine = setting.get("machine", stock["gpu"] or f"{stock['cpu']}, {stock['cores']} cores, no GPU")
+        ratio = found[comparison.speedup]["median"]
+        shown = "{} ({})".format(*format_row(found[comparison.speedup]))
     accumulation = setting.get("accumulation", 1)
-    return [
-        comparison.how,
-        machine.removeprefix(f"{EMULATED} "),
-        setting.get("model", f"{setting['parameters'] / 1e6:,.0f} M parameters"),
-        f"{setting['micro_batch']}" + (f", accumulation {accumulation}" if accumulation > 1 else ""),
-        format_row(stock)[0],
-        format_row(ours)[0],
-        speedup,
-    ]
+    return SpeedUp(
+        how=comparison.how,
+        machine=setting.get("machine", stock["gpu"] or f"{stock['cpu']}, {stock['cores']} cores, no GPU").removeprefix(
+            f"{EMULATED} "
+        ),
+        model=setting.get("model", f"{setting['parameters'] / 1e6:,.0f} M parameters"),
+        micro_batch=f"{setting['micro_batch']}" + (f", accumulation {accumulation}" if accumulation > 1 else ""),
+        stock=format_row(stock)[0],
+        plugin=format_row(plugin)[0],
+        ratio=ratio,
+        ratio_shown=shown,
+    )
 
 
-def summary(lines: Sequence[Sequence[str]]) -> str:
+def summary(speed_ups: Sequence[SpeedUp]) -> str:
     """Return one sentence per way of measuring, with the range of its speed-ups and their median."""
     sentences = []
-    for how in dict.fromkeys(line[0] for line in lines):
-        ratios = [float(line[-1].split("x")[0]) for line in lines if line[0] == how]
+    for how in dict.fromkeys(speed_up.how for speed_up in speed_ups):
+        ratios = [speed_up.ratio for speed_up in speed_ups if speed_up.how == how]
         where = "On EMULATED GPUs" if how == EMULATED else "As measured"
         sentences.append(
             f"{where}, an iteration is {min(ratios):.2f} to {max(ratios):.2f} times as fast as with stock DeepSpeed, "

@@ -142,14 +142,15 @@ def last_runs(folder: Path) -> dict[str, list[Rows]]:
 def render(runs_by_benchmark: dict[str, list[Rows]]) -> str:
     """Return the page in Markdown."""
     rows = [row for runs in runs_by_benchmark.values() for run in runs for row in run]
+    speed_ups = headline(runs_by_benchmark)
     return _PAGE.render(
         benchmarks=BENCHMARKS,
         runs={name: [_describe_run(run) for run in runs] for name, runs in runs_by_benchmark.items()},
         unmeasured="" if any(row["gpu"] for row in rows) else _NO_GPU_ROWS,
         targets=check_targets(rows),
         head=HEAD,
-        headline=(lines := headline(runs_by_benchmark)),
-        summary=summary(lines),
+        headline=[speed_up.cells for speed_up in speed_ups],
+        summary=summary(speed_ups),
     )
 
 
