@@ -22,6 +22,12 @@ def contents(folder: Path, pattern: str = "*_states.pt") -> dict[str, Any]:
     }
 
 
+def differences(found: Path, expected: Path, pattern: str = "*_states.pt") -> list[str]:
+    """Return the keys of ``contents`` that only one of the folders has, or whose values differ."""
+    here, there = contents(found, pattern), contents(expected, pattern)
+    return [key for key in sorted({*here, *there}) if key not in here or key not in there or here[key] != there[key]]
+
+
 def _load(file: Path) -> Any:
     return load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=False)
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.launch import Finished, environment, free_port, run_together
+from tests.launch import Finished, environment, free_port, run_ranks, run_together
 
 Commands = Callable[[list[str], str, int], list[list[str]]]
 """A function of a script with its arguments, the path of the DeepSpeed config, and the port of the process group."""
@@ -19,6 +19,15 @@ def launch(commands: Commands, script: list[str], config: str, timeout_s: float)
     # Ranks without a launcher read the port from the environment. GPUs are hidden, because frameworks would use them.
     env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
     return run_together(nodes, port, timeout_s, [env] * len(nodes))
+
+
+def two_ranks(program: str, folder: Path) -> list[Finished]:
+    """Run the module ``program`` on two ranks, which save in ``folder``. Both must succeed."""
+    # GPUs are hidden, because frameworks would use them.
+    ranks = run_ranks(2, ["-m", program, str(folder)], 400, CUDA_VISIBLE_DEVICES="")
+    for finished in ranks:
+        assert finished.returncode == 0, finished.output[-5000:]
+    return ranks
 
 
 def deepspeed_nodes(script: list[str], config: str, port: int) -> list[list[str]]:

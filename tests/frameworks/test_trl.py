@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.frameworks.checkpoints import contents
-from tests.launch import Finished, run_ranks
+from tests.frameworks.checkpoints import contents, differences
+from tests.frameworks.launchers import two_ranks
+from tests.launch import Finished
 
 STOCK, PLUGIN = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
 NO_OPTIMIZER = "DeepSpeedZeRoOffload"
 """The class that stock DeepSpeed creates for ZeRO-3 without an optimizer."""
 
-WORLD_SIZE, STEPS = 2, 3
+STEPS = 3
 TRAINERS = ["SFT", "SFT with LoRA", "DPO", "DPO with LoRA"]
 
 # One worker of pytest-xdist runs all tests, so that the fixture is created once.
@@ -28,11 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[Finished]:
-    # GPUs are hidden, because frameworks would use them.
-    ranks = run_ranks(WORLD_SIZE, ["-m", "tests.frameworks.trl_trainers", str(folder)], 400, CUDA_VISIBLE_DEVICES="")
-    for finished in ranks:
-        assert finished.returncode == 0, finished.output[-5000:]
-    return ranks
+    return two_ranks("tests.frameworks.trl_trainers", folder)
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +47,8 @@ def test_every_trainer_saves_the_bits_of_stock(name: str, answers: list[list[dic
     plugin = {**same, "variant": "plugin", "engines": [*engines, PLUGIN]}
     for rank in answers:
         assert [run for run in rank if run.get("trainer") == name] == [stock, plugin]
-    plugin_contents, stock_contents = contents(folder / name / "plugin"), contents(folder / name / "stock")
-    assert any("exp_avg_sq" in key for key in stock_contents)
-    assert plugin_contents.keys() == stock_contents.keys()
-    assert [key for key in stock_contents if plugin_contents[key] != stock_contents[key]] == []
+    assert any("exp_avg_sq" in key for key in contents(folder / name / "stock"))
+    assert differences(folder / name / "plugin", folder / name / "stock") == []
 
 
 def test_the_log_has_one_line_about_the_reference_model(ranks: list[Finished]) -> None:

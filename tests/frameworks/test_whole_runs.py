@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.frameworks.checkpoints import contents
-from tests.launch import Finished, run_ranks
+from tests.frameworks.checkpoints import contents, differences
+from tests.frameworks.launchers import two_ranks
+from tests.launch import Finished
 
 STOCK, PLUGIN = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
-WORLD_SIZE = 2
 RUNS = ["Trainer", "LLaMA-Factory", "axolotl", "ms-swift", "Accelerate", "OpenRLHF"]
 OURS = "[deep_opt_states]"
 
@@ -27,11 +27,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole_runs(saved: Path) -> list[Finished]:
-    # GPUs are hidden, because frameworks would use them.
-    ranks = run_ranks(WORLD_SIZE, ["-m", "tests.frameworks.whole_runs", str(saved)], 400, CUDA_VISIBLE_DEVICES="")
-    for finished in ranks:
-        assert finished.returncode == 0, finished.output[-5000:]
-    return ranks
+    return two_ranks("tests.frameworks.whole_runs", saved)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -43,9 +39,7 @@ def test_a_whole_run_reports_and_saves_the_bits_of_stock(name: str, whole_runs: 
         assert plugin["report"] == stock["report"]
         check_report(name, stock["report"])
     for pattern in ("*_states.pt", "*.safetensors"):
-        found, expected = contents(saved / name / "plugin", pattern), contents(saved / name / "stock", pattern)
-        assert found.keys() == expected.keys()
-        assert [key for key in expected if found[key] != expected[key]] == []
+        assert differences(saved / name / "plugin", saved / name / "stock", pattern) == []
     assert any("exp_avg_sq" in key for key in contents(saved / name / "stock"))
 
 

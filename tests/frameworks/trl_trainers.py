@@ -204,16 +204,22 @@ def remember_engine(construct: Any, engine: Any, args: Any, kwargs: Any) -> None
     engines.append(engine)
 
 
-def main() -> None:
-    """Run all trainers, and answer with a report of each run."""
+def begin_program() -> Path:
+    """Prepare this process for several runs, and return the folder that the command line names."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
+    folder: Path = parser.parse_args().folder
     # Accelerate destroys the process group after each run.
     PartialState.destroy_process_group = lambda *_: None
     # DeepSpeed collects garbage for each engine, which would otherwise go through all modules of these libraries.
     import_all()
     freeze_imported()
+    return folder
+
+
+def main() -> None:
+    """Run all trainers, and answer with a report of each run."""
+    folder = begin_program()
     for name in TRAINERS:
         for variant in ("stock", "plugin"):
             answer(run(name, variant, folder))

@@ -7,7 +7,6 @@ All runs share one process per rank, since imports take most of the time of a ru
 
 from __future__ import annotations
 
-import argparse
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -27,8 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments, get_scheduler
 from transformers.trainer_utils import get_last_checkpoint
 
-from tests.fork_server import freeze_imported, import_all
-from tests.frameworks.trl_trainers import DEEPSPEED, SEED, PartialState, begin, engines, llama
+from tests.frameworks.trl_trainers import DEEPSPEED, SEED, begin, begin_program, engines, llama
 from tests.launch import answer
 from tests.software_gpu.published_configs.published import AUTO, AXOLOTL, LLAMA_FACTORY, MS_SWIFT, OPENRLHF
 from tests.zero.process_group import end_process
@@ -198,13 +196,7 @@ RUNS: dict[str, Callable[[Path], Report]] = {
 
 def main() -> None:
     """Train every run with both variants, and answer with a report of each."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    # Accelerate destroys the process group after each run.
-    PartialState.destroy_process_group = lambda *_: None
-    import_all()
-    freeze_imported()
+    folder = begin_program()
     for name, run in RUNS.items():
         for variant in ("stock", "plugin"):
             print(f"run {name} with {variant}", flush=True)
