@@ -275,10 +275,6 @@ class Executor:
         result is the same on every rank: it depends only on the placements, the order, and the units that were passed
         to ``mark_requested``. The progress of this rank's worker, a failure or an end of the update on this rank, and
         the number of slots do not matter.
-
-        DeepSpeed gathers the parameters of later modules before it launches the kernels of the present one. The caller
-        leaves out the units for which this returns True, so that the host waits for the worker only when there is
-        nothing left to launch.
         """
         position = self._issuer.publishing[unit]
         on_cpu = self._issuer.schedule.actions[position].lane is Lane.PUBLISH

@@ -141,18 +141,16 @@ def run(case: TensorParallelCase, layout: SharedModel, block: Block, steps: int 
         return record
 
 
-def planned_numel() -> float:
-    """Return how many elements of AutoTP's model ``plan --tensor-parallel`` counts per rank."""
-    with torch.device("meta"):
-        model = llama()
-    shards = sum(shard_numel(name, param.numel(), MODEL_RANKS) for name, param in model.named_parameters())
-    return shards / (dist.get_world_size() // MODEL_RANKS)
+def planned_numels() -> tuple[float, int]:
+    """Return the elements per rank of AutoTP's model as ``plan --tensor-parallel`` counts them, and those of its norms.
 
-
-def norms_numel() -> int:
-    """Return the elements of AutoTP's model in its norms, which the plan counts as whole."""
+    The plan counts norms as whole.
+    """
     with torch.device("meta"):
-        return sum(param.numel() for name, param in llama().named_parameters() if "norm" in name)
+        numels = {name: param.numel() for name, param in llama().named_parameters()}
+    shards = sum(shard_numel(name, numel, MODEL_RANKS) for name, numel in numels.items())
+    norms = sum(numel for name, numel in numels.items() if "norm" in name)
+    return shards / (dist.get_world_size() // MODEL_RANKS), norms
 
 
 def block_of(arm: str, layout: SharedModel) -> dict[str, Any]:
@@ -176,6 +174,7 @@ def main(cases: tuple[TensorParallelCase, ...]) -> None:
     # DeepSpeed requires instructions that this CPU may lack, although PyTorch computes in fp16 on every CPU.
     get_accelerator().is_fp16_supported = lambda: True
     by_name = layouts()
+    planned, norms = planned_numels()
     for case in cases:
         layout = by_name[case.layout]
         stock = run(case, layout, None)
@@ -185,8 +184,8 @@ def main(cases: tuple[TensorParallelCase, ...]) -> None:
                 "name": case.name,
                 "numbers": stock.numbers,
                 "elements": sum(tensor.numel() for name, tensor in stock.tensors.items() if name.startswith("master")),
-                "planned elements": planned_numel(),
-                "elements of norms": norms_numel(),
+                "planned elements": planned,
+                "elements of norms": norms,
                 "masters": sum(name.startswith("master") for name in stock.tensors),
                 "classes": [record.optimizer_class for record in (stock, *found.values())],
                 "differences": {arm: differences(stock, record) for arm, record in found.items()},
