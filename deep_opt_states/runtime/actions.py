@@ -3,7 +3,8 @@
 The actions update and publish only the rest of each unit. They do not write to the early ranges, whose parameters
 the model may already read or write. An action of a unit without a rest does nothing, and needs no slot.
 
-The views that an action works on are made once, and not in each step: the host issues hundreds of copies there.
+The views that an action works on are made once for each slot that it uses, and not in each step: the host issues
+hundreds of copies there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from perf_model.schedule.workload import STATES
 
 Copies: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 """Destinations and sources, in the order in which they are copied."""
+
+MOST_VIEWS = 10_000
+"""The number of actions and slots for which views are kept. If there are nearly as many slots as streamed units, an
+action uses each slot in turn, and all views together would take gigabytes of host memory."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,13 @@ class Actions:
         self._host_adam = host_adam
         self._device_adam = device_adam
         self._slots: list[Slot] = []
-        self._slot_of: dict[str, Slot] = {}
-        """The views of its slot that an action works on, keyed by the action's name."""
-        self._state_copies: dict[str, Copies] = {}
-        """The copies of each prefetch and flush, by the action's name."""
-        self._operations: dict[int, UnitOperations] = {}
-        """The operations of each unit that was updated since the units or the slots were set."""
+        self._shift = 0
+        """The index of the slot that actions with slot 0 use in this update."""
+        self._state_copies: dict[tuple[str, int], Copies] = {}
+        """The copies of the prefetches and flushes so far, by the action's name and the index of its slot."""
+        self._operations: dict[tuple[int, int | None], UnitOperations] = {}
+        """The operations of the units that were updated since the units or the slots were set, by the unit and the
+        index of its slot."""
         self._bodies: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.PREFETCH: self._prefetch,
             ActionKind.GPU_STEP: self._gpu_step,
@@ -85,24 +91,21 @@ class Actions:
         Raise the device's out-of-memory error if memory is short; then nothing has changed. The caller makes sure that
         no stream still copies from or to a slot that is freed here.
         """
-        in_slots = {
-            action: action.slot
-            for action in schedule.actions
-            if action.slot is not None and self._splits[action.unit].rest
-        }
-        num_slots = schedule.num_slots if in_slots else 0
+        uses_slots = any(action.slot is not None and self._splits[action.unit].rest for action in schedule.actions)
+        num_slots = schedule.num_slots if uses_slots else 0
         kept = [slot for slot in self._slots if slot.master.numel() == schedule.slot_numel]
         slots = [*kept, *(Slot.reserve(self._device, schedule.slot_numel) for _ in range(len(kept), num_slots))]
         self._slots = slots[:num_slots]
-        self._slot_of = {
-            action.name: slots[slot].narrow(self._states[action.unit].numel) for action, slot in in_slots.items()
-        }
-        self._operations.clear()
-        self._state_copies = {
-            action.name: list(self._copies_of_states(action))
-            for action in in_slots
-            if action.kind in (ActionKind.PREFETCH, ActionKind.FLUSH_STATES)
-        }
+        self._shift = 0
+        self._forget_views()
+
+    def shift_slots(self, number: int) -> None:
+        """Let every action use the slot that is ``number`` slots after the present one. No update is running."""
+        if not self._slots:
+            return
+        self._shift = (self._shift + number) % len(self._slots)
+        if len(self._state_copies) > MOST_VIEWS:
+            self._forget_views()
 
     def run(self, action: Action) -> None:
         """Issue ``action`` on the current stream, or run it on the current thread if it is a CPU step."""
@@ -112,16 +115,22 @@ class Actions:
     def close(self) -> None:
         """Free the slots, and drop the references to the states."""
         self._slots.clear()
-        self._slot_of.clear()
-        self._state_copies.clear()
-        self._operations.clear()
+        self._forget_views()
         self._states = ()
 
+    def _forget_views(self) -> None:
+        self._state_copies.clear()
+        self._operations.clear()
+
+    def _slot_index(self, action: Action) -> int | None:
+        """Return the index of the slot that ``action`` uses in this update; None if it uses none."""
+        return None if action.slot is None else (action.slot + self._shift) % len(self._slots)
+
     def _prefetch(self, action: Action) -> None:
-        self._copy(self._state_copies[action.name])
+        self._copy(self._copies_of_states(action))
 
     def _flush_states(self, action: Action) -> None:
-        self._copy(self._state_copies[action.name])
+        self._copy(self._copies_of_states(action))
 
     def _gpu_step(self, action: Action) -> None:
         assert self._device_adam is not None
@@ -141,10 +150,19 @@ class Actions:
         for destination, source in copies:
             self._device.copy(destination, source)
 
-    def _copies_of_states(self, action: Action) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        state, slot = self._states[action.unit], self._slot_of[action.name]
+    def _copies_of_states(self, action: Action) -> Copies:
+        """Return the copies of a prefetch or a flush. The states of a unit stay where they are."""
+        index = self._slot_index(action)
+        assert index is not None
+        key = action.name, index
+        if key not in self._state_copies:
+            self._state_copies[key] = list(self._derive_copies(action, self._slots[index]))
+        return self._state_copies[key]
+
+    def _derive_copies(self, action: Action, slot: Slot) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        state = self._states[action.unit]
         for name in STATES:
-            on_host, on_accelerator = getattr(state, name), getattr(slot, name)
+            on_host, on_accelerator = getattr(state, name), getattr(slot.narrow(state.numel), name)
             for element_range in self._splits[action.unit].rest:
                 pair = state.view(on_accelerator, element_range), state.view(on_host, element_range)
                 yield pair if action.kind is ActionKind.PREFETCH else pair[::-1]
@@ -155,9 +173,10 @@ class Actions:
         The worker and the caller's thread call this for different units.
         """
         state = self._states[action.unit]
-        known = self._operations.get(action.unit)
+        key = action.unit, self._slot_index(action)
+        known = self._operations.get(key)
         if known is None or known.grad is not state.grad or known.param is not state.param:
-            known = self._operations[action.unit] = self._derive(action, state)
+            known = self._operations[key] = self._derive(action, state)
         return known
 
     def _derive(self, action: Action, state: UnitState) -> UnitOperations:
@@ -168,7 +187,12 @@ class Actions:
             if not state.cpu_writes_param:
                 sources = [state.published_from(element_range) for element_range in rest]
         else:
-            states = self._slot_of[action.name] if state.resident is None else state.resident.states
+            index = self._slot_index(action)
+            if index is not None:
+                states = self._slots[index].narrow(state.numel)
+            else:
+                assert state.resident is not None
+                states = state.resident.states
             tensors = state.accelerator_tensors(states)
             updates = [state.update_of(element_range, tensors) for element_range in rest]
             if state.staged is not None:

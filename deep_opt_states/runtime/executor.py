@@ -28,6 +28,7 @@ from deep_opt_states.runtime.worker import CpuLane, Worker
 from perf_model.prediction.timeline import Timeline
 from perf_model.schedule.action import Lane
 from perf_model.schedule.schedule import Schedule
+from perf_model.schedule.slots_between_updates import slot_shift
 
 
 class Executor:
@@ -299,7 +300,7 @@ class Executor:
                 self._lanes.record_end(self._issuer.events)
                 self._lanes.order_after_update()
                 self._issuer.carry_flushes()
-                self._issuer.forget_prefetches()
+                self._end_update()
                 self.flushing = True
         self.pending = False
 
@@ -313,7 +314,7 @@ class Executor:
                 self._issuer.finish()
                 self._lanes.record_end(self._issuer.events)
                 self._lanes.wait_until_drained()
-                self._issuer.forget_prefetches()
+                self._end_update()
         elif self.flushing:
             # Even if the update has failed on another rank: states are then loaded into the memory that is flushed to.
             # Prefetches for the next update, which backward has begun, are not waited for.
@@ -321,6 +322,11 @@ class Executor:
                 self._lanes.wait_until_drained()
         self._issuer.forget_flushes()
         self.pending = self.flushing = False
+
+    def _end_update(self) -> None:
+        """Prepare the prefetches for the next update. All actions of this one have been issued."""
+        self._issuer.forget_prefetches()
+        self._actions.shift_slots(slot_shift(self._issuer.schedule))
 
     def touch(self, tensors: Sequence[AdamTensors]) -> None:
         """Zero ``tensors``, which are in host memory, on the threads that update on the CPU.

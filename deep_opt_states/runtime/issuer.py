@@ -22,6 +22,7 @@ from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.runtime.worker import CpuLane
 from perf_model.schedule.action import Action, ActionKind, Lane
 from perf_model.schedule.schedule import Schedule
+from perf_model.schedule.slots_between_updates import flushes_before
 
 PUBLISHING = (ActionKind.GPU_STEP, ActionKind.PUBLISH)
 """The kinds of action that write a unit's 16-bit parameters. Each unit has exactly one such action."""
@@ -42,8 +43,7 @@ class Issuer:
     first_of_caller: int
     """The number of actions of the worker that precede the first action that the caller issues."""
     flushes_before: dict[str, str]
-    """The flush of the update before that each first prefetch waits for: the last one from its slot. Flushes run in
-    order, so the states that the prefetch reads, which were flushed from the same slot, are in host memory, too."""
+    """The flush of the update before that each first prefetch waits for."""
 
     def __init__(
         self,
@@ -92,8 +92,7 @@ class Issuer:
         self._first_prefetches = [
             action for action in schedule.actions if action.kind is ActionKind.PREFETCH and not action.waits
         ]
-        last_flush = {action.slot: action.name for action in schedule.actions if action.kind is ActionKind.FLUSH_STATES}
-        self.flushes_before = {action.name: last_flush[action.slot] for action in self._first_prefetches}
+        self.flushes_before = flushes_before(schedule)
 
     def begin(self) -> None:
         """Begin an update, with the prefetches that were issued for it."""

@@ -136,9 +136,10 @@ class LaneParts:
             if lane in range(len(LANES))[FORWARD_WAITS_FOR]:
                 parts.due_s[block].reshape(shape)[..., -1] = np.where(runs, needed_s.take(units), np.inf)
             elif lane == FLUSHES:
-                slot = np.arange(actions[lane]) % np.maximum(1, queues.slots)[:, None]
-                last = runs & (np.arange(actions[lane]) >= (queues.lengths[lane] - queues.slots)[:, None])
-                due_s = np.take_along_axis(refilled_s, slot, axis=1)
+                # The slots are filled in the order in which the last flushes empty them.
+                slot = np.arange(actions[lane]) - (queues.lengths[lane] - queues.slots)[:, None]
+                last = runs & (slot >= 0)
+                due_s = np.take_along_axis(refilled_s, np.where(last, slot, 0), axis=1)
                 parts.due_s[block].reshape(shape)[..., -1] = np.where(last, due_s, np.inf)
         return parts
 

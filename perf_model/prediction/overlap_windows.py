@@ -127,7 +127,10 @@ def _ready_s(timeline: Timeline) -> dict[int, float]:
 
 
 def _uses_of_slots(timeline: Timeline) -> list[tuple[float, float]]:
-    """Return, for each slot, when its first prefetch starts and when its last flush ends."""
+    """Return, for each slot, when its first prefetch starts and when the last flush of the update before ends.
+
+    The first slot to be filled is the first one that was emptied; see ``slots_between_updates``.
+    """
     starts_s: dict[int | None, float] = {}
     ends_s: dict[int | None, float] = {}
     for span in timeline.spans:
@@ -136,7 +139,7 @@ def _uses_of_slots(timeline: Timeline) -> list[tuple[float, float]]:
             starts_s[slot] = min(span.start_s, starts_s.get(slot, span.start_s))
         elif span.action.kind is ActionKind.FLUSH_STATES:
             ends_s[slot] = max(span.end_s, ends_s.get(slot, span.end_s))
-    return [(starts_s[slot], ends_s[slot]) for slot in starts_s]
+    return list(zip(sorted(starts_s.values()), sorted(ends_s.values()), strict=True))
 
 
 @lru_cache(maxsize=16)

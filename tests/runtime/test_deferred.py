@@ -5,7 +5,7 @@ Each wait of the executor is also left out, which must give a wrong number in so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -25,6 +25,7 @@ from deep_opt_states.runtime.state import Split, UnitState
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import Schedule
+from perf_model.schedule.slots_between_updates import flushes_before
 from perf_model.schedule.workload import Workload
 from tests.fake_device.device import FakeDevice, FakeStream, LateAdam
 from tests.fake_device.fake_worker import FakeWorker
@@ -152,6 +153,28 @@ def test_prefetches_that_do_not_wait_for_flushes_in_flight_give_a_wrong_number()
 
     with mock.patch.object(Issuer, "set_schedule", set_without_waits):
         assert gives_a_wrong_number()
+
+
+THREE_IN_TWO_SLOTS = replace(PLAN, placements=(CPU, STREAMED, STREAMED, STREAMED, CPU), num_slots=2)
+"""A plan whose units use other slots in the next update. No unit has early ranges with it."""
+
+
+def flushes_of_the_same_units(schedule: Schedule) -> dict[str, str]:
+    return {prefetch: prefetch.replace("PREFETCH", "FLUSH_STATES") for prefetch in flushes_before(schedule)}
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement"),
+    [("issuer.flushes_before", flushes_of_the_same_units), ("executor.slot_shift", lambda _: 0)],
+    ids=["waits for the flush of its unit only", "uses the same slots in each update"],
+)
+def test_a_prefetch_that_does_not_wait_for_the_flush_out_of_its_shifted_slot_gives_a_wrong_number(
+    name: str, replacement: Callable[[Schedule], object]
+) -> None:
+    none: list[list[tuple[int, int]]] = [[]] * 5
+    assert not gives_a_wrong_number(none, THREE_IN_TWO_SLOTS)
+    with mock.patch(f"deep_opt_states.runtime.{name}", replacement):
+        assert gives_a_wrong_number(none, THREE_IN_TWO_SLOTS)
 
 
 def test_caller_that_does_not_wait_for_published_parameters_reads_a_wrong_number() -> None:

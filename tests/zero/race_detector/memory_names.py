@@ -36,7 +36,7 @@ def name_memories(recorder: Recorder, optimizer: DeepOptimizerStates_Stage3) -> 
             for attribute in STATES:
                 name(getattr(unit.resident.states, attribute), f"resident {attribute} of unit {index}")
         name(unit.param, "16-bit parameters")
-    for slot in executor._actions._slot_of.values():
+    for slot in executor._actions._slots:
         for attribute in STATES:
             name(getattr(slot, attribute), f"slot, {attribute}")
     if (buffers := executor._early_update.buffers) is not None:
