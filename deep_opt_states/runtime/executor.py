@@ -384,6 +384,10 @@ class Executor:
         if self.flushing:
             self.finish()
         self._worker.close()
+        # Prefetches for an update that never began may still write to the slots that are freed here. If the device has
+        # failed, nothing is in flight.
+        with suppress(Exception):
+            self._lanes.drain()
         self._actions.close()
         self._residents.close()
         self._split_masters.close()

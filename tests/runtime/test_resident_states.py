@@ -156,6 +156,30 @@ def test_a_move_that_does_not_wait_for_the_loading_writes_to_freed_memory() -> N
         finish(training.device)
 
 
+def close_after_prefetches(device: FakeDevice) -> None:
+    """Close the executor while prefetches are in flight, for an update that never begins, and run them then."""
+    plan = UpdatePlan(workload=WORKLOAD, placements=(STREAMED, RESIDENT, STREAMED), num_slots=2)
+    training = MovingTraining(MODEL, plan, device)
+    training.executor.prefetch()
+    training.executor.close()
+    training.memory.close()
+    finish(device)
+
+
+def test_close_waits_for_prefetches_in_flight() -> None:
+    for timing in TIMINGS:
+        close_after_prefetches(FakeDevice(timing))
+
+
+def test_close_that_does_not_wait_for_prefetches_writes_to_freed_memory() -> None:
+    # The prefetches come last.
+    with (
+        mock.patch.object(LaneStreams, "drain"),
+        pytest.raises(AssertionError, match="memory that was freed before"),
+    ):
+        close_after_prefetches(FakeDevice(Late([1, 2, 3, 4, 5])))
+
+
 class FailsInStepTwo(PlainAdam):
     """A kernel that raises in the second step, when it updates sub-group 0."""
 
