@@ -17,7 +17,7 @@ class LaneStreams:
     transfers, d2h overlaps flushes with transfers in the other direction, and publish lets small copies overtake
     prefetches and flushes.
 
-    - ``_reserved``: caller's stream -> all lanes; memory that was allocated since is free of the caller's kernels.
+    - ``_reserved``: caller's stream -> h2d lane; memory that was allocated since is free of the caller's kernels.
     - ``_drained``: each lane's stream -> host; everything that was issued on it has finished.
     """
 
@@ -28,13 +28,13 @@ class LaneStreams:
         self._drained: dict[Lane, Event] = {lane: device.event() for lane in self.streams}
 
     def wait_for_new_memory(self) -> None:
-        """Make all lanes wait for the caller's stream, on which new memory is allocated.
+        """Make copies to new memory wait for the caller's stream, on which the memory is allocated.
 
-        The allocator may have reused memory that kernels on that stream still read or write.
+        The allocator may have reused memory that kernels on that stream still read or write. Only prefetches and loads
+        of resident states are issued before the next update begins, which waits for that stream.
         """
         self._device.current_stream().record(self._reserved)
-        for stream in self.streams.values():
-            stream.wait(self._reserved)
+        self.streams[Lane.H2D].wait(self._reserved)
 
     def wait_for_caller(self, events: ActionEvents) -> None:
         """Block the host until the caller's stream is done, so that nothing issued later can start before that.

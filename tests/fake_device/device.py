@@ -107,6 +107,9 @@ class FakeDevice:
         self.lanes = Lanes(timing or Late())
         self.caller = FakeStream(self, self.lanes.caller)
         self.issuing = self.caller
+        self.reuses_memory = False
+        """Whether new device memory was used before, and the kernels that used it may be behind the host: the allocator
+        orders only the stream on which it allocates. The host must not write to such memory."""
         self._on_device: list[Allocation] = []
         self._pinned: list[Allocation] = []
 
@@ -128,6 +131,8 @@ class FakeDevice:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         allocation = Allocation(self.lanes, numel * dtype.itemsize, self.issuing.queue)
+        if self.reuses_memory:
+            self._issue(allocation.fill_with_nan)
         self._on_device = [*(other for other in self._on_device if not other.freed), allocation]
         return allocation.hand_out(dtype)
 

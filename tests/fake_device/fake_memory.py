@@ -37,6 +37,10 @@ class Allocation:
         self._users = set() if owner is None else {owner}
         self._memory = bytearray(nbytes or 1)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.fill_with_nan()
+
+    def fill_with_nan(self) -> None:
+        """Overwrite all elements, as any write of another owner does."""
         self._bytes.fill_(_NAN_BYTE)
 
     def hand_out(self, dtype: torch.dtype) -> torch.Tensor:
@@ -66,4 +70,4 @@ class Allocation:
 
     def _overwrite(self) -> None:
         self.is_reused = True
-        self._bytes.fill_(_NAN_BYTE)
+        self.fill_with_nan()

@@ -138,6 +138,10 @@ class MovingTraining:
             for tensors in self.memory.sub_groups:
                 tensors.master.mul_(WRITTEN)
         yield from (self._copy_of(param) for param in self.params)
+        yield from self.train_step(number, iteration)
+
+    def train_step(self, number: int, iteration: MovingIteration) -> Iterator[torch.Tensor]:
+        """Run backward, the update and a forward during it, and yield the parameters that forward reads."""
         self.backward(number)
         if iteration.prefetches:
             self.executor.prefetch()

@@ -1,0 +1,248 @@
+"""Remove each wait of the runtime, one at a time: some timing on the fake device then gives a wrong number.
+
+A wait is a call of ``wait`` of a stream or of ``synchronize`` of an event in ``deep_opt_states/runtime``. In a loop,
+each pass is a wait of its own. Waits that a schedule contains are removed in ``test_races.py``.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import chain
+from pathlib import Path
+from types import FrameType
+from typing import TypeAlias
+from unittest import mock
+
+import pytest
+import torch
+
+import deep_opt_states.runtime
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Unit, Workload
+from tests.fake_device.device import FakeDevice, FakeEvent, FakeStream
+from tests.fake_device.timing import Late, Seeded, Timing
+from tests.runtime.deferred import Habits, deferred, serial
+from tests.runtime.moving import Model, MovingIteration, MovingTraining, random_iterations, same, train_serially
+from tests.runtime.test_deferred import EARLY, PLAN, THREE_IN_TWO_SLOTS
+from tests.runtime.test_staging import sent_down
+
+RUNTIME = Path(deep_opt_states.runtime.__file__).parent
+
+CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
+
+Place: TypeAlias = tuple[str, int]
+"""The file and the line of a wait."""
+
+Scenario: TypeAlias = Callable[[], bool]
+"""Training on the fake device. It returns whether all numbers are right."""
+
+WITHOUT_A_NUMBER = {
+    ("action_events.py", "timeline"): "the host waits before it reads times",
+    ("exposure.py", "phases"): "the host waits before it reads times",
+    ("issuer.py", "on_worker"): "the worker waits for no action of any plan; test_races.py draws such schedules",
+}
+"""The functions whose waits change no number of a plan, with the reason."""
+
+
+@cache
+def waits_in_source() -> dict[str, Place]:
+    """Return the place of each wait of the runtime by its description."""
+    found = {}
+    for path in sorted(RUNTIME.glob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef) or (path.name, function.name) in WITHOUT_A_NUMBER:
+                continue
+            calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+            waits = [call for call in calls if isinstance(call, ast.Attribute) and _waits_for_an_event(call)]
+            for number, call in enumerate(sorted(waits, key=lambda call: call.lineno)):
+                found[f"{path.stem}.{function.name}-{number}"] = path.name, call.lineno
+    return found
+
+
+def _waits_for_an_event(call: ast.Attribute) -> bool:
+    # Methods of these names of the runtime's own classes contain waits, but are none.
+    of_runtime = ("self", "self._early_update", "self._staging")
+    return call.attr in ("wait", "synchronize") and ast.unparse(call.value) not in of_runtime
+
+
+@dataclass
+class Waits:
+    """The waits of one place: which passes of its loop were reached, and the one that is removed, if any."""
+
+    place: Place
+    removed: int | None = None
+    reached: set[int] = field(default_factory=set)
+    _frame: FrameType | None = None
+    _pass = 0
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        """Observe all waits of streams and of the host inside this context, and leave out the removed one."""
+        with (
+            mock.patch.object(FakeStream, "wait", self._replacement(FakeStream.wait)),
+            mock.patch.object(FakeEvent, "synchronize", self._replacement(FakeEvent.synchronize)),
+        ):
+            yield
+        self._frame = None
+
+    def _replacement(self, original: Callable[..., None]) -> Callable[..., None]:
+        def wait(*args: object) -> None:
+            if not self._is_removed(sys._getframe(1)):
+                original(*args)
+
+        return wait
+
+    def _is_removed(self, frame: FrameType) -> bool:
+        path = Path(frame.f_code.co_filename)
+        if (path.name, frame.f_lineno) != self.place or path.parent != RUNTIME:
+            return False
+        self._pass = self._pass + 1 if frame is self._frame else 0
+        self._frame = frame
+        self.reached.add(self._pass)
+        return self._pass == self.removed
+
+
+def updates_in_forward() -> Iterator[Scenario]:
+    """Yield training whose updates overlap with the next forward, with early ranges or none."""
+    none: list[list[tuple[int, int]]] = [[]] * 5
+    settings = [
+        (EARLY, PLAN),
+        (none, THREE_IN_TWO_SLOTS),
+        (EARLY, UpdatePlan(workload=PLAN.workload, placements=(STREAMED, RESIDENT, CPU, STREAMED, CPU), num_slots=2)),
+    ]
+    for splits, plan in settings:
+        for number, timing in enumerate([*late_lanes(7), *map(Seeded, range(20))]):
+            habits = Habits(seed=number, splits=splits, writes=number % 2 == 0)
+            yield partial(_updates_in_forward, plan, timing, habits)
+
+
+def _updates_in_forward(plan: UpdatePlan, timing: Timing, habits: Habits) -> bool:
+    return same(deferred(plan, timing, habits), serial(plan, habits))
+
+
+class MovingInUsedMemory(MovingTraining):
+    """Training whose plan changes, in accelerator memory that kernels of the caller have used before."""
+
+    def set_plan(self, plan: UpdatePlan) -> None:
+        """Use ``plan`` from the next update on."""
+        assert isinstance(self.device, FakeDevice)
+        self.device.reuses_memory = True
+        super().set_plan(plan)
+        self.device.reuses_memory = False
+
+
+TWO_UNITS = Workload((Unit(0, 20, 0, 0), Unit(1, 40, 0, 20)))
+
+
+def moves() -> Iterator[Scenario]:
+    """Yield training in which units move between updates."""
+    for seed in range(60):
+        early = [[(3, 9)], []] if seed % 2 else [[], [(0, 5)]]
+        model = Model(numels=(40, 25), early=early, params_on_host=seed % 3 == 0)
+        iterations = random_iterations(random.Random(seed), model.numels, 6, moves=True)
+        for timing in [*late_lanes(8), Seeded(seed)]:
+            yield partial(_moves, model, iterations, timing)
+
+
+def prefetches_into_used_memory() -> Iterator[Scenario]:
+    """Yield training in which the host waits for nothing between the reservation of a slot and its first prefetch."""
+    for timing in late_lanes(8):
+        yield partial(_prefetches_into_used_memory, timing)
+
+
+def _prefetches_into_used_memory(timing: Timing) -> bool:
+    cpu, streamed = (
+        UpdatePlan(workload=TWO_UNITS, placements=placements, num_slots=1)
+        for placements in ((CPU, CPU), (STREAMED, CPU))
+    )
+    model = Model(numels=(60,), early=[[]])
+    training = MovingInUsedMemory(model, cpu, FakeDevice(timing))
+    iterations = [MovingIteration(plan=cpu), MovingIteration(plan=streamed, prefetches=True)]
+    list(training.run(0, iterations[0]))
+    training.move(streamed)
+    list(training.train_step(1, iterations[1]))
+    found = training.end()
+    return same(found, train_serially(model, iterations)[-len(found) :])
+
+
+def _moves(model: Model, iterations: list[MovingIteration], timing: Timing) -> bool:
+    device = FakeDevice(timing)
+    found = MovingInUsedMemory(model, iterations[0].plan, device).train(iterations)
+    # Run what is still in flight: it must not write to memory that was freed.
+    while device.lanes.run_one():
+        pass
+    return same(found, train_serially(model, iterations))
+
+
+def gradients() -> Iterator[Scenario]:
+    """Yield gradients that are copied to host memory, and from there to the accelerator."""
+    for timing in [*late_lanes(4), *map(Seeded, range(40))]:
+        yield partial(_gradients, timing)
+
+
+def _gradients(timing: Timing) -> bool:
+    device = FakeDevice(timing)
+    host, expected, staging = sent_down(device)
+    found = host.clone()
+    values = device.empty_host(40, torch.float32).copy_(torch.arange(40))
+    gradient, read_again = (device.empty(40, torch.float32) for _ in range(2))
+    device.copy(gradient, values)
+    other = device.empty_host(40, torch.float32)
+    staging.send(other, 0, gradient)
+    staging.flush()
+    staging.wait_for_copies()
+    device.copy(read_again, other)
+    staging.close()
+    done = device.event()
+    device.current_stream().record(done)
+    done.synchronize()
+    return same([found, other, read_again], [expected, values, values])
+
+
+def scenarios() -> Iterator[Scenario]:
+    """Yield all scenarios, those first that show the most with the least time."""
+    return chain(gradients(), prefetches_into_used_memory(), updates_in_forward(), moves())
+
+
+def late_lanes(count: int) -> list[Timing]:
+    """Return timings in each of which another lane is behind all others."""
+    return [Late([last, *(lane for lane in range(count) if lane != last)]) for last in range(count)]
+
+
+def is_right(scenario: Scenario) -> bool:
+    """Return whether the scenario gives the right numbers. It does not if it writes to memory that was freed before."""
+    try:
+        return scenario()
+    except AssertionError:
+        return False
+
+
+@pytest.mark.promise("P6")
+@pytest.mark.parametrize("name", waits_in_source())
+def test_the_runtime_without_one_of_its_waits_gives_a_wrong_number(name: str) -> None:
+    waits = Waits(waits_in_source()[name])
+    with waits.observed():
+        for scenario in scenarios():
+            assert is_right(scenario)
+            if waits.reached:
+                break
+    assert waits.reached, "no scenario reaches this wait"
+    for number in sorted(waits.reached):
+        assert shows(waits.place, number), f"pass {number} of the loop can be left out"
+
+
+def shows(place: Place, number: int) -> bool:
+    """Return whether a scenario gives a wrong number without this wait, and the right numbers with it."""
+    for scenario in scenarios():
+        with Waits(place, removed=number).observed():
+            if is_right(scenario):
+                continue
+        return is_right(scenario)
+    return False
