@@ -25,10 +25,6 @@ from perf_model.schedule.workload import STATES
 Copies: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 """Destinations and sources, in the order in which they are copied."""
 
-MOST_VIEWS = 10_000
-"""The number of actions and slots for which views are kept. If there are nearly as many slots as streamed units, an
-action uses each slot in turn, and all views together would take gigabytes of host memory."""
-
 
 @dataclass(frozen=True)
 class UnitOperations:
@@ -36,9 +32,10 @@ class UnitOperations:
 
     grad: torch.Tensor
     param: torch.Tensor
-    updates: list[RangeUpdate]
+    updates: dict[int | None, list[RangeUpdate]]
+    """The updates by the index of the slot that has the states; None if they are in no slot."""
     publications: Copies
-    """The copies of updated parameters; none if the update writes the model's own parameters."""
+    """The copies of updated parameters."""
 
 
 class Actions:
@@ -59,9 +56,8 @@ class Actions:
         """The index of the slot that actions with slot 0 use in this update."""
         self._state_copies: dict[tuple[str, int], Copies] = {}
         """The copies of the prefetches and flushes so far, by the action's name and the index of its slot."""
-        self._operations: dict[tuple[int, int | None], UnitOperations] = {}
-        """The operations of the units that were updated since the units or the slots were set, by the unit and the
-        index of its slot."""
+        self._operations: dict[int, UnitOperations] = {}
+        """The operations of each unit that was updated since the units or the slots were set."""
         self._bodies: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.PREFETCH: self._prefetch,
             ActionKind.GPU_STEP: self._gpu_step,
@@ -101,16 +97,19 @@ class Actions:
 
     def shift_slots(self, number: int) -> None:
         """Let every action use the slot that is ``number`` slots after the present one. No update is running."""
-        if not self._slots:
-            return
-        self._shift = (self._shift + number) % len(self._slots)
-        if len(self._state_copies) > MOST_VIEWS:
-            self._forget_views()
+        if self._slots:
+            self._shift = (self._shift + number) % len(self._slots)
 
     def run(self, action: Action) -> None:
         """Issue ``action`` on the current stream, or run it on the current thread if it is a CPU step."""
         if self._splits[action.unit].rest:
             self._bodies[action.kind](action)
+
+    def forget_replaced_gradients(self) -> None:
+        """Drop the references to gradients that units have no more. No update is running."""
+        self._operations = {
+            unit: known for unit, known in self._operations.items() if known.grad is self._states[unit].grad
+        }
 
     def close(self) -> None:
         """Free the slots, and drop the references to the states."""
@@ -134,14 +133,13 @@ class Actions:
 
     def _gpu_step(self, action: Action) -> None:
         assert self._device_adam is not None
-        operations = self._operations_of(action)
-        self._device_adam.update_ranges(operations.updates)
+        self._device_adam.update_ranges(self._updates_of(action))
         # A copy is issued on the update's stream. The next unit that is staged in the same memory is updated on that
         # stream, too, so it cannot overwrite the parameters before they are copied.
-        self._copy(operations.publications)
+        self._copy(self._operations_of(action).publications)
 
     def _cpu_step(self, action: Action) -> None:
-        self._host_adam.update_ranges(self._operations_of(action).updates)
+        self._host_adam.update_ranges(self._updates_of(action))
 
     def _publish(self, action: Action) -> None:
         self._copy(self._operations_of(action).publications)
@@ -161,11 +159,19 @@ class Actions:
 
     def _derive_copies(self, action: Action, slot: Slot) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         state = self._states[action.unit]
+        narrowed = slot.narrow(state.numel)
         for name in STATES:
-            on_host, on_accelerator = getattr(state, name), getattr(slot.narrow(state.numel), name)
+            on_host, on_accelerator = getattr(state, name), getattr(narrowed, name)
             for element_range in self._splits[action.unit].rest:
                 pair = state.view(on_accelerator, element_range), state.view(on_host, element_range)
                 yield pair if action.kind is ActionKind.PREFETCH else pair[::-1]
+
+    def _updates_of(self, action: Action) -> list[RangeUpdate]:
+        """Return the updates of the action's unit, in the slot that it uses now."""
+        updates, index = self._operations_of(action).updates, self._slot_index(action)
+        if index not in updates:
+            updates[index] = self._derive_updates(action, index)
+        return updates[index]
 
     def _operations_of(self, action: Action) -> UnitOperations:
         """Return the operations of the action's unit. They change if users set gradients or DeepSpeed moves parameters.
@@ -173,31 +179,34 @@ class Actions:
         The worker and the caller's thread call this for different units.
         """
         state = self._states[action.unit]
-        key = action.unit, self._slot_index(action)
-        known = self._operations.get(key)
+        known = self._operations.get(action.unit)
         if known is None or known.grad is not state.grad or known.param is not state.param:
-            known = self._operations[key] = self._derive(action, state)
+            publications = self._derive_publications(action, state)
+            known = self._operations[action.unit] = UnitOperations(state.grad, state.param, {}, publications)
         return known
 
-    def _derive(self, action: Action, state: UnitState) -> UnitOperations:
-        rest = self._splits[action.unit].rest
-        sources: list[torch.Tensor] = []
+    def _derive_updates(self, action: Action, slot: int | None) -> list[RangeUpdate]:
+        state, rest = self._states[action.unit], self._splits[action.unit].rest
         if action.lane is not Lane.COMPUTE:
-            updates = [state.cpu_update_of(element_range) for element_range in rest]
-            if not state.cpu_writes_param:
-                sources = [state.published_from(element_range) for element_range in rest]
+            return [state.cpu_update_of(element_range) for element_range in rest]
+        if slot is not None:
+            states = self._slots[slot].narrow(state.numel)
         else:
-            index = self._slot_index(action)
-            if index is not None:
-                states = self._slots[index].narrow(state.numel)
-            else:
-                assert state.resident is not None
-                states = state.resident.states
-            tensors = state.accelerator_tensors(states)
-            updates = [state.update_of(element_range, tensors) for element_range in rest]
-            if state.staged is not None:
-                sources = [state.view(state.staged, element_range) for element_range in rest]
+            assert state.resident is not None
+            states = state.resident.states
+        tensors = state.accelerator_tensors(states)
+        return [state.update_of(element_range, tensors) for element_range in rest]
+
+    def _derive_publications(self, action: Action, state: UnitState) -> Copies:
+        """Return the copies of updated parameters; none if the update writes the model's own parameters."""
+        rest = self._splits[action.unit].rest
+        if action.lane is Lane.COMPUTE:
+            if state.staged is None:
+                return []
+            sources = [state.view(state.staged, element_range) for element_range in rest]
+        elif state.cpu_writes_param:
+            return []
+        else:
+            sources = [state.published_from(element_range) for element_range in rest]
         params = [state.view(state.param, element_range) for element_range in rest]
-        # Without sources, the update writes the model's own parameters.
-        publications = list(zip(params, sources, strict=True)) if sources else []
-        return UnitOperations(state.grad, state.param, updates, publications)
+        return list(zip(params, sources, strict=True))

@@ -145,6 +145,11 @@ class EarlyUpdate:
         self._publish(operations)
         self.wait()
 
+    def forget_replaced_gradients(self) -> None:
+        """Drop the references to gradients that units have no more. No update is running."""
+        if any(state.grad is not grad for state, grad in zip(self._states, self._known[::2], strict=False)):
+            self._known, self._operations = [], _Operations()
+
     def wait(self) -> None:
         """Make the current stream wait until the parameters of all early ranges are updated and published.
 

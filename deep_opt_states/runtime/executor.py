@@ -28,7 +28,6 @@ from deep_opt_states.runtime.worker import CpuLane, Worker
 from perf_model.prediction.timeline import Timeline
 from perf_model.schedule.action import Lane
 from perf_model.schedule.schedule import Schedule
-from perf_model.schedule.slots_between_updates import slot_shift
 
 
 class Executor:
@@ -326,7 +325,16 @@ class Executor:
     def _end_update(self) -> None:
         """Prepare the prefetches for the next update. All actions of this one have been issued."""
         self._issuer.forget_prefetches()
-        self._actions.shift_slots(slot_shift(self._issuer.schedule))
+        self._actions.shift_slots(self._issuer.slot_shift)
+
+    def forget_replaced_gradients(self) -> None:
+        """Drop the references to gradients that the last update has read, and that the caller has replaced since.
+
+        They are temporary copies on the accelerator, which would take memory there until the next update.
+        """
+        assert not self.pending
+        self._actions.forget_replaced_gradients()
+        self._early_update.forget_replaced_gradients()
 
     def touch(self, tensors: Sequence[AdamTensors]) -> None:
         """Zero ``tensors``, which are in host memory, on the threads that update on the CPU.

@@ -22,7 +22,7 @@ from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.runtime.worker import CpuLane
 from perf_model.schedule.action import Action, ActionKind, Lane
 from perf_model.schedule.schedule import Schedule
-from perf_model.schedule.slots_between_updates import flushes_before
+from perf_model.schedule.slots_between_updates import flushes_before, slot_shift
 
 PUBLISHING = (ActionKind.GPU_STEP, ActionKind.PUBLISH)
 """The kinds of action that write a unit's 16-bit parameters. Each unit has exactly one such action."""
@@ -43,7 +43,9 @@ class Issuer:
     first_of_caller: int
     """The number of actions of the worker that precede the first action that the caller issues."""
     flushes_before: dict[str, str]
-    """The flush of the update before that each first prefetch waits for."""
+    """The flush of the update before that a prefetch waits for, by the names of both."""
+    slot_shift: int
+    """By how many slots each action's slot is shifted after an update."""
 
     def __init__(
         self,
@@ -68,8 +70,8 @@ class Issuer:
         self._prefetched: set[str] = set()
         """Names of the actions that ``prefetch`` has issued, which the update does not issue again."""
         self._carried: dict[str, Event] = {}
-        """d2h stream -> h2d stream: flushes of the last update, by the name of the first prefetch that waits for them
-        since the host has not."""
+        """d2h stream -> h2d stream: flushes of the last update, by the name of the prefetch that waits for them since
+        the host has not."""
 
     def reserve_events(self, schedule: Schedule) -> None:
         """Reserve the events of the actions of ``schedule``, whose order may change later."""
@@ -92,7 +94,7 @@ class Issuer:
         self._first_prefetches = [
             action for action in schedule.actions if action.kind is ActionKind.PREFETCH and not action.waits
         ]
-        self.flushes_before = flushes_before(schedule)
+        self.flushes_before, self.slot_shift = flushes_before(schedule), slot_shift(schedule)
 
     def begin(self) -> None:
         """Begin an update, with the prefetches that were issued for it."""
@@ -113,7 +115,7 @@ class Issuer:
         self._prefetched.clear()
 
     def carry_flushes(self) -> None:
-        """Let the first prefetches of the next update wait for the flushes of this one, which are in flight."""
+        """Let the prefetches of the next update wait for the flushes of this one, which are in flight."""
         self._carried = {prefetch: self.events.finished[flush] for prefetch, flush in self.flushes_before.items()}
 
     def forget_flushes(self) -> None:

@@ -232,6 +232,7 @@ class DeepOptimizerStates_Stage3(UserGradients):
         """Free the temporary fp32 copies of gradients that the update has read if the user had set some."""
         for index, unit in enumerate(self._running.memory.units):
             unit.grad = self._gradients.buffer_of(index)
+        self._running.executor.forget_replaced_gradients()
 
     def partition_grads(self, params_to_release: Any, grad_partitions: Any) -> Any:
         # Some callers skip ``backward_prologue``, for example ``loss.backward()``: wait here as well.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
 
 from perf_model.schedule.action import Action, ActionKind
 from perf_model.schedule.happens_before import CHAINS, Clocks, dependencies
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.schedule import Schedule, bytes_of_slots, format_grid
+from perf_model.schedule.slots_between_updates import flushes_before, slot_shift
 from perf_model.schedule.workload import Workload
 
 
@@ -30,11 +33,46 @@ def check(schedule: Schedule, workload: Workload) -> tuple[Placement, ...]:
     - Every action starts after the data that it reads was written.
     - A slot exists, is large enough, and is reused only after the states of its previous occupant were flushed.
     - The slots fit the declared memory. An occupant stays in its slot, so this holds for all staged data at any moment.
+    - The first prefetches of an update also wait for the flushes of the update before, which may be in flight.
     """
     placements = _check_chains(schedule, workload)
     _check_slots(schedule, workload, placements)
     _check_order(schedule)
+    check_next_update(schedule, flushes_before(schedule))
     return placements
+
+
+def check_next_update(schedule: Schedule, carried: Mapping[str, str]) -> None:
+    """Raise ``ScheduleError`` if the next update may overwrite or read what this one still flushes.
+
+    ``carried`` has, by the name of a prefetch, the flush of the update before that the prefetch waits for. The next
+    update has the same schedule, and its slots are shifted by ``slot_shift``.
+    """
+    by_name = {action.name: action for action in schedule.actions}
+    clocks = Clocks()
+    for action in schedule.actions:
+        clocks.issue(action, clocks.start_clock(action, action.waits))
+    flushes = [action for action in schedule.actions if action.kind is ActionKind.FLUSH_STATES]
+    flush_of, last_out_of = {flush.unit: flush for flush in flushes}, {flush.slot: flush for flush in flushes}
+    filled: set[int] = set()
+    later = 1 + max((action.unit for action in schedule.actions), default=0)
+    """The number by which units of the next update are renamed."""
+    for action in schedule.actions:
+        waits = [replace(by_name[name], unit=by_name[name].unit + later).name for name in action.waits]
+        waits += [carried[action.name]] if action.name in carried else []
+        following = replace(action, unit=action.unit + later)
+        start = clocks.start_clock(following, waits)
+        if action.kind is ActionKind.PREFETCH and action.slot is not None:
+            in_use = [flush_of[action.unit]]
+            if action.slot not in filled:
+                memory = (action.slot + slot_shift(schedule)) % schedule.num_slots
+                in_use += [last_out_of[memory]] if memory in last_out_of else []
+                filled.add(action.slot)
+            for flush in in_use:
+                if not clocks.has_finished(flush, start):
+                    rule = f"{action.name} of the next update may start before {flush.name} has finished."
+                    raise ScheduleError(schedule, action, rule)
+        clocks.issue(following, start)
 
 
 def _check_chains(schedule: Schedule, workload: Workload) -> tuple[Placement, ...]:

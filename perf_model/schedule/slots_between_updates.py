@@ -13,28 +13,47 @@ last one, and a prefetch would wait behind one whose slot is flushed later. The 
 
 from __future__ import annotations
 
+from math import gcd
+
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.schedule import Schedule
 
+MOST_PAIRS = 25_000
+"""The number of pairs of a unit and a slot above which slots are not shifted. The runtime keeps views for each pair."""
+
 
 def slot_shift(schedule: Schedule) -> int:
-    """Return the slot that the last flushes empty first. It is slot 0 of the next update."""
+    """Return the slot that the last flushes empty first, which is slot 0 of the next update.
+
+    Return 0 if units would use more than ``MOST_PAIRS`` pairs in the course of training.
+    """
+    if schedule.num_slots == 0:
+        return 0
     streamed = sum(action.kind is ActionKind.FLUSH_STATES for action in schedule.actions)
-    return streamed % schedule.num_slots if schedule.num_slots else 0
+    slots_of_a_unit = schedule.num_slots // gcd(streamed, schedule.num_slots)
+    return streamed % schedule.num_slots if streamed * slots_of_a_unit <= MOST_PAIRS else 0
 
 
 def flushes_before(schedule: Schedule) -> dict[str, str]:
-    """Return the flush of the update before that each prefetch waits for which waits for no action of its own update.
+    """Return, by the name of a prefetch, the flush of the update before that the prefetch waits for.
 
-    Both have the same schedule. It is the last flush out of the memory of its slot, or that of its unit, whose states
-    it reads, if that is later. Flushes run in order, so the prefetch need not wait for both.
+    Both updates have the same schedule. A first prefetch into a slot waits for the last flush out of its memory, and
+    each prefetch for the flush of its unit, whose states it reads. Flushes run in order, and so do prefetches: a wait
+    that an earlier prefetch or a later flush implies is left out.
     """
     flushes = [action for action in schedule.actions if action.kind is ActionKind.FLUSH_STATES]
-    shift = slot_shift(schedule)
+    last_out_of = {flush.slot: number for number, flush in enumerate(flushes)}
+    flush_of = {flush.unit: number for number, flush in enumerate(flushes)}
+    shift, finished, filled = slot_shift(schedule), -1, set()
     before = {}
     for prefetch in schedule.actions:
-        if prefetch.kind is ActionKind.PREFETCH and prefetch.slot is not None and not prefetch.waits:
-            slot = (prefetch.slot + shift) % schedule.num_slots
-            *_, last = (flush for flush in flushes if flush.slot == slot or flush.unit == prefetch.unit)
-            before[prefetch.name] = last.name
+        if prefetch.kind is not ActionKind.PREFETCH or prefetch.slot is None:
+            continue
+        needed = flush_of[prefetch.unit]
+        if prefetch.slot not in filled:
+            needed = max(needed, last_out_of.get((prefetch.slot + shift) % schedule.num_slots, -1))
+            filled.add(prefetch.slot)
+        if needed > finished:
+            before[prefetch.name] = flushes[needed].name
+            finished = needed
     return before

@@ -17,7 +17,7 @@ class FakeWorker:
         self._device = device
 
     def submit(self, task: Task, /) -> Future[None]:
-        future = _LateFuture(self._device)
+        future = LateFuture(self._device)
         lanes = self._device.lanes
         lanes.cpu.add(lambda: complete_future(future, task))
         future.task_has_run = lanes.cpu.mark()
@@ -28,7 +28,7 @@ class FakeWorker:
         """Do nothing: there is no thread to end."""
 
 
-class _LateFuture(Future[None]):
+class LateFuture(Future[None]):
     """A future whose ``result`` and ``exception`` run the device's operations until the task has run."""
 
     def __init__(self, device: FakeDevice) -> None:

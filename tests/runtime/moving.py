@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -183,7 +183,14 @@ class MovingTraining:
         return torch.cat(parts)
 
     def move(self, plan: UpdatePlan) -> None:
-        """Use ``plan`` from the next update on. Only units that are not resident any more are written back first."""
+        """Use ``plan`` from the next update on. Only units that are not resident any more are written back first.
+
+        With the same units and placements, only the order and the number of slots change.
+        """
+        if (plan.workload, plan.placements) == (self.plan.workload, self.plan.placements):
+            self.executor.set_schedule(plan.schedule)
+            self.plan = plan
+            return
         placed = zip(plan.workload.units, plan.placements, strict=True)
         kept = {(unit.sub_group, unit.begin, unit.end) for unit, where in placed if where is Placement.RESIDENT}
         self.executor.write_back(
@@ -290,9 +297,12 @@ def random_iterations(
 ) -> list[MovingIteration]:
     """Return iterations whose plan changes at random if ``moves``; otherwise all have the same plan.
 
-    The plan sometimes returns to an earlier one.
+    The plan sometimes returns to an earlier one, or only its order and its number of slots change.
     """
     plans = [random_plan(chance, numels) for _ in range(3 if moves else 1)]
+    if moves:
+        order = tuple(chance.sample(range(len(plans[0].placements)), len(plans[0].placements)))
+        plans += [replace(plans[0], num_slots=number, order=order) for number in (1, 3)]
     return [
         MovingIteration(
             plan=chance.choice(plans),

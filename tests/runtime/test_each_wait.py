@@ -1,7 +1,8 @@
 """Remove each wait of the runtime, one at a time: some timing on the fake device then gives a wrong number.
 
-A wait is a call of ``wait`` of a stream or of ``synchronize`` of an event in ``deep_opt_states/runtime``. In a loop,
-each pass is a wait of its own. Waits that a schedule contains are removed in ``test_races.py``.
+A wait is a call in ``deep_opt_states/runtime`` that makes a stream or the host wait for an event, for all lanes or for
+the worker. In a loop, each pass is a wait of its own, and so is the wait of the first, second or third prefetch for
+flushes in flight.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import ast
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
@@ -23,10 +24,12 @@ import pytest
 import torch
 
 import deep_opt_states.runtime
+from deep_opt_states.runtime.lanes import LaneStreams
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Unit, Workload
 from tests.fake_device.device import FakeDevice, FakeEvent, FakeStream
+from tests.fake_device.fake_worker import LateFuture
 from tests.fake_device.timing import Late, Seeded, Timing
 from tests.runtime.deferred import Habits, deferred, serial
 from tests.runtime.moving import Model, MovingIteration, MovingTraining, random_iterations, same, train_serially
@@ -43,12 +46,25 @@ Place: TypeAlias = tuple[str, int]
 Scenario: TypeAlias = Callable[[], bool]
 """Training on the fake device. It returns whether all numbers are right."""
 
-WITHOUT_A_NUMBER = {
-    ("action_events.py", "timeline"): "the host waits before it reads times",
-    ("exposure.py", "phases"): "the host waits before it reads times",
-    ("issuer.py", "on_worker"): "the worker waits for no action of any plan; test_races.py draws such schedules",
+WAITS = {
+    "wait": FakeStream,
+    "synchronize": FakeEvent,
+    "drain": LaneStreams,
+    "wait_until_drained": LaneStreams,
+    "result": LateFuture,
 }
-"""The functions whose waits change no number of a plan, with the reason."""
+"""The methods that wait, with their classes."""
+
+WITHOUT_A_NUMBER = {
+    "action_events.timeline-0": "the host waits before it reads times",
+    "executor._keep_failure-0": "no update follows; see test_fake_device.py",
+    "executor.touch-0": "all memory is zero on the fake device",
+    "exposure.phases-0": "the host waits before it reads times",
+    "issuer.on_worker-0": "the worker waits for no action of any plan; test_races.py draws such schedules",
+    "issuer._on_stream-1": "a wait of the schedule; test_races.py removes each of them",
+    "worker.__init__-0": "the fake device has no thread",
+}
+"""The waits that change no number of a plan, or that other tests remove, with the reason."""
 
 
 @cache
@@ -57,56 +73,58 @@ def waits_in_source() -> dict[str, Place]:
     found = {}
     for path in sorted(RUNTIME.glob("*.py")):
         for function in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(function, ast.FunctionDef) or (path.name, function.name) in WITHOUT_A_NUMBER:
+            if not isinstance(function, ast.FunctionDef):
                 continue
             calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
-            waits = [call for call in calls if isinstance(call, ast.Attribute) and _waits_for_an_event(call)]
-            for number, call in enumerate(sorted(waits, key=lambda call: call.lineno)):
-                found[f"{path.stem}.{function.name}-{number}"] = path.name, call.lineno
-    return found
+            lines = sorted(call.lineno for call in calls if isinstance(call, ast.Attribute) and _waits(call))
+            found |= {f"{path.stem}.{function.name}-{number}": (path.name, line) for number, line in enumerate(lines)}
+    assert found.keys() >= WITHOUT_A_NUMBER.keys()
+    return {name: place for name, place in found.items() if name not in WITHOUT_A_NUMBER}
 
 
-def _waits_for_an_event(call: ast.Attribute) -> bool:
+def _waits(call: ast.Attribute) -> bool:
     # Methods of these names of the runtime's own classes contain waits, but are none.
     of_runtime = ("self", "self._early_update", "self._staging")
-    return call.attr in ("wait", "synchronize") and ast.unparse(call.value) not in of_runtime
+    return call.attr in WAITS and ast.unparse(call.value) not in of_runtime
 
 
-@dataclass
 class Waits:
-    """The waits of one place: which passes of its loop were reached, and the one that is removed, if any."""
+    """The waits that are reached, by place, and the one that is removed, if any."""
 
-    place: Place
-    removed: int | None = None
-    reached: set[int] = field(default_factory=set)
-    _frame: FrameType | None = None
-    _pass = 0
+    def __init__(self, removed: tuple[Place, int] | None = None) -> None:
+        self.reached: dict[Place, set[int]] = defaultdict(set)
+        self._removed = removed
+        self._frame: FrameType | None = None
+        self._pass = 0
 
     @contextmanager
     def observed(self) -> Iterator[None]:
-        """Observe all waits of streams and of the host inside this context, and leave out the removed one."""
-        with (
-            mock.patch.object(FakeStream, "wait", self._replacement(FakeStream.wait)),
-            mock.patch.object(FakeEvent, "synchronize", self._replacement(FakeEvent.synchronize)),
-        ):
+        """Observe all waits inside this context, and leave out the removed one."""
+        with ExitStack() as patches:
+            for name, owner in WAITS.items():
+                patches.enter_context(mock.patch.object(owner, name, self._replacement(getattr(owner, name))))
             yield
         self._frame = None
 
-    def _replacement(self, original: Callable[..., None]) -> Callable[..., None]:
-        def wait(*args: object) -> None:
-            if not self._is_removed(sys._getframe(1)):
-                original(*args)
+    def _replacement(self, original: Callable[..., object]) -> Callable[..., object]:
+        def wait(*args: object) -> object:
+            return None if self._is_removed(sys._getframe(1)) else original(*args)
 
         return wait
 
     def _is_removed(self, frame: FrameType) -> bool:
         path = Path(frame.f_code.co_filename)
-        if (path.name, frame.f_lineno) != self.place or path.parent != RUNTIME:
+        if path.parent != RUNTIME:
             return False
+        place = path.name, frame.f_lineno
         self._pass = self._pass + 1 if frame is self._frame else 0
         self._frame = frame
-        self.reached.add(self._pass)
-        return self._pass == self.removed
+        number = self._pass
+        if frame.f_code.co_name == "_on_stream":
+            issuer, prefetch = frame.f_locals["self"], frame.f_locals["action"].name
+            number = [*issuer.flushes_before, prefetch].index(prefetch)
+        self.reached[place].add(number)
+        return (place, number) == self._removed
 
 
 def updates_in_forward() -> Iterator[Scenario]:
@@ -217,31 +235,38 @@ def late_lanes(count: int) -> list[Timing]:
 
 
 def is_right(scenario: Scenario) -> bool:
-    """Return whether the scenario gives the right numbers. It does not if it writes to memory that was freed before."""
+    """Return whether the scenario gives the right numbers, and writes to no memory that was freed before."""
     try:
         return scenario()
-    except AssertionError:
-        return False
+    except AssertionError as error:
+        if "memory that was freed before" in str(error):
+            return False
+        raise
+
+
+@cache
+def reached() -> dict[Place, set[int]]:
+    """Return the waits that a part of the scenarios reaches. All of these give the right numbers."""
+    waits = Waits()
+    with waits.observed():
+        for scenario in islice(scenarios(), 0, 400, 5):
+            assert is_right(scenario)
+    return waits.reached
 
 
 @pytest.mark.promise("P6")
 @pytest.mark.parametrize("name", waits_in_source())
 def test_the_runtime_without_one_of_its_waits_gives_a_wrong_number(name: str) -> None:
-    waits = Waits(waits_in_source()[name])
-    with waits.observed():
-        for scenario in scenarios():
-            assert is_right(scenario)
-            if waits.reached:
-                break
-    assert waits.reached, "no scenario reaches this wait"
-    for number in sorted(waits.reached):
-        assert shows(waits.place, number), f"pass {number} of the loop can be left out"
+    place = waits_in_source()[name]
+    assert reached()[place], "no scenario reaches this wait"
+    for number in sorted(reached()[place]):
+        assert shows(place, number), f"wait {number} of this place can be left out"
 
 
 def shows(place: Place, number: int) -> bool:
     """Return whether a scenario gives a wrong number without this wait, and the right numbers with it."""
     for scenario in scenarios():
-        with Waits(place, removed=number).observed():
+        with Waits((place, number)).observed():
             if is_right(scenario):
                 continue
         return is_right(scenario)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,6 +132,47 @@ def test_replaced_tensors_are_updated() -> None:
         executor.run([adam_step(step)] * len(states))
         update_serially(expected, PlainAdam(), [adam_step(step)] * len(states))
         assert all(torch.equal(state.param, other.param) for state, other in zip(states, expected, strict=True))
+
+
+def test_gradients_that_were_replaced_are_freed() -> None:
+    """Check it for early ranges and for the rest, in slots that are shifted in each update."""
+    device = FakeDevice()
+    numels = [NUMEL] * 9
+    states = pinned_states(device, numels, torch.bfloat16)
+    plan = UpdatePlan(
+        workload=Workload.from_numels(numels),
+        placements=(*PLACEMENTS, Placement.CPU, *[Placement.STREAMED] * 5),
+        num_slots=4,
+    )
+    place(states, plan.schedule, device)
+    splits = [Split.create(state.elements, EARLY if index % 2 else []) for index, state in enumerate(states)]
+    executor = Executor(
+        plan.schedule,
+        states,
+        device,
+        PlainAdam(),
+        LateAdam(device, PlainAdam()),
+        worker=FakeWorker(device),
+        splits=splits,
+    )
+    own = [state.grad for state in states]
+    expected = make_states(numels, torch.bfloat16)
+    for step in range(1, 6):
+        copies: list[torch.Tensor] = []
+        for state in states:
+            state.grad = device.empty(NUMEL, torch.float32) if state.is_on_accelerator else torch.empty(NUMEL)
+            copies.append(state.grad)
+        fill_gradients(states, step)
+        fill_gradients(expected, step)
+        executor.run([adam_step(step)] * len(states))
+        update_serially(expected, PlainAdam(), [adam_step(step)] * len(states))
+        assert all(torch.equal(state.param, other.param) for state, other in zip(states, expected, strict=True))
+        alive = [weakref.ref(copy) for copy in copies]
+        copies.clear()
+        for state, grad in zip(states, own, strict=True):
+            state.grad = grad
+        executor.forget_replaced_gradients()
+        assert [reference() for reference in alive] == [None] * len(states)
 
 
 def test_buffers_that_are_large_enough_are_kept_when_units_give_their_memory_back() -> None:

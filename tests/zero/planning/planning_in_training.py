@@ -31,8 +31,8 @@ from deep_opt_states.zero.step.fixed_placements import FirstUses
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import TrainingSetup
 from perf_model.prediction.overlap_windows import Windows
-from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline
-from perf_model.replanning.measurements import FIRST_STEPS
+from perf_model.prediction.timeline import Phase, PhaseSpan
+from perf_model.replanning.measurements import FIRST_STEPS, StepMeasurement
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Partition
@@ -138,17 +138,18 @@ class TrainingRun:
             measured = planned.predict(planned.plan, None, Windows()).timeline
             for step in range(1, FIRST_STEPS + 1):
                 replanning.observe_memory(step)
-                self._measure(replanning, step, measured)
+                replanning.measure(step, self._phases, lambda: measured)
                 replanning.adapt(memory_is_short=replanning.memory_is_short)
-            return running.plan, planned.predict(running.plan, running.uses, self.windows)
+            windows = StepMeasurement.from_update(1, measured, self._phases).windows
+            return running.plan, planned.predict(running.plan, running.uses, windows)
 
-    def _measure(self, replanning: Replanning, step: int, timeline: Timeline) -> None:
+    @property
+    def _phases(self) -> tuple[PhaseSpan, ...]:
         # The origin of time lies between the two windows, so that no rounding changes their lengths.
-        phases = (
+        return (
             PhaseSpan(Phase.BACKWARD, -self.windows.backward_s, 0.0),
             PhaseSpan(Phase.FORWARD, 0.0, self.windows.forward_s),
         )
-        replanning.measure(step, phases, lambda: timeline)
 
     @contextmanager
     def _machine(self) -> Iterator[None]:
