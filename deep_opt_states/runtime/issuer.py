@@ -45,7 +45,7 @@ class Issuer:
     flushes_before: dict[str, str]
     """The flush of the update before that a prefetch waits for, by the names of both."""
     slot_shift: int
-    """By how many slots each action's slot is shifted after an update."""
+    """The number of slots by which each action is shifted after an update."""
 
     def __init__(
         self,

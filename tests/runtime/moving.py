@@ -113,7 +113,7 @@ class MovingTraining:
         read: list[torch.Tensor] = []
         for number, iteration in enumerate(iterations):
             if iteration.plan is not self.plan:
-                self.move(iteration.plan)
+                self.change(iteration.plan)
             read.extend(self.run(number, iteration))
         return [*read, *self.end()]
 
@@ -182,15 +182,16 @@ class MovingTraining:
         self._wait_for_caller()
         return torch.cat(parts)
 
-    def move(self, plan: UpdatePlan) -> None:
-        """Use ``plan`` from the next update on. Only units that are not resident any more are written back first.
-
-        With the same units and placements, only the order and the number of slots change.
-        """
+    def change(self, plan: UpdatePlan) -> None:
+        """Use ``plan`` from the next update on. Units move unless only the order or the number of slots is another."""
         if (plan.workload, plan.placements) == (self.plan.workload, self.plan.placements):
             self.executor.set_schedule(plan.schedule)
             self.plan = plan
-            return
+        else:
+            self.move(plan)
+
+    def move(self, plan: UpdatePlan) -> None:
+        """Use ``plan`` from the next update on. Only units that are not resident any more are written back first."""
         placed = zip(plan.workload.units, plan.placements, strict=True)
         kept = {(unit.sub_group, unit.begin, unit.end) for unit, where in placed if where is Placement.RESIDENT}
         self.executor.write_back(
