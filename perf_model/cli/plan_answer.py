@@ -8,10 +8,7 @@ from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast
 from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.predictor import Infeasible
-from perf_model.units import percent, seconds, significant, size
-
-DIGITS = 2
-"""The significant digits of predictions: their errors are percents."""
+from perf_model.units import DIGITS, percent, seconds, significant, size
 
 
 def answer(found: Forecast, inputs: Inputs) -> str:
@@ -49,7 +46,7 @@ def _without_offloading(found: Forecast, inputs: Inputs) -> str:
     if Placement.STREAMED not in found.cost.placements and isinstance(outcome, Infeasible):
         return f"Training {where} is not predicted: {outcome.reason}."
     limit = "unlimited memory" if limits.gpu is None else size(max(0, limits.gpu - limits.gpu_margin))
-    need = f"{size(found.no_offload_bytes)} of {limit} per GPU"
+    need = f"{size(found.no_offload_bytes, DIGITS)} of {limit} per GPU"
     if isinstance(outcome, Infeasible):
         return f"{found.job.shape.name} does not fit {where} ({need})."
     return f"{found.job.shape.name} fits {where} ({need}, {seconds(outcome.iteration_s, DIGITS)} per iteration)."

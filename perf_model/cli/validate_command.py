@@ -14,7 +14,7 @@ from perf_model.published.runs import read_runs
 from perf_model.published.splits import MODELS, NODES, STRIDES
 from perf_model.published.update_rates import ASSUMED_MACHINE, link_bytes_per_s, preset_of
 from perf_model.published.validate import RunGroup, Validation, validate
-from perf_model.units import GB, billions, gigabytes_per_second, seconds
+from perf_model.units import DIGITS, GB, seconds, significant
 
 RATES = {
     "dram_bytes_per_s": "host memory",
@@ -117,10 +117,11 @@ def _rate(value: float, name: str) -> str:
     if name == "streamed_bytes_per_param":
         return f"{value:.0f} B"
     if name.endswith("_s") and "_per_s" not in name:
-        return seconds(value)
-    if "flops" in name:
-        return f"{value / 1e12:.0f} TFLOPS"
-    return gigabytes_per_second(value) if "bytes" in name else f"{billions(value)} parameters/s"
+        return seconds(value, DIGITS)
+    for part, unit, title in (("flops", 1e12, "TFLOPS"), ("bytes", GB, "GB/s")):
+        if part in name:
+            return f"{significant(value / unit, DIGITS)} {title}"
+    return f"{significant(value / 1e9, DIGITS)} B parameters/s"
 
 
 def _cells(prediction: Prediction) -> list[str]:

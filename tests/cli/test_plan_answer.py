@@ -24,8 +24,8 @@ def sentences(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
 @pytest.mark.parametrize(
     ("machine", "fits", "memory"),
     [
-        ("h200-pcie5", "fits on 1 x H200-141GB", "137 GB of 149 GB per GPU"),
-        ("h100-pcie5", "does not fit on 1 x H100-80GB", "137 GB of 83.5 GB per GPU"),
+        ("h200-pcie5", "fits on 1 x H200-141GB", "140 GB of 149 GB per GPU"),
+        ("h100-pcie5", "does not fit on 1 x H100-80GB", "140 GB of 83.5 GB per GPU"),
     ],
 )
 def test_the_first_sentences_state_whether_training_fits_without_offloading_and_the_speed_ups(
