@@ -25,7 +25,7 @@ class GroupKey(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class SettingSplit:
     """A rule by which groups are formed and settings are fitted.
 
     ``fitted_in`` returns the positions of the runs of one group whose settings are fitted. ``has_lines``: the groups
@@ -92,7 +92,7 @@ def _fewer_nodes(runs: Runs) -> set[int]:
     return {position for position, run in runs.items() if run.nodes in fewer}
 
 
-STRIDES = Split(
+STRIDES = SettingSplit(
     rule="In each sweep, the settings that are not interleaved and those of the least and the greatest stride are "
     "fitted, and the settings in between are predicted. A setting includes micro-batch and accumulation, and one that "
     "is fitted in a sweep is fitted in all sweeps of the machine.",
@@ -101,13 +101,13 @@ STRIDES = Split(
     has_lines=True,
 )
 
-MODELS = Split(
+MODELS = SettingSplit(
     rule="Of each machine, the smaller half of the models, rounded up, is fitted, and the larger ones predicted.",
     key=lambda run: GroupKey(run.machine, "", run.tp, run.dp, run.ranks_on_node),
     fitted_in=_smaller_models,
 )
 
-NODES = Split(
+NODES = SettingSplit(
     rule="Of the runs with the same machine and ranks per node, those on the smaller half of the numbers of nodes, "
     "rounded up, are fitted, and those on more nodes predicted.",
     key=lambda run: GroupKey(run.machine, "", run.tp, None, run.ranks_on_node),

@@ -14,7 +14,7 @@ from perf_model.published.phase_rates import fit_phases, phases_of
 from perf_model.published.predicted_run import PredictedRuns, Prediction
 from perf_model.published.rules_of_plan import backward_s, simulated_update_s
 from perf_model.published.runs import MeasuredRun
-from perf_model.published.splits import NODES, GroupKey, Split
+from perf_model.published.splits import NODES, GroupKey, SettingSplit
 from perf_model.published.update_rates import fit_updates, link_bytes_per_s, machine_of, preset_of, update_s
 
 
@@ -94,7 +94,7 @@ class Validation:
         }
 
 
-def validate(runs: Sequence[MeasuredRun], split: Split) -> Validation:
+def validate(runs: Sequence[MeasuredRun], split: SettingSplit) -> Validation:
     """Fit the settings of each group that ``split`` names, and predict all runs.
 
     All runs of a fitted setting are fitted: two runs with equal settings should take equally long. Runs whose last

@@ -19,7 +19,7 @@ from perf_model.published.phase_rates import micro_batch_seconds, phases_of, pri
 from perf_model.published.placements import placements_of, updated_parameters, workload_of
 from perf_model.published.rules_of_plan import backward_s, simulated_update_s
 from perf_model.published.runs import MeasuredRun, RunsError, RunSetting, TrainedBatch, parse_runs, read_runs
-from perf_model.published.splits import MODELS, NODES, STRIDES, Split
+from perf_model.published.splits import MODELS, NODES, STRIDES, SettingSplit
 from perf_model.published.update_rates import (
     CPU_BYTES,
     STREAMED_LINK_BYTES,
@@ -242,7 +242,9 @@ def test_runs_with_another_micro_batch_or_accumulation_are_other_settings() -> N
 
 
 @pytest.mark.parametrize("split", [STRIDES, MODELS, NODES], ids=["strides", "models", "nodes"])
-def test_a_published_setting_is_fitted_or_predicted_and_never_both(published: list[MeasuredRun], split: Split) -> None:
+def test_a_published_setting_is_fitted_or_predicted_and_never_both(
+    published: list[MeasuredRun], split: SettingSplit
+) -> None:
     """Check it over all sweeps of a machine, because equal settings in two sweeps should take equally long."""
     found = validate(published, split)
     settings: dict[bool, set[object]] = {True: set(), False: set()}
@@ -653,7 +655,7 @@ def test_the_command_refuses_a_file_that_is_not_there(capsys: pytest.CaptureFixt
     st.sampled_from([STRIDES, MODELS, NODES]),
 )
 def test_the_runs_of_any_file_that_is_read_are_predicted(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, str]], split: Split
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, str]], split: SettingSplit
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "any.csv"
     try:
