@@ -598,6 +598,20 @@ def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
     only = found["runs"][2]
     error = abs(only["predicted_s"] / only["measured_s"] - 1)
     assert found["median_abs_rel_error"] == found["p90_abs_rel_error"] == pytest.approx(error)
+    errors = found["errors"]["update"]
+    assert (errors["runs"], errors["median"]) == (1, pytest.approx(error))
+    assert errors["line_s"] == {**one_run(0.0), "model": one_run(error)}
+    assert errors["planned_s"] == {**one_run(abs(only["planned_s"] / only["measured_s"] - 1)), "model": one_run(error)}
+    assert errors["per_parameter_s"] is None
+    assert found["errors"]["iteration"] is None
+    (of_machine,) = found["errors_by_machine"]
+    assert (of_machine["machine"], of_machine["model_name"], of_machine["nodes"]) == ("4xH100", "13B", 1)
+    assert of_machine["update"] == errors
+
+
+def one_run(error: float) -> dict[str, object]:
+    """Return the summary of one error."""
+    return {"runs": 1, "median": pytest.approx(error, abs=1e-12), "p90": pytest.approx(error, abs=1e-12)}
 
 
 def test_the_command_prints_each_run_and_the_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
