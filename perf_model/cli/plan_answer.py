@@ -20,9 +20,10 @@ def past_errors() -> str:
     """Return how far predictions for runs that were not fitted have been off."""
     runs, median, p90 = LARGER_MODELS
     return (
-        f"Predicted iterations of {runs} published runs were off by {percent(median)} in the median and by at most "
-        f"{percent(p90)} in nine of ten, with rates fitted to smaller models on the same machine (validate "
-        "--across-models). No GPU of our own has been measured; at its end, training logs predicted and measured times."
+        f"Iterations of {runs} published runs, predicted by the same rules, were off by {percent(median)} in the "
+        f"median and by at most {percent(p90)} in nine of ten, with rates fitted to smaller models on the same machine "
+        "(validate --across-models). No GPU of our own has been measured; at its end, training logs predicted and "
+        "measured times."
     )
 
 

@@ -452,8 +452,9 @@ def test_the_rules_of_plan_at_the_same_rates_predict_published_updates_less_well
 
 
 def test_the_errors_that_plan_prints_are_those_of_the_validation(across_models: Validation) -> None:
-    errors = across_models.not_fitted.errors_of("iteration")
-    assert errors is not None
+    compared = across_models.not_fitted.compared_with("planned_s", "iteration")
+    assert compared is not None
+    _, errors = compared
     assert (errors.runs, round(errors.median, 3), round(errors.p90, 3)) == past_errors.LARGER_MODELS
 
 
