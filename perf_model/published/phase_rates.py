@@ -101,11 +101,15 @@ def fit_phases(runs: Sequence[MeasuredRun]) -> FittedRates | None:
         log_measured.append(np.log([run.forward_s, run.backward_s, rest_s]))
     if not known:
         return None
+    # A file may have thousands of runs with few settings.
+    keys = [(run.setting, run.tp, run.dp, batch) for run, batch in known]
+    distinct = dict(zip(keys, known, strict=True))
     noise = np.array([PHASE_NOISE, PHASE_NOISE, REST_NOISE])
 
     def residuals(rates: Mapping[str, float]) -> Vector:
-        found = [phases_of(run, batch, rates) for run, batch in known]
-        predicted = np.log([[phases.forward_s, phases.backward_s, phases.rest_s] for phases in found])
+        phases = {key: phases_of(run, batch, rates) for key, (run, batch) in distinct.items()}
+        found = [phases[key] for key in keys]
+        predicted = np.log([[each.forward_s, each.backward_s, each.rest_s] for each in found])
         flat: Vector = ((predicted - np.stack(log_measured)) / noise).ravel()
         return flat
 
