@@ -6,18 +6,21 @@ import math
 
 GB = 10**9
 
+DIGITS = 2
+"""The significant digits of predictions: their errors are percents."""
+
 
 def gigabytes(size_bytes: float) -> str:
     """Return the size in GB with one decimal place."""
     return f"{size_bytes / GB:,.1f} GB"
 
 
-def size(size_bytes: float) -> str:
-    """Return the size with three significant digits, in a unit from kilobytes to terabytes."""
+def size(size_bytes: float, digits: int = 3) -> str:
+    """Return the size with so many significant digits, in a unit from kilobytes to terabytes."""
     for unit, unit_bytes in (("TB", 10**12), ("GB", GB), ("MB", 10**6)):
-        if size_bytes >= 0.9995 * unit_bytes:
-            return f"{size_bytes / unit_bytes:#.3g}".rstrip(".") + f" {unit}"
-    return f"{size_bytes / 1e3:.3g} kB"
+        if float(f"{size_bytes / unit_bytes:.{digits}g}") >= 1:
+            return f"{significant(size_bytes / unit_bytes, digits)} {unit}"
+    return f"{size_bytes / 1e3:.{digits}g} kB"
 
 
 def seconds(duration_s: float, digits: int = 3) -> str:

@@ -28,6 +28,7 @@ from perf_model.presets.models import MODELS
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.workload import Workload
 from perf_model.training_run.job import Job
+from perf_model.training_run.micro_batch import TRAINING_SHARE
 from perf_model.training_run.training_memory import DEFAULT_SIZES
 from tests.software_gpu import plugged, settings
 
@@ -182,12 +183,16 @@ class EmulatedRun:
     @property
     def forward_s(self) -> float:
         """Return the seconds of forward on the machine."""
-        return self.job.forward_s(self.profile.rate("matmul_flops_per_s"))
+        return self.job.forward_s(self._flops_per_s)
 
     @property
     def backward_s(self) -> float:
         """Return the seconds of backward on the machine."""
-        return self.job.backward_s(self.profile.rate("matmul_flops_per_s"))
+        return self.job.backward_s(self._flops_per_s)
+
+    @property
+    def _flops_per_s(self) -> float:
+        return TRAINING_SHARE * self.profile.rate("matmul_flops_per_s")
 
 
 def load_average() -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 from perf_model.cli.inputs import Inputs, read_inputs
 from perf_model.cli.machine_options import FIGURES, check_figure
-from perf_model.cli.plan_answer import DIGITS, fixed_seconds
+from perf_model.cli.plan_answer import fixed_seconds
 from perf_model.cli.plan_json import deepspeed_config
 from perf_model.cluster.layouts import Cluster, Layout
 from perf_model.cluster.megatron_layout import PipelineLayout, best_pipeline_layout
@@ -21,7 +21,7 @@ from perf_model.prediction.hardware import HardwareProfile, Measurement
 from perf_model.prediction.network import Network
 from perf_model.training_run.micro_batch import NO_OVERHEADS, PUBLISHED_OVERHEADS, PhaseRates
 from perf_model.training_run.model import ModelError
-from perf_model.units import GB, billions, gigabytes_per_second, percent, seconds, significant
+from perf_model.units import DIGITS, GB, billions, gigabytes_per_second, percent, seconds, significant
 
 MAX_ROWS = 20
 """The most layouts on the screen."""
@@ -58,7 +58,9 @@ class LayoutComparison:
     @property
     def departures(self) -> list[str]:
         """Return where the fastest layout departs from the takeaways of the Megatron paper."""
-        return departures(self.fitting, max(self.cluster.tensor_parallel_sizes()))
+        layouts = [*(found.layout for found in self.fitting), *(found.layout for found in self.unfit)]
+        compared = {layout.tensor_parallel for layout in layouts}
+        return departures(self.fitting, max(self.cluster.tensor_parallel_sizes()), compared)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -104,7 +106,11 @@ def compare(options: argparse.Namespace) -> LayoutComparison:
         fitting=fitting,
         unfit=unfit,
         pipeline=best_pipeline_layout(
-            cluster, PhaseRates.from_profile(profile, cluster.ranks_on_node, NO_OVERHEADS), inputs.limits.gpu
+            cluster,
+            PhaseRates.from_profile(profile, cluster.ranks_on_node, NO_OVERHEADS),
+            inputs.limits.gpu,
+            options.tensor_parallel_sizes,
+            options.micro_batches,
         ),
     )
 
@@ -259,7 +265,7 @@ def _cells(predicted: LayoutPrediction, tokens: float | None) -> Sequence[str]:
         significant(predicted.tokens_per_s, DIGITS),
         "-" if predicted.mfu is None else percent(predicted.mfu),
         *days,
-        f"{predicted.found.memory.host_bytes / GB:,.0f}",
+        significant(predicted.found.memory.host_bytes / GB, DIGITS),
         predicted.binding,
     )
 
@@ -270,11 +276,13 @@ def _pipeline_line(compared: LayoutComparison) -> str:
     layout = compared.pipeline
     if layout is None:
         return f"{rule} Megatron-LM's pipeline would not fit in any layout that divides the batch and the layers."
+    speed = f"{significant(layout.tokens_per_s, DIGITS)} tokens/s"
     ahead = ""
     if compared.fitting:
-        ahead = f", {layout.tokens_per_s / compared.best.tokens_per_s:.2f} times the best above"
+        times = significant(layout.tokens_per_s / compared.best.tokens_per_s, DIGITS)
+        ahead = f", {times} times the best above"
     return (
         f"{rule} For comparison, Megatron-LM by the formulas of arXiv 2104.04473, with all states on the GPUs: "
         f"t = {layout.tensor_parallel}, p = {layout.stages}, d = {layout.data_parallel}, micro-batch "
-        f"{layout.micro_batch}, bubble {percent(layout.bubble)}, {layout.tokens_per_s:,.0f} tokens/s{ahead}."
+        f"{layout.micro_batch}, bubble {percent(layout.bubble)}, {speed}{ahead}."
     )

@@ -13,7 +13,7 @@ from perf_model.schedule.happens_before import CHAINS
 from perf_model.schedule.placement import Placement
 from perf_model.search.bounds import busy_s_per_param, resources
 from perf_model.training_run.forecast import Forecast
-from perf_model.units import seconds
+from perf_model.units import DIGITS, seconds
 
 
 def run(options: argparse.Namespace) -> int:
@@ -55,8 +55,8 @@ def _resources(found: Forecast) -> TableContents:
     for row, resource in enumerate(resources(found.cost)):
         busy_s = [sum(numel * per_param[placement][row] for placement, numel in mix.items()) for mix in mixes]
         if max(busy_s) > 0:
-            rows.append((resource.value, *map(seconds, busy_s)))
-    title = f"Busy time of each resource; the update of this plan takes {seconds(found.planned.update_s)}"
+            rows.append((resource.value, *(seconds(each_s, DIGITS) for each_s in busy_s)))
+    title = f"Busy time of each resource; the update of this plan takes {seconds(found.planned.update_s, DIGITS)}"
     rules = ("all cpu", "all streamed")[: len(mixes) - 1]
     return title, ("", *rules, "this plan"), rows
 
@@ -71,7 +71,7 @@ def _units(found: Forecast) -> TableContents:
     changes_s = changes_by_move(found, list(middles.values()))
     rows: list[Sequence[str]] = []
     for (placement, numel), indices in by_placement_and_numel.items():
-        loads = (f"{kind.value} {seconds(found.cost.load(kind, numel).total_s)}" for kind in CHAINS[placement])
+        loads = (f"{kind.value} {seconds(found.cost.load(kind, numel).total_s, DIGITS)}" for kind in CHAINS[placement])
         moved = []
         for other in Placement:
             move = middles[placement, numel], other

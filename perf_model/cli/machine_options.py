@@ -75,7 +75,9 @@ class ChosenMachine:
     def world_size(self) -> int:
         """Return the ranks of all nodes, if the command line has no --world-size. Raise ``ModelError`` if unknown."""
         if self.nodes is None:
-            raise ModelError("--world-size: is needed, found nothing.\nGive --world-size or --nodes.")
+            raise ModelError(
+                "--world-size: is needed, found nothing.\nGive --nodes or --world-size, or --gpus of a cluster."
+            )
         return self.nodes * self.ranks_per_node()
 
 

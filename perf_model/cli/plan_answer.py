@@ -8,10 +8,7 @@ from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast
 from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.predictor import Infeasible
-from perf_model.units import percent, seconds, significant, size
-
-DIGITS = 2
-"""The significant digits of predictions: their errors are percents."""
+from perf_model.units import DIGITS, percent, seconds, significant, size
 
 
 def answer(found: Forecast, inputs: Inputs) -> str:
@@ -23,9 +20,10 @@ def past_errors() -> str:
     """Return how far predictions for runs that were not fitted have been off."""
     runs, median, p90 = LARGER_MODELS
     return (
-        f"Predicted iterations of {runs} published runs were off by {percent(median)} in the median and by at most "
-        f"{percent(p90)} in nine of ten, with rates fitted to smaller models on the same machine (validate "
-        "--across-models). No GPU of our own has been measured; at its end, training logs predicted and measured times."
+        f"Iterations of {runs} published runs, predicted by the same rules, were off by {percent(median)} in the "
+        f"median and by at most {percent(p90)} in nine of ten, with rates fitted to smaller models on the same machine "
+        "(validate --across-models). No GPU of our own has been measured; at its end, training logs predicted and "
+        "measured times."
     )
 
 
@@ -49,7 +47,7 @@ def _without_offloading(found: Forecast, inputs: Inputs) -> str:
     if Placement.STREAMED not in found.cost.placements and isinstance(outcome, Infeasible):
         return f"Training {where} is not predicted: {outcome.reason}."
     limit = "unlimited memory" if limits.gpu is None else size(max(0, limits.gpu - limits.gpu_margin))
-    need = f"{size(found.no_offload_bytes)} of {limit} per GPU"
+    need = f"{size(found.no_offload_bytes, DIGITS)} of {limit} per GPU"
     if isinstance(outcome, Infeasible):
         return f"{found.job.shape.name} does not fit {where} ({need})."
     return f"{found.job.shape.name} fits {where} ({need}, {seconds(outcome.iteration_s, DIGITS)} per iteration)."

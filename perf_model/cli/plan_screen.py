@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from perf_model.cli.inputs import Inputs
-from perf_model.cli.plan_answer import DIGITS, answer, fixed_seconds, machine_name, past_errors
+from perf_model.cli.plan_answer import answer, fixed_seconds, machine_name, past_errors
 from perf_model.cli.plan_json import deepspeed_config
 from perf_model.cli.unit_runs import UnitRun, unit_runs
 from perf_model.prediction.overlap_windows import Windows
@@ -15,7 +15,7 @@ from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast, OtherMasters
 from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.predictor import Infeasible, PredictedIteration
-from perf_model.units import billions, percent, seconds, significant, size
+from perf_model.units import DIGITS, billions, percent, seconds, significant, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -166,28 +166,29 @@ def _memory(found: Forecast, inputs: Inputs) -> str:
     kinds = (
         *([("GPU", found.memory.gpu_bytes, limits.gpu)] if inputs.profile.has_accelerator else []),
         (
-            f"host with {size(found.reserved_host_bytes)} for the system and processes",
+            f"host with {size(found.reserved_host_bytes, DIGITS)} for the system and processes",
             found.memory.host_bytes,
             limits.host,
         ),
         ("of which pinned", found.memory.pinned_bytes, pinned),
     )
     return ", ".join(
-        f"{name} {size(taken)} of {'no limit' if limit is None else size(limit)}" for name, taken, limit in kinds
+        f"{name} {size(taken, DIGITS)} of {'no limit' if limit is None else size(limit)}"
+        for name, taken, limit in kinds
     )
 
 
 def _other_masters(found: Forecast, other: OtherMasters) -> str:
     """Return what split masters gain with this plan: host memory, and exposed time."""
     saved_bytes = abs(found.memory.host_bytes - other.memory.host_bytes)
-    exposed_s = [seconds(outcome.exposed_update_s) for outcome in (other.predicted, found.predicted)]
+    exposed_s = [seconds(outcome.exposed_update_s, DIGITS) for outcome in (other.predicted, found.predicted)]
     if found.job.split_masters:
         which, (before_s, after_s) = "split masters, compared with whole ones", exposed_s
     else:
         which, (after_s, before_s) = "with --split-masters", exposed_s
     return (
-        f"{which} and the same placements: {size(saved_bytes)} less host memory per node, {after_s} exposed instead of "
-        f"{before_s}"
+        f"{which} and the same placements: {size(saved_bytes, DIGITS)} less host memory per node, {after_s} exposed "
+        f"instead of {before_s}"
     )
 
 

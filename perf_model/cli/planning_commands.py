@@ -72,11 +72,14 @@ def add_planning_commands(commands: argparse._SubParsersAction[CommandParser]) -
     validate = _add_command(commands, "validate", about, _validate)
     runs = "measured runs, with the columns of benchmarks/data/published_runs.csv"
     validate.add_argument("--runs", type=Path, required=True, metavar="CSV", help=runs)
+    splits = validate.add_mutually_exclusive_group()
     across_models = (
         "fit the smaller models of each machine and predict its larger models; by default, a few strides of each sweep "
         "are fitted, and its other strides are predicted"
     )
-    validate.add_argument("--across-models", action="store_true", help=across_models)
+    splits.add_argument("--across-models", action="store_true", help=across_models)
+    across_nodes = "fit the runs on the fewest nodes of each machine and predict those on more nodes"
+    splits.add_argument("--across-nodes", action="store_true", help=across_nodes)
     validate.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -10,7 +10,7 @@ from perf_model.json_input import printable, reason
 from perf_model.schedule.action import Lane
 from perf_model.schedule.schedule import format_grid
 from perf_model.training_run.model import ModelError
-from perf_model.units import seconds
+from perf_model.units import DIGITS, seconds
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,12 +33,13 @@ def run(options: argparse.Namespace) -> int:
         rule = f"--output: must be a folder that can be written, found {printable(options.output)}: {reason(error)}."
         raise ModelError(f"{rule}\nName another folder.") from None
     predicted = found.predicted
-    update_s, exposed_s, hidden_s = map(
-        seconds, (predicted.update_s, predicted.exposed_update_s, predicted.hidden_update_s)
+    update_s, exposed_s, hidden_s = (
+        seconds(duration_s, DIGITS)
+        for duration_s in (predicted.update_s, predicted.exposed_update_s, predicted.hidden_update_s)
     )
     print(f"{plan}\n{format_grid(plan.schedule)}\n")
     print(f"update {update_s}: {exposed_s} exposed, {hidden_s} hidden")
     for lane in Lane:
-        print(f"{lane.value:8} busy {seconds(timeline.busy_s(lane))} of {update_s}")
+        print(f"{lane.value:8} busy {seconds(timeline.busy_s(lane), DIGITS)} of {update_s}")
     print(f"\n{printable(trace)} (open it at https://ui.perfetto.dev)\n{printable(picture)}")
     return 0

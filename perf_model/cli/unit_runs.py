@@ -15,7 +15,7 @@ from perf_model.search.single_moves import SingleMove, changes_of_exposed_s
 from perf_model.training_run.forecast import Forecast
 from perf_model.training_run.job import Job
 from perf_model.training_run.predictor import Infeasible
-from perf_model.units import seconds
+from perf_model.units import DIGITS, seconds
 
 ALL_FIT = "GPU memory is enough for the states of all units"
 
@@ -89,12 +89,12 @@ def changes_by_move(found: Forecast, indices: Sequence[int]) -> dict[SingleMove,
     return changes_of_exposed_s(found.planned, moves, found.cost, found.budgets, windows, found.job.setup)
 
 
-def show_change(change_s: float | None, digits: int = 3) -> str:
+def show_change(change_s: float | None) -> str:
     """Return a change of the exposed time for people."""
     if change_s is None:
         return "no memory"
-    shown = seconds(change_s, digits)
-    return shown if shown.startswith("-") and shown != "-0 s" else f"+{seconds(abs(change_s), digits)}"
+    shown = seconds(change_s, DIGITS)
+    return shown if shown.startswith("-") and shown != "-0 s" else f"+{seconds(abs(change_s), DIGITS)}"
 
 
 def _rules_of(unit: Unit, job: Job) -> tuple[PlacementRule, ...]:
@@ -122,8 +122,6 @@ def _why(
         where = "first in forward: " if found.first_use[0] in indices else ""
         where = "last in forward: " if found.first_use[-1] in indices else where
     moved = [
-        f"{other.value} {show_change(change_s, digits=2)}"
-        for (index, other), change_s in changes_s.items()
-        if index == middle
+        f"{other.value} {show_change(change_s)}" for (index, other), change_s in changes_s.items() if index == middle
     ]
     return f"{where}{', '.join(moved)}" + (f" (unit {middle})" if len(units) > 1 else "")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from perf_model.published.baselines import LINE_STRIDES
 from perf_model.published.errors import QUANTITIES, ErrorSummary
 from perf_model.published.measurement_spread import MeasurementSpread
+from perf_model.published.predicted_run import BASELINES, PredictedRuns, Prediction
 from perf_model.published.runs import read_runs
+from perf_model.published.splits import MODELS, NODES, STRIDES
 from perf_model.published.update_rates import ASSUMED_MACHINE, link_bytes_per_s, preset_of
-from perf_model.published.validate import Prediction, RunGroup, Validation, validate
-from perf_model.units import GB, billions, gigabytes_per_second, seconds
+from perf_model.published.validate import RunGroup, Validation, validate
+from perf_model.units import DIGITS, GB, seconds, significant
 
 RATES = {
     "dram_bytes_per_s": "host memory",
@@ -31,16 +32,24 @@ RATES = {
 }
 """The titles of the rates on the screen."""
 
-WIDTH = 136
+WIDTH = 180
 """The columns of the tables, also on a narrower terminal."""
 
-BASELINES = {"line_s": "a line in 1/stride", "per_parameter_s": "seconds per parameter"}
-"""The titles of the baselines on the screen."""
+TITLES = {
+    "line_s": "where a baseline applies, a line in 1/stride",
+    "per_parameter_s": "where a baseline applies, seconds per parameter",
+    "planned_s": "by the rules of plan, at the same rates",
+}
+"""The titles on the screen of what the predictions are compared with."""
+
+BASELINE_HEADERS = ("line", "per param.")
+"""The headers of the baselines, beside each error."""
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the validation, and return the exit code. Raise ``RunsError`` if the file cannot be used."""
-    found = validate(read_runs(options.runs), options.across_models)
+    split = MODELS if options.across_models else NODES if options.across_nodes else STRIDES
+    found = validate(read_runs(options.runs), split)
     if options.json:
         print(json.dumps(found.to_json_dict(), indent=2))
     else:
@@ -65,13 +74,15 @@ def _print(found: Validation) -> None:
         console.print(table)
         console.print()
 
-    headers = ("model", "", "offloaded", "sub-group", "stride", "measured s", "predicted s", "error")
+    with_baselines = tuple(header for quantity in QUANTITIES for header in (quantity, *BASELINE_HEADERS))
+    headers = ("model", "", "offloaded", "sub-group", "stride", "measured s", "predicted s", *with_baselines)
     for group in found.groups:
         console.print(_heading(group), highlight=False, markup=False, soft_wrap=True)
-        rows = (_cells(found.predictions[position]) for position in group.positions)
-        show((*headers, "line", "per param.", "forward", "backward", "iteration", "line", "per param."), rows, 2)
-    if found.not_fitted:
-        show(("not fitted: machine", "model", "nodes", "runs", *QUANTITIES), _by_machine(found), 2)
+        show(headers, (_cells(found.predictions[position]) for position in group.positions), 2)
+    by_machine = found.by_machine()
+    if by_machine:
+        rows = ([*map(str, key), *_medians(runs)] for key, runs in by_machine.items())
+        show(("not fitted: machine", "model", "nodes", "runs", *with_baselines), rows, 2)
     for line in (found.rule, *_summary(found)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -80,12 +91,14 @@ def _heading(group: RunGroup) -> str:
     fits = [fit for fit in (group.updates, group.phases) if fit is not None]
     known = [f"{RATES[name]} {_rate(fit.values[name], name)}" for fit in fits for name in fit.determined]
     assumed = [RATES[name] for fit in fits for name in fit.values if name not in fit.determined]
+    key = group.key
+    ranks = f"{key.ranks_on_node} ranks per node" if key.dp is None else f"dp {key.dp}"
     return (
-        f"{group.name}, tp {group.tp}, dp {group.dp}\n"
-        f"{_assumed_preset(group.machine)}"
+        f"{key.sweep or key.machine}, tp {key.tp}, {ranks}\n"
+        f"{_assumed_preset(key.machine)}"
         f"fitted on {_settings(group.settings)}: {', '.join(known) or 'nothing'}\n"
         f"not determined, near typical values: {', '.join(assumed) or 'nothing'}; "
-        f"held: link {link_bytes_per_s(group.machine) / GB:.0f} GB/s"
+        f"held: link {link_bytes_per_s(key.machine) / GB:.0f} GB/s"
     )
 
 
@@ -104,19 +117,17 @@ def _rate(value: float, name: str) -> str:
     if name == "streamed_bytes_per_param":
         return f"{value:.0f} B"
     if name.endswith("_s") and "_per_s" not in name:
-        return seconds(value)
-    if "flops" in name:
-        return f"{value / 1e12:.0f} TFLOPS"
-    return gigabytes_per_second(value) if "bytes" in name else f"{billions(value)} parameters/s"
+        return seconds(value, DIGITS)
+    for part, unit, title in (("flops", 1e12, "TFLOPS"), ("bytes", GB, "GB/s")):
+        if part in name:
+            return f"{significant(value / unit, DIGITS)} {title}"
+    return f"{significant(value / 1e9, DIGITS)} B parameters/s"
 
 
 def _cells(prediction: Prediction) -> list[str]:
-    setting, errors = prediction.run.setting, prediction.errors()
-    baselines = [prediction.baseline_errors(name) for name in BASELINES]
-
-    def percents(found: Mapping[str, float], *names: str, digits: int = 1) -> list[str]:
-        return [f"{found[name]:+.{digits}%}" if name in found else "" for name in names]
-
+    """Return the cells of one run; the errors of the baselines are beside those of the prediction."""
+    setting = prediction.run.setting
+    errors = [prediction.errors(), *(prediction.other_errors(name) for name in BASELINES)]
     return [
         prediction.run.model_name,
         "fitted" if prediction.fitted else "",
@@ -125,41 +136,41 @@ def _cells(prediction: Prediction) -> list[str]:
         "-" if setting.update_stride is None else str(setting.update_stride),
         f"{prediction.run.measured_s:#.3g}",
         f"{prediction.predicted_s:#.3g}",
-        *(cell for found in (errors, *baselines) for cell in percents(found, "update")),
-        *percents(errors, "forward", "backward", digits=0),
-        *(cell for found in (errors, *baselines) for cell in percents(found, "iteration")),
+        *(_percent(found, quantity) for quantity in QUANTITIES for found in errors),
     ]
 
 
-def _by_machine(found: Validation) -> Iterator[list[str]]:
-    """Yield the median absolute errors of what was not fitted, by machine, model and number of nodes."""
-    groups: dict[tuple[str, str, int], list[Prediction]] = defaultdict(list)
-    for prediction in found.not_fitted:
-        groups[prediction.run.machine, prediction.run.model_name, prediction.run.nodes].append(prediction)
-    for (machine, model, nodes), predictions in sorted(groups.items()):
-        errors = [prediction.errors() for prediction in predictions]
-        summaries = (ErrorSummary.from_errors(error[name] for error in errors if name in error) for name in QUANTITIES)
-        medians = ("" if summary is None else f"{summary.median:.1%}" for summary in summaries)
-        yield [machine, model, str(nodes), str(len(predictions)), *medians]
+def _percent(errors: Mapping[str, float], quantity: str) -> str:
+    return f"{errors[quantity]:+.1%}" if quantity in errors else ""
+
+
+def _medians(runs: PredictedRuns) -> Iterator[str]:
+    """Yield the number of runs, and the median absolute errors of each quantity and its baselines."""
+    yield str(len(runs.predictions))
+    for quantity in QUANTITIES:
+        compared = (runs.compared_with(name, quantity) for name in BASELINES)
+        for summary in (runs.errors_of(quantity), *(None if found is None else found[1] for found in compared)):
+            yield "" if summary is None else f"{summary.median:.1%}"
 
 
 def _summary(found: Validation) -> list[str]:
-    if found.errors is None:
+    predicted = found.not_fitted
+    if not predicted.predictions:
         return ["Nothing was predicted: every setting was fitted, so there is no error to report."]
     lines = ["Absolute relative errors of the runs whose setting was not fitted:"]
     for name in QUANTITIES:
-        summary = found.errors_of(name)
+        summary = predicted.errors_of(name)
         if summary is None:
             continue
         lines.append(_errors(f"  {name}", summary))
-        for key, title in BASELINES.items():
-            compared = found.compared_with(key, name)
+        for field, title in TITLES.items():
+            compared = predicted.compared_with(field, name)
             if compared is not None:
                 ours, theirs = compared
-                lines.append(_errors(f"    where a baseline applies, {title}", theirs))
+                lines.append(_errors(f"    {title}", theirs))
                 lines.append(_errors("      the model there", ours))
-    if found.compared_with("line_s") is None:
-        lines.append(f"  {BASELINES['line_s'].capitalize()} needs a sweep of one model with {LINE_STRIDES} strides.")
+    if predicted.compared_with("line_s") is None:
+        lines.append(f"  A line in 1/stride needs a sweep of one model with {LINE_STRIDES} strides.")
     return lines + list(_spread(found.spread))
 
 

@@ -5,7 +5,7 @@ DeepSpeed runs no pipeline with ZeRO-3 (``deepspeed/runtime/pipe/engine.py``, li
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -34,21 +34,34 @@ class PipelineLayout:
     tokens_per_s: float
 
 
-def best_pipeline_layout(cluster: Cluster, rates: PhaseRates, gpu_bytes: int | None) -> PipelineLayout | None:
+def best_pipeline_layout(
+    cluster: Cluster,
+    rates: PhaseRates,
+    gpu_bytes: int | None,
+    sizes: Sequence[int] | None = None,
+    micro_batches: Sequence[int] | None = None,
+) -> PipelineLayout | None:
     """Return the fastest layout by the paper's takeaways (arXiv 2104.04473, sections 3.2 to 3.4), or None if none fits.
 
-    There are several stages only if the tensor-parallel size is the largest inside a node. Their number is the smallest
-    with which the model and its activations fit into ``gpu_bytes``, with 1F1B. All states are on the GPU. Communication
+    ``sizes`` are tensor-parallel sizes. If they or ``micro_batches`` are None, all that the cluster permits are tried.
+    There are several stages only if the tensor-parallel size is the largest of those. Their number is the smallest with
+    which the model and its activations fit into ``gpu_bytes``, with 1F1B. All states are on the GPU. Communication
     between stages is assumed to be hidden; the all-reduces of tensor parallelism and of the gradients are not. No time
     is counted for the update.
     """
-    layouts = _layouts(cluster, rates, gpu_bytes)
+    layouts = _layouts(
+        cluster,
+        rates,
+        gpu_bytes,
+        sizes or cluster.tensor_parallel_sizes(),
+        micro_batches or range(1, cluster.largest_micro_batch + 1),
+    )
     return min(layouts, key=lambda layout: layout.iteration_s, default=None)
 
 
-def _layouts(cluster: Cluster, rates: PhaseRates, gpu_bytes: int | None) -> Iterator[PipelineLayout]:
-    micro_batches = range(1, cluster.largest_micro_batch + 1)
-    sizes = cluster.tensor_parallel_sizes()
+def _layouts(
+    cluster: Cluster, rates: PhaseRates, gpu_bytes: int | None, sizes: Sequence[int], micro_batches: Sequence[int]
+) -> Iterator[PipelineLayout]:
     for tensor_parallel, micro_batch in product(sizes, micro_batches):
         if cluster.global_batch % micro_batch:
             continue

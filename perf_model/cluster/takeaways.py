@@ -6,19 +6,20 @@ a layout with ZeRO-3 and offloading may depart from them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from perf_model.cluster.prediction import LayoutPrediction
+from perf_model.units import percent
 
 NEGLIGIBLY_LONGER = 1.005
 """The ratio of two iterations up to which they count as equally long."""
 
 
-def departures(fitting: Sequence[LayoutPrediction], node_size: int) -> list[str]:
+def departures(fitting: Sequence[LayoutPrediction], node_size: int, compared: Collection[int]) -> list[str]:
     """Return a sentence per takeaway that the first of ``fitting``, the fastest, departs from.
 
     ``fitting`` are all layouts that fit into memory, the fastest first. ``node_size`` is the largest tensor-parallel
-    size that a node and the model permit.
+    size that a node and the model permit, and ``compared`` are the sizes of all layouts, whether they fit or not.
     """
     best = fitting[0]
     size = best.layout.tensor_parallel
@@ -26,13 +27,13 @@ def departures(fitting: Sequence[LayoutPrediction], node_size: int) -> list[str]
     if size < node_size:
         found.append(
             "Takeaway 1 (tensor parallelism up to the GPUs of a node) is not followed: ZeRO-3 divides the model, too; "
-            f"{_compared(fitting, node_size)}."
+            f"{_with_size(fitting, node_size, compared)}."
         )
     least = min(other.layout.tensor_parallel for other in fitting)
     if least < size:
         found.append(
             "Takeaway 2 (a model-parallel size just large enough to fit, and data parallelism for the rest) is not "
-            f"followed: {_compared(fitting, least)}, limited by {_fastest(fitting, least).binding}."
+            f"followed: {_with_size(fitting, least, compared)}, limited by {_fastest(fitting, least).binding}."
         )
     larger = [
         other
@@ -44,7 +45,7 @@ def departures(fitting: Sequence[LayoutPrediction], node_size: int) -> list[str]
         found.append(
             "Takeaway 3 (the micro-batch by equation 1) is not followed: without a pipeline it gives the largest that "
             f"fits, but with {other.layout.micro_batch} sequences an iteration takes "
-            f"{other.iteration_s / best.iteration_s:.2f} times as long, limited by {other.binding}."
+            f"{_longer(other, best)}, limited by {other.binding}."
         )
     return found
 
@@ -53,9 +54,14 @@ def _fastest(fitting: Sequence[LayoutPrediction], tensor_parallel: int) -> Layou
     return next(other for other in fitting if other.layout.tensor_parallel == tensor_parallel)
 
 
-def _compared(fitting: Sequence[LayoutPrediction], tensor_parallel: int) -> str:
-    """Return how much longer the fastest layout with another tensor-parallel size takes."""
+def _with_size(fitting: Sequence[LayoutPrediction], tensor_parallel: int, compared: Collection[int]) -> str:
+    """Return how much longer the fastest layout with another tensor-parallel size takes, or why there is none."""
+    if tensor_parallel not in compared:
+        return f"t = {tensor_parallel} was not compared"
     if all(other.layout.tensor_parallel != tensor_parallel for other in fitting):
-        return f"of the layouts that were compared, none with t = {tensor_parallel} fits"
-    ratio = _fastest(fitting, tensor_parallel).iteration_s / fitting[0].iteration_s
-    return f"with t = {tensor_parallel} an iteration takes {ratio:.2f} times as long"
+        return f"none with t = {tensor_parallel} fits"
+    return f"with t = {tensor_parallel} an iteration takes {_longer(_fastest(fitting, tensor_parallel), fitting[0])}"
+
+
+def _longer(other: LayoutPrediction, best: LayoutPrediction) -> str:
+    return f"{percent(other.iteration_s / best.iteration_s - 1)} longer"

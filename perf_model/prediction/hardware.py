@@ -61,8 +61,8 @@ QUANTITIES: dict[str, Quantity] = {
     "dram_update_bytes_per_s": Quantity("host memory, read and written in place", 1e9, 5e12),
     "dram_copy_bytes_per_s": Quantity("host memory, copied: bytes read and written", 1e9, 5e12),
     "gpu_adam_params_per_s": Quantity("Adam on the accelerator", 2e9, 1e13),
-    "matmul_flops_per_s": Quantity("bf16 matrix product on the accelerator, achieved", 1e8, 1e17),
-    "matmul_small_flops_per_s": Quantity("bf16 product of small matrices on the accelerator, achieved", 1e7, 1e17),
+    "matmul_flops_per_s": Quantity("bf16 matrix product on the accelerator, alone", 1e8, 1e17),
+    "matmul_small_flops_per_s": Quantity("bf16 product of small matrices on the accelerator, alone", 1e7, 1e17),
     "all_gather_bytes_per_s": Quantity("all-gather among the ranks of a node: bytes that a rank receives", 1e6, 1e13),
     "reduce_scatter_bytes_per_s": Quantity("reduce-scatter in a node: bytes that a rank sends", 1e6, 1e13),
     "inter_node_bytes_per_s": Quantity(

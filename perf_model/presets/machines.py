@@ -13,7 +13,7 @@ from typing import NamedTuple
 from perf_model.prediction.cost import BytesPerParam, stock_traffic_by_action, traffic_by_action
 from perf_model.prediction.hardware import MATMUL_SIZE, SMALL_MATMUL_SIZE, HardwareProfile, Measurement, Provenance
 from perf_model.schedule.action import ActionKind
-from perf_model.training_run.micro_batch import MatrixRate
+from perf_model.training_run.micro_batch import TRAINING_SHARE, MatrixRate
 from perf_model.training_run.training_memory import PARAM_BYTES
 
 _UNMEASURED = "PRESET, not a measurement of your machine"
@@ -136,7 +136,9 @@ class MachinePreset:
         )
 
     def _matmul_flops_per_s(self, size: int) -> float:
-        return MatrixRate(limit_flops_per_s=self.matmul_flops, half_elements=HALF_ELEMENTS).flops_per_s(size**2)
+        """Return the rate of single products with which training reaches ``matmul_flops``."""
+        limit = self.matmul_flops / TRAINING_SHARE
+        return MatrixRate(limit_flops_per_s=limit, half_elements=HALF_ELEMENTS).flops_per_s(size**2)
 
     def _cpu_adam_params_per_s(self, host: float, traffic: Mapping[ActionKind, BytesPerParam], ranks: int) -> float:
         """Return the rate of CPU Adam, which is limited by host memory or by the cores."""

@@ -11,7 +11,7 @@ _PAPER_VOCAB = 51_200
 """The vocabulary of GPT-2, padded as Megatron-LM does; the logs of the runs do not print it."""
 
 
-def _paper_model(name: str, layers: int, hidden: int, heads: int, numel: float) -> ModelShape:
+def paper_model(name: str, layers: int, hidden: int, heads: int, numel: float) -> ModelShape:
     """Return a model of the paper, with the layers, hidden size and heads that the logs of its artifact print.
 
     It has as many parameters as the logs print (``published_runs.csv``), with the feed-forward width that this takes.
@@ -40,11 +40,11 @@ def _config(layers: int, hidden: int, heads: int, kv_heads: int, intermediate: i
 MODELS: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
-        _paper_model("7B", layers=32, hidden=4096, heads=32, numel=5.92e9),
-        _paper_model("8.3B", layers=72, hidden=3072, heads=32, numel=9.14e9),
-        _paper_model("10B", layers=50, hidden=4096, heads=32, numel=9.92e9),
-        _paper_model("13B", layers=40, hidden=5120, heads=40, numel=11.25e9),
-        _paper_model("20B", layers=40, hidden=5120, heads=64, numel=15.33e9),
+        paper_model("7B", layers=32, hidden=4096, heads=32, numel=5.92e9),
+        paper_model("8.3B", layers=72, hidden=3072, heads=32, numel=9.14e9),
+        paper_model("10B", layers=50, hidden=4096, heads=32, numel=9.92e9),
+        paper_model("13B", layers=40, hidden=5120, heads=40, numel=11.25e9),
+        paper_model("20B", layers=40, hidden=5120, heads=64, numel=15.33e9),
         llama(_config(32, 4096, 32, 8, 14336, 128256), "Llama-3-8B"),
         qwen2(_config(28, 3584, 28, 4, 18944, 152064), "Qwen2.5-7B"),
         llama(_config(80, 8192, 64, 8, 28672, 128256), "Llama-3-70B"),

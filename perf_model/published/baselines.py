@@ -44,27 +44,30 @@ def on_line(quantity: str, runs: Mapping[int, MeasuredRun], known: Mapping[int, 
     return {position: float(constant + slope / stride) for position, stride in strides.items()}
 
 
-def per_parameter(quantity: str, runs: Sequence[MeasuredRun], fitted: Mapping[int, MeasuredRun]) -> dict[int, float]:
+def per_parameter(
+    quantity: str, runs: Sequence[MeasuredRun], fitted: Mapping[int, MeasuredRun], *, any_nodes: bool = False
+) -> dict[int, float]:
     """Return the seconds of each run that is not fitted, by the seconds per parameter of fitted runs like it.
 
     They may be of other sweeps and models. For the update, runs of one machine, number of ranks and stride are alike,
-    and the parameters are the offloaded ones. For the rest, the batch and the offloaded share must be equal, too.
+    and the parameters are the offloaded ones of a rank. For the rest, the batch and the offloaded share must be equal,
+    too, and the parameters are those of the model. With ``any_nodes``, only the ranks per node must be equal.
     """
     rates: dict[Hashable, list[float]] = defaultdict(list)
     for run in fitted.values():
         numel, found_s = _numel(quantity, run), measured_s_of(run, quantity)
         if numel > 0 and found_s is not None:
-            rates[_alike(quantity, run)].append(found_s / numel)
+            rates[_alike(quantity, run, any_nodes)].append(found_s / numel)
     return {
-        position: float(np.mean(rates[_alike(quantity, run)])) * _numel(quantity, run)
+        position: float(np.mean(rates[_alike(quantity, run, any_nodes)])) * _numel(quantity, run)
         for position, run in enumerate(runs)
-        if position not in fitted and _alike(quantity, run) in rates and _numel(quantity, run) > 0
+        if position not in fitted and _alike(quantity, run, any_nodes) in rates and _numel(quantity, run) > 0
     }
 
 
-def _alike(quantity: str, run: MeasuredRun) -> Hashable:
+def _alike(quantity: str, run: MeasuredRun, any_nodes: bool) -> Hashable:
     assert quantity in QUANTITIES
-    ranks = (run.machine, run.tp, run.dp, run.setting.update_stride)
+    ranks = (run.machine, run.tp, run.ranks_on_node if any_nodes else run.dp, run.setting.update_stride)
     if quantity == "update":
         return ranks
     blocking = None if run.batch is None else run.batch.blocking

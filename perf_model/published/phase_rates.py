@@ -33,6 +33,10 @@ class PhaseSeconds:
     backward_s: float
     rest_s: float
 
+    def iteration_s(self, update_s: float) -> float:
+        """Return the seconds of the iteration with an update of ``update_s``."""
+        return self.forward_s + self.backward_s + update_s + self.rest_s
+
 
 def priors_of_phases(machine: str) -> dict[str, Prior]:
     """Return the priors of the rates that the phases depend on."""
@@ -57,11 +61,22 @@ def phases_of(run: MeasuredRun, batch: TrainedBatch, rates: Mapping[str, float])
 
     The last backward copies the fp32 gradients of the offloaded sub-groups to host memory, after it has reduced them.
     """
-    work, interleaved = _micro_batch(run, batch), run.setting.update_stride is not None
+    forward_s, backward_s = micro_batch_seconds(run, batch, rates)
+    interleaved = run.setting.update_stride is not None
     numel = updated_parameters(run.setting)
     copied_bytes = FP32_BYTES * (numel.on_cpu + numel.streamed)
     copies = rates["blocking_gradient_bytes_per_s" if batch.blocking else "gradient_bytes_per_s"]
-    peers = machine_of(run.machine).peer_bytes_per_s
+    first_forward_s = max(forward_s, batch.layers * rates["interleaved_layer_s"]) if interleaved else forward_s
+    return PhaseSeconds(
+        forward_s=first_forward_s + (batch.accumulation - 1) * forward_s,
+        backward_s=batch.accumulation * backward_s + copied_bytes / copies,
+        rest_s=rates["interleaved_rest_s" if interleaved else "rest_s"],
+    )
+
+
+def micro_batch_seconds(run: MeasuredRun, batch: TrainedBatch, rates: Mapping[str, float]) -> tuple[float, float]:
+    """Return the predicted forward and backward of one micro-batch, without the copies of gradients."""
+    work, peers = _micro_batch(run, batch), machine_of(run.machine).peer_bytes_per_s
     phase_rates = PhaseRates(
         matrix=MatrixRate(limit_flops_per_s=rates["matmul_flops_per_s"], half_elements=HALF_ELEMENTS),
         network=Network(
@@ -72,13 +87,7 @@ def phases_of(run: MeasuredRun, batch: TrainedBatch, rates: Mapping[str, float])
         ),
         overheads=Overheads(layer_s=rates["layer_s"]),
     )
-    forward_s = work.forward_s(phase_rates)
-    first_forward_s = max(forward_s, batch.layers * rates["interleaved_layer_s"]) if interleaved else forward_s
-    return PhaseSeconds(
-        forward_s=first_forward_s + (batch.accumulation - 1) * forward_s,
-        backward_s=batch.accumulation * work.backward_s(phase_rates) + copied_bytes / copies,
-        rest_s=rates["interleaved_rest_s" if interleaved else "rest_s"],
-    )
+    return work.forward_s(phase_rates), work.backward_s(phase_rates)
 
 
 def fit_phases(runs: Sequence[MeasuredRun]) -> FittedRates | None:
@@ -92,11 +101,15 @@ def fit_phases(runs: Sequence[MeasuredRun]) -> FittedRates | None:
         log_measured.append(np.log([run.forward_s, run.backward_s, rest_s]))
     if not known:
         return None
+    # A file may have thousands of runs with few settings.
+    keys = [(run.setting, run.tp, run.dp, batch) for run, batch in known]
+    distinct = dict(zip(keys, known, strict=True))
     noise = np.array([PHASE_NOISE, PHASE_NOISE, REST_NOISE])
 
     def residuals(rates: Mapping[str, float]) -> Vector:
-        found = [phases_of(run, batch, rates) for run, batch in known]
-        predicted = np.log([[phases.forward_s, phases.backward_s, phases.rest_s] for phases in found])
+        phases = {key: phases_of(run, batch, rates) for key, (run, batch) in distinct.items()}
+        found = [phases[key] for key in keys]
+        predicted = np.log([[each.forward_s, each.backward_s, each.rest_s] for each in found])
         flat: Vector = ((predicted - np.stack(log_measured)) / noise).ravel()
         return flat
 

@@ -97,6 +97,11 @@ class MeasuredRun:
         return GPUS_PER_NODE if found is None else int(found[1])
 
     @property
+    def ranks_on_node(self) -> int:
+        """Return the number of ranks on each node."""
+        return min(self.gpus_per_node, self.tp * self.dp)
+
+    @property
     def nodes(self) -> int:
         """Return the number of nodes."""
         return -(-self.tp * self.dp // self.gpus_per_node)

@@ -6,8 +6,7 @@ whatever a transfer takes of it delays the CPU: the seconds of both add up, no m
 a straight line in the share of the streamed parameters. Flush and prefetch run one after the other on the link, which
 is the limit only where that takes longer than all the traffic of host memory.
 
-A simulation of the artifact's actions, with its waits, was tried before. It makes the CPU and the transfers idle in
-turns, bends the line, and predicts runs that were not fitted less well.
+The simulation of ``plan`` predicts these runs less well: ``rules_of_plan.py`` compares both.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from perf_model.prediction.memory import MemoryUse
-from perf_model.units import GB, gigabytes
+from perf_model.units import DIGITS, GB, size
 
 GPU_MARGIN_BYTES = 2 * GB
 """The GPU memory that training leaves free by default when it fills the GPU with states."""
@@ -51,5 +51,5 @@ class DoesNotFit(ValueError):
 def excess_of(missing: dict[str, int]) -> str:
     """Return by how much the memory of each rank exceeds the budgets ``missing``."""
     return " and ".join(
-        f"{name.removesuffix('_bytes')} memory by {gigabytes(excess)} per rank" for name, excess in missing.items()
+        f"{name.removesuffix('_bytes')} memory by {size(excess, DIGITS)} per rank" for name, excess in missing.items()
     )

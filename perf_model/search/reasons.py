@@ -19,7 +19,7 @@ from perf_model.schedule.simple_placements import keep_fixed
 from perf_model.search.budgets import Budgets
 from perf_model.search.starting_points import MAX_SLOTS
 from perf_model.search.unit_sizes import UNIT_SIZES
-from perf_model.units import GB, gigabytes, seconds
+from perf_model.units import DIGITS, GB, gigabytes, seconds
 
 TRIED_STRIDES = (8, 4, 2, 1)
 """Strides to simulate: every n-th unit is streamed. One streamed unit alone is simulated, too."""
@@ -105,10 +105,10 @@ def _slower(plan: UpdatePlan, cost: CostModel, budgets: Budgets, setup: Training
     best = min(fits, key=update_s)
     streamed = best.placements.count(Placement.STREAMED)
     budget = "" if budgets.gpu_bytes is None else f" within the budget of {gigabytes(budgets.gpu_bytes)} of GPU memory"
+    without, with_streaming = (seconds(update_s(candidate), DIGITS) for candidate in (plan, best))
     return (
-        f"Nothing is streamed: the update is predicted to take {seconds(update_s(plan))} without streaming, and "
-        f"{seconds(update_s(best))} at best with it{budget}, with {streamed} of {len(best.placements)} units "
-        f"streamed."
+        f"Nothing is streamed: the update is predicted to take {without} without streaming, and {with_streaming} at "
+        f"best with it{budget}, with {streamed} of {len(best.placements)} units streamed."
     )
 
 

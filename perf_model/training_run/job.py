@@ -127,7 +127,7 @@ class Job:
         if self.world_size % self.ranks_on_node:
             raise ModelError(
                 f"ranks_per_node: must divide the world size, {self.world_size}, found {self.ranks_per_node}.\n"
-                f"Correct --ranks-per-node or --world-size."
+                f"Correct --ranks-per-node or --world-size (--gpus of a cluster)."
             )
         for what, count in (("ranks of a node", self.ranks_on_node), ("key-value heads", self.shape.kv_heads)):
             if count % self.tensor_parallel:

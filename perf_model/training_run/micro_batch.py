@@ -18,10 +18,17 @@ FORWARD_ALL_REDUCES = 2
 ACTIVATION_BYTES = 2
 """Bytes per element of an activation."""
 
+TRAINING_SHARE = 0.65
+"""The rate of all operations of a training on a GPU, as a share of that of single matrix products: attention, norms and
+element-wise kernels take the rest of the time. The limits of 190 and 480 TFLOPS that fit the published runs on 4xA100
+and 4xH100 are 0.71 and 0.61 of 267.9 and 792.1 TFLOPS, the fastest products measured on one A100 SXM and one H100 SXM
+(github.com/stas00/ml-engineering, ``compute/accelerator``, "Maximum Achievable Matmul FLOPS"). The forms of those GPUs
+are not published, so the share is known to about a tenth."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRate:
-    """The rate of matrix products, which rises with their size.
+    """The rate of the operations in training, which rises with the size of the matrix products.
 
     A product with ``elements`` elements in its result runs at ``limit_flops_per_s * elements / (elements +
     half_elements)``: it reaches half of the limit at ``half_elements``, because a small product does not fill the
@@ -33,10 +40,17 @@ class MatrixRate:
 
     @classmethod
     def from_profile(cls, profile: HardwareProfile) -> MatrixRate:
-        """Return the curve through both measured products; a constant rate if only the large one was measured.
+        """Return the rate in training, by the curve through both products of ``profile``; constant with only one.
 
-        Raise ``ProfileError`` if there is no measured product at all.
+        On a GPU, training reaches ``TRAINING_SHARE`` of it. No share is known for a CPU that trains, whose rate is that
+        of the products. Raise ``ProfileError`` if there is no product at all.
         """
+        products = cls._of_products(profile)
+        share = TRAINING_SHARE if profile.has_accelerator else 1.0
+        return replace(products, limit_flops_per_s=share * products.limit_flops_per_s)
+
+    @classmethod
+    def _of_products(cls, profile: HardwareProfile) -> MatrixRate:
         large, small = profile.rate("matmul_flops_per_s"), profile.get("matmul_small_flops_per_s")
         if small is None or small >= large:
             return cls(limit_flops_per_s=large)

@@ -26,7 +26,7 @@ from perf_model.training_run.host_reserve import reserved_host_bytes
 from perf_model.training_run.job import GradientPath, Job
 from perf_model.training_run.micro_batch import NO_OVERHEADS, Overheads, PhaseRates
 from perf_model.training_run.training_memory import PARAM_BYTES
-from perf_model.units import gigabytes
+from perf_model.units import DIGITS, size
 
 NO_OFFLOAD_BYTES_PER_PARAM = 14
 """Bytes per parameter of the partition of a rank without offloading: fp32 p, m, v and the 16-bit gradient."""
@@ -194,8 +194,8 @@ class Predictor:
             return f"No number of ranks up to {MAX_RANKS:,} makes it fit."
         memory = "GPU memory less the margin" if self._profile.has_accelerator else "host memory per rank"
         rule = (
-            f"No number of ranks makes it fit: without the optimizer, training takes {gigabytes(taken_bytes)} of the "
-            f"{gigabytes(max(0, limit))} of {memory}, {gigabytes(job.activation_bytes)} of them for activations."
+            f"No number of ranks makes it fit: without the optimizer, training takes {size(taken_bytes, DIGITS)} of "
+            f"the {size(max(0, limit))} of {memory}, {size(job.activation_bytes, DIGITS)} of them for activations."
         )
         if taken_bytes - job.activation_bytes > limit:
             return f"{rule} Train on a machine with more memory."
@@ -291,8 +291,8 @@ class Predictor:
     def _no_offload(self, workload: Workload) -> Outcome:
         needed = self.no_offload_bytes(workload)
         if self._training_limit is not None and needed > self._training_limit:
-            limit = f"{gigabytes(self._training_limit)} that --gpu-memory-gb and its margin leave"
-            return Infeasible(reason=f"does not fit: {gigabytes(needed)} of {limit}")
+            limit = f"{size(self._training_limit)} that --gpu-memory-gb and its margin leave"
+            return Infeasible(reason=f"does not fit: {size(needed, DIGITS)} of {limit}")
         update_s = self.cost.load(ActionKind.GPU_STEP, workload.numel).total_s
         return self.iteration(update_s, update_s, GradientPath())
 

@@ -36,8 +36,8 @@ CACHE_SHARE = 1.75
 """The bytes that PyTorch's cache holds at the peak, as a multiple of gathered parameters and gradients in flight.
 
 DeepSpeed gathers, computes and reduces on three streams. The allocator reuses memory on the stream that freed it, and
-not before other streams have finished with it. The multiple was 0.9 to 2.1 in the published runs that
-``tests/model/test_training_memory.py`` lists.
+not before other streams have finished with it. ``tests/model/test_training_memory.py`` compares the sum with all
+published peaks.
 """
 
 

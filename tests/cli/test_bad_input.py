@@ -36,6 +36,16 @@ SWEEP = ["--ranks-per-node", "4", "--sequence", "2048", "--world-sizes", "4", "-
 
 MACHINE_JOB = job()[2:]
 
+CLUSTER_SIZES = ["--gpus", "8", "--ranks-per-node", "4", "--global-batch", "16", "--sequence", "2048"]
+ONE_LAYOUT = ["--tensor-parallel", "1", "--micro-batches", "1", *FEW_UNITS]
+CLUSTER = ["cluster", *job()[:4], *CLUSTER_SIZES, *ONE_LAYOUT]
+
+
+def cluster(option: str, value: object) -> list[str]:
+    """Return a command with a bad value; of several, argparse takes the last."""
+    return [*CLUSTER, option, str(value)]
+
+
 RUN = {
     "machine": "a",
     "sweep": "b",
@@ -320,6 +330,32 @@ OPTIONS: dict[str, list[str]] = {
     "runs are missing": ["validate", "--runs", HOSTILE_NAME],
     "runs have a null character": ["validate", "--runs", "\0"],
     "runs are a folder": ["validate", "--runs", str(REPOSITORY)],
+    "cluster without options": ["cluster"],
+    "cluster without sizes": CLUSTER[:5],
+    "cluster and accumulation": cluster("--accumulation", 2),
+    "no GPUs": cluster("--gpus", 0),
+    "GPUs are text": cluster("--gpus", HOSTILE_NAME),
+    "GPUs of 5,000 digits": cluster("--gpus", "9" * 5_000),
+    "GPUs that no node divides": cluster("--gpus", 9),
+    "global batch 0": cluster("--global-batch", 0),
+    "global batch is huge": cluster("--global-batch", 10**20),
+    "global batch that nothing divides": cluster("--global-batch", 17),
+    "tokens are nan": cluster("--tokens", "nan"),
+    "tokens are 1e999": cluster("--tokens", "1e999"),
+    "tokens are negative": cluster("--tokens", -1),
+    "tokens have escapes": cluster("--tokens", HOSTILE_NAME),
+    "tensor-parallel sizes": cluster("--tensor-parallel", "1,,2"),
+    "tensor-parallel size 0": cluster("--tensor-parallel", 0),
+    "tensor-parallel size 3": cluster("--tensor-parallel", 3),
+    "tensor-parallel size of 5,000 digits": cluster("--tensor-parallel", "9" * 5_000),
+    "micro-batches": cluster("--micro-batches", "auto,1"),
+    "micro-batches are huge": cluster("--micro-batches", 10**20),
+    "network is nan": cluster("--network-gb-per-s", "nan"),
+    "network is negative": cluster("--network-gb-per-s", -1),
+    "network inside a node has escapes": cluster("--node-gb-per-s", HOSTILE_NAME),
+    "network inside a node is infinite": cluster("--node-gb-per-s", "inf"),
+    "cluster and a sequence of 0": cluster("--sequence", 0),
+    "cluster with the profile of a folder": cluster("--profile", REPOSITORY),
     "profile is a folder": ["plan", *job(profile=REPOSITORY)],
     "model is a folder": ["explain", *job(model=REPOSITORY)],
     "rules are a folder": ["plan", *job(rules=REPOSITORY)],
@@ -341,6 +377,7 @@ def cases() -> Iterator[BadInput]:
     for number, (name, content) in enumerate(FILES.items()):
         for option in ("profile", "model", "rules"):
             yield BadInput(f"{option}, {name}", [commands[number % 3], *job()], option, content)
+            yield BadInput(f"cluster: {option}, {name}", CLUSTER, option, content)
     for number, (name, value) in enumerate(PROFILES.items()):
         yield BadInput(f"profile, {name}", [commands[number % 3], *job()], "profile", dumped(value))
     for number, (name, value) in enumerate(MODELS.items()):
@@ -351,6 +388,7 @@ def cases() -> Iterator[BadInput]:
         yield BadInput(f"runs, {name}", ["validate", "--runs", "none.csv"], "runs", content)
     for name, content in MACHINE_FILES.items():
         yield BadInput(f"machine, {name}", ["plan", *MACHINE_JOB], "machine", content)
+        yield BadInput(f"cluster: machine, {name}", [CLUSTER[0], *CLUSTER[3:]], "machine", content)
     for name, arguments in OPTIONS.items():
         yield BadInput(f"option, {name}", arguments)
 
@@ -549,10 +587,10 @@ def check_fuzzed(folder: Path, data: st.DataObject) -> None:
     elif option == "machine":
         lines = data.draw(st.lists(st.sampled_from(MACHINE_LINES) | st.text(max_size=12), max_size=5))
         content = "\n".join(['preset = "h100"', *lines]).encode(errors="surrogatepass")
-        arguments = ["plan", *MACHINE_JOB, *FEW_UNITS]
+        arguments = data.draw(st.sampled_from([["plan", *MACHINE_JOB, *FEW_UNITS], [CLUSTER[0], *CLUSTER[3:]]]))
     else:
         content = dumped(changed(VALID[option], data))
-        arguments = ["plan", *job(), *FEW_UNITS]
+        arguments = data.draw(st.sampled_from([["plan", *job(), *FEW_UNITS], CLUSTER]))
     if data.draw(st.booleans()):
         content = damaged(content, data)
     path = folder / "fuzzed"
@@ -582,6 +620,19 @@ def test_any_of_many_files_is_used_or_refused(tmp_path_factory: pytest.TempPathF
 )
 def test_any_options_are_used_or_refused(options: list[str]) -> None:
     screen = run_command(["plan", *job(sequence=0), *options])
+    if screen.code != 0:
+        assert_refused(screen)
+
+
+@given(
+    st.lists(
+        st.sampled_from([*CLUSTER_SIZES, "--tokens", "1e12", "--json", "--tensor-parallel", "1,2", "--node-gb-per-s"])
+        | st.text(max_size=12),
+        max_size=6,
+    )
+)
+def test_any_options_of_a_cluster_are_used_or_refused(options: list[str]) -> None:
+    screen = run_command([*cluster("--sequence", 0), *options])
     if screen.code != 0:
         assert_refused(screen)
 

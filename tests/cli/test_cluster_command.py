@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,15 @@ def test_the_screen_names_the_network_the_pipeline_and_the_departures(capsys: py
         assert expected in shown
     block = json.loads(shown[shown.index("config:\n") + len("config:\n") :])
     assert block["bf16"] == {"enabled": True}
+
+
+def test_the_departures_and_the_pipeline_keep_to_the_given_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    limited = compared(capsys, tensor_parallel="1,2", micro_batches=2)
+    assert "t = 8 was not compared" in limited["departures"][0]
+    assert limited["megatron"]["tensor_parallel"] in (1, 2)
+    assert limited["megatron"]["micro_batch"] == 2
+    free = compared(capsys, micro_batches="1,2")
+    assert re.search(r"with t = 8 an iteration takes \d+% longer", free["departures"][0])
 
 
 def test_rates_that_a_profile_lacks_are_assumed_inside_a_node_and_needed_between_nodes(

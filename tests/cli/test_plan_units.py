@@ -203,7 +203,7 @@ def test_the_layers_of_a_run_name_the_parts_of_layers_that_are_not_whole(labels:
 
 @pytest.mark.parametrize(
     ("change_s", "shown"),
-    [(None, "no memory"), (0.0, "+0 s"), (-1e-12, "+0 s"), (0.002, "+2.00 ms"), (-0.0005, "-500 us")],
+    [(None, "no memory"), (0.0, "+0 s"), (-1e-12, "+0 s"), (0.002, "+2.0 ms"), (-0.0005, "-500 us")],
 )
 def test_a_change_of_the_exposed_time_has_a_sign(change_s: float | None, shown: str) -> None:
     assert show_change(change_s) == shown

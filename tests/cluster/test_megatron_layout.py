@@ -57,6 +57,18 @@ def test_models_without_a_pipeline_in_table_1_need_none_and_no_larger_tensor_par
     assert found.tensor_parallel <= row.tensor_parallel
 
 
+def test_a_layout_has_one_of_the_given_sizes_and_micro_batches() -> None:
+    cluster = cluster_of(WITH_PIPELINE[0])
+    free = best_pipeline_layout(cluster, DGX_A100, A100_BYTES)
+    limited = best_pipeline_layout(cluster, DGX_A100, A100_BYTES, [2, 4], [2])
+    assert free is not None
+    assert limited is not None
+    assert (free.tensor_parallel, free.micro_batch) == (8, 1)
+    assert (limited.tensor_parallel, limited.micro_batch) == (4, 2)
+    assert limited.stages > free.stages
+    assert best_pipeline_layout(cluster, DGX_A100, A100_BYTES, [1], [7]) is None, "nothing divides the batch"
+
+
 @given(st.floats(1, 20), st.sampled_from(["all_gather_bytes_per_s", "inter_node_bytes_per_s"]))
 @settings(max_examples=5)
 def test_more_bandwidth_is_never_slower_for_a_pipeline(factor: float, name: str) -> None:

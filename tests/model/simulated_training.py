@@ -20,6 +20,7 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.search.budgets import Budgets
 from perf_model.search.plan_request import PlanRequest
 from perf_model.training_run.job import Job
+from perf_model.training_run.micro_batch import TRAINING_SHARE
 
 NOISE = 0.05
 """The standard deviation of every measured duration from step to step, relative to the true one."""
@@ -41,7 +42,7 @@ def request_for(machine: str, model: str, ranks: int, unit_size: int, gpu_gb: fl
     """Return the request of a run with micro-batch 1 on a preset machine, with ``gpu_gb`` for optimizer states."""
     job = Job(shape=MODELS[model], world_size=ranks, ranks_per_node=ranks, micro_batch=1, sequence=2048)
     profile = MACHINES[machine].profile(ranks)
-    flops = profile.rate("matmul_flops_per_s")
+    flops = TRAINING_SHARE * profile.rate("matmul_flops_per_s")
     return PlanRequest(
         sub_groups=job.sub_groups,
         unit_sizes=(unit_size,),

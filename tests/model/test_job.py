@@ -18,6 +18,7 @@ from perf_model.training_run.families.decoder import gpt
 from perf_model.training_run.forecast import Forecast, forecast
 from perf_model.training_run.host_reserve import reserved_host_bytes
 from perf_model.training_run.job import GradientPath, Job
+from perf_model.training_run.micro_batch import TRAINING_SHARE
 from perf_model.training_run.model import ModelError
 from perf_model.training_run.predictor import (
     CPU_ONLY_REASON,
@@ -110,7 +111,7 @@ def test_backward_is_charged_for_the_gradients_of_each_placement() -> None:
     assert 0 < plan.numel(Placement.RESIDENT) < numel
     d2h, h2d = RATES["d2h_bytes_per_s"], RATES["h2d_bytes_per_s"]
     assert GradientPath.for_plan(plan) == GradientPath(down=2 * plan.numel(Placement.CPU))
-    compute_s = SMALL.backward_s(1e15)
+    compute_s = SMALL.backward_s(TRAINING_SHARE * 1e15)
     assert found.predicted.backward_s == pytest.approx(max(2 * plan.numel(Placement.CPU) / d2h, compute_s))
     iterations = {name: outcome for name, outcome in found.baselines.items() if isinstance(outcome, PredictedIteration)}
     assert set(iterations) >= {"stock", "twin_flow", "all_cpu", "all_streamed", "stride_2"}

@@ -9,21 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf_model.prediction.hardware import MATMUL_SIZE, SMALL_MATMUL_SIZE
+from perf_model.prediction.hardware import ACCELERATOR_RATES, MATMUL_SIZE, SMALL_MATMUL_SIZE
 from perf_model.prediction.network import Network
+from perf_model.presets.machines import HALF_ELEMENTS, MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import place_all
 from perf_model.training_run.forecast import forecast
 from perf_model.training_run.job import GradientPath, Job
-from perf_model.training_run.micro_batch import NO_OVERHEADS, MatrixRate, Overheads, PhaseRates
+from perf_model.training_run.micro_batch import NO_OVERHEADS, TRAINING_SHARE, MatrixRate, Overheads, PhaseRates
 from perf_model.training_run.model import ModelError
 from perf_model.training_run.predictor import MemoryLimits, Overlap, PredictedIteration
 from tests.model.profiles import RATES, profile
 
 JOB = Job(shape=MODELS["7B"], world_size=16, ranks_per_node=8, micro_batch=1, sequence=2048)
-GPU = profile({**RATES, "matmul_flops_per_s": 1e14})
+GPU = profile({**RATES, "matmul_flops_per_s": 1e14 / TRAINING_SHARE})
 NO_NETWORK = Network(ranks_per_node=8)
 ALONE = PhaseRates(matrix=MatrixRate(limit_flops_per_s=1e14), network=NO_NETWORK)
 
@@ -36,10 +37,18 @@ def test_without_network_and_overheads_only_the_arithmetic_counts() -> None:
 
 def test_a_curve_goes_through_both_measured_products() -> None:
     rate = MatrixRate.from_profile(profile({**RATES, "matmul_flops_per_s": 6e14, "matmul_small_flops_per_s": 2e14}))
-    assert rate.flops_per_s(MATMUL_SIZE**2) == pytest.approx(6e14)
-    assert rate.flops_per_s(SMALL_MATMUL_SIZE**2) == pytest.approx(2e14)
-    assert rate.flops_per_s(1e12) > 6e14
+    assert rate.flops_per_s(MATMUL_SIZE**2) == pytest.approx(TRAINING_SHARE * 6e14)
+    assert rate.flops_per_s(SMALL_MATMUL_SIZE**2) == pytest.approx(TRAINING_SHARE * 2e14)
+    assert rate.flops_per_s(1e12) > TRAINING_SHARE * 6e14
     assert rate.flops_per_s(rate.half_elements) == pytest.approx(rate.limit_flops_per_s / 2)
+
+
+def test_a_preset_trains_at_the_rate_that_fits_the_published_runs_and_a_cpu_at_that_of_its_products() -> None:
+    rate = MatrixRate.from_profile(MACHINES["h100-pcie5"].profile(ranks=4))
+    assert rate.limit_flops_per_s == pytest.approx(MACHINES["h100-pcie5"].matmul_flops)
+    assert rate.half_elements == pytest.approx(HALF_ELEMENTS)
+    cpu = profile({**RATES, **dict.fromkeys(ACCELERATOR_RATES), "matmul_flops_per_s": 1e13})
+    assert MatrixRate.from_profile(replace(cpu, gpu_memory_bytes=None)).limit_flops_per_s == 1e13
 
 
 @given(st.floats(1e12, 1e15), st.floats(1e8, 1e15))
@@ -48,7 +57,7 @@ def test_any_two_products_give_a_rate_that_rises_with_the_size(large: float, sma
     rates = [rate.flops_per_s(elements) for elements in (1e4, 1e6, 1e8, 1e10)]
     assert all(smaller <= larger * (1 + 1e-9) for smaller, larger in pairwise(rates))
     assert rates[0] > 0
-    assert rates[-1] <= 2.3 * large
+    assert rates[-1] <= 2.3 * TRAINING_SHARE * large
 
 
 def test_a_host_that_launches_slowly_is_the_limit_of_narrow_layers() -> None:

@@ -248,5 +248,5 @@ def test_the_error_names_the_missing_gigabytes() -> None:
     # Every plan takes 16 bytes per parameter.
     assert caught.value.missing == {"host_bytes": 600_000_000}
     assert str(caught.value) == (
-        "Nothing fits: the nearest plan exceeds host memory by 0.6 GB per rank.\nUse more ranks."
+        "Nothing fits: the nearest plan exceeds host memory by 600 MB per rank.\nUse more ranks."
     )
