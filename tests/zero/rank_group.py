@@ -80,10 +80,14 @@ class Group:
             sys.stderr.flush()
         os._exit(1)
 
+    def kill_one(self, rank: int) -> None:
+        """Kill a rank with SIGKILL."""
+        os.kill(self.ranks[rank].pid, signal.SIGKILL)
+
     def kill(self, *, first: int, others_after_s: float) -> None:
         """Kill rank ``first`` with SIGKILL, and all others ``others_after_s`` later, with their children."""
         children = [child for pid in self._running for child in psutil.Process(pid).children(recursive=True)]
-        os.kill(self.ranks[first].pid, signal.SIGKILL)
+        self.kill_one(first)
         time.sleep(others_after_s)
         for pid in self._running:
             os.kill(pid, signal.SIGKILL)
