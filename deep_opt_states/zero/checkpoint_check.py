@@ -147,7 +147,7 @@ def _problems_of_model(saved: Any, engine: Any, options: Mapping[str, Any], *, l
         )
     if not options["load_module_only"] and options["load_lr_scheduler_states"] and engine.lr_scheduler is not None:
         ours = engine.lr_scheduler.state_dict()
-        if not _is_like(saved.get("lr_scheduler"), ours):
+        if not isinstance(saved.get("lr_scheduler"), dict) or not _is_like(saved["lr_scheduler"], ours):
             yield f"lr_scheduler must have values like {_shown(ours)}, found {_shown(saved.get('lr_scheduler'))}"
     if options["custom_load_fn"] is None and loads_optimizer and not engine.has_moe_layers:
         yield from _problems_of_module(saved["module"], engine.module, strict=options["load_module_strict"])

@@ -175,6 +175,8 @@ class Loader:
                 ],
             }
         except Exception as error:  # noqa: BLE001 (any error that is not ours is a problem)
+            # Printed at once: the other ranks may wait in the load, so that the ranks cannot exchange their results.
+            print(f"rank {dist.get_rank()}: {type(error).__name__}: {error}", flush=True)
             problems = [f"{type(error).__name__}: {error}", *before.differences(Loaded.from_engine(self.ours))]
             return {"outcome": "failed", "message": "", "problems": problems}
         problems = []
@@ -218,6 +220,7 @@ def main(seed: int, count: int) -> None:
             if dist.get_rank() == 0:
                 shutil.copytree(good, damaged)
                 done = damage(damaged, rng)
+                print(f"checkpoint {number}: {done}", flush=True)
             dist.barrier()
             found = everywhere(partial(loader.load, damaged))
             if dist.get_rank() == 0:
@@ -229,7 +232,9 @@ def main(seed: int, count: int) -> None:
         records = [train(engine, case, folder) for engine in (stock, ours)]
         found_at_end = everywhere(partial(differences, *records))
         if dist.get_rank() == 0:
-            answer({"outcome": "trained on", "problems": [line for rank in found_at_end for line in rank]})
+            answer(
+                {"outcome": "trained on", "message": "", "problems": [line for rank in found_at_end for line in rank]}
+            )
 
 
 if __name__ == "__main__":
