@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,15 @@ from examples.common.one_rank import be_the_only_rank_unless_launched
 
 console = Console()
 
+TAKES_HOURS = ("reliability",)
+"""The benchmarks that ``all`` leaves out."""
 
-def run(name: str, folder: Path, *, quick: bool) -> int:
+
+def run(name: str, folder: Path, amounts: Mapping[str, float] | None = None, *, quick: bool) -> int:
     """Run the benchmark ``name`` and append its rows to ``folder``.
 
-    Return the exit code: 1 if a claim does not hold, such as a variant that claims to be bit-identical and is not.
+    ``amounts`` are parameters of its ``measure``. Return the exit code: 1 if a claim does not hold, such as a variant
+    that claims to be bit-identical and is not.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if machine.has_cuda() else "cpu")
     # cuBLAS gives the same bits in every run only with this setting.
@@ -38,7 +43,7 @@ def run(name: str, folder: Path, *, quick: bool) -> int:
     results = Results(name, folder, quick=quick)
     start_s = time.perf_counter()
     try:
-        for row in module.measure(quick=quick):
+        for row in module.measure(quick=quick, **(amounts or {})):
             results.add(row)
     except Waived as reason:
         console.print(f"WAIVED: {reason}")
@@ -57,9 +62,9 @@ def run(name: str, folder: Path, *, quick: bool) -> int:
 
 
 def run_all(folder: Path, *, quick: bool) -> int:
-    """Run each benchmark in a process of its own, and return 1 if any failed. The others still run."""
+    """Run each benchmark but ``TAKES_HOURS`` in a process of its own. Return 1 if any failed; the others still run."""
     failed = []
-    for name in BENCHMARKS:
+    for name in (name for name in BENCHMARKS if name not in TAKES_HOURS):
         command = [sys.executable, "-m", "benchmarks", name, "--output", str(folder), *(["--quick"] if quick else [])]
         if subprocess.run(command, check=False).returncode != 0:
             failed.append(name)
@@ -83,6 +88,23 @@ def _module(name: str) -> Any:
     return importlib.import_module(f"benchmarks.{name}")
 
 
+def _amounts(name: str, assignments: Sequence[str]) -> dict[str, float]:
+    """Return the parameters of the benchmark that ``assignments`` set. Raise ``ValueError`` for any other one."""
+    known = (
+        [key for key in inspect.signature(_module(name).measure).parameters if key != "quick"] if assignments else []
+    )
+    amounts: dict[str, float] = {}
+    for assignment in assignments:
+        key, _, value = assignment.partition("=")
+        if key not in known or not value.replace(".", "", 1).isdigit():
+            raise ValueError(
+                f"--set must be one of {', '.join(known) or 'none'} for {name}, with a number; found {assignment!r}. "
+                "Write for example --set minutes=10."
+            )
+        amounts[key] = float(value) if "." in value else int(value)
+    return amounts
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     names = "\n".join(f"  {name:<16}{question}" for name, question in BENCHMARKS.items())
@@ -95,6 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="run tiny models for seconds: a smoke test only")
     default = "default: benchmarks/results; for quick runs .cache/benchmarks"
     parser.add_argument("--output", type=Path, help=f"folder for the rows ({default})")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=NUMBER", help="set a parameter of the benchmark"
+    )
     options = parser.parse_args(arguments)
     folder = options.output or (QUICK_RESULTS if options.quick else RESULTS)
     if options.command == "report":
@@ -102,7 +127,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.command == "all":
         return run_all(folder, quick=options.quick)
-    return run(options.command, folder, quick=options.quick)
+    try:
+        amounts = _amounts(options.command, options.set)
+    except ValueError as error:
+        parser.error(str(error))
+    return run(options.command, folder, amounts, quick=options.quick)
 
 
 if __name__ == "__main__":

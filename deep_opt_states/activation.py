@@ -39,7 +39,7 @@ def is_active() -> bool:
 
 
 def _hook_engine(module: Any) -> None:
-    """Wrap the two methods through which an engine creates our optimizer, if its config has our block."""
+    """Wrap the methods that create our optimizer and that load checkpoints, for engines whose config has our block."""
 
     def do_sanity_check(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
         wrapped(*args, **kwargs)
@@ -55,10 +55,18 @@ def _hook_engine(module: Any) -> None:
 
         return plugin.configure_zero_optimizer(wrapped, engine, args, kwargs)
 
+    def load_checkpoint(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+        if CONFIG_KEY in _json_of(engine._config):
+            from deep_opt_states.zero import plugin
+
+            plugin.check_checkpoint(wrapped, engine, args, kwargs)
+        return wrapped(*args, **kwargs)
+
     # _do_sanity_check is the first method in which an engine knows its optimizer, before it partitions the model. ZeRO
     # stage 0 never creates a ZeRO optimizer: with the second wrapper alone, our block would be ignored silently there.
     _wrap(module, "DeepSpeedEngine", "_do_sanity_check", do_sanity_check)
     _wrap(module, "DeepSpeedEngine", "_configure_zero_optimizer", configure_zero_optimizer)
+    _wrap(module, "DeepSpeedEngine", "load_checkpoint", load_checkpoint)
 
 
 def _hook_config(module: Any) -> None:

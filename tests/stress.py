@@ -1,7 +1,7 @@
 """Search for races with new random seeds until the time is over: ``make stress MINUTES=10``.
 
 A round is a function of its seed. The first failure ends the search. It is printed with the seed that repeats it, and
-with the schedule, shrunk to the part that is needed to fail.
+with the schedule, shrunk to the part that is needed to fail. With ``--only``, the rounds consist of one kind of search.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tests.launch import REPOSITORY, Finished, environment, run_ranks
@@ -91,6 +93,11 @@ def sequences_on_software_gpu(seed: int) -> str | None:
     return _sequence(1 + seed // 2 % 2, seed, "--on", "software_gpu", "--adversary", ("lazy", "jitter")[seed % 2])
 
 
+def sequences_on_lazy_gpu(seed: int) -> str | None:
+    """Compare the same on the GPU in software, whose streams are as late as possible."""
+    return _sequence(1 + seed % 2, seed, "--on", "software_gpu", "--adversary", "lazy")
+
+
 def _sequence(world_size: int, seed: int, *options: str) -> str | None:
     program = ["-m", "tests.zero.behaviour.sequence_ranks", *options, str(seed)]
     ranks = run_ranks(world_size, program, timeout_s=TIMEOUT_S)
@@ -107,29 +114,59 @@ def _problem(ranks: list[Finished], bad: list[str], expected: int) -> str | None
     return "\n".join(bad) or None
 
 
-SEARCHES = (schedules, engine, delays, sequences, sequences_on_software_gpu)
+Search = Callable[[int], str | None]
+
+SEARCHES: tuple[Search, ...] = (schedules, engine, delays, sequences, sequences_on_software_gpu)
+"""The searches of a round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """The seeds of all complete rounds, the last of which may have failed: ``failed`` then names its search."""
+
+    first_seed: int
+    rounds: int
+    failed: str | None = None
+    problem: str = ""
+
+
+def search_for(minutes: float, first_seed: int, searches: Sequence[Search]) -> SearchResult:
+    """Search with successive seeds until ``minutes`` are over, or something fails. Begin at least one round."""
+    end_s = time.monotonic() + 60 * minutes
+    rounds = 0
+    while True:
+        seed = first_seed + rounds
+        for search in searches:
+            print(f"seed {seed}: {search.__name__} ...", flush=True)
+            problem = search(seed)
+            if problem is not None:
+                return SearchResult(first_seed=first_seed, rounds=rounds, failed=search.__name__, problem=problem)
+        rounds += 1
+        if time.monotonic() >= end_s:
+            return SearchResult(first_seed=first_seed, rounds=rounds)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Search with successive seeds. Return the exit code: 1 after a failure."""
+    choices = {search.__name__: search for search in (*SEARCHES, sequences_on_lazy_gpu)}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10, help="start no new round after this many minutes")
     parser.add_argument("--seed", type=int, default=None, help="seed of the first round (default: random)")
+    parser.add_argument("--only", choices=choices, help="the search of each round (default: all but the lazy GPU's)")
     options = parser.parse_args(arguments)
-    first = seed = random.randrange(10**6) if options.seed is None else options.seed
-    end_s = time.monotonic() + 60 * options.minutes
-    while True:
-        for search in SEARCHES:
-            print(f"seed {seed}: {search.__name__} ...", flush=True)
-            problem = search(seed)
-            if problem is not None:
-                print(problem)
-                print(f"FAILED: {search.__name__} with seed {seed}. Repeat with: make stress SEED={seed} MINUTES=0")
-                return 1
-        if time.monotonic() >= end_s:
-            print(f"no failure with seeds {first} to {seed}")
-            return 0
-        seed += 1
+    first = random.randrange(10**6) if options.seed is None else options.seed
+    found = search_for(options.minutes, first, [choices[options.only]] if options.only else SEARCHES)
+    last = first + found.rounds
+    if found.failed is not None:
+        repeat = f"python -m tests.stress --minutes 0 --seed {last} --only {options.only}"
+        print(found.problem)
+        print(
+            f"FAILED: {found.failed} with seed {last}. Repeat with: "
+            f"{repeat if options.only else f'make stress SEED={last} MINUTES=0'}"
+        )
+        return 1
+    print(f"no failure in {found.rounds} rounds, with seeds {first} to {last - 1}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import main as benchmarks_main
 from benchmarks.emulated import EXPOSED, ITERATION, PREDICTED_EXPOSED, PREDICTED_ITERATION
 from benchmarks.emulated.arms import QUICK
 from benchmarks.emulated.small_copies import CHUNKS, LATENCY, WHOLE
@@ -50,10 +51,10 @@ def page_of(folder: Path) -> str:
     return render(last_runs(folder))
 
 
-def run_quickly(name: str, folder: Path) -> list[dict[str, Any]]:
+def run_quickly(name: str, folder: Path, timeout_s: float = 250) -> list[dict[str, Any]]:
     """Run a benchmark with ``--quick`` in a process of its own, and return its rows."""
     arguments = ["-m", "benchmarks", name, "--quick", "--output", str(folder)]
-    (finished,) = run_ranks(1, arguments, timeout_s=250)
+    (finished,) = run_ranks(1, arguments, timeout_s=timeout_s)
     assert finished.returncode == 0, finished.output[-4000:]
     return read_rows(folder / f"{name}.jsonl")
 
@@ -118,6 +119,25 @@ def test_emulated_arms_have_stocks_bits_and_every_row_says_that_it_is_emulated(t
         latencies = [row for row in rows if row["quantity"] == f"{LATENCY}, {direction}"]
         assert {row["variant"] for row in latencies} == {CHUNKS, WHOLE}
         assert all(row["samples"] > 1 and row["median"] > 0 for row in latencies)
+
+
+@pytest.mark.thorough
+def test_a_quick_run_of_the_reliability_figures_finds_no_failure(tmp_path: Path) -> None:
+    *rows, complete = run_quickly("reliability", tmp_path, timeout_s=1_800)
+    assert complete["quantity"] == COMPLETE
+    tried = {row["variant"]: row["value"] for row in rows if row["quantity"] == "tried"}
+    assert len(tried) == 8
+    assert tried["kills, 2 ranks"] == "3"
+    assert {row["value"] for row in rows if row["quantity"] == "failures"} == {"0"}
+
+
+@pytest.mark.parametrize("assignment", ["hours=1", "kills=many", "kills", "seed=-1"])
+def test_a_parameter_that_a_benchmark_does_not_have_is_refused(
+    assignment: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        benchmarks_main(["reliability", "--set", assignment])
+    assert f"found {assignment!r}" in capsys.readouterr().err
 
 
 @pytest.mark.thorough

@@ -79,3 +79,27 @@ def test_every_part_of_a_failed_answer_and_a_crash_is_printed() -> None:
     assert stress._problem([good, good], [], 1) is None
     assert "boom" in str(stress._problem([good, Finished(1, "boom")], [], 1))
     assert "0 answers of 1" in str(stress._problem([Finished(0, "")], [], 1))
+
+
+def test_rounds_are_counted_until_the_time_is_over_or_a_search_fails() -> None:
+    seen: list[int] = []
+
+    def fails_at_12(seed: int) -> str | None:
+        seen.append(seed)
+        return "late" if seed == 12 else None
+
+    found = stress.search_for(60, 10, [fails_at_12])
+    assert seen == [10, 11, 12]
+    assert (found.rounds, found.failed, found.problem) == (2, "fails_at_12", "late")
+    found = stress.search_for(0, 10, [fails_at_12])
+    assert (found.rounds, found.failed) == (1, None)
+
+
+def test_a_search_alone_is_repeated_by_its_own_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stress, "_sequence", lambda *arguments: f"{arguments}")
+    assert stress.main(["--only", "sequences_on_lazy_gpu", "--seed", "5", "--minutes", "0"]) == 1
+    printed = capsys.readouterr().out
+    assert "(2, 5, '--on', 'software_gpu', '--adversary', 'lazy')" in printed
+    assert "python -m tests.stress --minutes 0 --seed 5 --only sequences_on_lazy_gpu" in printed

@@ -18,6 +18,7 @@ from deepspeed.runtime.zero import stage3
 
 from deep_opt_states.config import Config, parse_config
 from deep_opt_states.names import CONFIG_KEY, SWITCH
+from deep_opt_states.zero.checkpoint_check import check_before_loading
 from deep_opt_states.zero.internals.agreement import same_on_all_ranks
 from deep_opt_states.zero.internals.compat import config_of, param_dict
 from deep_opt_states.zero.internals.log import log_rank_0
@@ -93,6 +94,15 @@ def check_engine(engine: Any) -> None:
         log_rank_0(
             f'an engine without an optimizer runs as stock DeepSpeed: "{CONFIG_KEY}" has no update to schedule there'
         )
+
+
+def check_checkpoint(load: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> None:
+    """Check the files that ``load(*args, **kwargs)`` would read, if the engine has our optimizer.
+
+    A collective over all ranks. Raise ``CheckpointError`` on all of them.
+    """
+    if isinstance(engine.optimizer, DeepOptimizerStates_Stage3):
+        check_before_loading(load, engine, args, kwargs)
 
 
 def _refuse(config: Config, ds_config: Any) -> None:

@@ -578,7 +578,8 @@ def damaged(content: bytes, data: st.DataObject) -> bytes:
     return content[:begin] + data.draw(st.binary(max_size=20)) + content[end:]
 
 
-def check_fuzzed(folder: Path, data: st.DataObject) -> None:
+def check_fuzzed(folder: Path, data: st.DataObject) -> bool:
+    """Run a command with a file that Hypothesis changes. Return whether it was refused."""
     option = data.draw(st.sampled_from([*VALID, "machine", "runs"]))
     if option == "runs":
         row = {**RUN, data.draw(st.sampled_from(sorted(RUN))): data.draw(st.text(max_size=12))}
@@ -596,11 +597,13 @@ def check_fuzzed(folder: Path, data: st.DataObject) -> None:
     path = folder / "fuzzed"
     path.write_bytes(content)
     screen = run_command(with_file(arguments, option, path))
+    assert path.read_bytes() == content
     assert is_clean(screen.out)
     if screen.code == 2:
         assert_refused(screen)
     else:
         assert screen.code in (0, 1)
+    return screen.code == 2
 
 
 @given(st.data())

@@ -11,9 +11,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+import psutil
 
 from tests.fork_server import freeze_imported
 from tests.launch import free_port, remove_shared_memory
@@ -77,12 +80,20 @@ class Group:
             sys.stderr.flush()
         os._exit(1)
 
+    def kill_one(self, rank: int) -> None:
+        """Kill a rank with SIGKILL."""
+        os.kill(self.ranks[rank].pid, signal.SIGKILL)
+
     def kill(self, *, first: int, others_after_s: float) -> None:
-        """Kill rank ``first`` with SIGKILL, and all others ``others_after_s`` later."""
-        os.kill(self.ranks[first].pid, signal.SIGKILL)
+        """Kill rank ``first`` with SIGKILL, and all others ``others_after_s`` later, with their children."""
+        children = [child for pid in self._running for child in psutil.Process(pid).children(recursive=True)]
+        self.kill_one(first)
         time.sleep(others_after_s)
         for pid in self._running:
             os.kill(pid, signal.SIGKILL)
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
 
     def alive(self) -> bool:
         """Return whether any rank still runs."""

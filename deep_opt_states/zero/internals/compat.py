@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -34,6 +35,26 @@ def param_dict(ds_config: Any) -> dict[str, Any]:
 def config_of(engine: Any) -> Any:
     """Return the ``DeepSpeedConfig`` of an engine."""
     return engine._config
+
+
+def checkpoint_files(engine: Any, folder: str, tag: str) -> tuple[list[Path], Path]:
+    """Return the files of this rank that a load reads: those with the model's state, and that with its optimizer.
+
+    There are several of the first kind only if another number of ranks shared a model when they were saved, and none
+    if the checkpoint has no file of this rank.
+    """
+    own, found = (
+        Path(engine._get_ckpt_name(folder, tag)),
+        [Path(name) for name in engine._get_all_ckpt_names(folder, tag)],
+    )
+    optimizer = Path(engine._get_zero_ckpt_name(folder, tag))
+    old_name = optimizer.with_name(optimizer.name.replace("_optim_states.pt", "optim_states.pt"))
+    return [own] if own in found else found, old_name if old_name.exists() and not optimizer.exists() else optimizer
+
+
+def renames_when_loaded(module: torch.nn.Module) -> bool:
+    """Return whether a hook may change the names of a state dict that the module loads."""
+    return any(inner._load_state_dict_pre_hooks for inner in module.modules())
 
 
 def num_step_hooks(optimizer: torch.optim.Optimizer) -> int:

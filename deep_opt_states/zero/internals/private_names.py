@@ -67,7 +67,14 @@ METHODS: Mapping[str, Mapping[str, str]] = {
         "_model_parallel_all_reduce": "tensor op",
     },
     _COORDINATOR: {"fetch_sub_module": "current_submodule forward", "is_complete_trace": ""},
-    "deepspeed.runtime.engine:DeepSpeedEngine": {"_configure_zero_optimizer": "optimizer", "_do_sanity_check": ""},
+    "deepspeed.runtime.engine:DeepSpeedEngine": {
+        "_configure_zero_optimizer": "optimizer",
+        "_do_sanity_check": "",
+        "_get_all_ckpt_names": "checkpoints_path tag",
+        "_get_ckpt_name": "checkpoints_path tag",
+        "_get_zero_ckpt_name": "checkpoints_path tag",
+        "load_checkpoint": "load_dir tag",
+    },
     "deepspeed.runtime.config:DeepSpeedConfig": {"_initialize_params": "param_dict"},
     "deepspeed.utils.nvtx:": {"_range_pop": "accelerator", "_range_push": "accelerator msg"},
 }

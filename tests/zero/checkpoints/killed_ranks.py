@@ -1,19 +1,24 @@
 """Kill runs of several ranks at random moments, resume each from its last checkpoint, and compare with stock.
 
-The arguments are a folder, a seed and the number of runs, and "AutoTP" if ranks share a model. Stock resumes from its
-own checkpoint of the same step. Each answer names the moment of the kill, which also depends on the timing of the
-machine.
+The arguments are a folder, a seed and the number of runs, and "AutoTP" if ranks share a model, or "decoupled" if
+processes beside the ranks write the checkpoints. Stock resumes from its own checkpoint of the same step. Each answer
+names the moment of the kill, which also depends on the timing of the machine.
+
+A restart that hangs in ``init_distributed`` is repeated, and the answer counts it: no code of the plugin has run then.
 """
 
 from __future__ import annotations
 
 import io
+import os
+import pickle
 import random
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +27,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import DecoupledCheckpointEngine
 
 from deep_opt_states.device.kernels.adam import RangeUpdate
 from deep_opt_states.device.kernels.fused import FusedAdam
+from deep_opt_states.zero.guarded_states import GuardedStates
+from deep_opt_states.zero.step.running_plan import RunningPlan
+from perf_model.schedule.placement import Placement
 from tests.fork_server import import_all
 from tests.launch import answer
+from tests.zero.moves.random_plans import moves_in_turn
 from tests.zero.parity.case import CPU, STREAMED_ONE_SLOT, STRIDE_2, WITHOUT_FORWARD_OVERLAP, Case
 from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import Block, Record, closing_engine, collect, differences
@@ -38,44 +48,70 @@ from tests.zero.tensor_parallel.tensor_parallel_ranks import closing_engine_of, 
 CASE = Case(name="killed", blocks=(), world_size=2, steps=6, clip=0.5)
 BLOCKS = (STRIDE_2, CPU, STREAMED_ONE_SLOT, {**STRIDE_2, **WITHOUT_FORWARD_OVERLAP})
 
-PHASES = ("save", "update", "backward", "forward")
+PHASES = ("save", "load", "promotion", "update", "backward", "forward")
+PARTS = ("save", "load", "promotion", "update")
+"""The phases of which a step has several parts."""
+
 TIMEOUT_S = 100
+RESTARTS = 3
+"""How often a run is started again if it hangs in ``init_distributed``."""
 
 # Added to phases that are otherwise too short for a random moment to fall into them.
 UPDATE_S = FORWARD_S = 0.002
 WRITE_S = 0.02
+LOAD_S = PROMOTION_S = 0.01
+
+MOVES = moves_in_turn((Placement.RESIDENT, 700), (Placement.CPU, 300), (Placement.STREAMED, 500))
+"""The plans of a run that is killed while units move."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KilledTraining:
     """Training on ``world_size`` ranks.
 
-    ``open_engine`` returns a context with an engine, given the plugin's block. ``inputs`` returns the arguments of the
-    model in a step, and ``layers`` the layers of an engine's model.
+    ``open_engine`` returns a context with an engine, given the plugin's block, and ``open_victim`` one with an engine
+    that will be killed. ``inputs`` returns the arguments of the model in a step, and ``layers`` the layers of an
+    engine's model.
     """
 
     world_size: int
     open_engine: Callable[[Block], AbstractContextManager[Any]]
+    open_victim: Callable[[Block], AbstractContextManager[Any]]
     inputs: Callable[[int], tuple[Any, ...]]
     layers: Callable[[Any], Iterable[torch.nn.Module]]
+    parts_of_save: int = 4
 
 
-def data_parallel() -> KilledTraining:
-    """Return training on two ranks, each of which has the whole model."""
+def data_parallel(killed: Case = CASE) -> KilledTraining:
+    """Return training on two ranks, each of which has the whole model. Runs that will be killed train ``killed``."""
     return KilledTraining(
         world_size=CASE.world_size,
         open_engine=partial(closing_engine, CASE),
+        open_victim=partial(closing_engine, killed),
         inputs=lambda step: (*batch(CASE, dist.get_rank(), step, torch.bfloat16), None, 1.0),
         layers=lambda engine: engine.module.layers,
     )
 
 
+def with_decoupled_writer() -> KilledTraining:
+    """Return training on two ranks, each of which has a process that writes its part of a checkpoint."""
+    # DeepSpeed's launcher sets these.
+    os.environ.update(CROSS_RANK="0", CROSS_SIZE="1")
+    killed = replace(CASE, extra={"checkpoint": {"writer": {"type": "python", "decoupled": True}}})
+    return replace(data_parallel(killed), parts_of_save=2)
+
+
 def beside_autotp() -> KilledTraining:
     """Return training on four ranks, two of which share a model."""
     case = TensorParallelCase("AutoTP", "bf16", "clipping", zero_init=False)
+
+    def open_engine(block: Block) -> AbstractContextManager[Any]:
+        return closing_engine_of(case, layouts()[case.layout], block)
+
     return KilledTraining(
         world_size=2 * MODEL_RANKS,
-        open_engine=lambda block: closing_engine_of(case, layouts()[case.layout], block),
+        open_engine=open_engine,
+        open_victim=open_engine,
         inputs=lambda step: (tokens_of(step),),
         layers=lambda engine: engine.module.model.model.layers,
     )
@@ -105,31 +141,42 @@ def stock(training: KilledTraining, folder: Path) -> None:
         train(training, engine, folder, 0, lambda *_: None)
 
 
-def victim(training: KilledTraining, folder: Path, block: Block) -> None:
-    """Train with the plugin, and write each phase that begins to a file, until this process is killed."""
+def victim(training: KilledTraining, folder: Path, block: Block, phase: str) -> None:
+    """Train with the plugin, and write each phase that begins to a file, until this process is killed.
+
+    A run that is killed in ``load`` first loads the checkpoint in ``folder``.
+    """
     marks_path = folder / f"marks {dist.get_rank()}"
-    with marks_path.open("w", buffering=1) as marks, training.open_engine(block) as engine:
+    with ExitStack() as open_:
+        marks = open_.enter_context(marks_path.open("w", buffering=1))
+        engine = open_.enter_context(training.open_victim(block))
         current_step = [0]
 
         def mark(phase: str, step: int | None = None) -> None:
             current_step[0] = current_step[0] if step is None else step
             marks.write(f"{phase} {current_step[0]}\n")
 
-        with slowed_down(training.layers(engine), mark):
-            train(training, engine, folder / "saved", 0, mark)
+        open_.enter_context(slowed_down(training.layers(engine), mark))
+        if phase == "promotion":
+            open_.enter_context(MOVES())
+        saved = folder / "saved"
+        if phase == "load":
+            first = step_of((saved / "latest").read_text())
+            current_step[0] = first
+            engine.load_checkpoint(str(saved))
+        else:
+            first = 0
+        train(training, engine, saved, first, mark)
+
+
+def step_of(tag: str) -> int:
+    """Return the number of steps before the checkpoint ``tag``."""
+    return int(tag.removeprefix("global_step"))
 
 
 @contextmanager
 def slowed_down(layers: Iterable[torch.nn.Module], mark: Any) -> Iterator[None]:
-    """Delay updates, saves and forwards inside the block, and mark each update and each part of a saved file."""
-    update_ranges = FusedAdam.update_ranges
-
-    def marked_update(self: FusedAdam, updates: Sequence[RangeUpdate]) -> None:
-        for update in updates:
-            mark("update")
-            time.sleep(UPDATE_S)
-            update_ranges(self, [update])
-            time.sleep(UPDATE_S)
+    """Delay and mark each part of an update, a save, a load and a move inside the block, and delay forwards."""
 
     def marked_save(self: Any, state_dict: Any, path: str) -> None:
         """Write the file in two parts, as slowly as a slow disk, and on rank 1 more slowly than on rank 0."""
@@ -143,9 +190,37 @@ def slowed_down(layers: Iterable[torch.nn.Module], mark: Any) -> Iterator[None]:
                 file.write(part)
                 file.flush()
 
+    update_ranges = FusedAdam.update_ranges
+
+    def marked_update(self: FusedAdam, updates: Sequence[RangeUpdate]) -> None:
+        for update in updates:
+            marked(partial(update_ranges, self, [update]), "update", UPDATE_S)
+
+    def marked(action: Callable[[], Any], phase: str, pause_s: float) -> Any:
+        mark(phase)
+        time.sleep(pause_s)
+        result = action()
+        time.sleep(pause_s)
+        return result
+
+    def marking(owner: type, method: str, phase: str, pause_s: float) -> AbstractContextManager[object]:
+        original = getattr(owner, method)
+
+        def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return marked(partial(original, self, *args, **kwargs), phase, pause_s)
+
+        return mock.patch.object(owner, method, replacement)
+
     with ExitStack() as patched:
         patched.enter_context(mock.patch.object(FusedAdam, "update_ranges", marked_update))
         patched.enter_context(mock.patch.object(TorchCheckpointEngine, "save", marked_save))
+        for writer_method in ("save", "commit"):
+            patched.enter_context(marking(DecoupledCheckpointEngine, writer_method, "save", WRITE_S))
+        for owner, method in ((TorchCheckpointEngine, "load"), (DecoupledCheckpointEngine, "load")):
+            patched.enter_context(marking(owner, method, "load", LOAD_S))
+        patched.enter_context(marking(GuardedStates, "_rigid_load_state_dict", "load", LOAD_S))
+        patched.enter_context(marking(GuardedStates, "_copy_loaded_moments", "load", LOAD_S))
+        patched.enter_context(marking(RunningPlan, "_set", "promotion", PROMOTION_S))
         for layer in layers:
             layer.register_forward_pre_hook(lambda *_: time.sleep(FORWARD_S))
         yield
@@ -157,9 +232,9 @@ def resume_and_compare(training: KilledTraining, folder: Path, reference: Path, 
     Stock resumes from its own checkpoint in ``reference``, the plugin from the files that the killed run left in
     ``folder``.
     """
-    first = int(tag.removeprefix("global_step"))
+    first = step_of(tag)
     records = []
-    for root, variant, variant_tag in ((reference, None, tag), (folder / "saved", block, None)):
+    for root, variant, variant_tag in ((reference, None, tag), (folder / "saved", block, tag)):
         with training.open_engine(variant) as engine:
             path, _ = engine.load_checkpoint(str(root), tag=variant_tag)
             assert path is not None
@@ -172,13 +247,17 @@ def resume_and_compare(training: KilledTraining, folder: Path, reference: Path, 
     assert differences(*records) == []
 
 
-def run_and_kill(training: KilledTraining, folder: Path, phase: str, rng: random.Random) -> dict[str, Any]:
+def run_and_kill(
+    training: KilledTraining, folder: Path, reference: Path, phase: str, rng: random.Random
+) -> dict[str, Any]:
     """Kill a run in a random step's ``phase``. Return the last mark of each rank, the exit codes and ``latest``."""
     block, step = rng.choice(BLOCKS), rng.randrange(2, CASE.steps)
-    run = Group(partial(victim, training, folder, block), training.world_size, folder)
+    if phase == "load":
+        shutil.copytree(reference / f"global_step{step}", folder / "saved" / f"global_step{step}")
+        (folder / "saved" / "latest").write_text(f"global_step{step}")
+    run = Group(partial(victim, training, folder, block, phase), training.world_size, folder)
     watched = folder / f"marks {rng.randrange(training.world_size)}"
-    # A step has several updates, and a saved file several parts: choose one of them.
-    number = rng.randint(1, 4) if phase in ("update", "save") else 1
+    number = rng.randint(1, training.parts_of_save if phase == "save" else 4) if phase in PARTS else 1
     end_s = time.monotonic() + TIMEOUT_S
     while not watched.exists() or watched.read_text().count(f"{phase} {step}\n") < number:
         assert time.monotonic() < end_s, run.problem(timeout_s=0)
@@ -189,7 +268,36 @@ def run_and_kill(training: KilledTraining, folder: Path, phase: str, rng: random
     codes = run.codes(TIMEOUT_S)
     marks = [(folder / f"marks {rank}").read_text().splitlines()[-1] for rank in range(training.world_size)]
     latest = (folder / "saved" / "latest").read_text()
-    return {"aimed at": f"{phase} {step}", "killed in": marks, "codes": codes, "latest": latest, "block": block}
+    return {
+        "phase": phase,
+        "aimed at": f"{phase} {step}",
+        "killed in": marks,
+        "codes": codes,
+        "latest": latest,
+        "block": block,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """A run that resumes from the files of a killed run, which ``found`` describes. ``start`` begins it again."""
+
+    start: Callable[[], Group]
+    group: Group
+    found: dict[str, Any]
+
+    def report(self) -> None:
+        """Wait for the run, and answer with its problem, how often it hung at its start, and the data of the kill."""
+        hangs, problem = 0, self.group.problem(TIMEOUT_S)
+        while hung_in_init_distributed(problem) and hangs < RESTARTS:
+            hangs += 1
+            problem = self.start().problem(TIMEOUT_S)
+        answer({**self.found, "problem": problem, "hung in init_distributed": hangs})
+
+
+def hung_in_init_distributed(problem: str) -> bool:
+    """Return whether the traceback of an aborted rank shows that it waited for the other ranks to start."""
+    return "Fatal Python error: Aborted" in problem and " in init_distributed" in problem
 
 
 def main(folder: Path, seed: int, kills: int, training: KilledTraining) -> None:
@@ -200,26 +308,52 @@ def main(folder: Path, seed: int, kills: int, training: KilledTraining) -> None:
     work = partial(stock, training, reference)
     problem = Group(work, training.world_size, folder / "reference").problem(TIMEOUT_S)
     assert problem == "", problem
-    previous: tuple[Group, dict[str, Any]] | None = None
+    previous: Resumption | None = None
     for number in range(kills):
         here = folder / str(number)
-        found = run_and_kill(training, here, PHASES[number % len(PHASES)], rng)
-        tag = found["latest"]
+        found = run_and_kill(training, here, reference, PHASES[number % len(PHASES)], rng)
+        tag = last_complete(here / "saved", found["latest"], reference)
+        found["resumed from"] = tag
         compare = partial(resume_and_compare, training, here, reference, tag, rng.choice(BLOCKS))
-        resumed = Group(compare, training.world_size, here / "again")
+        start = partial(Group, compare, training.world_size, here / "again")
+        resumed = Resumption(start=start, group=start(), found=found)
         # A resumed run overlaps with the next run to be killed.
-        report(previous)
-        previous = resumed, found
-    report(previous)
-
-
-def report(previous: tuple[Group, dict[str, Any]] | None) -> None:
-    """Wait for a resumed run, and answer with its problem and the data of its kill."""
+        if previous is not None:
+            previous.report()
+            shutil.rmtree(folder / str(number - 1))
+        previous = resumed
     if previous is not None:
-        resumed, found = previous
-        answer({**found, "problem": resumed.problem(TIMEOUT_S)})
+        previous.report()
 
+
+def last_complete(saved: Path, latest: str, reference: Path) -> str:
+    """Return ``latest``, or the tag before if the decoupled writer of a rank has not finished its files of ``latest``.
+
+    DeepSpeed writes ``latest`` when the writer of rank 0 has finished (``docs/upstream.md``).
+    """
+
+    def is_complete(tag: str) -> bool:
+        return all(is_readable(saved / tag / path.name) for path in (reference / tag).iterdir())
+
+    tags = [f"global_step{step}" for step in range(step_of(latest), 0, -1)]
+    return next((tag for tag in tags if is_complete(tag)), latest)
+
+
+def is_readable(path: Path) -> bool:
+    """Return whether a file that ``torch.save`` was writing is complete."""
+    try:
+        torch.load(path, weights_only=False)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError):
+        return False
+    return True
+
+
+TRAININGS: dict[str, Callable[[], KilledTraining]] = {
+    "data parallel": data_parallel,
+    "AutoTP": beside_autotp,
+    "decoupled": with_decoupled_writer,
+}
 
 if __name__ == "__main__":
-    chosen = beside_autotp() if sys.argv[4:] == ["AutoTP"] else data_parallel()
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), chosen)
+    kind = sys.argv[4] if len(sys.argv) > 4 else "data parallel"
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), TRAININGS[kind]())

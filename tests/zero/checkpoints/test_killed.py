@@ -8,22 +8,35 @@ import pytest
 
 from tests.launch import run_ranks
 
-KILLS, SEED = 3, 1
+KILLS, SEED = 4, 1
+"""One kill in a save, in a load, in a move of units and in an update."""
 
 
 @pytest.mark.promise("P1", "P4")
-@pytest.mark.parametrize("beside", [(), pytest.param(("AutoTP",), marks=pytest.mark.thorough, id="beside AutoTP")])
-def test_a_killed_run_resumes_from_its_last_checkpoint_with_the_bits_of_stock(
-    beside: tuple[str, ...], tmp_path: Path
-) -> None:
-    """Check it on two ranks, and beside tensor parallelism on four."""
-    script = ["-m", "tests.zero.checkpoints.killed_ranks", str(tmp_path), str(SEED), str(KILLS), *beside]
+@pytest.mark.parametrize(
+    "training",
+    [
+        "data parallel",
+        pytest.param("AutoTP", marks=pytest.mark.thorough),
+        pytest.param("decoupled", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_killed_run_resumes_from_its_last_checkpoint_with_the_bits_of_stock(training: str, tmp_path: Path) -> None:
+    """Check it on two ranks, with a decoupled writer beside each of them, and beside tensor parallelism on four."""
+    script = ["-m", "tests.zero.checkpoints.killed_ranks", str(tmp_path), str(SEED), str(KILLS), training]
     (finished,) = run_ranks(1, script, timeout_s=900)
     assert finished.returncode == 0, finished.output[-4000:]
     kills = finished.answers()
-    assert len(kills) == KILLS
+    assert [kill["phase"] for kill in kills] == ["save", "load", "promotion", "update"]
     for kill in kills:
         # A rank that outlives the other for a moment may fail in a collective.
         assert -9 in kill["codes"], kill
         assert set(kill["codes"]) <= {-9, 1}, kill
         assert kill["problem"] == "", kill
+
+
+def test_a_rank_that_waits_for_another_one_to_start_is_recognised(tmp_path: Path) -> None:
+    """Check it with a restart whose second rank ends before the ranks meet: no code of the plugin has run."""
+    (finished,) = run_ranks(1, ["-m", "tests.zero.checkpoints.hung_ranks", str(tmp_path)], timeout_s=200)
+    assert finished.returncode == 0, finished.output[-4000:]
+    assert finished.answers() == [{"missing rank": True, "failing rank": False}]

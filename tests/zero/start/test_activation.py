@@ -112,17 +112,18 @@ def test_without_the_block_only_the_activation_is_loaded(reports: tuple[Report, 
 
 
 @in_one_worker
-def test_deepspeed_is_stock_except_for_three_wrappers(reports: tuple[Report, Report]) -> None:
+def test_deepspeed_is_stock_except_for_four_wrappers(reports: tuple[Report, Report]) -> None:
     """Check the wrappers. The second one makes the optimizer.
 
-    The others only check: the first each config, the last each engine that has its optimizer, since stage 0 never
-    configures a ZeRO optimizer.
+    The others only check: the first each config, the third each engine that has its optimizer, since stage 0 never
+    configures a ZeRO optimizer, and the last each checkpoint before it is loaded.
     """
     hooked, unhooked = reports
     assert hooked["wrapped"] == [
         "deepspeed.runtime.config.DeepSpeedConfig._initialize_params",
         "deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer",
         "deepspeed.runtime.engine.DeepSpeedEngine._do_sanity_check",
+        "deepspeed.runtime.engine.DeepSpeedEngine.load_checkpoint",
     ]
     assert unhooked["wrapped"] == []
     ours, stock = hooked["engine attributes"], unhooked["engine attributes"]
@@ -130,6 +131,7 @@ def test_deepspeed_is_stock_except_for_three_wrappers(reports: tuple[Report, Rep
     assert {name for name in ours if ours[name] != stock[name]} == {
         "_configure_zero_optimizer",
         "_do_sanity_check",
+        "load_checkpoint",
     }
 
 

@@ -1,0 +1,104 @@
+"""Do runs survive kills, malformed input and thousands of steps, and does a long search find a race?
+
+Each variant repeats a check of the tests with new seeds, for hours: ``--set minutes=10`` and the other parameters of
+``measure`` make it shorter. The steps and the sequences train on the GPU in software of the tests, everything else on
+the CPU accelerator. The speed of these runs means nothing; their duration only shows how much was tried.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from benchmarks.harness.charts import Bars
+from benchmarks.harness.rows import Row
+from tests import endurance, malformed, stress
+from tests.kills import kill_runs, summary
+
+CHART = Bars("duration")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The number of things that were tried, those that failed, and in words what else was counted."""
+
+    tried: int
+    failures: int
+    counted: str
+    problem: str = ""
+
+
+def measure(
+    *,
+    quick: bool,
+    kills: int = 200,
+    decoupled_kills: int = 50,
+    steps: int = 10_000,
+    inputs: int = 1_000,
+    minutes: float = 60,
+    seed: int = 1,
+) -> Iterator[Row]:
+    """Yield for each check how often it was tried, how often it failed, and for how long.
+
+    ``minutes`` is the duration of each of the two searches for races.
+    """
+    if quick:
+        kills, decoupled_kills, steps, inputs, minutes = 3, 1, 300, 20, 0
+    variants: dict[str, Callable[[], Outcome]] = {
+        "kills, 2 ranks": lambda: _killed(kills, seed, "data parallel"),
+        "kills, decoupled writer": lambda: _killed(decoupled_kills, seed, "decoupled"),
+        "steps, software GPU": lambda: _trained(steps, seed),
+        **{
+            f"malformed input: {part.__name__}": _malformed(part, share * inputs, seed)
+            for part, share in malformed.PARTS
+        },
+        "rounds of make stress": lambda: _searched(minutes, seed, stress.SEARCHES),
+        "sequences, lazy software GPU": lambda: _searched(minutes, seed, (stress.sequences_on_lazy_gpu,)),
+    }
+    for variant, run in variants.items():
+        start_s = time.monotonic()
+        found = run()
+        setting = {"seed": seed}
+        yield Row(variant=variant, setting=setting, quantity="tried", value=f"{found.tried:,}")
+        yield Row(variant=variant, setting=setting, quantity="failures", value=f"{found.failures:,}")
+        yield Row(variant=variant, setting=setting, quantity="no failure", value=found.failures == 0, claimed=True)
+        duration_s = time.monotonic() - start_s
+        yield Row(variant=variant, setting=setting, quantity="duration", unit="s", samples=[duration_s])
+        yield Row(variant=variant, setting=setting, quantity="counted", value=found.counted)
+        if found.problem:
+            yield Row(variant=variant, setting=setting, quantity="first failure", value=found.problem[-4000:])
+
+
+def _killed(kills: int, seed: int, training: str) -> Outcome:
+    found, output = kill_runs(kills, seed, training)
+    problems = [kill["problem"] for kill in found if kill["problem"]] + ([output] if output else [])
+    return Outcome(tried=len(found), failures=len(problems), counted=summary(found), problem="".join(problems[:1]))
+
+
+def _trained(steps: int, seed: int) -> Outcome:
+    found = endurance.train(steps, seed, "none")
+    return Outcome(
+        tried=found.steps, failures=len(found.problems), counted=found.summary, problem="".join(found.problems[:1])
+    )
+
+
+def _malformed(part: Callable[[int, int], malformed.Tried], inputs: float, seed: int) -> Callable[[], Outcome]:
+    def run() -> Outcome:
+        found = part(round(inputs), seed)
+        counted = f"{found.kind}: {found.refused} of {found.tried} refused, the others used as by stock"
+        return Outcome(
+            tried=found.tried, failures=len(found.problems), counted=counted, problem="".join(found.problems[:1])
+        )
+
+    return run
+
+
+def _searched(minutes: float, seed: int, searches: tuple[stress.Search, ...]) -> Outcome:
+    found = stress.search_for(minutes, seed, searches)
+    return Outcome(
+        tried=found.rounds,
+        failures=int(found.failed is not None),
+        counted=f"{found.rounds} rounds of {', '.join(search.__name__ for search in searches)}",
+        problem=f"{found.failed}, round {found.rounds}: {found.problem}" if found.failed else "",
+    )

@@ -1,0 +1,221 @@
+"""Train many steps on the device, and measure whether the process keeps more and more memory or files.
+
+The arguments are a seed, the number of steps, and the kind of a leak to add, "every" or "none". Units move now and
+then, steps are skipped, and the model is evaluated, saved and loaded. Every ``PERIOD`` steps, after a save and a load
+and with the same plan, everything that the process keeps is counted. There is one answer, with the growth per step of
+each quantity.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import os
+import random
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from tests.launch import answer
+from tests.software_gpu import device
+from tests.software_gpu.device import DeviceRuntime
+from tests.software_gpu.plugged import plugged
+from tests.software_gpu.ranks import software_process_group
+from tests.zero.moves.move_counts import MoveCounts
+from tests.zero.moves.random_plans import random_moves
+from tests.zero.on_accelerator import on_accelerator
+from tests.zero.parity.case import STRIDE_2, Case
+from tests.zero.parity.parity_model import batch
+from tests.zero.parity.training import closing_engine, shared_folder
+
+CASE = Case(name="endurance", blocks=(STRIDE_2,), clip=0.5, schedule=False)
+
+PERIOD = 20
+MOVES_SHARE, SKIPPED_SHARE, EVALUATED_SHARE = 0.1, 0.02, 0.05
+"""The shares of the steps after which units move, that are skipped, and after which the model is evaluated."""
+
+LEAK_EVERY = 10
+LEAKED_NUMEL = 256
+"""A leak is one tensor of fp32 of so many elements, or one file, after so many steps."""
+
+LIMITS = {
+    "host memory, bytes": LEAKED_NUMEL * 4 / LEAK_EVERY / 2,
+    "accelerator memory, bytes": LEAKED_NUMEL * 4 / LEAK_EVERY / 2,
+    "page-locked memory, bytes": LEAKED_NUMEL * 4 / LEAK_EVERY / 2,
+    "tensors": 1 / LEAK_EVERY / 2,
+    "open files": 1 / LEAK_EVERY / 2,
+    "temporary files": 1 / LEAK_EVERY / 2,
+    "shared memory, files": 1 / LEAK_EVERY / 2,
+    "threads": 1 / LEAK_EVERY / 2,
+}
+"""The largest growth per step of each quantity: half of that of a leak."""
+
+WARM_UP_STEPS = 1_000
+"""Host memory grows in the first steps, with stock, too. It is judged if the second quarter of a run begins later."""
+
+
+MALLINFO2 = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+"""The fields of the C library's ``struct mallinfo2``, all of which are of type ``size_t``."""
+
+
+def allocated_bytes() -> int:
+    """Return the bytes that this process has allocated and not freed, in all arenas, also those of mapped memory."""
+    fields = [(name, ctypes.c_size_t) for name in MALLINFO2.split()]
+    statistics = ctypes.CDLL(None).mallinfo2
+    statistics.restype = type("MallocStatistics", (ctypes.Structure,), {"_fields_": fields})
+    found = statistics()
+    return int(found.uordblks + found.hblkhd)
+
+
+@contextmanager
+def counted_page_locks() -> Iterator[dict[int, int]]:
+    """Yield the sizes of all page-locked ranges by their address."""
+    locked: dict[int, int] = {}
+    register, unregister = DeviceRuntime.cudaHostRegister, DeviceRuntime.cudaHostUnregister
+
+    def counted_register(address: int, size_bytes: int, flags: int) -> int:
+        code = register(address, size_bytes, flags)
+        if code == 0:
+            locked[address] = size_bytes
+        return code
+
+    def counted_unregister(address: int) -> int:
+        locked.pop(address, None)
+        return unregister(address)
+
+    with (
+        mock.patch.object(DeviceRuntime, "cudaHostRegister", staticmethod(counted_register)),
+        mock.patch.object(DeviceRuntime, "cudaHostUnregister", staticmethod(counted_unregister)),
+    ):
+        yield locked
+
+
+def counted(page_locked: dict[int, int]) -> dict[str, float]:
+    """Return everything that this process keeps now."""
+    gc.collect()
+    return {
+        "host memory, bytes": allocated_bytes(),
+        "accelerator memory, bytes": device.memory_allocated(),
+        "page-locked memory, bytes": sum(page_locked.values()),
+        "tensors": sum(issubclass(type(kept), torch.Tensor) for kept in gc.get_objects()),
+        "open files": len(os.listdir("/proc/self/fd")),
+        "temporary files": sum(1 for _ in Path(tempfile.gettempdir()).rglob("*")),
+        "shared memory, files": len(list(Path("/dev/shm").glob(f"*_{os.environ['MASTER_PORT']}_*"))),
+        "threads": threading.active_count(),
+        "resident memory, bytes": psutil.Process().memory_info().rss,
+        "reserved accelerator memory, bytes": device.memory_reserved(),
+    }
+
+
+def leak_of(kind: str, kept: list[Any]) -> Callable[[], object]:
+    """Return a function that keeps one more thing of the kind in ``kept``."""
+    leaks: dict[str, Callable[[], object]] = {
+        "host": lambda: kept.append(torch.ones(LEAKED_NUMEL)),
+        "accelerator": lambda: kept.append(on_accelerator(torch.ones(LEAKED_NUMEL))),
+        "open file": lambda: kept.append(os.open(os.devnull, os.O_RDONLY)),
+        "temporary file": lambda: kept.append(tempfile.mkstemp()[0]),
+    }
+    every = {"none": lambda: None, "every": lambda: [leak() for leak in leaks.values()]}
+    return {**leaks, **every}[kind]
+
+
+class Endurance:
+    """An engine that trains, and the samples of everything that the process keeps."""
+
+    def __init__(self, engine: Any, folder: Path, seed: int) -> None:
+        self.engine, self.folder = engine, folder
+        self.rng = random.Random(seed)
+        self.plan = engine.optimizer.plan
+        self.samples: list[dict[str, float]] = []
+        self.skipped = self.evaluated = 0
+
+    def train(self, step: int) -> None:
+        x, target = (on_accelerator(tensor) for tensor in batch(CASE, dist.get_rank(), step % 100, torch.bfloat16))
+        # Units may not move after a skipped step, whose prefetches are still in their slots.
+        is_skipped = self.rng.random() < SKIPPED_SHARE and step % PERIOD != PERIOD - 1
+        self.engine.backward(self.engine(x, target, 1.0, math.inf if is_skipped else 1.0))
+        self.engine.step()
+        self.skipped += is_skipped
+        if self.rng.random() < EVALUATED_SHARE:
+            self.evaluated += 1
+            self.engine.eval()
+            with torch.no_grad():
+                self.engine(x, target, 1.0, 1.0)
+            self.engine.train()
+
+    def sample(self, page_locked: dict[int, int]) -> None:
+        """Save and load, run the first plan again, and count. The checkpoint replaces the one before."""
+        self.engine.save_checkpoint(str(self.folder), tag="tag")
+        self.engine.load_checkpoint(str(self.folder))
+        self.engine.optimizer._before_eviction()
+        running = self.engine.optimizer._running
+        if running.is_evicted:
+            assert running.restore()
+        assert running.adopt(self.plan)
+        device.synchronize()
+        self.samples.append(counted(page_locked))
+
+
+def growth_of(samples: list[float]) -> float:
+    """Return the growth per step, from the median of the second quarter to that of the last quarter of the samples."""
+    quarter = max(1, len(samples) // 4)
+    early, late = samples[quarter : 2 * quarter], samples[-quarter:]
+    # The medians are in the middle of their quarters.
+    return (median(late) - median(early)) / (PERIOD * (len(samples) - 2 * quarter))
+
+
+def limits(steps: int) -> dict[str, float]:
+    """Return the limits that hold for a run of so many steps."""
+    return {name: limit for name, limit in LIMITS.items() if name != "host memory, bytes" or steps >= 4 * WARM_UP_STEPS}
+
+
+def main(seed: int, steps: int, leak: str) -> None:
+    kept: list[Any] = []
+    moved = MoveCounts()
+    with (
+        shared_folder() as folder,
+        mock.patch.object(tempfile, "tempdir", str(folder)),
+        counted_page_locks() as page_locked,
+        plugged(),
+        random_moves(seed, moved, change_after=MOVES_SHARE),
+        closing_engine(CASE, CASE.blocks[0]) as engine,
+    ):
+        endurance = Endurance(engine, folder / "saved", seed)
+        add_leak = leak_of(leak, kept)
+        for step in range(steps):
+            endurance.train(step)
+            if step % LEAK_EVERY == 0:
+                add_leak()
+            if step % PERIOD == PERIOD - 1:
+                endurance.sample(page_locked)
+        growth = {name: growth_of([sample[name] for sample in endurance.samples]) for name in endurance.samples[0]}
+        answer(
+            {
+                "growth": growth,
+                "grown": [name for name, limit in limits(steps).items() if growth[name] > limit],
+                "first": endurance.samples[0],
+                "last": endurance.samples[-1],
+                "host memory": [sample["host memory, bytes"] for sample in endurance.samples],
+                "steps": steps,
+                "skipped": engine.skipped_steps,
+                "evaluated": endurance.evaluated,
+                "samples": len(endurance.samples),
+                "moved": moved.to_json_dict(),
+            }
+        )
+
+
+if __name__ == "__main__":
+    with software_process_group():
+        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
