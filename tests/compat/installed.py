@@ -1,0 +1,119 @@
+"""Install the wheel and the source distribution with an interpreter, train with each, and write ``results.json``.
+
+``python -m tests.compat.installed FOLDER PYTHON``; FOLDER has one wheel and one source distribution, which
+``make wheel`` builds, and PYTHON is an interpreter. Its fresh virtual environment is outside this checkout, and pip
+chooses the versions of all dependencies, PyTorch and DeepSpeed included; PyTorch needs 5 GB. The source distribution
+replaces the wheel in this environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.compat.results import add_result
+
+NAME = "deep_opt_states"
+PLAN = ("--profile", "gh200", "--model", "13B", "--world-size", "1", "--ranks-per-node", "1", "--micro-batch", "1")
+TRAINING = f"""
+import json, platform, sys
+from importlib.metadata import version
+import deepspeed, torch
+import {NAME}
+from {NAME}.zero.start.verification import differences_of
+assert {NAME}.__file__.startswith(sys.prefix), {NAME}.__file__
+assert {NAME}.__version__ == version("{NAME}"), ({NAME}.__version__, version("{NAME}"))
+versions = {{"deepspeed": deepspeed.__version__, "torch": torch.__version__, "python": platform.python_version()}}
+print(json.dumps({{**versions, "differences": differences_of(deepspeed.__version__)}}))
+"""
+"""A program that trains a tiny model with stock and with the plugin; its last line has the values that differ."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment in a folder outside this checkout."""
+
+    folder: Path
+
+    def run(self, command: Sequence[str | Path], cache: str = "cache") -> str:
+        """Run a program of this environment, and return its output. Raise ``CalledProcessError`` if it fails.
+
+        ``cache`` is the folder that has what the plugin has found out about this machine.
+        """
+        # Paths and modules of the caller's environment must not reach this one.
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        environ |= {
+            "DS_ACCELERATOR": "cpu",
+            "PATH": os.pathsep.join([str(self.folder / "venv" / "bin"), os.environ["PATH"]]),
+            "TORCH_EXTENSIONS_DIR": str(self.folder / "ops"),
+            "XDG_CACHE_HOME": str(self.folder / cache),
+        }
+        print(f"  {' '.join(map(str, command))[:100]}", flush=True)
+        program, *others = command
+        path = self.folder / "venv" / "bin" / program
+        try:
+            finished = subprocess.run(
+                [path, *others], cwd=self.folder, env=environ, check=True, stdout=subprocess.PIPE, text=True
+            )
+        except subprocess.CalledProcessError as error:
+            print(error.stdout)
+            raise
+        return finished.stdout
+
+    def pip(self, *arguments: str | Path) -> None:
+        """Run pip, which shows errors only."""
+        self.run(["python", "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments])
+
+
+def try_distribution(environment: Environment, distribution: Path) -> dict[str, Any]:
+    """Install the distribution, run its commands and a tiny training, and return versions and differences."""
+    environment.pip("install", "--no-compile", distribution)
+    environment.pip("check")
+    environment.run(["deep-opt-states", "plan", *PLAN, "--sequence", "2048"])
+    environment.run(["deep-opt-states", "doctor"])
+    # The result of the other distribution's training must not be read in place of training again.
+    output = environment.run(["python", "-c", TRAINING], cache=f"cache of {distribution.name}")
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return found
+
+
+def try_interpreter(python: str, distributions: Sequence[Path]) -> dict[str, Any]:
+    """Return the versions in a fresh environment of ``python``, and what differs from stock with each distribution."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([python, "-m", "venv", f"{folder}/venv"], check=True)
+        environment = Environment(Path(folder))
+        result: dict[str, Any] = {}
+        for distribution in distributions:
+            found = try_distribution(environment, distribution)
+            result |= {**found, "differences": [*result.get("differences", []), *found["differences"]]}
+            environment.pip("install", "--dry-run", f"{distribution}[test]")
+            environment.pip("uninstall", "--yes", NAME)
+        return result
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Try the interpreter, print how the training compares with stock, and return 1 if anything differs."""
+    parser = argparse.ArgumentParser(prog="python -m tests.compat.installed", description=__doc__)
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("python", metavar="PYTHON")
+    options = parser.parse_args(arguments)
+    folder = options.folder.resolve()
+    distributions = [*folder.glob("*.whl"), *folder.glob("*.tar.gz")]
+    assert len(distributions) == 2, f"{folder} must have one wheel and one source distribution, found {distributions}"
+    print(f"{options.python}, with {' and '.join(path.name for path in distributions)}:", flush=True)
+    result = try_interpreter(options.python, distributions)
+    print(f"Python {result['python']}: {'; '.join(result['differences']) or 'equal'}")
+    add_result("python", result["python"], result)
+    return int(bool(result["differences"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
