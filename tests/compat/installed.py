@@ -19,22 +19,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.compat.environments import write_compiler
 from tests.compat.results import add_result
+from tests.launch import free_port
 
 NAME = "deep_opt_states"
 PLAN = ("--profile", "gh200", "--model", "13B", "--world-size", "1", "--ranks-per-node", "1", "--micro-batch", "1")
-TRAINING = f"""
+TRAINING = f"{NAME}.zero.start.tiny_training"
+"""A program that trains with stock and with the plugin; its last line is a list of the values that differ."""
+
+VERSIONS = f"""
 import json, platform, sys
 from importlib.metadata import version
-import deepspeed, torch
 import {NAME}
-from {NAME}.zero.start.verification import differences_of
 assert {NAME}.__file__.startswith(sys.prefix), {NAME}.__file__
 assert {NAME}.__version__ == version("{NAME}"), ({NAME}.__version__, version("{NAME}"))
-versions = {{"deepspeed": deepspeed.__version__, "torch": torch.__version__, "python": platform.python_version()}}
-print(json.dumps({{**versions, "differences": differences_of(deepspeed.__version__)}}))
+print(json.dumps({{"python": platform.python_version(), "torch": version("torch"), "deepspeed": version("deepspeed")}}))
 """
-"""A program that trains a tiny model with stock and with the plugin; its last line has the values that differ."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +44,17 @@ class Environment:
 
     folder: Path
 
-    def run(self, command: Sequence[str | Path], cache: str = "cache") -> str:
-        """Run a program of this environment, and return its output. Raise ``CalledProcessError`` if it fails.
-
-        ``cache`` is the folder that has what the plugin has found out about this machine.
-        """
+    def run(self, *command: str | Path) -> str:
+        """Run a program of this environment, and return its output. Raise ``CalledProcessError`` if it fails."""
         # Paths and modules of the caller's environment must not reach this one.
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
         environ |= {
-            "DS_ACCELERATOR": "cpu",
             "PATH": os.pathsep.join([str(self.folder / "venv" / "bin"), os.environ["PATH"]]),
+            "CXX": str(write_compiler(self.folder)),
             "TORCH_EXTENSIONS_DIR": str(self.folder / "ops"),
-            "XDG_CACHE_HOME": str(self.folder / cache),
+            "XDG_CACHE_HOME": str(self.folder / "cache"),
         }
         print(f"  {' '.join(map(str, command))[:100]}", flush=True)
         program, *others = command
@@ -70,33 +70,28 @@ class Environment:
 
     def pip(self, *arguments: str | Path) -> None:
         """Run pip, which shows errors only."""
-        self.run(["python", "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments])
+        self.run("python", "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments)
 
 
 def try_distribution(environment: Environment, distribution: Path) -> dict[str, Any]:
     """Install the distribution, run its commands and a tiny training, and return versions and differences."""
     environment.pip("install", "--no-compile", distribution)
     environment.pip("check")
-    environment.run(["deep-opt-states", "plan", *PLAN, "--sequence", "2048"])
-    environment.run(["deep-opt-states", "doctor"])
-    # The result of the other distribution's training must not be read in place of training again.
-    output = environment.run(["python", "-c", TRAINING], cache=f"cache of {distribution.name}")
-    found: dict[str, Any] = json.loads(output.splitlines()[-1])
-    return found
+    environment.run("deep-opt-states", "plan", *PLAN, "--sequence", "2048")
+    environment.run("deep-opt-states", "doctor")
+    found: dict[str, Any] = json.loads(environment.run("python", "-c", VERSIONS))
+    return {**found, "differences": json.loads(environment.run("python", "-m", TRAINING).splitlines()[-1])}
 
 
-def try_interpreter(python: str, distributions: Sequence[Path]) -> dict[str, Any]:
-    """Return the versions in a fresh environment of ``python``, and what differs from stock with each distribution."""
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([python, "-m", "venv", f"{folder}/venv"], check=True)
-        environment = Environment(Path(folder))
-        result: dict[str, Any] = {}
-        for distribution in distributions:
-            found = try_distribution(environment, distribution)
-            result |= {**found, "differences": [*result.get("differences", []), *found["differences"]]}
-            environment.pip("install", "--dry-run", f"{distribution}[test]")
-            environment.pip("uninstall", "--yes", NAME)
-        return result
+def try_all(environment: Environment, distributions: Sequence[Path]) -> dict[str, Any]:
+    """Return the versions in the environment, and what differs from stock with any distribution."""
+    result: dict[str, Any] = {"differences": []}
+    for distribution in distributions:
+        found = try_distribution(environment, distribution)
+        result = {**found, "differences": [*result["differences"], *found["differences"]]}
+        environment.pip("install", "--dry-run", f"{distribution}[test]")
+        environment.pip("uninstall", "--yes", NAME)
+    return result
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -109,7 +104,9 @@ def main(arguments: Sequence[str]) -> int:
     distributions = [*folder.glob("*.whl"), *folder.glob("*.tar.gz")]
     assert len(distributions) == 2, f"{folder} must have one wheel and one source distribution, found {distributions}"
     print(f"{options.python}, with {' and '.join(path.name for path in distributions)}:", flush=True)
-    result = try_interpreter(options.python, distributions)
+    with tempfile.TemporaryDirectory() as temporary:
+        subprocess.run([options.python, "-m", "venv", f"{temporary}/venv"], check=True)
+        result = try_all(Environment(Path(temporary)), distributions)
     print(f"Python {result['python']}: {'; '.join(result['differences']) or 'equal'}")
     add_result("python", result["python"], result)
     return int(bool(result["differences"]))
