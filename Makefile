@@ -15,10 +15,10 @@ export DS_ACCELERATOR ?= cpu
 # PyTorch compiles the kernels with Ninja, which it finds only in PATH.
 WITH_NINJA := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-.PHONY: help demo test test-all test-oldest stress compat gpu-check gpu-measure gpu-bench lint wheel clean
+.PHONY: help demo test test-all test-oldest stress compat release-check gpu-check gpu-measure gpu-bench lint wheel clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@echo "Installing PyTorch, DeepSpeed and this package into $(VENV) (once; takes a few minutes)"
@@ -53,7 +53,7 @@ MINUTES ?= 10
 stress: $(INSTALLED)  ## Search for races with new seeds for MINUTES=10; SEED=... sets the first seed
 	@$(WITH_NINJA) $(VENV)/bin/python -m tests.stress --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
-compat: $(INSTALLED)  ## Try every supported release of DeepSpeed with the golden cases, and update the table in docs/
+compat: $(INSTALLED)  ## Try releases of DeepSpeed and PyTorch with the golden cases, and update the tables in docs/
 	@$(WITH_NINJA) $(VENV)/bin/python -m tests.compat $(RELEASES)
 	@$(VENV)/bin/python tools/generate_docs.py
 
@@ -74,9 +74,10 @@ lint: $(INSTALLED)  ## Check style, prose and types
 
 WHEEL := .cache/wheel
 
-wheel: $(INSTALLED)  ## Build a wheel, install it, and check that it is complete
-	rm -rf $(WHEEL) build
-	$(VENV)/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(WHEEL) .
+wheel: $(INSTALLED)  ## Build a source distribution and from it a wheel, and check that the wheel is complete
+	rm -rf $(WHEEL)
+	$(VENV)/bin/python -c 'from setuptools import build_meta; build_meta.build_sdist("$(WHEEL)")' >/dev/null
+	$(VENV)/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(WHEEL) $(WHEEL)/*.tar.gz
 	$(PYTHON) -m venv $(WHEEL)/venv
 	$(WHEEL)/venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps $(WHEEL)/*.whl
 	for package in perf_model deep_opt_states; do \
@@ -84,7 +85,11 @@ wheel: $(INSTALLED)  ## Build a wheel, install it, and check that it is complete
 	test -x $(WHEEL)/venv/bin/deep-opt-states
 	$(WHEEL)/venv/bin/python -I -c \
 	    'from importlib.metadata import entry_points; entry_points(group="torch.backends")["deep_opt_states"]'
-	@ls $(WHEEL)/*.whl
+	@ls $(WHEEL)/*.whl $(WHEEL)/*.tar.gz
+
+release-check: wheel  ## Install what `wheel` builds with PYTHON=python3.12, outside the checkout, and train with it
+	@$(VENV)/bin/python -m tests.compat.installed $(WHEEL) $(PYTHON)
+	@$(VENV)/bin/python tools/generate_docs.py
 
 clean:  ## Remove everything that make and the tools created, including the virtual environment
 	rm -rf $(VENV) .cache build demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 
+import pytest
 from packaging.requirements import Requirement
 
 from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED
+from tests.compat.golden import TRIED_TORCH
 from tests.launch import REPOSITORY
 
 
-def test_pip_accepts_every_release_of_deepspeed_that_was_tried() -> None:
+@pytest.mark.parametrize(
+    ("package", "tried", "older"), [("deepspeed", TRIED_DEEPSPEED, "0.18.4"), ("torch", TRIED_TORCH, "2.9.1")]
+)
+def test_pip_accepts_every_release_that_was_tried(package: str, tried: Sequence[str], older: str) -> None:
     lines = (REPOSITORY / "setup.cfg").read_text(encoding="utf-8").splitlines()
-    (line,) = (line.strip() for line in lines if line.strip().startswith("deepspeed"))
-    assert all(Requirement(line).specifier.contains(version) for version in TRIED_DEEPSPEED)
-    assert not Requirement(line).specifier.contains("0.18.4")
+    (line,) = (line.strip() for line in lines if line.strip().startswith(f"{package}>"))
+    assert all(Requirement(line).specifier.contains(version) for version in tried)
+    assert not Requirement(line).specifier.contains(older)
 
 
 def test_the_entry_points_are_installed() -> None:

@@ -1,4 +1,4 @@
-"""Write the generated parts of the documentation: config keys, releases of DeepSpeed, and the tests of each promise.
+"""Write the generated parts of the documentation: config keys, releases that were tried, and the tests of each promise.
 
 ``python tools/generate_docs.py`` writes them; ``--check`` exits with 1 if a committed page differs, and writes nothing.
 A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
@@ -10,9 +10,11 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROMISES = {
@@ -53,19 +55,57 @@ def _type(schema: dict[str, Any]) -> str:
     return " ".join([schema["type"], ", ".join(bounds)]).strip()
 
 
-def release_table() -> str:
-    """Return one table row for each release of DeepSpeed, from the results of ``make compat``."""
+def deepspeed_table() -> str:
+    """Return one table row for each release of DeepSpeed that was tried."""
+    from tests.compat.results import read_results
+
+    entries = read_results()["deepspeed"].values()
+    rows = ["| DeepSpeed | 1 rank | 2 ranks | The others |", "|---|---|---|---|"]
+    rows += [f"| {entry['deepspeed']} | {_compared(entry['cases'])} |" for entry in entries]
+    return "\n".join([*rows, "", _tried_with(entries, "torch")])
+
+
+def torch_table() -> str:
+    """Return one table row for each release of PyTorch that was tried, and for the one of all tests."""
+    from tests.compat.results import read_results
+
+    results = read_results()
+    *_, of_all_tests = results["deepspeed"].values()
+    entries = sorted([of_all_tests, *results["torch"].values()], key=lambda entry: Version(entry["torch"]))
+    rows = ["| PyTorch | Build | 1 rank | 2 ranks | The others |", "|---|---|---|---|---|"]
+    for entry in entries:
+        release, _, build = entry["torch"].partition("+")
+        rows.append(f"| {release} | {build} | {_compared(entry['cases'])} |")
+    return "\n".join([*rows, "", _tried_with(entries, "deepspeed")])
+
+
+def python_table() -> str:
+    """Return one table row for each release of Python with which the distributions were installed and trained."""
+    from tests.compat.results import read_results
+
+    rows = ["| Python | PyTorch | DeepSpeed | A tiny training with the wheel, and with the source distribution |"]
+    rows.append("|---|---|---|---|")
+    for entry in read_results()["python"].values():
+        trained = "<br>".join(entry["differences"]) or "equal to stock"
+        rows.append(f"| {entry['python']} | {entry['torch']} | {entry['deepspeed']} | {trained} |")
+    return "\n".join(rows)
+
+
+def _compared(cases: Mapping[str, list[str]]) -> str:
+    """Return the cells for 1 and 2 ranks, and the one with the cases that are not equal to stock."""
     from tests.compat.golden import world_size
 
-    results = json.loads((REPOSITORY / "tests" / "compat" / "results.json").read_text(encoding="utf-8"))
-    rows = ["| DeepSpeed | 1 rank | 2 ranks | The others |", "|---|---|---|---|"]
-    for release, cases in results["releases"].items():
-        by_size = {size: [lines for name, lines in cases.items() if world_size(name) == size] for size in (1, 2)}
-        equal = [f"{lines.count(['equal'])} of {len(lines)} equal" for lines in by_size.values()]
-        others = [f"{name}: {'; '.join(lines)}" for name, lines in cases.items() if lines != ["equal"]]
-        rows.append(f"| {release} | {' | '.join(equal)} | {'<br>'.join(others)} |")
-    tried = f"Tried with torch {results['torch']} and Python {results['python']} on the CPU accelerator."
-    return "\n".join([*rows, "", tried])
+    by_size = {size: [lines for name, lines in cases.items() if world_size(name) == size] for size in (1, 2)}
+    equal = [f"{lines.count(['equal'])} of {len(lines)} equal" for lines in by_size.values()]
+    others = [f"{name}: {'; '.join(lines)}" for name, lines in cases.items() if lines != ["equal"]]
+    return f"{' | '.join(equal)} | {'<br>'.join(others)}"
+
+
+def _tried_with(entries: Iterable[Mapping[str, Any]], package: str) -> str:
+    """Return the sentence about what all entries were tried with."""
+    ((version, python),) = {(entry[package], entry["python"]) for entry in entries}
+    name = {"torch": "PyTorch", "deepspeed": "DeepSpeed"}[package]
+    return f"Tried with {name} {version} and Python {python} on the CPU accelerator."
 
 
 def promise_table() -> str:
@@ -101,7 +141,9 @@ def _marked(marker: ast.expr) -> Iterator[str]:
 
 PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "config": ("docs/configuration.md", config_table),
-    "releases": ("docs/compatibility.md", release_table),
+    "releases of deepspeed": ("docs/compatibility.md", deepspeed_table),
+    "releases of torch": ("docs/compatibility.md", torch_table),
+    "releases of python": ("docs/compatibility.md", python_table),
     "promises": ("docs/testing.md", promise_table),
 }
 

@@ -26,7 +26,7 @@ FOLDER = Path("/cache/cpu_adam")
 FAILS: dict[str, Callable[[], Finding]] = {
     "old python": lambda: software.check_python("3.9.18", SpecifierSet(">=3.10")),
     "not installed": lambda: software.check_ours(None),
-    "old torch": lambda: software.check_package(Requirement("torch>=2.11"), "2.9.1+cu128"),
+    "old torch": lambda: software.check_package(Requirement("torch>=2.10"), "2.9.1+cu128"),
     "no wrapt": lambda: software.check_package(Requirement("wrapt"), None),
     "no deepspeed": lambda: software.check_deepspeed(None, None),
     "other deepspeed": lambda: software.check_deepspeed("0.18.2", None),
@@ -68,7 +68,7 @@ WARNS: dict[str, Callable[[], Finding]] = {
 GPUS = Accelerator("cuda", 2, [("NVIDIA H100", 85 * 10**9)] * 2)
 
 OKS: dict[str, tuple[Callable[[], Finding], str]] = {
-    "torch": (lambda: software.check_package(Requirement("torch>=2.11"), "2.13.0+cpu"), "2.13.0+cpu"),
+    "torch": (lambda: software.check_package(Requirement("torch>=2.10"), "2.13.0+cpu"), "2.13.0+cpu"),
     "deepspeed": (lambda: software.check_deepspeed("0.19.8+abc", None), "0.19.8+abc"),
     "cpu": (lambda: software.check_accelerator(Accelerator("cpu", 1), "cpu"), "cpu, 1 device"),
     "cuda": (lambda: software.check_accelerator(GPUS, None), "NVIDIA H100 (85.0 GB), NVIDIA H100 (85.0 GB)"),
@@ -137,7 +137,7 @@ def test_requirements_come_from_our_own_metadata() -> None:
     required = {requirement.name: str(requirement.specifier) for requirement in software.requirements()}
     assert {"deepspeed", "psutil", "rich", "wrapt"} < set(required)
     assert "pytest" not in required
-    assert required["torch"] == ">=2.11"
+    assert required["torch"] == ">=2.10"
     assert str(software.python_required()) == ">=3.10"
 
 

@@ -1,1 +1,1 @@
-"""Compare the plugin with stock on every supported release of DeepSpeed."""
+"""Compare the plugin with stock on every supported release of DeepSpeed and PyTorch."""

@@ -1,6 +1,9 @@
-"""Choose the parity cases that each supported release of DeepSpeed is tried with."""
+"""Choose the parity cases that each supported release of DeepSpeed and PyTorch is tried with."""
 
 from __future__ import annotations
+
+TRIED_TORCH = ("2.10.0", "2.14.1", "2.15.0")
+"""The releases of PyTorch that ``make compat`` tries, besides the one that all other tests run with."""
 
 GOLDEN = (
     "every placement",

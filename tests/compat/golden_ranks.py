@@ -1,4 +1,4 @@
-"""Train golden cases on one rank with the DeepSpeed of this environment, and write how they compare with stock.
+"""Train golden cases on one rank with this environment's DeepSpeed and PyTorch, and write how they compare with stock.
 
 Arguments: the path of the results, to which the rank is appended, and the names of the cases. At one rank, an exception
 ends its case only. At several ranks it ends all, because the collectives of the ranks no longer match.
@@ -6,8 +6,10 @@ ends its case only. At several ranks it ends all, because the collectives of the
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import platform
 import sys
 import traceback
 from pathlib import Path
@@ -18,7 +20,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import torch as torch_backend
 
 from deep_opt_states.zero.internals.releases import has
 from deep_opt_states.zero.start.refusals import Unsupported
@@ -63,7 +64,7 @@ def compare(name: str) -> list[str]:
 
 
 def main(path: str, *names: str) -> None:
-    """Write the DeepSpeed release and the result of each case, by name."""
+    """Write the versions, and the result of each case, by name."""
     # DeepSpeed's CPU accelerator returns False on some CPUs, but trains fp16 on all of them.
     get_accelerator().is_fp16_supported = lambda: True
     cases: dict[str, list[str]] = {}
@@ -75,13 +76,15 @@ def main(path: str, *names: str) -> None:
             cases[name] = [f"{type(error).__name__}: {' '.join(str(error).split())}"]
             if dist.get_world_size() > 1:
                 break
-    results = {"deepspeed": deepspeed.__version__, "cases": cases}
+    versions = {"deepspeed": deepspeed.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    results = {"versions": versions, "cases": cases}
     Path(f"{path}.{dist.get_rank()}").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
     if os.environ["WORLD_SIZE"] == "1":
-        # One rank does not use DeepSpeed's collectives in shared memory, which take a minute to compile.
-        torch_backend.build_shm_op = lambda: None
+        # One rank does not use DeepSpeed's collectives in shared memory, which take a minute to compile. An import
+        # statement would give torch itself, since ``deepspeed.comm`` has that under the same name.
+        vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
     with process_group():
         main(*sys.argv[1:])

@@ -5,17 +5,26 @@ The newest release is the one that all other tests run with.
 
 from __future__ import annotations
 
-import json
-
 import deepspeed
 import pytest
 
 from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED, has
-from tests.compat.__main__ import RESULTS, try_release
-from tests.compat.golden import EQUAL, EQUAL_BUT_NAN, GOLDEN, NORM_IS_CHECKED_SINCE, QUICK, SINCE, refused
+from tests.compat.__main__ import main, try_release
+from tests.compat.environments import Release
+from tests.compat.golden import (
+    EQUAL,
+    EQUAL_BUT_NAN,
+    GOLDEN,
+    NORM_IS_CHECKED_SINCE,
+    QUICK,
+    SINCE,
+    TRIED_TORCH,
+    refused,
+)
+from tests.compat.results import read_results
 from tests.zero.parity.cases import CASES
 
-RELEASES = json.loads(RESULTS.read_text(encoding="utf-8"))["releases"]
+TRIED = read_results()
 
 
 def test_the_golden_cases_are_parity_cases() -> None:
@@ -23,23 +32,36 @@ def test_the_golden_cases_are_parity_cases() -> None:
 
 
 def test_the_plugin_names_the_releases_that_were_tried() -> None:
-    assert tuple(RELEASES) == TRIED_DEEPSPEED
+    assert tuple(TRIED["deepspeed"]) == TRIED_DEEPSPEED
     assert deepspeed.__version__.split("+")[0] == TRIED_DEEPSPEED[-1]
 
 
 @pytest.mark.parametrize("release", TRIED_DEEPSPEED)
-def test_every_golden_case_is_equal_or_refused(release: str) -> None:
+def test_every_golden_case_is_equal_or_refused_with_each_release_of_deepspeed(release: str) -> None:
     for name in GOLDEN:
         expected = EQUAL
         if not has(release, since := SINCE.get(name, "0")):
             expected = refused(since)
         elif not has(release, NORM_IS_CHECKED_SINCE.get(name, "0")):
             expected = EQUAL_BUT_NAN
-        assert RELEASES[release][name] == expected, name
+        assert TRIED["deepspeed"][release]["cases"][name] == expected, name
+
+
+@pytest.mark.parametrize("release", TRIED_TORCH)
+def test_every_golden_case_is_equal_with_each_release_of_pytorch(release: str) -> None:
+    assert TRIED["torch"][release]["deepspeed"] == TRIED_DEEPSPEED[-1]
+    assert TRIED["torch"][release]["cases"] == dict.fromkeys(GOLDEN, EQUAL)
+
+
+@pytest.mark.parametrize("argument", ["2.14.1", "torch", "torch==", "numpy==2.0"])
+def test_an_argument_that_names_no_release_is_refused(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([argument])
+    assert f"must be deepspeed==VERSION or torch==VERSION, found '{argument}'" in capsys.readouterr().err
 
 
 # Thorough, because the op of that release is compiled first.
 @pytest.mark.thorough
 @pytest.mark.promise("P1")
 def test_the_oldest_release_has_the_bits_of_stock() -> None:
-    assert try_release(TRIED_DEEPSPEED[0], QUICK) == dict.fromkeys(QUICK, EQUAL)
+    assert try_release(Release("deepspeed", TRIED_DEEPSPEED[0]), QUICK)["cases"] == dict.fromkeys(QUICK, EQUAL)

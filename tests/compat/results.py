@@ -1,0 +1,28 @@
+"""Keep the results of tried releases in ``results.json``, from which ``tools/generate_docs.py`` writes tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+RESULTS = Path(__file__).with_name("results.json")
+
+
+def read_results() -> dict[str, dict[str, Any]]:
+    """Return the results of ``deepspeed``, ``torch`` and ``python``, by release."""
+    results: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return results
+
+
+def add_result(package: str, version: str, found: Any) -> bool:
+    """Write the result of a release of ``package``, and return whether it is another than the last one."""
+    results = read_results()
+    of_package = results[package]
+    changed: bool = of_package.get(version) != found
+    of_package[version] = found
+    results[package] = {key: of_package[key] for key in sorted(of_package, key=Version)}
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return changed
