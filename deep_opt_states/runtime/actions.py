@@ -19,7 +19,6 @@ from deep_opt_states.device.kernels.adam import AdamKernel, RangeUpdate
 from deep_opt_states.runtime.state import Slot, Split, UnitState
 from perf_model.schedule.action import Action, ActionKind, Lane
 from perf_model.schedule.schedule import Schedule
-from perf_model.schedule.workload import STATES
 
 Copies: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 """Destinations and sources, in the order in which they are copied."""
@@ -92,7 +91,12 @@ class Actions:
         }
         num_slots = schedule.num_slots if in_slots else 0
         kept = [slot for slot in self._slots if slot.master.numel() == schedule.slot_numel]
-        slots = [*kept, *(Slot.reserve(self._device, schedule.slot_numel) for _ in range(len(kept), num_slots))]
+        splits_masters = any(state.splits_masters for state in self._states)
+        added = range(len(kept), num_slots)
+        slots = [
+            *kept,
+            *(Slot.reserve(self._device, schedule.slot_numel, splits_masters=splits_masters) for _ in added),
+        ]
         self._slots = slots[:num_slots]
         self._slot_of = {
             action.name: slots[slot].narrow(self._states[action.unit].numel) for action, slot in in_slots.items()
@@ -143,11 +147,12 @@ class Actions:
 
     def _copies_of_states(self, action: Action) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         state, slot = self._states[action.unit], self._slot_of[action.name]
-        for name in STATES:
-            on_host, on_accelerator = getattr(state, name), getattr(slot, name)
-            for element_range in self._splits[action.unit].rest:
-                pair = state.view(on_accelerator, element_range), state.view(on_host, element_range)
-                yield pair if action.kind is ActionKind.PREFETCH else pair[::-1]
+        rest = self._splits[action.unit].rest
+        # All ranges of one tensor after the other, as they are in memory.
+        for pairs in zip(*(state.copied_states(element_range, slot) for element_range in rest), strict=True):
+            for on_host, on_accelerator in pairs:
+                is_prefetch = action.kind is ActionKind.PREFETCH
+                yield (on_accelerator, on_host) if is_prefetch else (on_host, on_accelerator)
 
     def _operations_of(self, action: Action) -> UnitOperations:
         """Return the operations of the action's unit. They change if users set gradients or DeepSpeed moves parameters.

@@ -52,7 +52,7 @@ def update(
     """Update with one program per block of BLOCK elements. The parameters are those of ``csrc/update.h``.
 
     ``param`` may be None. The first ``skip`` of the ``numel`` elements stay as they are. ``cut`` is at most ``numel``,
-    and may be negative. If ``master`` has 16-bit integers, the masters are split: ``master`` has their lower halves, and
+    and may be negative. If ``master`` has 16-bit integers, the masters are split: it has their lower halves, and
     ``param`` their upper halves (``split_form.py``).
     """
     begin = tl.program_id(0).to(tl.int64) * BLOCK
