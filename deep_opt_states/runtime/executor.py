@@ -206,6 +206,11 @@ class Executor:
         with self._keep_failure():
             self._split_masters.join()
 
+    @property
+    def watches_params(self) -> bool:
+        """Return whether parameters are a half of masters, so that ``give_params_back`` must precede a write."""
+        return self._split_masters.watches_params
+
     def give_params_back(self) -> None:
         """Let the caller write to parameters until the next update, which forgets what was written, as stock does."""
         assert not self.pending

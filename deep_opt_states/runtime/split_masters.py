@@ -142,6 +142,11 @@ class SplitMasters:
         self._compared, self._copied = device.event(), device.event()
         """The current stream -> d2h stream, and that stream -> host."""
 
+    @property
+    def watches_params(self) -> bool:
+        """Return whether the accelerator updates any range."""
+        return bool(self._sums)
+
     def ranges_of(self, states: Sequence[UnitState], splits: Sequence[Split]) -> dict[Place, SplitRange]:
         """Return the ranges of ``states`` to split, with memory for their sums. ``splits`` has their early ranges.
 

@@ -1,4 +1,4 @@
-"""Define the sums by which a write to parameters is noticed that nobody has announced.
+"""Define the sums by which a write to parameters is noticed that the plugin was not called before.
 
 The upper halves of split masters are the model's own parameters, where the accelerator updates them. A script that
 writes to them would change the masters. So the update leaves behind a sum over each block of ``BLOCK_NUMEL``

@@ -15,7 +15,8 @@ from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel
-from deep_opt_states.device.kernels.choice import gpu_adam
+from deep_opt_states.device.kernels.checksum import Checksum
+from deep_opt_states.device.kernels.choice import gpu_adam, gpu_checksum
 from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.profiler.adam_kernels import training_gpu_adam
@@ -109,6 +110,8 @@ class AcceleratorChoice:
         optimizer: DeepSpeedCPUAdam,
         grad_dtype: torch.dtype,
         param_dtype: torch.dtype,
+        *,
+        splits_masters: bool,
     ) -> AdamKernel | None:
         """Return the kernel that updates the units that ``plan`` places on the accelerator.
 
@@ -122,8 +125,17 @@ class AcceleratorChoice:
             return None
         kernel = gpu_adam(optimizer.defaults["betas"], adamw=optimizer.adam_w_mode)
         # Gradients that the user has accessed are in fp32 (see ``Gradients.writable_fp32``).
-        kernel.compile({grad_dtype, torch.float32}, [param_dtype])
+        master_dtype = torch.int16 if splits_masters else torch.float32
+        kernel.compile({grad_dtype, torch.float32}, [param_dtype], master_dtype)
         return kernel
+
+    def checksum(self) -> Checksum:
+        """Return the kernel that notices writes to parameters, compiled. Raise ``KernelUnavailable`` if it cannot be.
+
+        The CPU needs none: where the accelerator has no memory of its own, masters are not split.
+        """
+        assert not self.slots_on_host
+        return gpu_checksum()
 
 
 def choose_device() -> AcceleratorChoice:
