@@ -87,6 +87,8 @@ class Executor:
         streams = self._lanes.streams
         self._residents = ResidentStates(device, streams[Lane.H2D], streams[Lane.COMPUTE], streams[Lane.D2H])
         self._split_masters = SplitMasters(device, streams[Lane.COMPUTE], streams[Lane.D2H], checksum, names)
+        # Where slots are host memory, both are the same kernel, whose step begins once.
+        self._kernels = tuple({id(adam): adam for adam in (host_adam, device_adam) if adam is not None}.values())
         self._host_adam = host_adam
         self._device_adam = device_adam
         if device_adam is not None and checksum is not None:
@@ -253,9 +255,8 @@ class Executor:
             self._split_masters.raise_if_written()
             # After the wait: kernels of the update before, which ``finish_on_stream`` left to the stream, read the
             # hyperparameters that are overwritten here.
-            for kernel in {id(kernel): kernel for kernel in (self._host_adam, self._device_adam)}.values():
-                if kernel is not None:
-                    kernel.begin_step(steps)
+            for kernel in self._kernels:
+                kernel.begin_step(steps)
             self._split_masters.split()
             self._split_masters.copy_to_params()
             self._residents.load()
