@@ -14,8 +14,8 @@ parameters.
 
 Stock forgets at its next update what a script has written to a parameter. Here such a write would change the master. So
 the upper halves are copied to host memory before a known write to parameters, and the next update copies them back. All
-other writes are noticed by sums over the bits (``checksum.py``), which an update leaves behind: before the next one,
-and before the upper halves are copied.
+other writes are noticed by sums over the bits (``checksum.py``), which an update leaves behind: before the next update
+begins, before it reads each range, and before the upper halves are copied.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class SplitRange:
 class _WrittenBlocks:
     """The number of a block of each part that was written to, or zero; int64, of shape [parts].
 
-    ``found`` is on the accelerator. ``on_host`` is its page-locked copy, and ``none`` has zeros there.
+    ``found`` is on the accelerator, where comparisons add to it. ``on_host`` is its page-locked copy, and ``none`` has
+    zeros there.
     """
 
     found: torch.Tensor
@@ -108,7 +109,9 @@ class _WrittenBlocks:
     def reserve(cls, device: Device[Any], numel: int) -> _WrittenBlocks:
         """Allocate the tensors. Raise the device's out-of-memory error if memory is short."""
         none = device.empty_host(numel, torch.int64).zero_()
-        return cls(device.empty(numel, torch.int64), device.empty_host(numel, torch.int64), none)
+        written = cls(device.empty(numel, torch.int64), device.empty_host(numel, torch.int64), none)
+        device.copy(written.found, none)
+        return written
 
 
 class SplitMasters:
@@ -118,8 +121,8 @@ class SplitMasters:
     is ever updated on the accelerator. ``names`` is used in errors.
 
     In each update the caller calls ``compare``, ``raise_if_written`` when the host has waited for the current stream,
-    ``split``, and ``copy_to_params``, in this order, and then ``record`` for each update on the accelerator. It may
-    call ``split`` before. It calls all other methods only while nothing is in flight.
+    ``split``, and ``copy_to_params``, in this order, and then ``before`` and ``after`` for each range that the
+    accelerator updates. It may call ``split`` before. It calls all other methods only while nothing is in flight.
     """
 
     def __init__(
@@ -137,6 +140,8 @@ class SplitMasters:
         self._ranges: dict[Place, SplitRange] = {}
         self._sums: dict[Place, torch.Tensor] = {}
         """The sums of all parts that the accelerator updates."""
+        self._positions: dict[Place, int] = {}
+        """The position of each of them in ``_written``."""
         self._written: _WrittenBlocks | None = None
         self._is_compared = False
         self._compared, self._copied = device.event(), device.event()
@@ -192,6 +197,7 @@ class SplitMasters:
         self._sums = {
             (sub_group, part): sums for (sub_group, _), one in ranges.items() for part, sums in one.sums.items()
         }
+        self._positions = {place: position for position, place in enumerate(self._sums)}
         self._written = _WrittenBlocks.reserve(self._device, len(self._sums)) if self._sums else None
 
     def compare(self) -> None:
@@ -201,13 +207,9 @@ class SplitMasters:
             return
         assert self._checksum is not None
         assert self._written is not None
-        self._device.copy(self._written.found, self._written.none)
-        position = {place: position for position, place in enumerate(self._sums)}
         for one in watched:
-            for part, sums in one.sums.items():
-                at = position[one.state.sub_group, part]
-                param = one.state.view(one.state.param, part)
-                self._checksum.compare(param, sums, self._written.found.narrow(0, at, 1))
+            for part in one.sums:
+                self._compare(one.state.sub_group, part, one.state.view(one.state.param, part))
         self._device.copy(self._written.on_host, self._written.found)
         self._is_compared = True
 
@@ -219,6 +221,8 @@ class SplitMasters:
         assert self._written is not None
         for (sub_group, part), number in zip(self._sums, self._written.on_host.tolist(), strict=True):
             if number:
+                # Training may continue with a checkpoint.
+                self._device.copy(self._written.found, self._written.none)
                 begin = part.begin + (number - 1) * BLOCK_NUMEL
                 block = part.part(begin, min(begin + BLOCK_NUMEL, part.end))
                 raise ParameterWritten(
@@ -243,13 +247,20 @@ class SplitMasters:
             for one in self._ranges.values():
                 if one.sums and not one.upper_is_param:
                     self._device.copy(one.param, one.upper)
+                    for part in one.sums:
+                        self._record(one.state.sub_group, part, one.state.view(one.state.param, part))
                     one.upper_is_param = True
 
-    def record(self, update: RangeUpdate) -> None:
+    def before(self, update: RangeUpdate) -> None:
+        """Issue the comparison of the parameters that ``update`` reads, on the current stream, which updates them.
+
+        The next ``raise_if_written`` raises if there was a write since ``compare``, while the update was in flight.
+        """
+        self._compare(update.sub_group, update.element_range, update.tensors.param)
+
+    def after(self, update: RangeUpdate) -> None:
         """Issue the sums of the parameters that ``update`` leaves behind, on the current stream, which updates them."""
-        assert self._checksum is not None
-        assert update.tensors.param is not None
-        self._checksum.record(update.tensors.param, self._sums[update.sub_group, update.element_range])
+        self._record(update.sub_group, update.element_range, update.tensors.param)
 
     def copy_to_host(self) -> None:
         """Make the upper halves in host memory valid, so that parameters may be written, and block the host until then.
@@ -271,10 +282,22 @@ class SplitMasters:
         self._sums.clear()
         self._written = None
 
+    def _compare(self, sub_group: int, part: ElementRange, param: torch.Tensor | None) -> None:
+        assert self._checksum is not None
+        assert self._written is not None
+        assert param is not None
+        position = self._positions[sub_group, part]
+        self._checksum.compare(param, self._sums[sub_group, part], self._written.found.narrow(0, position, 1))
+
+    def _record(self, sub_group: int, part: ElementRange, param: torch.Tensor | None) -> None:
+        assert self._checksum is not None
+        assert param is not None
+        self._checksum.record(param, self._sums[sub_group, part])
+
     def _copy_to_host(self, ranges: Iterable[SplitRange]) -> None:
-        copied = [one for one in ranges if one.upper_is_param]
-        if not copied:
+        if not any(one.upper_is_param for one in self._ranges.values()):
             return
+        copied = [one for one in ranges if one.upper_is_param]
         self.compare()
         self._device.current_stream().record(self._compared)
         self._d2h.wait(self._compared)

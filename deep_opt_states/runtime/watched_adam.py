@@ -1,4 +1,4 @@
-"""Update split masters on the accelerator, and leave the sums of their upper halves behind."""
+"""Update split masters on the accelerator, compare the sums of their upper halves before, and leave them behind."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from deep_opt_states.runtime.split_masters import SplitMasters
 
 
 class WatchedAdam:
-    """The kernel ``adam`` of the accelerator, after each of whose updates ``split_masters`` records its sums.
+    """The kernel ``adam`` of the accelerator, before and after each of whose updates ``split_masters`` sums parameters.
 
-    Both are on the stream that is current, so that nothing can be written in between but by another stream.
+    All kernels are on the stream that is current, one behind the other.
     """
 
     def __init__(self, adam: AdamKernel, split_masters: SplitMasters) -> None:
@@ -29,9 +29,11 @@ class WatchedAdam:
         self.update_ranges([RangeUpdate(sub_group=sub_group, tensors=tensors, element_range=element_range)])
 
     def update_ranges(self, updates: Sequence[RangeUpdate]) -> None:
+        for update in updates:
+            self._split_masters.before(update)
         self._adam.update_ranges(updates)
         for update in updates:
-            self._split_masters.record(update)
+            self._split_masters.after(update)
 
     def restart(self) -> None:
         self._adam.restart()

@@ -162,6 +162,7 @@ class DeepOptimizerStates_Stage3(UserGradients):
             self._assembly.planned.request,
             self._assembly.budget,
             self._assembly.slot_budget,
+            self._assembly.widths,
             self._update.report,
             self._before_eviction,
             self.module,

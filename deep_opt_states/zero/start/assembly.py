@@ -311,7 +311,7 @@ def _gradient_buffers(
     If the accelerator has enough free memory, sums over micro-batches stay there, also for units that the CPU updates.
     """
     accumulates = optimizer.gradient_accumulation_steps > 1 and not is_evicted
-    sums_stay = accumulates and accelerator.fits_accumulators(plan, widths.grad, budget)
+    sums_stay = accumulates and accelerator.fits_accumulators(plan, widths, budget)
     buffers = []
     for unit in units:
         accumulator = None
