@@ -86,7 +86,7 @@ class Executor:
         self._lanes = LaneStreams(device)
         streams = self._lanes.streams
         self._residents = ResidentStates(device, streams[Lane.H2D], streams[Lane.COMPUTE], streams[Lane.D2H])
-        self._split_masters = SplitMasters(device, streams[Lane.COMPUTE], streams[Lane.D2H], checksum, names)
+        self._split_masters = SplitMasters(device, streams[Lane.D2H], checksum, names)
         # Where slots are host memory, both are the same kernel, whose step begins once.
         self._kernels = tuple({id(adam): adam for adam in (host_adam, device_adam) if adam is not None}.values())
         self._host_adam = host_adam
@@ -258,7 +258,7 @@ class Executor:
             for kernel in self._kernels:
                 kernel.begin_step(steps)
             self._split_masters.split()
-            self._split_masters.copy_to_params()
+            self._split_masters.begin()
             self._residents.load()
             self._residents.mark_updated()
             self._early_update.update(self._host_adam, self._device_adam)

@@ -13,9 +13,10 @@ to them takes effect. The early ranges of CPU and streamed units are never split
 parameters.
 
 Stock forgets at its next update what a script has written to a parameter. Here such a write would change the master. So
-the upper halves are copied to host memory before a known write to parameters, and the next update copies them back. All
-other writes are noticed by sums over the bits (``checksum.py``), which an update leaves behind: before the next update
-begins, before it reads each range, and before the upper halves are copied.
+the upper halves are copied to host memory before a known write to parameters, and the next update begins with these.
+All other writes are noticed by sums over the bits (``checksum.py``), which an update leaves behind. They are compared
+before the next update begins, and before the upper halves are copied to host memory. An update works on a copy of the
+parameters, whose sums are compared, too: so also a write while the update is in flight is noticed, or overwritten.
 """
 
 from __future__ import annotations
@@ -117,24 +118,23 @@ class _WrittenBlocks:
 class SplitMasters:
     """The ranges of one executor whose masters are split while they are updated, and where their upper halves are.
 
-    ``compute`` is the stream of updates, and ``d2h`` that of copies to host memory. ``checksum`` may be None if no unit
+    ``d2h`` is the stream of copies to host memory. ``checksum`` may be None if no unit
     is ever updated on the accelerator. ``names`` is used in errors.
 
     In each update the caller calls ``compare``, ``raise_if_written`` when the host has waited for the current stream,
-    ``split``, and ``copy_to_params``, in this order, and then ``before`` and ``after`` for each range that the
+    ``split``, and ``begin``, in this order, and then ``before`` and ``after`` for each range that the
     accelerator updates. It may call ``split`` before. It calls all other methods only while nothing is in flight.
     """
 
     def __init__(
         self,
         device: Device[Any],
-        compute: Stream[Any],
         d2h: Stream[Any],
         checksum: Checksum | None,
         names: Names = no_names,
     ) -> None:
         self._device = device
-        self._compute, self._d2h = compute, d2h
+        self._d2h = d2h
         self._checksum = checksum
         self._names = names
         self._ranges: dict[Place, SplitRange] = {}
@@ -142,6 +142,10 @@ class SplitMasters:
         """The sums of all parts that the accelerator updates."""
         self._positions: dict[Place, int] = {}
         """The position of each of them in ``_written``."""
+        self._updated: dict[Place, SplitRange] = {}
+        """The range that each of them is in."""
+        self._from_host: set[Place] = set()
+        """Those whose next update reads the upper halves in host memory."""
         self._written: _WrittenBlocks | None = None
         self._is_compared = False
         self._compared, self._copied = device.event(), device.event()
@@ -198,6 +202,7 @@ class SplitMasters:
             (sub_group, part): sums for (sub_group, _), one in ranges.items() for part, sums in one.sums.items()
         }
         self._positions = {place: position for position, place in enumerate(self._sums)}
+        self._updated = {(sub_group, part): one for (sub_group, _), one in ranges.items() for part in one.sums}
         self._written = _WrittenBlocks.reserve(self._device, len(self._sums)) if self._sums else None
 
     def compare(self) -> None:
@@ -238,29 +243,38 @@ class SplitMasters:
             if not one.is_split:
                 one.split()
 
-    def copy_to_params(self) -> None:
-        """Issue copies of upper halves that are in host memory only to the parameters that are updated from them.
+    def begin(self) -> None:
+        """Update from the upper halves in host memory where only these are valid.
 
-        They are issued on the stream of updates. This forgets what was written to these parameters, as stock does.
+        This forgets what was written to these parameters, as stock does.
         """
-        with self._compute.issue():
-            for one in self._ranges.values():
-                if one.sums and not one.upper_is_param:
-                    self._device.copy(one.param, one.upper)
-                    for part in one.sums:
-                        self._record(one.state.sub_group, part, one.state.view(one.state.param, part))
-                    one.upper_is_param = True
+        for one in self._ranges.values():
+            if one.sums and not one.upper_is_param:
+                self._from_host.update((one.state.sub_group, part) for part in one.sums)
+                one.upper_is_param = True
 
     def before(self, update: RangeUpdate) -> None:
-        """Issue the comparison of the parameters that ``update`` reads, on the current stream, which updates them.
+        """Issue the copy of upper halves to the buffer that ``update`` reads and writes, and the comparison there.
 
-        The next ``raise_if_written`` raises if there was a write since ``compare``, while the update was in flight.
+        Both are on the current stream, which updates. No other code writes to the buffer. So a write to the parameters
+        before the copy is noticed by this comparison, for the next ``raise_if_written``. The update overwrites a later
+        one, or it is noticed by the next comparison.
         """
-        self._compare(update.sub_group, update.element_range, update.tensors.param)
+        place = update.sub_group, update.element_range
+        one, buffer = self._updated[place], update.tensors.param
+        assert buffer is not None
+        if place in self._from_host:
+            self._from_host.remove(place)
+            self._device.copy(buffer, update.element_range.view(one.upper, one.elements.begin))
+        else:
+            self._device.copy(buffer, one.state.view(one.state.param, update.element_range))
+            self._compare(*place, buffer)
 
     def after(self, update: RangeUpdate) -> None:
-        """Issue the sums of the parameters that ``update`` leaves behind, on the current stream, which updates them."""
-        self._record(update.sub_group, update.element_range, update.tensors.param)
+        """Issue the sums of the buffer after ``update``, on the current stream. It is then copied to the parameters."""
+        assert self._checksum is not None
+        assert update.tensors.param is not None
+        self._checksum.record(update.tensors.param, self._sums[update.sub_group, update.element_range])
 
     def copy_to_host(self) -> None:
         """Make the upper halves in host memory valid, so that parameters may be written, and block the host until then.
@@ -272,6 +286,7 @@ class SplitMasters:
     def join(self) -> None:
         """Make all masters fp32. The caller has called ``copy_to_host``, unless an update has failed."""
         self._is_compared = False
+        self._from_host.clear()
         for one in self._ranges.values():
             if one.is_split:
                 one.join()
@@ -280,19 +295,14 @@ class SplitMasters:
         """Drop the references to the states."""
         self._ranges.clear()
         self._sums.clear()
+        self._updated.clear()
         self._written = None
 
-    def _compare(self, sub_group: int, part: ElementRange, param: torch.Tensor | None) -> None:
+    def _compare(self, sub_group: int, part: ElementRange, param: torch.Tensor) -> None:
         assert self._checksum is not None
         assert self._written is not None
-        assert param is not None
         position = self._positions[sub_group, part]
         self._checksum.compare(param, self._sums[sub_group, part], self._written.found.narrow(0, position, 1))
-
-    def _record(self, sub_group: int, part: ElementRange, param: torch.Tensor | None) -> None:
-        assert self._checksum is not None
-        assert param is not None
-        self._checksum.record(param, self._sums[sub_group, part])
 
     def _copy_to_host(self, ranges: Iterable[SplitRange]) -> None:
         if not any(one.upper_is_param for one in self._ranges.values()):

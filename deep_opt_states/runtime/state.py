@@ -74,11 +74,11 @@ class UnitState:
     ``rounded``, in that dtype in host memory, is the source that a CPU update is published from. It is ``param`` itself
     where the CPU can write ``param``, so that publishing copies nothing. For an fp32 model it is ``master``. It is None
     if the masters are split (see ``split_masters.py``): their upper halves are published. The accelerator then has the
-    lower halves of the unit's masters, and ``param`` is their upper halves.
+    lower halves of the unit's masters, and ``param`` is their upper halves, of which ``staged`` is a copy.
 
     ``staged``, in that dtype on the accelerator, receives the parameters of an update on the accelerator if ``param``
-    is in host memory; they are copied to ``param`` from there. It is None otherwise. All units share this memory, which
-    is safe because one stream both updates and copies.
+    is in host memory, or if masters are split; they are copied to ``param`` from there. It is None otherwise. All units
+    share this memory, which is safe because one stream both updates and copies.
 
     ``resident`` is the accelerator memory of a resident unit; None otherwise.
     """

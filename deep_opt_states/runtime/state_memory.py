@@ -190,8 +190,8 @@ class StateMemory:
         return state
 
     def _reserve_staging(self, plan: UpdatePlan) -> torch.Tensor | None:
-        """Return memory on the accelerator for the rounded parameters of its largest unit, if they are on the host."""
-        numel = plan.largest_on_accelerator if self._params_on_host else 0
+        """Return memory on the accelerator for the parameters of its largest unit, if updates do not write in place."""
+        numel = plan.largest_on_accelerator if self._params_on_host or self._splits_masters else 0
         if numel == 0:
             return None
         if self._staging is not None and self._staging.numel() == numel:

@@ -1,4 +1,4 @@
-"""Update split masters on the accelerator, compare the sums of their upper halves before, and leave them behind."""
+"""Update split masters on the accelerator, on a copy of their upper halves whose sums are compared before."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from deep_opt_states.runtime.split_masters import SplitMasters
 
 
 class WatchedAdam:
-    """The kernel ``adam`` of the accelerator, before and after each of whose updates ``split_masters`` sums parameters.
+    """The kernel ``adam`` of the accelerator. ``split_masters`` fills and sums the buffer before and after each update.
 
-    All kernels are on the stream that is current, one behind the other.
+    All of it is on the stream that is current, in this order.
     """
 
     def __init__(self, adam: AdamKernel, split_masters: SplitMasters) -> None:

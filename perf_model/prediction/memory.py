@@ -65,6 +65,11 @@ class TrainingSetup:
     params_on_host: bool = False
     longest_partition_numel: int | None = None
 
+    @property
+    def stages_params(self) -> bool:
+        """Return whether an update on the accelerator works on parameters in a buffer, and not in place."""
+        return self.params_on_host or self.widths.splits_masters
+
 
 DEFAULT_SETUP = TrainingSetup()
 """A 16-bit model with gradients in its dtype, one micro-batch per step, and its parameters on the accelerator."""
@@ -112,12 +117,12 @@ def on_accelerator(
 
 
 def rounding_buffer(largest_numel: int, setup: TrainingSetup) -> list[Reservation]:
-    """Return the buffer that an update on the accelerator rounds to, before parameters are copied to host memory.
+    """Return the buffer of parameters that an update on the accelerator works on, before they are copied.
 
-    It is needed only if parameters are in host memory. ``largest_numel`` is the length of the largest unit that the
-    accelerator updates.
+    It is needed if parameters are in host memory, or if masters are split. ``largest_numel`` is the length of the
+    largest unit that the accelerator updates.
     """
-    if not setup.params_on_host:
+    if not setup.stages_params:
         return []
     return [Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=largest_numel * setup.widths.param)]
 

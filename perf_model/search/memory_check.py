@@ -81,7 +81,7 @@ class MemoryCheck:
     def _taken_bytes(self, codes: Integers, slots: Integers) -> Integers:
         updated, streamed = codes != CODES[Placement.CPU], codes == CODES[Placement.STREAMED]
         slot_numel = np.maximum.reduce(self._numels * streamed, axis=1)
-        rounded_numel = np.maximum.reduce(self._numels * updated, axis=1) * self._setup.params_on_host
+        rounded_numel = np.maximum.reduce(self._numels * updated, axis=1) * self._setup.stages_params
         slots = np.minimum(slots, np.add.reduce(streamed, axis=1))
         cells = len(self._lengths) * len(CODES)
         cell = np.arange(len(codes))[:, None] * cells + self._first_cell + codes[:, self._sharing]

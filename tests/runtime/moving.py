@@ -24,6 +24,7 @@ from perf_model.schedule.workload import STATES, Unit, Workload
 from tests.fake_device.device import FakeDevice, LateAdam, LateChecksum
 from tests.fake_device.fake_worker import FakeWorker
 from tests.kernels.adam_steps import fused
+from tests.kernels.plain_checksum import PlainChecksum
 from tests.runtime.plain_adam import PlainAdam, adam_step
 from tests.runtime.random_states import NAMES, gradients, make_states
 
@@ -103,12 +104,19 @@ class MovingTraining:
         self._kernels = [model.kernel(), model.device_kernel()]
         host_adam, device_adam = self._kernels
         worker: CpuLane | None = None
-        checksum: Checksum | None = None
+        checksum: Checksum = PlainChecksum()
         if isinstance(device, FakeDevice):
             device_adam, worker = LateAdam(device, device_adam), FakeWorker(device)
-            checksum = LateChecksum(device) if model.splits_masters else None
+            checksum = LateChecksum(device)
         self.executor = Executor(
-            plan.schedule, self.memory.units, device, host_adam, device_adam, worker, self._splits(), checksum=checksum
+            plan.schedule,
+            self.memory.units,
+            device,
+            host_adam,
+            device_adam,
+            worker,
+            self._splits(),
+            checksum=checksum if model.splits_masters else None,
         )
 
     def train(self, iterations: Sequence[MovingIteration]) -> list[torch.Tensor]:

@@ -157,7 +157,7 @@ def unknown_writes(case: Case) -> None:
 
 def main() -> None:
     case = Case(name="writes", blocks=(), world_size=dist.get_world_size(), steps=4, clip=0.3)
-    # known_writes(case)
+    known_writes(case)
     if dist.get_world_size() == 1:
         unknown_writes(case)
 
