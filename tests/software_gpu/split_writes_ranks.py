@@ -73,8 +73,8 @@ class RandomWrite:
 
     def __init__(self, seed: int, steps: int) -> None:
         chance = random.Random(seed)
-        # The last call is followed by no update that would compare.
-        self._at = chance.randrange(steps - 1)
+        # The next update compares. What it finds is raised at the latest when the update after it begins.
+        self._at = chance.randrange(steps - 2)
         self._chosen = chance.random()
         self._change = chance.choice(CHANGES)
         self._calls = 0
