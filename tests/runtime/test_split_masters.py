@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from unittest import mock
 
 import pytest
 import torch
 
 from deep_opt_states.device.kernels import split_form
+from deep_opt_states.device.kernels.adam import ElementRange
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.split_masters import ParameterWritten, SplitMasters
+from deep_opt_states.runtime.state import Slot, UnitState
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Unit, Workload
-from tests.fake_device.device import FakeDevice
+from tests.fake_device.device import FakeDevice, LateChecksum
 from tests.fake_device.timing import Late
 from tests.runtime.moving import Model, MovingIteration, MovingTraining, same, train_serially
 
@@ -286,3 +289,62 @@ def test_states_and_gradients_take_14_bytes_per_parameter_of_host_memory(trainin
         for one in (training, whole)
     ]
     assert found == [14 * sum(MODEL.numels), 16 * sum(MODEL.numels)]
+
+
+# Faults that the comparisons above notice
+
+
+def states_after_an_announced_write() -> list[torch.Tensor]:
+    training = MovingTraining(MODEL, MIXED, FakeDevice(Late()))
+    list(training.run(0, MovingIteration(plan=MIXED)))
+    training.executor.give_params_back()
+    for place in OF_ACCELERATOR:
+        write(training, *place, torch.neg)
+    list(training.run(1, MovingIteration(plan=MIXED)))
+    return training.end()
+
+
+def is_right() -> bool:
+    """Return whether an announced write is forgotten, and another one is noticed, as in the tests above."""
+    expected = train_serially(MODEL, [MovingIteration(plan=MIXED)] * 2)
+    try:
+        if not same(states_after_an_announced_write(), expected[-8:]):
+            return False
+    except AssertionError:
+        return False
+    training = MovingTraining(MODEL, MIXED, FakeDevice(Late()))
+    list(training.run(0, MovingIteration(plan=MIXED)))
+    write(training, 0, 64, 96, torch.neg)
+    training.executor.give_states_back()
+    return training.executor.failure is not None
+
+
+def from_params(masters: SplitMasters) -> None:
+    for one in masters._ranges.values():
+        one.upper_is_param = bool(one.sums)
+
+
+def without_lower_halves(
+    state: UnitState, elements: ElementRange, states: Slot
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    yield state.view(state.exp_avg, elements), state.view(states.exp_avg, elements)
+    yield state.view(state.exp_avg_sq, elements), state.view(states.exp_avg_sq, elements)
+
+
+FAULTS: dict[str, AbstractContextManager[object]] = {
+    "parameters are not copied before a known write": mock.patch.object(SplitMasters, "copy_to_host"),
+    "an update reads parameters that were written": mock.patch.object(SplitMasters, "begin", from_params),
+    "nothing is compared": mock.patch.object(LateChecksum, "compare"),
+    "no sums are left behind": mock.patch.object(LateChecksum, "record"),
+    "lower halves are not copied": mock.patch.object(UnitState, "copied_states", without_lower_halves),
+}
+
+
+def test_without_a_fault_writes_are_forgotten_or_noticed() -> None:
+    assert is_right()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_of_split_masters_is_noticed(name: str) -> None:
+    with FAULTS[name]:
+        assert not is_right()
