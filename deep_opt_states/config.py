@@ -140,12 +140,14 @@ class Config(BaseModel):
     were tried."""
 
     split_masters: bool = False
-    """Whether the fp32 master weights that the CPU updates are kept as bf16 and the bits that bf16 lacks. The results
-    have the same bits. Host memory takes 14 bytes per parameter instead of 16, and an update on the CPU moves 26 bytes
-    per parameter instead of 28. Units that are streamed or resident are not split. Code that reads or writes optimizer
-    states between steps, such as `safe_get_full_fp32_param` or a checkpoint, sees fp32 tensors, for which all masters
-    are converted, and again before the next update. It needs a bf16 model on a GPU, without `offload_param`, and is
-    refused otherwise."""
+    """Whether the fp32 master weights are kept as bf16 and the bits that bf16 lacks. The results have the same bits.
+    Host memory takes 14 bytes per parameter instead of 16, and an update on the CPU moves 26 bytes per parameter
+    instead of 28. The states of streamed and resident units are 10 bytes per parameter instead of 12, because their
+    bf16 halves are the model's own parameters. Code that writes to these does so through DeepSpeed's interfaces, such
+    as `GatheredParameters` with a `modifier_rank`; any other write ends the training with an error. Code that reads or
+    writes optimizer states between steps, such as `safe_get_full_fp32_param` or a checkpoint, sees fp32 tensors, for
+    which all masters are converted, and again before the next update. It needs a bf16 model on a GPU, without
+    `offload_param`, and is refused otherwise."""
 
     report: str | None = Field(default=None, min_length=1)
     """The path of a folder into which rank 0 writes its measurements, for `deep-opt-states report`. By default, nothing

@@ -27,7 +27,7 @@ class Trained:
 
 
 def train(steps: int, seed: int, leak: str) -> Trained:
-    """Train so many steps, and return what the process has kept."""
+    """Train so many steps, and return the memory and the files that the process has kept."""
     script = ["-m", "tests.software_gpu.training.endurance_ranks", str(seed), str(steps), leak]
     (finished,) = run_ranks(1, script, timeout_s=START_S + SECONDS_PER_STEP * steps)
     if finished.returncode != 0 or not finished.answers():

@@ -23,11 +23,11 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from benchmarks.harness.rows import Row
 from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.device.kernels import split_form
 from deep_opt_states.device.kernels.adam import DEFAULT_BETAS, AdamKernel, AdamStep
 from deep_opt_states.device.kernels.choice import cpu_adam
 from deep_opt_states.device.kernels.fused import FusedAdam
-from deep_opt_states.runtime.split_masters import SplitMasters
-from deep_opt_states.runtime.state import Split, UnitState
+from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.state_memory import StateMemory
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -164,12 +164,13 @@ class SplitUpdate:
         self._kernel = fused_adam(threads)
         self._unit = unit = in_slab(state, gradient, self._kernel, splits_masters=True)
         self._update = unit.cpu_update_of(unit.elements)
-        self._masters = SplitMasters()
-        self._masters.set_units([unit], [Split.create(unit.elements)])
+        self._is_split = False
 
     def prepare(self) -> None:
         """Split the masters, once."""
-        self._masters.split()
+        if not self._is_split:
+            split_form.split(self._unit.master, self._unit.exp_avg_sq)
+            self._is_split = True
 
     def update(self, step: AdamStep) -> None:
         """Update all parameters with the fused kernel."""
@@ -179,7 +180,7 @@ class SplitUpdate:
     def joined_state(self) -> AdamState:
         """Return the state with fp32 masters."""
         param = self._unit.published_from(self._unit.elements).clone()
-        self._masters.join()
+        split_form.join(self._unit.master, self._unit.exp_avg_sq)
         return AdamState(
             master=self._unit.master, exp_avg=self._unit.exp_avg, exp_avg_sq=self._unit.exp_avg_sq, param=param
         )

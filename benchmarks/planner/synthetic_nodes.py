@@ -8,7 +8,7 @@ from itertools import product
 
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.hardware import HardwareProfile, Measurement, Provenance
-from perf_model.prediction.memory import TrainingSetup, resident_bytes_of
+from perf_model.prediction.memory import SIXTEEN_BIT, TrainingSetup, resident_bytes_of
 from perf_model.presets.models import MODELS
 from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.workload import Partition, Workload, form_sub_groups
@@ -105,7 +105,9 @@ class SyntheticNode:
         numel = -(-self.shape.numel // self.ranks)
         # All gradients stay on the GPU, as they do without offloading. In blocks they take a little more memory.
         gradients_bytes = int(1.1 * PARAM_BYTES * numel) + 2**26
-        states_bytes = MAX_SLOTS * resident_bytes_of(longest) + int(self.resident * resident_bytes_of(numel))
+        states_bytes = MAX_SLOTS * resident_bytes_of(longest, SIXTEEN_BIT) + int(
+            self.resident * resident_bytes_of(numel, SIXTEEN_BIT)
+        )
         return Budgets(gpu_bytes=gradients_bytes + states_bytes)
 
     def __str__(self) -> str:

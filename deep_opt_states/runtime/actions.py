@@ -20,7 +20,6 @@ from deep_opt_states.device.kernels.adam import AdamKernel, RangeUpdate
 from deep_opt_states.runtime.state import Slot, Split, UnitState
 from perf_model.schedule.action import Action, ActionKind, Lane
 from perf_model.schedule.schedule import Schedule
-from perf_model.schedule.workload import STATES
 
 Copies: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 """Destinations and sources, in the order in which they are copied."""
@@ -90,7 +89,12 @@ class Actions:
         uses_slots = any(action.slot is not None and self._splits[action.unit].rest for action in schedule.actions)
         num_slots = schedule.num_slots if uses_slots else 0
         kept = [slot for slot in self._slots if slot.master.numel() == schedule.slot_numel]
-        slots = [*kept, *(Slot.reserve(self._device, schedule.slot_numel) for _ in range(len(kept), num_slots))]
+        splits_masters = any(state.splits_masters for state in self._states)
+        added = range(len(kept), num_slots)
+        slots = [
+            *kept,
+            *(Slot.reserve(self._device, schedule.slot_numel, splits_masters=splits_masters) for _ in added),
+        ]
         self._slots = slots[:num_slots]
         self._shift = 0
         self._forget_views()
@@ -158,13 +162,13 @@ class Actions:
         return self._state_copies[key]
 
     def _derive_copies(self, action: Action, slot: Slot) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        state = self._states[action.unit]
-        narrowed = slot.narrow(state.numel)
-        for name in STATES:
-            on_host, on_accelerator = getattr(state, name), getattr(narrowed, name)
-            for element_range in self._splits[action.unit].rest:
-                pair = state.view(on_accelerator, element_range), state.view(on_host, element_range)
-                yield pair if action.kind is ActionKind.PREFETCH else pair[::-1]
+        state, narrowed = self._states[action.unit], slot.narrow(self._states[action.unit].numel)
+        rest = self._splits[action.unit].rest
+        # All ranges of one tensor after the other, as they are in memory.
+        for pairs in zip(*(state.copied_states(element_range, narrowed) for element_range in rest), strict=True):
+            for on_host, on_accelerator in pairs:
+                is_prefetch = action.kind is ActionKind.PREFETCH
+                yield (on_accelerator, on_host) if is_prefetch else (on_host, on_accelerator)
 
     def _updates_of(self, action: Action) -> list[RangeUpdate]:
         """Return the updates of the action's unit, in the slot that it uses now."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
+from deep_opt_states.device.kernels.checksum import Checksum
 from deep_opt_states.runtime.actions import Actions
 from deep_opt_states.runtime.early_update import EarlyBuffers, EarlyUpdate
 from deep_opt_states.runtime.executable import check_executable
@@ -22,8 +23,9 @@ from deep_opt_states.runtime.failure import UpdateFailed
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.runtime.resident_states import ResidentStates
-from deep_opt_states.runtime.split_masters import SplitMasters
+from deep_opt_states.runtime.split_masters import Names, SplitMasters, no_names
 from deep_opt_states.runtime.state import Split, UnitState
+from deep_opt_states.runtime.watched_adam import WatchedAdam
 from deep_opt_states.runtime.worker import CpuLane, Worker
 from perf_model.prediction.timeline import Timeline
 from perf_model.schedule.action import Lane
@@ -37,17 +39,19 @@ class Executor:
     ``set_schedule``. An update allocates nothing. ``host_adam`` updates in host memory, and ``device_adam`` on the
     accelerator; it may be None if every unit is updated on the CPU. ``worker`` is the cpu lane, a new ``Worker`` by
     default. ``splits`` has the ranges of each unit that ``begin`` updates early; by default there are none. Every
-    action is issued, or run by the worker, inside the context ``span(name)``. Raise ``ScheduleError`` if the schedule
-    is not safe to execute.
+    action is issued, or run by the worker, inside the context ``span(name)``. ``checksum`` is needed if masters are
+    split and ``device_adam`` is not None; ``names`` has the names of parameters for errors. Raise ``ScheduleError`` if
+    the schedule is not safe to execute.
 
     **Order of calls.** One thread makes all calls. ``begin`` starts an update and ``finish`` ends it; ``run`` does
     both. ``finish_on_stream`` ends it, too, but leaves its flushes in flight. Between them the caller may call
     ``publish``, ``publish_early_ranges``, ``mark_requested``, ``may_block``, ``may_advance`` and ``advance``, in any
-    order and any number of times. ``prefetch``, ``give_states_back``, ``set_units``, ``set_schedule`` and ``touch`` are
-    called only while no update is pending, and ``close`` comes last.
+    order and any number of times. ``prefetch``, ``give_states_back``, ``give_params_back``, ``set_units``,
+    ``set_schedule`` and ``touch`` are called only while no update is pending, and ``close`` comes last.
 
     **Memory.** Between updates gradients and parameters belong to the caller: on every stream and thread after
-    ``finish``, and on the stream that was current in ``finish_on_stream`` after that. Optimizer states do so after
+    ``finish``, and on the stream that was current in ``finish_on_stream`` after that. If masters are split, the caller
+    writes to parameters only after ``give_params_back`` or ``give_states_back``. Optimizer states do so after
     ``finish`` and ``give_states_back``, until ``prefetch`` or ``begin``. From ``begin`` to ``finish`` gradients,
     optimizer states and parameters belong to the executor: the caller must neither write to gradients and states nor
     read parameters. There are two exceptions: the parameters of early ranges may be read and written once ``begin`` has
@@ -74,21 +78,29 @@ class Executor:
         worker: CpuLane | None = None,
         splits: Sequence[Split] | None = None,
         span: Callable[[str], AbstractContextManager[object]] = nullcontext,
+        checksum: Checksum | None = None,
+        names: Names = no_names,
     ) -> None:
         check_executable(schedule, states)
         self._device = device
-        self._host_adam = host_adam
-        self._device_adam = device_adam
         self._lanes = LaneStreams(device)
         streams = self._lanes.streams
         self._residents = ResidentStates(device, streams[Lane.H2D], streams[Lane.COMPUTE], streams[Lane.D2H])
-        self._split_masters = SplitMasters()
+        self._split_masters = SplitMasters(device, streams[Lane.D2H], checksum, names)
+        # Where slots are host memory, both are the same kernel, whose step begins once.
+        self._kernels = tuple({id(adam): adam for adam in (host_adam, device_adam) if adam is not None}.values())
+        self._host_adam = host_adam
+        self._device_adam = device_adam
+        if device_adam is not None and checksum is not None:
+            self._device_adam = device_adam = WatchedAdam(device_adam, self._split_masters)
         self._actions = Actions(device, host_adam, device_adam)
         self._early_buffers: EarlyBuffers | None = None
         self.pending = False
         """Whether an update has begun and has not ended since, even if the update has failed."""
         self.flushing = False
         """Whether the update has ended by ``finish_on_stream``, so that its flushes may be in flight."""
+        self.failure: BaseException | None = None
+        """The exception that ended an update and left the states inconsistent, until ``forget_failure``."""
         self._worker = worker or Worker(device.enter_thread)
         self._issuer = Issuer(device, self._lanes, self._worker, self._actions.run, span)
         try:
@@ -98,8 +110,6 @@ class Executor:
             raise
         self._requested = 0
         """The position in the schedule before which every rank has requested each PUBLISH."""
-        self.failure: BaseException | None = None
-        """The exception that ended an update and left the states inconsistent, until ``forget_failure``."""
 
     def set_units(self, schedule: Schedule, states: Sequence[UnitState], splits: Sequence[Split] | None = None) -> None:
         """Update ``states`` by ``schedule`` from the next update on, and reserve the slots that it needs.
@@ -122,12 +132,14 @@ class Executor:
             Split.all_early(state.elements) if state.is_evicted else split
             for state, split in zip(states, splits, strict=True)
         ]
+        split_ranges = self._split_masters.ranges_of(states, here)
         early_update = EarlyUpdate(states, here, self._device, self._lanes.streams, self._worker, self._early_buffers)
         self._actions.set_units(schedule, states, here)
         self._early_update, self._early_buffers = early_update, early_update.buffers
         self._states, self._splits = states, splits
         self._residents.set_units(states)
-        self._split_masters.set_units(states, here)
+        with self._keep_failure():
+            self._split_masters.set_ranges(split_ranges, are_valid=self.failure is None)
         self._issuer.reserve_events(schedule)
         self._adopt(schedule)
 
@@ -173,6 +185,7 @@ class Executor:
         if self.failure is not None:
             return
         with self._keep_failure():
+            self._split_masters.split()
             self._residents.load()
             self._issuer.prefetch()
 
@@ -189,10 +202,24 @@ class Executor:
         if self.failure is None:
             with self._keep_failure():
                 self._residents.write_back()
+                self._split_masters.copy_to_host()
         self._residents.invalidate()
         # After a failure, too: a checkpoint may be loaded into the masters.
         with self._keep_failure():
             self._split_masters.join()
+
+    @property
+    def watches_params(self) -> bool:
+        """Return whether parameters are a half of masters, so that ``give_params_back`` must precede a write."""
+        return self._split_masters.watches_params
+
+    def give_params_back(self) -> None:
+        """Let the caller write to parameters until the next update, which forgets what was written, as stock does."""
+        assert not self.pending
+        self.finish()
+        if self.failure is None:
+            with self._keep_failure():
+                self._split_masters.copy_to_host()
 
     def write_back(self, units: Sequence[UnitState] | None = None) -> None:
         """Make the states of the resident ``units`` in host memory those of the last update, as ``set_units`` requires.
@@ -222,13 +249,16 @@ class Executor:
         self._requested = 0
         self.pending, self.flushing = True, False
         with self._keep_failure():
+            # Before the wait, which then also ends the comparison of sums.
+            self._split_masters.compare()
             self._lanes.wait_for_caller(self._issuer.events)
+            self._split_masters.raise_if_written()
             # After the wait: kernels of the update before, which ``finish_on_stream`` left to the stream, read the
             # hyperparameters that are overwritten here.
-            for kernel in {id(kernel): kernel for kernel in (self._host_adam, self._device_adam)}.values():
-                if kernel is not None:
-                    kernel.begin_step(steps)
+            for kernel in self._kernels:
+                kernel.begin_step(steps)
             self._split_masters.split()
+            self._split_masters.begin()
             self._residents.load()
             self._residents.mark_updated()
             self._early_update.update(self._host_adam, self._device_adam)

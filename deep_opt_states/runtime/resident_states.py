@@ -2,7 +2,7 @@
 
 Host memory has a place for the states of every unit. Those of a resident unit are loaded from there before its first
 update, and are updated on the accelerator from then on. They are written back before any other code reads or writes
-optimizer states, and before the unit is updated elsewhere.
+optimizer states, and before the unit is updated elsewhere. If masters are split, only their lower halves are copied.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 from deep_opt_states.device.interface import Device, Stream
 from deep_opt_states.runtime.state import Resident, UnitState
-from perf_model.schedule.workload import STATES
 
 
 class ResidentStates:
@@ -43,8 +42,8 @@ class ResidentStates:
             return
         with self._h2d.issue():
             for state, resident in missing:
-                for name in STATES:
-                    self._device.copy(getattr(resident.states, name), getattr(state, name))
+                for on_host, on_accelerator in state.copied_states(state.elements, resident.states):
+                    self._device.copy(on_accelerator, on_host)
                 resident.is_loaded = True
         self._h2d.record(self._loaded)
         self._compute.wait(self._loaded)
@@ -68,8 +67,8 @@ class ResidentStates:
             return
         with self._d2h.issue():
             for state, resident in updated:
-                for name in STATES:
-                    self._device.copy(getattr(state, name), getattr(resident.states, name))
+                for on_host, on_accelerator in state.copied_states(state.elements, resident.states):
+                    self._device.copy(on_host, on_accelerator)
         self._d2h.record(self._written)
         self._written.synchronize()
         for _, resident in updated:

@@ -1,79 +1,334 @@
-"""Keep the master weights that the CPU updates in two halves, and join them before any other code uses them.
+"""Keep master weights in two halves where that saves bytes, and join them before any other code uses them.
 
-Where the CPU updates a range and publishes its parameters, it needs the master weights and the same weights rounded to
-bf16. Split (``split_form.py``), both fit into the 4 bytes of the fp32 master. That saves 2 bytes per parameter of host
-memory, and of the traffic of an update.
+A bf16 parameter is the upper half of its fp32 master weight, rounded (``split_form.py``). The place of a range of
+masters in host memory has both halves. Who owns the upper half decides where it is valid:
 
-A range is split before its first update. It is joined before any other code reads or writes optimizer states, and
-before it is updated in another way. The masters are then ordinary fp32 tensors in the same memory, so that checkpoints
-need no other memory, and what is written to them takes effect. Two cases are never split: streamed and resident units,
-whose states the accelerator updates, and the early ranges of all units, which have buffers for rounded parameters.
+- Where the CPU updates a range, it is the one in host memory, the source of the publication. Nothing else writes to it.
+- Where the accelerator updates a range, it is the model's own parameter. The states that are copied are the lower half
+  and the moments: 10 bytes per parameter instead of 12.
+
+A range is split before its first update. It is joined before any other code reads or writes optimizer states. The
+masters are then ordinary fp32 tensors in the same memory, so that checkpoints need no other memory, and what is written
+to them takes effect. The early ranges of CPU and streamed units are never split: they have buffers for rounded
+parameters.
+
+Stock forgets at its next update what a script has written to a parameter. Here such a write would change the master. So
+the upper halves are copied to host memory before a known write to parameters, and the next update begins with these.
+All other writes are noticed by sums over the bits (``checksum.py``), which an update leaves behind. They are compared
+before the next update begins, and before the upper halves are copied to host memory. An update works on a copy of the
+parameters, whose sums are compared, too: so also a write while the update is in flight is noticed, or overwritten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 
+from deep_opt_states.device.interface import Device, Stream
 from deep_opt_states.device.kernels import split_form
-from deep_opt_states.device.kernels.adam import ElementRange
+from deep_opt_states.device.kernels.adam import ElementRange, RangeUpdate
+from deep_opt_states.device.kernels.checksum import BLOCK_NUMEL, Checksum, num_sums
 from deep_opt_states.runtime.state import Split, UnitState
 from perf_model.schedule.placement import Placement
 
+Place: TypeAlias = tuple[int, ElementRange]
+"""The sub-group and the elements of a range."""
 
-class SplitMasters:
-    """The ranges of one executor whose masters are split while the CPU updates them, and which of them are split now.
+Names: TypeAlias = Callable[[ElementRange, int], Iterable[str]]
+"""Return the names of the parameters in a range of a sub-group, wholly or in part."""
 
-    The caller calls ``split`` before it issues an update, and every other method only while nothing is in flight.
+
+def no_names(elements: ElementRange, sub_group: int) -> Iterable[str]:
+    """Return a description for parameters whose names are not known."""
+    return [f"elements {elements.begin} to {elements.end} of sub-group {sub_group}"]
+
+
+class ParameterWritten(RuntimeError):
+    """The error for a parameter whose master weight is lost, because something else has written to the parameter."""
+
+
+@dataclass(eq=False)
+class SplitRange:
+    """A range whose masters are split as a whole.
+
+    ``sums`` has, for each part that the accelerator updates at once, its elements and the sums over its parameters. It
+    is empty where the CPU updates the range.
     """
 
-    def __init__(self) -> None:
-        self._ranges: dict[tuple[int, ElementRange], tuple[torch.Tensor, torch.Tensor]] = {}
-        """The masters and the second moments of each range, by its sub-group and elements."""
-        self._are_split: dict[tuple[int, ElementRange], tuple[torch.Tensor, torch.Tensor]] = {}
-        """The same for the ranges that are split now."""
+    state: UnitState
+    elements: ElementRange
+    sums: dict[ElementRange, torch.Tensor] = field(default_factory=dict)
+    is_split: bool = False
+    upper_is_param: bool = False
+    """Whether the model's parameters are the upper halves, and those in host memory are older."""
 
-    def set_units(self, states: Sequence[UnitState], splits: Sequence[Split]) -> None:
-        """Split the masters of ``states`` from the next update on. ``splits`` has the early ranges of each of them.
+    @property
+    def upper(self) -> torch.Tensor:
+        """Return the place of the upper halves in host memory."""
+        return split_form.halves(self._master)[1]
 
-        Join the ranges that are updated in another way from now on.
+    @property
+    def param(self) -> torch.Tensor:
+        """Return the model's parameters."""
+        return self.state.view(self.state.param, self.elements)
+
+    def split(self) -> None:
+        """Split the masters in host memory. Raise ``ValueError`` if a second moment is negative."""
+        split_form.split(self._master, self._exp_avg_sq)
+        self.is_split = True
+
+    def join(self) -> None:
+        """Make the masters in host memory fp32."""
+        split_form.join(self._master, self._exp_avg_sq)
+        self.is_split = self.upper_is_param = False
+
+    @property
+    def _master(self) -> torch.Tensor:
+        return self.state.view(self.state.master, self.elements)
+
+    @property
+    def _exp_avg_sq(self) -> torch.Tensor:
+        return self.state.view(self.state.exp_avg_sq, self.elements)
+
+
+@dataclass(frozen=True)
+class _WrittenBlocks:
+    """The number of a block of each part that was written to, or zero; int64, of shape [parts].
+
+    ``found`` is on the accelerator, where comparisons add to it. ``on_host`` is its page-locked copy, and ``none`` has
+    zeros there.
+    """
+
+    found: torch.Tensor
+    on_host: torch.Tensor
+    none: torch.Tensor
+
+    @classmethod
+    def reserve(cls, device: Device[Any], numel: int) -> _WrittenBlocks:
+        """Allocate the tensors. Raise the device's out-of-memory error if memory is short."""
+        none = device.empty_host(numel, torch.int64).zero_()
+        written = cls(device.empty(numel, torch.int64), device.empty_host(numel, torch.int64), none)
+        device.copy(written.found, none)
+        return written
+
+
+class SplitMasters:
+    """The ranges of one executor whose masters are split while they are updated, and where their upper halves are.
+
+    ``d2h`` is the stream of copies to host memory. ``checksum`` may be None if no unit
+    is ever updated on the accelerator. ``names`` is used in errors.
+
+    In each update the caller calls ``compare``, ``raise_if_written`` when the host has waited for the current stream,
+    ``split``, and ``begin``, in this order, and then ``before`` and ``after`` for each range that the
+    accelerator updates. It may call ``split`` before. It calls all other methods only while nothing is in flight.
+    """
+
+    def __init__(
+        self,
+        device: Device[Any],
+        d2h: Stream[Any],
+        checksum: Checksum | None,
+        names: Names = no_names,
+    ) -> None:
+        self._device = device
+        self._d2h = d2h
+        self._checksum = checksum
+        self._names = names
+        self._ranges: dict[Place, SplitRange] = {}
+        self._sums: dict[Place, torch.Tensor] = {}
+        """The sums of all parts that the accelerator updates."""
+        self._positions: dict[Place, int] = {}
+        """The position of each of them in ``_written``."""
+        self._updated: dict[Place, SplitRange] = {}
+        """The range that each of them is in."""
+        self._from_host: set[Place] = set()
+        """The parts whose next update reads the upper halves in host memory."""
+        self._written: _WrittenBlocks | None = None
+        self._is_compared = False
+        self._compared, self._copied = device.event(), device.event()
+        """The current stream -> d2h stream, and that stream -> host."""
+
+    @property
+    def watches_params(self) -> bool:
+        """Return whether the accelerator updates any range."""
+        return bool(self._sums)
+
+    def ranges_of(self, states: Sequence[UnitState], splits: Sequence[Split]) -> dict[Place, SplitRange]:
+        """Return the ranges of ``states`` to split, with memory for their sums. ``splits`` has their early ranges.
+
+        Raise the device's out-of-memory error if memory is short. Nothing changes before ``set_ranges``.
         """
-        self._ranges = {
-            (state.sub_group, element_range): (
-                state.view(state.master, element_range),
-                state.view(state.exp_avg_sq, element_range),
-            )
-            for state, split in zip(states, splits, strict=True)
-            if state.rounded is None
-            for element_range in _updated_on_cpu(state, split)
+        ranges: dict[Place, SplitRange] = {}
+        for state, split in zip(states, splits, strict=True):
+            for elements, parts in _ranges_with_parts(state, split) if state.rounded is None else ():
+                known = self._ranges.get((state.sub_group, elements))
+                sums = (
+                    known.sums
+                    if known is not None and known.sums.keys() == set(parts)
+                    else {part: self._device.empty(num_sums(part.numel), torch.int64) for part in parts}
+                )
+                ranges[state.sub_group, elements] = SplitRange(state, elements, sums)
+        return ranges
+
+    def set_ranges(self, ranges: dict[Place, SplitRange], *, are_valid: bool) -> None:
+        """Split ``ranges`` from the next update on, and join those that are not among them.
+
+        If not ``are_valid``, because an update has failed, nothing is read from parameters. Raise ``ParameterWritten``
+        if a parameter was written to that is the upper half of a master.
+        """
+        kept = {place for place, one in ranges.items() if self._has_sums_of(place, one)}
+        try:
+            if are_valid:
+                self._copy_to_host([known for place, known in self._ranges.items() if place not in kept])
+        finally:
+            self._adopt(ranges)
+
+    def _has_sums_of(self, place: Place, one: SplitRange) -> bool:
+        """Return whether ``one`` is updated as the known range at the same place is, and has its sums."""
+        return place in self._ranges and self._ranges[place].sums is one.sums
+
+    def _adopt(self, ranges: dict[Place, SplitRange]) -> None:
+        for place, known in self._ranges.items():
+            if place in ranges:
+                ranges[place].is_split = known.is_split
+                ranges[place].upper_is_param = known.upper_is_param and self._has_sums_of(place, ranges[place])
+            elif known.is_split:
+                known.join()
+        self._ranges = ranges
+        self._sums = {
+            (sub_group, part): sums for (sub_group, _), one in ranges.items() for part, sums in one.sums.items()
         }
-        self._join(set(self._are_split).difference(self._ranges))
+        self._positions = {place: position for position, place in enumerate(self._sums)}
+        self._updated = {(sub_group, part): one for (sub_group, _), one in ranges.items() for part in one.sums}
+        self._written = _WrittenBlocks.reserve(self._device, len(self._sums)) if self._sums else None
+
+    def compare(self) -> None:
+        """Issue the comparison of all sums on the current stream, for ``raise_if_written``."""
+        watched = [one for one in self._ranges.values() if one.upper_is_param]
+        if not watched:
+            return
+        assert self._checksum is not None
+        assert self._written is not None
+        for one in watched:
+            for part in one.sums:
+                self._compare(one.state.sub_group, part, one.state.view(one.state.param, part))
+        self._device.copy(self._written.on_host, self._written.found)
+        self._is_compared = True
+
+    def raise_if_written(self) -> None:
+        """Raise ``ParameterWritten`` if a sum differs. The host has waited for the stream of ``compare``."""
+        if not self._is_compared:
+            return
+        self._is_compared = False
+        assert self._written is not None
+        for (sub_group, part), number in zip(self._sums, self._written.on_host.tolist(), strict=True):
+            if number:
+                # Training may continue with a checkpoint.
+                self._device.copy(self._written.found, self._written.none)
+                begin = part.begin + (number - 1) * BLOCK_NUMEL
+                block = part.part(begin, min(begin + BLOCK_NUMEL, part.end))
+                raise ParameterWritten(
+                    f"split_masters: no code but the update may write to the 16-bit parameters, which are a half of "
+                    f"the master weights; found other bits in {' or '.join(self._names(block, sub_group))}.\n"
+                    f"Write inside deepspeed.zero.GatheredParameters(..., modifier_rank=0), which is allowed, or set "
+                    f'"split_masters": false, and resume from the last checkpoint.'
+                )
 
     def split(self) -> None:
         """Split what is not split. Raise ``ValueError`` if a second moment is negative."""
-        for key, tensors in self._ranges.items():
-            if key not in self._are_split:
-                split_form.split(*tensors)
-                self._are_split[key] = tensors
+        for one in self._ranges.values():
+            if not one.is_split:
+                one.split()
+
+    def begin(self) -> None:
+        """Update from the upper halves in host memory where only these are valid.
+
+        This forgets what was written to these parameters, as stock does.
+        """
+        for one in self._ranges.values():
+            if one.sums and not one.upper_is_param:
+                self._from_host.update((one.state.sub_group, part) for part in one.sums)
+                one.upper_is_param = True
+
+    def before(self, update: RangeUpdate) -> None:
+        """Issue the copy of upper halves to the buffer that ``update`` reads and writes, and the comparison there.
+
+        Both are on the current stream, which updates. No other code writes to the buffer. So a write to the parameters
+        before the copy is noticed by this comparison, for the next ``raise_if_written``. The update overwrites a later
+        one, or it is noticed by the next comparison.
+        """
+        place = update.sub_group, update.element_range
+        one, buffer = self._updated[place], update.tensors.param
+        assert buffer is not None
+        if place in self._from_host:
+            self._from_host.remove(place)
+            self._device.copy(buffer, update.element_range.view(one.upper, one.elements.begin))
+        else:
+            self._device.copy(buffer, one.state.view(one.state.param, update.element_range))
+            self._compare(*place, buffer)
+
+    def after(self, update: RangeUpdate) -> None:
+        """Issue the sums of the buffer after ``update``, on the current stream. It is then copied to the parameters."""
+        assert self._checksum is not None
+        assert update.tensors.param is not None
+        self._checksum.record(update.tensors.param, self._sums[update.sub_group, update.element_range])
+
+    def copy_to_host(self) -> None:
+        """Make the upper halves in host memory valid, so that parameters may be written, and block the host until then.
+
+        Raise ``ParameterWritten`` if they were written already.
+        """
+        self._copy_to_host(self._ranges.values())
 
     def join(self) -> None:
-        """Make all masters fp32."""
-        self._join(set(self._are_split))
+        """Make all masters fp32. The caller has called ``copy_to_host``, unless an update has failed."""
+        self._is_compared = False
+        self._from_host.clear()
+        for one in self._ranges.values():
+            if one.is_split:
+                one.join()
 
     def close(self) -> None:
         """Drop the references to the states."""
         self._ranges.clear()
-        self._are_split.clear()
+        self._sums.clear()
+        self._updated.clear()
+        self._written = None
 
-    def _join(self, keys: set[tuple[int, ElementRange]]) -> None:
-        for key in keys:
-            split_form.join(*self._are_split[key])
-            del self._are_split[key]
+    def _compare(self, sub_group: int, part: ElementRange, param: torch.Tensor) -> None:
+        assert self._checksum is not None
+        assert self._written is not None
+        position = self._positions[sub_group, part]
+        self._checksum.compare(param, self._sums[sub_group, part], self._written.found.narrow(0, position, 1))
+
+    def _copy_to_host(self, ranges: Iterable[SplitRange]) -> None:
+        if not any(one.upper_is_param for one in self._ranges.values()):
+            return
+        copied = [one for one in ranges if one.upper_is_param]
+        self.compare()
+        self._device.current_stream().record(self._compared)
+        self._d2h.wait(self._compared)
+        with self._d2h.issue():
+            for one in copied:
+                self._device.copy(one.upper, one.param)
+        self._d2h.record(self._copied)
+        self._copied.synchronize()
+        self.raise_if_written()
+        for one in copied:
+            one.upper_is_param = False
 
 
-def _updated_on_cpu(state: UnitState, split: Split) -> tuple[ElementRange, ...]:
-    """Return the ranges that the CPU updates and publishes from memory of their own."""
-    if state.is_evicted:
-        return split.early
-    return split.rest if state.placement is Placement.CPU else ()
+def _ranges_with_parts(state: UnitState, split: Split) -> Iterable[tuple[ElementRange, tuple[ElementRange, ...]]]:
+    """Yield the ranges to split, each with the parts of it that the accelerator updates at once."""
+    if state.is_evicted or state.placement is Placement.CPU:
+        # Units that the CPU updates, and publishes from memory of its own.
+        for elements in split.early if state.is_evicted else split.rest:
+            yield elements, ()
+    elif state.placement is Placement.RESIDENT:
+        yield state.elements, (*split.early, *split.rest)
+    else:
+        for elements in split.rest:
+            yield elements, (elements,)

@@ -8,7 +8,7 @@ none of them copies or waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from perf_model.schedule.placement import Placement
 class Slot:
     """Accelerator memory for the optimizer states of one unit at a time.
 
-    All tensors are fp32 and have shape [slot_numel].
+    All tensors are fp32 and have shape [slot_numel]. If masters are split, ``master`` has their lower halves, int16.
     """
 
     master: torch.Tensor
@@ -32,9 +32,10 @@ class Slot:
     exp_avg_sq: torch.Tensor
 
     @classmethod
-    def reserve(cls, device: Device[Any], numel: int) -> Slot:
+    def reserve(cls, device: Device[Any], numel: int, *, splits_masters: bool = False) -> Slot:
         """Allocate the slot's tensors, of ``numel`` elements each. Raise the device's error if memory is short."""
-        return cls(*(device.empty(numel, torch.float32) for _ in range(3)))
+        master = device.empty(numel, torch.int16 if splits_masters else torch.float32)
+        return cls(master, *(device.empty(numel, torch.float32) for _ in range(2)))
 
     def narrow(self, numel: int) -> Slot:
         """Return views of the first ``numel`` elements, which a unit of that size uses."""
@@ -72,11 +73,12 @@ class UnitState:
 
     ``rounded``, in that dtype in host memory, is the source that a CPU update is published from. It is ``param`` itself
     where the CPU can write ``param``, so that publishing copies nothing. For an fp32 model it is ``master``. It is None
-    if the masters are split where the CPU updates them: their upper halves are published (see ``split_masters.py``).
+    if the masters are split (see ``split_masters.py``): their upper halves are published. The accelerator then has the
+    lower halves of the unit's masters, and ``param`` is their upper halves, of which ``staged`` is a copy.
 
     ``staged``, in that dtype on the accelerator, receives the parameters of an update on the accelerator if ``param``
-    is in host memory; they are copied to ``param`` from there. It is None otherwise. All units share this memory, which
-    is safe because one stream both updates and copies.
+    is in host memory, or if masters are split; they are copied to ``param`` from there. It is None otherwise. All units
+    share this memory, which is safe because one stream both updates and copies.
 
     ``resident`` is the accelerator memory of a resident unit; None otherwise.
     """
@@ -103,6 +105,11 @@ class UnitState:
     def is_on_accelerator(self) -> bool:
         """Return whether the gradient is on the accelerator, and the unit is updated there."""
         return self.placement is not Placement.CPU and not self.is_evicted
+
+    @property
+    def splits_masters(self) -> bool:
+        """Return whether the masters are split."""
+        return self.rounded is None
 
     @property
     def cpu_writes_param(self) -> bool:
@@ -137,7 +144,7 @@ class UnitState:
         ``published_from`` is the source that its parameters are published from.
         """
         update = self.update_of(element_range, self.cpu_tensors)
-        if self.rounded is not None:
+        if not self.splits_masters:
             return update
         lower, upper = halves(update.tensors.master)
         return replace(update, tensors=replace(update.tensors, master=lower, param=upper))
@@ -148,6 +155,15 @@ class UnitState:
             return self.view(self.rounded, element_range)
         _, upper = halves(self.view(self.master, element_range))
         return upper
+
+    def copied_states(self, element_range: ElementRange, states: Slot) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the tensors in host memory and those in ``states`` that are copied between the two for a range."""
+        on_host = [self.view(tensor, element_range) for tensor in (self.master, self.exp_avg, self.exp_avg_sq)]
+        if self.splits_masters:
+            # The upper halves are the parameters, and on the accelerator already.
+            on_host[0], _ = halves(on_host[0])
+        on_accelerator = (states.master, states.exp_avg, states.exp_avg_sq)
+        yield from zip(on_host, (self.view(tensor, element_range) for tensor in on_accelerator), strict=True)
 
     def accelerator_tensors(self, states: Slot) -> AdamTensors:
         """Return the tensors of an update on the accelerator, where ``states`` has the optimizer states."""

@@ -67,7 +67,7 @@ class StateMemory:
     memory on the accelerator, for the plan that was passed to ``set_plan`` last. ``params`` has the flat buffer of each
     sub-group, of shape [numel], in the model's dtype; if ``params_on_host``, these buffers are in page-locked host
     memory although ``device`` has memory of its own. ``splits_masters``: there is no buffer for rounded parameters,
-    because these are the upper halves of split masters.
+    because these are the upper halves of split masters, and the accelerator has only the lower halves.
 
     The constructor fills the slab with zeros that no thread has touched. Raise ``HostMemoryError`` if the host cannot
     provide it.
@@ -184,12 +184,14 @@ class StateMemory:
             state.staged = staging.narrow(0, 0, unit.numel)
         if placement is Placement.RESIDENT:
             kept = None if before is None else before.resident
-            state.resident = kept or Resident(Slot.reserve(self._device, unit.numel))
+            state.resident = kept or Resident(
+                Slot.reserve(self._device, unit.numel, splits_masters=self._splits_masters)
+            )
         return state
 
     def _reserve_staging(self, plan: UpdatePlan) -> torch.Tensor | None:
-        """Return memory on the accelerator for the rounded parameters of its largest unit, if they are on the host."""
-        numel = plan.largest_on_accelerator if self._params_on_host else 0
+        """Return memory on the accelerator for the parameters of its largest unit, if updates do not write in place."""
+        numel = plan.largest_on_accelerator if self._params_on_host or self._splits_masters else 0
         if numel == 0:
             return None
         if self._staging is not None and self._staging.numel() == numel:

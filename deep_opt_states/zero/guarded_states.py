@@ -36,6 +36,8 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
     def _wait_for_parameters(self) -> None:
         if "_update" in vars(self):
             self._update.wait()
+            # The caller may also write to them.
+            self._update.give_params_back()
 
     def _wait_for_states(self) -> None:
         if "_update" in vars(self):

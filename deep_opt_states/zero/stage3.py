@@ -162,6 +162,7 @@ class DeepOptimizerStates_Stage3(UserGradients):
             self._assembly.planned.request,
             self._assembly.budget,
             self._assembly.slot_budget,
+            self._assembly.widths,
             self._update.report,
             self._before_eviction,
             self.module,
@@ -344,7 +345,7 @@ class DeepOptimizerStates_Stage3(UserGradients):
 
     def _post_step(self, timer_names: Any) -> None:
         # Prefetches may be in flight. If the host waited for them, the actions that follow them would be issued late.
-        with waits_for_current_stream(get_accelerator()):
+        with waits_for_current_stream(get_accelerator()), self._gathers.by_the_step():
             super()._post_step(timer_names)
         # The next all-gather must wait for the caller's stream. The pre-forward hook of ``Gathers`` also ensures that,
         # but it does not run if a submodule is called directly and not through the engine.

@@ -127,7 +127,7 @@ def _add_machine_and_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accumulation", type=integer, default=1, help=accumulation)
     offload_param = "keep the 16-bit parameters in host memory (offload_param: cpu); default: on the GPU"
     parser.add_argument("--offload-param", action="store_true", help=offload_param)
-    split_masters = 'keep the masters that the CPU updates in two halves ("split_masters": true); default: whole'
+    split_masters = 'keep the masters of a bf16 model in two halves ("split_masters": true); default: whole'
     parser.add_argument("--split-masters", action="store_true", help=split_masters)
     trainable = "share of the parameters that is trained, such as 0.01 with LoRA; default: %(default)g, all"
     parser.add_argument("--trainable-share", type=_share, default=1.0, metavar="SHARE", help=trainable)

@@ -15,8 +15,8 @@ from enum import Enum
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.happens_before import CHAINS
+from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.schedule import STAGED_BYTES_PER_PARAM
 from perf_model.schedule.workload import FP32_BYTES
 
 PROBED_PARAM_BYTES = 2
@@ -63,16 +63,18 @@ def traffic_by_action(
     pass: p, m and v are read and written (24), the gradient is read in the dtype of the model, in which DeepSpeed
     accumulates it by default, and the 16-bit parameter is written. ``params_on_host``: DeepSpeed offloads parameters,
     so the CPU update writes them in place, in fp32 models too, and an update on the accelerator is copied down to them.
-    ``splits_masters``: the CPU update reads and writes the 16-bit parameter and 16 bits more instead of p.
+    ``splits_masters``: the CPU update reads and writes the 16-bit parameter and 16 bits more instead of p, and only
+    these 16 bits more are copied.
     """
     # Split masters: 2 bytes less are written than p and the 16-bit parameter take.
     states = 24 - (2 if splits_masters else 0)
+    staged = Widths(param=param_bytes, grad=param_bytes, splits_masters=splits_masters).staged_bytes
     writes_param = params_on_host or param_bytes < FP32_BYTES
     published, copied_down = (0, param_bytes) if params_on_host else (param_bytes, 0)
     return {
-        ActionKind.PREFETCH: BytesPerParam(h2d=STAGED_BYTES_PER_PARAM, dram=STAGED_BYTES_PER_PARAM),
+        ActionKind.PREFETCH: BytesPerParam(h2d=staged, dram=staged),
         ActionKind.GPU_STEP: BytesPerParam(d2h=copied_down, dram=copied_down),
-        ActionKind.FLUSH_STATES: BytesPerParam(d2h=12, dram=12),
+        ActionKind.FLUSH_STATES: BytesPerParam(d2h=staged, dram=staged),
         ActionKind.CPU_STEP: BytesPerParam(dram=states + param_bytes + (param_bytes if writes_param else 0)),
         ActionKind.PUBLISH: BytesPerParam(h2d=published, dram=published),
     }

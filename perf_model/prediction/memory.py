@@ -10,7 +10,6 @@ from enum import Enum
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.schedule import STAGED_BYTES_PER_PARAM
 from perf_model.schedule.workload import FP32_BYTES
 
 MIB = 2**20
@@ -66,6 +65,11 @@ class TrainingSetup:
     params_on_host: bool = False
     longest_partition_numel: int | None = None
 
+    @property
+    def stages_params(self) -> bool:
+        """Return whether an update on the accelerator works on parameters in a buffer, and not in place."""
+        return self.params_on_host or self.widths.splits_masters
+
 
 DEFAULT_SETUP = TrainingSetup()
 """A 16-bit model with gradients in its dtype, one micro-batch per step, and its parameters on the accelerator."""
@@ -106,19 +110,19 @@ def on_accelerator(
     if not kept:
         return []
     return [
-        *states_on_accelerator(streamed, residents, num_slots),
+        *states_on_accelerator(streamed, residents, num_slots, setup.widths),
         *gradients_on_accelerator(kept, setup.widths.grad),
         *(rounding_buffer(max(updated), setup) if updated else []),
     ]
 
 
 def rounding_buffer(largest_numel: int, setup: TrainingSetup) -> list[Reservation]:
-    """Return the buffer that an update on the accelerator rounds to, before parameters are copied to host memory.
+    """Return the buffer of parameters that an update on the accelerator works on, before they are copied.
 
-    It is needed only if parameters are in host memory. ``largest_numel`` is the length of the largest unit that the
-    accelerator updates.
+    It is needed if parameters are in host memory, or if masters are split. ``largest_numel`` is the length of the
+    largest unit that the accelerator updates.
     """
-    if not setup.params_on_host:
+    if not setup.stages_params:
         return []
     return [Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=largest_numel * setup.widths.param)]
 
@@ -156,24 +160,26 @@ def staging_buffers(plan: UpdatePlan, setup: TrainingSetup) -> list[Reservation]
     return [Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=each_bytes, count=NUM_STAGING_BUFFERS)]
 
 
-def accelerator_bytes_with_all_gradients(plan: UpdatePlan, grad_bytes: int) -> int:
+def accelerator_bytes_with_all_gradients(plan: UpdatePlan, widths: Widths) -> int:
     """Return the bytes of accelerator memory that ``plan`` needs if all gradients stay there.
 
-    This includes the gradients of the units that the CPU updates. Gradients take ``grad_bytes`` per parameter.
+    This includes the gradients of the units that the CPU updates.
     """
     numels = _numels_by_placement(plan)
-    states = states_on_accelerator(numels[Placement.STREAMED], numels[Placement.RESIDENT], plan.num_slots)
+    states = states_on_accelerator(numels[Placement.STREAMED], numels[Placement.RESIDENT], plan.num_slots, widths)
     every = Counter(unit.numel for unit in plan.workload.units)
-    return cuda_bytes_of([*states, *gradients_on_accelerator(every, grad_bytes)])
+    return cuda_bytes_of([*states, *gradients_on_accelerator(every, widths.grad)])
 
 
-def states_on_accelerator(streamed: Counter[int], residents: Counter[int], num_slots: int) -> list[Reservation]:
+def states_on_accelerator(
+    streamed: Counter[int], residents: Counter[int], num_slots: int, widths: Widths
+) -> list[Reservation]:
     """Return p, m and v in slots and of resident units, given how many of each length are streamed and resident."""
     lengths = Counter({max(streamed, default=0): min(num_slots, streamed.total())}) + residents
-    parts = STAGED_BYTES_PER_PARAM // FP32_BYTES
     return [
-        Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=numel * FP32_BYTES, count=parts * count)
+        Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=numel * width, count=tensors * count)
         for numel, count in lengths.items()
+        for width, tensors in Counter(widths.staged.values()).items()
     ]
 
 
@@ -275,9 +281,9 @@ def has_its_own_segment(size_bytes: int) -> bool:
     return size_bytes > 10 * MIB - 512
 
 
-def resident_bytes_of(numel: int) -> int:
+def resident_bytes_of(numel: int, widths: Widths) -> int:
     """Return the least bytes that p, m and v of that length take, in a slot or resident."""
-    return 3 * block_bytes_of(numel * FP32_BYTES)
+    return sum(block_bytes_of(numel * width) for width in widths.staged.values())
 
 
 def _sizes(plan: UpdatePlan) -> Iterator[tuple[int, Placement, int]]:

@@ -18,14 +18,18 @@ ALIGNMENT_BYTES = 64
 """The size of a cache line: vectors are aligned, and no two tensors share a line."""
 
 
+LOWER_HALF_BYTES = 2
+"""The bytes per element of the lower halves of split masters."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Widths:
     """Bytes per element of the parameters and of the gradients.
 
     They are 2, or 4 for the parameters of an fp32 model and for gradients that are accumulated in fp32. ``publishes``
     is false if the CPU writes the parameters of the model itself, because the accelerator shares host memory or because
-    DeepSpeed offloads parameters. ``splits_masters``: a bf16 model's masters are split where the CPU updates them, and
-    the parameters are published from their upper halves.
+    DeepSpeed offloads parameters. ``splits_masters``: a bf16 model's masters are split. Where the CPU updates them, the
+    parameters are published from their upper halves; the accelerator has the lower halves only.
     """
 
     param: int
@@ -44,6 +48,20 @@ class Widths:
         if self.publishes and self.param < FP32_BYTES and not self.splits_masters:
             widths["rounded"] = self.param
         return widths
+
+    @property
+    def staged(self) -> dict[str, int]:
+        """Return the states that the accelerator has in a slot or of a resident unit, with their bytes per element.
+
+        Of split masters these are the lower halves: the upper halves are the model's own parameters.
+        """
+        whole = dict.fromkeys(STATES, FP32_BYTES)
+        return {**whole, "master": LOWER_HALF_BYTES} if self.splits_masters else whole
+
+    @property
+    def staged_bytes(self) -> int:
+        """Return the bytes per parameter of all of them, which are copied in each direction."""
+        return sum(self.staged.values())
 
     def slab_bytes(self, workload: Workload) -> int:
         """Return the size of one rank's slab."""

@@ -40,9 +40,9 @@ class ResidentCapacity:
         if gpu_bytes is None:
             return cls.uniform(1.0)
         numels = np.sort([unit.numel for unit in workload.units])
-        states_bytes = np.array([resident_bytes_of(numel) for numel in numels.tolist()])
+        states_bytes = np.array([resident_bytes_of(numel, setup.widths) for numel in numels.tolist()])
         gradient_bytes = np.array([block_bytes_of(numel * setup.widths.grad) for numel in numels.tolist()])
-        if setup.params_on_host:
+        if setup.stages_params:
             gpu_bytes -= block_bytes_of(int(numels[0]) * setup.widths.param)
         if setup.accumulates:
             gpu_bytes -= int(gradient_bytes.sum())

@@ -141,7 +141,8 @@ class MemoryFiller:
         if (numel, code) not in self._known_bytes:
             kept = self._setup.accumulates or code == CODES[Placement.STREAMED]
             gradient_bytes = 0 if kept else block_bytes_of(numel * self._setup.widths.grad)
-            self._known_bytes[numel, code] = resident_bytes_of(numel) + gradient_bytes if numel != NO_UNIT else 0
+            states_bytes = resident_bytes_of(numel, self._setup.widths)
+            self._known_bytes[numel, code] = states_bytes + gradient_bytes if numel != NO_UNIT else 0
         return self._known_bytes[numel, code]
 
 

@@ -13,12 +13,11 @@ from perf_model.prediction.memory import (
     cuda_bytes_of,
     gradients_on_accelerator,
     has_its_own_segment,
-    resident_bytes_of,
     rounding_buffer,
     states_on_accelerator,
 )
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.workload import FP32_BYTES, Workload
+from perf_model.schedule.workload import Workload
 
 
 class MemoryCheck:
@@ -32,7 +31,15 @@ class MemoryCheck:
     def __init__(self, workload: Workload, gpu_bytes: int | None, setup: TrainingSetup) -> None:
         numels = [unit.numel for unit in workload.units]
         grad_bytes = setup.widths.grad
-        states = np.array([resident_bytes_of(numel) * has_its_own_segment(numel * FP32_BYTES) for numel in numels])
+        states = np.array(
+            [
+                sum(
+                    block_bytes_of(numel * width) * has_its_own_segment(numel * width)
+                    for width in setup.widths.staged.values()
+                )
+                for numel in numels
+            ]
+        )
         gradients = np.array(
             [block_bytes_of(numel * grad_bytes) * has_its_own_segment(numel * grad_bytes) for numel in numels]
         )
@@ -44,7 +51,8 @@ class MemoryCheck:
         self._own_bytes = np.array([own_bytes[placement] for placement in CODES])
         self._numels = np.array(numels)
         self._every = np.arange(len(numels))
-        shares = [not has_its_own_segment(numel * min(FP32_BYTES, grad_bytes)) for numel in numels]
+        narrowest = min(grad_bytes, *setup.widths.staged.values())
+        shares = [not has_its_own_segment(numel * narrowest) for numel in numels]
         self._sharing = np.flatnonzero(np.array(shares))
         lengths, of_units = np.unique(self._numels[self._sharing], return_inverse=True)
         self._lengths: list[int] = lengths.tolist()
@@ -73,7 +81,7 @@ class MemoryCheck:
     def _taken_bytes(self, codes: Integers, slots: Integers) -> Integers:
         updated, streamed = codes != CODES[Placement.CPU], codes == CODES[Placement.STREAMED]
         slot_numel = np.maximum.reduce(self._numels * streamed, axis=1)
-        rounded_numel = np.maximum.reduce(self._numels * updated, axis=1) * self._setup.params_on_host
+        rounded_numel = np.maximum.reduce(self._numels * updated, axis=1) * self._setup.stages_params
         slots = np.minimum(slots, np.add.reduce(streamed, axis=1))
         cells = len(self._lengths) * len(CODES)
         cell = np.arange(len(codes))[:, None] * cells + self._first_cell + codes[:, self._sharing]
@@ -105,12 +113,12 @@ class MemoryCheck:
         if self._setup.accumulates:
             kept += numels[Placement.CPU]
         shorter = (
-            *states_on_accelerator(Counter(), residents, 0),
+            *states_on_accelerator(Counter(), residents, 0, self._setup.widths),
             *gradients_on_accelerator(kept, self._setup.widths.grad),
         )
         return cuda_bytes_of(
             [
-                *states_on_accelerator(Counter({slot_numel: slots}), Counter(), slots),
+                *states_on_accelerator(Counter({slot_numel: slots}), Counter(), slots, self._setup.widths),
                 *(tensors for tensors in shorter if not has_its_own_segment(tensors.each_bytes)),
                 *rounding_buffer(rounded_numel, self._setup),
             ]

@@ -17,7 +17,6 @@ from perf_model.prediction.overlap_windows import Windows
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.happens_before import CHAINS
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.schedule import STAGED_BYTES_PER_PARAM
 from perf_model.schedule.workload import Workload
 from perf_model.search.resource_constraints import KINDS, Array, ResourceConstraints
 
@@ -129,6 +128,6 @@ class MemoryLowerBounds:
         kept = updated @ self._numels
         if self._setup.accumulates:
             kept = np.where(kept > 0, self._numels.sum(), 0)
-        states_bytes = (resident @ self._numels + longest_slot) * STAGED_BYTES_PER_PARAM
+        states_bytes = (resident @ self._numels + longest_slot) * self._setup.widths.staged_bytes
         taken_bytes: npt.NDArray[np.int64] = states_bytes + kept * self._setup.widths.grad
         return taken_bytes

@@ -150,7 +150,8 @@ def place_ramps(
     )
     long_on_cpu = np.array([ramp.long_on_cpu for ramp in chosen], dtype=bool)
     num_slots, slot_numel = np.maximum(num_slots, in_slot > 0), np.maximum(slot_numel, in_slot)
-    states_of = {numel: resident_bytes_of(int(numel)) for numel in {*numels.tolist(), *slot_numel.tolist()}}
+    lengths = {*numels.tolist(), *slot_numel.tolist()}
+    states_of = {numel: resident_bytes_of(int(numel), setup.widths) for numel in lengths}
     states_bytes = np.array([states_of[numel] for numel in numels.tolist()], dtype=np.float64)
     gradient_bytes = np.array([block_bytes_of(unit.numel * setup.widths.grad) for unit in workload.units])
     free_bytes = np.full(len(chosen), np.inf if gpu_bytes is None else gpu_bytes, dtype=np.float64)

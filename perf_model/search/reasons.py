@@ -14,7 +14,6 @@ from perf_model.prediction.memory import TrainingSetup, memory_of
 from perf_model.prediction.simulate import Simulator
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.schedule import STAGED_BYTES_PER_PARAM
 from perf_model.schedule.simple_placements import keep_fixed
 from perf_model.search.budgets import Budgets
 from perf_model.search.starting_points import MAX_SLOTS
@@ -64,7 +63,7 @@ def _too_little_memory(plan: UpdatePlan, budgets: Budgets, setup: TrainingSetup)
     needed_bytes = memory_of(streaming, setup).gpu_bytes
     if needed_bytes <= allowed_bytes:
         return None
-    slot_bytes = numels[shortest] * STAGED_BYTES_PER_PARAM
+    slot_bytes = numels[shortest] * setup.widths.staged_bytes
     kept = [numel for numel, placement in zip(numels, streaming.placements, strict=True) if _keeps(placement, setup)]
     gradient_bytes = setup.widths.grad * sum(kept)
     remedy = f'Set "gpu_memory_gb" to at least {math.ceil(10 * needed_bytes / GB) / 10:.1f}'
@@ -89,7 +88,7 @@ def _smaller_units(allowed_bytes: int, gradient_bytes: int, shortest_numel: int,
     ``gradient_bytes`` are on the accelerator whatever the size. Without accumulation, the gradients of the units in
     slots are there, too.
     """
-    each_bytes = STAGED_BYTES_PER_PARAM + (0 if setup.accumulates else setup.widths.grad)
+    each_bytes = setup.widths.staged_bytes + (0 if setup.accumulates else setup.widths.grad)
     most = min(shortest_numel - 1, (allowed_bytes - gradient_bytes) // (SLOTS_IN_A_REMEDY * each_bytes))
     return max((size for size in UNIT_SIZES if size <= most), default=None)
 

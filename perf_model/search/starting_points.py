@@ -146,7 +146,7 @@ class StartingPoints:
             return
         by_length = sorted(self._free, key=lambda index: -self._numels[index])
         numels = [self._numels[index] for index in by_length]
-        states_bytes = list(map(resident_bytes_of, numels))
+        states_bytes = [resident_bytes_of(numel, self._setup.widths) for numel in numels]
         residents_bytes = accumulate(states_bytes, initial=0)
         at_least = [
             sum_bytes + num_slots * slot_bytes
@@ -184,7 +184,7 @@ class StartingPoints:
         resident = Counter([*residents, *self._fixed_residents])
         taken_bytes = cuda_bytes_of(
             [
-                *states_on_accelerator(streamed, resident, max(1, num_slots)),
+                *states_on_accelerator(streamed, resident, max(1, num_slots), self._setup.widths),
                 *gradients_on_accelerator(
                     self._every if self._setup.accumulates else resident, self._setup.widths.grad
                 ),

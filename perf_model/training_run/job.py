@@ -74,8 +74,8 @@ class Job:
 
     A sequence has ``sequence`` tokens. ``accumulation`` micro-batches make a step with one update.
     ``recompute``: activations are recomputed in backward. ``offload_param``: the 16-bit parameters are in host memory
-    and are uploaded for each gather. ``split_masters``: the master weights that the CPU updates are kept as bf16 and
-    the bits that bf16 lacks. ``trainable_share`` is the share of the parameters that are trained, with the others
+    and are uploaded for each gather. ``split_masters``: the master weights are kept as bf16 and the bits that bf16
+    lacks. ``trainable_share`` is the share of the parameters that are trained, with the others
     frozen, evenly in all layers: only they have gradients, states and an update. ``tensor_parallel`` ranks of a node
     divide the matrices of each layer and train the same sequences (AutoTP).
     ``attention`` is a key of ``SCORE_BYTES``. ``sub_group_size`` is that of DeepSpeed's config, in parameters of one

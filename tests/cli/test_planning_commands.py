@@ -188,7 +188,9 @@ def test_plan_shows_what_split_masters_gain(capsys: pytest.CaptureFixture[str]) 
         assert gained["split_masters"] is is_split
         assert gained["host_bytes"] == other["memory"]["host_bytes"]
         assert (gained["exposed_update_s"] < found["predicted"]["exposed_update_s"]) is is_split
-        assert other["predicted"]["exposed_update_s"] <= gained["exposed_update_s"] * (1 + 1e-9), "planned for them"
+        if is_split:
+            # The states of a plan for split masters, with whole ones, may not fit into the memory of the GPU.
+            assert other["predicted"]["exposed_update_s"] <= gained["exposed_update_s"] * (1 + 1e-9), "planned for them"
     assert whole["memory"]["host_bytes"] - split["memory"]["host_bytes"] == pytest.approx(2 * numel, rel=1e-6)
     assert "split_masters" not in whole["deepspeed_config"]["deep_optimizer_states"]
     assert split["deepspeed_config"]["deep_optimizer_states"]["split_masters"] is True

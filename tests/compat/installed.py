@@ -84,7 +84,7 @@ def try_distribution(environment: Environment, distribution: Path) -> dict[str, 
 
 
 def try_all(environment: Environment, distributions: Sequence[Path]) -> dict[str, Any]:
-    """Return the versions in the environment, and what differs from stock with any distribution."""
+    """Return the versions in the environment, and the differences from stock with any distribution."""
     result: dict[str, Any] = {"differences": []}
     for distribution in distributions:
         found = try_distribution(environment, distribution)

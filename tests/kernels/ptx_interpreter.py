@@ -263,12 +263,14 @@ class Interpreter:
         return group.block.astype(np.int64) * self._program.threads + group.thread
 
     def _barrier(self, operands: Sequence[Operand], active: np.ndarray, group: ThreadGroup) -> None:
-        """Order the accesses to shared memory of each block, all of whose threads must be here."""
+        """Order the accesses of each block to shared and to global memory. All of its threads must be here."""
         blocks, counts = np.unique(group.block, return_counts=True)
         if operands != (0,) or not active.all() or (counts != self._program.threads).any():
             raise PtxError("not all threads of the block are at the barrier")
         for block in blocks.tolist():
             self._shared.pass_barrier(block * self._launch.shared_bytes, (block + 1) * self._launch.shared_bytes)
+            for tensor in self._launch.tensors:
+                tensor.pass_barrier_of_threads(block * self._program.threads, (block + 1) * self._program.threads)
 
     def _load_matrices(self, operands: Sequence[Operand], active: np.ndarray, group: ThreadGroup) -> None:
         """Load four matrices of 8 rows of 16 bytes per warp.

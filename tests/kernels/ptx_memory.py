@@ -66,6 +66,14 @@ class EmulatedMemory:
         words = slice(begin // WORD_BYTES, end // WORD_BYTES)
         self._reader[words] = self._writer[words] = NONE
 
+    def pass_barrier_of_threads(self, begin: int, end: int) -> None:
+        """Order the accesses of the threads [begin, end), which are a block, before all later accesses of theirs.
+
+        Another block could access the same words, so those that several threads have read stay marked.
+        """
+        for accessed in (self._reader, self._writer):
+            accessed[(begin <= accessed) & (accessed < end)] = NONE
+
     def _written_by_others(self, places: np.ndarray, threads: np.ndarray) -> bool:
         writer = self._writer[places]
         return bool(((writer != NONE) & (writer != threads)).any())

@@ -47,6 +47,8 @@ EXACT: dict[str, Callable[..., Fraction]] = {
     "div": lambda a, b: a / b,
     "sqrt": exact_root,
     "cvt": lambda a: a,
+    "abs": abs,
+    "neg": lambda a: -a,
 }
 IN_FP64: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add,
@@ -55,6 +57,8 @@ IN_FP64: dict[str, Callable[..., np.ndarray]] = {
     "div": np.divide,
     "sqrt": np.sqrt,
     "cvt": np.positive,
+    "abs": np.abs,
+    "neg": np.negative,
 }
 """The operations in fp64, which give the right infinities, NaNs and signs of zero."""
 
@@ -176,7 +180,7 @@ def test_integer_operations_equal_those_of_python(name: str) -> None:
         operands.append(values)
     if name.split(".")[0] in ("shl", "shr"):
         operands[1] = small.astype(np.uint32)
-    elif name == "bfe.u32":
+    elif name.startswith("bfe."):
         operands[1:] = small.astype(np.uint32), (small[::-1] % 40).astype(np.uint32)
     elif name == "prmt.b32":
         operands[2] = (small * 0x1357).astype(np.uint32)
@@ -188,7 +192,7 @@ def test_integer_operations_equal_those_of_python(name: str) -> None:
     a = operands[0].tolist()
     b = operands[1].tolist() if len(operands) > 1 else [0] * 500
     c = operands[2].tolist() if name.startswith("mad.") else small.tolist()
-    if name == "bfe.u32":
+    if name.startswith("bfe."):
         b, c = operands[2].tolist(), operands[1].tolist()
     bits = 1 if operation.result == "pred" else 8 * found.itemsize
     expected = [expected_integer(name, *values) % 2**bits for values in zip(a, b, c, strict=True)]

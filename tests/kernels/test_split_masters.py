@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,46 +16,10 @@ from deep_opt_states.device.kernels.split_form import halves, join, split
 from deep_opt_states.device.kernels.stock import StockAdam
 from tests.kernels.adam_steps import GRADS, STEP, copied, differences, fused, random_tensors, steps_of
 from tests.kernels.adversarial_tensors import adversarial_grad, adversarial_numbers
+from tests.kernels.masters import masters_of_every_kind
+from tests.kernels.split_copy import SplitCopy
 
 SETS = [one for one in InstructionSet if one <= library().instruction_set]
-LOWER_HALVES = np.array([0x8000] * 4 + [0, 1, 0x7FFF, 0x8001, 0xFFFF], np.uint32)
-
-
-@dataclass
-class SplitCopy:
-    """The split form of a sub-group: the ``memory`` of its masters, and the ``tensors`` that a kernel takes."""
-
-    memory: torch.Tensor
-    tensors: AdamTensors
-
-    @classmethod
-    def create(cls, whole: AdamTensors) -> SplitCopy:
-        tensors = copied(whole)
-        split(tensors.master, tensors.exp_avg_sq)
-        lower, upper = halves(tensors.master)
-        return cls(tensors.master, replace(tensors, master=lower, param=upper))
-
-    def joined(self) -> AdamTensors:
-        """Return copies of the tensors in their ordinary form."""
-        memory, tensors = self.memory.clone(), copied(self.tensors)
-        join(memory, tensors.exp_avg_sq)
-        return replace(tensors, master=memory)
-
-
-def masters_of_every_kind(numel: int, chance: np.random.Generator) -> Iterator[torch.Tensor]:
-    """Yield fp32 masters: ties in every element, subnormals, numbers close to overflow, zeros, and of all kinds."""
-    upper = chance.integers(0, 2**16, numel, dtype=np.uint32) << np.uint32(16)
-    sign = chance.integers(0, 2, numel, dtype=np.uint32) << np.uint32(31)
-    lower = chance.choice(LOWER_HALVES, numel)
-    for bits in (
-        upper | np.uint32(0x8000),
-        sign | chance.integers(0, 2**7, numel, dtype=np.uint32) << np.uint32(16) | lower,
-        sign | np.uint32(0x7F700000) | chance.integers(0, 16, numel, dtype=np.uint32) << np.uint32(16) | lower,
-        sign,
-        np.full(numel, 0x3F808000, np.uint32),
-    ):
-        yield torch.from_numpy(bits.view(np.float32).copy())
-    yield adversarial_numbers(numel, chance)
 
 
 @pytest.mark.promise("P1")

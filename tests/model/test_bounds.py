@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.planner.fill_and_drain import bound_with_fill_and_drain, fill_and_drain_s
 from perf_model.prediction.cost import CostModel, Resource
-from perf_model.prediction.memory import TrainingSetup, block_bytes_of, memory_of, resident_bytes_of
+from perf_model.prediction.memory import SIXTEEN_BIT, TrainingSetup, block_bytes_of, memory_of, resident_bytes_of
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import simulate
 from perf_model.schedule.host_layout import Widths
@@ -112,7 +112,7 @@ def test_residents_relieve_every_resource_but_the_gpu() -> None:
 
 def test_capacity_for_residents_is_counted_in_whole_units() -> None:
     workload = Workload.from_numels([10**7] * 10)
-    states, gradient = resident_bytes_of(10**7), block_bytes_of(2 * 10**7)
+    states, gradient = resident_bytes_of(10**7, SIXTEEN_BIT), block_bytes_of(2 * 10**7)
     assert ResidentCapacity.from_gpu_bytes(workload, None) == ResidentCapacity.uniform(1.0)
     nothing = ResidentCapacity.from_gpu_bytes(workload, 0)
     assert (nothing.alone, nothing.with_a_slot, nothing.prefetched) == (0.0, 0.0, 0.0)
@@ -130,7 +130,7 @@ def test_capacity_for_residents_is_counted_in_whole_units() -> None:
 
 def test_the_gradients_of_streamed_parameters_leave_less_memory_for_residents() -> None:
     workload = Workload.from_numels([10**7] * 20)
-    states, gradient = resident_bytes_of(10**7), block_bytes_of(2 * 10**7)
+    states, gradient = resident_bytes_of(10**7, SIXTEEN_BIT), block_bytes_of(2 * 10**7)
     # One slot, and either one streamed unit and three residents, or two residents and more streamed units.
     capacity = ResidentCapacity.from_gpu_bytes(workload, 4 * states + 4 * gradient)
     assert capacity.next_to_streamed(0.05) == pytest.approx(0.15)

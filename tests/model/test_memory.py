@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from perf_model.prediction.memory import (
     MIB,
+    SIXTEEN_BIT,
     MemoryKind,
     MemoryUse,
     Reservation,
@@ -108,7 +109,17 @@ def test_a_resident_unit_has_a_place_in_host_memory_to_which_it_can_return() -> 
     pinned = memory_of(plan(CPU)).pinned_bytes
     resident = MemoryUse(gpu_bytes=(3 * 4 + 2) * NUMEL, host_bytes=pinned, pinned_bytes=pinned)
     assert memory_of(plan(RESIDENT)) == resident
-    assert resident_bytes_of(NUMEL) == 12 * NUMEL, "without the gradient"
+    assert resident_bytes_of(NUMEL, SIXTEEN_BIT) == 12 * NUMEL, "without the gradient"
+
+
+def test_split_masters_take_10_bytes_per_parameter_in_slots_and_of_residents() -> None:
+    setup = TrainingSetup(widths=SPLIT)
+    streamed = plan(STREAMED, STREAMED)
+    # Two gradients, and one buffer for the parameters of the unit that is updated.
+    assert memory_of(streamed, setup).gpu_bytes == (10 * streamed.num_slots + 2 * 2 + 2) * NUMEL
+    assert memory_of(plan(RESIDENT), setup).gpu_bytes == (10 + 2 + 2) * NUMEL
+    assert resident_bytes_of(NUMEL, SPLIT) == 10 * NUMEL
+    assert memory_of(plan(RESIDENT), setup).pinned_bytes == 14 * NUMEL
 
 
 def test_stock_pins_nothing() -> None:
@@ -216,9 +227,10 @@ def test_staging_buffers_take_at_most_192_kib_or_as_much_as_stock(
     assert taken <= max(grad_bytes * longest_partition_numel, 192 * 2**10)
 
 
-@given(st.integers(1, 10**9), st.integers(1, 20))
-def test_resident_bytes_of_is_a_lower_bound(numel: int, count: int) -> None:
-    assert memory_of(plan(*[RESIDENT] * count, numel=numel)).gpu_bytes >= count * resident_bytes_of(numel)
+@given(st.integers(1, 10**9), st.integers(1, 20), st.sampled_from([SIXTEEN_BIT, SPLIT]))
+def test_resident_bytes_of_is_a_lower_bound(numel: int, count: int, widths: Widths) -> None:
+    memory = memory_of(plan(*[RESIDENT] * count, numel=numel), TrainingSetup(widths=widths))
+    assert memory.gpu_bytes >= count * resident_bytes_of(numel, widths)
 
 
 @given(plans(10**6), st.sampled_from([*WIDTHS, SHARING, SPLIT]))

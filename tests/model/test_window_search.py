@@ -174,7 +174,8 @@ def test_the_quick_check_of_memory_agrees_with_the_exact_one(
     """Use lengths whose tensors share no segments, in which the order would make a difference."""
     rng = random.Random(seed)
     workload = Workload.from_numels([numel if numel * 4 > 10 * 2**20 else numel + 10**7 for numel in numels])
-    setup = TrainingSetup(widths=Widths(param=2, grad=rng.choice((2, 4))), accumulates=accumulates)
+    widths = Widths(param=2, grad=rng.choice((2, 4)), splits_masters=rng.random() < 0.5)
+    setup = TrainingSetup(widths=widths, accumulates=accumulates)
     placements = tuple(rng.choice(tuple(Placement)) for _ in numels)
     plan = UpdatePlan(workload=workload, placements=placements, num_slots=rng.randint(1, 4))
     # Gradients are half as long as the states, so some of them share segments: allow for one of each size.
@@ -195,9 +196,8 @@ def test_the_quick_check_of_memory_is_exact_to_the_byte_if_no_tensors_share_segm
 ) -> None:
     rng = random.Random(seed)
     workload = Workload.from_numels(numels)
-    setup = TrainingSetup(
-        widths=Widths(param=2, grad=rng.choice((2, 4))), accumulates=accumulates, params_on_host=params_on_host
-    )
+    widths = Widths(param=2, grad=rng.choice((2, 4)), splits_masters=not params_on_host and rng.random() < 0.5)
+    setup = TrainingSetup(widths=widths, accumulates=accumulates, params_on_host=params_on_host)
     placements = tuple(rng.choice(tuple(Placement)) for _ in numels)
     plan = UpdatePlan(workload=workload, placements=placements, num_slots=rng.randint(1, 4))
     taken_bytes = memory_of(plan, setup).gpu_bytes

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel
+from deep_opt_states.device.kernels.checksum import Checksum
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.state import Split
 from deep_opt_states.runtime.state_memory import StateMemory
@@ -20,9 +21,10 @@ from perf_model.schedule.cutting import BORDER_MULTIPLE
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import STATES, Unit, Workload
-from tests.fake_device.device import FakeDevice, LateAdam
+from tests.fake_device.device import FakeDevice, LateAdam, LateChecksum
 from tests.fake_device.fake_worker import FakeWorker
 from tests.kernels.adam_steps import fused
+from tests.kernels.plain_checksum import PlainChecksum
 from tests.runtime.plain_adam import PlainAdam, adam_step
 from tests.runtime.random_states import NAMES, gradients, make_states
 
@@ -102,10 +104,19 @@ class MovingTraining:
         self._kernels = [model.kernel(), model.device_kernel()]
         host_adam, device_adam = self._kernels
         worker: CpuLane | None = None
+        checksum: Checksum = PlainChecksum()
         if isinstance(device, FakeDevice):
             device_adam, worker = LateAdam(device, device_adam), FakeWorker(device)
+            checksum = LateChecksum(device)
         self.executor = Executor(
-            plan.schedule, self.memory.units, device, host_adam, device_adam, worker, self._splits()
+            plan.schedule,
+            self.memory.units,
+            device,
+            host_adam,
+            device_adam,
+            worker,
+            self._splits(),
+            checksum=checksum if model.splits_masters else None,
         )
 
     def train(self, iterations: Sequence[MovingIteration]) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deep_opt_states.device.kernels.adam import STATES
-from deep_opt_states.device.kernels.library import DTYPES, CScalars, CUpdate, library
+from deep_opt_states.device.kernels.library import DTYPES, SPLIT, CScalars, CUpdate, library
 from deep_opt_states.device.kernels.scalars import Scalars
 from tests.software_gpu import device
 from tests.software_gpu.settings import current
@@ -36,7 +36,7 @@ class SoftwareAdamKernel:
             numel=numel - skip,
             cut=cut - skip,
             grad_dtype=DTYPES[grad.dtype],
-            param_dtype=DTYPES[None if param is None else param.dtype],
+            param_dtype=SPLIT if master.dtype == torch.int16 else DTYPES[None if param is None else param.dtype],
             tail=TAIL,
             num_threads=1,
             cores=None,

@@ -35,10 +35,15 @@ def process_group() -> Iterator[None]:
 
 
 def _poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return ``empty`` with its memory filled with NaN. It often holds zeros, which would hide that it is read."""
+    """Return ``empty`` with its memory filled with NaN. It often holds zeros, which would hide that it is read.
+
+    Integers are -1 then.
+    """
 
     def filled(*args: Any) -> torch.Tensor:
-        return empty(*args).fill_(torch.nan)
+        tensor = empty(*args)
+        tensor.view(torch.uint8).fill_(0xFF)
+        return tensor
 
     return filled
 

@@ -70,8 +70,8 @@ class AdamTensors:
     ``master``, ``exp_avg`` and ``exp_avg_sq`` are fp32 and updated in place. ``grad`` is bf16, fp16 or fp32 and only
     read. ``param`` receives the updated parameters, rounded to its dtype. It is None if they are not needed.
 
-    The C++ kernel also takes split master weights (``split_form.py``): ``master`` then has their lower halves, int16,
-    and ``param`` their upper halves, bf16. Both are read and written, as are the flags in ``exp_avg_sq``.
+    Our kernels also take split master weights (``split_form.py``): ``master`` then has their lower halves, int16, and
+    ``param`` their upper halves, bf16. Both are read and written, as are the flags in ``exp_avg_sq``.
     """
 
     master: torch.Tensor

@@ -21,9 +21,6 @@ from deep_opt_states.device.kernels.scalars import BetaPowers, Decay, Scalars
 ALIGNMENT_BYTES = 16
 """Triton compiles one kernel for pointers that are multiples of this, and another one for pointers that are not."""
 
-ALIGNED_ELEMENTS = ALIGNMENT_BYTES // 4
-"""The distance of such pointers in fp32 elements."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
@@ -70,17 +67,23 @@ class TritonAdam:
         """The operands of the updates of earlier steps: checks and views would take longer than the launch."""
         self.restart()
 
-    def compile(self, grad_dtypes: Iterable[torch.dtype], param_dtypes: Iterable[torch.dtype | None]) -> None:
+    def compile(
+        self,
+        grad_dtypes: Iterable[torch.dtype],
+        param_dtypes: Iterable[torch.dtype | None],
+        master_dtype: torch.dtype = torch.float32,
+    ) -> None:
         """Compile for every combination of dtypes and of alignments of gradients and parameters.
 
-        A launch without elements also loads each kernel onto the device. This takes seconds the first time on a
-        machine, and later milliseconds, from Triton's cache. Raise ``KernelUnavailable`` if Triton cannot compile.
+        ``master_dtype`` is int16 if the masters are split. A launch without elements also loads each kernel onto the
+        device. This takes seconds the first time on a machine, and later milliseconds, from Triton's cache. Raise
+        ``KernelUnavailable`` if Triton cannot compile.
         """
         numbers = {field.name: np.float32(0) for field in fields(Scalars) if field.name != "decay_kind"}
         zeros = Scalars(**numbers, decay_kind=Decay.NONE)
         try:
             for grad_dtype, param_dtype, *offsets in product(grad_dtypes, param_dtypes, (0, 1), (0, 1)):
-                example = self._example(grad_dtype, param_dtype, *offsets)
+                example = self._example(master_dtype, grad_dtype, param_dtype, *offsets)
                 self._launch(self._keywords(zeros), self._operands_of(example, numel=0, cut=0))
         except Exception as error:
             raise KernelUnavailable(
@@ -114,9 +117,9 @@ class TritonAdam:
     def _derive(self, tensors: AdamTensors, element_range: ElementRange) -> _Operands:
         """Return the operands of a launch that updates ``element_range``, of which ``tensors`` are views."""
         _check(tensors, self._device, element_range)
-        # Launch from the last multiple of 16 bytes on, which is in the same memory. For a pointer to the begin of the
-        # range itself, Triton would compile another kernel, without wide loads.
-        skip = element_range.begin % ALIGNED_ELEMENTS
+        # Launch from the last element on at which the states are aligned, which is in the same memory. For pointers to
+        # the begin of the range itself, Triton would compile another kernel, without wide loads.
+        skip = _skipped(tensors, element_range)
         widened = tensors.map(partial(_extend_backward, skip=skip))
         numel = skip + element_range.numel
         cut = self._arithmetic.cut(element_range.sub_group_numel) - element_range.begin + skip
@@ -147,7 +150,12 @@ class TritonAdam:
         self._kernel[operands.grid](*operands.positional, **keywords)
 
     def _example(
-        self, grad_dtype: torch.dtype, param_dtype: torch.dtype | None, grad_offset: int, param_offset: int
+        self,
+        master_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        param_dtype: torch.dtype | None,
+        grad_offset: int,
+        param_offset: int,
     ) -> AdamTensors:
         """Return tensors of one element, the gradient and the parameter at the given offsets in elements."""
 
@@ -155,7 +163,7 @@ class TritonAdam:
             return torch.zeros(offset + 1, dtype=dtype, device=self._device)[offset:]
 
         return AdamTensors(
-            master=one(torch.float32),
+            master=one(master_dtype),
             exp_avg=one(torch.float32),
             exp_avg_sq=one(torch.float32),
             grad=one(grad_dtype, grad_offset),
@@ -198,12 +206,18 @@ def _extend_backward(tensor: torch.Tensor, skip: int) -> torch.Tensor:
     return tensor.as_strided((skip + tensor.numel(),), (1,), tensor.storage_offset() - skip)
 
 
+def _skipped(tensors: AdamTensors, element_range: ElementRange) -> int:
+    """Return how many elements before the range a launch begins, so that the pointers to its states are aligned."""
+    # Split masters have the shortest elements of all states.
+    return element_range.begin % (ALIGNMENT_BYTES // tensors.master.itemsize)
+
+
 def _check(tensors: AdamTensors, device: torch.device, element_range: ElementRange) -> None:
     """Raise ``AssertionError`` for tensors that the kernel would access wrongly, or that it is not compiled for.
 
     Call this with the tensors of the range itself, since ``_extend_backward`` returns a contiguous view in any case.
     """
-    skip = element_range.begin % ALIGNED_ELEMENTS
+    skip = _skipped(tensors, element_range)
     for name, tensor in vars(tensors).items():
         if tensor is None:
             continue
@@ -212,7 +226,11 @@ def _check(tensors: AdamTensors, device: torch.device, element_range: ElementRan
         assert tensor.numel() == element_range.numel, (name, tensor.shape)
         assert tensor.storage_offset() >= skip, (name, "has no elements before it")
         if name in STATES:
-            assert tensor.dtype == torch.float32, (name, tensor.dtype)
+            dtypes = (torch.float32, torch.int16) if name == "master" else (torch.float32,)
+            assert tensor.dtype in dtypes, (name, tensor.dtype)
             assert (tensor.data_ptr() - skip * tensor.element_size()) % ALIGNMENT_BYTES == 0, name
         else:
             assert tensor.dtype in DTYPES, (name, tensor.dtype)
+    if tensors.master.dtype == torch.int16:
+        assert tensors.param is not None, "the upper halves of the masters"
+        assert tensors.param.dtype == torch.bfloat16, tensors.param.dtype

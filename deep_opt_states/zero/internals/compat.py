@@ -151,6 +151,11 @@ def has_gradient_here(optimizer: Any, param: Parameter) -> bool:
     return begin < param.ds_numel
 
 
+def is_its_own_partition(param: Parameter) -> bool:
+    """Return whether one rank has all of ``param``: when gathered, it has the memory of its partition."""
+    return bool(param.ds_tensor.numel() == param.ds_numel)
+
+
 def place_of_gradient(optimizer: Any, param: Parameter) -> tuple[int, int, int]:
     """Return the sub-group of ``param``, the position of its first element there, and its length on this rank."""
     sub_group, begin, numel = optimizer.grad_position[optimizer.get_param_id(param)]

@@ -12,7 +12,7 @@ import torch
 
 from deep_opt_states.config import Config
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.adam import AdamKernel
+from deep_opt_states.device.kernels.adam import AdamKernel, ElementRange
 from deep_opt_states.device.kernels.choice import ChosenKernel, cpu_adam
 from deep_opt_states.host import machine
 from deep_opt_states.host.affinity import LaunchBinding
@@ -40,12 +40,12 @@ from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
 from deep_opt_states.zero.step.gradients import Gradients
 from deep_opt_states.zero.step.running_plan import RunningPlan, max_intervals, splits_of
 from perf_model.prediction.memory import TrainingSetup, staging_numel
-from perf_model.schedule.cutting import WHOLE_SUB_GROUPS
+from perf_model.schedule.cutting import WHOLE_SUB_GROUPS, names_in
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import place_all
-from perf_model.schedule.workload import Partition
+from perf_model.schedule.workload import Partition, Unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +186,15 @@ def _build(
     )
     # Closed before ``memory``, which gradients are copied to: closing waits for the copies in flight.
     resources.callback(gradients.close)
-    device_adam = accelerator.device_adam(plan, budget, host_adam, optimizer.optimizer, grad_dtype, params[0].dtype)
+    device_adam = accelerator.device_adam(
+        plan,
+        budget,
+        host_adam,
+        optimizer.optimizer,
+        grad_dtype,
+        params[0].dtype,
+        splits_masters=config.split_masters,
+    )
     kernels = [host_adam]
     # Where slots are host memory, the same kernel updates both.
     if device_adam is not None and device_adam is not host_adam:
@@ -201,6 +209,8 @@ def _build(
         device_adam,
         splits=splits_of(memory.units, early_ranges),
         span=ActionSpan,
+        checksum=accelerator.checksum() if config.split_masters and device_adam is not None else None,
+        names=partial(_names_in, partitions_by_name(optimizer)),
     )
     resources.callback(executor.close)
     executor.touch([tensors.adam_tensors for tensors in memory.sub_groups])
@@ -227,6 +237,12 @@ def _build(
             gradient_buffers=gradient_buffers,
         ),
     )
+
+
+def _names_in(sub_groups: Sequence[Sequence[Partition]], elements: ElementRange, sub_group: int) -> list[str]:
+    """Return the names of the parameters that have elements in the range."""
+    unit = Unit(0, elements.numel, sub_group, elements.begin)
+    return list(names_in(unit, sub_groups[sub_group]))
 
 
 def _check_names(config: Config, optimizer: Any, sub_groups: Sequence[Sequence[Partition]]) -> None:
@@ -295,7 +311,7 @@ def _gradient_buffers(
     If the accelerator has enough free memory, sums over micro-batches stay there, also for units that the CPU updates.
     """
     accumulates = optimizer.gradient_accumulation_steps > 1 and not is_evicted
-    sums_stay = accumulates and accelerator.fits_accumulators(plan, widths.grad, budget)
+    sums_stay = accumulates and accelerator.fits_accumulators(plan, widths, budget)
     buffers = []
     for unit in units:
         accumulator = None

@@ -15,13 +15,15 @@ from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel
-from deep_opt_states.device.kernels.choice import gpu_adam
+from deep_opt_states.device.kernels.checksum import Checksum
+from deep_opt_states.device.kernels.choice import gpu_adam, gpu_checksum
 from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.profiler.adam_kernels import training_gpu_adam
 from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.zero.start.refusals import Unsupported
 from perf_model.prediction.memory import accelerator_bytes_with_all_gradients
+from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.units import GB
@@ -65,17 +67,17 @@ class AcceleratorChoice:
             return None
         return GpuBudget(start_bytes=0, margin_bytes=int(config.gpu_memory_margin_gb * GB), fills=True)
 
-    def fits_accumulators(self, plan: UpdatePlan, grad_bytes: int, budget: GpuBudget | None) -> bool:
+    def fits_accumulators(self, plan: UpdatePlan, widths: Widths, budget: GpuBudget | None) -> bool:
         """Return whether all gradients fit on the accelerator in addition to the states that ``plan`` places there.
 
-        ``grad_bytes`` is per parameter. ``budget`` is that of the planner; None if the config gives the placements,
-        which then may take a share of the memory. The CPU has no memory of its own: there, gradients are accumulated on
-        the accelerator if ``plan`` updates anything on it, because such a plan reserves memory for them.
+        ``widths`` are the bytes per parameter. ``budget`` is that of the planner; None if the config gives the
+        placements, which then may take a share of the memory. The CPU has no memory of its own: there, gradients are
+        accumulated on the accelerator if ``plan`` updates anything on it, because such a plan reserves memory for them.
         """
         if self.slots_on_host:
             return _num_on_device(plan) > 0
         allowed_bytes = _share_of_memory() if budget is None else budget.bytes
-        return accelerator_bytes_with_all_gradients(plan, grad_bytes) <= allowed_bytes
+        return accelerator_bytes_with_all_gradients(plan, widths) <= allowed_bytes
 
     def why_no_device_adam(self) -> str:
         """Return why sub-groups cannot be updated on the accelerator, with the remedy; empty if they can.
@@ -109,6 +111,8 @@ class AcceleratorChoice:
         optimizer: DeepSpeedCPUAdam,
         grad_dtype: torch.dtype,
         param_dtype: torch.dtype,
+        *,
+        splits_masters: bool,
     ) -> AdamKernel | None:
         """Return the kernel that updates the units that ``plan`` places on the accelerator.
 
@@ -122,8 +126,17 @@ class AcceleratorChoice:
             return None
         kernel = gpu_adam(optimizer.defaults["betas"], adamw=optimizer.adam_w_mode)
         # Gradients that the user has accessed are in fp32 (see ``Gradients.writable_fp32``).
-        kernel.compile({grad_dtype, torch.float32}, [param_dtype])
+        master_dtype = torch.int16 if splits_masters else torch.float32
+        kernel.compile({grad_dtype, torch.float32}, [param_dtype], master_dtype)
         return kernel
+
+    def checksum(self) -> Checksum:
+        """Return the kernel that notices writes to parameters, compiled. Raise ``KernelUnavailable`` if it cannot be.
+
+        The CPU needs none: where the accelerator has no memory of its own, masters are not split.
+        """
+        assert not self.slots_on_host
+        return gpu_checksum()
 
 
 def choose_device() -> AcceleratorChoice:

@@ -24,6 +24,7 @@ from perf_model.prediction.memory import memory_of
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.replanning.measurements import StepMeasurement, TrailingWindow, WindowMeasurement, slowest_rank
 from perf_model.replanning.policy import ReplanningPolicy
+from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.search.budgets import Budgets, DoesNotFit
 from perf_model.search.plan_request import PlanRequest, SizedPlan
@@ -223,6 +224,7 @@ def make_adaptation(
     request: PlanRequest | None,
     budget: GpuBudget | None,
     slot_budget: GpuBudget | None,
+    widths: Widths,
     before_move: Callable[[], None],
     before_eviction: Callable[[], None],
     module: torch.nn.Module,
@@ -231,16 +233,16 @@ def make_adaptation(
     """Return the adaptation of the plan of one engine, which trains ``module``.
 
     ``request`` and ``budget`` are those of the planner; None if it has nothing to decide. ``slot_budget`` is for more
-    slots of placements that the config gives; None if it gives their number, too. ``before_move`` is that of
-    ``Replanning``, and ``before_eviction`` is called before memory is given back to training. ``resources`` receives
-    the callback that removes the hooks on ``module``.
+    slots of placements that the config gives; None if it gives their number, too. ``widths`` are those of the states
+    in slots. ``before_move`` is that of ``Replanning``, and ``before_eviction`` is called before memory is given back
+    to training. ``resources`` receives the callback that removes the hooks on ``module``.
     """
     if request is not None and budget is not None:
         replanning = Replanning(running, request, budget, first_uses, before_move)
         _watch_forwards(replanning, before_eviction, module, resources)
         return replanning
     if slot_budget is not None:
-        slots = SlotAdaptation(running, first_uses, slot_budget)
+        slots = SlotAdaptation(running, first_uses, slot_budget, widths)
         _watch_forwards(slots, before_eviction, module, resources)
         return slots
     return OrderAdaptation(running, first_uses)

@@ -12,12 +12,13 @@ otherwise. Here the all-gather stream waits for the caller's stream wherever the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from deep_opt_states.zero.internals.compat import Parameter
+from deep_opt_states.zero.internals.compat import Parameter, is_its_own_partition
 from deep_opt_states.zero.internals.coordinator import Coordinator
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from deep_opt_states.zero.step.update import Update
@@ -46,6 +47,7 @@ class Gathers:
         self._units_of_workload: tuple[Workload, dict[int, tuple[int, ...]]] | None = None
         self._coordinator = Coordinator(coordinator)
         self._caller_may_have_written = True
+        self._is_in_step = False
         self._release: list[Callable[[], object]] = [
             self._coordinator.wrap_fetch(self._fetch),
             # Before DeepSpeed's own hook, which gathers this module's parameters and prefetches those of the next ones.
@@ -105,6 +107,15 @@ class Gathers:
         """
         self._caller_may_have_written = True
 
+    @contextmanager
+    def by_the_step(self) -> Iterator[None]:
+        """Return a context in which DeepSpeed's ``step()`` gathers parameters, and no caller writes to them."""
+        self._is_in_step = True
+        try:
+            yield
+        finally:
+            self._is_in_step = False
+
     def _watch(self, param: Parameter) -> None:
         """Wrap the parameter's gather methods, even of a frozen parameter: they gather any list of parameters."""
         all_gather, all_gather_coalesced, partition = param.all_gather, param.all_gather_coalesced, param.partition
@@ -118,6 +129,7 @@ class Gathers:
         ) -> Any:
             # The caller may do so even in the middle of forward or backward, for example in a module's hook.
             if has_been_updated:
+                self._update.give_params_back()
                 self.order_after_caller()
             return partition(param_list, hierarchy, has_been_updated, free_data)
 
@@ -137,9 +149,12 @@ class Gathers:
 
         self._release.append(release)
 
-    def _before_any_reader(self, params: Iterable[Parameter]) -> None:
+    def _before_any_reader(self, params: Sequence[Parameter]) -> None:
         if any(param.ds_id in self._units for param in params):
             self._finish_update()
+        if not self._is_in_step and any(is_its_own_partition(param) for param in params):
+            # The caller may write to the partition itself, before ``partition`` is called.
+            self._update.give_params_back()
 
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
         self.order_after_caller()

@@ -24,6 +24,7 @@ Call                      Caller                                     Collective 
                                                                                        the flushes
 ``wait``                  every reader of parameters or states,      no                this rank's part is done; the
                           also on one rank alone                                       phase is as before
+``give_params_back``      every writer of parameters                 no                as after ``wait``
 ``synchronize_ranks``     on every rank: the next ``step()``,        unless the ranks  IDLE; FAILED on every rank if the
                           checkpoints, gathers outside forward       agree already     update failed on any
 ``raise_if_failed``       every user of the states                   no                the states are consistent, as far
@@ -245,6 +246,15 @@ class Update:
             self._executor.finish()
         if states:
             self._executor.give_states_back()
+
+    def give_params_back(self) -> None:
+        """Let the caller write to parameters, which the next update forgets.
+
+        If parameters are a half of masters, block until this rank's part is done. Otherwise do nothing.
+        """
+        if self._executor.watches_params:
+            self.wait()
+            self._executor.give_params_back()
 
     def synchronize_ranks(self, *, raise_failure: bool = True, flushed: bool = True) -> None:
         """Wait for the update, and let every rank know whether it failed on any. Every rank must call this.

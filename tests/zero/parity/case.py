@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,9 @@ SERIAL = {**WITHOUT_FORWARD_OVERLAP, **WITHOUT_BACKWARD_OVERLAP}
 
 SPLIT_MASTERS = {"split_masters": True}
 """Only for bf16 models whose parameters are on the accelerator."""
+
+SPLITS_EVERYWHERE = os.environ.get("TESTS_SPLIT_MASTERS") == "1"
+"""Whether each case that can be trained with split masters is, unless a block decides: ``make test-split`` sets it."""
 
 EVERY_PLACEMENT = (CPU, STREAMED, STREAMED_ONE_SLOT, STREAMED_MANY_SLOTS, STRIDE_2, STRIDE_3, STRIDE_BEYOND, FRACTION)
 
@@ -135,5 +139,11 @@ class Case:
                 },
             }
         if block is not None:
-            config["deep_optimizer_states"] = block
+            splits = {"split_masters": True} if SPLITS_EVERYWHERE and self.can_split_masters else {}
+            config["deep_optimizer_states"] = {**splits, **block}
         return config
+
+    @property
+    def can_split_masters(self) -> bool:
+        """Return whether the plugin does not refuse to split masters in this case."""
+        return self.dtype == "bf16" and not self.offload_param and not self.shares_host_memory

@@ -43,7 +43,7 @@ def random_case(seed: int, world_size: int) -> Case:
         },
         shares_host_memory=rng.random() < 0.5,
     )
-    if case.dtype != "bf16" or case.offload_param or case.shares_host_memory:
+    if not case.can_split_masters:
         return case
     return replace(case, blocks=tuple({**block, "split_masters": rng.random() < 0.5} for block in case.blocks))
 

@@ -16,6 +16,10 @@ import torch
 import torch.distributed as dist
 
 from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.device.kernels.checksum import Checksum
+from deep_opt_states.device.kernels.choice import gpu_checksum
+from deep_opt_states.zero.start.devices import AcceleratorChoice
+from tests.kernels.plain_checksum import PlainChecksum
 from tests.zero.parity.case import Case
 from tests.zero.parity.parity_model import ParityNet, batch, param_groups
 
@@ -44,6 +48,10 @@ class Record:
     """The placements of the last plan's units, if the program records them."""
 
 
+def checksum_of(choice: AcceleratorChoice) -> Checksum:
+    return PlainChecksum() if choice.slots_on_host else gpu_checksum()
+
+
 def make_engine(case: Case, block: Block) -> Any:
     """Return an engine with the case's model, initialized the same whenever the case is the same."""
     torch.manual_seed(17)
@@ -53,7 +61,11 @@ def make_engine(case: Case, block: Block) -> Any:
             model = ParityNet(case)
     else:
         model = ParityNet(case)
-    with mock.patch.object(HostDevice, "shares_host_memory", case.shares_host_memory):
+    with (
+        mock.patch.object(HostDevice, "shares_host_memory", case.shares_host_memory),
+        # Masters are split on the CPU accelerator only if its memory is not shared, which is so in tests alone.
+        mock.patch.object(AcceleratorChoice, "checksum", checksum_of),
+    ):
         engine, *_ = deepspeed.initialize(model=model, model_parameters=param_groups(model, case), config=config)
     return engine
 

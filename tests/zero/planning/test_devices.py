@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from deep_opt_states.zero.start import devices
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.refusals import Unsupported
 from perf_model.prediction.memory import accelerator_bytes_with_all_gradients
+from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
@@ -22,6 +23,8 @@ from tests.runtime.plain_adam import PlainAdam
 
 CUDA = AcceleratorChoice(HostDevice(), slots_on_host=False)
 HOST = AcceleratorChoice(HostDevice(), slots_on_host=True)
+
+WIDTHS = Widths(param=2, grad=4)
 
 
 def plan(*placements: Placement) -> UpdatePlan:
@@ -79,17 +82,17 @@ def test_the_planner_starts_without_gpu_memory_unless_the_config_gives_a_budget(
 
 @pytest.mark.usefixtures("gpu_kernel")
 def test_sums_over_micro_batches_stay_on_the_gpu_if_they_fit_next_to_the_states() -> None:
-    all_gradients = accelerator_bytes_with_all_gradients(ON_CPU, 4)
-    with_states = accelerator_bytes_with_all_gradients(MIXED, 4)
+    all_gradients = accelerator_bytes_with_all_gradients(ON_CPU, WIDTHS)
+    with_states = accelerator_bytes_with_all_gradients(MIXED, WIDTHS)
     assert 0 < all_gradients < with_states
     for plan, needed in ((ON_CPU, all_gradients), (MIXED, with_states)):
-        assert CUDA.fits_accumulators(plan, 4, GpuBudget(start_bytes=needed, margin_bytes=0, fills=False))
-        assert not CUDA.fits_accumulators(plan, 4, GpuBudget(start_bytes=needed - 1, margin_bytes=0, fills=False))
+        assert CUDA.fits_accumulators(plan, WIDTHS, GpuBudget(start_bytes=needed, margin_bytes=0, fills=False))
+        assert not CUDA.fits_accumulators(plan, WIDTHS, GpuBudget(start_bytes=needed - 1, margin_bytes=0, fills=False))
         # Where the config gives the placements, a tenth of the GPU may be used.
-        assert CUDA.fits_accumulators(plan, 4, None)
-        assert not CUDA.fits_accumulators(plan, 10**9, None)
-    assert HOST.fits_accumulators(MIXED, 4, None)
-    assert not HOST.fits_accumulators(ON_CPU, 4, None)
+        assert CUDA.fits_accumulators(plan, WIDTHS, None)
+        assert not CUDA.fits_accumulators(plan, Widths(param=2, grad=10**9), None)
+    assert HOST.fits_accumulators(MIXED, WIDTHS, None)
+    assert not HOST.fits_accumulators(ON_CPU, WIDTHS, None)
 
 
 @pytest.mark.usefixtures("no_gpu_kernel")
@@ -124,7 +127,7 @@ class RecordingAdam(PlainAdam):
         super().__init__()
         self.made_with = (betas, adamw)
 
-    def compile(self, *dtypes: Collection[torch.dtype]) -> None:
+    def compile(self, *dtypes: Any) -> None:
         self.compiled_for = dtypes
 
 
@@ -136,9 +139,15 @@ def test_a_gpu_kernel_is_made_only_if_the_gpu_may_update_a_unit(
     host_adam: AdamKernel = PlainAdam()
 
     def kernel(
-        choice: AcceleratorChoice, update_plan: UpdatePlan, budget: GpuBudget | None = None
+        choice: AcceleratorChoice,
+        update_plan: UpdatePlan,
+        budget: GpuBudget | None = None,
+        *,
+        splits_masters: bool = False,
     ) -> AdamKernel | None:
-        return choice.device_adam(update_plan, budget, host_adam, Optimizer(), torch.bfloat16, torch.bfloat16)
+        return choice.device_adam(
+            update_plan, budget, host_adam, Optimizer(), torch.bfloat16, torch.bfloat16, splits_masters=splits_masters
+        )
 
     assert kernel(HOST, MIXED) is host_adam
     assert kernel(CUDA, ON_CPU) is None
@@ -146,4 +155,8 @@ def test_a_gpu_kernel_is_made_only_if_the_gpu_may_update_a_unit(
     made = kernel(CUDA, MIXED)
     assert isinstance(made, RecordingAdam)
     assert made.made_with == ((0.8, 0.9), False)
-    assert made.compiled_for == ({torch.bfloat16, torch.float32}, [torch.bfloat16]), "gradients read by users are fp32"
+    grads = {torch.bfloat16, torch.float32}
+    assert made.compiled_for == (grads, [torch.bfloat16], torch.float32), "gradients read by users are fp32"
+    made = kernel(CUDA, MIXED, splits_masters=True)
+    assert isinstance(made, RecordingAdam)
+    assert made.compiled_for == (grads, [torch.bfloat16], torch.int16)

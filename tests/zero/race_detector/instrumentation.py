@@ -68,7 +68,9 @@ def torch_for_our_device(accelerator: RecordingAccelerator, views: DeviceViews) 
     """
 
     def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        tensor = torch.empty(*args, **kwargs).fill_(torch.nan)
+        tensor = torch.empty(*args, **kwargs)
+        # NaN, or -1 if these are integers.
+        tensor.view(torch.uint8).fill_(0xFF)
         return views.pin(tensor) if pin_memory else tensor
 
     return SimpleNamespace(
