@@ -23,8 +23,11 @@ from deep_opt_states.profiler.process_groups import CollectiveGroups
 from deep_opt_states.profiler.provenance import describe, smallest_node
 from deep_opt_states.profiler.ranks import ProbeError, Ranks, call_on_all_ranks
 from perf_model.prediction.hardware import (
+    BOTH_TOLERANCE,
     CONCURRENT_TO_ALONE,
     CONCURRENT_TOLERANCE,
+    MIN_GPU_MATMUL_FLOPS_PER_S,
+    PEAK_TOLERANCE,
     QUANTITIES,
     REQUIRED,
     HardwareProfile,
@@ -98,26 +101,54 @@ def measure(
             "gpu_peak_flops": peak_flops(gpu.name) if gpu else None,
         }
 
+    described = ranks.gather(call_on_all_ranks(ranks, about))[0]
     measurements |= noise_waivers(measurements)
+    measurements |= matmul_waivers(measurements, described["gpu_memory_bytes"], described["gpu_peak_flops"])
     return HardwareProfile(
         measurements={name: measurements[name] for name in QUANTITIES},
         cpu_adam_by_threads=dict(sorted(by_threads.items())),
-        **ranks.gather(call_on_all_ranks(ranks, about))[0],
+        **described,
     )
 
 
 def noise_waivers(measurements: Mapping[str, Measurement]) -> dict[str, Measurement]:
-    """Return waivers for the concurrent rates that are far above the same rate alone.
+    """Return waivers for the concurrent rates that are far above the same rates alone.
 
-    Such a value cannot be right, but it is no reason to stop a training run.
+    Such a value cannot be right, but it is no reason to stop a training run. It occurs if another process slowed the
+    measurement of the rates alone.
     """
-    return {
-        concurrent: Measurement(waived=f"{IMPLAUSIBLE}{slowed.median:.3g}, and only {free.median:.3g} alone")
-        for concurrent, alone in CONCURRENT_TO_ALONE.items()
-        if (slowed := measurements[concurrent]).samples
-        and (free := measurements[alone]).samples
-        and slowed.median > CONCURRENT_TOLERANCE * free.median
-    }
+    found: dict[str, Measurement] = {}
+    for concurrent, alone in CONCURRENT_TO_ALONE.items():
+        slowed, free = measurements[concurrent], measurements[alone]
+        if slowed.samples and free.samples and slowed.median > CONCURRENT_TOLERANCE * free.median:
+            found[concurrent] = Measurement(
+                waived=f"{IMPLAUSIBLE}{slowed.median:.3g}, and only {free.median:.3g} alone"
+            )
+    both, *directions = (measurements[f"{name}_bytes_per_s"] for name in ("both", "h2d", "d2h"))
+    if both.samples and all(direction.samples for direction in directions):
+        total = sum(direction.median for direction in directions)
+        if both.median > BOTH_TOLERANCE * total:
+            found["both_bytes_per_s"] = Measurement(
+                waived=f"{IMPLAUSIBLE}{both.median:.3g}, and the two directions alone reach only {total:.3g} in total"
+            )
+    return found
+
+
+def matmul_waivers(
+    measurements: Mapping[str, Measurement], gpu_memory_bytes: int | None, peak: float | None
+) -> dict[str, Measurement]:
+    """Return waivers for the rates of matrix products that no GPU has, or that exceed ``peak``, in FLOP/s.
+
+    Return none on a machine without a GPU. Another process that uses the GPU can make products that slow.
+    """
+    large = measurements["matmul_flops_per_s"]
+    if gpu_memory_bytes is None or not large.samples:
+        return {}
+    high = float("inf") if peak is None else PEAK_TOLERANCE * peak
+    if MIN_GPU_MATMUL_FLOPS_PER_S <= large.median <= high:
+        return {}
+    why = f"{IMPLAUSIBLE}{large.median:.3g} FLOP/s, outside {MIN_GPU_MATMUL_FLOPS_PER_S:.3g} to {high:.3g}"
+    return dict.fromkeys(("matmul_flops_per_s", "matmul_small_flops_per_s"), Measurement(waived=why))
 
 
 def implausible_quantities(profile: HardwareProfile) -> list[str]:

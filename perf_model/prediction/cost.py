@@ -232,14 +232,14 @@ class CostModel:
     ) -> CostModel:
         if not profile.has_accelerator:
             return cls._for_cpu_accelerator(profile, traffic, cpu)
-        h2d, both = profile.rate("h2d_bytes_per_s"), profile.rate("both_bytes_per_s")
+        h2d = profile.rate("h2d_bytes_per_s")
         return cls.from_rates(
             cpu_adam_params_per_s=cpu,
             gpu_adam_params_per_s=profile.get("gpu_adam_params_per_s"),
             capacities={
                 Resource.H2D: h2d,
                 Resource.D2H: profile.rate("d2h_bytes_per_s"),
-                Resource.BOTH: both,
+                Resource.BOTH: profile.both_directions,
                 Resource.PAGEABLE: profile.get("pageable_h2d_bytes_per_s") or h2d,
                 Resource.DRAM: max(_dram_capacity(profile), traffic[ActionKind.CPU_STEP].dram * cpu),
             },
@@ -305,7 +305,7 @@ def _dram_capacity(profile: HardwareProfile) -> float:
     that either reaches alone is a lower bound in any case; a CPU update that the caches help may exceed the plain
     probe.
     """
-    cpu, both = profile.rate("cpu_adam_params_per_s"), profile.rate("both_bytes_per_s")
+    cpu, both = profile.rate("cpu_adam_params_per_s"), profile.both_directions
     step_bytes = traffic_by_action(PROBED_PARAM_BYTES)[ActionKind.CPU_STEP].dram
     alone = max(profile.rate("dram_update_bytes_per_s"), step_bytes * cpu, both)
     concurrent_cpu = profile.get("cpu_adam_beside_transfers_params_per_s")

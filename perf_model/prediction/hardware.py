@@ -241,6 +241,18 @@ class HardwareProfile:
         return value
 
     @property
+    def both_directions(self) -> float:
+        """Return the rate of transfers in both directions concurrently, in bytes per second.
+
+        If it is waived, return its upper bound, which is the sum of the rates alone: the measurement of a machine with
+        other load can be implausible. Raise ``ProfileError`` if the rate, or one of the two, is missing.
+        """
+        measurement = self.measurements.get("both_bytes_per_s")
+        if measurement is None or measurement.waived is None:
+            return self.rate("both_bytes_per_s")
+        return self.rate("h2d_bytes_per_s") + self.rate("d2h_bytes_per_s")
+
+    @property
     def has_accelerator(self) -> bool:
         """Return whether the machine has an accelerator in addition to the CPU."""
         return any(self.get(name) is not None for name in ACCELERATOR_RATES)

@@ -51,13 +51,14 @@ COMPARED = (
     *(replace(case, zero={**case.zero, **OVERLAP}) for case in CASES if case.name in CPU_SUITE_CASES),
 )
 
-# Sub-groups have about a million parameters, so that copies take longer than kernels.
+# Sub-groups have about a million parameters and are cut into a few units, so that copies take longer than kernels.
+LONG_UNITS = {"unit_size": 200_000}
 LONG = Case(
     name="200 steps",
     blocks=(
         {"placement": ["streamed", "cpu", "streamed", "resident", "streamed", "cpu"], "num_slots": 1},
-        {**STREAMED, "num_slots": 2},
-        STRIDE_2,
+        {**STREAMED, **LONG_UNITS, "num_slots": 2},
+        {**STRIDE_2, **LONG_UNITS},
         CPU,
     ),
     steps=200,
@@ -120,9 +121,10 @@ def page_locked() -> dict[str, Any]:
     return {"engines": engines}
 
 
+WIDE_UNITS = {"unit_size": 3_000_000}
 WIDE = Case(
     name="peak memory",
-    blocks=(CPU, {**STREAMED, "num_slots": 2}, STRIDE_2),
+    blocks=(CPU, {**STREAMED, **WIDE_UNITS, "num_slots": 2}, {**STRIDE_2, **WIDE_UNITS}),
     widths=(2048,) * 9,
     sub_group_size=9_000_000,
     zero={**OVERLAP, "reduce_bucket_size": 5 * 10**6, "stage3_prefetch_bucket_size": 5 * 10**6},

@@ -31,9 +31,10 @@ from tests.zero.process_group import process_group
 
 OVERLAP = {"overlap_comm": True}
 
+UNITS = {"unit_size": 200_000}
 CASE = Case(
     name="next to other processes",
-    blocks=(CPU, STREAMED, STRIDE_2),
+    blocks=(CPU, {**STREAMED, **UNITS}, {**STRIDE_2, **UNITS}),
     steps=12,
     widths=(512, 1024, 1024, 512),
     sub_group_size=500_000,

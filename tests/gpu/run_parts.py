@@ -3,7 +3,8 @@
 ``make gpu-check`` runs the tests and the profile, ``make gpu-measure`` small benchmarks, and ``make gpu-bench``
 benchmarks with billions of parameters. Text and JSON are written after each part, into the folder named by OUT or into
 ``.cache``, so that a killed run leaves the results of the finished parts. The exit code is 0 if every part passed, 1 if
-one did not, and 2 if there is no GPU.
+one did not, and 2 if there is no GPU. Names of parts after the name of the list choose some of its parts:
+``python3 -m tests.gpu.run_parts check build kernel``.
 
 Each part may use its own limit, whatever happened to the parts before it, plus the time that they did not use.
 """
@@ -289,10 +290,22 @@ def _environment() -> Mapping[str, str]:
 
 
 def main() -> int:
-    """Run the list of parts that the command line names, and return the exit code."""
-    which = {"check": parts, "measure": measure_parts, "bench": bench_parts}[sys.argv[1]]
-    out = Path(os.environ.get("OUT") or REPOSITORY / ".cache" / f"gpu-{sys.argv[1]}").resolve()
-    return check(which(), out)
+    """Run the parts that the command line names, and return the exit code. Raise ``SystemExit`` for an unknown name."""
+    which, *names = sys.argv[1:]
+    listed = {"check": parts, "measure": measure_parts, "bench": bench_parts}[which]()
+    out = Path(os.environ.get("OUT") or REPOSITORY / ".cache" / f"gpu-{which}").resolve()
+    return check(chosen_parts(listed, names), out)
+
+
+def chosen_parts(listed: Sequence[Part], names: Sequence[str]) -> list[Part]:
+    """Return the listed parts with these names, or all if there are no names.
+
+    Raise ``SystemExit`` for a name that is not listed.
+    """
+    known = [part.name for part in listed]
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"No part has the name {unknown[0]!r}. The parts are: {', '.join(known)}.")
+    return [part for part in listed if not names or part.name in names]
 
 
 if __name__ == "__main__":

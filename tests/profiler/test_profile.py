@@ -15,7 +15,13 @@ from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.host import machine
 from deep_opt_states.profiler import probe_list, provenance
-from deep_opt_states.profiler.measure import measure, noise_waivers, thread_counts
+from deep_opt_states.profiler.measure import (
+    implausible_quantities,
+    matmul_waivers,
+    measure,
+    noise_waivers,
+    thread_counts,
+)
 from deep_opt_states.profiler.method import ProbeEffort
 from deep_opt_states.profiler.peaks import peak_flops
 from deep_opt_states.profiler.probe_list import NO_ACCELERATOR, NO_GROUPS
@@ -23,8 +29,9 @@ from deep_opt_states.profiler.process_groups import CollectiveGroups
 from deep_opt_states.profiler.provenance import Node, describe, fingerprint, smallest_node
 from deep_opt_states.profiler.ranks import OneRank
 from perf_model.prediction import hardware
-from perf_model.prediction.cost import CostModel
+from perf_model.prediction.cost import CostModel, Resource
 from perf_model.prediction.hardware import QUANTITIES, REQUIRED, HardwareProfile, Measurement, ProfileError
+from tests.model.profiles import profile
 from tests.profiler.threads import on_ranks
 from tests.profiler.virtual import GroupOfTwo, LaunchedAdam, TimedAdam, VirtualDevice, virtual_clock
 from tests.runtime.plain_adam import PlainAdam
@@ -397,11 +404,41 @@ def test_concurrent_rates_are_waived_for_a_device_that_overlaps_nothing() -> Non
 
 def test_a_rate_that_is_higher_concurrently_than_alone_is_waived() -> None:
     concurrent, alone = "cpu_adam_beside_transfers_params_per_s", "cpu_adam_params_per_s"
-    both = "both_beside_cpu_adam_bytes_per_s", "both_bytes_per_s"
-    measurements = {name: Measurement(waived="not here") for name in both} | {
+    transfers = "both_beside_cpu_adam_bytes_per_s", *TRANSFERS
+    measurements = {name: Measurement(waived="not here") for name in transfers} | {
         concurrent: Measurement(samples=(3e9,)),
         alone: Measurement(samples=(1e9,)),
     }
     assert set(noise_waivers(measurements)) == {concurrent}
     assert noise_waivers(measurements)[concurrent].waived == "implausible: 3e+09, and only 1e+09 alone"
     assert noise_waivers({**measurements, concurrent: Measurement(samples=(1.2e9,))}) == {}
+
+
+TRANSFERS = ("h2d_bytes_per_s", "d2h_bytes_per_s", "both_bytes_per_s")
+
+
+def test_a_rate_in_both_directions_above_the_sum_of_the_two_is_waived_and_still_gives_a_plan() -> None:
+    """Check the figures of an H100 beside other processes: this stopped a training run at its start."""
+    found = profile()
+    rates = dict(zip(TRANSFERS, (2.9e10, 3.94e10, 9.02e10), strict=True))
+    slowed = {**found.measurements, **{name: Measurement(samples=(rate,)) for name, rate in rates.items()}}
+    with pytest.raises(ProfileError, match="cannot exceed the sum of the two directions alone"):
+        replace(found, measurements=slowed)
+    waivers = noise_waivers(slowed)
+    assert list(waivers) == ["both_bytes_per_s"]
+    assert waivers["both_bytes_per_s"].waived == (
+        "implausible: 9.02e+10, and the two directions alone reach only 6.84e+10 in total"
+    )
+    assert noise_waivers({**slowed, "both_bytes_per_s": Measurement(samples=(8e10,))}) == {}
+    used = replace(found, measurements=slowed | waivers)
+    assert used.both_directions == pytest.approx(6.84e10)
+    assert CostModel.from_profile(used, 2).capacities[Resource.BOTH] == pytest.approx(6.84e10)
+    assert implausible_quantities(used) == ["both_bytes_per_s"], "so that it is not cached"
+
+
+def test_a_matrix_product_that_no_gpu_has_is_waived() -> None:
+    names = ("matmul_flops_per_s", "matmul_small_flops_per_s")
+    for large, waived in ((9e11, True), (2e12, False), (9.9e14, False), (1.3e15, True)):
+        measurements = {name: Measurement(samples=(rate,)) for name, rate in zip(names, (large, 1e11), strict=True)}
+        assert set(matmul_waivers(measurements, 80 * 10**9, 989e12)) == (set(names) if waived else set())
+        assert matmul_waivers(measurements, None, None) == {}, "a CPU may be that slow"
