@@ -117,6 +117,14 @@ class EarlyUpdate:
         self._operations = _Operations()
         self._copied_to_host, self._updated, self._published = (device.event() for _ in range(3))
 
+    def close(self) -> None:
+        """Free the buffers, and drop the references to the states."""
+        self._states.clear()
+        self._ranges.clear()
+        self._evicted.clear()
+        self._known.clear()
+        self._operations, self.buffers = _Operations(), None
+
     def update(self, host_adam: AdamKernel, device_adam: AdamKernel | None) -> None:
         """Update and publish all early ranges.
 

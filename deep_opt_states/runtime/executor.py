@@ -427,6 +427,8 @@ class Executor:
         with suppress(Exception):
             self._lanes.drain()
         self._actions.close()
+        self._early_update.close()
+        self._early_buffers = None
         self._residents.close()
         self._split_masters.close()
         self._states = ()
