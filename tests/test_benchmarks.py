@@ -21,6 +21,7 @@ from benchmarks.harness.charts import draw
 from benchmarks.harness.interleaved_runs import EngineRun, ExposedWaits
 from benchmarks.harness.results_page import last_runs, render
 from benchmarks.harness.rows import BENCHMARKS, COMPLETE, RESULTS, Results, Row, format_row, read_rows
+from benchmarks.harness.run_rows import BIT_IDENTICAL
 from benchmarks.harness.setting import TrainingSetting
 from benchmarks.harness.sizes import with_default_sub_groups
 from benchmarks.harness.small_copies import DIRECTIONS
@@ -244,13 +245,15 @@ def test_the_page_begins_with_the_speed_ups_of_each_model(tmp_path: Path) -> Non
                     variant=plugin, quantity=ITERATION_SPEEDUP, unit="times", samples=[1.4, 1.6, 1.8], setting=setting
                 )
                 results.add(ratios)
+                results.add(Row(variant=plugin, quantity=BIT_IDENTICAL, value=True, setting=setting))
         results.finish()
     top, _ = page_of(tmp_path).split("## Aims")
     measured, emulated = (line for line in top.splitlines() if line.startswith(("| measured", "| EMULATED")))
-    assert measured.endswith("| 5 M parameters | 1 | 3.00 s | 2.00 s | 1.6x (1.4x to 1.8x) |")
-    assert emulated == "| EMULATED | a100-pcie4, 4 GPUs | 7B | 1 | 3.00 s | 2.00 s | 1.5x |"
-    assert "As measured, an iteration is 1.60 to 1.60 times as fast" in top
-    assert "On EMULATED GPUs, an iteration is 1.50 to 1.50 times as fast" in top
+    assert measured.startswith("| measured on the CPU |")
+    assert measured.endswith("| 5 M parameters | 1 | 3.00 s | 2.00 s | 1.6x (1.4x to 1.8x) | yes |")
+    assert emulated == "| EMULATED | a100-pcie4, 4 GPUs | 7B | 1 | 3.00 s | 2.00 s | 1.5x | not compared |"
+    assert "As measured on the CPU, an iteration is 1.60 times as fast as with stock DeepSpeed, in one setting." in top
+    assert "On EMULATED GPUs, an iteration is 1.50 times as fast as with stock DeepSpeed, in one setting." in top
 
 
 def test_only_the_first_table_of_a_benchmark_is_shown_and_only_if_it_is_short(tmp_path: Path) -> None:

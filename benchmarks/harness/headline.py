@@ -8,12 +8,13 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness.rows import EMULATED, format_row
+from benchmarks.harness.run_rows import BIT_IDENTICAL
 from benchmarks.harness.targets import EMULATED_SPEEDUP, ITERATION_SPEEDUP
 from benchmarks.harness.variants import OURS_DEFAULT, STOCK
 
 Rows = list[dict[str, Any]]
 
-HEAD = ("how", "machine", "model", "micro-batch", "iteration, stock", "iteration, plugin", "speed-up")
+HEAD = ("how", "machine", "model", "micro-batch", "iteration, stock", "iteration, plugin", "speed-up", "same bits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class SpeedUp:
     plugin: str
     ratio: float
     ratio_shown: str
+    same_bits: str
 
     @property
     def setting(self) -> tuple[str, ...]:
@@ -37,7 +39,7 @@ class SpeedUp:
     @property
     def cells(self) -> tuple[str, ...]:
         """Return the cells of the line, in the order of ``HEAD``."""
-        return *self.setting, self.stock, self.plugin, self.ratio_shown
+        return *self.setting, self.stock, self.plugin, self.ratio_shown, self.same_bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +76,14 @@ COMPARISONS = (
 
 
 def headline(runs_by_benchmark: Mapping[str, Sequence[Rows]]) -> list[SpeedUp]:
-    """Return the speed-up of each machine, model and micro-batch."""
+    """Return the speed-up of each machine, model and micro-batch, those that were measured on a GPU first."""
     found: dict[tuple[str, ...], SpeedUp] = {}
     for comparison in COMPARISONS:
         for run in runs_by_benchmark[comparison.benchmark]:
             for speed_up in _speed_ups(comparison, run):
                 # Settings that differ in DeepSpeed's sub-groups alone are one line: the planner cuts units of its own.
                 found.setdefault(speed_up.setting, speed_up)
-    return list(found.values())
+    return sorted(found.values(), key=lambda speed_up: not speed_up.how.endswith("GPU"))
 
 
 def _speed_ups(comparison: ComparedBenchmark, run: Rows) -> Iterator[SpeedUp]:
@@ -103,8 +105,13 @@ def _speed_up(comparison: ComparedBenchmark, stock: Mapping[str, Any], found: Ma
         ratio = found[comparison.speedup]["median"]
         shown = "{} ({})".format(*format_row(found[comparison.speedup]))
     accumulation = setting.get("accumulation", 1)
+    how = (
+        comparison.how
+        if comparison.how == EMULATED
+        else f"{comparison.how} on {'the CPU' if stock['gpu'] is None else 'a GPU'}"
+    )
     return SpeedUp(
-        how=comparison.how,
+        how=how,
         machine=setting.get("machine", stock["gpu"] or f"{stock['cpu']}, {stock['cores']} cores, no GPU").removeprefix(
             f"{EMULATED} "
         ),
@@ -114,7 +121,16 @@ def _speed_up(comparison: ComparedBenchmark, stock: Mapping[str, Any], found: Ma
         plugin=format_row(plugin)[0],
         ratio=ratio,
         ratio_shown=shown,
+        same_bits=_same_bits(found),
     )
+
+
+def _same_bits(found: Mapping[str, Any]) -> str:
+    """Return whether the plugin had stock's bits in these rows, or why that is not known."""
+    compared = [row["value"] for quantity, row in found.items() if quantity.startswith(BIT_IDENTICAL)]
+    if not compared:
+        return "not compared"
+    return ("yes" if compared[0] else "no") if isinstance(compared[0], bool) else compared[0]
 
 
 def summary(speed_ups: Sequence[SpeedUp]) -> str:
@@ -122,7 +138,12 @@ def summary(speed_ups: Sequence[SpeedUp]) -> str:
     sentences = []
     for how in dict.fromkeys(speed_up.how for speed_up in speed_ups):
         ratios = [speed_up.ratio for speed_up in speed_ups if speed_up.how == how]
-        where = "On EMULATED GPUs" if how == EMULATED else "As measured"
+        where = "On EMULATED GPUs" if how == EMULATED else f"As {how}"
+        if len(ratios) == 1:
+            sentences.append(
+                f"{where}, an iteration is {ratios[0]:.2f} times as fast as with stock DeepSpeed, in one setting."
+            )
+            continue
         sentences.append(
             f"{where}, an iteration is {min(ratios):.2f} to {max(ratios):.2f} times as fast as with stock DeepSpeed, "
             f"{median(ratios):.2f} times in the median of {len(ratios)} settings."

@@ -25,7 +25,7 @@ from deepspeed.accelerator import get_accelerator
 
 import deep_opt_states  # noqa: F401 (activates where the package is not installed)
 from benchmarks.harness.bf16_products import are_computed_in_fp32, compute_in_fp32
-from benchmarks.harness.overrides import restored_process
+from benchmarks.harness.overrides import deterministic_algorithms, restored_process
 from benchmarks.harness.setting import TrainingSetting
 from benchmarks.harness.sizes import Repetitions
 from benchmarks.harness.variants import Variant
@@ -235,7 +235,7 @@ def engine_for(variant: Variant, setting: TrainingSetting) -> Iterator[Any]:
     """Yield a fresh engine. At the end, free its memory and let the process run on its former cores."""
     if are_computed_in_fp32():
         compute_in_fp32()
-    with restored_process(), variant.overrides():
+    with restored_process(), deterministic_algorithms(), variant.overrides():
         if torch.cuda.is_available():
             torch.cuda.reset_peak_host_memory_stats()
         torch.manual_seed(SEED)

@@ -6,9 +6,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.device.kernels import choice
 from deep_opt_states.device.kernels.library import KernelUnavailable
@@ -42,6 +44,34 @@ def restored_process() -> Iterator[None]:
         os.environ.pop(variable, None)
         if value_before is not None:
             os.environ[variable] = value_before
+
+
+def are_deterministic() -> bool:
+    """Return whether the benchmarks on this accelerator use deterministic algorithms only."""
+    return get_accelerator().device_name() == "cuda"
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """Make runs on a GPU repeat their bits, so that they can be compared with stock's.
+
+    With the default algorithms of attention and embeddings, two runs of stock differ. On the CPU, runs repeat their
+    bits in any case.
+    """
+    if not are_deterministic():
+        yield
+        return
+    # PyTorch's module computes this attribute, which type checkers do not see.
+    deterministic: Any = torch.utils.deterministic
+    fills = deterministic.fill_uninitialized_memory
+    # Filling every new tensor would take time that training does not take.
+    deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        deterministic.fill_uninitialized_memory = fills
 
 
 @contextmanager

@@ -8,10 +8,14 @@ from typing import Any
 
 from benchmarks.harness.bf16_products import are_computed_in_fp32
 from benchmarks.harness.interleaved_runs import EngineRun, InterleavedRuns
+from benchmarks.harness.overrides import are_deterministic
 from benchmarks.harness.rows import Row
 from benchmarks.harness.setting import TrainingSetting
 from benchmarks.harness.targets import ITERATION_SPEEDUP
 from benchmarks.harness.variants import STOCK, Variant
+
+BIT_IDENTICAL = "bit-identical to stock"
+"""The quantity of the rows that compare losses and weights with stock's."""
 
 
 def labels_of(variant: str, setting: TrainingSetting) -> dict[str, Any]:
@@ -19,6 +23,8 @@ def labels_of(variant: str, setting: TrainingSetting) -> dict[str, Any]:
     described = {**asdict(setting), "parameters": setting.parameters}
     if are_computed_in_fp32():
         described["bf16_products"] = "in fp32"
+    if are_deterministic():
+        described["algorithms"] = "deterministic"
     return {"variant": variant, "setting": described}
 
 
@@ -92,9 +98,9 @@ def same_bits_row(runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], **
     no claim.
     """
     if not all(run.same_bits_as(stock_runs[0]) for run in stock_runs):
-        return Row(quantity="bit-identical to stock", value="stock's own runs differ", **labels)
+        return Row(quantity=BIT_IDENTICAL, value="stock's own runs differ", **labels)
     same = all(run.same_bits_as(stock_runs[0]) for run in runs)
-    return Row(quantity="bit-identical to stock", value=same, claimed=runs[0].variant.exact, **labels)
+    return Row(quantity=BIT_IDENTICAL, value=same, claimed=runs[0].variant.exact, **labels)
 
 
 def configuration_rows(runs: Sequence[EngineRun], **labels: Any) -> Iterator[Row]:
