@@ -48,7 +48,7 @@ def restored_process() -> Iterator[None]:
 
 def are_deterministic() -> bool:
     """Return whether the benchmarks on this accelerator use deterministic algorithms only."""
-    return get_accelerator().device_name() == "cuda"
+    return bool(get_accelerator().device_name() == "cuda")
 
 
 @contextmanager
