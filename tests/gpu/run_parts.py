@@ -6,7 +6,8 @@ benchmarks with billions of parameters. Text and JSON are written after each par
 one did not, and 2 if there is no GPU. Names of parts after the name of the list choose some of its parts:
 ``python3 -m tests.gpu.run_parts check build kernel``.
 
-Each part may use its own limit, whatever happened to the parts before it, plus the time that they did not use.
+The parts that measure no time run at the same time, since a machine with a GPU has many cores. Each part may use its
+own limit, whatever happened to the parts before it, plus the time that they did not use.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
-from tests.gpu.figures import FIGURES
+from tests.gpu.figures import FIGURES_FILE
+from tests.gpu.parts import Part, bench_parts, chosen_parts, measure_parts, parts, side_by_side
 from tests.gpu.time_left import PART_ENDS
 from tests.launch import REPOSITORY
-
-RESULTS = REPOSITORY / "benchmarks" / "results"
 
 GPU_LIMIT_S = 25
 """The limit for PyTorch to report whether there is a GPU."""
@@ -36,23 +37,10 @@ GPU_LIMIT_S = 25
 ABORT_S = 1.0
 """The end of a part's limit, in which it writes the stacks of all its threads before it is killed."""
 
-HANG_S = 25
-"""pytest writes the stacks of a test that runs for this long, and lets it continue."""
-
 REMEDY = (
     "Run it on a machine with a GPU, with a Python whose PyTorch is built for CUDA: make gpu-check PYTHON=python3, "
     "or another Python that has torch, deepspeed and all other packages that setup.cfg lists, including [test]."
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """A command with a time limit. The JSON lines that it appends to the file ``rows`` are its result."""
-
-    name: str
-    command: tuple[str, ...]
-    limit_s: float
-    rows: Path | None = None
 
 
 class PartStatus(Enum):
@@ -76,61 +64,6 @@ class Outcome:
 
     def __str__(self) -> str:
         return f"{self.status.value:<9}  {self.name:<12}  {self.seconds:5.0f} s  {self.why}"
-
-
-def pytest_command(*paths: str) -> tuple[str, ...]:
-    """Return a pytest command that prints the name of each test before it runs and its traceback when it fails."""
-    plugins = ("-p", "no:cacheprovider", "-p", "tests.gpu.at_once")
-    shown = ("-vv", "-rs", "--tb=short", "-o", f"faulthandler_timeout={HANG_S}")
-    return (sys.executable, "-m", "pytest", *plugins, *shown, *(f"tests/{path}.py" for path in paths))
-
-
-def _benchmark(name: str, limit_s: float) -> Part:
-    command = (sys.executable, "-m", "benchmarks", name)
-    return Part(name=name, command=command, limit_s=limit_s, rows=RESULTS / f"{name}.jsonl")
-
-
-BUILD = Part(
-    name="build",
-    command=(
-        sys.executable,
-        "-c",
-        "from deep_opt_states.device.kernels.choice import known_arithmetic; print(known_arithmetic())",
-    ),
-    limit_s=150,
-)
-"""The part that compiles stock's Adam and the plugin's, which took 60 s on 2 cores. All other parts use the result."""
-
-
-def parts() -> list[Part]:
-    """Return the parts of ``make gpu-check``: first the build, which the others need, then roughly the shortest."""
-    return [
-        BUILD,
-        Part(name="kernel", command=pytest_command("gpu/test_kernel", "gpu/test_norms"), limit_s=40),
-        Part(name="executor", command=pytest_command("gpu/test_gpu_executor", "gpu/test_locking"), limit_s=35),
-        Part(name="streams", command=pytest_command("gpu/test_streams"), limit_s=30, rows=FIGURES),
-        Part(name="placements", command=pytest_command("gpu/test_placements"), limit_s=43),
-        Part(name="engine", command=pytest_command("gpu/test_engine"), limit_s=47, rows=FIGURES),
-        Part(name="processes", command=pytest_command("gpu/test_processes"), limit_s=35, rows=FIGURES),
-        Part(name="large", command=pytest_command("gpu/test_large"), limit_s=28, rows=FIGURES),
-        Part(name="long", command=pytest_command("gpu/test_long"), limit_s=40),
-        Part(name="profile", command=pytest_command("gpu/test_gpu_profile"), limit_s=35, rows=FIGURES),
-        Part(name="sanitizer", command=pytest_command("gpu/test_sanitizer"), limit_s=27),
-    ]
-
-
-def measure_parts() -> list[Part]:
-    """Return the parts of ``make gpu-measure``: small benchmarks at full effort."""
-    return [BUILD, _benchmark("copy", 45), _benchmark("adam", 60), _benchmark("overlap", 90)]
-
-
-def bench_parts() -> list[Part]:
-    """Return the parts of ``make gpu-bench``, which measure the targets for a GPU.
-
-    Each benchmark writes its rows as soon as their variants have finished, beginning with the targets, so that a
-    benchmark that is stopped leaves the rows so far.
-    """
-    return [BUILD, _benchmark("training_step", 195), _benchmark("model_error", 115), _benchmark("trace", 50)]
 
 
 def no_gpu() -> str:
@@ -165,17 +98,24 @@ def check(chosen: Sequence[Part], out: Path, missing: Callable[[], str] = no_gpu
     outcomes: list[Outcome] = []
     problem = missing()
     ends_s = time.monotonic()
-    for part in chosen:
-        ends_s += part.limit_s
-        if problem:
-            outcome = Outcome(name=part.name, status=PartStatus.WAIVED, seconds=0, why=f"no GPU: {problem}")
-        else:
-            limit_s = max(part.limit_s, ends_s - time.monotonic())
-            print(f"{part.name}: at most {limit_s:.0f} s", flush=True)
-            outcome = _run(part, log, limit_s)
-        outcomes.append(outcome)
-        _write(out, outcomes)
-        print(outcome, flush=True)
+    for group in side_by_side(chosen):
+        ends_s += max(part.limit_s for part in group)
+        remove_compiler_locks(Path(_environment()["TORCH_EXTENSIONS_DIR"]))
+        with ThreadPoolExecutor(len(group)) as threads:
+            running = []
+            for part in group:
+                limit_s = max(part.limit_s, ends_s - time.monotonic())
+                running.append(threads.submit(_waived if problem else _run, part, out, limit_s, problem))
+            for future in as_completed(running):
+                outcome = future.result()
+                outcomes.append(outcome)
+                part_log = _log_of(outcome.name, out)
+                if part_log.exists():
+                    with log.open("ab") as whole:
+                        whole.write(part_log.read_bytes())
+                    part_log.unlink()
+                _write(out, outcomes)
+                print(outcome, flush=True)
     if problem:
         print(f"No GPU: {problem}.\n{REMEDY}")
         return 2
@@ -183,21 +123,32 @@ def check(chosen: Sequence[Part], out: Path, missing: Callable[[], str] = no_gpu
     return int(any(outcome.status in (PartStatus.FAILED, PartStatus.TIMED_OUT) for outcome in outcomes))
 
 
-def _run(part: Part, log: Path, limit_s: float) -> Outcome:
-    environment = _environment()
-    remove_compiler_locks(Path(environment["TORCH_EXTENSIONS_DIR"]))
+def _log_of(name: str, out: Path) -> Path:
+    """Return the file that a part writes to while it runs. Of a killed run, it remains."""
+    return out / f"log-{name.replace(' ', '-')}.txt"
+
+
+def _waived(part: Part, out: Path, limit_s: float, problem: str) -> Outcome:
+    return Outcome(name=part.name, status=PartStatus.WAIVED, seconds=0, why=f"no GPU: {problem}")
+
+
+def _run(part: Part, out: Path, limit_s: float, _problem: str) -> Outcome:
+    print(f"{part.name}: at most {limit_s:.0f} s", flush=True)
+    environment, log = _environment(), _log_of(part.name, out)
+    if part.rows is not None:
+        environment = {**environment, FIGURES_FILE: str(part.rows)}
     before = _lines(part.rows)
     start_s = time.monotonic()
     # The value identifies the part: all processes that the part starts inherit it, and no other process has it.
     ends = str(time.time() + limit_s - ABORT_S)
-    with log.open("ab") as text:
+    with log.open("wb") as text:
         text.write(f"\n===== {part.name}: {' '.join(part.command)}\n".encode())
         text.flush()
         begin = text.tell()
         process = subprocess.Popen(
             part.command,
             cwd=REPOSITORY,
-            env={**environment, PART_ENDS: ends, "OUT": str(log.parent)},
+            env={**environment, PART_ENDS: ends, "OUT": str(out)},
             stdin=subprocess.DEVNULL,
             stdout=text,
             stderr=subprocess.STDOUT,
@@ -220,7 +171,7 @@ def _run(part: Part, log: Path, limit_s: float) -> Outcome:
     if returncode is None:
         status, why = PartStatus.TIMED_OUT, f"after {limit_s:.0f} s, at: {written[-1] if written else 'nothing yet'}"
     elif returncode < 0:
-        status, why = PartStatus.FAILED, f"ended by {signal.Signals(-returncode).name}: see its stacks in {log.name}"
+        status, why = PartStatus.FAILED, f"ended by {signal.Signals(-returncode).name}: see its stacks in log.txt"
     elif returncode == 0 and written and re.match(r"=* *\d+ skipped(, \d+ warnings?)? in ", written[-1]):
         status, why = PartStatus.WAIVED, next(line for line in written if line.startswith("SKIPPED"))
     else:
@@ -233,8 +184,8 @@ def _run(part: Part, log: Path, limit_s: float) -> Outcome:
 def remove_compiler_locks(extensions: Path) -> None:
     """Remove the locks of killed processes in the folder ``extensions``.
 
-    PyTorch waits forever for the lock of an extension that another process compiles. Nothing compiles between two
-    parts, so every lock that exists then is left over.
+    PyTorch waits forever for the lock of an extension that another process compiles. Nothing compiles while no part
+    runs, so every lock that exists then is left over.
     """
     for lock in extensions.rglob("lock"):
         lock.unlink(missing_ok=True)
@@ -295,17 +246,6 @@ def main() -> int:
     listed = {"check": parts, "measure": measure_parts, "bench": bench_parts}[which]()
     out = Path(os.environ.get("OUT") or REPOSITORY / ".cache" / f"gpu-{which}").resolve()
     return check(chosen_parts(listed, names), out)
-
-
-def chosen_parts(listed: Sequence[Part], names: Sequence[str]) -> list[Part]:
-    """Return the listed parts with these names, or all if there are no names.
-
-    Raise ``SystemExit`` for a name that is not listed.
-    """
-    known = [part.name for part in listed]
-    if unknown := [name for name in names if name not in known]:
-        raise SystemExit(f"No part has the name {unknown[0]!r}. The parts are: {', '.join(known)}.")
-    return [part for part in listed if not names or part.name in names]
 
 
 if __name__ == "__main__":
