@@ -50,8 +50,8 @@ def repetitions(*, quick: bool) -> Repetitions:
     if quick:
         return Repetitions(iterations=2, rounds=1)
     # If the CPU trains, runs differ more than iterations do: other processes use the memory bandwidth, too.
-    # On a GPU, creating an engine of a billion parameters takes most of a run: a run took 28 s on an H100. ZenFlow updates all parameters in every
-    # fourth iteration only.
+    # On a GPU, creating an engine of a billion parameters takes most of a run: a run took 28 s on an H100. ZenFlow
+    # updates all parameters in every fourth iteration only.
     on_gpu = get_accelerator().device_name() == "cuda"
     return Repetitions(iterations=6, rounds=2) if on_gpu else Repetitions(iterations=3, rounds=8)
 

@@ -52,7 +52,7 @@ BUILD = Part(
     ),
     limit_s=110,
 )
-"""The part that compiles stock's Adam and the plugin's, which took 60 s on 2 cores and 41 s on 16. All other parts use the result."""
+"""The part that compiles stock's Adam and the plugin's: 60 s on 2 cores, 41 s on 16. All other parts use the result."""
 
 
 def _tests(name: str, *files: str, limit_s: float, runs_beside: bool = True) -> Part:
