@@ -88,7 +88,7 @@ def _waits(call: ast.Attribute) -> bool:
     return call.attr in WAITS and ast.unparse(call.value) not in of_runtime
 
 
-class Waits:
+class RuntimeWaits:
     """The waits that are reached, by place, and the one that is removed, if any."""
 
     def __init__(self, removed: tuple[Place, int] | None = None) -> None:
@@ -247,7 +247,7 @@ def is_right(scenario: Scenario) -> bool:
 @cache
 def reached() -> dict[Place, set[int]]:
     """Return the waits that a part of the scenarios reaches. All of these give the right numbers."""
-    waits = Waits()
+    waits = RuntimeWaits()
     with waits.observed():
         for scenario in islice(scenarios(), 0, 400, 5):
             assert is_right(scenario)
@@ -266,7 +266,7 @@ def test_the_runtime_without_one_of_its_waits_gives_a_wrong_number(name: str) ->
 def shows(place: Place, number: int) -> bool:
     """Return whether a scenario gives a wrong number without this wait, and the right numbers with it."""
     for scenario in scenarios():
-        with Waits((place, number)).observed():
+        with RuntimeWaits((place, number)).observed():
             if is_right(scenario):
                 continue
         return is_right(scenario)
