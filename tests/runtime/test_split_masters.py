@@ -142,8 +142,10 @@ def test_states_that_are_copied_and_kept_on_the_accelerator_take_10_bytes_per_pa
         assert gained + sums_bytes + 8 * 3 + buffer_bytes == 2 * numel
     copied: dict[bool, int] = {}
     for may_split in (False, True):
-        copies = training_of(STREAMED, may_split=may_split).executor._actions._state_copies
-        assert len(copies) == 6
+        training = training_of(STREAMED, may_split=may_split)
+        list(training.run(0, MovingIteration(plan=STREAMED)))
+        copies = training.executor._actions._state_copies
+        assert len(copies) == 6, "a prefetch and a flush of each unit"
         copied[may_split] = sum(source.nbytes for pairs in copies.values() for _, source in pairs)
     assert copied == {False: 2 * 12 * 146, True: 2 * 10 * 146}
 
