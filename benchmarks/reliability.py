@@ -20,7 +20,7 @@ CHART = Bars("duration")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class CheckCounts:
     """The number of things that were tried, those that failed, and in words what else was counted."""
 
     tried: int
@@ -45,7 +45,7 @@ def measure(
     """
     if quick:
         kills, decoupled_kills, steps, inputs, minutes = 3, 1, 300, 20, 0
-    variants: dict[str, Callable[[], Outcome]] = {
+    variants: dict[str, Callable[[], CheckCounts]] = {
         "kills, 2 ranks": lambda: _killed(kills, seed, "data parallel"),
         "kills, decoupled writer": lambda: _killed(decoupled_kills, seed, "decoupled"),
         "steps, software GPU": lambda: _trained(steps, seed),
@@ -70,33 +70,33 @@ def measure(
             yield Row(variant=variant, setting=setting, quantity="first failure", value=found.problem[-4000:])
 
 
-def _killed(kills: int, seed: int, training: str) -> Outcome:
+def _killed(kills: int, seed: int, training: str) -> CheckCounts:
     found, output = kill_runs(kills, seed, training)
     problems = [kill["problem"] for kill in found if kill["problem"]] + ([output] if output else [])
-    return Outcome(tried=len(found), failures=len(problems), counted=summary(found), problem="".join(problems[:1]))
+    return CheckCounts(tried=len(found), failures=len(problems), counted=summary(found), problem="".join(problems[:1]))
 
 
-def _trained(steps: int, seed: int) -> Outcome:
+def _trained(steps: int, seed: int) -> CheckCounts:
     found = endurance.train(steps, seed, "none")
-    return Outcome(
+    return CheckCounts(
         tried=found.steps, failures=len(found.problems), counted=found.summary, problem="".join(found.problems[:1])
     )
 
 
-def _malformed(part: Callable[[int, int], malformed.Tried], inputs: float, seed: int) -> Callable[[], Outcome]:
-    def run() -> Outcome:
+def _malformed(part: Callable[[int, int], malformed.Tried], inputs: float, seed: int) -> Callable[[], CheckCounts]:
+    def run() -> CheckCounts:
         found = part(round(inputs), seed)
         counted = f"{found.kind}: {found.refused} of {found.tried} refused, the others used as by stock"
-        return Outcome(
+        return CheckCounts(
             tried=found.tried, failures=len(found.problems), counted=counted, problem="".join(found.problems[:1])
         )
 
     return run
 
 
-def _searched(minutes: float, seed: int, searches: tuple[stress.Search, ...]) -> Outcome:
+def _searched(minutes: float, seed: int, searches: tuple[stress.Search, ...]) -> CheckCounts:
     found = stress.search_for(minutes, seed, searches)
-    return Outcome(
+    return CheckCounts(
         tried=found.rounds,
         failures=int(found.failed is not None),
         counted=f"{found.rounds} rounds of {', '.join(search.__name__ for search in searches)}",

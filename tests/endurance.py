@@ -18,7 +18,7 @@ LEAKS = ("none", "host", "accelerator", "open file", "temporary file", "every")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class LongTraining:
     """The number of steps that were trained, the growth in words, and the problems: growing quantities, or a crash."""
 
     steps: int
@@ -26,12 +26,12 @@ class Trained:
     problems: tuple[str, ...]
 
 
-def train(steps: int, seed: int, leak: str) -> Trained:
+def train(steps: int, seed: int, leak: str) -> LongTraining:
     """Train so many steps, and return the memory and the files that the process has kept."""
     script = ["-m", "tests.software_gpu.training.endurance_ranks", str(seed), str(steps), leak]
     (finished,) = run_ranks(1, script, timeout_s=START_S + SECONDS_PER_STEP * steps)
     if finished.returncode != 0 or not finished.answers():
-        return Trained(steps=0, summary="", problems=(finished.output[-4000:],))
+        return LongTraining(steps=0, summary="", problems=(finished.output[-4000:],))
     (found,) = finished.answers()
     lines = [
         f"{name}: {growth:.4g} per step, {found['first'][name]:,} to {found['last'][name]:,}"
@@ -41,7 +41,7 @@ def train(steps: int, seed: int, leak: str) -> Trained:
         f"{found['skipped']} skipped steps, {found['evaluated']} evaluations, {found['samples']} saves and loads, "
         f"{sum(found['moved']['kinds'].values())} moves of units"
     )
-    return Trained(
+    return LongTraining(
         steps=found["steps"],
         summary="; ".join([counts, *lines]),
         problems=tuple(f"{name} grows by {found['growth'][name]:.4g} per step" for name in found["grown"]),

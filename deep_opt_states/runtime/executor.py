@@ -132,7 +132,7 @@ class Executor:
             Split.all_early(state.elements) if state.is_evicted else split
             for state, split in zip(states, splits, strict=True)
         ]
-        split_ranges = self._split_masters.ranges_of(states, here)
+        split_ranges = self._split_masters.reserve_ranges(states, here)
         early_update = EarlyUpdate(states, here, self._device, self._lanes.streams, self._worker, self._early_buffers)
         self._actions.set_units(schedule, states, here)
         self._early_update, self._early_buffers = early_update, early_update.buffers

@@ -115,6 +115,14 @@ class _WrittenBlocks:
         return written
 
 
+@dataclass(frozen=True)
+class ReservedRanges:
+    """Ranges to split, with all memory that they need. ``written`` is None if the accelerator updates none of them."""
+
+    by_place: dict[Place, SplitRange]
+    written: _WrittenBlocks | None
+
+
 class SplitMasters:
     """The ranges of one executor whose masters are split while they are updated, and where their upper halves are.
 
@@ -156,7 +164,7 @@ class SplitMasters:
         """Return whether the accelerator updates any range."""
         return bool(self._sums)
 
-    def ranges_of(self, states: Sequence[UnitState], splits: Sequence[Split]) -> dict[Place, SplitRange]:
+    def reserve_ranges(self, states: Sequence[UnitState], splits: Sequence[Split]) -> ReservedRanges:
         """Return the ranges of ``states`` to split, with memory for their sums. ``splits`` has their early ranges.
 
         Raise the device's out-of-memory error if memory is short. Nothing changes before ``set_ranges``.
@@ -171,26 +179,28 @@ class SplitMasters:
                     else {part: self._device.empty(num_sums(part.numel), torch.int64) for part in parts}
                 )
                 ranges[state.sub_group, elements] = SplitRange(state, elements, sums)
-        return ranges
+        num_parts = sum(len(one.sums) for one in ranges.values())
+        return ReservedRanges(ranges, _WrittenBlocks.reserve(self._device, num_parts) if num_parts else None)
 
-    def set_ranges(self, ranges: dict[Place, SplitRange], *, are_valid: bool) -> None:
-        """Split ``ranges`` from the next update on, and join those that are not among them.
+    def set_ranges(self, reserved: ReservedRanges, *, are_valid: bool) -> None:
+        """Split the ``reserved`` ranges from the next update on, and join those that are not among them.
 
         If not ``are_valid``, because an update has failed, nothing is read from parameters. Raise ``ParameterWritten``
         if a parameter was written to that is the upper half of a master.
         """
-        kept = {place for place, one in ranges.items() if self._has_sums_of(place, one)}
+        kept = {place for place, one in reserved.by_place.items() if self._has_sums_of(place, one)}
         try:
             if are_valid:
                 self._copy_to_host([known for place, known in self._ranges.items() if place not in kept])
         finally:
-            self._adopt(ranges)
+            self._adopt(reserved)
 
     def _has_sums_of(self, place: Place, one: SplitRange) -> bool:
         """Return whether ``one`` is updated as the known range at the same place is, and has its sums."""
         return place in self._ranges and self._ranges[place].sums is one.sums
 
-    def _adopt(self, ranges: dict[Place, SplitRange]) -> None:
+    def _adopt(self, reserved: ReservedRanges) -> None:
+        ranges = reserved.by_place
         for place, known in self._ranges.items():
             if place in ranges:
                 ranges[place].is_split = known.is_split
@@ -203,7 +213,7 @@ class SplitMasters:
         }
         self._positions = {place: position for position, place in enumerate(self._sums)}
         self._updated = {(sub_group, part): one for (sub_group, _), one in ranges.items() for part in one.sums}
-        self._written = _WrittenBlocks.reserve(self._device, len(self._sums)) if self._sums else None
+        self._written = reserved.written
 
     def compare(self) -> None:
         """Issue the comparison of all sums on the current stream, for ``raise_if_written``."""

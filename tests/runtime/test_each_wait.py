@@ -25,6 +25,7 @@ import torch
 
 import deep_opt_states.runtime
 from deep_opt_states.runtime.lanes import LaneStreams
+from deep_opt_states.runtime.split_masters import ParameterWritten
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Unit, Workload
@@ -88,7 +89,7 @@ def _waits(call: ast.Attribute) -> bool:
     return call.attr in WAITS and ast.unparse(call.value) not in of_runtime
 
 
-class Waits:
+class RuntimeWaits:
     """The waits that are reached, by place, and the one that is removed, if any."""
 
     def __init__(self, removed: tuple[Place, int] | None = None) -> None:
@@ -190,6 +191,40 @@ def _prefetches_into_used_memory(timing: Timing) -> bool:
     return same(found, train_serially(model, iterations)[-len(found) :])
 
 
+def masters_in_two_halves() -> Iterator[Scenario]:
+    """Yield training whose split masters are read as fp32, or whose parameters the training script has written to."""
+    for timing in late_lanes(8):
+        yield partial(_reads_split_masters, timing)
+        yield partial(_notices_a_write, timing)
+
+
+SPLIT = UpdatePlan(workload=TWO_UNITS, placements=(STREAMED, RESIDENT), num_slots=1)
+
+
+def _trains_split_masters(timing: Timing) -> tuple[MovingTraining, list[torch.Tensor]]:
+    """Return training after two updates, the second of which has found no write, and the states that are expected."""
+    model = Model(numels=(60,), early=[[]], grad_dtype=torch.bfloat16, has_vectors=True, may_split=True)
+    iterations = [MovingIteration(plan=SPLIT), MovingIteration(plan=SPLIT)]
+    training = MovingTraining(model, SPLIT, FakeDevice(timing))
+    list(training.train_step(0, iterations[0]))
+    list(training.train_step(1, iterations[1]))
+    return training, train_serially(model, iterations)[-4:]
+
+
+def _reads_split_masters(timing: Timing) -> bool:
+    training, expected = _trains_split_masters(timing)
+    return same(training.end(), expected)
+
+
+def _notices_a_write(timing: Timing) -> bool:
+    training, _ = _trains_split_masters(timing)
+    training.device.copy(training.params[0], training.device.empty(60, torch.bfloat16).zero_())
+    training.executor.give_states_back()
+    noticed = isinstance(training.executor.failure, ParameterWritten)
+    training.executor.close()
+    return noticed
+
+
 def _moves(model: Model, iterations: list[MovingIteration], timing: Timing) -> bool:
     device = FakeDevice(timing)
     found = MovingInUsedMemory(model, iterations[0].plan, device).train(iterations)
@@ -226,7 +261,7 @@ def _gradients(timing: Timing) -> bool:
 
 def scenarios() -> Iterator[Scenario]:
     """Yield all scenarios, those first that show the most with the least time."""
-    return chain(gradients(), prefetches_into_used_memory(), updates_in_forward(), moves())
+    return chain(gradients(), prefetches_into_used_memory(), masters_in_two_halves(), updates_in_forward(), moves())
 
 
 def late_lanes(count: int) -> list[Timing]:
@@ -234,12 +269,16 @@ def late_lanes(count: int) -> list[Timing]:
     return [Late([last, *(lane for lane in range(count) if lane != last)]) for last in range(count)]
 
 
+FINDINGS = ("memory that was freed before", "no code but the update may write to the 16-bit parameters")
+"""Parts of the errors of two checks: the fake device's of its memory, and the runtime's of parameters."""
+
+
 def is_right(scenario: Scenario) -> bool:
-    """Return whether the scenario gives the right numbers, and writes to no memory that was freed before."""
+    """Return whether the scenario gives the right numbers, and the checks of memory and of parameters find nothing."""
     try:
         return scenario()
     except AssertionError as error:
-        if "memory that was freed before" in str(error):
+        if any(finding in str(error) for finding in FINDINGS):
             return False
         raise
 
@@ -247,7 +286,7 @@ def is_right(scenario: Scenario) -> bool:
 @cache
 def reached() -> dict[Place, set[int]]:
     """Return the waits that a part of the scenarios reaches. All of these give the right numbers."""
-    waits = Waits()
+    waits = RuntimeWaits()
     with waits.observed():
         for scenario in islice(scenarios(), 0, 400, 5):
             assert is_right(scenario)
@@ -266,7 +305,7 @@ def test_the_runtime_without_one_of_its_waits_gives_a_wrong_number(name: str) ->
 def shows(place: Place, number: int) -> bool:
     """Return whether a scenario gives a wrong number without this wait, and the right numbers with it."""
     for scenario in scenarios():
-        with Waits((place, number)).observed():
+        with RuntimeWaits((place, number)).observed():
             if is_right(scenario):
                 continue
         return is_right(scenario)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from unittest import mock
 
 import pytest
@@ -20,6 +20,7 @@ from perf_model.schedule.workload import Unit, Workload
 from tests.fake_device.device import FakeDevice, LateChecksum
 from tests.fake_device.timing import Late
 from tests.runtime.moving import Model, MovingIteration, MovingTraining, same, train_serially
+from tests.runtime.test_unit_moves import short_of_memory
 
 MODEL = Model(numels=(96, 50), early=[[(10, 20)], []], grad_dtype=torch.bfloat16, has_vectors=True, may_split=True)
 UNITS = (Unit(0, 64, 0, 0), Unit(1, 32, 0, 64), Unit(2, 50, 1, 0))
@@ -125,6 +126,25 @@ def test_evicted_units_are_split_while_the_cpu_updates_them(training: MovingTrai
     assert same([*read, *training.end()], train_serially(MODEL, iterations))
 
 
+@pytest.mark.parametrize("after", [ON_CPU, STREAMED, RESIDENT], ids=["cpu", "streamed", "resident"])
+def test_a_move_for_which_any_allocation_fails_leaves_the_masters_in_use(after: UpdatePlan) -> None:
+    for allocations in range(20):
+        training = MovingTraining(MODEL, MIXED, FakeDevice(Late()))
+        list(training.run(0, MovingIteration(plan=MIXED)))
+        units = training.memory.units
+        with short_of_memory(training.device, allocations), suppress(torch.OutOfMemoryError):
+            training.move(after)
+        has_moved = training.plan is after
+        if not has_moved:
+            training.memory.units = units
+        list(training.run(1, MovingIteration(plan=training.plan)))
+        assert training.executor.failure is None
+        training.end()
+        if has_moved:
+            return
+    pytest.fail("the move takes more allocations")
+
+
 def training_of(plan: UpdatePlan, *, may_split: bool) -> MovingTraining:
     """Return a training run without early ranges."""
     model = Model(numels=MODEL.numels, early=[[], []], has_vectors=True, may_split=may_split)
@@ -142,8 +162,10 @@ def test_states_that_are_copied_and_kept_on_the_accelerator_take_10_bytes_per_pa
         assert gained + sums_bytes + 8 * 3 + buffer_bytes == 2 * numel
     copied: dict[bool, int] = {}
     for may_split in (False, True):
-        copies = training_of(STREAMED, may_split=may_split).executor._actions._state_copies
-        assert len(copies) == 6
+        training = training_of(STREAMED, may_split=may_split)
+        list(training.run(0, MovingIteration(plan=STREAMED)))
+        copies = training.executor._actions._state_copies
+        assert len(copies) == 6, "a prefetch and a flush of each unit"
         copied[may_split] = sum(source.nbytes for pairs in copies.values() for _, source in pairs)
     assert copied == {False: 2 * 12 * 146, True: 2 * 10 * 146}
 

@@ -41,9 +41,10 @@ def fork(ranks: Sequence[SomeRank], port: int) -> SomeRank | None:
     """Fork a process per rank. Return None in the parent, and in each child the rank that it is."""
     freeze_imported()
     for rank in ranks:
+        # Opened here: a rank that is killed at once has an output, too.
+        output = os.open(rank.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         rank.pid = os.fork()
         if rank.pid == 0:
-            output = os.open(rank.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.environ.update(
@@ -55,6 +56,7 @@ def fork(ranks: Sequence[SomeRank], port: int) -> SomeRank | None:
                 MASTER_PORT=str(port),
             )
             return rank
+        os.close(output)
     return None
 
 

@@ -239,12 +239,12 @@ def demotions() -> None:
     compare("retries", FILLED, MEMORY, scripted(retries=1))
     reserve, calls = Slot.reserve, 0
 
-    def failing(*args: Any) -> Slot:
+    def failing(*args: Any, **kwargs: Any) -> Slot:
         nonlocal calls
         calls += 1
         if last_rank() and calls == 3:
             raise torch.OutOfMemoryError("no memory")
-        return reserve(*args)
+        return reserve(*args, **kwargs)
 
     compare("an allocation that fails", FILLED, MEMORY, mock.patch.object(Slot, "reserve", failing))
     compare("larger inputs of one rank", larger_on_one_rank(), MEMORY)
@@ -272,12 +272,12 @@ def added_slots() -> None:
         compare(KEPT, steps, memory, mock.patch.object(*FAULTS[KEPT]), STREAMED)
     reserve, calls = Slot.reserve, 0
 
-    def failing(*args: Any) -> Slot:
+    def failing(*args: Any, **kwargs: Any) -> Slot:
         nonlocal calls
         calls += 1
         if calls == 10:
             raise torch.OutOfMemoryError("no memory")
-        return reserve(*args)
+        return reserve(*args, **kwargs)
 
     compare("an added slot that fails", steps[:5], memory, mock.patch.object(Slot, "reserve", failing), STREAMED)
 

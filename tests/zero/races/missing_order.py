@@ -157,11 +157,15 @@ def gathers_keep_their_first_units() -> Iterator[None]:
 
 
 def backward_does_not_wait() -> AbstractContextManager[object]:
-    """Remove backward's waits for the end of the update, in both of its hooks, and prefetch in spite of the update."""
+    """Remove backward's waits for the end of the update, in both of its hooks, and prefetch in spite of the update.
+
+    The executor refuses to forget gradients while an update is pending. No script here sets any: none are to forget.
+    """
     stack = ExitStack()
     for hook in ("backward_prologue", "partition_grads"):
         stack.enter_context(_without_wait(hook))
     stack.enter_context(mock.patch.object(Executor, "prefetch", _prefetch_anyway(Executor.prefetch)))
+    stack.enter_context(mock.patch.object(Executor, "forget_replaced_gradients", do_nothing))
     return stack
 
 
