@@ -13,6 +13,7 @@ from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import simulate
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.lowering import serial_schedule
+from perf_model.schedule.order import forward_order
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import place_all, place_by_stride
@@ -20,7 +21,6 @@ from perf_model.schedule.workload import Workload
 from perf_model.search.budgets import GPU_MARGIN_BYTES, Budgets, DoesNotFit, excess_of
 from perf_model.search.plan_request import PlanRequest, without_accelerator
 from perf_model.search.planner import PlannedUpdate, require_memory
-from perf_model.search.starting_points import MAX_SLOTS
 from perf_model.search.unit_sizes import UNIT_SIZES
 from perf_model.training_run.host_reserve import reserved_host_bytes
 from perf_model.training_run.job import GradientPath, Job
@@ -265,15 +265,28 @@ class Predictor:
         }
 
     def _fixed_placements(self, budgets: Budgets, workload: Workload, placements: tuple[Placement, ...]) -> Outcome:
-        """Return the iteration of our runtime with these placements and the most slots that fit."""
-        missing: dict[str, int] = {}
-        for num_slots in range(MAX_SLOTS, 0, -1):
-            plan = UpdatePlan(workload=workload, placements=placements, num_slots=num_slots)
-            missing = budgets.missing(memory_of(plan, self._job.setup))
-            if not missing:
-                update = self._request_of_all_memory(()).evaluate(plan)
-                return self.iteration(update.update_s, update.exposed_s, GradientPath.for_plan(plan))
-        return Infeasible(reason=f"does not fit: it exceeds {excess_of(missing)}")
+        """Return the iteration of our runtime with these placements.
+
+        As training does with placements of the config, units are updated in the order in which forward first uses them,
+        through as many slots as fit.
+        """
+        request = self._request_of_all_memory(())
+        order = forward_order(workload, placements, request.first_use_of(workload))
+
+        def plan_with(num_slots: int) -> UpdatePlan:
+            return UpdatePlan(workload=workload, placements=placements, num_slots=num_slots, order=order)
+
+        def is_too_many(num_slots: int) -> bool:
+            return bool(budgets.missing(memory_of(plan_with(num_slots), self._job.setup)))
+
+        most = max(1, placements.count(Placement.STREAMED))
+        num_slots = bisect_left(range(1, most + 1), True, key=is_too_many)
+        if num_slots == 0:
+            missing = budgets.missing(memory_of(plan_with(1), self._job.setup))
+            return Infeasible(reason=f"does not fit: it exceeds {excess_of(missing)}")
+        plan = plan_with(num_slots)
+        update = request.evaluate(plan)
+        return self.iteration(update.update_s, update.exposed_s, GradientPath.for_plan(plan))
 
     def _deepspeed(self, budgets: Budgets, workload: Workload, residents: int) -> Outcome:
         """Return the iteration of stock DeepSpeed, or Twin-Flow: the actions run one by one, and nothing is hidden."""

@@ -147,6 +147,24 @@ def test_every_preset_is_planned_for(machine: str, model: str) -> None:
     assert zero == {"stage": 3, "offload_optimizer": {"device": "cpu"}}
 
 
+def test_all_on_the_cpu_is_predicted_as_the_plan_of_a_rule_with_the_same_placements(tmp_path: Path) -> None:
+    """Check the order, too: in that of the indices, the first layer would wait for the unit with the norms."""
+    rules = tmp_path / "rules.json"
+    rules.write_text(json.dumps([{"match": "*", "states": "cpu"}]))
+    compared = planned(job(unit_size=10**8))["baselines"]["all_cpu"]
+    predicted = planned(job(unit_size=10**8, rules=rules))["predicted"]
+    assert predicted["update_s"] - predicted["exposed_update_s"] > 0.1, "the first layers do not wait for everything"
+    assert compared["exposed_update_s"] == pytest.approx(predicted["exposed_update_s"], rel=1e-9)
+
+
+def test_all_streamed_is_predicted_with_as_many_slots_as_fit() -> None:
+    exposed_s = [
+        planned(job(unit_size=10**8, gpu_memory_gb=gigabytes))["baselines"]["all_streamed"]["exposed_update_s"]
+        for gigabytes in (40, 50, 60)
+    ]
+    assert exposed_s[0] > 1.2 * exposed_s[1] > 1.2 * exposed_s[2]
+
+
 def test_plan_prints_the_figures_of_every_alternative_and_the_block_to_paste(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -170,7 +188,7 @@ def test_plan_prints_the_figures_of_every_alternative_and_the_block_to_paste(
         "lower bound of the update, exposed and hidden time together",
         "of which pinned",
         "slots (GPU buffers for streamed units)",
-        "No GPU of our own has been measured",
+        "On the one GPU of our own so far, an H100, updates took up to 1.5 times as long as predicted",
         '"placement": "planned"',
     ):
         assert expected in words
