@@ -21,6 +21,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 
 from deep_opt_states.zero.internals.agreement import gather_values
 from deep_opt_states.zero.internals.compat import checkpoint_files, renames_when_loaded
+from deep_opt_states.zero.internals.lr_schedulers import problem_of_scheduler
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAX_TAG_BYTES = 4096
@@ -146,9 +147,10 @@ def _problems_of_model(saved: Any, engine: Any, options: Mapping[str, Any], *, l
             f"{engine.seq_dp_world_size}; a universal checkpoint (ds_to_universal) can be loaded by any number"
         )
     if not options["load_module_only"] and options["load_lr_scheduler_states"] and engine.lr_scheduler is not None:
-        ours = engine.lr_scheduler.state_dict()
-        if not isinstance(saved.get("lr_scheduler"), dict) or not _is_like(saved["lr_scheduler"], ours):
-            yield f"lr_scheduler must have values like {_shown(ours)}, found {_shown(saved.get('lr_scheduler'))}"
+        if "lr_scheduler" not in saved:
+            yield f"it must have the LR scheduler's state under 'lr_scheduler', found {_shown(saved)}"
+        elif (rule := problem_of_scheduler(engine.lr_scheduler, saved["lr_scheduler"])) is not None:
+            yield f"lr_scheduler: {rule}, found {_shown(saved['lr_scheduler'])}"
     if options["custom_load_fn"] is None and loads_optimizer and not engine.has_moe_layers:
         yield from _problems_of_module(saved["module"], engine.module, strict=options["load_module_strict"])
     yield from _problems_of_frozen(saved.get("frozen_param_fragments"), engine)
@@ -248,8 +250,6 @@ def _is_like(value: Any, ours: Any) -> bool:
     """Return whether ``value`` has the types of ``ours``. Any number is like any other, and None is like everything."""
     if value is None or ours is None:
         return True
-    if isinstance(ours, dict):
-        return isinstance(value, dict) and all(key in value and _is_like(value[key], ours[key]) for key in ours)
     if isinstance(ours, (list, tuple)):
         if not isinstance(value, (list, tuple)):
             return False
