@@ -50,7 +50,8 @@ def problems_of_model(saved: Any, engine: Any, options: Mapping[str, Any], *, lo
 def _problems_of_module(saved: Mapping[str, Any], module: torch.nn.Module, *, strict: bool) -> Iterator[str]:
     if has_custom_loading(module):
         return
-    if strict and saved.keys() != (names := module.state_dict().keys()):
+    names = module.state_dict().keys()
+    if strict and saved.keys() != names:
         missing, unexpected = sorted(names - saved.keys()), sorted(map(str, saved.keys() - names))
         frozen = {name for name, param in module.named_parameters(remove_duplicate=False) if not param.requires_grad}
         # As save_checkpoint(exclude_frozen_parameters=True) does.
@@ -63,9 +64,10 @@ def _problems_of_module(saved: Mapping[str, Any], module: torch.nn.Module, *, st
     for name, param in module.named_parameters():
         # A partitioned parameter has no elements in this file.
         shapes[name] = torch.Size([0]) if hasattr(param, "ds_id") else param.shape
-    for name, shape in shapes.items():
-        if name in saved and not (isinstance(saved[name], torch.Tensor) and saved[name].shape == shape):
-            yield f"{name} must be a tensor of shape {tuple(shape)}, found {_described(saved[name])}"
+    # A buffer that is not persistent is not loaded.
+    for name in sorted(shapes.keys() & names & saved.keys()):
+        if not (isinstance(saved[name], torch.Tensor) and saved[name].shape == shapes[name]):
+            yield f"{name} must be a tensor of shape {tuple(shapes[name])}, found {_described(saved[name])}"
 
 
 def _problems_of_frozen(saved: Any, engine: Any) -> Iterator[str]:

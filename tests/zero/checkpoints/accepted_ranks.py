@@ -176,11 +176,27 @@ def resizes_a_buffer(engines: Engines) -> list[str]:
         return found if sizes == [4, 4] else [*found, f"elements of the buffer: {sizes}"]
 
 
+def had_a_persistent_buffer(engines: Engines) -> list[str]:
+    """Load a checkpoint with a buffer that the models no longer load, and that has another shape there."""
+    with changed_models(engines) as models:
+        models[0].register_buffer("positions", torch.zeros(2))
+        engines.stock.save_checkpoint(str(engines.folder))
+        for model in models:
+            model.register_buffer("positions", torch.zeros(3), persistent=False)
+        return engines.problems_of_loading(load_module_strict=False)
+
+
 @contextmanager
 def changed_models(engines: Engines) -> Iterator[list[torch.nn.Module]]:
     """Yield both models, and restore their attributes and classes when the context ends."""
     models = [engines.stock.module, engines.ours.module]
-    names = ("_buffers", "_modules", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    names = (
+        "_buffers",
+        "_modules",
+        "_non_persistent_buffers_set",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+    )
     before = [(type(model), {name: copy.copy(vars(model)[name]) for name in names}) for model in models]
     try:
         yield models
@@ -255,6 +271,7 @@ JOBS: dict[str, Callable[[Engines], list[str]]] = {
     ),
     "an overridden load_state_dict": partial(lacks_a_name, derive_own_load),
     "an overridden load of a buffer": resizes_a_buffer,
+    "a buffer that is no longer persistent": had_a_persistent_buffer,
     "no frozen parameters": excludes_frozen_parameters,
     "a load with hidden parameters": hides_parameters,
     "a file that one rank cannot read": one_rank_cannot_read,
