@@ -20,7 +20,8 @@ VALUES_OF_PLATEAU = {"mode": ("min", "max"), "threshold_mode": ("rel", "abs")}
 
 def problem_of_scheduler(scheduler: Any, saved: Any) -> str | None:
     """Return the rule that ``saved`` breaks, or None if ``scheduler.load_state_dict(saved)`` can load it."""
-    defined_in = type(scheduler).load_state_dict.__module__
+    # Read from the object: a wrapper may forward its attributes to the scheduler inside.
+    defined_in = getattr(scheduler.load_state_dict, "__module__", None)
     if not isinstance(saved, dict):
         return f"the state of a {type(scheduler).__name__} must be a dict" if _saves_dict(scheduler) else None
     if defined_in == lr_schedules.__name__:

@@ -101,6 +101,21 @@ def test_the_state_of_a_scheduler_of_a_user_need_not_be_a_dict() -> None:
     assert problem_of_scheduler(OwnScheduler(), [3]) is None
 
 
+class ForwardingScheduler:
+    """A scheduler that has no methods, and forwards its attributes to another one."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_the_state_of_a_scheduler_that_forwards_its_methods_is_accepted() -> None:
+    scheduler = ForwardingScheduler(scheduler_of("LambdaLR"))
+    assert problem_of_scheduler(scheduler, scheduler.state_dict()) is None
+
+
 def with_own_load() -> torch.nn.Module:
     module = torch.nn.Linear(1, 1)
     module._load_from_state_dict = lambda *arguments: None
