@@ -143,7 +143,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "perf_model.prediction",
         "perf_model.schedule",
     },
-    "deep_opt_states.zero.checkpoint_check": {"deep_opt_states.zero.internals"},
+    "deep_opt_states.zero.checkpoint_contents": {"deep_opt_states.zero.internals"},
+    "deep_opt_states.zero.checkpoint_check": {
+        "deep_opt_states.zero.checkpoint_contents",
+        "deep_opt_states.zero.internals",
+    },
     "deep_opt_states.zero.plugin": {
         "deep_opt_states.config",
         "deep_opt_states.names",

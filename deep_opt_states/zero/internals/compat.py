@@ -52,9 +52,18 @@ def checkpoint_files(engine: Any, folder: str, tag: str) -> tuple[list[Path], Pa
     return [own] if own in found else found, old_name if old_name.exists() and not optimizer.exists() else optimizer
 
 
-def renames_when_loaded(module: torch.nn.Module) -> bool:
-    """Return whether a hook may change the names of a state dict that the module loads."""
-    return any(inner._load_state_dict_pre_hooks for inner in module.modules())
+def has_custom_loading(module: torch.nn.Module) -> bool:
+    """Return whether hooks, or methods that are not PyTorch's, decide which state dicts the module can load."""
+    methods = [module.load_state_dict, *(inner._load_from_state_dict for inner in module.modules())]
+    return not all(map(_is_method_of_torch_nn, methods)) or any(
+        inner._load_state_dict_pre_hooks or inner._load_state_dict_post_hooks for inner in module.modules()
+    )
+
+
+def _is_method_of_torch_nn(method: Any) -> bool:
+    """Return whether ``torch.nn`` defines the method. Its own overrides, as of BatchNorm, read older state dicts."""
+    defined_in: str | None = getattr(method, "__module__", None)
+    return defined_in is not None and defined_in.startswith("torch.nn.")
 
 
 def num_step_hooks(optimizer: torch.optim.Optimizer) -> int:

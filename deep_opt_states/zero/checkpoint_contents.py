@@ -1,0 +1,179 @@
+"""Compare the content of a checkpoint's files with the engine that is to load it.
+
+Only differences with which DeepSpeed's load would fail are problems.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from numbers import Number
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
+from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
+
+from deep_opt_states.zero.internals.compat import has_custom_loading
+from deep_opt_states.zero.internals.lr_schedulers import problem_of_scheduler
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MAX_SHOWN = 200
+"""Length in characters of the longest value in a message."""
+
+
+def problems_of_model(saved: Any, engine: Any, options: Mapping[str, Any], *, loads_optimizer: bool) -> Iterator[str]:
+    """Yield each difference from the state of ``engine`` in the file with the model's state."""
+    if not isinstance(saved, dict) or not isinstance(saved.get("module"), Mapping):
+        yield f"it must have the model's state under 'module', found {shown(saved)}"
+        return
+    needed = ["dp_world_size"]
+    if not options["load_module_only"]:
+        needed += ["global_steps", "skipped_steps", "mp_world_size"]
+    for key in needed:
+        if not isinstance(saved.get(key), int):
+            yield f"{key} must be an integer, found {shown(saved.get(key))}"
+    if loads_optimizer and saved["dp_world_size"] != engine.seq_dp_world_size:
+        yield (
+            f"the states of {saved['dp_world_size']} data-parallel ranks can only be loaded by as many, found "
+            f"{engine.seq_dp_world_size}; a universal checkpoint (ds_to_universal) can be loaded by any number"
+        )
+    if not options["load_module_only"] and options["load_lr_scheduler_states"] and engine.lr_scheduler is not None:
+        if "lr_scheduler" not in saved:
+            yield f"it must have the LR scheduler's state under 'lr_scheduler', found {shown(saved)}"
+        elif (rule := problem_of_scheduler(engine.lr_scheduler, saved["lr_scheduler"])) is not None:
+            yield f"lr_scheduler: {rule}, found {shown(saved['lr_scheduler'])}"
+    if options["custom_load_fn"] is None and loads_optimizer and not engine.has_moe_layers:
+        yield from _problems_of_module(saved["module"], engine.module, strict=options["load_module_strict"])
+    yield from _problems_of_frozen(saved.get("frozen_param_fragments"), engine)
+
+
+def _problems_of_module(saved: Mapping[str, Any], module: torch.nn.Module, *, strict: bool) -> Iterator[str]:
+    if has_custom_loading(module):
+        return
+    names = module.state_dict().keys()
+    if strict and saved.keys() != names:
+        missing, unexpected = sorted(names - saved.keys()), sorted(map(str, saved.keys() - names))
+        frozen = {name for name, param in module.named_parameters(remove_duplicate=False) if not param.requires_grad}
+        # As save_checkpoint(exclude_frozen_parameters=True) does.
+        remedy = "; without the frozen parameters, load it with load_module_strict=False"
+        yield (
+            f"the model must have the same names, found {shown(missing)} missing and {shown(unexpected)} added"
+            f"{remedy if missing and not unexpected and frozen.issuperset(missing) else ''}"
+        )
+    shapes = {name: buffer.shape for name, buffer in module.named_buffers()}
+    for name, param in module.named_parameters():
+        # A partitioned parameter has no elements in this file.
+        shapes[name] = torch.Size([0]) if hasattr(param, "ds_id") else param.shape
+    # A buffer that is not persistent is not loaded.
+    for name in sorted(shapes.keys() & names & saved.keys()):
+        if not (isinstance(saved[name], torch.Tensor) and saved[name].shape == shapes[name]):
+            yield f"{name} must be a tensor of shape {tuple(shapes[name])}, found {_described(saved[name])}"
+
+
+def _problems_of_frozen(saved: Any, engine: Any) -> Iterator[str]:
+    if saved is None:
+        return
+    for param in engine.module.parameters():
+        if not param.requires_grad and hasattr(param, "ds_tensor"):
+            name = engine.param_names.get(param)
+            found = saved.get(name) if isinstance(saved, Mapping) else None
+            if not _has_numel(found, param.ds_tensor.numel()):
+                yield (
+                    f"the frozen parameter {name} must have {param.ds_tensor.numel()} elements on this rank, found "
+                    f"{_described(found)}"
+                )
+
+
+def problems_of_optimizer(saved: Any, optimizer: Any) -> Iterator[str]:
+    """Yield each difference from the states of ``optimizer`` in the file with its states."""
+    states = saved.get(OPTIMIZER_STATE_DICT) if isinstance(saved, dict) else None
+    inner = states.get(OPTIMIZER_STATE_DICT) if isinstance(states, dict) else None
+    if not isinstance(states, dict) or not isinstance(inner, dict):
+        yield f"it must have the optimizer's states under {OPTIMIZER_STATE_DICT!r}, found {shown(saved)}"
+        return
+    for key, kind in (
+        ("loss_scaler", LossScalerBase),
+        ("dynamic_loss_scale", bool),
+        ("overflow", (bool, torch.Tensor)),
+    ):
+        if not isinstance(states.get(key), kind):
+            yield f"{key} must be as DeepSpeed saves it, found {shown(states.get(key))}"
+    numels = [master.numel() for master in optimizer.fp32_partitioned_groups_flat]
+    masters = states.get(FP32_FLAT_GROUPS)
+    if not isinstance(masters, list) or len(masters) != len(numels):
+        found = len(masters) if isinstance(masters, list) else shown(masters)
+        yield f"the number of sub-groups must be {len(numels)}, found {found}; sub_group_size must be as it was"
+        return
+    for index, (master, numel) in enumerate(zip(masters, numels, strict=True)):
+        if not _has_numel(master, numel):
+            yield f"sub-group {index} must have {numel} elements, found {_described(master)}"
+    yield from _problems_of_param_groups(inner.get("param_groups"), optimizer)
+    moments = inner.get("state")
+    if not isinstance(moments, dict) or not set(moments) <= set(range(len(numels))):
+        yield f"the moments must be by sub-group, found {shown(moments)}"
+        return
+    for index, state in moments.items():
+        if not isinstance(state, dict) or not _is_like(state.get("step", 0), 0):
+            yield (
+                f"the state of sub-group {index} must have a number of steps, found "
+                f"{shown(state.get('step') if isinstance(state, dict) else state)}"
+            )
+            return
+        for key in MOMENTS:
+            if key in state and not _has_numel(state[key], numels[index]):
+                yield f"{key} of sub-group {index} must have {numels[index]} elements, found {_described(state[key])}"
+
+
+def _problems_of_param_groups(saved: Any, optimizer: Any) -> Iterator[str]:
+    ours = optimizer.optimizer.param_groups
+    if not isinstance(saved, list) or len(saved) != len(ours):
+        found = len(saved) if isinstance(saved, list) else shown(saved)
+        yield f"the number of param groups must be {len(ours)}, found {found}"
+        return
+    groups = list(optimizer.sub_group_to_group_id.values())
+    for index, (group, our_group) in enumerate(zip(saved, ours, strict=True)):
+        params = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(params, list) or len(params) != groups.count(index):
+            yield f"param group {index} must have {groups.count(index)} sub-groups, found {shown(params)}"
+            return
+        for key in ("lr", "betas", "eps", "weight_decay", "bias_correction"):
+            if not _is_like(group.get(key), our_group[key]) or group.get(key) is None:
+                yield f"{key} of param group {index} must be like {our_group[key]}, found {shown(group.get(key))}"
+
+
+def _has_numel(value: Any, numel: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel
+
+
+def _is_like(value: Any, ours: Any) -> bool:
+    """Return whether ``value`` has the types of ``ours``. Any number is like any other, and None is like everything."""
+    if value is None or ours is None:
+        return True
+    if isinstance(ours, (list, tuple)):
+        if not isinstance(value, (list, tuple)):
+            return False
+        return all(_is_like(entry, ours[0]) for entry in value) if ours else True
+    if isinstance(ours, (Number, torch.Tensor)):
+        return isinstance(value, (Number, torch.Tensor))
+    return isinstance(value, type(ours))
+
+
+def _described(value: Any) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
+
+
+def shown(value: Any) -> str:
+    """Return the beginning of ``value`` in one printable line."""
+    try:
+        text = _text_of(value)
+    except Exception as error:  # noqa: BLE001 (an object from a file may raise anything)
+        text = f"an object of type {type(value).__name__} whose text raises {type(error).__name__}"
+    if len(text) > MAX_SHOWN:
+        text = f"{text[:MAX_SHOWN]}..."
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, Exception):
+        return f"{type(value).__name__}: {value}"
+    return f"the keys {sorted(map(str, value))}" if isinstance(value, dict) else repr(value)

@@ -1,0 +1,74 @@
+"""Check whether an LR scheduler can load its state from a checkpoint.
+
+The class that defines ``load_state_dict`` decides which entries of the state must be there. DeepSpeed's classes read
+one number. PyTorch's (``torch/optim/lr_scheduler.py``) replace their attributes by the entries of the state, whichever
+these are, and read the few that are checked here. Nothing is known about other classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Number
+from typing import Any
+
+import torch
+from deepspeed.runtime import lr_schedules
+from torch.optim import lr_scheduler
+
+VALUES_OF_PLATEAU = {"mode": ("min", "max"), "threshold_mode": ("rel", "abs")}
+
+
+def problem_of_scheduler(scheduler: Any, saved: Any) -> str | None:
+    """Return the rule that ``saved`` breaks, or None if ``scheduler.load_state_dict(saved)`` can load it."""
+    # Read from the object: a wrapper may forward its attributes to the scheduler inside.
+    defined_in = getattr(scheduler.load_state_dict, "__module__", None)
+    if not isinstance(saved, dict):
+        return f"the state of a {type(scheduler).__name__} must be a dict" if _saves_dict(scheduler) else None
+    if defined_in == lr_schedules.__name__:
+        number = isinstance(saved.get("last_batch_iteration"), (Number, torch.Tensor))
+        return None if number else "last_batch_iteration must be a number"
+    if defined_in == lr_scheduler.__name__:
+        return _problem_for_torch(scheduler, saved)
+    return None
+
+
+def _saves_dict(scheduler: Any) -> bool:
+    return isinstance(scheduler.state_dict(), dict)
+
+
+def _problem_for_torch(scheduler: Any, saved: dict[str, Any]) -> str | None:
+    if isinstance(scheduler, (lr_scheduler.LambdaLR, lr_scheduler.MultiplicativeLR)):
+        return _problem_of_functions(scheduler.lr_lambdas, saved)
+    if isinstance(scheduler, (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler)):
+        return _problem_of_schedulers(scheduler._schedulers, saved)
+    if isinstance(scheduler, lr_scheduler.CyclicLR):
+        known = "_scale_fn_custom" in saved and _can_update(scheduler._scale_fn_custom, saved["_scale_fn_custom"])
+        return None if known else "_scale_fn_custom must be None, or the attributes of such a function as ours"
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+        for key, values in VALUES_OF_PLATEAU.items():
+            if key in saved and saved[key] not in values:
+                return f"{key} must be one of {', '.join(values)}"
+    return None
+
+
+def _problem_of_functions(functions: Sequence[Any], saved: dict[str, Any]) -> str | None:
+    states = saved.get("lr_lambdas")
+    if not isinstance(states, (list, tuple)):
+        return "lr_lambdas must be a list of states"
+    # PyTorch skips None, also where we have no function.
+    if not all(map(_can_update, [*functions, *[None] * len(states)], states)):
+        return "each of lr_lambdas must be None, or the attributes of such a function as ours"
+    return None
+
+
+def _problem_of_schedulers(schedulers: Sequence[Any], saved: dict[str, Any]) -> str | None:
+    states = saved.get("_schedulers")
+    if not isinstance(states, (list, tuple)) or len(states) > len(schedulers):
+        return f"_schedulers must be a list of at most {len(schedulers)} states"
+    problems = (problem_of_scheduler(inner, state) for inner, state in zip(schedulers, states, strict=False))
+    return next(filter(None, problems), None)
+
+
+def _can_update(function: Any, state: Any) -> bool:
+    """Return whether PyTorch can update ``function`` by ``state``, which is None for a plain function."""
+    return state is None or (isinstance(state, dict) and hasattr(function, "__dict__"))

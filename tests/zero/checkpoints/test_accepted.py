@@ -1,0 +1,176 @@
+"""Check that no valid checkpoint is refused before it is loaded, and that no rank waits for one that cannot check."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.ao.quantization import PerChannelMinMaxObserver
+from torch.optim import lr_scheduler
+
+from deep_opt_states.zero import checkpoint_check
+from deep_opt_states.zero.checkpoint_check import CheckpointError, check_before_loading
+from deep_opt_states.zero.checkpoint_contents import shown
+from deep_opt_states.zero.internals.compat import has_custom_loading
+from deep_opt_states.zero.internals.lr_schedulers import problem_of_scheduler
+from tests.zero.checkpoints.accepted_ranks import JOBS
+from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
+
+RANKS = ProgramRanks("tests.zero.checkpoints.accepted_ranks", timeout_s=300)
+
+
+@on_one_worker(RANKS.program)
+@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.promise("P4")
+def test_a_checkpoint_is_understood_before_it_is_loaded(job: str, trained: TrainingOnce) -> None:
+    answers, *_ = trained.answers_by_name(2)
+    assert answers[job]["problems"] == []
+
+
+def make_optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+def scheduler_of(kind: str) -> Any:
+    optimizer = make_optimizer()
+    constant = lr_scheduler.ConstantLR(optimizer)
+    of_lambda = lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    return {
+        "LambdaLR": of_lambda,
+        "ChainedScheduler": lr_scheduler.ChainedScheduler([constant, of_lambda], optimizer),
+        "CyclicLR": lr_scheduler.CyclicLR(optimizer, 0.1, 0.2, cycle_momentum=False),
+        "ReduceLROnPlateau": lr_scheduler.ReduceLROnPlateau(optimizer),
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved"),
+    [
+        ("LambdaLR", None),
+        ("LambdaLR", {}),
+        ("LambdaLR", {"lr_lambdas": [None, {}]}),
+        ("LambdaLR", {"lr_lambdas": [3]}),
+        ("ChainedScheduler", {"_schedulers": None}),
+        ("ChainedScheduler", {"_schedulers": [{}, {}]}),
+        ("ChainedScheduler", {"_schedulers": [{}] * 3}),
+        ("CyclicLR", {"mode": "triangular"}),
+        ("CyclicLR", {"_scale_fn_custom": {"gamma": 1.0}}),
+        ("ReduceLROnPlateau", {"mode": "text"}),
+    ],
+)
+def test_the_state_of_a_scheduler_that_pytorch_cannot_load_is_refused(kind: str, saved: Any) -> None:
+    scheduler = scheduler_of(kind)
+    found = problem_of_scheduler(scheduler, saved)
+    assert found is not None
+    assert " must " in found
+    with pytest.raises((AttributeError, IndexError, KeyError, TypeError, ValueError)):
+        scheduler.load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved"),
+    [
+        ("LambdaLR", {"lr_lambdas": []}),
+        ("LambdaLR", {"lr_lambdas": [None, None]}),
+        ("LambdaLR", {"lr_lambdas": [{"factor": 2}], "another": "entry"}),
+        ("ChainedScheduler", {"_schedulers": [{"factor": 2}]}),
+        ("ReduceLROnPlateau", {}),
+    ],
+)
+def test_the_state_of_a_scheduler_that_pytorch_loads_is_accepted(kind: str, saved: Any) -> None:
+    scheduler = scheduler_of(kind)
+    assert problem_of_scheduler(scheduler, saved) is None
+    scheduler.load_state_dict(saved)
+
+
+class OwnScheduler:
+    """A scheduler of a user, which decides itself how its state is saved."""
+
+    def state_dict(self) -> Any:
+        return [3]
+
+    def load_state_dict(self, state: Any) -> None:
+        (self.steps,) = state
+
+
+def test_the_state_of_a_scheduler_of_a_user_need_not_be_a_dict() -> None:
+    assert problem_of_scheduler(OwnScheduler(), [3]) is None
+
+
+class ForwardingScheduler:
+    """A scheduler that has no methods, and forwards its attributes to another one."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_the_state_of_a_scheduler_that_forwards_its_methods_is_accepted() -> None:
+    scheduler = ForwardingScheduler(scheduler_of("LambdaLR"))
+    assert problem_of_scheduler(scheduler, scheduler.state_dict()) is None
+
+
+def with_own_load() -> torch.nn.Module:
+    module = torch.nn.Linear(1, 1)
+    module._load_from_state_dict = lambda *arguments: None
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (torch.nn.Linear(1, 1), False),
+        (torch.nn.Sequential(torch.nn.BatchNorm1d(1), torch.nn.InstanceNorm1d(1), torch.nn.LSTM(1, 1)), False),
+        (torch.nn.Sequential(torch.nn.Sequential(PerChannelMinMaxObserver())), True),
+        (torch.nn.Sequential(with_own_load()), True),
+    ],
+)
+def test_a_module_that_overrides_how_it_loads_is_known(module: torch.nn.Module, expected: bool) -> None:
+    assert has_custom_loading(module) == expected
+
+
+@pytest.mark.parametrize("register", ["register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"])
+def test_a_module_with_a_hook_for_loading_is_known(register: str) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    getattr(module[0], register)(lambda *arguments: None)
+    assert has_custom_loading(module)
+
+
+class Textless(Exception):
+    """An object whose text cannot be made."""
+
+    def __str__(self) -> str:
+        raise KeyError
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize("value", [Textless(), [Textless()], {Textless(): 1}])
+def test_an_object_without_text_is_described_by_its_type(value: object) -> None:
+    assert shown(value) == f"an object of type {type(value).__name__} whose text raises KeyError"
+
+
+def test_the_remedy_names_the_checkpoints_that_are_not_removed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tag in ("kept", "removed"):
+        (tmp_path / tag).mkdir()
+    (tmp_path / "latest").write_text("gone")
+    stat = Path.stat
+
+    def stat_after_removal(path: Path, **options: bool) -> os.stat_result:
+        if path.name == "removed":
+            raise FileNotFoundError(path)
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat_after_removal)
+    engine = mock.Mock(load_universal_checkpoint=lambda: False)
+    monkeypatch.setattr(checkpoint_check, "gather_values", lambda value: [value])
+    with pytest.raises(CheckpointError, match=r"such as 'kept'\. \(Found by rank 0"):
+        check_before_loading(lambda *args: None, engine, (str(tmp_path),), {})
