@@ -287,7 +287,9 @@ def test_masters_are_joined_after_a_failed_update_too(training: MovingTraining) 
     assert split_ranges(training) == held_by_params(training) == set()
 
 
-def test_what_a_failed_update_has_found_is_forgotten_when_a_checkpoint_is_loaded(training: MovingTraining) -> None:
+def test_a_write_that_a_failed_update_has_found_is_forgotten_when_a_checkpoint_is_loaded(
+    training: MovingTraining,
+) -> None:
     """Check it of a write that the update itself has found, and that no comparison has reported before the failure."""
     list(training.run(0, MovingIteration(plan=MIXED)))
     training.executor.finish()

@@ -76,7 +76,7 @@ WAYS: dict[str, Callable[[Any, Any], None]] = {
 
 @contextmanager
 def one_rank_writes(go_on: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Negate the partition of the first parameter on one rank after a step, and then call ``go_on`` on every rank."""
+    """Change the signs of the first partition on one rank after a step, and then call ``go_on`` on every rank."""
     step = DeepSpeedEngine.step
 
     def step_and_write(self: Any, *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Call hooks before DeepSpeed reads partitions of parameters, or replaces them by what a caller has written.
+"""Call hooks before DeepSpeed reads partitions of parameters, or replaces them by values that a caller has written.
 
 DeepSpeed adds ``all_gather``, ``all_gather_coalesced`` and ``partition`` to each parameter, and calls those of the
 first parameter of a list for the whole list. That parameter may belong to another model: ``GatheredParameters`` sorts
