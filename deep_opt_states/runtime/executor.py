@@ -202,7 +202,7 @@ class Executor:
         if self.failure is None:
             with self._keep_failure():
                 self._residents.write_back()
-                self._split_masters.copy_to_host()
+                self._split_masters.copy_to_host("when optimizer states were read or saved")
         self._residents.invalidate()
         # After a failure, too: a checkpoint may be loaded into the masters.
         with self._keep_failure():
@@ -219,7 +219,7 @@ class Executor:
         self.finish()
         if self.failure is None:
             with self._keep_failure():
-                self._split_masters.copy_to_host()
+                self._split_masters.copy_to_host("when a script gathered or read parameters")
 
     def write_back(self, units: Sequence[UnitState] | None = None) -> None:
         """Make the states of the resident ``units`` in host memory those of the last update, as ``set_units`` requires.

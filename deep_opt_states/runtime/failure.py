@@ -1,18 +1,36 @@
-"""Define the error of an update that was applied only in part."""
+"""Define the errors after which optimizer states are not used or saved."""
 
 from __future__ import annotations
 
 
+class ParameterWritten(RuntimeError):
+    """The error for a parameter whose master weight is lost, because something else has written to the parameter."""
+
+
 class UpdateFailed(RuntimeError):
-    """The error for an update that was applied only in part: some units are updated, others are not."""
+    """The error for an update that was not applied as a whole, or for master weights that are lost, on any rank."""
+
+    @classmethod
+    def on_ranks(cls, ranks: list[int]) -> UpdateFailed:
+        """Return the failure that is kept on the other ranks after a failure on ``ranks``."""
+        names = ", ".join(map(str, ranks))
+        return cls(f"rank {names} cannot continue; the message of that rank has the cause")
 
     @classmethod
     def because_of(cls, failure: BaseException | None) -> UpdateFailed:
         """Return the error that every use of the states raises after ``failure``, which is its cause."""
+        if isinstance(failure, ParameterWritten):
+            found = f"Master weights are lost ({failure})."
+        elif isinstance(failure, UpdateFailed):
+            found = f"The optimizer states are not usable on all ranks ({failure})."
+        else:
+            found = (
+                f"The optimizer update was not applied as a whole ({type(failure).__name__}: {failure}). Parameters "
+                f"and optimizer states are inconsistent if some are updated and others are not."
+            )
         error = cls(
-            f"The optimizer update was applied only in part ({type(failure).__name__}: {failure}). "
-            f"Parameters and optimizer states are inconsistent, since some are updated and others are not: they will "
-            f"not be used or saved. Fix the cause below, and continue from the last checkpoint."
+            f"{found} Parameters and optimizer states will not be used or saved. Fix the cause, and continue from the "
+            f"last checkpoint."
         )
         error.__cause__ = failure
         return error

@@ -31,6 +31,7 @@ from deep_opt_states.device.interface import Device, Stream
 from deep_opt_states.device.kernels import split_form
 from deep_opt_states.device.kernels.adam import ElementRange, RangeUpdate
 from deep_opt_states.device.kernels.checksum import BLOCK_NUMEL, Checksum, num_sums
+from deep_opt_states.runtime.failure import ParameterWritten
 from deep_opt_states.runtime.state import Split, UnitState
 from perf_model.schedule.placement import Placement
 
@@ -44,10 +45,6 @@ Names: TypeAlias = Callable[[ElementRange, int], Iterable[str]]
 def no_names(elements: ElementRange, sub_group: int) -> Iterable[str]:
     """Return a description for parameters whose names are not known."""
     return [f"elements {elements.begin} to {elements.end} of sub-group {sub_group}"]
-
-
-class ParameterWritten(RuntimeError):
-    """The error for a parameter whose master weight is lost, because something else has written to the parameter."""
 
 
 @dataclass(eq=False)
@@ -77,7 +74,10 @@ class SplitRange:
 
     def split(self) -> None:
         """Split the masters in host memory. Raise ``ValueError`` if a second moment is negative."""
-        split_form.split(self._master, self._exp_avg_sq)
+        try:
+            split_form.split(self._master, self._exp_avg_sq)
+        except ValueError as error:
+            raise ValueError(f"sub-group {self.state.sub_group}: {error}") from None
         self.is_split = True
 
     def join(self) -> None:
@@ -191,7 +191,8 @@ class SplitMasters:
         kept = {place for place, one in reserved.by_place.items() if self._has_sums_of(place, one)}
         try:
             if are_valid:
-                self._copy_to_host([known for place, known in self._ranges.items() if place not in kept])
+                moved = [known for place, known in self._ranges.items() if place not in kept]
+                self._copy_to_host(moved, "when units moved")
         finally:
             self._adopt(reserved)
 
@@ -228,21 +229,23 @@ class SplitMasters:
         self._device.copy(self._written.on_host, self._written.found)
         self._is_compared = True
 
-    def raise_if_written(self) -> None:
-        """Raise ``ParameterWritten`` if a sum differs. The host has waited for the stream of ``compare``."""
+    def raise_if_written(self, when: str = "when an update began") -> None:
+        """Raise ``ParameterWritten`` if a sum differs. The host has waited for the stream of ``compare``.
+
+        The error names ``when`` that was noticed.
+        """
         if not self._is_compared:
             return
         self._is_compared = False
         assert self._written is not None
         for (sub_group, part), number in zip(self._sums, self._written.on_host.tolist(), strict=True):
             if number:
-                # Training may continue with a checkpoint.
-                self._device.copy(self._written.found, self._written.none)
+                self._forget_written()
                 begin = part.begin + (number - 1) * BLOCK_NUMEL
                 block = part.part(begin, min(begin + BLOCK_NUMEL, part.end))
                 raise ParameterWritten(
                     f"split_masters: no code but the update may write to the 16-bit parameters, which are a half of "
-                    f"the master weights; found other bits in {' or '.join(self._names(block, sub_group))}.\n"
+                    f"the master weights; found other bits in {' or '.join(self._names(block, sub_group))} {when}.\n"
                     f"Write inside deepspeed.zero.GatheredParameters(..., modifier_rank=0), which is allowed, or set "
                     f'"split_masters": false, and resume from the last checkpoint.'
                 )
@@ -286,16 +289,18 @@ class SplitMasters:
         assert update.tensors.param is not None
         self._checksum.record(update.tensors.param, self._sums[update.sub_group, update.element_range])
 
-    def copy_to_host(self) -> None:
+    def copy_to_host(self, when: str) -> None:
         """Make the upper halves in host memory valid, so that parameters may be written, and block the host until then.
 
-        Raise ``ParameterWritten`` if they were written already.
+        Raise ``ParameterWritten``, which names ``when`` that was noticed, if they were written already.
         """
-        self._copy_to_host(self._ranges.values())
+        self._copy_to_host(self._ranges.values(), when)
 
     def join(self) -> None:
         """Make all masters fp32. The caller has called ``copy_to_host``, unless an update has failed."""
         self._is_compared = False
+        # An update that has failed may have found a write that no comparison has reported. A checkpoint replaces it.
+        self._forget_written()
         self._from_host.clear()
         for one in self._ranges.values():
             if one.is_split:
@@ -308,13 +313,17 @@ class SplitMasters:
         self._updated.clear()
         self._written = None
 
+    def _forget_written(self) -> None:
+        if self._written is not None:
+            self._device.copy(self._written.found, self._written.none)
+
     def _compare(self, sub_group: int, part: ElementRange, param: torch.Tensor) -> None:
         assert self._checksum is not None
         assert self._written is not None
         position = self._positions[sub_group, part]
         self._checksum.compare(param, self._sums[sub_group, part], self._written.found.narrow(0, position, 1))
 
-    def _copy_to_host(self, ranges: Iterable[SplitRange]) -> None:
+    def _copy_to_host(self, ranges: Iterable[SplitRange], when: str) -> None:
         if not any(one.upper_is_param for one in self._ranges.values()):
             return
         copied = [one for one in ranges if one.upper_is_param]
@@ -326,7 +335,7 @@ class SplitMasters:
                 self._device.copy(one.upper, one.param)
         self._d2h.record(self._copied)
         self._copied.synchronize()
-        self.raise_if_written()
+        self.raise_if_written(when)
         for one in copied:
             one.upper_is_param = False
 

@@ -56,11 +56,11 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
     def get_full_hp_param(self, *args: Any, **kwargs: Any) -> Any:
         # Every rank calls this. The ranks agree on a failure first, so that no rank raises alone and leaves the others
         # waiting in the collective of ``super()``.
-        self._update.synchronize_ranks()
+        self._update.synchronize_ranks(states=True)
         return super().get_full_hp_param(*args, **kwargs)
 
     def set_full_hp_param(self, *args: Any, **kwargs: Any) -> None:
-        self._update.synchronize_ranks()
+        self._update.synchronize_ranks(states=True)
         super().set_full_hp_param(*args, **kwargs)
 
     def _get_fp32_opt_state_partition(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
     def checkpoint_event_prologue(self) -> None:
         """Wait for the update before a load or a save; every rank calls this."""
         # A failure is raised where the states are used next; a load replaces them.
-        self._update.synchronize_ranks(raise_failure=False)
+        self._update.synchronize_ranks(raise_failure=False, states=True)
         # Report the update now: a load changes DeepSpeed's step count.
         self._update.report()
         super().checkpoint_event_prologue()

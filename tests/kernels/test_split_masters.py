@@ -51,11 +51,12 @@ def test_the_lower_16_bits_alone_do_not_distinguish_ties() -> None:
 
 
 def test_negative_second_moments_are_refused_and_nothing_is_changed() -> None:
-    memory, exp_avg_sq = torch.tensor([1.5, 2.5]), torch.tensor([1.0, -2.0])
+    memory, exp_avg_sq = torch.tensor([1.5, 2.5, 3.5]), torch.tensor([1.0, -2.0, torch.nan])
     with pytest.raises(ValueError, match="at least 0; found -2"):
         split(memory, exp_avg_sq)
-    assert memory.tolist() == [1.5, 2.5]
-    assert exp_avg_sq.tolist() == [1, -2]
+    assert memory.tolist() == [1.5, 2.5, 3.5]
+    assert exp_avg_sq[:2].tolist() == [1, -2]
+    assert exp_avg_sq[2].isnan()
 
 
 @pytest.mark.promise("P1")

@@ -287,6 +287,31 @@ def test_masters_are_joined_after_a_failed_update_too(training: MovingTraining) 
     assert split_ranges(training) == held_by_params(training) == set()
 
 
+def test_a_write_that_a_failed_update_has_found_is_forgotten_when_a_checkpoint_is_loaded(
+    training: MovingTraining,
+) -> None:
+    """Check it of a write that the update itself has found, and that no comparison has reported before the failure."""
+    list(training.run(0, MovingIteration(plan=MIXED)))
+    training.executor.finish()
+    training.executor.give_states_back()
+    saved = [tensors.adam_tensors.map(torch.clone) for tensors in training.memory.sub_groups]
+    list(training.run(1, MovingIteration(plan=MIXED)))
+    training.executor.finish()
+    masters: SplitMasters = training.executor._split_masters
+    sub_group, part = next(iter(masters._positions))
+    masters._compare(sub_group, part, training.device.empty(part.numel, torch.bfloat16).fill_(1.0))
+    training.executor.fail(RuntimeError("on another rank"))
+    training.executor.give_states_back()
+    for tensors, values in zip(training.memory.sub_groups, saved, strict=True):
+        for name in ("master", "exp_avg", "exp_avg_sq"):
+            getattr(tensors, name).copy_(getattr(values, name))
+    training.executor.forget_failure()
+    list(training.run(1, MovingIteration(plan=MIXED)))
+    expected = train_serially(MODEL, [MovingIteration(plan=MIXED)] * 2)
+    assert same(training.end(), expected[-8:])
+    assert training.executor.failure is None
+
+
 def test_a_negative_second_moment_ends_the_update_before_anything_is_updated(training: MovingTraining) -> None:
     training.memory.sub_groups[0].exp_avg_sq[30] = -1.0
     before = training.memory.sub_groups[1].exp_avg.clone()
@@ -294,6 +319,7 @@ def test_a_negative_second_moment_ends_the_update_before_anything_is_updated(tra
     training.executor.begin([])
     training.executor.finish()
     assert isinstance(training.executor.failure, ValueError)
+    assert str(training.executor.failure).startswith("sub-group 0: exp_avg_sq")
     assert torch.equal(training.memory.sub_groups[1].exp_avg, before)
 
 

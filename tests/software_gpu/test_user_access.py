@@ -19,6 +19,16 @@ def test_the_next_forward_on_the_device_uses_what_one_rank_has_written(world_siz
             assert found["written"] == [], f"{found['placement']}, {found['adversary']}"
 
 
+@pytest.mark.promise("P1")
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_parameters_that_are_gathered_together_with_those_of_an_older_model_have_the_bits_of_stock(
+    world_size: int, trained: TrainingOnce
+) -> None:
+    for answers in trained.answers(world_size):
+        for found in answers:
+            assert found["with teacher"] == [], f"{found['placement']}, {found['adversary']}"
+
+
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_gradient_partitions_are_host_tensors_with_the_bits_of_stock_in_every_placement(
     world_size: int, trained: TrainingOnce

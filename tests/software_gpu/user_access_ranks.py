@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed import zero
 
 from tests.launch import answer
 from tests.software_gpu.plugged import plugged
@@ -29,6 +30,30 @@ def written(case: Case, block: Block) -> Record:
     """Train, and write all parameters in ``GatheredParameters(modifier_rank=0)`` after each step."""
     with after_each_step(write_gathered)():
         return run_variant(case, block)
+
+
+def written_with_teacher(case: Case, block: Block) -> Record:
+    """Train, and read and write all parameters after each step, together with those of a teacher.
+
+    The teacher is older than the model. So DeepSpeed calls the methods of one of its parameters for all of them.
+    """
+    with zero.Init(dtype=torch.bfloat16):
+        teacher = torch.nn.Linear(8, 8)
+
+    def access(optimizer: Any) -> list[torch.Tensor]:
+        params = [param for group in optimizer.fp16_groups for param in group]
+        with zero.GatheredParameters([*params, *teacher.parameters()]):
+            sums = [param.sum() for param in params]
+        with zero.GatheredParameters([*params, *teacher.parameters()], modifier_rank=0):
+            if dist.get_rank() == 0:
+                for param in params:
+                    param.data.mul_(0.5)
+        return sums
+
+    with after_each_step(access)() as results:
+        record = run_variant(case, block)
+    record.numbers["sum"] = [float(total) for sums in results for total in sums or ()]
+    return record
 
 
 def grad_partitions(case: Case, block: Block) -> tuple[Record, set[str]]:
@@ -56,10 +81,13 @@ def real_part(param: Any, partition: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     case = Case(name="access", blocks=(), world_size=dist.get_world_size(), steps=4, clip=0.3)
     stock, (stock_gradients, _) = written(case, None), grad_partitions(case, None)
+    stock_with_teacher = written_with_teacher(case, None)
     for placement, block in {"cpu": CPU, "stride": STRIDE_2, "streamed": STREAMED, "resident": RESIDENT}.items():
         for adversary, settings in ADVERSARIES.items():
             with plugged(settings):
                 after_writes = written(case, block)
+            with plugged(settings):
+                with_teacher = written_with_teacher(case, block)
             with plugged(settings):
                 gradients, devices = grad_partitions(case, block)
             answer(
@@ -67,6 +95,7 @@ def main() -> None:
                     "placement": placement,
                     "adversary": adversary,
                     "written": differences(stock, after_writes),
+                    "with teacher": differences(stock_with_teacher, with_teacher),
                     "gradients": differences(stock_gradients, gradients),
                     "devices of gradients": sorted(devices),
                 }

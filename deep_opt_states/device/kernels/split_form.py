@@ -41,9 +41,10 @@ def split(memory: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
     Take 2 bytes per element of temporary memory. Raise ``ValueError`` if a second moment is negative; then nothing has
     changed. The sign of a second moment that is -0 or NaN is lost.
     """
-    if (exp_avg_sq < 0).any():
+    negative = exp_avg_sq[exp_avg_sq < 0]
+    if negative.numel():
         raise ValueError(
-            f"exp_avg_sq: the second moments of Adam must be at least 0; found {float(exp_avg_sq.min())}.\n"
+            f"exp_avg_sq: the second moments of Adam must be at least 0; found {float(negative.min())}.\n"
             "Load the checkpoint of a training run that was not diverging."
         )
     lower, upper = halves(memory)

@@ -84,7 +84,7 @@ def _refuse_difference(descriptions: list[str]) -> None:
 
 
 class StepAgreement:
-    """The collective after each update that lets every rank know whether the update failed on any, and its memory.
+    """The collective that lets every rank know whether an update failed or a master was lost on any, and its memory.
 
     It is one all-reduce of two int32 per rank. Without it, the other ranks would wait in their next collective for a
     rank that has raised.
@@ -99,7 +99,7 @@ class StepAgreement:
     def share(self, executor: Executor, *, memory_is_short: bool) -> bool:
         """Return whether accelerator memory is short on any rank, given whether it is on this one.
 
-        Mark ``executor`` as failed if the update failed on another rank; its failure then names the ranks.
+        Mark ``executor`` as failed if another rank has failed; its failure then names the ranks.
         """
         if self._world_size == 1:
             return memory_is_short
@@ -110,6 +110,5 @@ class StepAgreement:
         dist.all_reduce(self._shared)
         failed, short = self._shared.T.tolist()
         if executor.failure is None and any(failed):
-            ranks = ", ".join(str(rank) for rank, count in enumerate(failed) if count)
-            executor.fail(UpdateFailed(f"the update failed on rank {ranks}, whose own message has the cause"))
+            executor.fail(UpdateFailed.on_ranks([rank for rank, count in enumerate(failed) if count]))
         return any(short)

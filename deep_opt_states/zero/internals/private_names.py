@@ -66,6 +66,11 @@ METHODS: Mapping[str, Mapping[str, str]] = {
         "_get_sub_group_process_group": "sub_group_id",
         "_model_parallel_all_reduce": "tensor op",
     },
+    "deepspeed.runtime.zero.partition_parameters:Init": {
+        "_all_gather": "param_list async_op hierarchy",
+        "_ensure_availability_of_partitioned_params": "params",
+        "_partition": "param_list force has_been_updated free_data",
+    },
     _COORDINATOR: {"fetch_sub_module": "current_submodule forward", "is_complete_trace": ""},
     "deepspeed.runtime.engine:DeepSpeedEngine": {
         "_configure_zero_optimizer": "optimizer",

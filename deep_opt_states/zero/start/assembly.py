@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 
 from deep_opt_states.config import Config
 from deep_opt_states.device.interface import Device
@@ -240,9 +241,9 @@ def _build(
 
 
 def _names_in(sub_groups: Sequence[Sequence[Partition]], elements: ElementRange, sub_group: int) -> list[str]:
-    """Return the names of the parameters that have elements in the range."""
+    """Return the names of the parameters that have elements in the range, with the rank that holds them."""
     unit = Unit(0, elements.numel, sub_group, elements.begin)
-    return list(names_in(unit, sub_groups[sub_group]))
+    return [f"{name} on rank {dist.get_rank()}" for name in names_in(unit, sub_groups[sub_group])]
 
 
 def _check_names(config: Config, optimizer: Any, sub_groups: Sequence[Sequence[Partition]]) -> None:

@@ -2,7 +2,8 @@
 
 Every reader of ZeRO-3 parameters gathers them by one of two methods that DeepSpeed adds to each parameter. Forward uses
 ``all_gather_coalesced``, on a stream of its own. All other readers use ``all_gather``: ``GatheredParameters``,
-consolidated checkpoints, and code that uses a parameter outside its module.
+consolidated checkpoints, and code that uses a parameter outside its module. Both may gather parameters of several
+models at once; ``partition_hooks.py`` passes all of them.
 
 DeepSpeed's all-gather stream does not wait for the stream that the training script uses. If the script has written to a
 partition, for example in ``GatheredParameters(modifier_rank=0)`` or by loading a checkpoint, the old values could be
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from deep_opt_states.zero.internals import partition_hooks
 from deep_opt_states.zero.internals.compat import Parameter, is_its_own_partition
 from deep_opt_states.zero.internals.coordinator import Coordinator
 from deep_opt_states.zero.step.running_plan import RunningPlan
@@ -54,12 +56,13 @@ class Gathers:
             module.register_forward_pre_hook(self._before_forward, prepend=True).remove,
             # Before DeepSpeed's own hook, which ends the trace of a forward without gradients.
             module.register_forward_hook(lambda *_: self._coordinator.mark_end_of_forward(), prepend=True).remove,
+            partition_hooks.register(self),
         ]
+        # Frozen parameters, too: the caller may write to them, and forward gathers them.
         self._names: dict[int, str] = {}
         param: Parameter
         for name, param in module.named_parameters():
             self._names[param.ds_id] = name
-            self._watch(param)
 
     def used_names(self) -> list[str] | None:
         """Return the names of the parameters in the order in which forward uses them, identical on all ranks.
@@ -116,45 +119,30 @@ class Gathers:
         finally:
             self._is_in_step = False
 
-    def _watch(self, param: Parameter) -> None:
-        """Wrap the parameter's gather methods, even of a frozen parameter: they gather any list of parameters."""
-        all_gather, all_gather_coalesced, partition = param.all_gather, param.all_gather_coalesced, param.partition
+    # The hooks of ``PartitionHooks``
 
-        def all_gather_after_update(param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
-            self._before_any_reader([param] if param_list is None else param_list)
-            return all_gather(param_list, *args, **kwargs)
-
-        def partition_and_order(
-            param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
-        ) -> Any:
-            # The caller may do so even in the middle of forward or backward, for example in a module's hook.
-            if has_been_updated:
-                self._update.give_params_back()
-                self.order_after_caller()
-            return partition(param_list, hierarchy, has_been_updated, free_data)
-
-        def all_gather_coalesced_after_publish(params: Iterable[Parameter], *args: Any, **kwargs: Any) -> Any:
-            params = list(params)
-            # The stream that gathers is current here, and waits for the update.
-            self._update.publish(self._units_of(params))
-            return all_gather_coalesced(params, *args, **kwargs)
-
-        param.all_gather = all_gather_after_update
-        param.all_gather_coalesced = all_gather_coalesced_after_publish
-        param.partition = partition_and_order
-
-        def release() -> None:
-            param.all_gather, param.all_gather_coalesced = all_gather, all_gather_coalesced
-            param.partition = partition
-
-        self._release.append(release)
-
-    def _before_any_reader(self, params: Sequence[Parameter]) -> None:
+    def before_all_gather(self, params: Sequence[Parameter]) -> None:
+        """Wait for the update of ``params``, and let the caller write to the partitions that it receives."""
         if any(param.ds_id in self._units for param in params):
             self._finish_update()
-        if not self._is_in_step and any(is_its_own_partition(param) for param in params):
-            # The caller may write to the partition itself, before ``partition`` is called.
+        if not self._is_in_step and any(is_its_own_partition(param) for param in self._own(params)):
+            # The caller may write to the partition itself, before ``before_write`` is called.
             self._update.give_params_back()
+
+    def before_all_gather_coalesced(self, params: Sequence[Parameter]) -> None:
+        """Make the current stream, which gathers, wait for the update of ``params``."""
+        if own := self._own(params):
+            self._update.publish(self._units_of(own))
+
+    def before_write(self, params: Sequence[Parameter]) -> None:
+        """Let the caller write to the partitions, even in the middle of forward or backward, such as in a hook."""
+        if self._own(params):
+            self._update.give_params_back()
+            self.order_after_caller()
+
+    def _own(self, params: Iterable[Parameter]) -> list[Parameter]:
+        """Return those of ``params`` that belong to the engine's model."""
+        return [param for param in params if param.ds_id in self._names]
 
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
         self.order_after_caller()

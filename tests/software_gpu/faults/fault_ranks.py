@@ -83,8 +83,8 @@ def main(selected: str) -> None:
     keys = {fault.name: key_of(fault.case, fault.script) for fault in faults}
     if selected == "faults":
         for fault in faults:
-            adversary = adversary_of(fault)
-            found = trained_on_device(keys[fault.name], adversary, EQUIVALENT.get(fault.name, fault.seeded))
+            adversary, key = adversary_of(fault), key_of(fault.seeded_case, fault.script)
+            found = trained_on_device(key, adversary, EQUIVALENT.get(fault.name, fault.seeded))
             answer_on_rank_0({"fault": fault.name, "adversary": adversary, **found})
         return
     if selected == "controls":

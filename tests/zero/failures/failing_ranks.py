@@ -111,7 +111,7 @@ def must_raise_everywhere(call: Callable[[], Any]) -> None:
         assert "InjectedFailure: by this test" in text, text
         assert "in fail_on_rank_1" in text, text
     else:
-        assert "failed on rank 1" in text, text
+        assert "rank 1 cannot continue" in text, text
 
 
 def must_recover(engine: Any, folder: Path) -> None:

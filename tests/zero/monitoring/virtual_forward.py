@@ -17,7 +17,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 
 from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange
 from deep_opt_states.runtime.executor import Executor
@@ -180,6 +181,7 @@ class VirtualTraining:
         try:
             yield training
         finally:
+            training._gathers.release()
             training._executor.close()
 
     def iteration(self, *, updates: bool = True, reports: bool = True, slower: float = 1.0) -> Iteration:
@@ -223,12 +225,14 @@ class VirtualTraining:
         module.ds_external_parameters = lambda: ()  # type: ignore[assignment]
         param: Any = torch.nn.Parameter(torch.zeros(NUMEL))
         param.ds_id, param.ds_numel = index, NUMEL
-        param.all_gather = param.partition = lambda *_: None
+        param.ds_tensor = SimpleNamespace(status=PartitionedParamStatus.AVAILABLE)
         param.all_gather_coalesced = lambda params: self._all_gather(params)
         module.register_parameter("weight", param)
         return module
 
     def _all_gather(self, params: Sequence[Any]) -> None:
+        # As DeepSpeed does, and then the hook of ``Gathers``.
+        Init._ensure_availability_of_partitioned_params(mock.Mock(), params)
         self._coordinator.all_gather(len(params) * self._durations.all_gather_s)
         for param in params:
             param.ds_status = ZeroParamStatus.INFLIGHT

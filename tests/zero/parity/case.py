@@ -23,6 +23,9 @@ SERIAL = {**WITHOUT_FORWARD_OVERLAP, **WITHOUT_BACKWARD_OVERLAP}
 SPLIT_MASTERS = {"split_masters": True}
 """Only for bf16 models whose parameters are on the accelerator."""
 
+WHOLE_MASTERS = {"split_masters": False}
+"""For training that split masters refuse or end, in spite of ``SPLITS_EVERYWHERE``."""
+
 SPLITS_EVERYWHERE = os.environ.get("TESTS_SPLIT_MASTERS") == "1"
 """Whether each case that can be trained with split masters is, unless a block decides: ``make test-split`` sets it."""
 

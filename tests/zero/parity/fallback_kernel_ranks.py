@@ -17,11 +17,14 @@ import torch.distributed as dist
 from deep_opt_states.device.kernels import library
 from deep_opt_states.zero.start.refusals import Unsupported
 from tests.launch import answer
-from tests.zero.parity.case import CPU, SPLIT_MASTERS, STREAMED, STRIDE_2, Case
+from tests.zero.parity.case import CPU, SPLIT_MASTERS, STREAMED, STRIDE_2, WHOLE_MASTERS, Case
 from tests.zero.parity.training import differences, run_variant
 from tests.zero.process_group import process_group
 
-CASE = Case(name="fallback", blocks=(CPU, STREAMED, STRIDE_2), steps=4, clip=0.5)
+BLOCKS = tuple({**block, **WHOLE_MASTERS} for block in (CPU, STREAMED, STRIDE_2))
+"""The fallback refuses split masters."""
+
+CASE = Case(name="fallback", blocks=BLOCKS, steps=4, clip=0.5)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,15 @@ from deep_opt_states.zero.step.gradients import Gradients
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.placement import Placement
 from tests.zero.moves.random_plans import moves_in_turn
-from tests.zero.parity.case import CPU, STREAMED, STREAMED_MANY_SLOTS, STREAMED_ONE_SLOT, WITHOUT_BACKWARD_OVERLAP, Case
+from tests.zero.parity.case import (
+    CPU,
+    STREAMED,
+    STREAMED_MANY_SLOTS,
+    STREAMED_ONE_SLOT,
+    WHOLE_MASTERS,
+    WITHOUT_BACKWARD_OVERLAP,
+    Case,
+)
 from tests.zero.race_detector.accelerator import RecordedStream
 from tests.zero.race_detector.collectives import Handle
 from tests.zero.race_detector.detector import FREED, ILLEGAL, UNORDERED, RaceFinding
@@ -94,6 +102,15 @@ class Fault:
             steps=self.steps,
             clip=0.3,
         )
+
+    @property
+    def seeded_case(self) -> Case:
+        """Return the case to train with the fault, always with whole masters.
+
+        ``expected`` names their memories and kernels. Split ones have other waits, which hide some of the faults:
+        ``tests/runtime/test_each_wait.py`` removes those. They are refused for offloaded parameters.
+        """
+        return replace(self.case, blocks=({**self.block, **WHOLE_MASTERS},))
 
     def is_shown_by(self, finding: RaceFinding) -> bool:
         """Return whether ``finding`` is the expected one."""
