@@ -47,16 +47,15 @@ def restored_process() -> Iterator[None]:
 
 
 def are_deterministic() -> bool:
-    """Return whether the benchmarks on this accelerator use deterministic algorithms only."""
+    """Return whether the benchmarks on this accelerator use deterministic algorithms, wherever PyTorch has them."""
     return bool(get_accelerator().device_name() == "cuda")
 
 
 @contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """Make runs on a GPU repeat their bits, so that they can be compared with stock's.
+    """Use deterministic algorithms on a GPU, wherever PyTorch has them, so that bits can be compared with stock's.
 
-    With the default algorithms of attention and embeddings, two runs of stock differ. On the CPU, runs repeat their
-    bits in any case.
+    With the default algorithms, two runs of stock on a GPU differ. On the CPU, runs repeat their bits in any case.
     """
     if not are_deterministic():
         yield
@@ -66,11 +65,12 @@ def deterministic_algorithms() -> Iterator[None]:
     fills = deterministic.fill_uninitialized_memory
     # Filling every new tensor would take time that training does not take.
     deterministic.fill_uninitialized_memory = False
+    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before, warn_only=warned)
         deterministic.fill_uninitialized_memory = fills
 
 

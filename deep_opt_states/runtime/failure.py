@@ -13,8 +13,9 @@ class UpdateFailed(RuntimeError):
     @classmethod
     def on_ranks(cls, ranks: list[int]) -> UpdateFailed:
         """Return the failure that is kept on the other ranks after a failure on ``ranks``."""
-        names = ", ".join(map(str, ranks))
-        return cls(f"rank {names} cannot continue; the message of that rank has the cause")
+        if len(ranks) == 1:
+            return cls(f"rank {ranks[0]} cannot continue; the message of that rank has the cause")
+        return cls(f"ranks {', '.join(map(str, ranks))} cannot continue; the messages of these ranks have the cause")
 
     @classmethod
     def because_of(cls, failure: BaseException | None) -> UpdateFailed:

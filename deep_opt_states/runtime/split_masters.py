@@ -299,12 +299,13 @@ class SplitMasters:
     def join(self) -> None:
         """Make all masters fp32. The caller has called ``copy_to_host``, unless an update has failed."""
         self._is_compared = False
-        # An update that has failed may have found a write that no comparison has reported. A checkpoint replaces it.
-        self._forget_written()
         self._from_host.clear()
         for one in self._ranges.values():
             if one.is_split:
                 one.join()
+        # An update that has failed may have found a write that no comparison has reported. A checkpoint replaces it.
+        # This is last: if the accelerator has failed and raises here, all masters are fp32 already.
+        self._forget_written()
 
     def close(self) -> None:
         """Drop the references to the states."""

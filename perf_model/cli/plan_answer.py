@@ -23,7 +23,7 @@ def past_errors() -> str:
         f"Iterations of {runs} published runs, predicted by the same rules, were off by {percent(median)} in the "
         f"median and by at most {percent(p90)} in nine of ten, with rates fitted to smaller models on the same machine "
         "(validate --across-models). On the one GPU of our own so far, an H100, updates took up to 1.5 times as long "
-        "as predicted. At its end, training logs predicted and measured times."
+        "as predicted, in one setting. At its end, training logs predicted and measured times."
     )
 
 

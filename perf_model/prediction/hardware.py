@@ -244,8 +244,8 @@ class HardwareProfile:
     def both_directions(self) -> float:
         """Return the rate of transfers in both directions concurrently, in bytes per second.
 
-        If it is waived, return its upper bound, which is the sum of the rates alone: the measurement of a machine with
-        other load can be implausible. Raise ``ProfileError`` if the rate, or one of the two, is missing.
+        If it is waived, return its upper bound, which is the sum of the rates alone: its probe failed, or measured an
+        implausible rate on a machine with other load. Raise ``ProfileError`` if the rate or one of the two is missing.
         """
         measurement = self.measurements.get("both_bytes_per_s")
         if measurement is None or measurement.waived is None:

@@ -188,7 +188,7 @@ def test_plan_prints_the_figures_of_every_alternative_and_the_block_to_paste(
         "lower bound of the update, exposed and hidden time together",
         "of which pinned",
         "slots (GPU buffers for streamed units)",
-        "On the one GPU of our own so far, an H100, updates took up to 1.5 times as long as predicted",
+        "On the one GPU of our own so far, an H100, updates took up to 1.5 times as long as predicted, in one setting",
         '"placement": "planned"',
     ):
         assert expected in words

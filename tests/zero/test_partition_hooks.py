@@ -82,3 +82,21 @@ def test_the_hooks_of_an_engine_that_is_freed_without_its_end_are_not_called() -
     gather_and_partition()
     remove()
     assert {engine for engine, _, _ in calls} == {"remaining"}
+
+
+def test_a_method_that_other_code_has_replaced_meanwhile_is_kept_and_the_hooks_are_called_once() -> None:
+    calls: list[Any] = []
+    remove = partition_hooks.register(RecordedHooks("first", calls))
+    ours, others = Init._partition, mock.Mock()
+    with mock.patch.object(Init, "_partition", others):
+        remove()
+        gather_and_partition()
+        assert others.call_count == 2
+        assert Init._partition is others
+    assert Init._partition is ours
+    assert calls == []
+    second = RecordedHooks("second", calls)
+    remove = partition_hooks.register(second)
+    params = gather_and_partition()
+    assert calls == [("second", kind, params) for kind in ("all_gather", "all_gather_coalesced", "write")]
+    remove()

@@ -61,9 +61,12 @@ def has_custom_loading(module: torch.nn.Module) -> bool:
 
 
 def _is_method_of_torch_nn(method: Any) -> bool:
-    """Return whether ``torch.nn`` defines the method. Its own overrides, as of BatchNorm, read older state dicts."""
+    """Return whether ``torch.nn`` defines the method. Its own overrides, as of BatchNorm, read older state dicts.
+
+    A wrapper of ``functools.wraps`` has the name of the module whose method it wraps, but is not this method.
+    """
     defined_in: str | None = getattr(method, "__module__", None)
-    return defined_in is not None and defined_in.startswith("torch.nn.")
+    return defined_in is not None and defined_in.startswith("torch.nn.") and not hasattr(method, "__wrapped__")
 
 
 def num_step_hooks(optimizer: torch.optim.Optimizer) -> int:

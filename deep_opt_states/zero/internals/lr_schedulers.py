@@ -24,6 +24,8 @@ def problem_of_scheduler(scheduler: Any, saved: Any) -> str | None:
     defined_in = getattr(scheduler.load_state_dict, "__module__", None)
     if not isinstance(saved, dict):
         return f"the state of a {type(scheduler).__name__} must be a dict" if _saves_dict(scheduler) else None
+    if hasattr(scheduler.load_state_dict, "__wrapped__"):
+        return None
     if defined_in == lr_schedules.__name__:
         number = isinstance(saved.get("last_batch_iteration"), (Number, torch.Tensor))
         return None if number else "last_batch_iteration must be a number"

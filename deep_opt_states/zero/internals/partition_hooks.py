@@ -40,32 +40,34 @@ The references are weak, so that an engine without ``destroy()`` is freed.
 _IN_ALL_GATHER = ContextVar("in_all_gather", default=False)
 """Whether ``_all_gather`` runs."""
 
-_REPLACED: dict[str, Callable[..., Any]] = {}
-"""DeepSpeed's methods, while they are replaced."""
+_REPLACED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+"""DeepSpeed's methods by name, each with the method that replaces it."""
 
 
 def register(hooks: PartitionHooks) -> Callable[[], None]:
     """Call ``hooks`` from now on. Return a function that removes them."""
-    if not _REPLACED:
-        _REPLACED.update(
-            _all_gather=Init._all_gather,
-            _ensure_availability_of_partitioned_params=Init._ensure_availability_of_partitioned_params,
-            _partition=Init._partition,
-        )
-        Init._all_gather = _hooked_all_gather(Init._all_gather)
-        # ``all_gather_coalesced``, which is no method of ``Init``, begins with this one. So does ``_all_gather``.
-        Init._ensure_availability_of_partitioned_params = _hooked_coalesced(
-            Init._ensure_availability_of_partitioned_params
-        )
-        Init._partition = _hooked_partition(Init._partition)
+    # ``all_gather_coalesced`` is no method of ``Init``. It begins with ``_ensure_availability_of_partitioned_params``,
+    # as ``_all_gather`` does.
+    for name, hooked in (
+        ("_all_gather", _hooked_all_gather),
+        ("_ensure_availability_of_partitioned_params", _hooked_coalesced),
+        ("_partition", _hooked_partition),
+    ):
+        if name not in _REPLACED:
+            method = getattr(Init, name)
+            _REPLACED[name] = method, hooked(method)
+            setattr(Init, name, _REPLACED[name][1])
     _REGISTERED[hooks] = None
 
     def remove() -> None:
         _REGISTERED.pop(hooks, None)
-        if not _REGISTERED:
-            for name, method in _REPLACED.items():
+        if _REGISTERED:
+            return
+        for name, (method, replacement) in list(_REPLACED.items()):
+            # Where other code has replaced the method in the meantime, ours stays below it, and calls no hooks.
+            if getattr(Init, name) is replacement:
                 setattr(Init, name, method)
-            _REPLACED.clear()
+                del _REPLACED[name]
 
     return remove
 

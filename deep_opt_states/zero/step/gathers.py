@@ -50,6 +50,11 @@ class Gathers:
         self._coordinator = Coordinator(coordinator)
         self._caller_may_have_written = True
         self._is_in_step = False
+        # Frozen parameters, too: the caller may write to them, and forward gathers them.
+        self._names: dict[int, str] = {}
+        param: Parameter
+        for name, param in module.named_parameters():
+            self._names[param.ds_id] = name
         self._release: list[Callable[[], object]] = [
             self._coordinator.wrap_fetch(self._fetch),
             # Before DeepSpeed's own hook, which gathers this module's parameters and prefetches those of the next ones.
@@ -58,11 +63,6 @@ class Gathers:
             module.register_forward_hook(lambda *_: self._coordinator.mark_end_of_forward(), prepend=True).remove,
             partition_hooks.register(self),
         ]
-        # Frozen parameters, too: the caller may write to them, and forward gathers them.
-        self._names: dict[int, str] = {}
-        param: Parameter
-        for name, param in module.named_parameters():
-            self._names[param.ds_id] = name
 
     def used_names(self) -> list[str] | None:
         """Return the names of the parameters in the order in which forward uses them, identical on all ranks.

@@ -283,7 +283,7 @@ class Update:
         if flushed:
             self.wait(states=states)
         if not self.ranks_agree or self._splits_masters:
-            # Before the collective: if it is interrupted on this rank, it must not be repeated by this rank alone.
+            # Before the collective: with whole masters, a rank that is interrupted in it must not repeat it alone.
             self._phase = UpdatePhase.IDLE
             self.memory_is_short_anywhere = self._agreement.share(self._executor, memory_is_short=self.memory_is_short)
             if self.failed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -122,10 +123,19 @@ def with_own_load() -> torch.nn.Module:
     return module
 
 
+def with_wrapped_load() -> torch.nn.Module:
+    """Return a module whose load is wrapped, by a function with the name of the module of PyTorch."""
+    module = torch.nn.Linear(1, 1)
+    method = module._load_from_state_dict
+    module._load_from_state_dict = wraps(method)(lambda *arguments: method(*arguments))
+    return module
+
+
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
         (torch.nn.Linear(1, 1), False),
+        (torch.nn.Sequential(with_wrapped_load()), True),
         (torch.nn.Sequential(torch.nn.BatchNorm1d(1), torch.nn.InstanceNorm1d(1), torch.nn.LSTM(1, 1)), False),
         (torch.nn.Sequential(torch.nn.Sequential(PerChannelMinMaxObserver())), True),
         (torch.nn.Sequential(with_own_load()), True),
