@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from deepspeed import zero
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
@@ -84,6 +85,9 @@ def one_rank_writes(go_on: Callable[[Any, Any], None]) -> Iterator[None]:
         if self.global_steps == WRITTEN_AFTER_STEP:
             param = self.optimizer.fp16_groups[0][0]
             if dist.get_rank() == WRITING_RANK:
+                # A resident unit is updated while step() returns. If the write came between the comparison of its sums
+                # and its kernel, the update would overwrite the write, which then has no effect to be noticed.
+                get_accelerator().synchronize()
                 param.ds_tensor.data.neg_()
             go_on(self, param)
 
