@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
 from perf_model.training_run import meta_model
 from tests.cli.test_bad_input import check_fuzzed
+from tests.hypothesis_profiles import generated
 from tests.launch import run_ranks
 
 SECONDS_PER_INPUT = 20
@@ -45,13 +46,7 @@ def commands(count: int, seed: int) -> Tried:
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(meta_model, "_run", return_value={"error": "none"}):
 
-        @settings(
-            max_examples=count,
-            database=None,
-            deadline=None,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
+        @generated(count)
         @seeded(seed)
         @given(st.data())
         def check_each(data: st.DataObject) -> None:

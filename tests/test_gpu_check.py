@@ -197,6 +197,22 @@ def test_parts_that_measure_no_time_run_at_the_same_time(tmp_path: Path) -> None
     assert set(by_part(tmp_path / "out" / "log.txt")) == {"first", "second", "last"}
 
 
+def test_an_interrupt_kills_the_parts_that_still_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_parts, "_write", interrupted)
+    pid = tmp_path / "pid"
+    sleeps = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    waits = f"import pathlib, time\nwhile not pathlib.Path({str(pid)!r}).exists(): time.sleep(0.1)"
+    both = [replace(python(name, code), runs_beside=True) for name, code in (("sleeps", sleeps), ("waits", waits))]
+    start_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        check([replace(part, limit_s=300) for part in both], tmp_path / "out", gpu_found)
+    assert time.monotonic() - start_s < 250, "the part would sleep for 300 s"
+    assert ended(int(pid.read_text()))
+
+
 def test_parts_are_chosen_by_name() -> None:
     assert [part.name for part in chosen_parts(parts(), ["long", "build"])] == ["build", "long"]
     assert chosen_parts(parts(), []) == parts()

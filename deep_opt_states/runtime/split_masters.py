@@ -179,7 +179,7 @@ class SplitMasters:
                     else {part: self._device.empty(num_sums(part.numel), torch.int64) for part in parts}
                 )
                 ranges[state.sub_group, elements] = SplitRange(state, elements, sums)
-        num_parts = sum(len(one.sums) for one in ranges.values())
+        num_parts = sum(len(split_range.sums) for split_range in ranges.values())
         return ReservedRanges(ranges, _WrittenBlocks.reserve(self._device, num_parts) if num_parts else None)
 
     def set_ranges(self, reserved: ReservedRanges, *, are_valid: bool) -> None:
@@ -188,7 +188,7 @@ class SplitMasters:
         If not ``are_valid``, because an update has failed, nothing is read from parameters. Raise ``ParameterWritten``
         if a parameter was written to that is the upper half of a master.
         """
-        kept = {place for place, one in reserved.by_place.items() if self._has_sums_of(place, one)}
+        kept = {place for place, split_range in reserved.by_place.items() if self._has_sums_of(place, split_range)}
         try:
             if are_valid:
                 moved = [known for place, known in self._ranges.items() if place not in kept]
@@ -196,9 +196,9 @@ class SplitMasters:
         finally:
             self._adopt(reserved)
 
-    def _has_sums_of(self, place: Place, one: SplitRange) -> bool:
+    def _has_sums_of(self, place: Place, split_range: SplitRange) -> bool:
         """Return whether ``one`` is updated as the known range at the same place is, and has its sums."""
-        return place in self._ranges and self._ranges[place].sums is one.sums
+        return place in self._ranges and self._ranges[place].sums is split_range.sums
 
     def _adopt(self, reserved: ReservedRanges) -> None:
         ranges = reserved.by_place
@@ -210,22 +210,28 @@ class SplitMasters:
                 known.join()
         self._ranges = ranges
         self._sums = {
-            (sub_group, part): sums for (sub_group, _), one in ranges.items() for part, sums in one.sums.items()
+            (sub_group, part): sums
+            for (sub_group, _), split_range in ranges.items()
+            for part, sums in split_range.sums.items()
         }
         self._positions = {place: position for position, place in enumerate(self._sums)}
-        self._updated = {(sub_group, part): one for (sub_group, _), one in ranges.items() for part in one.sums}
+        self._updated = {
+            (sub_group, part): split_range
+            for (sub_group, _), split_range in ranges.items()
+            for part in split_range.sums
+        }
         self._written = reserved.written
 
     def compare(self) -> None:
         """Issue the comparison of all sums on the current stream, for ``raise_if_written``."""
-        watched = [one for one in self._ranges.values() if one.upper_is_param]
+        watched = [split_range for split_range in self._ranges.values() if split_range.upper_is_param]
         if not watched:
             return
         assert self._checksum is not None
         assert self._written is not None
-        for one in watched:
-            for part in one.sums:
-                self._compare(one.state.sub_group, part, one.state.view(one.state.param, part))
+        for split_range in watched:
+            for part in split_range.sums:
+                self._compare(split_range.state.sub_group, part, split_range.state.view(split_range.state.param, part))
         self._device.copy(self._written.on_host, self._written.found)
         self._is_compared = True
 
@@ -252,19 +258,19 @@ class SplitMasters:
 
     def split(self) -> None:
         """Split what is not split. Raise ``ValueError`` if a second moment is negative."""
-        for one in self._ranges.values():
-            if not one.is_split:
-                one.split()
+        for split_range in self._ranges.values():
+            if not split_range.is_split:
+                split_range.split()
 
     def begin(self) -> None:
         """Update from the upper halves in host memory where only these are valid.
 
         This forgets what was written to these parameters, as stock does.
         """
-        for one in self._ranges.values():
-            if one.sums and not one.upper_is_param:
-                self._from_host.update((one.state.sub_group, part) for part in one.sums)
-                one.upper_is_param = True
+        for split_range in self._ranges.values():
+            if split_range.sums and not split_range.upper_is_param:
+                self._from_host.update((split_range.state.sub_group, part) for part in split_range.sums)
+                split_range.upper_is_param = True
 
     def before(self, update: RangeUpdate) -> None:
         """Issue the copy of upper halves to the buffer that ``update`` reads and writes, and the comparison there.
@@ -274,13 +280,13 @@ class SplitMasters:
         one, or it is noticed by the next comparison.
         """
         place = update.sub_group, update.element_range
-        one, buffer = self._updated[place], update.tensors.param
+        split_range, buffer = self._updated[place], update.tensors.param
         assert buffer is not None
         if place in self._from_host:
             self._from_host.remove(place)
-            self._device.copy(buffer, update.element_range.view(one.upper, one.elements.begin))
+            self._device.copy(buffer, update.element_range.view(split_range.upper, split_range.elements.begin))
         else:
-            self._device.copy(buffer, one.state.view(one.state.param, update.element_range))
+            self._device.copy(buffer, split_range.state.view(split_range.state.param, update.element_range))
             self._compare(*place, buffer)
 
     def after(self, update: RangeUpdate) -> None:
@@ -300,9 +306,9 @@ class SplitMasters:
         """Make all masters fp32. The caller has called ``copy_to_host``, unless an update has failed."""
         self._is_compared = False
         self._from_host.clear()
-        for one in self._ranges.values():
-            if one.is_split:
-                one.join()
+        for split_range in self._ranges.values():
+            if split_range.is_split:
+                split_range.join()
         # An update that has failed may have found a write that no comparison has reported. A checkpoint replaces it.
         # This is last: if the accelerator has failed and raises here, all masters are fp32 already.
         self._forget_written()
@@ -325,20 +331,20 @@ class SplitMasters:
         self._checksum.compare(param, self._sums[sub_group, part], self._written.found.narrow(0, position, 1))
 
     def _copy_to_host(self, ranges: Iterable[SplitRange], when: str) -> None:
-        if not any(one.upper_is_param for one in self._ranges.values()):
+        if not any(split_range.upper_is_param for split_range in self._ranges.values()):
             return
-        copied = [one for one in ranges if one.upper_is_param]
+        copied = [split_range for split_range in ranges if split_range.upper_is_param]
         self.compare()
         self._device.current_stream().record(self._compared)
         self._d2h.wait(self._compared)
         with self._d2h.issue():
-            for one in copied:
-                self._device.copy(one.upper, one.param)
+            for split_range in copied:
+                self._device.copy(split_range.upper, split_range.param)
         self._d2h.record(self._copied)
         self._copied.synchronize()
         self.raise_if_written(when)
-        for one in copied:
-            one.upper_is_param = False
+        for split_range in copied:
+            split_range.upper_is_param = False
 
 
 def _ranges_with_parts(state: UnitState, split: Split) -> Iterable[tuple[ElementRange, tuple[ElementRange, ...]]]:

@@ -19,9 +19,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -101,13 +101,9 @@ def check(chosen: Sequence[Part], out: Path, missing: Callable[[], str] = no_gpu
     for group in side_by_side(chosen):
         ends_s += max(part.limit_s for part in group)
         remove_compiler_locks(Path(_environment()["TORCH_EXTENSIONS_DIR"]))
-        with ThreadPoolExecutor(len(group)) as threads:
-            running = []
-            for part in group:
-                limit_s = max(part.limit_s, ends_s - time.monotonic())
-                running.append(threads.submit(_waived if problem else _run, part, out, limit_s, problem))
-            for future in as_completed(running):
-                outcome = future.result()
+        # If this loop is interrupted, the generator is closed and kills the parts that still run.
+        with closing(_outcomes(group, out, ends_s, problem)) as found:
+            for outcome in found:
                 outcomes.append(outcome)
                 part_log = _log_of(outcome.name, out)
                 if part_log.exists():
@@ -128,11 +124,29 @@ def _log_of(name: str, out: Path) -> Path:
     return out / f"log-{name.replace(' ', '-')}.txt"
 
 
-def _waived(part: Part, out: Path, limit_s: float, problem: str) -> Outcome:
-    return Outcome(name=part.name, status=PartStatus.WAIVED, seconds=0, why=f"no GPU: {problem}")
+def _outcomes(group: Sequence[Part], out: Path, ends_s: float, problem: str) -> Generator[Outcome]:
+    """Run the parts at the same time, and yield each outcome when its part ends. Run none if there is a ``problem``."""
+    if problem:
+        for part in group:
+            yield Outcome(name=part.name, status=PartStatus.WAIVED, seconds=0, why=f"no GPU: {problem}")
+        return
+    started: list[str] = []
+    with ThreadPoolExecutor(len(group)) as threads:
+        running = [
+            threads.submit(_run, part, out, max(part.limit_s, ends_s - time.monotonic()), started) for part in group
+        ]
+        try:
+            for future in as_completed(running):
+                yield future.result()
+        except BaseException:
+            # The processes have sessions of their own: an interrupt from the terminal does not reach them.
+            for variable in started:
+                kill_all(variable)
+            raise
 
 
-def _run(part: Part, out: Path, limit_s: float, _problem: str) -> Outcome:
+def _run(part: Part, out: Path, limit_s: float, started: list[str]) -> Outcome:
+    """Run the part, and append the variable of its processes to ``started``."""
     print(f"{part.name}: at most {limit_s:.0f} s", flush=True)
     environment, log = _environment(), _log_of(part.name, out)
     if part.rows is not None:
@@ -141,6 +155,7 @@ def _run(part: Part, out: Path, limit_s: float, _problem: str) -> Outcome:
     start_s = time.monotonic()
     # The value identifies the part: all processes that the part starts inherit it, and no other process has it.
     ends = str(time.time() + limit_s - ABORT_S)
+    started.append(f"{PART_ENDS}={ends}")
     with log.open("wb") as text:
         text.write(f"\n===== {part.name}: {' '.join(part.command)}\n".encode())
         text.flush()

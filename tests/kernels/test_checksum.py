@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -18,7 +16,7 @@ from deep_opt_states.device.kernels.triton_checksum import TritonChecksum
 from deep_opt_states.device.kernels.triton_checksum_kernel import checksum
 from tests.kernels.compiled import CAPABILITIES, compile_kernel
 from tests.kernels.plain_checksum import odd_hashes, sums_of
-from tests.launch import REPOSITORY, Finished, environment
+from tests.launch import run_ranks
 
 WRITES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "negated": torch.neg,
@@ -33,16 +31,9 @@ WRITES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def test_the_interpreted_kernel_has_the_sums_of_pytorch_and_notices_a_changed_bit() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.interpreted_checksum"],
-        cwd=REPOSITORY,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (found,) = Finished(done.returncode, done.stdout).answers()
+    (finished,) = run_ranks(1, ["-m", "tests.kernels.interpreted_checksum"], timeout_s=300, fresh=True)
+    assert finished.returncode == 0, finished.output[-3000:]
+    (found,) = finished.answers()
     assert found == {"wrong": [], "unnoticed": [], "false alarms": []}
 
 

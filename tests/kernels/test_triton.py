@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,7 @@ from tests.kernels.compiled import (
     compile_kernel,
     compile_update,
 )
-from tests.launch import REPOSITORY, Finished, environment
+from tests.launch import run_ranks
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")
 
@@ -33,16 +31,9 @@ SUMS = {Tail.UNFUSED: 6 * ELEMENTS_PER_THREAD, Tail.GRADIENT_FUSED: 0, Tail.MOME
 
 @pytest.mark.promise("P2")
 def test_interpreted_kernel_has_the_bits_of_the_cpu_kernel() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.interpreted"],
-        cwd=REPOSITORY,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (found,) = Finished(done.returncode, done.stdout).answers()
+    (finished,) = run_ranks(1, ["-m", "tests.kernels.interpreted"], timeout_s=300, fresh=True)
+    assert finished.returncode == 0, finished.output[-3000:]
+    (found,) = finished.answers()
     assert found["differ"] == []
     assert len(found["others"]) == 6
     assert all(found["others"].values()), "another arithmetic gives other bits"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deep_opt_states.device.kernels import split_form
-from deep_opt_states.device.kernels.adam import ElementRange
+from deep_opt_states.device.kernels.adam import STATES, AdamTensors, ElementRange
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.split_masters import ParameterWritten, SplitMasters
 from deep_opt_states.runtime.state import Slot, UnitState
@@ -259,20 +259,30 @@ def test_a_write_between_a_prefetch_and_the_update_is_noticed_or_forgotten(train
     assert same(training.end(), expected[-8:])
 
 
+def saved_states(training: MovingTraining) -> list[AdamTensors]:
+    """Return copies of all states, as a checkpoint has them. They are in host memory already."""
+    return [tensors.adam_tensors.map(torch.clone) for tensors in training.memory.sub_groups]
+
+
+def load_states(training: MovingTraining, saved: list[AdamTensors]) -> None:
+    """Replace the states after a failure, as loading a checkpoint does."""
+    for tensors, values in zip(training.memory.sub_groups, saved, strict=True):
+        for name in STATES:
+            getattr(tensors, name).copy_(getattr(values, name))
+    training.executor.forget_failure()
+
+
 def test_a_checkpoint_can_be_loaded_after_a_write_was_noticed(training: MovingTraining) -> None:
     list(training.run(0, MovingIteration(plan=MIXED)))
     training.executor.finish()
     training.executor.give_states_back()
-    saved = [tensors.adam_tensors.map(torch.clone) for tensors in training.memory.sub_groups]
+    saved = saved_states(training)
     list(training.run(1, MovingIteration(plan=MIXED)))
     write(training, 0, 64, 96, torch.zeros_like)
     training.executor.finish()
     training.executor.give_states_back()
     assert isinstance(training.executor.failure, ParameterWritten)
-    for tensors, values in zip(training.memory.sub_groups, saved, strict=True):
-        for name in ("master", "exp_avg", "exp_avg_sq"):
-            getattr(tensors, name).copy_(getattr(values, name))
-    training.executor.forget_failure()
+    load_states(training, saved)
     list(training.run(1, MovingIteration(plan=MIXED)))
     expected = train_serially(MODEL, [MovingIteration(plan=MIXED)] * 2)
     assert same(training.end(), expected[-8:])
@@ -294,7 +304,7 @@ def test_a_write_that_a_failed_update_has_found_is_forgotten_when_a_checkpoint_i
     list(training.run(0, MovingIteration(plan=MIXED)))
     training.executor.finish()
     training.executor.give_states_back()
-    saved = [tensors.adam_tensors.map(torch.clone) for tensors in training.memory.sub_groups]
+    saved = saved_states(training)
     list(training.run(1, MovingIteration(plan=MIXED)))
     training.executor.finish()
     masters: SplitMasters = training.executor._split_masters
@@ -302,10 +312,7 @@ def test_a_write_that_a_failed_update_has_found_is_forgotten_when_a_checkpoint_i
     masters._compare(sub_group, part, training.device.empty(part.numel, torch.bfloat16).fill_(1.0))
     training.executor.fail(RuntimeError("on another rank"))
     training.executor.give_states_back()
-    for tensors, values in zip(training.memory.sub_groups, saved, strict=True):
-        for name in ("master", "exp_avg", "exp_avg_sq"):
-            getattr(tensors, name).copy_(getattr(values, name))
-    training.executor.forget_failure()
+    load_states(training, saved)
     list(training.run(1, MovingIteration(plan=MIXED)))
     expected = train_serially(MODEL, [MovingIteration(plan=MIXED)] * 2)
     assert same(training.end(), expected[-8:])

@@ -24,7 +24,7 @@ SPLIT_MASTERS = {"split_masters": True}
 """Only for bf16 models whose parameters are on the accelerator."""
 
 WHOLE_MASTERS = {"split_masters": False}
-"""For training that split masters refuse or end, in spite of ``SPLITS_EVERYWHERE``."""
+"""A part of a block that keeps masters whole also if ``SPLITS_EVERYWHERE``, for tests that split masters refuse."""
 
 SPLITS_EVERYWHERE = os.environ.get("TESTS_SPLIT_MASTERS") == "1"
 """Whether each case that can be trained with split masters is, unless a block decides: ``make test-split`` sets it."""

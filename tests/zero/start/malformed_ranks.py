@@ -14,7 +14,7 @@ from unittest import mock
 
 import deepspeed
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import given, seed
 from hypothesis import strategies as st
 
 from deep_opt_states.config import Config
@@ -22,6 +22,7 @@ from deep_opt_states.zero.start import planning
 from perf_model.json_input import printable
 from tests.cli.test_bad_input import changed, damaged, dumped, is_clean, profile_json
 from tests.fork_server import import_all
+from tests.hypothesis_profiles import generated
 from tests.launch import answer
 from tests.zero.parity.case import STRIDE_2, Case
 from tests.zero.parity.training import differences, run_variant, shared_folder
@@ -94,13 +95,7 @@ def main(first_seed: int, count: int) -> None:
     assert set(VALID) <= set(Config.model_fields)
     with shared_folder() as folder:
 
-        @settings(
-            max_examples=count,
-            database=None,
-            deadline=None,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
+        @generated(count)
         @seed(first_seed)
         @given(st.data())
         def check_each(data: st.DataObject) -> None:
