@@ -2,14 +2,18 @@
 
 Each variant repeats a check of the tests with new seeds, for hours: ``--set minutes=10`` and the other parameters of
 ``measure`` make it shorter. The steps and the sequences train on the GPU in software of the tests, everything else on
-the CPU accelerator. The speed of these runs means nothing; their duration only shows how much was tried.
+the CPU accelerator. Some checks run at the same time, each in a process of its own. The speed of these runs means
+nothing; their duration only shows how much was tried.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks.harness.charts import Bars
 from benchmarks.harness.rows import Row
@@ -38,36 +42,45 @@ def measure(
     inputs: int = 1_000,
     minutes: float = 60,
     seed: int = 1,
+    jobs: int = 3,
 ) -> Iterator[Row]:
-    """Yield for each check how often it was tried, how often it failed, and for how long.
+    """Yield for each check how often it was tried, how often it failed, and for how long, as soon as it has ended.
 
-    ``minutes`` is the duration of each of the two searches for races.
+    ``minutes`` is the duration of each of the two searches for races. ``jobs`` checks run at the same time.
     """
     if quick:
         kills, decoupled_kills, steps, inputs, minutes = 3, 1, 300, 20, 0
     variants: dict[str, Callable[[], CheckCounts]] = {
-        "kills, 2 ranks": lambda: _killed(kills, seed, "data parallel"),
-        "kills, decoupled writer": lambda: _killed(decoupled_kills, seed, "decoupled"),
-        "steps, software GPU": lambda: _trained(steps, seed),
+        "rounds of make stress": partial(_searched, minutes, seed, stress.SEARCHES),
+        "sequences, lazy software GPU": partial(_searched, minutes, seed, (stress.sequences_on_lazy_gpu,)),
+        "kills, 2 ranks": partial(_killed, kills, seed, "data parallel"),
+        "kills, decoupled writer": partial(_killed, decoupled_kills, seed, "decoupled"),
+        "steps, software GPU": partial(_trained, steps, seed),
         **{
-            f"malformed input: {part.__name__}": _malformed(part, share * inputs, seed)
+            f"malformed input: {part.__name__}": partial(_malformed, part, share * inputs, seed)
             for part, share in malformed.PARTS
         },
-        "rounds of make stress": lambda: _searched(minutes, seed, stress.SEARCHES),
-        "sequences, lazy software GPU": lambda: _searched(minutes, seed, (stress.sequences_on_lazy_gpu,)),
     }
-    for variant, run in variants.items():
-        start_s = time.monotonic()
-        found = run()
-        setting = {"seed": seed}
-        yield Row(variant=variant, setting=setting, quantity="tried", value=f"{found.tried:,}")
-        yield Row(variant=variant, setting=setting, quantity="failures", value=f"{found.failures:,}")
-        yield Row(variant=variant, setting=setting, quantity="no failure", value=found.failures == 0, claimed=True)
-        duration_s = time.monotonic() - start_s
-        yield Row(variant=variant, setting=setting, quantity="duration", unit="s", samples=[duration_s])
-        yield Row(variant=variant, setting=setting, quantity="counted", value=found.counted)
-        if found.problem:
-            yield Row(variant=variant, setting=setting, quantity="first failure", value=found.problem[-4000:])
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as processes:
+        running = {processes.submit(_timed, run): variant for variant, run in variants.items()}
+        for ended in as_completed(running):
+            yield from _rows(running[ended], {"seed": seed, "jobs": jobs}, *ended.result())
+
+
+def _timed(run: Callable[[], CheckCounts]) -> tuple[CheckCounts, float]:
+    """Return what a check has found, and its duration in seconds."""
+    start_s = time.monotonic()
+    return run(), time.monotonic() - start_s
+
+
+def _rows(variant: str, setting: dict[str, int], found: CheckCounts, duration_s: float) -> Iterator[Row]:
+    yield Row(variant=variant, setting=setting, quantity="tried", value=f"{found.tried:,}")
+    yield Row(variant=variant, setting=setting, quantity="failures", value=f"{found.failures:,}")
+    yield Row(variant=variant, setting=setting, quantity="no failure", value=found.failures == 0, claimed=True)
+    yield Row(variant=variant, setting=setting, quantity="duration", unit="s", samples=[duration_s])
+    yield Row(variant=variant, setting=setting, quantity="counted", value=found.counted)
+    if found.problem:
+        yield Row(variant=variant, setting=setting, quantity="first failure", value=found.problem[-4000:])
 
 
 def _killed(kills: int, seed: int, training: str) -> CheckCounts:
@@ -83,15 +96,12 @@ def _trained(steps: int, seed: int) -> CheckCounts:
     )
 
 
-def _malformed(part: Callable[[int, int], malformed.Tried], inputs: float, seed: int) -> Callable[[], CheckCounts]:
-    def run() -> CheckCounts:
-        found = part(round(inputs), seed)
-        counted = f"{found.kind}: {found.refused} of {found.tried} refused, the others used as by stock"
-        return CheckCounts(
-            tried=found.tried, failures=len(found.problems), counted=counted, problem="".join(found.problems[:1])
-        )
-
-    return run
+def _malformed(part: Callable[[int, int], malformed.Tried], inputs: float, seed: int) -> CheckCounts:
+    found = part(round(inputs), seed)
+    counted = f"{found.kind}: {found.refused} of {found.tried} refused, the others used as by stock"
+    return CheckCounts(
+        tried=found.tried, failures=len(found.problems), counted=counted, problem="".join(found.problems[:1])
+    )
 
 
 def _searched(minutes: float, seed: int, searches: tuple[stress.Search, ...]) -> CheckCounts:
