@@ -43,6 +43,12 @@ def gpu_found() -> str:
     return ""
 
 
+@pytest.fixture(autouse=True)
+def extensions_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep ``check`` from removing the locks of extensions that other tests compile or load at the same time."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
+
+
 def test_without_a_gpu_nothing_runs_and_the_remedy_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

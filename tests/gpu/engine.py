@@ -121,7 +121,7 @@ def page_locked() -> dict[str, Any]:
     for _ in range(2):
         with closing_engine(case, STRIDE_2) as engine:
             tensors = [tensor for state in engine.optimizer._running.memory.units for tensor in vars(state).values()]
-            on_host = [tensor for tensor in tensors if tensor is not None and tensor.is_cpu]
+            on_host = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.is_cpu]
             alive = [tensor.is_pinned() for tensor in on_host]
         # The references to the tensors keep the memory alive.
         engines.append({"alive": alive, "destroyed": [tensor.is_pinned() for tensor in on_host]})

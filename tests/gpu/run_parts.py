@@ -34,6 +34,9 @@ from tests.launch import REPOSITORY
 GPU_LIMIT_S = 25
 """The limit for PyTorch to report whether there is a GPU."""
 
+THREADS_BESIDE = 2
+"""The number of threads of PyTorch in each of the parts that run at the same time."""
+
 ABORT_S = 1.0
 """The end of a part's limit, in which it writes the stacks of all its threads before it is killed."""
 
@@ -149,6 +152,9 @@ def _run(part: Part, out: Path, limit_s: float, started: list[str]) -> Outcome:
     """Run the part, and append the variable of its processes to ``started``."""
     print(f"{part.name}: at most {limit_s:.0f} s", flush=True)
     environment, log = _environment(), _log_of(part.name, out)
+    if part.runs_beside:
+        # Each part would start a thread per core otherwise, and the parts would wait for each other's threads.
+        environment = {**environment, "OMP_NUM_THREADS": str(THREADS_BESIDE)}
     if part.rows is not None:
         environment = {**environment, FIGURES_FILE: str(part.rows)}
     before = _lines(part.rows)

@@ -39,6 +39,7 @@ from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.zero.step.gathers import Gathers
 from deep_opt_states.zero.step.update import Update
 from tests.launch import answer
+from tests.zero.behaviour.behaviour_variant import same
 from tests.zero.on_accelerator import on_accelerator, process_group_on_accelerator
 from tests.zero.parity.case import SERIAL, Case
 from tests.zero.parity.random_case import random_block
@@ -368,7 +369,7 @@ def in_lockstep(seed: int, folder: Path) -> dict[str, Any]:
         )
         for trained_engine in both:
             trained_engine.seen_by_hooks.clear()
-        unequal = [name for (name, one), (_, other) in zip(expected, found, strict=True) if not torch.equal(one, other)]
+        unequal = [name for (name, one), (_, other) in zip(expected, found, strict=True) if not same(one, other)]
         result = {"seed": seed, "block": case.blocks[0], "shape": repr(shape), "calls": done, "pending": pending}
         if unequal:
             return {**result, "differences": unequal}
