@@ -260,7 +260,8 @@ def run_and_kill(
     number = rng.randint(1, {**PARTS, "save": training.parts_of_save}.get(phase, 1))
     end_s = time.monotonic() + TIMEOUT_S
     while not watched.exists() or watched.read_text().count(f"{phase} {step}\n") < number:
-        assert run.alive() and time.monotonic() < end_s, f"no {phase} {number} of {step}: {run.problem(timeout_s=0)}"
+        may_follow = run.alive() and time.monotonic() < end_s
+        assert may_follow, f"no {phase} {number} of {step}: {run.problem(timeout_s=0)}"
         time.sleep(0.001)
     time.sleep(rng.uniform(0, 0.03 if phase == "save" else 0.004))
     # A launcher kills the other ranks as soon as it notices that one has ended.
