@@ -197,7 +197,7 @@ class SplitMasters:
             self._adopt(reserved)
 
     def _has_sums_of(self, place: Place, split_range: SplitRange) -> bool:
-        """Return whether ``one`` is updated as the known range at the same place is, and has its sums."""
+        """Return whether ``split_range`` is updated as the known range at the same place is, and has its sums."""
         return place in self._ranges and self._ranges[place].sums is split_range.sums
 
     def _adopt(self, reserved: ReservedRanges) -> None:
