@@ -131,21 +131,23 @@ def _folders(folder: Path) -> list[tuple[float, str]]:
 
 def _check_files(engine: Any, options: Mapping[str, Any], tag: str) -> None:
     folder = Path(options["load_dir"])
-    model_files, optimizer_file = checkpoint_files(engine, str(folder), tag)
-    if not model_files:
+    files = checkpoint_files(engine, str(folder), tag)
+    if not files.model:
         raise CheckpointError(
             f"A checkpoint must have a file of this rank with the model's state, found none in "
             f"{shown(str(folder / tag))}.\n{_other_tags(folder, tag)}"
         )
     loads_optimizer = options["load_optimizer_states"] and not options["load_module_only"]
-    for path in model_files:
+    for path in files.model:
         saved = _read(path, folder, tag)
-        for problem in problems_of_model(saved, engine, options, loads_optimizer=loads_optimizer):
+        for problem in problems_of_model(
+            saved, engine, options, loads_optimizer=loads_optimizer, num_files=files.num_model_parallel
+        ):
             raise _refusal(path, folder, tag, problem)
     if loads_optimizer:
-        saved = _read(optimizer_file, folder, tag)
+        saved = _read(files.optimizer, folder, tag)
         for problem in problems_of_optimizer(saved, engine.optimizer):
-            raise _refusal(optimizer_file, folder, tag, problem)
+            raise _refusal(files.optimizer, folder, tag, problem)
 
 
 def _refusal(path: Path, folder: Path, tag: str, problem: str) -> CheckpointError:

@@ -1,6 +1,6 @@
 """Compare the content of a checkpoint's files with the engine that is to load it.
 
-Only differences with which DeepSpeed's load would fail are problems.
+Only differences with which DeepSpeed's load, or the next update, would fail are problems.
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ MAX_SHOWN = 200
 """Length in characters of the longest value in a message."""
 
 
-def problems_of_model(saved: Any, engine: Any, options: Mapping[str, Any], *, loads_optimizer: bool) -> Iterator[str]:
-    """Yield each difference from the state of ``engine`` in the file with the model's state."""
+def problems_of_model(
+    saved: Any, engine: Any, options: Mapping[str, Any], *, loads_optimizer: bool, num_files: int
+) -> Iterator[str]:
+    """Yield each difference from the state of ``engine`` in the file with the model's state.
+
+    ``num_files`` is the number of files of the ranks that shared the model when it was saved.
+    """
     if not isinstance(saved, dict) or not isinstance(saved.get("module"), Mapping):
         yield f"it must have the model's state under 'module', found {shown(saved)}"
         return
@@ -32,6 +37,10 @@ def problems_of_model(saved: Any, engine: Any, options: Mapping[str, Any], *, lo
     for key in needed:
         if not isinstance(saved.get(key), int):
             yield f"{key} must be an integer, found {shown(saved.get(key))}"
+    # DeepSpeed compares them even where it does not use the number.
+    saved_by = saved.get("mp_world_size", num_files)
+    if not isinstance(saved_by, int) or saved_by != num_files:
+        yield f"mp_world_size must be {num_files}, the number of files of the model's ranks, found {shown(saved_by)}"
     if loads_optimizer and saved["dp_world_size"] != engine.seq_dp_world_size:
         yield (
             f"the states of {saved['dp_world_size']} data-parallel ranks can only be loaded by as many, found "
@@ -113,15 +122,17 @@ def problems_of_optimizer(saved: Any, optimizer: Any) -> Iterator[str]:
         yield f"the moments must be by sub-group, found {shown(moments)}"
         return
     for index, state in moments.items():
-        if not isinstance(state, dict) or not _is_like(state.get("step", 0), 0):
-            yield (
-                f"the state of sub-group {index} must have a number of steps, found "
-                f"{shown(state.get('step') if isinstance(state, dict) else state)}"
-            )
+        if not isinstance(state, dict):
+            yield f"the state of sub-group {index} must be a dictionary, found {shown(state)}"
             return
-        for key in MOMENTS:
-            if key in state and not _has_numel(state[key], numels[index]):
-                yield f"{key} of sub-group {index} must have {numels[index]} elements, found {_described(state[key])}"
+        # A sub-group without any state has not been updated yet. With a part of it, the next update would fail.
+        if state and (state.get("step") is None or not _is_like(state["step"], 0)):
+            yield f"the state of sub-group {index} must have a number of steps, found {shown(state.get('step'))}"
+            return
+        for key in MOMENTS if state else ():
+            if not _has_numel(state.get(key), numels[index]):
+                found = _described(state.get(key))
+                yield f"{key} of sub-group {index} must have {numels[index]} elements, found {found}"
 
 
 def _problems_of_param_groups(saved: Any, optimizer: Any) -> Iterator[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -37,19 +38,33 @@ def config_of(engine: Any) -> Any:
     return engine._config
 
 
-def checkpoint_files(engine: Any, folder: str, tag: str) -> tuple[list[Path], Path]:
-    """Return the files of this rank that a load reads: those with the model's state, and that with its optimizer.
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The files of a rank that a load reads.
 
-    There are several of the first kind only if another number of ranks shared a model when they were saved, and none
-    if the checkpoint has no file of this rank.
+    ``model`` are those with the model's state: several only if another number of ranks shared a model when they were
+    saved, and none if the checkpoint has no file of this rank. ``num_model_parallel`` is the number of files of all
+    ranks that shared the model. ``optimizer`` is the file with the optimizer's states.
     """
+
+    model: list[Path]
+    num_model_parallel: int
+    optimizer: Path
+
+
+def checkpoint_files(engine: Any, folder: str, tag: str) -> CheckpointFiles:
+    """Return the files of this rank that a load of this tag reads."""
     own, found = (
         Path(engine._get_ckpt_name(folder, tag)),
         [Path(name) for name in engine._get_all_ckpt_names(folder, tag)],
     )
     optimizer = Path(engine._get_zero_ckpt_name(folder, tag))
     old_name = optimizer.with_name(optimizer.name.replace("_optim_states.pt", "optim_states.pt"))
-    return [own] if own in found else found, old_name if old_name.exists() and not optimizer.exists() else optimizer
+    return CheckpointFiles(
+        model=[own] if own in found else found,
+        num_model_parallel=len(found),
+        optimizer=old_name if old_name.exists() and not optimizer.exists() else optimizer,
+    )
 
 
 def has_custom_loading(module: torch.nn.Module) -> bool:

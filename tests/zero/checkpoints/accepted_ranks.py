@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 from deepspeed.runtime import lr_schedules
 from torch.ao.quantization import PerChannelMinMaxObserver
 from torch.optim import lr_scheduler
@@ -255,6 +256,42 @@ def one_rank_cannot_read(engines: Engines) -> list[str]:
     ]
 
 
+def has_a_changed_value(pattern: str, change: Callable[[dict[str, Any]], None], engines: Engines) -> list[str]:
+    """Load a checkpoint in which a value in a file of rank 0 was changed, with which stock's load or update fails."""
+    engines.stock.save_checkpoint(str(engines.folder))
+    if dist.get_rank() == 0:
+        (path,) = engines.folder.glob(f"*/*zero_pp_rank_0_*{pattern}")
+        saved = torch.load(path, weights_only=False)
+        change(saved)
+        torch.save(saved, path)
+    dist.barrier()
+    before = Loaded.from_engine(engines.ours)
+    message = refusal(lambda: engines.ours.load_checkpoint(str(engines.folder)))
+    return [*three_parts_missing(message), *before.differences(Loaded.from_engine(engines.ours))]
+
+
+def miscount_ranks(saved: dict[str, Any]) -> None:
+    saved["mp_world_size"] = 2
+
+
+def states_of(saved: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return the states of the inner optimizer by sub-group."""
+    states: dict[int, dict[str, Any]] = saved[OPTIMIZER_STATE_DICT][OPTIMIZER_STATE_DICT]["state"]
+    return states
+
+
+def forget_a_count(saved: dict[str, Any]) -> None:
+    del states_of(saved)[0]["step"]
+
+
+def empty_a_count(saved: dict[str, Any]) -> None:
+    states_of(saved)[0]["step"] = None
+
+
+def forget_a_moment(saved: dict[str, Any]) -> None:
+    del states_of(saved)[0]["exp_avg_sq"]
+
+
 def refusal(action: Callable[[], object]) -> str:
     """Return the message with which ``action`` is refused, or "" if it is not."""
     try:
@@ -275,6 +312,10 @@ JOBS: dict[str, Callable[[Engines], list[str]]] = {
     "no frozen parameters": excludes_frozen_parameters,
     "a load with hidden parameters": hides_parameters,
     "a file that one rank cannot read": one_rank_cannot_read,
+    "another number of model-parallel ranks": partial(has_a_changed_value, "model_states.pt", miscount_ranks),
+    "moments without a number of steps": partial(has_a_changed_value, "optim_states.pt", forget_a_count),
+    "moments with an empty number of steps": partial(has_a_changed_value, "optim_states.pt", empty_a_count),
+    "one moment of two": partial(has_a_changed_value, "optim_states.pt", forget_a_moment),
 }
 
 

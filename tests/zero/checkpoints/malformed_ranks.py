@@ -152,6 +152,11 @@ class Loaded:
         return [*counts, *differences(self.states, found.states)]
 
 
+def has_all_states(optimizer: Any) -> bool:
+    """Return whether every sub-group has moments."""
+    return all(optimizer.state[master] for master in optimizer.fp32_partitioned_groups_flat)
+
+
 def vars_of(group: dict[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters of a param group."""
     return {key: value for key, value in group.items() if key != "params"}
@@ -185,7 +190,9 @@ class Loader:
             return {"outcome": "failed", "message": "", "problems": problems}
         problems = []
         self.stock.load_checkpoint(str(folder))
-        problems += Loaded.from_engine(self.stock).differences(Loaded.from_engine(self.ours))
+        # Stock creates missing states in the next update: "missing moments" of ``checkpoint_jobs.py`` tests this.
+        if has_all_states(self.stock.optimizer):
+            problems += Loaded.from_engine(self.stock).differences(Loaded.from_engine(self.ours))
         for engine in (self.stock, self.ours):
             engine.load_checkpoint(str(self.now))
         problems += [
