@@ -19,6 +19,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from deep_opt_states.names import CONFIG_KEY, is_about_our_block
+from perf_model.json_input import printable, shorten
 from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -33,6 +34,12 @@ DEFAULT_UNIT_SIZE = 50_000_000
 
 FEWEST_SLOTS = 2
 """The number of slots if neither the config nor the planner chooses, until the memory that is free is known."""
+
+MAX_MESSAGES = 5
+"""The most invalid keys in one error."""
+
+MAX_KEY = 40
+"""The most characters of a key in an error."""
 
 
 class ConfigError(ValueError):
@@ -269,7 +276,7 @@ def parse_config(ds_config: Mapping[str, Any]) -> Config | None:
     block = ds_config[CONFIG_KEY]
     if not isinstance(block, Mapping):
         raise ConfigError(
-            f"{CONFIG_KEY}: must be an object, found {block!r}.\n"
+            f"{CONFIG_KEY}: must be an object, found {shorten(block)}.\n"
             f'The shortest block that enables the plugin is "{CONFIG_KEY}": {{}}.'
         )
     try:
@@ -385,8 +392,8 @@ _RULES = {
 
 
 def _message(key: str, rule: str, found: object, remedy: str) -> str:
-    shown = found if found == "nothing" else repr(found)
-    return f"{CONFIG_KEY}.{key}: {rule}, found {shown}.\n{remedy}"
+    shown = found if found == "nothing" else shorten(found)
+    return f"{CONFIG_KEY}.{printable(key, MAX_KEY)}: {rule}, found {shown}.\n{remedy}"
 
 
 def _messages(error: ValidationError) -> list[str]:
@@ -409,4 +416,8 @@ def _messages(error: ValidationError) -> list[str]:
         else:
             # Pydantic reports an error for each member of a union; one message per key is enough.
             by_key.setdefault(key, _message(key, _RULES[key].rule, item["input"], _RULES[key].remedy))
-    return list(by_key.values())
+    messages = list(by_key.values())
+    if len(messages) > MAX_MESSAGES:
+        left_out = len(messages) - MAX_MESSAGES
+        messages[MAX_MESSAGES:] = [f"{CONFIG_KEY}: {left_out} more keys are invalid, which are left out here."]
+    return messages

@@ -235,6 +235,16 @@ def test_all_invalid_keys_are_reported_at_once() -> None:
     assert f"{CONFIG_KEY}.num_slots" in str(caught.value)
 
 
+def test_an_error_is_short_and_printable_whatever_the_keys_are() -> None:
+    keys = ["\x1b[2J", "\U000be642" * 100, *(f"key {number}" for number in range(20))]
+    with pytest.raises(ConfigError) as caught:
+        parse(dict.fromkeys(keys, "value" * 1000))
+    message = str(caught.value)
+    assert message.replace("\n", "").isprintable()
+    assert len(message) < 4000
+    assert message.endswith(f"{len(keys) - 5} more keys are invalid, which are left out here.")
+
+
 def test_a_list_of_another_length_is_refused_with_the_number_of_sub_groups() -> None:
     with pytest.raises(ConfigError, match="this model has 4 sub-groups, found 2 entries"):
         parse({"placement": ["cpu", "streamed"]}).plan(WORKLOAD)
