@@ -216,8 +216,10 @@ def slowed_down(layers: Iterable[torch.nn.Module], mark: Any) -> Iterator[None]:
         patched.enter_context(mock.patch.object(TorchCheckpointEngine, "save", marked_save))
         for writer_method in ("save", "commit"):
             patched.enter_context(marking(DecoupledCheckpointEngine, writer_method, "save", WRITE_S))
-        for owner, method in ((TorchCheckpointEngine, "load"), (DecoupledCheckpointEngine, "load")):
-            patched.enter_context(marking(owner, method, "load", LOAD_S))
+        # DeepSpeed's decoupled engine cannot load what it has saved: docs/upstream/decoupled_load.py.
+        patched.enter_context(mock.patch.object(DecoupledCheckpointEngine, "load", TorchCheckpointEngine.load))
+        for owner in (TorchCheckpointEngine, DecoupledCheckpointEngine):
+            patched.enter_context(marking(owner, "load", "load", LOAD_S))
         patched.enter_context(marking(GuardedStates, "_rigid_load_state_dict", "load", LOAD_S))
         patched.enter_context(marking(GuardedStates, "_copy_loaded_moments", "load", LOAD_S))
         patched.enter_context(marking(RunningPlan, "_set", "promotion", PROMOTION_S))
