@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -68,9 +69,16 @@ def measure(
 
 
 def _timed(run: Callable[[], CheckCounts]) -> tuple[CheckCounts, float]:
-    """Return what a check has found, and its duration in seconds."""
+    """Return what a check has found, and its duration in seconds.
+
+    A check that raises counts as a failure, so that the results of the others are kept.
+    """
     start_s = time.monotonic()
-    return run(), time.monotonic() - start_s
+    try:
+        found = run()
+    except Exception:  # noqa: BLE001 (whatever a check raises is its first failure)
+        found = CheckCounts(tried=0, failures=1, counted="ended by an error", problem=traceback.format_exc())
+    return found, time.monotonic() - start_s
 
 
 def _rows(variant: str, setting: dict[str, int], found: CheckCounts, duration_s: float) -> Iterator[Row]:

@@ -47,6 +47,8 @@ from tests.zero.parity.training import Block, Record, collect, differences, shar
 from tests.zero.races.delayed_ranks import delayed
 
 CALLS = 16
+IN_PLACE = "read in place"
+"""The name of values that are read without a gather."""
 Seen = list[tuple[str, torch.Tensor]]
 Call = Callable[["TrainedEngine", random.Random], Seen]
 
@@ -216,7 +218,7 @@ class TrainedEngine:
         return list(torch.load(self.folder / "16bit" / "pytorch_model.bin").items())
 
     def state_dict(self, rng: random.Random) -> Seen:
-        return [(name, value.clone()) for name, value in self.engine.module.state_dict().items()]
+        return [(f"{IN_PLACE}, {name}", value.clone()) for name, value in self.engine.module.state_dict().items()]
 
     def get_full(self, rng: random.Random) -> Seen:
         param = self.param(rng)
@@ -260,8 +262,8 @@ class TrainedEngine:
         return []
 
     def persistent_data(self, rng: random.Random) -> Seen:
-        """Read the persistent parameters in place; the other tensors are empty."""
-        return [("data", param.data.clone()) for param in self.engine.module.parameters()]
+        """Read the parameters that are persistent or still gathered; the other tensors are empty."""
+        return [(IN_PLACE, param.data.clone()) for param in self.engine.module.parameters()]
 
     def offload(self, rng: random.Random) -> Seen:
         self.engine.offload_states(include=[OffloadStateTypeEnum.lp_params])
@@ -369,7 +371,11 @@ def in_lockstep(seed: int, folder: Path) -> dict[str, Any]:
         )
         for trained_engine in both:
             trained_engine.seen_by_hooks.clear()
-        unequal = [name for (name, one), (_, other) in zip(expected, found, strict=True) if not same(one, other)]
+        unequal = [
+            name
+            for (name, one), (_, other) in zip(expected, found, strict=True)
+            if not same(one, other) and not is_gathered_in_one(name, one, other)
+        ]
         result = {"seed": seed, "block": case.blocks[0], "shape": repr(shape), "calls": done, "pending": pending}
         if unequal:
             return {**result, "differences": unequal}
@@ -378,6 +384,15 @@ def in_lockstep(seed: int, folder: Path) -> dict[str, Any]:
         collect(trained_engine.engine.optimizer, record)
         trained_engine.engine.destroy()
     return {**result, "differences": differences(*records)}
+
+
+def is_gathered_in_one(name: str, one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether a value was read in place, and only one of the engines still has its parameter gathered.
+
+    A forward without a backward leaves parameters gathered if they were skipped by a prefetch because they were
+    gathered already. DeepSpeed decides this once for each module of the trace, and the plugin limits prefetches.
+    """
+    return name.startswith(IN_PLACE) and (one.numel() == 0) != (other.numel() == 0)
 
 
 def trained(seed: int, update_s: float = 0.01) -> dict[str, Any]:
