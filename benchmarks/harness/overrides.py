@@ -53,9 +53,11 @@ def are_deterministic() -> bool:
 
 @contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """Use deterministic algorithms on a GPU, wherever PyTorch has them, so that bits can be compared with stock's.
+    """Use only deterministic algorithms on a GPU, so that bits can be compared with stock's.
 
-    With the default algorithms, two runs of stock on a GPU differ. On the CPU, runs repeat their bits in any case.
+    With the default algorithms, two runs of stock on a GPU differ. With ``warn_only=True`` they differ, too: attention
+    then still uses cuDNN's kernel, or a nondeterministic backward. On the CPU, runs repeat their bits in any case.
+    PyTorch raises ``RuntimeError`` for an operation that has no deterministic algorithm.
     """
     if not are_deterministic():
         yield
@@ -66,7 +68,7 @@ def deterministic_algorithms() -> Iterator[None]:
     # Filling every new tensor would take time that training does not take.
     deterministic.fill_uninitialized_memory = False
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:

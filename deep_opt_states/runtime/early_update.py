@@ -163,8 +163,10 @@ class EarlyUpdate:
 
         Operations issued on it afterwards may gather these parameters, or read them in place.
         """
+        # Each module's forward calls this, and CUDA needs some microseconds to look the current stream up.
+        stream = self._device.current_stream()
         for event in (self._updated, self._published):
-            self._device.current_stream().wait(event)
+            stream.wait(event)
 
     def _copy_gradients_to_host(self, operations: _Operations) -> None:
         with self._streams[Lane.PUBLISH].issue():
