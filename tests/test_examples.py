@@ -54,7 +54,7 @@ def test_the_plain_script_trains_with_its_config() -> None:
     first, second = run_ranks(2, script, timeout_s=180)
     for finished in (first, second):
         assert "Traceback" not in finished.output, finished.output[-3000:]
-    assert re.search(r"\[deep_opt_states\] \d+ sub-groups, .* [1-9]\d* streamed", first.output)
+    assert re.search(r"\[deep_opt_states\] \d+ units, .* [1-9]\d* streamed", first.output)
     assert re.findall(r"step +(\d+) +loss", first.output) == ["0", "1"]
 
 

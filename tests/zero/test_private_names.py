@@ -14,12 +14,13 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import deepspeed
 import pytest
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from deep_opt_states.zero.internals.private_names import ATTRIBUTES, HOOKS, METHODS, missing_names
+from deep_opt_states.zero.internals.private_names import ATTRIBUTES, HOOKS, METHODS, SINCE, missing_names
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 
 PACKAGE = Path(__file__).resolve().parents[2] / "deep_opt_states"
@@ -113,6 +114,14 @@ def test_a_missing_name_and_other_parameters_are_found() -> None:
         "DeepSpeedConfig._initialize_params has the parameters (param_dict), expected (config_dict)",
         "Gone._method is missing",
     ]
+
+
+def test_a_method_that_older_releases_lack_is_missed_in_a_newer_one() -> None:
+    methods = {"deepspeed.runtime.config:DeepSpeedConfig": {"_gone": ""}}
+    with mock.patch.dict(SINCE, {"_gone": "0.18.5"}):
+        assert missing_names(methods, {}) == ["DeepSpeedConfig._gone is missing"]
+    with mock.patch.dict(SINCE, {"_gone": "99.0"}):
+        assert missing_names(methods, {}) == []
 
 
 SEEDED = {

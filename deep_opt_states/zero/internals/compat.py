@@ -211,8 +211,7 @@ def sub_group_process_group(optimizer: Any, sub_group_id: int) -> Any:
 def expert_parallel_group(optimizer: Any, params: list[Parameter]) -> Any:
     """Return the expert-parallel group of ``params``, or None if they are no experts."""
     if not hasattr(optimizer, "_autoep_expert_parallel_group"):
-        # AutoEP with ZeRO-3 exists since 0.19.3.
-        return None
+        return older.expert_parallel_group_before_0_19_3()
     return optimizer._autoep_expert_parallel_group(params)
 
 

@@ -38,6 +38,10 @@ def partition_rank_before_0_19_3(optimizer: Any) -> int:
     return int(dist.get_rank(group=optimizer.dp_process_group))
 
 
+def expert_parallel_group_before_0_19_3() -> None:
+    """Return None: no parameters are experts, because AutoEP with ZeRO-3 exists since that release."""
+
+
 def process_group_before_0_19_3(optimizer: Any) -> Any:
     """Return the process group whose ranks share the parameters of any sub-group."""
     return optimizer.dp_process_group

@@ -12,6 +12,10 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import deepspeed
+
+from deep_opt_states.zero.internals.releases import has
+
 _STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
 
@@ -96,16 +100,14 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
 }
 """The private attributes that the plugin reads or assigns, by their class."""
 
-REPLACED = frozenset(
-    {
-        "_autoep_expert_parallel_group",
-        "_get_param_partition_rank",
-        "_get_sub_group_process_group",
-        "_range_pop",
-        "_range_push",
-    }
-)
-"""The methods that older releases lack, and that a function of ``older.py`` replaces there."""
+SINCE: Mapping[str, str] = {
+    "_autoep_expert_parallel_group": "0.19.3",
+    "_get_param_partition_rank": "0.19.3",
+    "_get_sub_group_process_group": "0.19.3",
+    "_range_pop": "0.19.0",
+    "_range_push": "0.19.0",
+}
+"""The first release that has a method. In older ones, a function of ``older.py`` replaces it."""
 
 
 def missing_names(
@@ -118,7 +120,8 @@ def missing_names(
         owner = place.partition(":")[2] or place
         for name, parameters in methods.get(place, {}).items():
             if name not in found:
-                lines += [] if name in REPLACED else [f"{owner}.{name} is missing"]
+                is_replaced = name in SINCE and not has(deepspeed.__version__, SINCE[name])
+                lines += [] if is_replaced else [f"{owner}.{name} is missing"]
             elif found[name].split()[: len(parameters.split())] != parameters.split():
                 lines.append(f"{owner}.{name} has the parameters ({found[name]}), expected ({parameters})")
         lines += [f"{owner}.{name} is missing" for name in attributes.get(place, ()) if name not in assigned]

@@ -41,7 +41,7 @@ def train(block: dict[str, Any] | None) -> dict[str, torch.Tensor]:
             engine.step()
             losses.append(loss.detach())
         norms.append(float(engine.get_global_grad_norm()))
-    found = {"losses": torch.stack(losses), "norms": torch.tensor(norms)}
+    found = {"losses": torch.stack(losses), "norms": torch.tensor(norms, dtype=torch.float64)}
     optimizer = engine.optimizer
     assert (block is not None) == hasattr(optimizer, "plan"), (
         f"{type(optimizer).__name__} is not the one that was meant"
@@ -77,9 +77,17 @@ def differences(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -
     """Return one line for each value that is not equal to the bit."""
     lines = [f"{name} exists with one of the two only" for name in sorted(stock.keys() ^ ours.keys())]
     for name in sorted(stock.keys() & ours.keys()):
-        if not torch.equal(stock[name], ours[name]):
-            lines.append(f"{name}: {int((stock[name] != ours[name]).sum())} of {stock[name].numel()} values differ")
+        one, other = stock[name], ours[name]
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            lines.append(f"{name}: {one.dtype} {tuple(one.shape)} with stock, {other.dtype} {tuple(other.shape)}")
+        elif count := int((_bits(one) != _bits(other)).sum()):
+            lines.append(f"{name}: {count} of {one.numel()} values differ")
     return lines
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of each value as an integer: 0.0 differs from -0.0, and equal NaNs do not differ."""
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def main() -> None:
