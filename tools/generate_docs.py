@@ -60,8 +60,8 @@ def deepspeed_table() -> str:
     from tests.compat.results import read_results
 
     entries = read_results()["deepspeed"].values()
-    rows = ["| DeepSpeed | 1 rank | 2 ranks | The others |", "|---|---|---|---|"]
-    rows += [f"| {entry['deepspeed']} | {_compared(entry['cases'])} |" for entry in entries]
+    rows = ["| DeepSpeed | 1 rank | 2 ranks | The others | Plugin |", "|---|---|---|---|---|"]
+    rows += [f"| {entry['deepspeed']} | {_compared(entry['cases'])} | {_plugin(entry)} |" for entry in entries]
     return "\n".join([*rows, "", _tried_with(entries, "torch")])
 
 
@@ -72,10 +72,10 @@ def torch_table() -> str:
     results = read_results()
     *_, of_all_tests = results["deepspeed"].values()
     entries = sorted([of_all_tests, *results["torch"].values()], key=lambda entry: Version(entry["torch"]))
-    rows = ["| PyTorch | Build | 1 rank | 2 ranks | The others |", "|---|---|---|---|---|"]
+    rows = ["| PyTorch | Build | 1 rank | 2 ranks | The others | Plugin |", "|---|---|---|---|---|---|"]
     for entry in entries:
         release, _, build = entry["torch"].partition("+")
-        rows.append(f"| {release} | {build} | {_compared(entry['cases'])} |")
+        rows.append(f"| {release} | {build} | {_compared(entry['cases'])} | {_plugin(entry)} |")
     return "\n".join([*rows, "", _tried_with(entries, "deepspeed")])
 
 
@@ -83,12 +83,18 @@ def python_table() -> str:
     """Return one table row for each release of Python with which the distributions were installed and trained."""
     from tests.compat.results import read_results
 
-    rows = ["| Python | PyTorch | DeepSpeed | A tiny training with the wheel, and with the source distribution |"]
-    rows.append("|---|---|---|---|")
+    rows = ["| Python | PyTorch | DeepSpeed | A tiny training with the wheel, and with the source distribution | Plugin |"]
+    rows.append("|---|---|---|---|---|")
     for entry in read_results()["python"].values():
         trained = "<br>".join(entry["differences"]) or "equal to stock"
-        rows.append(f"| {entry['python']} | {entry['torch']} | {entry['deepspeed']} | {trained} |")
+        cells = [entry["python"], entry["torch"], entry["deepspeed"], trained, _plugin(entry)]
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def _plugin(entry: Mapping[str, str]) -> str:
+    """Return the version and the commit of the plugin that was tried."""
+    return f"{entry['deep_opt_states']} ({entry['commit']})"
 
 
 def _compared(cases: Mapping[str, list[str]]) -> str:

@@ -113,7 +113,7 @@ class Results:
         self._described = {
             "benchmark": benchmark,
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "commit": _commit(),
+            "commit": commit(),
             "quick": quick,
             "cpu": machine.cpu_name(),
             "cores": machine.cores().usable,
@@ -201,7 +201,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _commit() -> str:
+def commit() -> str:
     """Return the short commit, with a ``+`` if the tree has changes other than results."""
 
     def git(*arguments: str) -> str:

@@ -2,8 +2,8 @@
 
 ``python -m tests.compat.installed FOLDER PYTHON``; FOLDER has one wheel and one source distribution, which
 ``make wheel`` builds, and PYTHON is an interpreter. Its fresh virtual environment is outside this checkout, and pip
-chooses the versions of all dependencies, PyTorch and DeepSpeed included; PyTorch and the packages of ``[test]`` need 6 GB. The source distribution
-replaces the wheel in this environment.
+chooses the versions of all dependencies, PyTorch and DeepSpeed included; PyTorch and the packages of ``[test]`` need
+6 GB. The source distribution replaces the wheel in this environment.
 """
 
 from __future__ import annotations

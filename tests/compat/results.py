@@ -8,6 +8,9 @@ from typing import Any
 
 from packaging.version import Version
 
+from benchmarks.harness.rows import commit
+from deep_opt_states.names import __version__
+
 RESULTS = Path(__file__).with_name("results.json")
 
 
@@ -17,12 +20,17 @@ def read_results() -> dict[str, dict[str, Any]]:
     return results
 
 
-def add_result(package: str, version: str, found: Any) -> bool:
-    """Write the result of a release of ``package``, and return whether it is another than the last one."""
+def add_result(package: str, version: str, found: dict[str, Any]) -> bool:
+    """Write the result of a release of ``package``, and return whether it is another than the last one.
+
+    The plugin's version and commit are written, too, and not compared.
+    """
     results = read_results()
     of_package = results[package]
-    changed: bool = of_package.get(version) != found
-    of_package[version] = found
+    tried_at = {"deep_opt_states": __version__, "commit": commit()}
+    before = {key: value for key, value in of_package.get(version, {}).items() if key not in tried_at}
+    changed = before != found
+    of_package[version] = {**found, **tried_at}
     results[package] = {key: of_package[key] for key in sorted(of_package, key=Version)}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return changed

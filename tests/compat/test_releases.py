@@ -8,6 +8,7 @@ from __future__ import annotations
 import deepspeed
 import pytest
 
+from deep_opt_states.names import __version__
 from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED, has
 from tests.compat.__main__ import main, try_release
 from tests.compat.environments import Release
@@ -33,6 +34,7 @@ def test_the_golden_cases_are_parity_cases() -> None:
 
 def test_the_plugin_names_the_releases_that_were_tried() -> None:
     assert tuple(TRIED["deepspeed"]) == TRIED_DEEPSPEED
+    assert {entry["deep_opt_states"] for entry in TRIED["deepspeed"].values()} == {__version__}, "run make compat"
     assert deepspeed.__version__.split("+")[0] == TRIED_DEEPSPEED[-1]
 
 
