@@ -9,14 +9,18 @@ import pytest
 
 from tests.frameworks.checkpoints import contents, differences
 from tests.frameworks.launchers import two_ranks
+from tests.frameworks.screen import OURS, check_first_lines, lines_of
 from tests.launch import Finished
 
 STOCK, PLUGIN = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
 NO_OPTIMIZER = "DeepSpeedZeRoOffload"
 """The class that stock DeepSpeed creates for ZeRO-3 without an optimizer."""
 
+REFERENCE = "an engine without an optimizer runs as stock DeepSpeed"
+"""The line about the engine of a reference model."""
+
 STEPS = 3
-TRAINERS = ["SFT", "SFT with LoRA", "DPO", "DPO with LoRA"]
+TRAINERS = ["SFT", "SFT with LoRA", "DPO", "DPO without reference", "DPO with LoRA"]
 
 # One worker of pytest-xdist runs all tests, so that the fixture is created once.
 pytestmark = [pytest.mark.xdist_group("trl"), pytest.mark.thorough]
@@ -40,7 +44,7 @@ def answers(ranks: list[Finished]) -> list[list[dict[str, Any]]]:
 @pytest.mark.parametrize("name", TRAINERS)
 @pytest.mark.promise("P1", "P3")
 def test_every_trainer_saves_the_bits_of_stock(name: str, answers: list[list[dict[str, Any]]], folder: Path) -> None:
-    reference = NO_OPTIMIZER if name == "DPO" else None
+    reference = NO_OPTIMIZER if name in ("DPO", "DPO without reference") else None
     engines = [reference] if reference else []
     same = {"trainer": name, "reference": reference, "steps": STEPS, "several sub-groups": True}
     stock = {**same, "variant": "stock", "engines": [*engines, STOCK]}
@@ -51,9 +55,17 @@ def test_every_trainer_saves_the_bits_of_stock(name: str, answers: list[list[dic
     assert differences(folder / name / "plugin", folder / name / "stock") == []
 
 
-def test_the_log_has_one_line_about_the_reference_model(ranks: list[Finished]) -> None:
+def test_the_log_has_one_line_about_each_reference_model(ranks: list[Finished]) -> None:
     output = "".join(finished.output for finished in ranks)
-    assert output.count("an engine without an optimizer runs as stock DeepSpeed") == 1
+    assert output.count(REFERENCE) == 2
+
+
+@pytest.mark.parametrize("name", ["SFT", "SFT with LoRA", "DPO", "DPO without reference"])
+def test_the_first_ten_lines_state_that_the_plugin_is_on_and_what_it_planned(name: str, ranks: list[Finished]) -> None:
+    lines = lines_of(ranks[0], name, "plugin")
+    # TRL prints its own progress before it makes the engines, the one of the reference model first.
+    begin = next(number for number, line in enumerate(lines) if OURS in line)
+    check_first_lines([line for line in lines[begin : begin + 10] if REFERENCE not in line])
 
 
 def test_an_optimizer_that_is_not_adam_is_refused_before_the_first_update(answers: list[list[dict[str, Any]]]) -> None:

@@ -27,6 +27,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from tests.fork_server import freeze_imported, import_all
+from tests.frameworks.screen import begin_run
 from tests.launch import answer
 from tests.zero.process_group import end_process
 
@@ -128,16 +129,28 @@ def sft(output: Path, peft: LoraConfig | None = None, **changes: Any) -> Trainer
     return SFTTrainer(llama(), config, train_dataset=texts(), processing_class=byte_tokenizer(), peft_config=peft)
 
 
-def dpo(output: Path, peft: LoraConfig | None = None, reference: LlamaForCausalLM | None = None) -> Trainer:
+def dpo(
+    output: Path,
+    peft: LoraConfig | None = None,
+    reference: LlamaForCausalLM | None = None,
+    model: LlamaForCausalLM | str | None = None,
+) -> Trainer:
     """Return a DPO trainer."""
     return DPOTrainer(
-        llama(),
+        llama() if model is None else model,
         reference,
         DPOConfig(**arguments(output)),
         train_dataset=preferences(),
         processing_class=byte_tokenizer(),
         peft_config=peft,
     )
+
+
+def dpo_without_reference(output: Path) -> Trainer:
+    """Return a DPO trainer that loads the reference model itself: the model before training."""
+    saved = output.parent / f"model of {output.name}"
+    llama().save_pretrained(saved)
+    return dpo(output, model=str(saved))
 
 
 def sft_with_optimizer(output: Path, optim: str, peft: LoraConfig | None = None) -> Trainer:
@@ -153,6 +166,7 @@ TRAINERS: dict[str, Callable[[Path], Trainer]] = {
     "SFT with LoRA": lambda output: sft_with_optimizer(output, "adamw_torch", LORA),
     # The reference model has other parameters than the model, so that the loss depends on it from the first step on.
     "DPO": lambda output: dpo(output, reference=llama(SEED + 1)),
+    "DPO without reference": dpo_without_reference,
     # The reference model is the model without its adapters.
     "DPO with LoRA": lambda output: dpo(output, LORA),
 }
@@ -160,6 +174,7 @@ TRAINERS: dict[str, Callable[[Path], Trainer]] = {
 
 def run(name: str, variant: str, folder: Path) -> Report:
     """Train with stock or with the plugin, and report the engines and the steps."""
+    begin_run(name, variant)
     begin(plugin=variant == "plugin")
     trainer = TRAINERS[name](folder / name / variant)
     trainer.train()

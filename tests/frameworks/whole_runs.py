@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments, get_scheduler
 from transformers.trainer_utils import get_last_checkpoint
 
+from tests.frameworks.screen import begin_run
 from tests.frameworks.trl_trainers import DEEPSPEED, SEED, begin, begin_program, engines, llama
 from tests.launch import answer
 from tests.software_gpu.published_configs.published import AUTO, AXOLOTL, LLAMA_FACTORY, MS_SWIFT, OPENRLHF
@@ -199,7 +200,7 @@ def main() -> None:
     folder = begin_program()
     for name, run in RUNS.items():
         for variant in ("stock", "plugin"):
-            print(f"run {name} with {variant}", flush=True)
+            begin_run(name, variant)
             begin(plugin=variant == "plugin")
             report = run(folder / name / variant)
             optimizers = sorted({type(created.optimizer).__name__ for created in engines})
