@@ -22,8 +22,9 @@ from deep_opt_states.runtime.executable import check_executable
 from deep_opt_states.runtime.failure import UpdateFailed
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.lanes import LaneStreams
+from deep_opt_states.runtime.param_sums import Names, no_names
 from deep_opt_states.runtime.resident_states import ResidentStates
-from deep_opt_states.runtime.split_masters import Names, SplitMasters, no_names
+from deep_opt_states.runtime.split_masters import SplitMasters
 from deep_opt_states.runtime.state import Split, UnitState
 from deep_opt_states.runtime.watched_adam import WatchedAdam
 from deep_opt_states.runtime.worker import CpuLane, Worker

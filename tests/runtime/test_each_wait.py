@@ -24,8 +24,8 @@ import pytest
 import torch
 
 import deep_opt_states.runtime
+from deep_opt_states.runtime.failure import ParameterWritten
 from deep_opt_states.runtime.lanes import LaneStreams
-from deep_opt_states.runtime.split_masters import ParameterWritten
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Unit, Workload

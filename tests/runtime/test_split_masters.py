@@ -12,7 +12,8 @@ import torch
 from deep_opt_states.device.kernels import split_form
 from deep_opt_states.device.kernels.adam import STATES, AdamTensors, ElementRange
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.split_masters import ParameterWritten, SplitMasters
+from deep_opt_states.runtime.failure import ParameterWritten
+from deep_opt_states.runtime.split_masters import SplitMasters
 from deep_opt_states.runtime.state import Slot, UnitState
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -308,8 +309,8 @@ def test_a_write_that_a_failed_update_has_found_is_forgotten_when_a_checkpoint_i
     list(training.run(1, MovingIteration(plan=MIXED)))
     training.executor.finish()
     masters: SplitMasters = training.executor._split_masters
-    sub_group, part = next(iter(masters._positions))
-    masters._compare(sub_group, part, training.device.empty(part.numel, torch.bfloat16).fill_(1.0))
+    sub_group, part = next(iter(masters._updated))
+    masters._sums.compare((sub_group, part), training.device.empty(part.numel, torch.bfloat16).fill_(1.0))
     training.executor.fail(RuntimeError("on another rank"))
     training.executor.give_states_back()
     load_states(training, saved)
