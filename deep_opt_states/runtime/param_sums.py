@@ -64,8 +64,8 @@ class ParamSums:
         self._positions: dict[Place, int] = {}
         """The position of each part in ``_written``."""
         self._written: WrittenBlocks | None = None
-        self._is_compared = False
-        """Whether a comparison may have found a write that ``raise_if_written`` has not seen."""
+        self.are_compared = False
+        """Whether a comparison may have a finding that ``raise_if_written`` has not read."""
 
     def __len__(self) -> int:
         return len(self._sums)
@@ -74,7 +74,7 @@ class ParamSums:
         """Keep ``sums`` from now on. ``written`` has a number for each of them, and is None if there are none."""
         self._sums, self._written = sums, written
         self._positions = {place: position for position, place in enumerate(sums)}
-        self._is_compared = False
+        self.are_compared = False
 
     def record(self, place: Place, param: torch.Tensor) -> None:
         """Issue the sums of ``param``, the part at ``place``, on the current stream."""
@@ -86,11 +86,11 @@ class ParamSums:
         assert self._checksum is not None
         assert self._written is not None
         self._checksum.compare(param, self._sums[place], self._written.found.narrow(0, self._positions[place], 1))
-        self._is_compared = True
+        self.are_compared = True
 
     def copy_to_host(self) -> None:
         """Issue the copy of all findings on the current stream, which has waited for all comparisons."""
-        if self._is_compared:
+        if self.are_compared:
             assert self._written is not None
             self._device.copy(self._written.on_host, self._written.found)
 
@@ -99,9 +99,9 @@ class ParamSums:
 
         The host has waited for the stream of ``copy_to_host``.
         """
-        if not self._is_compared:
+        if not self.are_compared:
             return
-        self._is_compared = False
+        self.are_compared = False
         assert self._written is not None
         for (sub_group, part), number in zip(self._sums, self._written.on_host.tolist(), strict=True):
             if number:
@@ -117,7 +117,7 @@ class ParamSums:
 
     def forget_written(self) -> None:
         """Forget the findings of all comparisons."""
-        self._is_compared = False
+        self.are_compared = False
         if self._written is not None:
             self._device.copy(self._written.found, self._written.none)
 

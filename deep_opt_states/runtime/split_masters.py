@@ -16,7 +16,8 @@ Stock forgets at its next update what a script has written to a parameter. Here 
 the upper halves are copied to host memory before a known write to parameters, and the next update begins with these.
 All other writes are noticed by sums over the bits (``checksum.py``), which an update leaves behind. They are compared
 before the next update begins, and before the upper halves are copied to host memory. An update works on a copy of the
-parameters, whose sums are compared, too: so also a write while the update is in flight is noticed, or overwritten.
+parameters, whose sums are compared, too: so also a write while the update is in flight is noticed, or overwritten. The
+host reads the findings of these comparisons when the ranks agree how the update has ended.
 """
 
 from __future__ import annotations
@@ -94,31 +95,33 @@ class ReservedRanges:
 class SplitMasters:
     """The ranges of one executor whose masters are split while they are updated, and where their upper halves are.
 
-    ``d2h`` is the stream of copies to host memory. ``checksum`` may be None if no unit
-    is ever updated on the accelerator. ``names`` is used in errors.
+    ``compute`` is the stream of updates on the accelerator, and ``d2h`` that of copies to host memory. ``checksum`` may
+    be None if no unit is ever updated on the accelerator. ``names`` is used in errors.
 
     In each update the caller calls ``compare``, ``raise_if_written`` when the host has waited for the current stream,
     ``split``, and ``begin``, in this order, and then ``before`` and ``after`` for each range that the
-    accelerator updates. It may call ``split`` before. It calls all other methods only while nothing is in flight.
+    accelerator updates. It may call ``split`` before, and it calls ``raise_if_found`` when all updates are issued. It
+    calls all other methods only while nothing is in flight.
     """
 
     def __init__(
         self,
         device: Device[Any],
+        compute: Stream[Any],
         d2h: Stream[Any],
         checksum: Checksum | None,
         names: Names = no_names,
     ) -> None:
         self._device = device
-        self._d2h = d2h
+        self._compute, self._d2h = compute, d2h
         self._sums = ParamSums(device, checksum, names)
         self._ranges: dict[Place, SplitRange] = {}
         self._updated: dict[Place, SplitRange] = {}
         """The range of each part that the accelerator updates at once."""
         self._from_host: set[Place] = set()
         """The parts whose next update reads the upper halves in host memory."""
-        self._compared, self._copied = device.event(), device.event()
-        """The current stream -> d2h stream, and that stream -> host."""
+        self._compared, self._copied, self._found = (device.event() for _ in range(3))
+        """The current stream -> d2h stream, that stream -> host, and compute stream -> host."""
 
     @property
     def watches_params(self) -> bool:
@@ -198,6 +201,19 @@ class SplitMasters:
         """
         self._sums.raise_if_written(when)
 
+    def raise_if_found(self) -> None:
+        """Raise ``ParameterWritten`` if ``before`` has found a write to a parameter in the last update.
+
+        The host waits for the compute stream. Without this call, the next ``raise_if_written`` would raise.
+        """
+        if not self._sums.are_compared:
+            return
+        with self._compute.issue():
+            self._sums.copy_to_host()
+        self._compute.record(self._found)
+        self._found.synchronize()
+        self._sums.raise_if_written("in the last update")
+
     def split(self) -> None:
         """Split what is not split. Raise ``ValueError`` if a second moment is negative."""
         for split_range in self._ranges.values():
@@ -218,8 +234,8 @@ class SplitMasters:
         """Issue the copy of upper halves to the buffer that ``update`` reads and writes, and the comparison there.
 
         Both are on the current stream, which updates. No other code writes to the buffer. So a write to the parameters
-        before the copy is noticed by this comparison, for the next ``raise_if_written``. The update overwrites a later
-        one, or it is noticed by the next comparison.
+        before the copy is noticed by this comparison, for ``raise_if_found``. The update overwrites a later one, or the
+        next comparison notices it.
         """
         place = update.sub_group, update.element_range
         split_range, buffer = self._updated[place], update.tensors.param
