@@ -164,7 +164,9 @@ class RandomWrite:
         params = [param for group in optimizer.fp16_groups for param in group]
         # Large parameters more often: small ones are persistent, and updated when an update has begun.
         (param,) = self._chance.choices(params, [param.ds_numel**0.5 for param in params])
-        partition = param.ds_tensor.data
+        # The padding of the last partition is not initialized, and has no value that stock has, too.
+        numel = param.ds_tensor.numel()
+        partition = param.ds_tensor.data[: max(0, min(numel, param.ds_numel - dist.get_rank() * numel))]
         before = partition.cpu().clone()
         self._change(partition)
         if not torch.equal(before.view(torch.int16), partition.cpu().view(torch.int16)):
