@@ -22,8 +22,9 @@ from deep_opt_states.runtime.executable import check_executable
 from deep_opt_states.runtime.failure import UpdateFailed
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.lanes import LaneStreams
+from deep_opt_states.runtime.param_sums import Names, no_names
 from deep_opt_states.runtime.resident_states import ResidentStates
-from deep_opt_states.runtime.split_masters import Names, SplitMasters, no_names
+from deep_opt_states.runtime.split_masters import SplitMasters
 from deep_opt_states.runtime.state import Split, UnitState
 from deep_opt_states.runtime.watched_adam import WatchedAdam
 from deep_opt_states.runtime.worker import CpuLane, Worker
@@ -46,8 +47,9 @@ class Executor:
     **Order of calls.** One thread makes all calls. ``begin`` starts an update and ``finish`` ends it; ``run`` does
     both. ``finish_on_stream`` ends it, too, but leaves its flushes in flight. Between them the caller may call
     ``publish``, ``publish_early_ranges``, ``mark_requested``, ``may_block``, ``may_advance`` and ``advance``, in any
-    order and any number of times. ``prefetch``, ``give_states_back``, ``give_params_back``, ``set_units``,
-    ``set_schedule`` and ``touch`` are called only while no update is pending, and ``close`` comes last.
+    order and any number of times. ``prefetch``, ``give_states_back``, ``give_params_back``,
+    ``check_params``, ``set_units``, ``set_schedule`` and ``touch`` are called only while no update is pending, and
+    ``close`` comes last.
 
     **Memory.** Between updates gradients and parameters belong to the caller: on every stream and thread after
     ``finish``, and on the stream that was current in ``finish_on_stream`` after that. If masters are split, the caller
@@ -86,7 +88,7 @@ class Executor:
         self._lanes = LaneStreams(device)
         streams = self._lanes.streams
         self._residents = ResidentStates(device, streams[Lane.H2D], streams[Lane.COMPUTE], streams[Lane.D2H])
-        self._split_masters = SplitMasters(device, streams[Lane.D2H], checksum, names)
+        self._split_masters = SplitMasters(device, streams[Lane.COMPUTE], streams[Lane.D2H], checksum, names)
         # Where slots are host memory, both are the same kernel, whose step begins once.
         self._kernels = tuple({id(adam): adam for adam in (host_adam, device_adam) if adam is not None}.values())
         self._host_adam = host_adam
@@ -220,6 +222,17 @@ class Executor:
         if self.failure is None:
             with self._keep_failure():
                 self._split_masters.copy_to_host("when a script gathered or read parameters")
+
+    def check_params(self) -> None:
+        """Block the host until all units are updated, and fail if a parameter was written to in this update.
+
+        If masters are whole, do nothing. The next ``begin`` notices the same writes, but parameters that were computed
+        from a wrong master may be read before that.
+        """
+        assert not self.pending
+        if self.failure is None:
+            with self._keep_failure():
+                self._split_masters.raise_if_found()
 
     def write_back(self, units: Sequence[UnitState] | None = None) -> None:
         """Make the states of the resident ``units`` in host memory those of the last update, as ``set_units`` requires.

@@ -16,35 +16,25 @@ Stock forgets at its next update what a script has written to a parameter. Here 
 the upper halves are copied to host memory before a known write to parameters, and the next update begins with these.
 All other writes are noticed by sums over the bits (``checksum.py``), which an update leaves behind. They are compared
 before the next update begins, and before the upper halves are copied to host memory. An update works on a copy of the
-parameters, whose sums are compared, too: so also a write while the update is in flight is noticed, or overwritten.
+parameters, whose sums are compared, too: so also a write while the update is in flight is noticed, or overwritten. The
+host reads the findings of these comparisons when the ranks agree how the update has ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from deep_opt_states.device.interface import Device, Stream
 from deep_opt_states.device.kernels import split_form
 from deep_opt_states.device.kernels.adam import ElementRange, RangeUpdate
-from deep_opt_states.device.kernels.checksum import BLOCK_NUMEL, Checksum, num_sums
-from deep_opt_states.runtime.failure import ParameterWritten
+from deep_opt_states.device.kernels.checksum import Checksum, num_sums
+from deep_opt_states.runtime.param_sums import Names, ParamSums, Place, WrittenBlocks, no_names
 from deep_opt_states.runtime.state import Split, UnitState
 from perf_model.schedule.placement import Placement
-
-Place: TypeAlias = tuple[int, ElementRange]
-"""The sub-group and the elements of a range."""
-
-Names: TypeAlias = Callable[[ElementRange, int], Iterable[str]]
-"""Return the names of the parameters in a range of a sub-group, wholly or in part."""
-
-
-def no_names(elements: ElementRange, sub_group: int) -> Iterable[str]:
-    """Return a description for parameters whose names are not known."""
-    return [f"elements {elements.begin} to {elements.end} of sub-group {sub_group}"]
 
 
 @dataclass(eq=False)
@@ -95,74 +85,48 @@ class SplitRange:
 
 
 @dataclass(frozen=True)
-class _WrittenBlocks:
-    """The number of a block of each part that was written to, or zero; int64, of shape [parts].
-
-    ``found`` is on the accelerator, where comparisons add to it. ``on_host`` is its page-locked copy, and ``none`` has
-    zeros there.
-    """
-
-    found: torch.Tensor
-    on_host: torch.Tensor
-    none: torch.Tensor
-
-    @classmethod
-    def reserve(cls, device: Device[Any], numel: int) -> _WrittenBlocks:
-        """Allocate the tensors. Raise the device's out-of-memory error if memory is short."""
-        none = device.empty_host(numel, torch.int64).zero_()
-        written = cls(device.empty(numel, torch.int64), device.empty_host(numel, torch.int64), none)
-        device.copy(written.found, none)
-        return written
-
-
-@dataclass(frozen=True)
 class ReservedRanges:
     """Ranges to split, with all memory that they need. ``written`` is None if the accelerator updates none of them."""
 
     by_place: dict[Place, SplitRange]
-    written: _WrittenBlocks | None
+    written: WrittenBlocks | None
 
 
 class SplitMasters:
     """The ranges of one executor whose masters are split while they are updated, and where their upper halves are.
 
-    ``d2h`` is the stream of copies to host memory. ``checksum`` may be None if no unit
-    is ever updated on the accelerator. ``names`` is used in errors.
+    ``compute`` is the stream of updates on the accelerator, and ``d2h`` that of copies to host memory. ``checksum`` may
+    be None if no unit is ever updated on the accelerator. ``names`` is used in errors.
 
     In each update the caller calls ``compare``, ``raise_if_written`` when the host has waited for the current stream,
     ``split``, and ``begin``, in this order, and then ``before`` and ``after`` for each range that the
-    accelerator updates. It may call ``split`` before. It calls all other methods only while nothing is in flight.
+    accelerator updates. It may call ``split`` before, and it calls ``raise_if_found`` when all updates are issued. It
+    calls all other methods only while nothing is in flight.
     """
 
     def __init__(
         self,
         device: Device[Any],
+        compute: Stream[Any],
         d2h: Stream[Any],
         checksum: Checksum | None,
         names: Names = no_names,
     ) -> None:
         self._device = device
-        self._d2h = d2h
-        self._checksum = checksum
-        self._names = names
+        self._compute, self._d2h = compute, d2h
+        self._sums = ParamSums(device, checksum, names)
         self._ranges: dict[Place, SplitRange] = {}
-        self._sums: dict[Place, torch.Tensor] = {}
-        """The sums of all parts that the accelerator updates."""
-        self._positions: dict[Place, int] = {}
-        """The position of each of them in ``_written``."""
         self._updated: dict[Place, SplitRange] = {}
-        """The range that each of them is in."""
+        """The range of each part that the accelerator updates at once."""
         self._from_host: set[Place] = set()
         """The parts whose next update reads the upper halves in host memory."""
-        self._written: _WrittenBlocks | None = None
-        self._is_compared = False
-        self._compared, self._copied = device.event(), device.event()
-        """The current stream -> d2h stream, and that stream -> host."""
+        self._compared, self._copied, self._found = (device.event() for _ in range(3))
+        """The current stream -> d2h stream, that stream -> host, and compute stream -> host."""
 
     @property
     def watches_params(self) -> bool:
         """Return whether the accelerator updates any range."""
-        return bool(self._sums)
+        return len(self._sums) > 0
 
     def reserve_ranges(self, states: Sequence[UnitState], splits: Sequence[Split]) -> ReservedRanges:
         """Return the ranges of ``states`` to split, with memory for their sums. ``splits`` has their early ranges.
@@ -180,7 +144,7 @@ class SplitMasters:
                 )
                 ranges[state.sub_group, elements] = SplitRange(state, elements, sums)
         num_parts = sum(len(split_range.sums) for split_range in ranges.values())
-        return ReservedRanges(ranges, _WrittenBlocks.reserve(self._device, num_parts) if num_parts else None)
+        return ReservedRanges(ranges, WrittenBlocks.reserve(self._device, num_parts) if num_parts else None)
 
     def set_ranges(self, reserved: ReservedRanges, *, are_valid: bool) -> None:
         """Split the ``reserved`` ranges from the next update on, and join those that are not among them.
@@ -209,52 +173,46 @@ class SplitMasters:
             elif known.is_split:
                 known.join()
         self._ranges = ranges
-        self._sums = {
+        sums = {
             (sub_group, part): sums
             for (sub_group, _), split_range in ranges.items()
             for part, sums in split_range.sums.items()
         }
-        self._positions = {place: position for position, place in enumerate(self._sums)}
+        self._sums.replace(sums, reserved.written)
         self._updated = {
             (sub_group, part): split_range
             for (sub_group, _), split_range in ranges.items()
             for part in split_range.sums
         }
-        self._written = reserved.written
 
     def compare(self) -> None:
         """Issue the comparison of all sums on the current stream, for ``raise_if_written``."""
-        watched = [split_range for split_range in self._ranges.values() if split_range.upper_is_param]
-        if not watched:
-            return
-        assert self._checksum is not None
-        assert self._written is not None
-        for split_range in watched:
-            for part in split_range.sums:
-                self._compare(split_range.state.sub_group, part, split_range.state.view(split_range.state.param, part))
-        self._device.copy(self._written.on_host, self._written.found)
-        self._is_compared = True
+        for split_range in self._ranges.values():
+            if split_range.upper_is_param:
+                for part in split_range.sums:
+                    param = split_range.state.view(split_range.state.param, part)
+                    self._sums.compare((split_range.state.sub_group, part), param)
+        self._sums.copy_to_host()
 
     def raise_if_written(self, when: str = "when an update began") -> None:
         """Raise ``ParameterWritten`` if a sum differs. The host has waited for the stream of ``compare``.
 
         The error names ``when`` that was noticed.
         """
-        if not self._is_compared:
+        self._sums.raise_if_written(when)
+
+    def raise_if_found(self) -> None:
+        """Raise ``ParameterWritten`` if ``before`` has found a write to a parameter in the last update.
+
+        The host waits for the compute stream. Without this call, the next ``raise_if_written`` would raise.
+        """
+        if not self._sums.are_compared:
             return
-        self._is_compared = False
-        assert self._written is not None
-        for (sub_group, part), number in zip(self._sums, self._written.on_host.tolist(), strict=True):
-            if number:
-                self._forget_written()
-                begin = part.begin + (number - 1) * BLOCK_NUMEL
-                block = part.part(begin, min(begin + BLOCK_NUMEL, part.end))
-                raise ParameterWritten(
-                    f"split_masters: no code but the update may write to the 16-bit parameters, which are a half of "
-                    f"the master weights; found other bits in {' or '.join(self._names(block, sub_group))} {when}.\n"
-                    f"Write inside deepspeed.zero.GatheredParameters(..., modifier_rank=0), which is allowed, or set "
-                    f'"split_masters": false, and resume from the last checkpoint.'
-                )
+        with self._compute.issue():
+            self._sums.copy_to_host()
+        self._compute.record(self._found)
+        self._found.synchronize()
+        self._sums.raise_if_written("in the last update")
 
     def split(self) -> None:
         """Split what is not split. Raise ``ValueError`` if a second moment is negative."""
@@ -276,8 +234,8 @@ class SplitMasters:
         """Issue the copy of upper halves to the buffer that ``update`` reads and writes, and the comparison there.
 
         Both are on the current stream, which updates. No other code writes to the buffer. So a write to the parameters
-        before the copy is noticed by this comparison, for the next ``raise_if_written``. The update overwrites a later
-        one, or it is noticed by the next comparison.
+        before the copy is noticed by this comparison, for ``raise_if_found``. The update overwrites a later one, or the
+        next comparison notices it.
         """
         place = update.sub_group, update.element_range
         split_range, buffer = self._updated[place], update.tensors.param
@@ -287,13 +245,12 @@ class SplitMasters:
             self._device.copy(buffer, update.element_range.view(split_range.upper, split_range.elements.begin))
         else:
             self._device.copy(buffer, split_range.state.view(split_range.state.param, update.element_range))
-            self._compare(*place, buffer)
+            self._sums.compare(place, buffer)
 
     def after(self, update: RangeUpdate) -> None:
         """Issue the sums of the buffer after ``update``, on the current stream. It is then copied to the parameters."""
-        assert self._checksum is not None
         assert update.tensors.param is not None
-        self._checksum.record(update.tensors.param, self._sums[update.sub_group, update.element_range])
+        self._sums.record((update.sub_group, update.element_range), update.tensors.param)
 
     def copy_to_host(self, when: str) -> None:
         """Make the upper halves in host memory valid, so that parameters may be written, and block the host until then.
@@ -304,31 +261,19 @@ class SplitMasters:
 
     def join(self) -> None:
         """Make all masters fp32. The caller has called ``copy_to_host``, unless an update has failed."""
-        self._is_compared = False
         self._from_host.clear()
         for split_range in self._ranges.values():
             if split_range.is_split:
                 split_range.join()
         # An update that has failed may have found a write that no comparison has reported. A checkpoint replaces it.
         # This is last: if the accelerator has failed and raises here, all masters are fp32 already.
-        self._forget_written()
+        self._sums.forget_written()
 
     def close(self) -> None:
         """Drop the references to the states."""
         self._ranges.clear()
-        self._sums.clear()
         self._updated.clear()
-        self._written = None
-
-    def _forget_written(self) -> None:
-        if self._written is not None:
-            self._device.copy(self._written.found, self._written.none)
-
-    def _compare(self, sub_group: int, part: ElementRange, param: torch.Tensor) -> None:
-        assert self._checksum is not None
-        assert self._written is not None
-        position = self._positions[sub_group, part]
-        self._checksum.compare(param, self._sums[sub_group, part], self._written.found.narrow(0, position, 1))
+        self._sums.close()
 
     def _copy_to_host(self, ranges: Iterable[SplitRange], when: str) -> None:
         if not any(split_range.upper_is_param for split_range in self._ranges.values()):

@@ -25,6 +25,15 @@ PROBED_PARAM_BYTES = 2
 COPIES_PER_ACTION = {ActionKind.PREFETCH: 3, ActionKind.FLUSH_STATES: 3, ActionKind.PUBLISH: 1}
 """The number of copies that an action consists of. Each copy begins with the latency of a copy."""
 
+WHOLE_GPU_STEP_BYTES, SPLIT_GPU_STEP_BYTES = 28, 40
+"""Bytes per parameter of a bf16 model that an update on the accelerator moves in its memory.
+
+With whole masters, the kernel reads and writes p, m and v (24), reads the gradient (2) and writes the parameter (2), as
+the profiler measures. With split ones, the kernel reads and writes the 16-bit parameter, 16 bits more, m and v (24) and
+reads the gradient (2). The parameter is copied to a buffer before and from it afterwards (8), and three sums read it:
+when the update begins, before the kernel, and after it (6).
+"""
+
 _FULL = 1e-12
 """The relative tolerance with which a resource counts as full."""
 
@@ -198,7 +207,8 @@ class CostModel:
     def for_stock(cls, profile: HardwareProfile, param_bytes: int = 2, *, params_on_host: bool = False) -> CostModel:
         """Return the cost model of stock DeepSpeed's update. Raise ``ProfileError`` as ``from_profile`` does."""
         traffic = stock_traffic_by_action(param_bytes, params_on_host=params_on_host)
-        return cls._from_traffic(profile, traffic, profile.rate("stock_cpu_adam_params_per_s"))
+        gpu = profile.get("gpu_adam_params_per_s")
+        return cls._from_traffic(profile, traffic, profile.rate("stock_cpu_adam_params_per_s"), gpu)
 
     @classmethod
     def from_profile(
@@ -211,8 +221,9 @@ class CostModel:
     ) -> CostModel:
         """Return the cost model of our update.
 
-        ``splits_masters`` changes the traffic of host memory, and the rate of the CPU update. A profile that has no
-        rate of split masters, because an earlier version measured it, gives the rate of whole ones.
+        ``splits_masters`` changes the traffic of host memory, and the rates of the updates. A profile that has no rate
+        of split masters on the CPU, because an earlier version measured it, gives the rate of whole ones. On the GPU it
+        has the rate of whole ones alone, which is divided by the ratio of the bytes that are moved in its memory.
 
         If the profile has no rate of an accelerator at all, the accelerator is the CPU itself. Raise ``ProfileError``
         if it has some of these rates and lacks others that are needed.
@@ -224,18 +235,21 @@ class CostModel:
             splits_masters=splits_masters,
         )
         cpu = profile.get("split_cpu_adam_params_per_s") if splits_masters else None
-        return cls._from_traffic(profile, traffic, cpu or profile.rate("cpu_adam_params_per_s"))
+        gpu = profile.get("gpu_adam_params_per_s")
+        if gpu is not None and splits_masters:
+            gpu *= WHOLE_GPU_STEP_BYTES / SPLIT_GPU_STEP_BYTES
+        return cls._from_traffic(profile, traffic, cpu or profile.rate("cpu_adam_params_per_s"), gpu)
 
     @classmethod
     def _from_traffic(
-        cls, profile: HardwareProfile, traffic: Mapping[ActionKind, BytesPerParam], cpu: float
+        cls, profile: HardwareProfile, traffic: Mapping[ActionKind, BytesPerParam], cpu: float, gpu: float | None
     ) -> CostModel:
         if not profile.has_accelerator:
             return cls._for_cpu_accelerator(profile, traffic, cpu)
         h2d = profile.rate("h2d_bytes_per_s")
         return cls.from_rates(
             cpu_adam_params_per_s=cpu,
-            gpu_adam_params_per_s=profile.get("gpu_adam_params_per_s"),
+            gpu_adam_params_per_s=gpu,
             capacities={
                 Resource.H2D: h2d,
                 Resource.D2H: profile.rate("d2h_bytes_per_s"),

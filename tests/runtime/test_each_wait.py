@@ -24,8 +24,8 @@ import pytest
 import torch
 
 import deep_opt_states.runtime
+from deep_opt_states.runtime.failure import ParameterWritten
 from deep_opt_states.runtime.lanes import LaneStreams
-from deep_opt_states.runtime.split_masters import ParameterWritten
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Unit, Workload
@@ -34,6 +34,7 @@ from tests.fake_device.fake_worker import LateFuture
 from tests.fake_device.timing import Late, Seeded, Timing
 from tests.runtime.deferred import Habits, deferred, serial
 from tests.runtime.moving import Model, MovingIteration, MovingTraining, random_iterations, same, train_serially
+from tests.runtime.plain_adam import adam_step
 from tests.runtime.test_deferred import EARLY, PLAN, THREE_IN_TWO_SLOTS
 from tests.runtime.test_staging import sent_down
 
@@ -196,6 +197,7 @@ def masters_in_two_halves() -> Iterator[Scenario]:
     for timing in late_lanes(8):
         yield partial(_reads_split_masters, timing)
         yield partial(_notices_a_write, timing)
+        yield partial(_notices_a_write_in_flight, timing)
 
 
 SPLIT = UpdatePlan(workload=TWO_UNITS, placements=(STREAMED, RESIDENT), num_slots=1)
@@ -220,6 +222,20 @@ def _notices_a_write(timing: Timing) -> bool:
     training, _ = _trains_split_masters(timing)
     training.device.copy(training.params[0], training.device.empty(60, torch.bfloat16).zero_())
     training.executor.give_states_back()
+    noticed = isinstance(training.executor.failure, ParameterWritten)
+    training.executor.close()
+    return noticed
+
+
+def _notices_a_write_in_flight(timing: Timing) -> bool:
+    """Return whether a write is noticed between the comparison when an update begins and the actions that read."""
+    training, _ = _trains_split_masters(timing)
+    training.backward(2)
+    training.executor.begin([adam_step(3)])
+    training.device.copy(training.params[0], training.device.empty(60, torch.bfloat16).zero_())
+    training._wait_for_caller()
+    training.executor.finish_on_stream()
+    training.executor.check_params()
     noticed = isinstance(training.executor.failure, ParameterWritten)
     training.executor.close()
     return noticed

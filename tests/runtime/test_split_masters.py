@@ -12,7 +12,8 @@ import torch
 from deep_opt_states.device.kernels import split_form
 from deep_opt_states.device.kernels.adam import STATES, AdamTensors, ElementRange
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.split_masters import ParameterWritten, SplitMasters
+from deep_opt_states.runtime.failure import ParameterWritten
+from deep_opt_states.runtime.split_masters import SplitMasters
 from deep_opt_states.runtime.state import Slot, UnitState
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -20,6 +21,7 @@ from perf_model.schedule.workload import Unit, Workload
 from tests.fake_device.device import FakeDevice, LateChecksum
 from tests.fake_device.timing import Late
 from tests.runtime.moving import Model, MovingIteration, MovingTraining, same, train_serially
+from tests.runtime.plain_adam import adam_step
 from tests.runtime.test_unit_moves import short_of_memory
 
 MODEL = Model(numels=(96, 50), early=[[(10, 20)], []], grad_dtype=torch.bfloat16, has_vectors=True, may_split=True)
@@ -222,6 +224,35 @@ def test_a_write_to_parameters_behind_the_masters_ends_training(
     assert f"found other bits in elements {begin} to {end} of sub-group {sub_group}" in str(executor.failure)
 
 
+@pytest.mark.parametrize("place", [(0, 64, 96), (1, 0, 50)], ids=["streamed", "resident"])
+@pytest.mark.parametrize("end", [Executor.finish, Executor.finish_on_stream])
+def test_a_write_in_the_last_update_is_noticed_without_another_one(
+    training: MovingTraining, place: tuple[int, int, int], end: Callable[[Executor], None]
+) -> None:
+    """Write after the update has compared all sums, and before it reads the parameters."""
+    list(training.run(0, MovingIteration(plan=MIXED)))
+    training.backward(1)
+    training.executor.begin([adam_step(2)] * 2)
+    write(training, *place, torch.neg)
+    training._wait_for_caller()
+    end(training.executor)
+    assert training.executor.failure is None
+    training.executor.check_params()
+    assert isinstance(training.executor.failure, ParameterWritten)
+    sub_group, first, last = place
+    assert f"elements {first} to {last} of sub-group {sub_group} in the last update" in str(training.executor.failure)
+
+
+def test_updates_that_find_no_write_do_not_fail(training: MovingTraining) -> None:
+    iterations = [MovingIteration(plan=MIXED, overlaps_flushes=number % 2 == 0) for number in range(4)]
+    read: list[torch.Tensor] = []
+    for number, iteration in enumerate(iterations):
+        read.extend(training.run(number, iteration))
+        training.executor.check_params()
+        assert training.executor.failure is None
+    assert same([*read, *training.end()], train_serially(MODEL, iterations))
+
+
 @pytest.mark.parametrize("plan", [MIXED, STREAMED, RESIDENT], ids=["mixed", "streamed", "resident"])
 @pytest.mark.parametrize("announce", [Executor.give_params_back, Executor.give_states_back])
 @pytest.mark.parametrize("prefetches", [False, True])
@@ -308,8 +339,8 @@ def test_a_write_that_a_failed_update_has_found_is_forgotten_when_a_checkpoint_i
     list(training.run(1, MovingIteration(plan=MIXED)))
     training.executor.finish()
     masters: SplitMasters = training.executor._split_masters
-    sub_group, part = next(iter(masters._positions))
-    masters._compare(sub_group, part, training.device.empty(part.numel, torch.bfloat16).fill_(1.0))
+    sub_group, part = next(iter(masters._updated))
+    masters._sums.compare((sub_group, part), training.device.empty(part.numel, torch.bfloat16).fill_(1.0))
     training.executor.fail(RuntimeError("on another rank"))
     training.executor.give_states_back()
     load_states(training, saved)

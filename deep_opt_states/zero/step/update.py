@@ -276,12 +276,13 @@ class Update:
         A collective, unless the ranks have agreed on the last update already and no masters are split. Raise
         ``UpdateFailed`` if the states are inconsistent and ``raise_failure``. Without ``flushed``, states may still be
         copied to host memory afterwards, and only the current stream may use parameters and gradients. ``states``: the
-        caller reads or writes optimizer states, as in ``wait``. A master that is lost is then noticed before the ranks
-        agree.
+        caller reads or writes optimizer states, as in ``wait``. If the update has found that a script has written to
+        a parameter that is a half of a master, this rank fails before the ranks agree.
         """
         self.wait_on_stream()
         if flushed:
             self.wait(states=states)
+        self._executor.check_params()
         if not self.ranks_agree or self._splits_masters:
             # Before the collective: with whole masters, a rank that is interrupted in it must not repeat it alone.
             self._phase = UpdatePhase.IDLE
@@ -294,6 +295,7 @@ class Update:
     def close(self) -> None:
         """Wait for the update, log a failure that was not raised, and report the updates that were not reported."""
         self.wait()
+        self._executor.check_params()
         self.log_unraised_failure()
         self.report()
 
