@@ -13,6 +13,7 @@ from perf_model.prediction.hardware import HardwareProfile, ProfileError
 from perf_model.presets.machines import MACHINES, MachinePreset
 from perf_model.presets.models import MODELS
 from perf_model.schedule.cutting import PIECE_MULTIPLE
+from perf_model.schedule.placement import Placement
 from perf_model.schedule.rules import PlacementRules, RulesError
 from perf_model.search.budgets import GPU_MARGIN_BYTES, DoesNotFit
 from perf_model.search.unit_sizes import UNIT_SIZES
@@ -90,7 +91,8 @@ def read_inputs(options: argparse.Namespace, world_size: int | None, micro_batch
     if options.unit_size is not None:
         _check_unit_size(options.unit_size, job)
     profile = _profile(machine.path) if machine.path is not None else _preset(machine.preset, job)
-    for name in ("gpu_memory_gb", "gpu_memory_margin_gb", "split_masters"):
+    _check_rules(job, profile)
+    for name in ("gpu_memory_gb", "gpu_memory_margin_gb", "split_masters", "offload_param"):
         if getattr(options, name) not in (None, False) and not profile.has_accelerator:
             option = f"--{name.replace('_', '-')}"
             found = printable(str(machine.path))
@@ -144,6 +146,15 @@ def _with_rules(job: Job, path: Path) -> Job:
     except (OSError, ValueError) as error:
         rule = f"--rules: must be a readable file with a JSON list, found {printable(path)}: {reason(error)}."
         raise ModelError(f'{rule}\nFor example: [{{"match": "lm_head.*", "states": "resident"}}]') from None
+
+
+def _check_rules(job: Job, profile: HardwareProfile) -> None:
+    """Raise ``ModelError`` if a rule updates units on the GPU, and ``profile`` has no rate of Adam there."""
+    on_gpu = [rule.states for rule in job.rules.rules if rule.placement not in (None, Placement.CPU)]
+    if on_gpu and profile.get("gpu_adam_params_per_s") is None:
+        why = profile.why_missing("gpu_adam_params_per_s")
+        rule = f'--rules: "{on_gpu[0]}" needs a rate of Adam on the GPU, found none ({why})'
+        raise ModelError(f"{rule}.\nRemove the rule, or plan with another profile.")
 
 
 def _check_unit_size(size: int, job: Job) -> None:

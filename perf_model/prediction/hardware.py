@@ -232,13 +232,24 @@ class HardwareProfile:
         measurement = self.measurements.get(name)
         return None if measurement is None or not measurement.samples else measurement.median
 
-    def rate(self, name: str) -> float:
-        """Return the median of the quantity. Raise ``ProfileError`` if it is waived or missing."""
+    def rate(self, name: str, purpose: str = "the update") -> float:
+        """Return the median of the quantity. Raise ``ProfileError`` if it is waived or missing.
+
+        ``purpose`` is what cannot be predicted without it.
+        """
         value = self.get(name)
         if value is None:
-            reason = self.measurements[name].waived if name in self.measurements else "not in the profile"
-            raise ProfileError(f"{name}: is needed here, found nothing ({reason}).\nProfile the machine that trains.")
+            raise ProfileError(
+                f"{name}: is needed to predict {purpose}, found nothing ({self.why_missing(name)}).\n"
+                "Measure again with nothing else running: deep-opt-states profile --output profile.json. "
+                "Or plan for a preset."
+            )
         return value
+
+    def why_missing(self, name: str) -> str:
+        """Return the reason why the quantity has no value."""
+        measurement = self.measurements.get(name)
+        return (None if measurement is None else measurement.waived) or "not in the profile"
 
     @property
     def both_directions(self) -> float:

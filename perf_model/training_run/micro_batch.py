@@ -51,7 +51,8 @@ class MatrixRate:
 
     @classmethod
     def _of_products(cls, profile: HardwareProfile) -> MatrixRate:
-        large, small = profile.rate("matmul_flops_per_s"), profile.get("matmul_small_flops_per_s")
+        large = profile.rate("matmul_flops_per_s", purpose="forward and backward")
+        small = profile.get("matmul_small_flops_per_s")
         if small is None or small >= large:
             return cls(limit_flops_per_s=large)
         elements, small_elements = MATMUL_SIZE**2, SMALL_MATMUL_SIZE**2

@@ -227,8 +227,34 @@ def test_masters_are_split_only_where_a_gpu_has_the_parameters(
     machine = tmp_path / "profile.json"
     cpu_only = {name: RATES[name] for name in REQUIRED}
     machine.write_text(profile({**cpu_only, "matmul_flops_per_s": 1e12}).to_json())
-    assert main(["plan", *job(machine), "--split-masters"]) == 2
-    assert capsys.readouterr().err.startswith("--split-masters: needs a profile of a machine with a GPU, found")
+    for option in ("--split-masters", "--offload-param"):
+        assert main(["plan", *job(machine), option]) == 2
+        assert capsys.readouterr().err.startswith(f"{option}: needs a profile of a machine with a GPU, found")
+
+
+@pytest.mark.parametrize("states", ["streamed", "resident", "cpu"])
+def test_a_rule_for_the_gpu_is_refused_where_its_adam_has_no_rate(
+    states: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = tmp_path / "rules.json"
+    rules.write_text(json.dumps([{"match": "*embed*", "states": "cpu"}, {"match": "*", "states": states}]))
+    rates = {**RATES, "matmul_flops_per_s": 1e14}
+    cpu_only = {**{name: RATES[name] for name in REQUIRED}, "matmul_flops_per_s": 1e12}
+    for number, (found, why) in enumerate(
+        [({**rates, "gpu_adam_params_per_s": None}, "no accelerator"), (cpu_only, "not in the profile")]
+    ):
+        machine = tmp_path / f"profile{number}.json"
+        machine.write_text(profile(found).to_json())
+        code = main(["plan", *job(machine, rules=rules, host_memory_gb=10**4, unit_size=10**9)])
+        message = capsys.readouterr().err
+        if states == "cpu":
+            assert code == 0, message
+            continue
+        assert code == 2
+        assert message == (
+            f'--rules: "{states}" needs a rate of Adam on the GPU, found none ({why}).\n'
+            "Remove the rule, or plan with another profile.\n"
+        )
 
 
 def test_memory_limits_move_units_off_the_gpu() -> None:

@@ -108,7 +108,7 @@ def test_without_any_rate_of_an_accelerator_the_accelerator_is_the_cpu() -> None
     # Stock copies fp32 parameters after its update.
     fp32_s = CostModel.for_stock(profile(host_rates), param_bytes=4).load(ActionKind.PUBLISH, NUMEL).total_s
     assert fp32_s == pytest.approx(4 * NUMEL * 2 / RATES["dram_copy_bytes_per_s"] + RATES["copy_latency_s"])
-    with pytest.raises(ProfileError, match="h2d_bytes_per_s: is needed here"):
+    with pytest.raises(ProfileError, match="h2d_bytes_per_s: is needed to predict the update"):
         CostModel.from_profile(profile({**host_rates, "gpu_adam_params_per_s": 8e10}))
 
 

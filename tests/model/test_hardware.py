@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from perf_model.prediction.cost import CostModel, Resource
 from perf_model.prediction.hardware import QUANTITIES, REQUIRED, HardwareProfile, Measurement, ProfileError, Provenance
+from perf_model.training_run.micro_batch import MatrixRate
 from tests.model.profiles import RATES, profile
 
 
@@ -31,8 +32,10 @@ def test_profile_gives_medians_and_spreads_and_refuses_a_waived_rate_that_is_nee
     assert profile().has_accelerator
     assert without.has_accelerator
     assert without.get("gpu_adam_params_per_s") is None
-    with pytest.raises(ProfileError, match=r"gpu_adam_params_per_s: is needed here, found nothing \(no accelerator\)"):
+    with pytest.raises(ProfileError, match=r"gpu_adam_params_per_s: is needed to predict the update, found nothing"):
         without.rate("gpu_adam_params_per_s")
+    with pytest.raises(ProfileError, match=r"matmul_flops_per_s: is needed to predict forward .*not in the profile"):
+        MatrixRate.from_profile(profile())
 
 
 def test_a_saved_profile_with_a_retired_quantity_is_still_read() -> None:
