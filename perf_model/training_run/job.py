@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from perf_model.prediction.hardware import HardwareProfile
-from perf_model.prediction.memory import SIXTEEN_BIT, TrainingSetup
+from perf_model.prediction.memory import DEFAULT_SETUP, SIXTEEN_BIT, TrainingSetup
 from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -45,13 +45,19 @@ class GradientPath:
     accumulated_up: int = 0
 
     @classmethod
-    def for_plan(cls, plan: UpdatePlan) -> GradientPath:
+    def for_plan(cls, plan: UpdatePlan, setup: TrainingSetup = DEFAULT_SETUP) -> GradientPath:
         """Return the bytes of our runtime.
 
-        Gradients are accumulated on the accelerator. They are copied down once if the CPU updates them, and stay there
-        if the accelerator updates them.
+        Gradients stay on the accelerator if it updates them, and are copied down once if the CPU does. Their sums over
+        micro-batches are on the accelerator, too (``TrainingSetup.keeps_sums``). Where they are in host memory, each
+        micro-batch copies them down, and each but the first has copied them up before. All earlier micro-batches are
+        counted with both copies and the last one without the copy up, so that their sum is right.
         """
-        return cls(down=PARAM_BYTES * plan.numel(Placement.CPU))
+        down = PARAM_BYTES * plan.numel(Placement.CPU)
+        on_accelerator = any(placement is not Placement.CPU for placement in plan.placements)
+        if not setup.accumulates or setup.keeps_sums(updates_on_accelerator=on_accelerator):
+            return cls(down=down)
+        return cls(down=down, accumulated_down=down, accumulated_up=down)
 
     @classmethod
     def for_stock(cls, plan: UpdatePlan) -> GradientPath:
@@ -153,7 +159,11 @@ class Job:
 
     @cached_property
     def setup(self) -> TrainingSetup:
-        """Return the facts that the memory of the optimizer depends on besides the plan."""
+        """Return the facts that the memory of the optimizer depends on besides the plan, if an accelerator trains.
+
+        With offloaded parameters, the runtime has no buffer of rounded ones. It is counted here all the same, because
+        the parameters themselves take as much page-locked memory.
+        """
         return TrainingSetup(
             widths=replace(SIXTEEN_BIT, splits_masters=self.split_masters),
             longest_partition_numel=max(partition.numel for partition in self._partitions),
