@@ -307,7 +307,9 @@ def _check(key: str, measurement: Measurement, quantity: Quantity) -> None:
     )
     for sample in measurement.samples:
         rule = f"must be from {quantity.low:g} to {quantity.high:g} ({quantity.meaning})"
-        _require(quantity.low <= sample <= quantity.high, key, rule, sample, "Units are bytes, seconds and parameters.")
+        _require(
+            quantity.low <= sample <= quantity.high, key, rule, sample, "Units are bytes, seconds, parameters and FLOP."
+        )
 
 
 def _from_mapping(cls: type[HardwareProfile], raw: Any) -> HardwareProfile:
