@@ -60,7 +60,7 @@ def test_units_that_are_wrong_by_a_thousand_are_refused(name: str, factor: float
 
 
 def test_a_rate_of_both_directions_above_their_sum_is_refused() -> None:
-    with pytest.raises(ProfileError, match="both_bytes_per_s: cannot exceed the sum of the two directions alone"):
+    with pytest.raises(ProfileError, match="both_bytes_per_s: cannot exceed h2d_bytes_per_s plus d2h_bytes_per_s"):
         profile({**RATES, "both_bytes_per_s": 100e9})
 
 
@@ -113,7 +113,7 @@ def with_rate(name: str, rate: float, **changes: Any) -> str:
         (with_rate("matmul_flops_per_s", 6e11), "matmul_flops_per_s: must be from 1e.12 to 1e.17 on this GPU"),
         (
             with_rate("matmul_flops_per_s", 1.2e15, gpu_peak_flops=989e12),
-            r"matmul_flops_per_s: cannot exceed gpu_peak_flops, 1.19e\+15 with a tolerance, found 12",
+            r"matmul_flops_per_s: must be from 1e\+12 to 1.19e\+15 on this GPU, found 12.*\n.*1.2 times gpu_peak_flops",
         ),
         (with_rate("gpu_adam_params_per_s", 1e8), "gpu_adam_params_per_s: must be from"),
         (
