@@ -36,28 +36,29 @@ MAX_TOKENS = 10**7
 class GradientPath:
     """Bytes of gradients that one rank copies down to host memory and up again in the last backward before an update.
 
-    ``accumulated_down`` and ``accumulated_up`` are those of each earlier backward whose gradients are accumulated.
+    ``accumulated_down_bytes`` and ``accumulated_up_bytes`` are those of each earlier backward whose gradients are
+    accumulated.
     """
 
-    down: int = 0
-    up: int = 0
-    accumulated_down: int = 0
-    accumulated_up: int = 0
+    down_bytes: int = 0
+    up_bytes: int = 0
+    accumulated_down_bytes: int = 0
+    accumulated_up_bytes: int = 0
 
     @classmethod
     def for_plan(cls, plan: UpdatePlan, setup: TrainingSetup = DEFAULT_SETUP) -> GradientPath:
         """Return the bytes of our runtime.
 
-        Gradients stay on the accelerator if it updates them, and are copied down once if the CPU does. Their sums over
-        micro-batches are on the accelerator, too (``TrainingSetup.keeps_sums``). Where they are in host memory, each
-        micro-batch copies them down, and each but the first has copied them up before. All earlier micro-batches are
-        counted with both copies and the last one without the copy up, so that their sum is right.
+        Gradients stay on the accelerator if it updates them, and are copied down once if the CPU does. If the sums over
+        micro-batches are not on the accelerator (``TrainingSetup.keeps_sums``), each micro-batch copies those of the
+        CPU's units down, and each but the first copies them up before. Of these equal copies, it is the last
+        micro-batch that is counted without the copy up, and not the first.
         """
-        down = PARAM_BYTES * plan.numel(Placement.CPU)
+        down_bytes = PARAM_BYTES * plan.numel(Placement.CPU)
         on_accelerator = any(placement is not Placement.CPU for placement in plan.placements)
         if not setup.accumulates or setup.keeps_sums(updates_on_accelerator=on_accelerator):
-            return cls(down=down)
-        return cls(down=down, accumulated_down=down, accumulated_up=down)
+            return cls(down_bytes=down_bytes)
+        return cls(down_bytes=down_bytes, accumulated_down_bytes=down_bytes, accumulated_up_bytes=down_bytes)
 
     @classmethod
     def for_stock(cls, plan: UpdatePlan) -> GradientPath:
@@ -69,9 +70,14 @@ class GradientPath:
         residents of Twin-Flow have their states on the GPU.
         """
         numel = plan.workload.numel
-        once = PARAM_BYTES * numel
+        once_bytes = PARAM_BYTES * numel
         fp32_bytes = 4 * (numel - plan.numel(Placement.RESIDENT))
-        return cls(down=once + fp32_bytes, up=once, accumulated_down=once, accumulated_up=once)
+        return cls(
+            down_bytes=once_bytes + fp32_bytes,
+            up_bytes=once_bytes,
+            accumulated_down_bytes=once_bytes,
+            accumulated_up_bytes=once_bytes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,18 +270,18 @@ class Job:
 
     def gradients_s(self, path: GradientPath, profile: HardwareProfile) -> float:
         """Return the seconds of the copies of gradients in the last backward; 0 if a rate is waived."""
-        return self._copies_s(path.down, path.up, profile)
+        return self._copies_s(path.down_bytes, path.up_bytes, profile)
 
     def accumulated_gradients_s(self, path: GradientPath, profile: HardwareProfile) -> float:
         """Return the seconds of the copies of gradients in each earlier backward; 0 if a rate is waived."""
-        return self._copies_s(path.accumulated_down, path.accumulated_up, profile)
+        return self._copies_s(path.accumulated_down_bytes, path.accumulated_up_bytes, profile)
 
-    def _copies_s(self, down: int, up: int, profile: HardwareProfile) -> float:
+    def _copies_s(self, down_bytes: int, up_bytes: int, profile: HardwareProfile) -> float:
         d2h, h2d = map(profile.get, ("d2h_bytes_per_s", "h2d_bytes_per_s"))
         if d2h is None or h2d is None:
             return 0.0
         # DeepSpeed issues all of them on one stream, where they run one after another.
-        return down / d2h + up / h2d
+        return down_bytes / d2h + up_bytes / h2d
 
     def mfu(self, iteration_s: float, peak_flops: float) -> float:
         """Return the model FLOPs utilisation: forward and backward, without recomputation, over the GPU's peak."""

@@ -56,7 +56,8 @@ class MatrixRate:
         if small is None or small >= large:
             return cls(limit_flops_per_s=large)
         elements, small_elements = MATMUL_SIZE**2, SMALL_MATMUL_SIZE**2
-        # Both products last at least as long as half of a launch that fills the accelerator; noise is not below that.
+        # A rate of large / 16 or less would make the limit infinite or negative. With this bound, which noise does not
+        # reach, it is at most 15/8 of ``large``.
         small = max(small, 2 * large * small_elements / elements)
         slope = (1 / small - 1 / large) / (1 / small_elements - 1 / elements)
         limit = 1 / (1 / large - slope / elements)

@@ -96,7 +96,7 @@ def forecast_7b(limits: MemoryLimits, job: Job = SMALL, size: int = 100_000_000)
 
 
 def test_copies_of_gradients_run_one_after_another() -> None:
-    path = GradientPath(down=6 * 10**9, up=2 * 10**9)
+    path = GradientPath(down_bytes=6 * 10**9, up_bytes=2 * 10**9)
     expected_s = 6e9 / RATES["d2h_bytes_per_s"] + 2e9 / RATES["h2d_bytes_per_s"]
     assert JOB.gradients_s(path, profile()) == pytest.approx(expected_s)
     waived = {**RATES, "d2h_bytes_per_s": None}
@@ -110,7 +110,7 @@ def test_backward_is_charged_for_the_gradients_of_each_placement() -> None:
     numel = plan.workload.numel
     assert 0 < plan.numel(Placement.RESIDENT) < numel
     d2h, h2d = RATES["d2h_bytes_per_s"], RATES["h2d_bytes_per_s"]
-    assert GradientPath.for_plan(plan) == GradientPath(down=2 * plan.numel(Placement.CPU))
+    assert GradientPath.for_plan(plan) == GradientPath(down_bytes=2 * plan.numel(Placement.CPU))
     compute_s = SMALL.backward_s(TRAINING_SHARE * 1e15)
     assert found.predicted.backward_s == pytest.approx(max(2 * plan.numel(Placement.CPU) / d2h, compute_s))
     iterations = {name: outcome for name, outcome in found.baselines.items() if isinstance(outcome, PredictedIteration)}
