@@ -15,7 +15,7 @@ export DS_ACCELERATOR ?= cpu
 # PyTorch compiles the kernels with Ninja, which it finds only in PATH.
 WITH_NINJA := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-.PHONY: help demo test test-all test-oldest stress compat release-check gpu-check gpu-measure gpu-bench lint wheel clean
+.PHONY: help demo test test-all test-split test-oldest stress compat release-check gpu-check gpu-measure gpu-bench lint wheel clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile

@@ -1,4 +1,4 @@
-"""Run one benchmark, or all that this machine can run, or write RESULTS.md from the rows that were measured."""
+"""Run one benchmark, or all but ``reliability``, or write RESULTS.md from the rows that were measured."""
 
 from __future__ import annotations
 

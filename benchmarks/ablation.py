@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from deepspeed.accelerator import get_accelerator
-
 from benchmarks.harness import variants
 from benchmarks.harness.charts import Bars
+from benchmarks.harness.device import trains_on_gpu
 from benchmarks.harness.interleaved_runs import EngineRun, run_interleaved
 from benchmarks.harness.rows import Row
 from benchmarks.harness.run_rows import labels_of, phase_rows, rows_of_runs, speedups
@@ -41,7 +40,7 @@ def measure(*, quick: bool) -> Iterator[Row]:
 
 def _no_gain_reason(part: str, run: EngineRun) -> str | None:
     """Return why both variants do the same on this machine, or None if they differ."""
-    if part == "asynchronous gradients" and get_accelerator().device_name() != "cuda":
+    if part == "asynchronous gradients" and not trains_on_gpu():
         return "nothing is pinned if the CPU trains"
     if part in ("streaming", "overlap with backward") and not run.updates_on_accelerator:
         return "the plan updates everything on the CPU"

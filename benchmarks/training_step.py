@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.harness import variants
 from benchmarks.harness.charts import Bars
+from benchmarks.harness.device import trains_on_gpu
 from benchmarks.harness.interleaved_runs import EngineRun, run_interleaved
 from benchmarks.harness.rows import Row
 from benchmarks.harness.run_rows import all_samples, labels_of, phase_rows, rows_of_runs, runnable, waived_rows
@@ -51,7 +52,9 @@ def measure(*, quick: bool) -> Iterator[Row]:
     for larger in [] if quick else larger_settings():
         yield from _compare_larger(larger, pair, fewest)
     yield from _compare(with_default_sub_groups(setting), pair, usual)
-    yield from _compare(setting, (*variants.competitors(setting), *pair[1:], variants.NO_OFFLOAD), usual)
+    yield from _compare(
+        setting, (*variants.competitors(setting), *pair[1:], variants.OURS_SPLIT, variants.NO_OFFLOAD), usual
+    )
 
 
 def _compare_larger(setting: TrainingSetting, pair: Sequence[Variant], repetitions: Repetitions) -> Iterator[Row]:
@@ -74,7 +77,7 @@ def _rows(runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], **labels: 
     iteration_s = all_samples(runs, "iteration_s")
     rates = [setting.tokens / duration_s for duration_s in iteration_s]
     yield Row(quantity="throughput", unit="tokens/s", samples=rates, **labels)
-    gpu = machine.gpu()
+    gpu = machine.gpu() if trains_on_gpu() else None
     peak = None if gpu is None else peak_flops(gpu.name)
     if peak is None:
         yield Row(quantity="MFU", waived="the peak FLOP/s of this processor is not known", **labels)

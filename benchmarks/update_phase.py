@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.harness import variants
 from benchmarks.harness.charts import Bars
+from benchmarks.harness.device import trains_on_gpu
 from benchmarks.harness.interleaved_runs import EngineRun, run_interleaved
 from benchmarks.harness.rows import Row
 from benchmarks.harness.run_rows import (
@@ -31,7 +32,6 @@ from benchmarks.harness.run_rows import (
 from benchmarks.harness.setting import TrainingSetting, measured_profile
 from benchmarks.harness.sizes import default_setting, repetitions, with_default_sub_groups
 from benchmarks.harness.targets import MEMORY_BOUND_SPEEDUP, UPDATE_SPEEDUP
-from deep_opt_states.host import machine
 from perf_model.prediction.cost import CostModel, stock_traffic_by_action, traffic_by_action
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.schedule.action import ActionKind
@@ -100,7 +100,7 @@ def lower_bound(workload: Workload, setting: TrainingSetting, profile: HardwareP
     Sub-groups may be resident in all the memory that ``setting`` gives to a variant. If the CPU is the accelerator, it
     has no memory of its own.
     """
-    gpu_bytes = setting.accelerator_bytes if machine.has_cuda() else 0
+    gpu_bytes = setting.accelerator_bytes if trains_on_gpu() else 0
     return work_bound(
         setting.parameters, CostModel.from_profile(profile), ResidentCapacity.from_gpu_bytes(workload, gpu_bytes)
     )

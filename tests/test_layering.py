@@ -74,6 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deep_opt_states.names": set(),
     "deep_opt_states.config": {
         "deep_opt_states.names",
+        "perf_model.json_input",
         "perf_model.schedule",
         "perf_model.search",
         "perf_model.units",

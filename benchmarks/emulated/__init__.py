@@ -12,6 +12,8 @@ The parts:
 - ``host_passes``: how do updates on the CPU take emulated time?
 - ``arms``: which placements are compared?
 - ``turns``: how are the arms trained in turns, and what is measured?
+- ``scaled_run``: how is a machine scaled so that the plugin itself plans and adapts?
+- ``demonstration``: what does ``make demo`` train?
 - ``small_copies``: how long does a small copy wait beside the copies of an update?
 - ``prediction``: what does ``perf_model`` predict for an arm?
 - ``chart``: how are predicted and measured seconds drawn?

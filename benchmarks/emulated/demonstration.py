@@ -19,14 +19,11 @@ from benchmarks.emulated.arms import SHARED
 from benchmarks.emulated.run import SmallModel
 from benchmarks.emulated.scaled_run import ScaledRun
 from benchmarks.emulated.turns import Arm
-from benchmarks.harness.interleaved_runs import engine_for, weights_digest
+from benchmarks.harness.interleaved_runs import ADAPTING, engine_for, weights_digest
 from benchmarks.harness.variants import STOCK, Variant, ours
 from examples.common.one_rank import be_the_only_rank_unless_launched, do_not_build_shared_memory_collectives
 from perf_model.prediction.draw import draw
 from tests.software_gpu import settings
-
-ADAPTING = 7
-"""Iterations in which the plugin measures the windows, plans again, and loads the residents."""
 
 MEASURED = 4
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from benchmarks.emulated.host_passes import HostPasses
 from benchmarks.harness.setting import TrainingSetting
-from deep_opt_states.zero.start.devices import SHARE_OF_GPU_MEMORY
 from examples.common.byte_gpt import Shape
 from perf_model.prediction.cost import CostModel, Resource
 from perf_model.prediction.hardware import HardwareProfile, Measurement
@@ -31,6 +30,9 @@ from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import TRAINING_SHARE
 from perf_model.training_run.training_memory import DEFAULT_SIZES
 from tests.software_gpu import plugged, settings
+
+SHARE_OF_GPU_MEMORY = 0.1
+"""The share of GPU memory for a planned update, which leaves the rest to training."""
 
 SEQUENCE = 2048
 """Tokens per sequence of the run. The small model trains on fewer."""
@@ -67,7 +69,7 @@ class SmallModel(TrainingSetting):
 class EmulatedRun:
     """A training run on one node: ``ranks`` GPUs of the preset ``machine`` train the preset ``model`` with ZeRO-3.
 
-    A planned update may use ``gpu_memory_share`` of each GPU's memory, by default as much as the plugin's default.
+    A planned update may use ``gpu_memory_share`` of each GPU's memory, by default a tenth.
     """
 
     machine: str

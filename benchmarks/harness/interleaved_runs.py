@@ -25,6 +25,7 @@ from deepspeed.accelerator import get_accelerator
 
 import deep_opt_states  # noqa: F401 (activates where the package is not installed)
 from benchmarks.harness.bf16_products import are_computed_in_fp32, compute_in_fp32
+from benchmarks.harness.device import trains_on_gpu
 from benchmarks.harness.overrides import deterministic_algorithms, restored_process
 from benchmarks.harness.setting import TrainingSetting
 from benchmarks.harness.sizes import Repetitions
@@ -33,13 +34,18 @@ from deep_opt_states.report.comparison import ComparisonRow
 from examples.common.byte_gpt import ByteGPT, StdlibText
 from perf_model.prediction.memory import MemoryKind
 from perf_model.prediction.timeline import Phase
+from perf_model.replanning.measurements import FIRST_STEPS
 from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
 
 SEED = 17
 WARM_UP = 3
 """Iterations at the start that are not counted, in which DeepSpeed builds its lazy state and its trace. One more
 uncounted iteration follows at the end, since the last counted update continues during its forward."""
+
+ADAPTING = FIRST_STEPS + 2
+"""The same on a GPU, where the plugin then adopts a plan for the measured windows and the free memory."""
 
 
 @dataclass
@@ -109,22 +115,27 @@ class StreamClock:
         return float(start.elapsed_time(end)) / 1e3
 
 
-def run_variant(variant: Variant, setting: TrainingSetting, iterations: int, warm_up: int = WARM_UP) -> EngineRun:
+def run_variant(variant: Variant, setting: TrainingSetting, iterations: int, warm_up: int | None = None) -> EngineRun:
     """Train with a fresh engine and return the measurements.
 
-    Raise ``AssertionError`` if the engine is not the variant's.
+    Raise ``AssertionError`` if the engine is not the variant's, or if another plan is adopted while iterations count.
     """
+    if warm_up is None:
+        warm_up = ADAPTING if trains_on_gpu() else WARM_UP
     run = EngineRun(variant, setting)
     waits = ExposedWaits()
     before_bytes = psutil.Process().memory_info().rss
     with engine_for(variant, setting) as engine:
         run.configuration = variant.verify(engine)
         if variant.block is not None:
-            plan = engine.optimizer.plan
+            waits.watch(engine.optimizer)
+        plans = _train(run, engine, setting, warm_up + iterations + 1, before_bytes, waits)
+        if plans:
+            plan = plans[warm_up]
             run.plan, run.workload = str(plan), plan.workload
             run.updates_on_accelerator = any(placement is not Placement.CPU for placement in plan.placements)
-            waits.watch(engine.optimizer)
-        _train(run, engine, setting, warm_up + iterations + 1, before_bytes, waits)
+            others = [str(other) for other in plans[warm_up:-1] if other is not plan]
+            assert not others, f"{variant.name}: {plan} was replaced by {others} while iterations counted"
         run.digest = weights_digest(engine)
         if run.plan:
             run.compared = engine.optimizer.report.comparison()
@@ -192,7 +203,7 @@ class ExposedWaits:
                 phase_s[iteration] -= wait_s
 
 
-def try_run(variant: Variant, setting: TrainingSetting, iterations: int, warm_up: int = WARM_UP) -> EngineRun | str:
+def try_run(variant: Variant, setting: TrainingSetting, iterations: int, warm_up: int | None = None) -> EngineRun | str:
     """Return the measurements of one run, or the error in one line if the run fails."""
     try:
         return run_variant(variant, setting, iterations, warm_up)
@@ -310,7 +321,10 @@ def _large_tensors(engine: Any) -> Iterator[torch.Tensor]:
 
 def _train(
     run: EngineRun, engine: Any, setting: TrainingSetting, iterations: int, before_bytes: int, waits: ExposedWaits
-) -> None:
+) -> list[UpdatePlan]:
+    """Train, and return the plan of each iteration; none if the variant has no plan."""
+    is_planned = run.variant.block is not None
+    plans: list[UpdatePlan] = []
     accelerator, clock = get_accelerator(), StreamClock()
     moments: list[list[Any]] = []
     losses = []
@@ -329,10 +343,12 @@ def _train(
             losses.append(loss.detach())
             engine.step()
         marks.append(clock.now())
+        if is_planned:
+            plans.append(engine.optimizer.plan)
         waits.after_step()
         moments.append(marks)
     # Reading the state waits for a deferred update, so that it ends and is reported within this run.
-    if run.plan:
+    if is_planned:
         _ = engine.optimizer.state
     accelerator.synchronize()
     run.host_bytes = psutil.Process().memory_info().rss - before_bytes
@@ -348,6 +364,7 @@ def _train(
         # An iteration lasts from the end of one step to the end of the next, so that time counts in which an update
         # delays the next forward.
         run.iteration_s.append(clock.seconds(before, marks[-1]))
+    return plans
 
 
 def _pinned_bytes(run: EngineRun, engine: Any) -> int:
@@ -355,7 +372,7 @@ def _pinned_bytes(run: EngineRun, engine: Any) -> int:
     if not torch.cuda.is_available():
         return 0
     slab = 0
-    if run.plan:
+    if run.variant.block is not None:
         reserved = engine.optimizer.accounting_device.reserved
         slab = sum(reservation.each_bytes for reservation in reserved if reservation.kind is MemoryKind.PINNED)
     return slab + int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))

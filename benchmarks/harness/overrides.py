@@ -10,8 +10,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
+from benchmarks.harness.device import trains_on_gpu
 from deep_opt_states.device.kernels import choice
 from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.host.topology import cores_of
@@ -46,11 +46,6 @@ def restored_process() -> Iterator[None]:
             os.environ[variable] = value_before
 
 
-def are_deterministic() -> bool:
-    """Return whether the benchmarks on this accelerator use deterministic algorithms, wherever PyTorch has them."""
-    return bool(get_accelerator().device_name() == "cuda")
-
-
 @contextmanager
 def deterministic_algorithms() -> Iterator[None]:
     """Use only deterministic algorithms on a GPU, so that bits can be compared with stock's.
@@ -59,7 +54,7 @@ def deterministic_algorithms() -> Iterator[None]:
     then still uses cuDNN's kernel, or a nondeterministic backward. On the CPU, runs repeat their bits in any case.
     PyTorch raises ``RuntimeError`` for an operation that has no deterministic algorithm.
     """
-    if not are_deterministic():
+    if not trains_on_gpu():
         yield
         return
     # PyTorch's module computes this attribute, which type checkers do not see.

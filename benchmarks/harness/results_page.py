@@ -48,11 +48,11 @@ _PAGE = _MARKDOWN.from_string(
 | {{ line|cells }} |
 {% endfor %}
 
-*Both train the same model on the same data. The last column says whether losses and weights were compared and equal to
-the last bit. An iteration is the median. A measured speed-up is the median of the ratios of runs in turns, with the
-20th to the 80th percentile. An EMULATED row is no measurement of a GPU:
-a small model trains for real on a GPU in software, and copies, kernels and updates take the time that they would take
-on the machine, by the rates of a preset.*
+*Stock and the plugin train the same model on the same data. The last column states whether losses and weights were
+compared and equal to the last bit. An iteration is the median. A measured speed-up is the median of the ratios of
+runs in turns, with the 20th to the 80th percentile. An EMULATED row is no measurement of a GPU: a small model trains
+for real on a GPU in software, and copies, kernels and updates take the time that they would take on the machine, by
+the rates of a preset.*
 
 {% endif %}
 ## Aims

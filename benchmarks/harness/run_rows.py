@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.harness.bf16_products import are_computed_in_fp32
+from benchmarks.harness.device import trains_on_gpu
 from benchmarks.harness.interleaved_runs import EngineRun, InterleavedRuns
-from benchmarks.harness.overrides import are_deterministic
 from benchmarks.harness.rows import Row
 from benchmarks.harness.setting import TrainingSetting
 from benchmarks.harness.targets import ITERATION_SPEEDUP
@@ -23,8 +23,8 @@ def labels_of(variant: str, setting: TrainingSetting) -> dict[str, Any]:
     described = {**asdict(setting), "parameters": setting.parameters}
     if are_computed_in_fp32():
         described["bf16_products"] = "in fp32"
-    if are_deterministic():
-        described["algorithms"] = "deterministic"
+    if trains_on_gpu():
+        described["algorithms"] = "deterministic only"
     return {"variant": variant, "setting": described}
 
 
@@ -94,8 +94,7 @@ def phase_rows(runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], **lab
 def same_bits_row(runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], **labels: Any) -> Row:
     """Return the row that compares the bits with stock's.
 
-    On a GPU, attention's backward sums in another order in every run. Stock's own runs then differ, and the row makes
-    no claim.
+    If stock's own runs differ, as they did on GPUs with algorithms that are not deterministic, the row makes no claim.
     """
     if not all(run.same_bits_as(stock_runs[0]) for run in stock_runs):
         return Row(quantity=BIT_IDENTICAL, value="stock's own runs differ", **labels)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+from benchmarks.harness.device import trains_on_gpu
 from benchmarks.harness.setting import TrainingSetting
 from deep_opt_states.host import machine
 
@@ -52,7 +52,7 @@ def repetitions(*, quick: bool) -> Repetitions:
     # If the CPU trains, runs differ more than iterations do: other processes use the memory bandwidth, too.
     # On a GPU, creating an engine of a billion parameters takes most of a run: a run took 28 s on an H100. ZenFlow
     # updates all parameters in every fourth iteration only.
-    on_gpu = get_accelerator().device_name() == "cuda"
+    on_gpu = trains_on_gpu()
     return Repetitions(iterations=6, rounds=2) if on_gpu else Repetitions(iterations=3, rounds=8)
 
 
@@ -65,7 +65,7 @@ def default_setting(*, quick: bool) -> TrainingSetting:
     """Return the setting that most benchmarks use on this accelerator."""
     if quick:
         return QUICK
-    return ON_GPU if get_accelerator().device_name() == "cuda" else ON_CPU
+    return ON_GPU if trains_on_gpu() else ON_CPU
 
 
 def with_default_sub_groups(setting: TrainingSetting) -> TrainingSetting:
@@ -75,7 +75,7 @@ def with_default_sub_groups(setting: TrainingSetting) -> TrainingSetting:
 
 def larger_settings() -> list[TrainingSetting]:
     """Return larger models, up to one whose stock offloading does not fit into this machine's memory."""
-    return LARGER_ON_GPU if get_accelerator().device_name() == "cuda" else LARGER_ON_CPU
+    return LARGER_ON_GPU if trains_on_gpu() else LARGER_ON_CPU
 
 
 def fits_host_memory(setting: TrainingSetting) -> bool:
@@ -85,7 +85,7 @@ def fits_host_memory(setting: TrainingSetting) -> bool:
 
 def overlap_setting(*, quick: bool) -> TrainingSetting:
     """Return the setting of the ``overlap`` benchmark, which is smaller than the usual one on a GPU."""
-    if not quick and get_accelerator().device_name() == "cuda":
+    if not quick and trains_on_gpu():
         return OVERLAP_ON_GPU
     return default_setting(quick=quick)
 

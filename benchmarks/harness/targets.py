@@ -252,6 +252,9 @@ def _traces(rows: Rows, missed: Mapping[str, Any]) -> str:
     """Return links to the traces of the same machine, which show where the time goes instead."""
     if EMULATED in missed["quantity"]:
         return "; [causes](../docs/benchmarking.md#emulated-machines)"
+    if missed["benchmark"] == "planner":
+        # A trace shows training, and not planning.
+        return ""
     found = [row for row in rows if row["quantity"] == "trace" and machine_of(row) == machine_of(missed)]
     links = ", ".join(f"[{row['variant']}](results/{row['value']})" for row in found)
     return f"; traces of a step: {links}" if links else "; `python -m benchmarks trace` shows where the time goes"

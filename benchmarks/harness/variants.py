@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 import torch
-from deepspeed.accelerator import get_accelerator
 
+from benchmarks.harness.device import trains_on_gpu
 from benchmarks.harness.overrides import bound_to_physical_cores, stocks_cpu_kernel
 from benchmarks.harness.setting import TrainingSetting
 from deep_opt_states.host import machine
@@ -60,7 +60,7 @@ class Variant:
 
     def waived_reason(self, setting: TrainingSetting) -> str | None:
         """Return why this variant cannot run here with ``setting``, or None if it can."""
-        on_cuda = get_accelerator().device_name() == "cuda"
+        on_cuda = trains_on_gpu()
         if self.cuda_only and not on_cuda:
             return CUDA_ONLY
         if self.splits_masters and not on_cuda:

@@ -80,7 +80,7 @@ def simulated_rows(*, quick: bool) -> Iterator[Row]:
 def _rows(found: list[SimulatedSlots], variant: str, labels: Mapping[str, object]) -> Iterator[Row]:
     gains = {IN_PHASES: [(each.at_peak_s, each.in_phases_s) for each in found]}
     if variant in FIXED:
-        # The planner already knows the best number of slots.
+        # The planner has chosen the number of slots.
         gains = {AT_PEAK: [(each.exposed_s, each.at_peak_s) for each in found], **gains}
     row = partial(Row, variant=variant, setting=labels)
     for gain, pairs in gains.items():

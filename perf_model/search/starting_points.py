@@ -27,7 +27,10 @@ from perf_model.search.capacity import ResidentCapacity
 from perf_model.search.spread import Spread
 
 MAX_SLOTS = 4
-"""The largest number of slots to try. More never helped: one is filled, one is updated, one is flushed, one is free."""
+"""The largest number of slots to try: one is filled, one is updated, one is flushed, one is free.
+
+More slots help only where residents leave memory for them (``benchmarks/slots``).
+"""
 
 STRIDES = (2, 3, 4, 5, 6, 8, 10)
 """The strides of the paper's rule, as its artifact was run: every n-th unit is streamed."""

@@ -180,7 +180,14 @@ class TrainedEngine:
                 TrainedEngine.save,
             )
         )
-        return self.train(rng, before_step=call)
+
+        def access(trained_engine: TrainedEngine, rng: random.Random) -> Seen:
+            seen = call(trained_engine, rng)
+            # Before the end of an accumulation window, gradients are not defined: docs/compatibility.md.
+            at_boundary = trained_engine.engine.is_gradient_accumulation_boundary()
+            return [(name, value) for name, value in seen if at_boundary or name != "grad"]
+
+        return self.train(rng, before_step=access)
 
     def train_after_an_unused_forward(self, rng: random.Random) -> Seen:
         """Train after one more forward, whose loss is not used."""

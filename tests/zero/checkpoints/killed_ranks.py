@@ -269,7 +269,8 @@ def run_and_kill(
     # A launcher kills the other ranks as soon as it notices that one has ended.
     run.kill(first=rng.randrange(training.world_size), others_after_s=rng.choice((0, 0.02)))
     codes = run.codes(TIMEOUT_S)
-    marks = [(folder / f"marks {rank}").read_text().splitlines()[-1] for rank in range(training.world_size)]
+    # A rank may be killed before its first phase.
+    marks = [(folder / f"marks {rank}").read_text().splitlines()[-1:] for rank in range(training.world_size)]
     latest = (folder / "saved" / "latest").read_text()
     return {
         "phase": phase,
