@@ -254,7 +254,7 @@ class HardwareProfile:
     def rate(self, name: str, purpose: str = "the update") -> float:
         """Return the median of the quantity. Raise ``ProfileError`` if it is waived or missing.
 
-        ``purpose`` is what cannot be predicted without it.
+        ``purpose`` names the prediction that needs it.
         """
         value = self.get(name)
         if value is None:

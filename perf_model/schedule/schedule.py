@@ -31,7 +31,7 @@ class Schedule:
 
     ``slot_numel`` is the length, in parameters, of each of the ``num_slots`` staging slots. ``staging_bytes`` is the
     accelerator memory of these slots with whole masters, within which ``check`` requires the actions to stay. The
-    runtime reserves the slots once, and what else it reserves follows from the plan (``prediction/memory.py``). The
+    runtime reserves the slots once, and its other reservations follow from the plan (``prediction/memory.py``). The
     text form (``str``) can be parsed again with ``parse``.
     """
 

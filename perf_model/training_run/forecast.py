@@ -119,7 +119,7 @@ def forecast_plan(
     unit_sizes: Iterable[int],
     overheads: Overheads = NO_OVERHEADS,
 ) -> Forecast:
-    """Return what ``forecast`` returns, without the alternatives and other masters."""
+    """Return the result of ``forecast`` without the alternatives and other masters."""
     predictor = Predictor(job, profile, limits, overlap, overheads)
     request = predictor.request(unit_sizes)
     chosen = request.plan()

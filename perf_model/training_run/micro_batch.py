@@ -119,7 +119,7 @@ class MicroBatch:
 
     ``elements`` are those of an activation, tokens times hidden size. ``gathered_bytes`` is the size of the model that
     a rank gathers once in forward and once more in backward, ``reduced_bytes`` that of all gradients, and
-    ``uploaded_bytes`` is what a rank copies to its accelerator for each gather if parameters are offloaded.
+    ``uploaded_bytes`` are copied to its accelerator for each gather if parameters are offloaded.
     ``tensor_parallel`` ranks of a node share the matrix products of a layer and sum its activations, twice in forward
     and ``backward_all_reduces`` times in backward (arXiv 2104.04473, section 2.3).
     """

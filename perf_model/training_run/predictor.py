@@ -321,7 +321,7 @@ class Predictor:
 
 
 def _less(limit: int | None, taken_bytes: int) -> int | None:
-    """Return what is left of ``limit``, None if it is unlimited."""
+    """Return the rest of ``limit``, None if it is unlimited."""
     return None if limit is None else limit - taken_bytes
 
 

@@ -1,4 +1,4 @@
-"""Find what makes a training run fit, if no plan does."""
+"""Find the changes that make a training run fit, if no plan does."""
 
 from __future__ import annotations
 

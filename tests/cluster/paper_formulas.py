@@ -102,7 +102,7 @@ def bubble_share_beside_data_parallel(gpus: int, data_parallel: int, batches: in
 def scaled_throughput(throughput: float, stages: int, micro_batches: int, fewer_micro_batches: int) -> float:
     """Return the throughput per GPU if only the bubble changes, because each pipeline has fewer micro-batches.
 
-    That is what more GPUs do to a fixed global batch (section 3.3.1). ``throughput`` was reached with
+    This is the effect of more GPUs on a fixed global batch (section 3.3.1). ``throughput`` was reached with
     ``micro_batches``.
     """
     return throughput * (1 + bubble_share(stages, micro_batches)) / (1 + bubble_share(stages, fewer_micro_batches))
