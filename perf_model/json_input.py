@@ -76,8 +76,8 @@ def shorten(value: object) -> str:
 def printable(text: object, most: int | None = None) -> str:
     """Return ``text`` with escapes such as ``\\x1b`` for characters that are not printable, as in ``repr``.
 
-    A terminal interprets control characters: a name could clear the screen. With ``most``, only so many characters from
-    the middle of a longer text are left out that this number remains.
+    A terminal interprets control characters: a name could clear the screen. A text of more than ``most`` characters
+    keeps its beginning and its end, about ``most`` characters in all.
     """
     characters = str(text)
     if most is not None and len(characters) > most:

@@ -20,7 +20,7 @@ def size(size_bytes: float, digits: int = 3) -> str:
     for unit, unit_bytes in (("TB", 10**12), ("GB", GB), ("MB", 10**6)):
         if float(f"{size_bytes / unit_bytes:.{digits}g}") >= 1:
             return f"{significant(size_bytes / unit_bytes, digits)} {unit}"
-    return f"{size_bytes / 1e3:.{digits}g} kB"
+    return f"{significant(size_bytes / 1e3, digits)} kB"
 
 
 def seconds(duration_s: float, digits: int = 3) -> str:
@@ -41,14 +41,19 @@ def significant(value: float, digits: int) -> str:
 
 
 def gigabytes_per_second(bytes_per_s: float) -> str:
-    """Return the rate in GB/s with three significant digits."""
-    return f"{bytes_per_s / GB:.3g} GB/s"
+    """Return the rate in GB/s with three significant digits at most."""
+    return f"{_without_exponent(bytes_per_s / GB)} GB/s"
 
 
 def params_per_second(params_per_s: float) -> str:
-    """Return the rate with three significant digits, in millions or billions of parameters per second."""
+    """Return the rate with three significant digits at most, in millions or billions of parameters per second."""
     unit, letter = (1e9, "B") if params_per_s >= 0.9995e9 else (1e6, "M")
-    return f"{params_per_s / unit:.3g} {letter} params/s"
+    return f"{_without_exponent(params_per_s / unit)} {letter} params/s"
+
+
+def _without_exponent(rate: float) -> str:
+    """Return ``rate`` with three significant digits at most, without zeros at the end: ``25`` or ``1,500``."""
+    return f"{float(f'{rate:.3g}'):,.15g}"
 
 
 def billions(count: float) -> str:

@@ -23,16 +23,13 @@ from deep_opt_states.profiler.process_groups import CollectiveGroups
 from deep_opt_states.profiler.provenance import describe, smallest_node
 from deep_opt_states.profiler.ranks import ProbeError, Ranks, call_on_all_ranks
 from perf_model.prediction.hardware import (
-    BOTH_TOLERANCE,
-    CONCURRENT_TO_ALONE,
-    CONCURRENT_TOLERANCE,
-    MIN_GPU_MATMUL_FLOPS_PER_S,
-    PEAK_TOLERANCE,
     QUANTITIES,
     REQUIRED,
     HardwareProfile,
     Measurement,
     ProfileError,
+    matmul_bounds,
+    rates_above_limits,
 )
 
 IMPLAUSIBLE = "implausible: "
@@ -117,21 +114,14 @@ def noise_waivers(measurements: Mapping[str, Measurement]) -> dict[str, Measurem
     Such a value cannot be right, but it is no reason to stop a training run. It occurs if another process slowed the
     measurement of the rates alone.
     """
-    found: dict[str, Measurement] = {}
-    for concurrent, alone in CONCURRENT_TO_ALONE.items():
-        slowed, free = measurements[concurrent], measurements[alone]
-        if slowed.samples and free.samples and slowed.median > CONCURRENT_TOLERANCE * free.median:
-            found[concurrent] = Measurement(
-                waived=f"{IMPLAUSIBLE}{slowed.median:.3g}, and only {free.median:.3g} alone"
-            )
-    both, *directions = (measurements[f"{name}_bytes_per_s"] for name in ("both", "h2d", "d2h"))
-    if both.samples and all(direction.samples for direction in directions):
-        total = sum(direction.median for direction in directions)
-        if both.median > BOTH_TOLERANCE * total:
-            found["both_bytes_per_s"] = Measurement(
-                waived=f"{IMPLAUSIBLE}{both.median:.3g}, and the two directions alone reach only {total:.3g} in total"
-            )
-    return found
+
+    def median_of(name: str) -> float | None:
+        return measurements[name].median if measurements[name].samples else None
+
+    return {
+        name: Measurement(waived=f"{IMPLAUSIBLE}{rate:.3g}, above {tolerance} times {names} alone, {alone:.3g}")
+        for name, rate, names, alone, tolerance in rates_above_limits(median_of)
+    }
 
 
 def matmul_waivers(
@@ -144,10 +134,10 @@ def matmul_waivers(
     large = measurements["matmul_flops_per_s"]
     if gpu_memory_bytes is None or not large.samples:
         return {}
-    high = float("inf") if peak is None else PEAK_TOLERANCE * peak
-    if MIN_GPU_MATMUL_FLOPS_PER_S <= large.median <= high:
+    low, high = matmul_bounds(gpu_memory_bytes, peak, has_accelerator=True)
+    if low <= large.median <= high:
         return {}
-    why = f"{IMPLAUSIBLE}{large.median:.3g} FLOP/s, outside {MIN_GPU_MATMUL_FLOPS_PER_S:.3g} to {high:.3g}"
+    why = f"{IMPLAUSIBLE}{large.median:.3g} FLOP/s, outside {low:.3g} to {high:.3g}"
     return dict.fromkeys(("matmul_flops_per_s", "matmul_small_flops_per_s"), Measurement(waived=why))
 
 

@@ -28,6 +28,8 @@ MAX_ROWS = 20
 
 _INSIDE_A_NODE = ("all_gather_bytes_per_s", "reduce_scatter_bytes_per_s")
 
+_GIVEN = "given, not measured"
+
 COLUMNS = ("t", "d", "micro", "accum.", "fits", "iteration", "= compute", "+ network", "+ update", "tokens/s", "MFU")
 COLUMNS_OF_TOKENS = ("days", "GPU-hours")
 LAST_COLUMNS = ("host GB", "limited by")
@@ -90,9 +92,8 @@ def compare(options: argparse.Namespace) -> LayoutComparison:
         ranks_per_node=inputs.job.ranks_per_node,
         global_batch=options.global_batch,
         sequence=options.sequence,
-        recompute=inputs.job.recompute,
     )
-    profile, origins = _with_network(inputs.profile, cluster, options)
+    profile, origins = _with_network(inputs, cluster, options)
     inputs = replace(inputs, profile=profile)
     layouts = cluster.layouts(options.tensor_parallel_sizes or cluster.tensor_parallel_sizes(), options.micro_batches)
     fitting, unfit = predict_layouts(inputs.job, layouts, profile, inputs.limits, inputs.overlap, inputs.unit_sizes)
@@ -107,6 +108,7 @@ def compare(options: argparse.Namespace) -> LayoutComparison:
         unfit=unfit,
         pipeline=best_pipeline_layout(
             cluster,
+            inputs.job,
             PhaseRates.from_profile(profile, cluster.ranks_on_node, NO_OVERHEADS),
             inputs.limits.gpu,
             options.tensor_parallel_sizes,
@@ -116,21 +118,23 @@ def compare(options: argparse.Namespace) -> LayoutComparison:
 
 
 def _with_network(
-    profile: HardwareProfile, cluster: Cluster, options: argparse.Namespace
+    inputs: Inputs, cluster: Cluster, options: argparse.Namespace
 ) -> tuple[HardwareProfile, dict[str, str]]:
     """Return the profile with the rates of the network, and their origins.
 
     Raise ``ModelError`` if the rate between nodes is needed and neither given nor in the profile.
     """
+    profile = inputs.profile
     rates: dict[str, float] = {}
     origins = {}
     known = "measured" if profile.provenance.source == "measured" else "of the preset, not measured"
     if cluster.gpus > cluster.ranks_on_node:
-        across, origins["inter_node_bytes_per_s"] = options.network_gb_per_s, known
+        across = options.network_gb_per_s
+        origins["inter_node_bytes_per_s"] = _GIVEN if "network_gb_per_s" in inputs.given_figures else known
         if across is not None:
             check_figure("--network-gb-per-s", across, FIGURES["network_gb_per_s"])
             rates["inter_node_bytes_per_s"] = across * GB
-            origins["inter_node_bytes_per_s"] = "given, not measured"
+            origins["inter_node_bytes_per_s"] = _GIVEN
         elif profile.get("inter_node_bytes_per_s") is None:
             raise ModelError(
                 f"--network-gb-per-s: is needed for {cluster.gpus // cluster.ranks_on_node} nodes, because the profile "
@@ -142,7 +146,7 @@ def _with_network(
         if inside is not None:
             check_figure("--node-gb-per-s", inside, FIGURES["network_gb_per_s"])
             rates |= dict.fromkeys(_INSIDE_A_NODE, inside * GB)
-            origins["all_gather_bytes_per_s"] = "given, not measured"
+            origins["all_gather_bytes_per_s"] = _GIVEN
         elif profile.get("all_gather_bytes_per_s") is None:
             # Without NVLink, the GPUs of a node communicate over the link to the host.
             rates |= dict.fromkeys(_INSIDE_A_NODE, profile.rate("d2h_bytes_per_s"))
@@ -191,10 +195,8 @@ def _fitting_json(predicted: LayoutPrediction, tokens: float | None) -> dict[str
 def _deepspeed_config(compared: LayoutComparison) -> dict[str, Any]:
     """Return the part of the DeepSpeed config that the fastest layout needs."""
     best = compared.best
-    config = deepspeed_config(best.found, replace(compared.inputs, job=best.found.job))
+    config = deepspeed_config(best.found, compared.inputs)
     config["gradient_accumulation_steps"] = best.layout.accumulation
-    if best.layout.tensor_parallel > 1:
-        config["tensor_parallel"] = {"autotp_size": best.layout.tensor_parallel}
     return config
 
 

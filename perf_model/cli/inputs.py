@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from perf_model.cli.machine_options import read_machine
+from perf_model.cli.machine_options import MIN_HOST_GB_PER_S, ChosenMachine, read_machine
 from perf_model.json_input import parse_json, printable, read_text, reason
 from perf_model.prediction.hardware import HardwareProfile, ProfileError
 from perf_model.presets.machines import MACHINES, MachinePreset
 from perf_model.presets.models import MODELS
 from perf_model.schedule.cutting import PIECE_MULTIPLE
-from perf_model.schedule.rules import PlacementRules, RulesError
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.rules import NO_RULES, PlacementRules, RulesError
 from perf_model.search.budgets import GPU_MARGIN_BYTES, DoesNotFit
 from perf_model.search.unit_sizes import UNIT_SIZES
 from perf_model.training_run.forecast import Forecast, forecast
@@ -24,6 +26,7 @@ from perf_model.training_run.micro_batch import NO_OVERHEADS, PUBLISHED_OVERHEAD
 from perf_model.training_run.model import ModelError, ModelShape, require_integer
 from perf_model.training_run.predictor import MemoryLimits, Overlap
 from perf_model.training_run.remedies import find_remedy, limits_to_lift
+from perf_model.units import GB
 
 MAX_UNIT_SIZE = 10**15
 MAX_UNITS = 10_000
@@ -38,7 +41,8 @@ class Inputs:
     """The checked inputs of one forecast. ``profile_path`` is None where the profile is a preset.
 
     ``model`` is the preset, the path of the config.json, or the number of parameters that the user gave.
-    ``given`` are the names of the options in ``CONFIG_OPTIONS`` that the user gave.
+    ``given`` are the names of the options in ``CONFIG_OPTIONS`` that the user gave, and ``given_figures`` those of the
+    figures of the machine (``FIGURES``) that replace a preset's.
     """
 
     job: Job
@@ -49,6 +53,7 @@ class Inputs:
     model: str
     profile_path: Path | None
     given: frozenset[str]
+    given_figures: frozenset[str]
 
     @property
     def overheads(self) -> Overheads:
@@ -69,9 +74,31 @@ def read_inputs(options: argparse.Namespace, world_size: int | None, micro_batch
 
     ``world_size`` is None if it follows from the nodes.
     """
+    return read_inputs_of_sizes(options, [(world_size, micro_batch)])[0]
+
+
+def read_inputs_of_sizes(options: argparse.Namespace, sizes: Iterable[tuple[int | None, int]]) -> list[Inputs]:
+    """Return the inputs as ``read_inputs`` does for each pair of world size and micro-batch. Each file is read once."""
     machine = read_machine(options)
+    shape = _with_shared_layers(_model(options), options.share_layers, options.every)
+    rules = NO_RULES if options.rules is None else _read_rules(options.rules)
+    measured = None if machine.path is None else _profile(machine.path)
+    return [
+        _inputs(options, machine, shape, rules, measured, world_size, micro_batch) for world_size, micro_batch in sizes
+    ]
+
+
+def _inputs(
+    options: argparse.Namespace,
+    machine: ChosenMachine,
+    shape: ModelShape,
+    rules: PlacementRules,
+    measured: HardwareProfile | None,
+    world_size: int | None,
+    micro_batch: int,
+) -> Inputs:
     job = Job(
-        shape=_with_shared_layers(_model(options), options.share_layers, options.every),
+        shape=shape,
         world_size=machine.world_size() if world_size is None else world_size,
         ranks_per_node=machine.ranks_per_node(),
         micro_batch=micro_batch,
@@ -85,12 +112,15 @@ def read_inputs(options: argparse.Namespace, world_size: int | None, micro_batch
         attention=options.attention,
         sub_group_size=DEFAULT_SUB_GROUP_SIZE if options.sub_group_size is None else options.sub_group_size,
     )
-    if options.rules is not None:
-        job = _with_rules(job, options.rules)
+    try:
+        job = replace(job, rules=rules)
+    except RulesError as error:
+        raise ModelError(f"--rules {printable(options.rules)}: {error}") from None
     if options.unit_size is not None:
         _check_unit_size(options.unit_size, job)
-    profile = _profile(machine.path) if machine.path is not None else _preset(machine.preset, job)
-    for name in ("gpu_memory_gb", "gpu_memory_margin_gb", "split_masters"):
+    profile = _preset(machine.preset, job) if measured is None else measured
+    _check_rules(job, profile)
+    for name in ("gpu_memory_gb", "gpu_memory_margin_gb", "split_masters", "offload_param"):
         if getattr(options, name) not in (None, False) and not profile.has_accelerator:
             option = f"--{name.replace('_', '-')}"
             found = printable(str(machine.path))
@@ -112,6 +142,7 @@ def read_inputs(options: argparse.Namespace, world_size: int | None, micro_batch
         model=printable(options.model) if options.params is None else f"{options.params} parameters",
         profile_path=machine.path,
         given=frozenset(name for name in CONFIG_OPTIONS if getattr(options, name) is not None),
+        given_figures=machine.given,
     )
 
 
@@ -135,15 +166,24 @@ def _with_shared_layers(shape: ModelShape, path: str | None, every: int | None) 
     return shape
 
 
-def _with_rules(job: Job, path: Path) -> Job:
-    """Return ``job`` with the rules in the file ``path``. Raise ``ModelError`` if they cannot be used for its model."""
+def _read_rules(path: Path) -> PlacementRules:
+    """Return the rules in the file ``path``. Raise ``ModelError`` if it has none."""
     try:
-        return replace(job, rules=PlacementRules.from_json(parse_json(read_text(path))))
+        return PlacementRules.from_json(parse_json(read_text(path)))
     except RulesError as error:
         raise ModelError(f"--rules {printable(path)}: {error}") from None
     except (OSError, ValueError) as error:
         rule = f"--rules: must be a readable file with a JSON list, found {printable(path)}: {reason(error)}."
         raise ModelError(f'{rule}\nFor example: [{{"match": "lm_head.*", "states": "resident"}}]') from None
+
+
+def _check_rules(job: Job, profile: HardwareProfile) -> None:
+    """Raise ``ModelError`` if a rule updates units on the GPU, and ``profile`` has no rate of Adam there."""
+    on_gpu = [rule.states for rule in job.rules.rules if rule.placement not in (None, Placement.CPU)]
+    if on_gpu and profile.get("gpu_adam_params_per_s") is None:
+        why = profile.why_missing("gpu_adam_params_per_s")
+        rule = f'--rules: "{on_gpu[0]}" needs a rate of Adam on the GPU, found none ({why})'
+        raise ModelError(f"{rule}.\nRemove the rule, or plan with another profile.")
 
 
 def _check_unit_size(size: int, job: Job) -> None:
@@ -162,6 +202,11 @@ def _preset(machine: MachinePreset | None, job: Job) -> HardwareProfile:
     if job.ranks_on_node > machine.cores:
         rule = f"ranks_per_node: must be at most {machine.cores}, the number of cores of {machine.name}"
         raise ModelError(f"{rule}, found {job.ranks_on_node}.\nCorrect --ranks-per-node, the GPUs per host.")
+    host_gb_per_s = machine.host_bytes_per_s / GB
+    if host_gb_per_s < MIN_HOST_GB_PER_S * job.ranks_on_node:
+        rule = f"--host-bandwidth-gb-per-s: must be at least {MIN_HOST_GB_PER_S} GB/s for each rank of a node"
+        found = f"{host_gb_per_s:g} GB/s for {job.ranks_on_node} ranks"
+        raise ModelError(f"{rule}, found {found}.\nCorrect it, or --ranks-per-node, the GPUs per host.")
     return machine.profile(job.ranks_on_node)
 
 

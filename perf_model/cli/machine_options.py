@@ -39,11 +39,18 @@ class _Bounds(NamedTuple):
 
 FIGURES = {
     "cores": _Bounds(1, 10**5, True, "cores of a node"),
-    "host_bandwidth_gb_per_s": _Bounds(1, 1e5, False, "bandwidth of a node's host memory that is reached, in GB/s"),
-    "link_gb_per_s": _Bounds(0.1, 1e4, False, "rate of copies between host and one GPU, per direction, in GB/s"),
+    "host_bandwidth_gb_per_s": _Bounds(1, 2500, False, "bandwidth of a node's host memory that is reached, in GB/s"),
+    "link_gb_per_s": _Bounds(0.3, 2000, False, "rate of copies between host and one GPU, per direction, in GB/s"),
     "network_gb_per_s": _Bounds(1e-3, 1e4, False, "rate at which one GPU receives from other nodes, in GB/s"),
 }
-"""The figures of a preset that options and the TOML file replace."""
+"""The figures of a preset that options and the TOML file replace.
+
+With all values between these bounds, the quantities of the profile are between their own (``QUANTITIES``) if each rank
+has a core and ``MIN_HOST_GB_PER_S``.
+"""
+
+MIN_HOST_GB_PER_S = 1
+"""The least bandwidth of host memory that a rank has, in GB/s."""
 
 _COUNTS = {
     "gpus": _Bounds(1, 10**4, True, "GPUs of a node"),
@@ -56,12 +63,14 @@ class ChosenMachine:
     """The machine to plan for: ``preset``, or the profile in the file ``path``.
 
     ``gpus`` are those of a node, and ``nodes`` the number of nodes; None if neither an option nor the file has it.
+    ``given`` are the names of the figures in ``FIGURES`` that the user gave instead of the preset's.
     """
 
     preset: MachinePreset | None
     path: Path | None
     gpus: int | None
     nodes: int | None
+    given: frozenset[str]
 
     def ranks_per_node(self) -> int:
         """Return the ranks of a node. Raise ``ModelError`` if they are not known."""
@@ -107,6 +116,7 @@ def read_machine(options: argparse.Namespace) -> ChosenMachine:
         path=Path(options.profile) if preset is None else None,
         gpus=written.get("gpus") if options.ranks_per_node is None else options.ranks_per_node,
         nodes=written.get("nodes") if options.nodes is None else options.nodes,
+        given=frozenset(changes),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import os
 import re
 import sys
@@ -78,7 +79,9 @@ def add_planning_commands(commands: argparse._SubParsersAction[CommandParser]) -
         "are fitted, and its other strides are predicted"
     )
     splits.add_argument("--across-models", action="store_true", help=across_models)
-    across_nodes = "fit the runs on the fewest nodes of each machine and predict those on more nodes"
+    across_nodes = (
+        "fit the runs on the smaller half of the numbers of nodes of each machine, and predict those on more nodes"
+    )
     splits.add_argument("--across-nodes", action="store_true", help=across_nodes)
     validate.add_argument("--json", action="store_true", help="print JSON")
 
@@ -263,28 +266,32 @@ def _validate(options: argparse.Namespace) -> int:
     return run(options)
 
 
-def _bytes_of_gb(text: str) -> int:
-    """Convert GB (10^9 bytes) to bytes. Raise ``ArgumentTypeError`` unless ``text`` is a number from 1e-9 to 1e9."""
+def _number(text: str) -> float:
+    """Return the number that ``text`` spells, and NaN, which no bounds allow, if it spells none."""
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        value = float("nan")
+        return math.nan
+
+
+def _bytes_of_gb(text: str, rule: str = "must be a number of GB (10^9 bytes) from 1e-9 to 1e9") -> int:
+    """Convert GB (10^9 bytes) to bytes. Raise ``ArgumentTypeError`` unless ``text`` is a number from 1e-9 to 1e9."""
+    value = _number(text)
     if not 1e-9 <= value <= 1e9:
-        raise argparse.ArgumentTypeError(f"must be a number of GB (10^9 bytes) from 1e-9 to 1e9, found {shorten(text)}")
+        raise argparse.ArgumentTypeError(f"{rule}, found {shorten(text)}")
     return max(1, int(value * GB))
 
 
 def _margin_of_gb(text: str) -> int:
     """Convert GB (10^9 bytes) to bytes. Zero is allowed, too."""
-    return 0 if text in ("0", "0.0") else _bytes_of_gb(text)
+    if _number(text) == 0:
+        return 0
+    return _bytes_of_gb(text, "must be a number of GB (10^9 bytes): 0, or from 1e-9 to 1e9")
 
 
 def _share(text: str) -> float:
     """Convert a share. Raise ``ArgumentTypeError`` unless ``text`` is a number above 0 and at most 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
+    value = _number(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"must be a number above 0 and at most 1, found {text!r}")
     return value
@@ -304,10 +311,7 @@ def _positive_integers_or_auto(text: str) -> list[int] | None:
 
 def _tokens(text: str) -> float:
     """Parse a number of tokens. Raise ``ArgumentTypeError`` unless it is from 1 to 1e18."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
+    value = _number(text)
     if not 1 <= value <= 1e18:
         raise argparse.ArgumentTypeError(f"must be a number of tokens from 1 to 1e18, found {shorten(text)}")
     return value

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from perf_model.cli.inputs import read_inputs
+from perf_model.cli.inputs import Inputs, read_inputs_of_sizes
 from perf_model.cli.plan_answer import fixed_seconds
 from perf_model.json_input import printable, reason
 from perf_model.schedule.placement import Placement
@@ -41,23 +40,23 @@ _TITLES = {
 
 def run(options: argparse.Namespace) -> int:
     """Print the table, write the CSV file, and return the exit code: 1 if nothing fits for any pair."""
-    rows = list(_rows(options))
+    # An impossible pair is refused before the others are planned for, and the table is printed before writing can fail.
+    inputs = read_inputs_of_sizes(options, product(options.world_sizes, options.micro_batches))
+    rows = list(map(_row, inputs))
+    _print_table(rows, inputs[0].overheads)
     if options.csv is not None:
         _write(rows, options.csv)
-    _print_table(rows, read_inputs(options, options.world_sizes[0], options.micro_batches[0]).overheads)
     return 0 if any(row["why"] is None for row in rows) else 1
 
 
-def _rows(options: argparse.Namespace) -> Iterator[SweepRow]:
-    for world_size, micro_batch in product(options.world_sizes, options.micro_batches):
-        inputs = read_inputs(options, world_size, micro_batch)
-        row: SweepRow = dict.fromkeys(COLUMNS)
-        row.update(world_size=world_size, micro_batch=micro_batch)
-        try:
-            row.update(_values(inputs.forecast()))
-        except DoesNotFit as error:
-            row["why"] = error.rule
-        yield row
+def _row(inputs: Inputs) -> SweepRow:
+    row: SweepRow = dict.fromkeys(COLUMNS)
+    row.update(world_size=inputs.job.world_size, micro_batch=inputs.job.micro_batch)
+    try:
+        row.update(_values(inputs.forecast()))
+    except DoesNotFit as error:
+        row["why"] = error.rule
+    return row
 
 
 def _values(found: Forecast) -> SweepRow:

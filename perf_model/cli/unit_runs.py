@@ -86,7 +86,7 @@ def changes_by_move(found: Forecast, indices: Sequence[int]) -> dict[SingleMove,
         if other in found.cost.placements and other is not placements[index]
     ]
     windows = replace(found.windows, first_use=found.first_use)
-    return changes_of_exposed_s(found.planned, moves, found.cost, found.budgets, windows, found.job.setup)
+    return changes_of_exposed_s(found.planned, moves, found.cost, found.budgets, windows, found.request.setup)
 
 
 def show_change(change_s: float | None) -> str:

@@ -21,7 +21,7 @@ RATES = {
     "pageable_bytes_per_s": "publishing",
     "streamed_bytes_per_param": "host memory per streamed parameter",
     "gpu_adam_params_per_s": "GPU Adam",
-    "matmul_flops_per_s": "matrix products",
+    "training_flops_per_s": "operations in training",
     "layer_s": "launches per layer",
     "interleaved_layer_s": "launches per layer after an interleaved update",
     "inter_node_bytes_per_s": "network per rank",

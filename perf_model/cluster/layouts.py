@@ -35,7 +35,6 @@ class Cluster:
     ranks_per_node: int
     global_batch: int
     sequence: int
-    recompute: bool = True
 
     def __post_init__(self) -> None:
         maxima = {"gpus": 10**6, "ranks_per_node": 10**4, "global_batch": 10**9, "sequence": MAX_TOKENS}

@@ -15,9 +15,9 @@ from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import PhaseRates
 from perf_model.training_run.training_memory import PARAM_BYTES
 
-STATE_BYTES_PER_PARAM = 18
-"""Bytes per parameter on the GPU: bf16 parameter 2, fp32 gradient 4, and fp32 master, ``exp_avg`` and ``exp_avg_sq``
-12, without a distributed optimizer (Megatron-LM, ``docs/source/api-guide/dist_optimizer.md``)."""
+TRAINED_BYTES_PER_PARAM = 16
+"""Bytes per trained parameter on the GPU besides the bf16 parameter: fp32 gradient 4, and fp32 master, ``exp_avg`` and
+``exp_avg_sq`` 12, without a distributed optimizer (Megatron-LM, ``docs/source/api-guide/dist_optimizer.md``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,7 @@ class PipelineLayout:
 
 def best_pipeline_layout(
     cluster: Cluster,
+    job: Job,
     rates: PhaseRates,
     gpu_bytes: int | None,
     sizes: Sequence[int] | None = None,
@@ -43,14 +44,15 @@ def best_pipeline_layout(
 ) -> PipelineLayout | None:
     """Return the fastest layout by the paper's takeaways (arXiv 2104.04473, sections 3.2 to 3.4), or None if none fits.
 
-    ``sizes`` are tensor-parallel sizes. If they or ``micro_batches`` are None, all that the cluster permits are tried.
-    There are several stages only if the tensor-parallel size is the largest of those. Their number is the smallest with
-    which the model and its activations fit into ``gpu_bytes``, with 1F1B. All states are on the GPU. Communication
-    between stages is assumed to be hidden; the all-reduces of tensor parallelism and of the gradients are not. No time
-    is counted for the update.
+    ``job`` has everything but the layout. ``sizes`` are tensor-parallel sizes. If they or ``micro_batches`` are None,
+    all that the cluster permits are tried. There are several stages only if the tensor-parallel size is the largest of
+    those. Their number is the smallest with which the model and its activations fit into ``gpu_bytes``, with 1F1B. All
+    states are on the GPU. Communication between stages is assumed to be hidden; the all-reduces of tensor parallelism
+    and of the gradients are not. No time is counted for the update.
     """
     layouts = _layouts(
         cluster,
+        replace(job, accumulation=1, offload_param=False, split_masters=False),
         rates,
         gpu_bytes,
         sizes or cluster.tensor_parallel_sizes(),
@@ -60,29 +62,26 @@ def best_pipeline_layout(
 
 
 def _layouts(
-    cluster: Cluster, rates: PhaseRates, gpu_bytes: int | None, sizes: Sequence[int], micro_batches: Sequence[int]
+    cluster: Cluster,
+    job: Job,
+    rates: PhaseRates,
+    gpu_bytes: int | None,
+    sizes: Sequence[int],
+    micro_batches: Sequence[int],
 ) -> Iterator[PipelineLayout]:
     for tensor_parallel, micro_batch in product(sizes, micro_batches):
         if cluster.global_batch % micro_batch:
             continue
-        job = Job(
-            shape=cluster.shape,
-            world_size=cluster.gpus,
-            ranks_per_node=cluster.ranks_per_node,
-            micro_batch=micro_batch,
-            sequence=cluster.sequence,
-            recompute=cluster.recompute,
-            tensor_parallel=tensor_parallel,
-        )
+        laid_out = replace(job, micro_batch=micro_batch, tensor_parallel=tensor_parallel)
         most_stages = cluster.shape.layers if tensor_parallel == max(sizes) else 1
         for stages in range(1, most_stages + 1):
             data_parallel, rest = divmod(cluster.gpus, tensor_parallel * stages)
             if rest or cluster.shape.layers % stages or cluster.global_batch % (data_parallel * micro_batch):
                 continue
             count = cluster.global_batch // (data_parallel * micro_batch)
-            if gpu_bytes is not None and _gpu_bytes(job, stages, count) > gpu_bytes:
+            if gpu_bytes is not None and _gpu_bytes(laid_out, stages, count) > gpu_bytes:
                 continue
-            iteration_s = _iteration_s(job, stages, data_parallel, rates, cluster.global_batch)
+            iteration_s = _iteration_s(laid_out, stages, data_parallel, rates, cluster.global_batch)
             yield PipelineLayout(
                 tensor_parallel=tensor_parallel,
                 stages=stages,
@@ -99,7 +98,7 @@ def _layouts(
 def _gpu_bytes(job: Job, stages: int, micro_batches: int) -> float:
     """Return the peak GPU memory of the first stage: its states, and the activations of micro-batches in flight."""
     in_flight = micro_batches_in_flight(stages, micro_batches)
-    states_bytes = STATE_BYTES_PER_PARAM * job.shard_numel / stages
+    states_bytes = (PARAM_BYTES + TRAINED_BYTES_PER_PARAM * job.trainable_share) * job.shard_numel / stages
     return job.memory.context_bytes + states_bytes + job.activation_bytes * in_flight / stages
 
 
@@ -115,7 +114,7 @@ def _iteration_s(job: Job, stages: int, data_parallel: int, rates: PhaseRates, g
     # Tensor-parallel ranks are on one node, and so are the stages that it has room for.
     on_node = max(1, job.ranks_on_node // (job.tensor_parallel * stages))
     among_data_parallel = replace(rates.network, ranks_per_node=on_node)
-    gradients_bytes = PARAM_BYTES * job.shard_numel / stages
+    gradients_bytes = PARAM_BYTES * job.trainable_share * job.shard_numel / stages
     return (
         pipelined_s
         + among_data_parallel.reduce_scatter_s(gradients_bytes, data_parallel)

@@ -5,7 +5,7 @@ DeepSpeed has no pipeline with ZeRO-3, so these functions serve as a comparison.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 
 def bubble_share(stages: int, micro_batches: int, chunks: int = 1) -> float:
@@ -19,26 +19,9 @@ def bubble_share(stages: int, micro_batches: int, chunks: int = 1) -> float:
     return (stages - 1) / micro_batches / chunks
 
 
-def bubble_share_beside_data_parallel(gpus: int, data_parallel: int, batches: int) -> float:
-    """Return the same share without tensor parallelism, (n - d) / b' (section 3.3.1, figure 6).
-
-    ``batches`` is b', the global batch divided by the micro-batch.
-    """
-    return (gpus - data_parallel) / batches
-
-
 def micro_batches_in_flight(stages: int, micro_batches: int) -> int:
     """Return the largest number of micro-batches whose activations the first stage keeps, with 1F1B (section 2.2.1)."""
     return min(stages, micro_batches)
-
-
-def scaled_throughput(throughput: float, stages: int, micro_batches: int, fewer_micro_batches: int) -> float:
-    """Return the throughput per GPU if only the bubble changes, because each pipeline has fewer micro-batches.
-
-    That is what more GPUs do to a fixed global batch (section 3.3.1). ``throughput`` was reached with
-    ``micro_batches``.
-    """
-    return throughput * (1 + bubble_share(stages, micro_batches)) / (1 + bubble_share(stages, fewer_micro_batches))
 
 
 def batch_s(sequences: int, micro_batch: int, stages: int, micro_batch_s: Callable[[int], float]) -> float:
@@ -48,8 +31,3 @@ def batch_s(sequences: int, micro_batch: int, stages: int, micro_batch_s: Callab
     Communication is not included.
     """
     return (sequences / micro_batch + stages - 1) * micro_batch_s(micro_batch)
-
-
-def best_micro_batch(sequences: int, stages: int, micro_batch_s: Callable[[int], float], sizes: Iterable[int]) -> int:
-    """Return the one of ``sizes`` with which a batch takes the least time (section 3.4)."""
-    return min(sizes, key=lambda size: batch_s(sequences, size, stages, micro_batch_s))

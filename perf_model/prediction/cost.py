@@ -319,11 +319,13 @@ def _dram_capacity(profile: HardwareProfile) -> float:
     that either reaches alone is a lower bound in any case; a CPU update that the caches help may exceed the plain
     probe.
     """
-    cpu, both = profile.rate("cpu_adam_params_per_s"), profile.both_directions
+    cpu = profile.rate("cpu_adam_params_per_s")
+    # If the rate of both directions is waived, its upper bound is known, but only one direction is a lower bound.
+    both = profile.get("both_bytes_per_s") or max(map(profile.rate, ("h2d_bytes_per_s", "d2h_bytes_per_s")))
     step_bytes = traffic_by_action(PROBED_PARAM_BYTES)[ActionKind.CPU_STEP].dram
     alone = max(profile.rate("dram_update_bytes_per_s"), step_bytes * cpu, both)
     concurrent_cpu = profile.get("cpu_adam_beside_transfers_params_per_s")
     concurrent_both = profile.get("both_beside_cpu_adam_bytes_per_s")
     if concurrent_cpu is None or concurrent_both is None:
         return alone
-    return max(alone, step_bytes * min(concurrent_cpu, cpu) + min(concurrent_both, both))
+    return max(alone, step_bytes * min(concurrent_cpu, cpu) + min(concurrent_both, profile.both_directions))

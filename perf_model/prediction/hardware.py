@@ -7,10 +7,9 @@ training. A rate that could not be measured is *waived*, with the reason.
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -101,20 +100,52 @@ MIN_GPU_MATMUL_FLOPS_PER_S, MAX_CPU_MATMUL_FLOPS_PER_S = 1e12, 2e14
 """Bounds of a matrix product: with a unit that is wrong by 1e3, a CPU would look like a GPU or a GPU like a CPU. A CPU
 with AMX reaches 1e14."""
 
-CONCURRENT_TO_ALONE = {
-    "cpu_adam_beside_transfers_params_per_s": "cpu_adam_params_per_s",
-    "both_beside_cpu_adam_bytes_per_s": "both_bytes_per_s",
+
+class Limit(NamedTuple):
+    """The most that a rate can be: the sum of the rates ``alone``, times ``tolerance`` for noise."""
+
+    alone: tuple[str, ...]
+    tolerance: float
+
+
+LIMITS: dict[str, Limit] = {
+    "cpu_adam_beside_transfers_params_per_s": Limit(("cpu_adam_params_per_s",), 1.5),
+    "both_beside_cpu_adam_bytes_per_s": Limit(("both_bytes_per_s",), 1.5),
+    "both_bytes_per_s": Limit(("h2d_bytes_per_s", "d2h_bytes_per_s"), 1.2),
 }
-"""Rates that are measured concurrently with other work, each with the same rate measured alone."""
-
-CONCURRENT_TOLERANCE = 1.5
-"""The tolerance for noise: work that runs concurrently with other work is not faster than alone."""
-
-BOTH_TOLERANCE = 1.2
-"""The tolerance for noise: both directions together do not exceed the sum of the rates that they reach alone."""
+"""The limits of rates that are measured concurrently with other work, which does not make them faster than alone."""
 
 ACCELERATOR_RATES = ("h2d_bytes_per_s", "d2h_bytes_per_s", "both_bytes_per_s", "gpu_adam_params_per_s")
 """The rates of an accelerator: a profile that has any of them describes a machine with an accelerator."""
+
+
+class RateAboveLimit(NamedTuple):
+    """A rate that is above its limit, which is ``tolerance`` times ``alone``, the sum of the rates ``names``."""
+
+    name: str
+    rate: float
+    names: str
+    alone: float
+    tolerance: float
+
+
+def rates_above_limits(median_of: Callable[[str], float | None]) -> Iterator[RateAboveLimit]:
+    """Yield the rates above their ``LIMITS``. ``median_of`` returns the rate of a name, or None if it has none."""
+    for name, (names, tolerance) in LIMITS.items():
+        rate, alone = median_of(name), [median_of(other) for other in names]
+        known = [each for each in alone if each is not None]
+        if rate is not None and len(known) == len(alone) and rate > tolerance * sum(known):
+            yield RateAboveLimit(name, rate, " plus ".join(names), sum(known), tolerance)
+
+
+def matmul_bounds(gpu_memory_bytes: int | None, peak: float | None, *, has_accelerator: bool) -> tuple[float, float]:
+    """Return the bounds of ``matmul_flops_per_s``, in FLOP/s. ``peak`` is that of the GPU, or None if it is unknown."""
+    low, high = QUANTITIES["matmul_flops_per_s"][1:]
+    if gpu_memory_bytes is not None:
+        low = MIN_GPU_MATMUL_FLOPS_PER_S
+    elif not has_accelerator:
+        high = MAX_CPU_MATMUL_FLOPS_PER_S
+    return low, high if peak is None else min(high, PEAK_TOLERANCE * peak)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,29 +233,17 @@ class HardwareProfile:
         _require(fits, "gpu_peak_flops", rule, peak, "Its unit is FLOP/s.")
         if achieved is None:
             return
-        low, high = QUANTITIES["matmul_flops_per_s"][1:]
-        if self.gpu_memory_bytes is not None:
-            low = MIN_GPU_MATMUL_FLOPS_PER_S
-        elif not self.has_accelerator:
-            high = MAX_CPU_MATMUL_FLOPS_PER_S
-        rule = f"must be from {low:g} to {high:g} on {'this CPU' if high == MAX_CPU_MATMUL_FLOPS_PER_S else 'this GPU'}"
-        _require(low <= achieved <= high, "matmul_flops_per_s", rule, achieved, "Its unit is FLOP/s.")
-        most = math.inf if peak is None else PEAK_TOLERANCE * peak
-        rule = f"cannot exceed gpu_peak_flops, {most:.3g} with a tolerance"
-        _require(achieved <= most, "matmul_flops_per_s", rule, achieved, "Correct one of them.")
+        low, high = matmul_bounds(self.gpu_memory_bytes, peak, has_accelerator=self.has_accelerator)
+        on_gpu = self.has_accelerator or self.gpu_memory_bytes is not None
+        rule = f"must be from {low:.3g} to {high:.3g} on {'this GPU' if on_gpu else 'this CPU'}"
+        by_peak = "" if peak is None else f" The greatest value is {PEAK_TOLERANCE} times gpu_peak_flops at most."
+        _require(low <= achieved <= high, "matmul_flops_per_s", rule, achieved, f"Its unit is FLOP/s.{by_peak}")
 
     def _check_together(self) -> None:
-        for concurrent, alone in CONCURRENT_TO_ALONE.items():
-            slowed, free = self.get(concurrent), self.get(alone)
-            if slowed is not None and free is not None:
-                most = CONCURRENT_TOLERANCE * free
-                rule = f"cannot exceed {alone}, {most:.3g} with a tolerance"
-                _require(slowed <= most, concurrent, rule, slowed, "Measure again, with nothing else running.")
-        both, directions = self.get("both_bytes_per_s"), (self.get("h2d_bytes_per_s"), self.get("d2h_bytes_per_s"))
-        if both is not None and None not in directions:
-            most = BOTH_TOLERANCE * sum(rate for rate in directions if rate is not None)
-            rule = f"cannot exceed the sum of the two directions alone, {most:.3g} with a tolerance"
-            _require(both <= most, "both_bytes_per_s", rule, both, "It is the sum of both directions; measure again.")
+        for name, rate, names, alone, tolerance in rates_above_limits(self.get):
+            rule = f"cannot exceed {names}, {tolerance * alone:.3g} with a tolerance"
+            remedy = f"It is the rate of: {QUANTITIES[name].meaning}. Measure again, with nothing else running."
+            raise _error(name, rule, rate, remedy)
 
     def get(self, name: str) -> float | None:
         """Return the median of the quantity, or None if it is waived or missing."""
@@ -232,13 +251,24 @@ class HardwareProfile:
         measurement = self.measurements.get(name)
         return None if measurement is None or not measurement.samples else measurement.median
 
-    def rate(self, name: str) -> float:
-        """Return the median of the quantity. Raise ``ProfileError`` if it is waived or missing."""
+    def rate(self, name: str, purpose: str = "the update") -> float:
+        """Return the median of the quantity. Raise ``ProfileError`` if it is waived or missing.
+
+        ``purpose`` names the prediction that needs it.
+        """
         value = self.get(name)
         if value is None:
-            reason = self.measurements[name].waived if name in self.measurements else "not in the profile"
-            raise ProfileError(f"{name}: is needed here, found nothing ({reason}).\nProfile the machine that trains.")
+            raise ProfileError(
+                f"{name}: is needed to predict {purpose}, found nothing ({self.why_missing(name)}).\n"
+                "Measure again with nothing else running: deep-opt-states profile --output profile.json. "
+                "Or plan for a preset."
+            )
         return value
+
+    def why_missing(self, name: str) -> str:
+        """Return the reason why the quantity has no value."""
+        measurement = self.measurements.get(name)
+        return (None if measurement is None else measurement.waived) or "not in the profile"
 
     @property
     def both_directions(self) -> float:
@@ -284,9 +314,12 @@ class HardwareProfile:
 
 def _require(holds: bool, key: str, rule: str, found: object, remedy: str) -> None:
     if not holds:
-        raise ProfileError(
-            f"{printable(key, 100)}: {rule}, found {found if found == 'nothing' else shorten(found)}.\n{remedy}"
-        )
+        raise _error(key, rule, found, remedy)
+
+
+def _error(key: str, rule: str, found: object, remedy: str) -> ProfileError:
+    shown = found if found == "nothing" else shorten(found)
+    return ProfileError(f"{printable(key, 100)}: {rule}, found {shown}.\n{remedy}")
 
 
 def _check(key: str, measurement: Measurement, quantity: Quantity) -> None:
@@ -296,7 +329,9 @@ def _check(key: str, measurement: Measurement, quantity: Quantity) -> None:
     )
     for sample in measurement.samples:
         rule = f"must be from {quantity.low:g} to {quantity.high:g} ({quantity.meaning})"
-        _require(quantity.low <= sample <= quantity.high, key, rule, sample, "Units are bytes, seconds and parameters.")
+        _require(
+            quantity.low <= sample <= quantity.high, key, rule, sample, "Units are bytes, seconds, parameters and FLOP."
+        )
 
 
 def _from_mapping(cls: type[HardwareProfile], raw: Any) -> HardwareProfile:

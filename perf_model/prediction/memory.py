@@ -70,6 +70,13 @@ class TrainingSetup:
         """Return whether an update on the accelerator works on parameters in a buffer, and not in place."""
         return self.params_on_host or self.widths.splits_masters
 
+    def keeps_sums(self, *, updates_on_accelerator: bool) -> bool:
+        """Return whether the sums of accumulated gradients are on the accelerator also for units of the CPU.
+
+        ``updates_on_accelerator``: the plan updates anything there.
+        """
+        return updates_on_accelerator if self.sums_on_accelerator is None else self.sums_on_accelerator
+
 
 DEFAULT_SETUP = TrainingSetup()
 """A 16-bit model with gradients in its dtype, one micro-batch per step, and its parameters on the accelerator."""
@@ -105,8 +112,8 @@ def on_accelerator(
     The arguments count the units of each length, by placement.
     """
     updated = streamed + residents
-    keeps_sums = bool(updated) if setup.sums_on_accelerator is None else setup.sums_on_accelerator
-    kept = updated + on_cpu if setup.accumulates and keeps_sums else updated
+    keeps_sums = setup.accumulates and setup.keeps_sums(updates_on_accelerator=bool(updated))
+    kept = updated + on_cpu if keeps_sums else updated
     if not kept:
         return []
     return [

@@ -18,8 +18,8 @@ ALLOWED_IN_BACKWARD = ActionKind.PREFETCH
 """The only kind of action that may start before the norm of the gradients is known: it reads nothing but the states,
 which the previous step wrote."""
 
-Floats = TypeVar("Floats", float, npt.NDArray[np.float64])
-"""One number, or one for each of many plans."""
+Seconds = TypeVar("Seconds", float, npt.NDArray[np.float64])
+"""The seconds of one plan, or of each of many plans."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Windows:
             late_s.append(end_s - (forward_end_s + self.backward_s + min(0.0, start_s)))
         return max(late_s)
 
-    def late_beside_flushes_s(self, filled_s: Floats, flushed_s: Floats, cost: CostModel) -> tuple[Floats, Floats]:
+    def late_beside_flushes_s(self, filled_s: Seconds, flushed_s: Seconds, cost: CostModel) -> tuple[Seconds, Seconds]:
         """Return two bounds of the delay of a backward's prefetches; the larger one, if positive, is the delay.
 
         ``filled_s`` of prefetches and ``flushed_s`` of flushes, in seconds of copies that run alone, share the link in

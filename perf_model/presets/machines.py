@@ -98,25 +98,27 @@ class MachinePreset:
 
     def profile(self, ranks: int) -> HardwareProfile:
         """Return the profile of one rank while ``ranks`` ranks, one per GPU, run on the node."""
-        link = REACHED_SHARE * self.link_bytes_per_s
-        pageable = min(self.pageable_bytes_per_s, link)
-        host = self.host_bytes_per_s / ranks
+        link_bytes_per_s = REACHED_SHARE * self.link_bytes_per_s
+        pageable_bytes_per_s = min(self.pageable_bytes_per_s, link_bytes_per_s)
+        host_bytes_per_s = self.host_bytes_per_s / ranks
         rates = {
-            "h2d_bytes_per_s": link,
-            "d2h_bytes_per_s": link,
-            "both_bytes_per_s": self.joint * link,
-            "pageable_h2d_bytes_per_s": pageable,
-            "pageable_d2h_bytes_per_s": pageable,
+            "h2d_bytes_per_s": link_bytes_per_s,
+            "d2h_bytes_per_s": link_bytes_per_s,
+            "both_bytes_per_s": self.joint * link_bytes_per_s,
+            "pageable_h2d_bytes_per_s": pageable_bytes_per_s,
+            "pageable_d2h_bytes_per_s": pageable_bytes_per_s,
             "copy_latency_s": 1e-5,
-            "cpu_adam_params_per_s": self._cpu_adam_params_per_s(host, traffic_by_action(PARAM_BYTES), ranks),
+            "cpu_adam_params_per_s": self._cpu_adam_params_per_s(
+                host_bytes_per_s, traffic_by_action(PARAM_BYTES), ranks
+            ),
             "split_cpu_adam_params_per_s": self._cpu_adam_params_per_s(
-                host, traffic_by_action(PARAM_BYTES, splits_masters=True), ranks
+                host_bytes_per_s, traffic_by_action(PARAM_BYTES, splits_masters=True), ranks
             ),
             "stock_cpu_adam_params_per_s": self._cpu_adam_params_per_s(
-                host, stock_traffic_by_action(PARAM_BYTES), ranks
+                host_bytes_per_s, stock_traffic_by_action(PARAM_BYTES), ranks
             ),
-            "dram_update_bytes_per_s": host,
-            "dram_copy_bytes_per_s": host,
+            "dram_update_bytes_per_s": host_bytes_per_s,
+            "dram_copy_bytes_per_s": host_bytes_per_s,
             "gpu_adam_params_per_s": REACHED_SHARE * self.gpu_memory_bytes_per_s / GPU_ADAM_BYTES_PER_PARAM,
             "matmul_flops_per_s": self._matmul_flops_per_s(MATMUL_SIZE),
             "matmul_small_flops_per_s": self._matmul_flops_per_s(SMALL_MATMUL_SIZE),
@@ -140,9 +142,11 @@ class MachinePreset:
         limit = self.matmul_flops / TRAINING_SHARE
         return MatrixRate(limit_flops_per_s=limit, half_elements=HALF_ELEMENTS).flops_per_s(size**2)
 
-    def _cpu_adam_params_per_s(self, host: float, traffic: Mapping[ActionKind, BytesPerParam], ranks: int) -> float:
+    def _cpu_adam_params_per_s(
+        self, host_bytes_per_s: float, traffic: Mapping[ActionKind, BytesPerParam], ranks: int
+    ) -> float:
         """Return the rate of CPU Adam, which is limited by host memory or by the cores."""
-        return min(host / traffic[ActionKind.CPU_STEP].dram, self.core_params_per_s * self.cores / ranks)
+        return min(host_bytes_per_s / traffic[ActionKind.CPU_STEP].dram, self.core_params_per_s * self.cores / ranks)
 
 
 _PCIE_4, _PCIE_5, _NVLINK_C2C = 31.5e9, 63e9, 450e9

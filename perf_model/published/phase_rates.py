@@ -41,7 +41,7 @@ class PhaseSeconds:
 def priors_of_phases(machine: str) -> dict[str, Prior]:
     """Return the priors of the rates that the phases depend on."""
     return {
-        "matmul_flops_per_s": Prior(machine_of(machine).matmul_flops, 0.25),
+        "training_flops_per_s": Prior(machine_of(machine).matmul_flops, 0.25),
         "layer_s": Prior(PUBLISHED_OVERHEADS.layer_s, 0.3),
         # The forward after an interleaved update takes 6 to 11 ms per layer in the runs of at most 13B on 4xH100, whose
         # kernels are shorter than that, and that of stock 4.5 to 4.7 ms. The logs do not show the reason.
@@ -78,7 +78,7 @@ def micro_batch_seconds(run: MeasuredRun, batch: TrainedBatch, rates: Mapping[st
     """Return the predicted forward and backward of one micro-batch, without the copies of gradients."""
     work, peers = _micro_batch(run, batch), machine_of(run.machine).peer_bytes_per_s
     phase_rates = PhaseRates(
-        matrix=MatrixRate(limit_flops_per_s=rates["matmul_flops_per_s"], half_elements=HALF_ELEMENTS),
+        matrix=MatrixRate(limit_flops_per_s=rates["training_flops_per_s"], half_elements=HALF_ELEMENTS),
         network=Network(
             ranks_per_node=run.gpus_per_node,
             all_gather_bytes_per_s=peers,

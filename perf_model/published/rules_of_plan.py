@@ -73,8 +73,8 @@ def backward_s(run: MeasuredRun, batch: TrainedBatch, rates: Mapping[str, float]
     placements = placements_of(run.setting)
     path = GradientPath.for_stock(UpdatePlan(workload=workload_of(run.setting), placements=placements, num_slots=1))
     _, computed_s = micro_batch_seconds(run, batch, rates)
-    earlier_s = max(computed_s, (path.accumulated_down + path.accumulated_up) / link)
-    return (batch.accumulation - 1) * earlier_s + max(computed_s, (path.down + path.up) / link)
+    earlier_s = max(computed_s, (path.accumulated_down_bytes + path.accumulated_up_bytes) / link)
+    return (batch.accumulation - 1) * earlier_s + max(computed_s, (path.down_bytes + path.up_bytes) / link)
 
 
 @cache

@@ -20,7 +20,7 @@ class RunsError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSetting:
-    """The inputs of the prediction of an update, whose time should be equal in two runs on one machine that share them.
+    """The inputs of the prediction of an update: two runs on one machine with equal settings should take equally long.
 
     ``real_params`` are those of the whole model, divided among ``ranks`` ranks, and ``sub_group_size`` is in parameters
     of one rank. ``cpu_ratio`` is the share of the sub-groups that is offloaded. ``update_stride`` is None if updates

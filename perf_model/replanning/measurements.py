@@ -92,8 +92,8 @@ class WindowMeasurement:
 class TrailingWindow:
     """The measurements of this rank's last steps, at most ``WINDOW_STEPS`` of them, all with the same plan.
 
-    ``is_due`` counts steps, and not measurements, so that all ranks exchange their medians after the same steps even if
-    a step of one of them was not measured.
+    ``count_step`` counts steps, and not measurements, so that all ranks exchange their medians after the same steps
+    even if a step of one of them was not measured.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class TrailingWindow:
         """Add the measurement of a step, and forget the oldest one if there are more than ``WINDOW_STEPS``."""
         self._measured.append(measured)
 
-    def is_due(self) -> bool:
+    def count_step(self) -> bool:
         """Count a step, and return whether the medians are due.
 
         They are due after the first ``FIRST_STEPS`` steps, then as soon as there are ``WINDOW_STEPS`` steps with one

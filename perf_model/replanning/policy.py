@@ -116,6 +116,7 @@ class ReplanningPolicy:
         if self._request.budgets.missing(running.memory) or _is_better(found.planned, running):
             return self._adopt(found, running, reason)
         self._expected = running.timeline.seconds_by_kind()
+        self._adopted_with = self._adopted_with[0], self._request.windows
         return None
 
     def _follow_rates(self, measured: WindowMeasurement) -> Decision | None:

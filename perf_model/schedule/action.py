@@ -28,6 +28,8 @@ class Lane(Enum):
 
 
 class ActionKind(Enum):
+    """The kinds of actions, each of which has a lane."""
+
     PREFETCH = "PREFETCH"
     """Copy of fp32 p, m and v to a staging slot. The gradient is already on the accelerator."""
     GPU_STEP = "GPU_STEP"

@@ -60,7 +60,7 @@ class Widths:
 
     @property
     def staged_bytes(self) -> int:
-        """Return the bytes per parameter of all of them, which are copied in each direction."""
+        """Return the bytes per parameter of the staged states, which are copied in each direction."""
         return sum(self.staged.values())
 
     def slab_bytes(self, workload: Workload) -> int:

@@ -30,8 +30,9 @@ class Schedule:
     """The actions in the order in which the host issues them, and the staging memory that they need.
 
     ``slot_numel`` is the length, in parameters, of each of the ``num_slots`` staging slots. ``staging_bytes`` is the
-    accelerator memory that the schedule declares: the runtime reserves the slots within it once, and reserves nothing
-    else. The text form (``str``) can be parsed again with ``parse``.
+    accelerator memory of these slots with whole masters, within which ``check`` requires the actions to stay. The
+    runtime reserves the slots once, and its other reservations follow from the plan (``prediction/memory.py``). The
+    text form (``str``) can be parsed again with ``parse``.
     """
 
     num_slots: int

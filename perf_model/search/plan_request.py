@@ -79,7 +79,7 @@ class PlanRequest:
 
     @property
     def fixed_bytes(self) -> int:
-        """Return the least accelerator memory that the units can take whose placement the rules give."""
+        """Return the least accelerator memory of the units whose placement the rules fix."""
         workload = self.workload(min(self.unit_sizes))
         placements = keep_fixed(workload, place_all(workload, Placement.CPU))
         return memory_of(UpdatePlan(workload=workload, placements=placements, num_slots=1), self.setup).gpu_bytes

@@ -74,7 +74,10 @@ class StartingPoints:
                 yield place_by_stride(self._workload, stride)
 
     def possible(self) -> list[Placements]:
-        """Return for each unit the placements that it, or at least the smallest unit, can have in GPU memory."""
+        """Return the placements that each unit may have.
+
+        Those that not even the smallest unit can have within GPU memory are left out.
+        """
         nothing: Counter[int] = Counter()
         smallest = Counter([min(self._numels)])
         others = Counter(self._numels) - smallest

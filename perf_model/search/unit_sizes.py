@@ -37,7 +37,8 @@ SIZES_BETWEEN = 2
 """The number of sizes to try between two sizes of the list, at equal ratios and rounded to two digits."""
 
 MAX_USEFUL_UNITS = 600
-"""A size with more units is not tried if a larger size fits: each unit adds the latency of seven copies."""
+"""A size with more units is not tried if a larger size fits: each streamed unit adds the latency of six
+copies, and each CPU unit that of one."""
 
 MAX_UNITS_BETWEEN = 250
 """A size between those of the list is not tried if it gives more units."""

@@ -119,7 +119,7 @@ def forecast_plan(
     unit_sizes: Iterable[int],
     overheads: Overheads = NO_OVERHEADS,
 ) -> Forecast:
-    """Return what ``forecast`` returns, without the alternatives and other masters."""
+    """Return the result of ``forecast`` without the alternatives and other masters."""
     predictor = Predictor(job, profile, limits, overlap, overheads)
     request = predictor.request(unit_sizes)
     chosen = request.plan()
@@ -128,7 +128,9 @@ def forecast_plan(
         job=job,
         request=request,
         chosen=chosen,
-        predicted=predictor.iteration(planned.update_s, planned.exposed_s, GradientPath.for_plan(planned.plan)),
+        predicted=predictor.iteration(
+            planned.update_s, planned.exposed_s, GradientPath.for_plan(planned.plan, request.setup)
+        ),
         baselines={},
         memory=predictor.memory(planned.memory),
         reserved_host_bytes=predictor.reserved_host_bytes,
@@ -143,8 +145,10 @@ def _other_masters(
     if job is None:
         return None
     predictor = Predictor(job, profile, limits, overlap, overheads)
-    update = predictor.request([found.unit_size]).evaluate(plan)
+    request = predictor.request([found.unit_size])
+    update = request.evaluate(plan)
+    gradients = GradientPath.for_plan(plan, request.setup)
     return OtherMasters(
-        predicted=predictor.iteration(update.update_s, update.exposed_s, GradientPath.for_plan(plan)),
+        predicted=predictor.iteration(update.update_s, update.exposed_s, gradients),
         memory=predictor.memory(update.memory),
     )

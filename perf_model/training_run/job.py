@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from perf_model.prediction.hardware import HardwareProfile
-from perf_model.prediction.memory import SIXTEEN_BIT, TrainingSetup
+from perf_model.prediction.memory import DEFAULT_SETUP, SIXTEEN_BIT, TrainingSetup
 from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -36,22 +36,29 @@ MAX_TOKENS = 10**7
 class GradientPath:
     """Bytes of gradients that one rank copies down to host memory and up again in the last backward before an update.
 
-    ``accumulated_down`` and ``accumulated_up`` are those of each earlier backward whose gradients are accumulated.
+    ``accumulated_down_bytes`` and ``accumulated_up_bytes`` are those of each earlier backward whose gradients are
+    accumulated.
     """
 
-    down: int = 0
-    up: int = 0
-    accumulated_down: int = 0
-    accumulated_up: int = 0
+    down_bytes: int = 0
+    up_bytes: int = 0
+    accumulated_down_bytes: int = 0
+    accumulated_up_bytes: int = 0
 
     @classmethod
-    def for_plan(cls, plan: UpdatePlan) -> GradientPath:
+    def for_plan(cls, plan: UpdatePlan, setup: TrainingSetup = DEFAULT_SETUP) -> GradientPath:
         """Return the bytes of our runtime.
 
-        Gradients are accumulated on the accelerator. They are copied down once if the CPU updates them, and stay there
-        if the accelerator updates them.
+        Gradients stay on the accelerator if it updates them, and are copied down once if the CPU does. If the sums over
+        micro-batches are not on the accelerator (``TrainingSetup.keeps_sums``), each micro-batch copies those of the
+        CPU's units down, and each but the first copies them up before. Of these equal copies, it is the last
+        micro-batch that is counted without the copy up, and not the first.
         """
-        return cls(down=PARAM_BYTES * plan.numel(Placement.CPU))
+        down_bytes = PARAM_BYTES * plan.numel(Placement.CPU)
+        on_accelerator = any(placement is not Placement.CPU for placement in plan.placements)
+        if not setup.accumulates or setup.keeps_sums(updates_on_accelerator=on_accelerator):
+            return cls(down_bytes=down_bytes)
+        return cls(down_bytes=down_bytes, accumulated_down_bytes=down_bytes, accumulated_up_bytes=down_bytes)
 
     @classmethod
     def for_stock(cls, plan: UpdatePlan) -> GradientPath:
@@ -63,9 +70,14 @@ class GradientPath:
         residents of Twin-Flow have their states on the GPU.
         """
         numel = plan.workload.numel
-        once = PARAM_BYTES * numel
+        once_bytes = PARAM_BYTES * numel
         fp32_bytes = 4 * (numel - plan.numel(Placement.RESIDENT))
-        return cls(down=once + fp32_bytes, up=once, accumulated_down=once, accumulated_up=once)
+        return cls(
+            down_bytes=once_bytes + fp32_bytes,
+            up_bytes=once_bytes,
+            accumulated_down_bytes=once_bytes,
+            accumulated_up_bytes=once_bytes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +165,11 @@ class Job:
 
     @cached_property
     def setup(self) -> TrainingSetup:
-        """Return the facts that the memory of the optimizer depends on besides the plan."""
+        """Return the facts that the memory of the optimizer depends on besides the plan, if an accelerator trains.
+
+        With offloaded parameters, the runtime has no buffer of rounded ones. It is counted here all the same, because
+        the parameters themselves take as much page-locked memory.
+        """
         return TrainingSetup(
             widths=replace(SIXTEEN_BIT, splits_masters=self.split_masters),
             longest_partition_numel=max(partition.numel for partition in self._partitions),
@@ -254,18 +270,18 @@ class Job:
 
     def gradients_s(self, path: GradientPath, profile: HardwareProfile) -> float:
         """Return the seconds of the copies of gradients in the last backward; 0 if a rate is waived."""
-        return self._copies_s(path.down, path.up, profile)
+        return self._copies_s(path.down_bytes, path.up_bytes, profile)
 
     def accumulated_gradients_s(self, path: GradientPath, profile: HardwareProfile) -> float:
         """Return the seconds of the copies of gradients in each earlier backward; 0 if a rate is waived."""
-        return self._copies_s(path.accumulated_down, path.accumulated_up, profile)
+        return self._copies_s(path.accumulated_down_bytes, path.accumulated_up_bytes, profile)
 
-    def _copies_s(self, down: int, up: int, profile: HardwareProfile) -> float:
+    def _copies_s(self, down_bytes: int, up_bytes: int, profile: HardwareProfile) -> float:
         d2h, h2d = map(profile.get, ("d2h_bytes_per_s", "h2d_bytes_per_s"))
         if d2h is None or h2d is None:
             return 0.0
         # DeepSpeed issues all of them on one stream, where they run one after another.
-        return down / d2h + up / h2d
+        return down_bytes / d2h + up_bytes / h2d
 
     def mfu(self, iteration_s: float, peak_flops: float) -> float:
         """Return the model FLOPs utilisation: forward and backward, without recomputation, over the GPU's peak."""

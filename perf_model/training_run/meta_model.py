@@ -55,7 +55,7 @@ def shape_from_transformers(config: dict[str, Any], family: str, name: str) -> M
 
 
 def _run(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what the child process prints, or its failure as an error."""
+    """Return the output of the child process, or its failure as an error."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", PROGRAM],

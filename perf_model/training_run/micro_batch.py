@@ -51,11 +51,13 @@ class MatrixRate:
 
     @classmethod
     def _of_products(cls, profile: HardwareProfile) -> MatrixRate:
-        large, small = profile.rate("matmul_flops_per_s"), profile.get("matmul_small_flops_per_s")
+        large = profile.rate("matmul_flops_per_s", purpose="forward and backward")
+        small = profile.get("matmul_small_flops_per_s")
         if small is None or small >= large:
             return cls(limit_flops_per_s=large)
         elements, small_elements = MATMUL_SIZE**2, SMALL_MATMUL_SIZE**2
-        # Both products last at least as long as half of a launch that fills the accelerator; noise is not below that.
+        # A rate of large / 16 or less would make the limit infinite or negative. With this bound, which noise does not
+        # reach, it is at most 15/8 of ``large``.
         small = max(small, 2 * large * small_elements / elements)
         slope = (1 / small - 1 / large) / (1 / small_elements - 1 / elements)
         limit = 1 / (1 / large - slope / elements)
@@ -117,7 +119,7 @@ class MicroBatch:
 
     ``elements`` are those of an activation, tokens times hidden size. ``gathered_bytes`` is the size of the model that
     a rank gathers once in forward and once more in backward, ``reduced_bytes`` that of all gradients, and
-    ``uploaded_bytes`` is what a rank copies to its accelerator for each gather if parameters are offloaded.
+    ``uploaded_bytes`` are copied to its accelerator for each gather if parameters are offloaded.
     ``tensor_parallel`` ranks of a node share the matrix products of a layer and sum its activations, twice in forward
     and ``backward_all_reduces`` times in backward (arXiv 2104.04473, section 2.3).
     """

@@ -177,7 +177,7 @@ class ModelShape:
         return 2.0 * tokens * (self.multiplied_numel + sequence * self.scores_width)
 
     def iteration_flops(self, batch: int, sequence: int, recompute: bool) -> float:
-        """Return the operations of forward and backward, which is twice forward.
+        """Return the operations of forward and backward; backward takes twice as many as forward.
 
         With activation recomputation, the forward of the layers is added once more.
         """
@@ -210,7 +210,7 @@ _MODULES_IN_FORWARD = (
 """The modules of a decoder layer in the order of forward. Modules register norms before or after the others."""
 
 
-def layer_of(name: str) -> tuple[int, str] | None:
+def layer_and_module(name: str) -> tuple[int, str] | None:
     """Return the number of the layer that has the parameter ``name``, and the module in it; None outside of layers."""
     found = _LAYER.match(name)
     return None if found is None else (int(found[2]), found[3])

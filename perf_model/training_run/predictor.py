@@ -130,6 +130,10 @@ class Predictor:
         self._job = job
         self._profile = profile
         self._limits = limits
+        self._overheads = overheads
+        # A CPU that trains updates the parameters of the model in place, so that none are rounded in a buffer.
+        publishes = profile.has_accelerator
+        self._setup = replace(job.setup, widths=replace(job.setup.widths, publishes=publishes))
         # A CPU that trains cannot update at the same time.
         overlap = overlap if profile.has_accelerator else NO_OVERLAP
         self._forward_s, self._compute_s = job.work.forward_s(rates), job.work.backward_s(rates)
@@ -169,7 +173,7 @@ class Predictor:
             cost=self.cost,
             budgets=self._available,
             windows=self.windows,
-            setup=self._job.setup,
+            setup=self._setup,
             rules=self._job.rules,
             uses=self._job.shape.uses(),
         )
@@ -182,7 +186,7 @@ class Predictor:
         try:
             size = max(UNIT_SIZES)
             budgets = self.request([size]).budgets
-            require_memory(self._job.workload(size), self.cost, budgets, self._job.setup)
+            require_memory(self._job.workload(size), self.cost, budgets, self._setup)
         except DoesNotFit:
             return False
         return True
@@ -277,16 +281,16 @@ class Predictor:
             return UpdatePlan(workload=workload, placements=placements, num_slots=num_slots, order=order)
 
         def is_too_many(num_slots: int) -> bool:
-            return bool(budgets.missing(memory_of(plan_with(num_slots), self._job.setup)))
+            return bool(budgets.missing(memory_of(plan_with(num_slots), self._setup)))
 
         most = max(1, placements.count(Placement.STREAMED))
         num_slots = bisect_left(range(1, most + 1), True, key=is_too_many)
         if num_slots == 0:
-            missing = budgets.missing(memory_of(plan_with(1), self._job.setup))
+            missing = budgets.missing(memory_of(plan_with(1), self._setup))
             return Infeasible(reason=f"does not fit: it exceeds {excess_of(missing)}")
         plan = plan_with(num_slots)
         update = request.evaluate(plan)
-        return self.iteration(update.update_s, update.exposed_s, GradientPath.for_plan(plan))
+        return self.iteration(update.update_s, update.exposed_s, GradientPath.for_plan(plan, self._setup))
 
     def _deepspeed(self, budgets: Budgets, workload: Workload, residents: int) -> Outcome:
         """Return the iteration of stock DeepSpeed, or Twin-Flow: the actions run one by one, and nothing is hidden."""
@@ -299,19 +303,25 @@ class Predictor:
 
     def no_offload_bytes(self, workload: Workload) -> int:
         """Return the memory of training without offloading, on the device that trains."""
-        return self._training_bytes + NO_OFFLOAD_BYTES_PER_PARAM * workload.numel
+        return self._without_offload()._training_bytes + NO_OFFLOAD_BYTES_PER_PARAM * workload.numel
+
+    def _without_offload(self) -> Predictor:
+        """Return the predictor of the job with its parameters and whole masters on the device that trains."""
+        job = replace(self._job, offload_param=False, split_masters=False)
+        return self if job == self._job else Predictor(job, self._profile, self._limits, overheads=self._overheads)
 
     def _no_offload(self, workload: Workload) -> Outcome:
         needed = self.no_offload_bytes(workload)
         if self._training_limit is not None and needed > self._training_limit:
             limit = f"{size(self._training_limit)} that --gpu-memory-gb and its margin leave"
             return Infeasible(reason=f"does not fit: {size(needed, DIGITS)} of {limit}")
-        update_s = self.cost.load(ActionKind.GPU_STEP, workload.numel).total_s
-        return self.iteration(update_s, update_s, GradientPath())
+        predictor = self._without_offload()
+        update_s = predictor.cost.load(ActionKind.GPU_STEP, workload.numel).total_s
+        return predictor.iteration(update_s, update_s, GradientPath())
 
 
 def _less(limit: int | None, taken_bytes: int) -> int | None:
-    """Return what is left of ``limit``, None if it is unlimited."""
+    """Return the rest of ``limit``, None if it is unlimited."""
     return None if limit is None else limit - taken_bytes
 
 

@@ -1,4 +1,4 @@
-"""Find what makes a training run fit, if no plan does."""
+"""Find the changes that make a training run fit, if no plan does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def find_remedy(job: Job, profile: HardwareProfile, limits: MemoryLimits) -> str
         nodes = -(-ranks // job.ranks_per_node)
         remedies.append(f"{ranks} ranks" if nodes == 1 else f"{ranks} ranks on {nodes} nodes")
     offloaded = replace(job, offload_param=True, split_masters=False)
-    if not job.offload_param and Predictor(offloaded, profile, limits).fits:
+    may_offload = profile.has_accelerator and not job.offload_param
+    if may_offload and Predictor(offloaded, profile, limits).fits:
         remedies.append("--offload-param" + (" instead of --split-masters" if job.split_masters else ""))
     split = job.with_other_masters(profile)
     if split is not None and split.split_masters and Predictor(split, profile, limits).fits:
@@ -64,8 +65,12 @@ def _largest_size_that_fits(option: str, job: Job, profile: HardwareProfile, lim
 
 
 def _more_ranks(job: Job) -> Iterator[int]:
-    """Yield the ranks doubled again and again, including the ranks of one full node."""
+    """Yield the ranks doubled again and again, including the ranks of one full node.
+
+    Counts are left out whose ranks of a node the tensor-parallel size does not divide.
+    """
     ranks = job.world_size
     while 2 * ranks <= MAX_RANKS:
         ranks = 2 * ranks if ranks >= job.ranks_per_node else min(2 * ranks, job.ranks_per_node)
-        yield ranks
+        if min(ranks, job.ranks_per_node) % job.tensor_parallel == 0:
+            yield ranks

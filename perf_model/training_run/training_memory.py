@@ -13,7 +13,7 @@ from functools import cached_property
 
 from perf_model.prediction.memory import SIXTEEN_BIT
 from perf_model.training_run.activations import Activations
-from perf_model.training_run.model import layer_of
+from perf_model.training_run.model import layer_and_module
 from perf_model.training_run.shards import shard_numel
 
 PARAM_BYTES = SIXTEEN_BIT.param
@@ -125,7 +125,7 @@ class TrainingMemory:
         gathered = {name: numel for name, numel in self._parameters if numel > self.sizes.persistence_threshold}
         total = sum(gathered.values())
         persistent = sum(numel for _, numel in self._parameters) - total
-        layer = sum(numel for name, numel in gathered.items() if (layer_of(name) or ("",))[0] == 0)
+        layer = sum(numel for name, numel in gathered.items() if (layer_and_module(name) or ("",))[0] == 0)
         beyond_limit = 2 * max(gathered.values()) if layer > self.sizes.max_live else 0
         live, together = min(total, self.sizes.max_live + beyond_limit), min(total, self.sizes.prefetch_bucket)
         return PARAM_BYTES * (persistent + live + together)
@@ -174,7 +174,7 @@ class TrainingMemory:
 
     def _activations_at(self, name: str) -> int:
         """Return the bytes of activations when the gradient of the parameter ``name`` exists."""
-        found = layer_of(name)
+        found = layer_and_module(name)
         if found is None:
             is_table = any(part in name for part in TABLES)
             return 0 if is_table else self.activations.in_head

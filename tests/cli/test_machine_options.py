@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,17 @@ def test_a_slower_link_slows_pageable_copies_and_collectives_over_it() -> None:
         assert changed.profile(2).rate("all_gather_bytes_per_s") == pytest.approx(peers)
 
 
+@pytest.mark.parametrize("name", MACHINES)
+def test_each_preset_has_a_valid_profile_with_figures_at_their_bounds(name: str) -> None:
+    for bounds in product(*((figure.low, figure.high) for figure in FIGURES.values())):
+        figures = dict(zip(FIGURES, bounds, strict=True))
+        options = {"profile": name, "machine": None, "ranks_per_node": 1, "nodes": None, **figures}
+        changed = read_machine(argparse.Namespace(**options)).preset
+        assert changed is not None
+        ranks = 1 if min(figures["cores"], figures["host_bandwidth_gb_per_s"]) == 1 else 1000
+        assert changed.profile(ranks).rate("dram_update_bytes_per_s") >= 1e9
+
+
 def test_a_path_with_a_line_break_is_refused_in_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(capsys, "--machine", "no\nfile.toml", "--ranks-per-node", "1", "--nodes", "1")
     assert "no\\nfile.toml" in message
@@ -142,7 +154,16 @@ def test_an_impossible_share_is_refused(share: str, capsys: pytest.CaptureFixtur
         ),
         (["--profile", "h100", "--ranks-per-node", "4"], "--world-size: is needed, found nothing"),
         (["--profile", "h100", "--cores", "0"], "--cores: must be a whole number from 1 to 100000"),
-        (["--profile", "h100", "--link-gb-per-s", "nan"], "--link-gb-per-s: must be a number from 0.1 to 10000"),
+        (["--profile", "h100", "--link-gb-per-s", "nan"], "--link-gb-per-s: must be a number from 0.3 to 2000"),
+        (["--profile", "h100", "--link-gb-per-s", "0.2"], "--link-gb-per-s: must be a number from 0.3 to 2000"),
+        (
+            ["--profile", "h100", "--host-bandwidth-gb-per-s", "6000"],
+            "--host-bandwidth-gb-per-s: must be a number from 1 to 2500",
+        ),
+        (
+            ["--profile", "h100", "--host-bandwidth-gb-per-s", "3", "--nodes", "1", "--ranks-per-node", "4"],
+            "--host-bandwidth-gb-per-s: must be at least 1 GB/s for each rank of a node, found 3 GB/s for 4 ranks.",
+        ),
         (["--profile", "h100", "--nodes", "0", "--ranks-per-node", "4"], "--nodes: must be a whole number from 1"),
         (
             ["--profile", "h100", "--accumulation", "0", "--nodes", "1", "--ranks-per-node", "1"],

@@ -22,9 +22,11 @@ from hypothesis import strategies as st
 
 from deep_opt_states.cli.main import main as deep_opt_states_main
 from perf_model.__main__ import COMMANDS_THAT_NEED_TORCH, main
+from perf_model.cli import inputs
 from perf_model.prediction.hardware import REQUIRED
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
+from perf_model.training_run.hf_config import read_hf_config
 from tests.launch import REPOSITORY
 from tests.model.profiles import RATES, profile
 
@@ -227,8 +229,34 @@ def test_masters_are_split_only_where_a_gpu_has_the_parameters(
     machine = tmp_path / "profile.json"
     cpu_only = {name: RATES[name] for name in REQUIRED}
     machine.write_text(profile({**cpu_only, "matmul_flops_per_s": 1e12}).to_json())
-    assert main(["plan", *job(machine), "--split-masters"]) == 2
-    assert capsys.readouterr().err.startswith("--split-masters: needs a profile of a machine with a GPU, found")
+    for option in ("--split-masters", "--offload-param"):
+        assert main(["plan", *job(machine), option]) == 2
+        assert capsys.readouterr().err.startswith(f"{option}: needs a profile of a machine with a GPU, found")
+
+
+@pytest.mark.parametrize("states", ["streamed", "resident", "cpu"])
+def test_a_rule_for_the_gpu_is_refused_where_its_adam_has_no_rate(
+    states: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = tmp_path / "rules.json"
+    rules.write_text(json.dumps([{"match": "*embed*", "states": "cpu"}, {"match": "*", "states": states}]))
+    rates = {**RATES, "matmul_flops_per_s": 1e14}
+    cpu_only = {**{name: RATES[name] for name in REQUIRED}, "matmul_flops_per_s": 1e12}
+    for number, (found, why) in enumerate(
+        [({**rates, "gpu_adam_params_per_s": None}, "no accelerator"), (cpu_only, "not in the profile")]
+    ):
+        machine = tmp_path / f"profile{number}.json"
+        machine.write_text(profile(found).to_json())
+        code = main(["plan", *job(machine, rules=rules, host_memory_gb=10**4, unit_size=10**9)])
+        message = capsys.readouterr().err
+        if states == "cpu":
+            assert code == 0, message
+            continue
+        assert code == 2
+        assert message == (
+            f'--rules: "{states}" needs a rate of Adam on the GPU, found none ({why}).\n'
+            "Remove the rule, or plan with another profile.\n"
+        )
 
 
 def test_memory_limits_move_units_off_the_gpu() -> None:
@@ -357,6 +385,20 @@ def test_a_memory_limit_is_a_number_of_gb_and_at_least_one_byte(limit: str, caps
     assert f"must be a number of GB (10^9 bytes) from 1e-9 to 1e9, found '{limit}'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("margin", "is_valid"), [("0", True), ("0.00", True), ("0e0", True), ("1e-10", False)])
+def test_a_margin_of_zero_is_a_number_however_it_is_written(
+    margin: str, is_valid: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if is_valid:
+        assert planned(job(gpu_memory_margin_gb=margin, unit_size=10**9)) == planned(
+            job(gpu_memory_margin_gb=0, unit_size=10**9)
+        )
+        return
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", *job(gpu_memory_margin_gb=margin)])
+    assert f"must be a number of GB (10^9 bytes): 0, or from 1e-9 to 1e9, found '{margin}'" in capsys.readouterr().err
+
+
 def nested(depth: int) -> list[Any]:
     value: list[Any] = []
     for _ in range(depth):
@@ -444,7 +486,25 @@ def test_sweep_prints_a_table_and_writes_csv(tmp_path: Path, capsys: pytest.Capt
     assert float(rows[2]["tokens_per_s"]) == pytest.approx(8 * 4096 / float(rows[2]["iteration_s"]))
     assert "1 GPUs, micro-batch 2: Nothing fits" in shown
     assert main(["sweep", *SWEEP, "--world-sizes", "1", "--micro-batches", "1", *sizes[4:6]]) == 1
+    capsys.readouterr()
     assert main(["sweep", *SWEEP, *sizes[:-2], "--csv", str(tmp_path / "none" / "sweep.csv")]) == 2
+    output = capsys.readouterr()
+    assert output.out == shown, "the table is printed although the file cannot be written"
+    assert output.err.startswith("--csv: must be a file that can be written")
+
+
+def test_sweep_refuses_an_impossible_pair_before_it_plans_and_reads_the_model_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    read = []
+    monkeypatch.setattr(inputs, "read_hf_config", lambda path: read.append(path) or read_hf_config(path))
+    monkeypatch.setattr(inputs.Inputs, "forecast", lambda _: pytest.fail("planned"))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    model = ["--profile", "h100", "--model", str(path), "--ranks-per-node", "4", "--sequence", "2048"]
+    assert main(["sweep", *model, "--world-sizes", "4,8,6", "--micro-batches", "1,2"]) == 2
+    assert capsys.readouterr().err.startswith("ranks_per_node: must divide the world size, 6, found 4")
+    assert read == [path]
 
 
 def test_simulate_prints_a_grid_and_writes_a_trace_and_a_picture(

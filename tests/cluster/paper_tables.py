@@ -6,7 +6,7 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-from perf_model.cluster.equations import gpt_iteration_flops, gpt_numel
+from tests.cluster.paper_formulas import gpt_iteration_flops, gpt_numel
 
 DATA = Path(__file__).parent / "data"
 VOCAB, SEQUENCE, PEAK_TFLOPS = 51_200, 2048, 312

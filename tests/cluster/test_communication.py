@@ -6,15 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf_model.cluster.checkpoints import activation_bytes, best_number_of_checkpoints
-from perf_model.cluster.communication import (
+from perf_model.cluster.pipeline import bubble_share, micro_batches_in_flight
+from tests.cluster.paper_formulas import (
+    activation_bytes,
+    best_number_of_checkpoints,
     gradient_all_reduce_elements,
     pipeline_elements,
     scattered_pipeline_elements,
     tensor_parallel_elements,
     zero3_elements,
 )
-from perf_model.cluster.pipeline import bubble_share, micro_batches_in_flight
 
 SIZES = st.integers(1, 64)
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf_model.cluster.communication import tensor_parallel_elements, zero3_elements
 from perf_model.cluster.layouts import Cluster, Layout
 from perf_model.prediction.network import Network
 from perf_model.presets.models import MODELS
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import MatrixRate, PhaseRates
 from perf_model.training_run.model import ModelError
+from tests.cluster.paper_formulas import tensor_parallel_elements, zero3_elements
 
 CLUSTER = Cluster(shape=MODELS["Llama-3-8B"], gpus=64, ranks_per_node=8, global_batch=1024, sequence=4096)
 

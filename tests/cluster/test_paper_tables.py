@@ -6,19 +6,19 @@ from fractions import Fraction
 
 import pytest
 
-from perf_model.cluster.communication import zero3_elements
-from perf_model.cluster.equations import approximate_training_s, training_s
-from perf_model.cluster.pipeline import (
-    batch_s,
-    best_micro_batch,
-    bubble_share,
-    bubble_share_beside_data_parallel,
-    scaled_throughput,
-)
+from perf_model.cluster.pipeline import batch_s, bubble_share
 from perf_model.prediction.network import Network
 from perf_model.training_run.families.decoder import gpt
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import MatrixRate, PhaseRates
+from tests.cluster.paper_formulas import (
+    approximate_training_s,
+    best_micro_batch,
+    bubble_share_beside_data_parallel,
+    scaled_throughput,
+    training_s,
+    zero3_elements,
+)
 from tests.cluster.paper_tables import PEAK_TFLOPS, SEQUENCE, VOCAB, ThroughputRow, table_1, table_2
 
 DAY_S = 86_400

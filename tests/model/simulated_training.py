@@ -77,7 +77,7 @@ class SimulatedTraining:
         while self.step < until:
             self.step += 1
             self._window.add(self._measure())
-            measured = self._window.medians() if self._window.is_due() else None
+            measured = self._window.medians() if self._window.count_step() else None
             decision = None if measured is None else self.policy.observe(measured)
             if decision is not None:
                 self.decisions[self.step] = decision

@@ -85,6 +85,16 @@ def test_host_memory_has_the_bandwidth_that_adam_and_transfers_reached_together(
     assert CostModel.from_profile(profile(alone)).capacities[Resource.DRAM] == pytest.approx(80e9)
 
 
+def test_host_memory_is_not_assumed_to_serve_both_directions_at_once_if_their_rate_is_waived() -> None:
+    slow = {"dram_update_bytes_per_s": 20e9, "cpu_adam_params_per_s": 0.5e9, "stock_cpu_adam_params_per_s": 0.4e9}
+    waived = {**RATES, **slow, "both_bytes_per_s": None, "cpu_adam_beside_transfers_params_per_s": None}
+    capacities = CostModel.from_profile(profile(waived)).capacities
+    assert capacities[Resource.DRAM] == RATES["d2h_bytes_per_s"], "one direction is a lower bound"
+    assert capacities[Resource.BOTH] == RATES["d2h_bytes_per_s"] + RATES["h2d_bytes_per_s"], "an upper bound"
+    concurrent = {**waived, "cpu_adam_beside_transfers_params_per_s": 0.4e9}
+    assert CostModel.from_profile(profile(concurrent)).capacities[Resource.DRAM] == pytest.approx(28 * 0.4e9 + 38e9)
+
+
 def test_without_a_rate_of_adam_on_the_gpu_everything_is_updated_on_the_cpu() -> None:
     cost = CostModel.from_profile(profile({**RATES, "gpu_adam_params_per_s": None}))
     assert cost.placements == (Placement.CPU,)
@@ -112,7 +122,7 @@ def test_without_any_rate_of_an_accelerator_the_accelerator_is_the_cpu() -> None
     # Stock copies fp32 parameters after its update.
     fp32_s = CostModel.for_stock(profile(host_rates), param_bytes=4).load(ActionKind.PUBLISH, NUMEL).total_s
     assert fp32_s == pytest.approx(4 * NUMEL * 2 / RATES["dram_copy_bytes_per_s"] + RATES["copy_latency_s"])
-    with pytest.raises(ProfileError, match="h2d_bytes_per_s: is needed here"):
+    with pytest.raises(ProfileError, match="h2d_bytes_per_s: is needed to predict the update"):
         CostModel.from_profile(profile({**host_rates, "gpu_adam_params_per_s": 8e10}))
 
 

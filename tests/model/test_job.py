@@ -96,7 +96,7 @@ def forecast_7b(limits: MemoryLimits, job: Job = SMALL, size: int = 100_000_000)
 
 
 def test_copies_of_gradients_run_one_after_another() -> None:
-    path = GradientPath(down=6 * 10**9, up=2 * 10**9)
+    path = GradientPath(down_bytes=6 * 10**9, up_bytes=2 * 10**9)
     expected_s = 6e9 / RATES["d2h_bytes_per_s"] + 2e9 / RATES["h2d_bytes_per_s"]
     assert JOB.gradients_s(path, profile()) == pytest.approx(expected_s)
     waived = {**RATES, "d2h_bytes_per_s": None}
@@ -110,7 +110,7 @@ def test_backward_is_charged_for_the_gradients_of_each_placement() -> None:
     numel = plan.workload.numel
     assert 0 < plan.numel(Placement.RESIDENT) < numel
     d2h, h2d = RATES["d2h_bytes_per_s"], RATES["h2d_bytes_per_s"]
-    assert GradientPath.for_plan(plan) == GradientPath(down=2 * plan.numel(Placement.CPU))
+    assert GradientPath.for_plan(plan) == GradientPath(down_bytes=2 * plan.numel(Placement.CPU))
     compute_s = SMALL.backward_s(TRAINING_SHARE * 1e15)
     assert found.predicted.backward_s == pytest.approx(max(2 * plan.numel(Placement.CPU) / d2h, compute_s))
     iterations = {name: outcome for name, outcome in found.baselines.items() if isinstance(outcome, PredictedIteration)}
@@ -223,8 +223,30 @@ def test_if_the_cpu_trains_everything_is_updated_in_host_memory() -> None:
         assert found.baselines[name] == Infeasible(reason=CPU_ONLY_REASON)
     assert isinstance(found.baselines["stock"], PredictedIteration)
     assert found.memory.gpu_bytes == 0
+    numel = found.planned.plan.workload.numel
+    assert found.memory.pinned_bytes == pytest.approx(4 * 14 * numel, rel=1e-6), "parameters are updated in place"
     training_bytes = 4 * (found.planned.memory.host_bytes + SMALL.memory.allocated_bytes)
     assert found.memory.host_bytes == reserved_host_bytes(4, has_gpu=False) + training_bytes
     with pytest.raises(DoesNotFit, match=r"exceeds host memory by [\d.]+ GB per rank\.") as caught:
         forecast(SMALL, CPU_ONLY, MemoryLimits(gpu=None, host=100 * 10**9), Overlap(), [100_000_000])
     assert set(caught.value.missing) == {"host_bytes"}
+    assert "--offload-param" not in find_remedy(SMALL, CPU_ONLY, MemoryLimits(gpu=None, host=100 * 10**9))
+
+
+def test_training_without_offload_is_the_same_with_and_without_options_of_offloading() -> None:
+    limits = MemoryLimits(gpu=200 * 10**9, host=None)
+    whole = forecast_7b(limits)
+    assert isinstance(whole.baselines["no_offload"], PredictedIteration)
+    for option in ("offload_param", "split_masters"):
+        found = forecast_7b(limits, replace(SMALL, **{option: True}))
+        assert found.no_offload_bytes == whole.no_offload_bytes
+        assert found.baselines["no_offload"] == whole.baselines["no_offload"]
+
+
+def test_the_remedy_has_only_ranks_that_the_tensor_parallel_size_divides() -> None:
+    job = replace(SMALL, shape=MODELS["20B"], ranks_per_node=6, tensor_parallel=4)
+    remedy = find_remedy(job, WITH_GPU, MemoryLimits(gpu=13 * 10**9, host=None, pinned=4 * 10**9))
+    assert "ranks" in remedy
+    assert least_world_size_that_fits(job, WITH_GPU, MemoryLimits(gpu=None, host=None)) is None
+    two = replace(job, tensor_parallel=2, ranks_per_node=6)
+    assert least_world_size_that_fits(two, WITH_GPU, MemoryLimits(gpu=None, host=None)) == 6

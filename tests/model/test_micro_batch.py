@@ -98,9 +98,24 @@ def test_stock_copies_the_sum_up_and_down_in_each_micro_batch_and_the_fp32_gradi
     plan = UpdatePlan(workload=workload, placements=place_all(workload, Placement.CPU), num_slots=1)
     numel = workload.numel
     assert GradientPath.for_stock(plan) == GradientPath(
-        down=6 * numel, up=2 * numel, accumulated_down=2 * numel, accumulated_up=2 * numel
+        down_bytes=6 * numel, up_bytes=2 * numel, accumulated_down_bytes=2 * numel, accumulated_up_bytes=2 * numel
     )
-    assert GradientPath.for_plan(plan) == GradientPath(down=2 * numel)
+    assert GradientPath.for_plan(plan) == GradientPath(down_bytes=2 * numel)
+
+
+def test_sums_are_copied_in_each_micro_batch_if_nothing_is_updated_on_the_accelerator() -> None:
+    workload = JOB.workload(10**8)
+    placements = place_all(workload, Placement.CPU)
+    on_cpu = UpdatePlan(workload=workload, placements=placements, num_slots=1)
+    in_host_memory = GradientPath(
+        **dict.fromkeys(("down_bytes", "accumulated_down_bytes", "accumulated_up_bytes"), 2 * workload.numel)
+    )
+    setup = replace(JOB, accumulation=4).setup
+    assert GradientPath.for_plan(on_cpu, setup) == in_host_memory
+    assert GradientPath.for_plan(on_cpu, JOB.setup) == GradientPath(down_bytes=2 * workload.numel)
+    mixed = replace(on_cpu, placements=(Placement.STREAMED, *placements[1:]))
+    assert GradientPath.for_plan(mixed, setup) == GradientPath(down_bytes=2 * mixed.numel(Placement.CPU))
+    assert GradientPath.for_plan(mixed, replace(setup, sums_on_accelerator=False)).accumulated_up_bytes > 0
 
 
 def test_accumulation_repeats_forward_and_backward_and_not_the_update() -> None:

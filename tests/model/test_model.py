@@ -12,10 +12,10 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf_model.cluster.equations import gpt_iteration_flops, gpt_numel
 from perf_model.training_run.families.decoder import gpt
 from perf_model.training_run.hf_config import parse_hf_config, read_hf_config
 from perf_model.training_run.model import ModelError, ModelShape
+from tests.cluster.paper_formulas import gpt_iteration_flops, gpt_numel
 
 LLAMA_LIKE = ("Llama", "Mistral", "Qwen2", "Qwen3")
 SMALL = {

@@ -178,7 +178,7 @@ def test_backward_hides_the_copies_of_gradients_by_the_rules_of_plan() -> None:
     rates = {name: prior.median for name, prior in priors_of_phases(run.machine).items()}
     computed_s = micro_batch_seconds(run, run.batch, rates)[1]
     assert backward_s(run, run.batch, rates) == pytest.approx(8 * computed_s)
-    fast = {**rates, "matmul_flops_per_s": 1e18, "layer_s": 1e-9, "inter_node_bytes_per_s": 1e12}
+    fast = {**rates, "training_flops_per_s": 1e18, "layer_s": 1e-9, "inter_node_bytes_per_s": 1e12}
     numel, link = sum(updated_parameters(run.setting)), link_bytes_per_s(run.machine)
     offloaded = numel - updated_parameters(run.setting).resident
     copies_s = (8 * 4 * numel + 4 * offloaded) / link

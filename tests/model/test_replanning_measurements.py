@@ -31,7 +31,7 @@ def add(window: TrailingWindow, step: StepMeasurement | None) -> WindowMeasureme
     """Add a step, which was not measured if ``step`` is None, and return the medians if they are due."""
     if step is not None:
         window.add(step)
-    return window.medians() if window.is_due() else None
+    return window.medians() if window.count_step() else None
 
 
 def test_forward_is_measured_without_the_time_in_which_it_waits() -> None:

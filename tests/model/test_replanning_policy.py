@@ -115,6 +115,15 @@ def test_a_slow_cpu_must_gain_in_two_consecutive_windows() -> None:
     assert line.endswith(f"predicted exposed time {decision.before_s * 1e3:.3g} ms -> {decision.after_s * 1e3:.3g} ms")
 
 
+def test_a_later_reason_names_the_first_windows_with_which_the_plan_was_kept() -> None:
+    policy = ReplanningPolicy(REQUEST, replace(REQUEST, windows=WINDOWS).plan().plan)
+    assert policy.observe(measure(policy.running, 5, WINDOWS, 1.0)) is None
+    longer = Windows(backward_s=0.05, forward_s=0.165)
+    assert policy.observe(measure(policy.running, 50, longer, 1.0)) is None
+    reason = str(policy.observe(measure(policy.running, 75, longer, 1.0)))
+    assert reason.startswith("forward 50.0 ms -> 165 ms since about step 1: ")
+
+
 def test_longer_windows_change_the_plan_as_rates_do() -> None:
     policy = with_windows_known(start())
     longer = Windows(backward_s=0.05, forward_s=0.165)

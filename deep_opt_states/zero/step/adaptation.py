@@ -132,7 +132,7 @@ class Replanning:
 
     def _replan(self, memory_is_short: bool) -> bool:
         self._step += 1
-        is_due = self._window.is_due()
+        is_due = self._window.count_step()
         if not is_due and not memory_is_short:
             return False
         measured = self._window.medians() if is_due else None
