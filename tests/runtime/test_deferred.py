@@ -30,7 +30,7 @@ from perf_model.schedule.slots_between_updates import flushes_before
 from perf_model.schedule.workload import Workload
 from tests.fake_device.device import FakeDevice, FakeStream, LateAdam
 from tests.fake_device.fake_worker import FakeWorker
-from tests.fake_device.timing import Late, Seeded, Timing
+from tests.fake_device.timing import Late, Seeded, Timing, late_lanes
 from tests.model.strategies import plans
 from tests.runtime.deferred import Habits, deferred, same, serial
 from tests.runtime.hostile import hostile_executor, pinned_states
@@ -101,7 +101,7 @@ PLAN = UpdatePlan(
 )
 EARLY = [[(0, 2), (5, 6)], [(3, 7)], [(2, 4)], [], [(0, 5)]]
 TIMINGS: list[Timing] = [
-    *(Late([last, *(lane for lane in range(LANES) if lane != last)]) for last in range(LANES)),
+    *late_lanes(LANES),
     *(Seeded(seed) for seed in range(60)),
 ]
 
