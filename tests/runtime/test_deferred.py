@@ -32,10 +32,10 @@ from tests.fake_device.device import FakeDevice, FakeStream, LateAdam
 from tests.fake_device.fake_worker import FakeWorker
 from tests.fake_device.timing import Late, Seeded, Timing, late_lanes
 from tests.model.strategies import plans
-from tests.runtime.deferred import Habits, deferred, same, serial
+from tests.runtime.deferred import Habits, deferred, serial
 from tests.runtime.hostile import hostile_executor, pinned_states
 from tests.runtime.plain_adam import PlainAdam, adam_step
-from tests.runtime.random_states import assert_equal, fill_gradients, make_states, place, update_serially
+from tests.runtime.random_states import assert_equal, fill_gradients, make_states, place, same, update_serially
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -214,6 +214,8 @@ def test_a_write_to_the_states_after_a_prefetch_needs_the_states_back() -> None:
 
 
 class FailsOnce(PlainAdam):
+    """A kernel that raises in its first step."""
+
     def update(self, *args: Any) -> None:
         if len(self.begun) == 1:
             raise ZeroDivisionError

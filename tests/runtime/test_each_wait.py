@@ -33,7 +33,8 @@ from tests.fake_device.device import FakeDevice, FakeEvent, FakeStream
 from tests.fake_device.fake_worker import LateFuture
 from tests.fake_device.timing import Seeded, Timing, late_lanes
 from tests.runtime.deferred import Habits, deferred, serial
-from tests.runtime.moving import Model, MovingIteration, MovingTraining, random_iterations, same, train_serially
+from tests.runtime.moving import Model, MovingIteration, MovingTraining, random_iterations, train_serially
+from tests.runtime.random_states import same
 from tests.runtime.test_deferred import EARLY, PLAN, THREE_IN_TWO_SLOTS
 from tests.runtime.test_staging import sent_down
 

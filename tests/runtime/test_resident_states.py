@@ -23,8 +23,9 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import STATES, Unit, Workload
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.timing import Late, Seeded, late_lanes
-from tests.runtime.moving import WRITTEN, Model, MovingIteration, MovingTraining, same, train_serially
+from tests.runtime.moving import WRITTEN, Model, MovingIteration, MovingTraining, train_serially
 from tests.runtime.plain_adam import PlainAdam, adam_step
+from tests.runtime.random_states import same
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 MODEL = Model(numels=(20, 9), early=[[(14, 18)], []])
