@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import os
-import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 
-def mapped_ranges() -> list[tuple[int, int]]:
-    """Return the start and the end of each mapped range of addresses of this process."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    ranges = (re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line) for line in lines)
-    return [(int(match[1], 16), int(match[2], 16)) for match in ranges if match is not None]
+def protection_of(address: int, process: int | str = "self") -> str:
+    """Return the permissions of ``address`` in the process, such as ``rw-p``, or "" if it is not mapped there."""
+    for line in Path(f"/proc/{process}/maps").read_text().splitlines():
+        addresses, protection, *_ = line.split()
+        begin, end = (int(border, 16) for border in addresses.split("-"))
+        if begin <= address < end:
+            return protection
+    return ""
 
 
-def is_mapped(address: int) -> bool:
-    """Return whether this process has mapped ``address``.
+def is_mapped(address: int, process: int | str = "self") -> bool:
+    """Return whether the process, which is a number or this one, has mapped ``address``.
 
     A read from an address that is not mapped would end the process.
     """
-    return any(start <= address < end for start, end in mapped_ranges())
+    return protection_of(address, process) != ""
 
 
 def exit_code_of_child(run: Callable[[], int]) -> int:

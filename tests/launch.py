@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.fork_server import ForkedProcess, ForkServer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -151,21 +153,43 @@ def _imports_like_fork_server(variables: dict[str, str]) -> bool:
 
 
 def _wait_for(processes: list[Process], port: int, timeout_s: float) -> list[Finished]:
-    # The whole session is killed, since a launcher that is killed alone leaves its ranks behind.
-    killer = threading.Timer(timeout_s, lambda: [kill_session(process) for process in processes])
+    def kill_all() -> None:
+        for process in processes:
+            kill_with_descendants(process)
+
+    killer = threading.Timer(timeout_s, kill_all)
     killer.start()
     try:
         outputs = [process.communicate()[0] for process in processes]
+    except BaseException:
+        # An interrupt from the keyboard does not reach the sessions of the processes.
+        kill_all()
+        raise
     finally:
         killer.cancel()
         remove_shared_memory(port)
     return [Finished(int(process.returncode or 0), output) for process, output in zip(processes, outputs, strict=True)]
 
 
-def kill_session(process: Process) -> None:
-    """Kill the process, which leads a session, with all processes that it has started in this session."""
+def kill_with_descendants(process: Process) -> None:
+    """Kill the process, which leads a session, with this session and its descendants in other sessions.
+
+    A launcher that is killed alone leaves its ranks behind, and torchrun starts each rank in a session of its own.
+    """
+    with suppress(psutil.NoSuchProcess):
+        for descendant in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                descendant.kill()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether the process runs. A zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def remove_shared_memory(port: int) -> None:

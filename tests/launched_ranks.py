@@ -52,8 +52,9 @@ def draw() -> None:
 
 
 def hang() -> None:
-    """Start a child, report its process id, and wait for ever."""
-    answer(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]).pid)
+    """Start two children, one of them in another session, report their process ids, and wait for ever."""
+    command = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    answer([subprocess.Popen(command, start_new_session=other_session).pid for other_session in (False, True)])
     time.sleep(1000)
 
 

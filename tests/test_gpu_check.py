@@ -24,7 +24,7 @@ from tests.gpu import test_sanitizer as sanitizer
 from tests.gpu.parts import Part, bench_parts, chosen_parts, measure_parts, parts, pytest_command, side_by_side
 from tests.gpu.run_parts import GPU_LIMIT_S, check
 from tests.gpu.time_left import PART_ENDS, REPORT_S, seconds_left
-from tests.launch import REPOSITORY
+from tests.launch import REPOSITORY, is_running
 
 LISTS = {"gpu-check": parts, "gpu-measure": measure_parts, "gpu-bench": bench_parts}
 every_list = pytest.mark.parametrize("which", LISTS.values(), ids=LISTS)
@@ -93,9 +93,7 @@ def test_a_part_that_hangs_is_killed_with_its_children_and_the_other_parts_run(t
     )
     first = python("first", "print('all is well')", limit_s=5)
     last = python("last", "print('so is this')")
-    start_s = time.monotonic()
     assert check([first, python("hangs", hangs, limit_s=2), last], tmp_path, gpu_found) == 1
-    assert time.monotonic() - start_s < 300, "the part sleeps for 600 s"
     found = summary(tmp_path)
     assert [found[name]["status"] for name in ("first", "hangs", "last")] == ["passed", "TIMED OUT", "passed"]
     child = int(found["hangs"]["why"].split()[-1])
@@ -124,14 +122,9 @@ def test_a_part_that_cannot_be_killed_does_not_delay_the_others(
 
 
 def ended(pid: int, attempts: int = 100) -> bool:
-    """Return whether the process ends within 0.1 s per attempt. A zombie counts as ended."""
-    status = Path(f"/proc/{pid}/status")
+    """Return whether the process ends within 0.1 s per attempt."""
     for _ in range(attempts):
-        try:
-            state = next(line for line in status.read_text().splitlines() if line.startswith("State:"))
-        except OSError:
-            return True
-        if "Z" in state.split()[1]:
+        if not is_running(pid):
             return True
         time.sleep(0.1)
     return False
@@ -212,11 +205,11 @@ def test_an_interrupt_kills_the_parts_that_still_run(tmp_path: Path, monkeypatch
     sleeps = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(600)"
     waits = f"import pathlib, time\nwhile not pathlib.Path({str(pid)!r}).exists(): time.sleep(0.1)"
     both = [replace(python(name, code), runs_beside=True) for name, code in (("sleeps", sleeps), ("waits", waits))]
-    start_s = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         check([replace(part, limit_s=300) for part in both], tmp_path / "out", gpu_found)
-    assert time.monotonic() - start_s < 250, "the part would sleep for 300 s"
     assert ended(int(pid.read_text()))
+    # A part that outlives its limit is aborted first, and writes the stacks of its threads.
+    assert "Aborted" not in (tmp_path / "out" / "log-sleeps.txt").read_text()
 
 
 def test_parts_are_chosen_by_name() -> None:

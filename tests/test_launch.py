@@ -6,24 +6,28 @@ import os
 import random
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
 
 from tests import launch
-from tests.launch import free_port, run_ranks
+from tests.fork_server import ForkedProcess
+from tests.launch import free_port, is_running, run_ranks
 
 RANKS = "tests.launched_ranks"
 
 
 def test_no_two_workers_share_a_port_with_each_other_or_with_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "3")
-    ports: list[set[int]] = []
+    remainders: list[int] = []
     for worker in range(3):
         monkeypatch.setenv("PYTEST_XDIST_WORKER", f"gw{worker}")
-        ports.append({free_port() for _ in range(50)})
-    assert not ports[0] & ports[1] | ports[1] & ports[2] | ports[2] & ports[0]
-    assert max(set().union(*ports)) < 32_768
+        ports = {free_port() for _ in range(50)}
+        assert max(ports) < 32_768
+        (remainder,) = {port % 3 for port in ports}
+        remainders.append(remainder)
+    assert len(set(remainders)) == 3, "ports with different remainders are different"
 
 
 def test_a_port_that_is_in_use_is_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,8 +40,8 @@ def test_a_port_that_is_in_use_is_not_returned(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_forked_rank_has_the_environment_arguments_and_threads_of_a_fresh_rank(tmp_path: Path) -> None:
     arguments = ["-m", RANKS, "describe", "a b", ""]
-    forked = run_ranks(2, arguments, timeout_s=60, XDG_CACHE_HOME=str(tmp_path))
-    fresh = run_ranks(2, arguments, timeout_s=60, XDG_CACHE_HOME=str(tmp_path), fresh=True)
+    forked = run_ranks(2, arguments, timeout_s=200, XDG_CACHE_HOME=str(tmp_path))
+    fresh = run_ranks(2, arguments, timeout_s=200, XDG_CACHE_HOME=str(tmp_path), fresh=True)
     for rank, (ours, reference) in enumerate(zip(forked, fresh, strict=True)):
         assert (ours.returncode, reference.returncode) == (0, 0), ours.output + reference.output
         (found,), (expected,) = ours.answers(), reference.answers()
@@ -78,15 +82,23 @@ def test_forked_ranks_that_outlive_the_timeout_are_killed_with_their_children() 
     ranks = run_ranks(2, ["-m", RANKS, "hang"], timeout_s=3)
     for finished in ranks:
         assert finished.returncode == -signal.SIGKILL
-        (child,) = finished.answers()
-        assert not _is_running(child)
+        (children,) = finished.answers()
+        assert not any(map(is_running, children))
 
 
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def test_forked_ranks_are_killed_if_the_wait_for_them_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def interrupted(process: ForkedProcess) -> None:
+        started.append(process.pid)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ForkedProcess, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(1, ["-m", RANKS, "hang"], timeout_s=60)
+    (pid,) = started
+    while is_running(pid):
+        time.sleep(0.01)
 
 
 def test_a_module_is_forked_unless_it_must_be_fresh_or_a_variable_is_read_by_imports(

@@ -113,11 +113,15 @@ def test_a_forked_child_does_not_write_its_parents_report() -> None:
         reporter.close()
         os._exit(0)
     os.waitpid(child, 0)
-    os.set_blocking(read_end, False)
-    with pytest.raises(BlockingIOError):
-        os.read(read_end, 6)
-    reporter.close()
-    assert os.read(read_end, 6) == b"closed"
+    try:
+        os.set_blocking(read_end, False)
+        with pytest.raises(BlockingIOError):
+            os.read(read_end, 6)
+        reporter.close()
+        assert os.read(read_end, 6) == b"closed"
+    finally:
+        os.close(read_end)
+        os.close(write_end)
 
 
 def test_nothing_is_logged_without_a_prediction_or_without_an_update() -> None:

@@ -44,6 +44,11 @@ class Late:
         return f"Late({list(self._priorities)})"
 
 
+def late_lanes(count: int) -> list[Timing]:
+    """Return ``count`` timings, in each of which another lane below ``count`` is behind all others of these."""
+    return [Late([*(lane for lane in range(count) if lane != last), last]) for last in range(count)]
+
+
 class Seeded:
     """A random timing, the same for the same seed. It draws the lanes, and how promptly operations run."""
 

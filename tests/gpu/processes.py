@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import deep_opt_states  # noqa: F401 (activates the plugin if the package is not installed)
+from tests.forked_child import is_mapped
 from tests.gpu.one_by_one import answer_each
 from tests.zero.parity import training
 from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case
@@ -82,7 +83,7 @@ def forking(engine: Any) -> Iterator[dict[str, Any]]:
             child["parent_rss_bytes"] = before
             child["states_bytes"] = sum(master.nbytes for master in on_host)
             child["inherited_bytes"] = sum(
-                master.nbytes for master in on_host if is_mapped(pid, master.data_ptr() + master.nbytes // 2)
+                master.nbytes for master in on_host if is_mapped(master.data_ptr() + master.nbytes // 2, pid)
             )
         return batch(case, rank, micro_batch, dtype)
 
@@ -93,16 +94,6 @@ def forking(engine: Any) -> Iterator[dict[str, Any]]:
         if "pid" in child:
             os.kill(child["pid"], signal.SIGKILL)
             os.waitpid(child["pid"], 0)
-
-
-def is_mapped(pid: int, address: int) -> bool:
-    """Return whether the process has memory at this address."""
-    with open(f"/proc/{pid}/maps") as maps:
-        for line in maps:
-            begin, end = (int(border, 16) for border in line.split()[0].split("-"))
-            if begin <= address < end:
-                return True
-    return False
 
 
 class CaseBatches(Dataset):  # type: ignore[type-arg]

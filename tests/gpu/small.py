@@ -8,8 +8,9 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
 from tests.gpu.kernels import train_both
-from tests.gpu.updates import executed, same, serial
+from tests.gpu.updates import executed, serial
 from tests.kernels.adam_steps import steps_of
+from tests.runtime.random_states import same
 
 
 def main() -> None:

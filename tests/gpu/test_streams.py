@@ -28,10 +28,10 @@ from tests.gpu.updates import (
     host_adam,
     late_backward,
     random_plan,
-    same,
     serial_of_deferred,
     steps_for,
 )
+from tests.runtime.random_states import same
 
 Interval = tuple[float, float]
 LARGE_BYTES = 2**28

@@ -223,8 +223,3 @@ def serial(
         update_serially(states, adam, steps)
     found.extend(getattr(state, name) for state in states for name in NAMES)
     return found
-
-
-def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-    """Return whether all tensors are equal."""
-    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

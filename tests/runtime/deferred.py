@@ -158,8 +158,3 @@ def serial(plan: UpdatePlan, habits: Habits, steps: int = 3, dtype: torch.dtype 
             chance.random()
             read.append(states[index].param.clone())
     return [*read, *(getattr(state, name) for state in states for name in NAMES)]
-
-
-def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    """Return whether all tensors are equal, bit for bit; NaN equals nothing."""
-    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -257,11 +257,6 @@ def train_serially(model: Model, iterations: Sequence[MovingIteration]) -> list[
     return [*read, *found, *(state.param for state in states)]
 
 
-def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-    """Return whether all tensors are equal, bit for bit; NaN equals nothing."""
-    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
 def random_plan(
     chance: random.Random, numels: Sequence[int], *, placements: Sequence[Placement] = tuple(Placement)
 ) -> UpdatePlan:

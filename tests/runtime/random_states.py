@@ -91,3 +91,8 @@ def assert_equal(found: Sequence[UnitState], expected: Sequence[UnitState]) -> N
     for index, (ours, reference) in enumerate(zip(found, expected, strict=True)):
         for name in NAMES:
             assert torch.equal(getattr(ours, name), getattr(reference, name)), f"{name} of unit {index}"
+
+
+def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    """Return whether all tensors are equal, bit for bit; NaN equals nothing."""
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

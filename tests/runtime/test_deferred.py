@@ -30,12 +30,12 @@ from perf_model.schedule.slots_between_updates import flushes_before
 from perf_model.schedule.workload import Workload
 from tests.fake_device.device import FakeDevice, FakeStream, LateAdam
 from tests.fake_device.fake_worker import FakeWorker
-from tests.fake_device.timing import Late, Seeded, Timing
+from tests.fake_device.timing import Late, Seeded, Timing, late_lanes
 from tests.model.strategies import plans
-from tests.runtime.deferred import Habits, deferred, same, serial
+from tests.runtime.deferred import Habits, deferred, serial
 from tests.runtime.hostile import hostile_executor, pinned_states
 from tests.runtime.plain_adam import PlainAdam, adam_step
-from tests.runtime.random_states import assert_equal, fill_gradients, make_states, place, update_serially
+from tests.runtime.random_states import assert_equal, fill_gradients, make_states, place, same, update_serially
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -101,7 +101,7 @@ PLAN = UpdatePlan(
 )
 EARLY = [[(0, 2), (5, 6)], [(3, 7)], [(2, 4)], [], [(0, 5)]]
 TIMINGS: list[Timing] = [
-    *(Late([last, *(lane for lane in range(LANES) if lane != last)]) for last in range(LANES)),
+    *late_lanes(LANES),
     *(Seeded(seed) for seed in range(60)),
 ]
 
@@ -214,6 +214,8 @@ def test_a_write_to_the_states_after_a_prefetch_needs_the_states_back() -> None:
 
 
 class FailsOnce(PlainAdam):
+    """A kernel that raises in its first step."""
+
     def update(self, *args: Any) -> None:
         if len(self.begun) == 1:
             raise ZeroDivisionError

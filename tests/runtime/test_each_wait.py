@@ -31,10 +31,11 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Unit, Workload
 from tests.fake_device.device import FakeDevice, FakeEvent, FakeStream
 from tests.fake_device.fake_worker import LateFuture
-from tests.fake_device.timing import Late, Seeded, Timing
+from tests.fake_device.timing import Seeded, Timing, late_lanes
 from tests.runtime.deferred import Habits, deferred, serial
-from tests.runtime.moving import Model, MovingIteration, MovingTraining, random_iterations, same, train_serially
+from tests.runtime.moving import Model, MovingIteration, MovingTraining, random_iterations, train_serially
 from tests.runtime.plain_adam import adam_step
+from tests.runtime.random_states import same
 from tests.runtime.test_deferred import EARLY, PLAN, THREE_IN_TWO_SLOTS
 from tests.runtime.test_staging import sent_down
 
@@ -278,11 +279,6 @@ def _gradients(timing: Timing) -> bool:
 def scenarios() -> Iterator[Scenario]:
     """Yield all scenarios, those first that show the most with the least time."""
     return chain(gradients(), prefetches_into_used_memory(), masters_in_two_halves(), updates_in_forward(), moves())
-
-
-def late_lanes(count: int) -> list[Timing]:
-    """Return timings in each of which another lane is behind all others."""
-    return [Late([last, *(lane for lane in range(count) if lane != last)]) for last in range(count)]
 
 
 FINDINGS = ("memory that was freed before", "no code but the update may write to the 16-bit parameters")

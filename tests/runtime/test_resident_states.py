@@ -22,17 +22,17 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import STATES, Unit, Workload
 from tests.fake_device.device import FakeDevice
-from tests.fake_device.timing import Late, Seeded
-from tests.runtime.moving import WRITTEN, Model, MovingIteration, MovingTraining, same, train_serially
+from tests.fake_device.timing import Late, Seeded, late_lanes
+from tests.runtime.moving import WRITTEN, Model, MovingIteration, MovingTraining, train_serially
 from tests.runtime.plain_adam import PlainAdam, adam_step
+from tests.runtime.random_states import same
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 MODEL = Model(numels=(20, 9), early=[[(14, 18)], []])
 WORKLOAD = Workload((Unit(0, 16, 0), Unit(1, 4, 0, begin=16), Unit(2, 9, 1)))
 PLAN = UpdatePlan(workload=WORKLOAD, placements=(RESIDENT, CPU, RESIDENT), num_slots=1)
 OTHER_PLAN = UpdatePlan(workload=WORKLOAD, placements=(RESIDENT, STREAMED, CPU), num_slots=1)
-TIMINGS = [Late([last, *(lane for lane in range(5) if lane != last)]) for last in range(5)]
-TIMINGS += [Seeded(seed) for seed in range(60)]
+TIMINGS = [*late_lanes(6), *map(Seeded, range(60))]
 
 
 class ResidentCopies:

@@ -20,8 +20,9 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Unit, Workload
 from tests.fake_device.device import FakeDevice, LateChecksum
 from tests.fake_device.timing import Late
-from tests.runtime.moving import Model, MovingIteration, MovingTraining, same, train_serially
+from tests.runtime.moving import Model, MovingIteration, MovingTraining, train_serially
 from tests.runtime.plain_adam import adam_step
+from tests.runtime.random_states import same
 from tests.runtime.test_unit_moves import short_of_memory
 
 MODEL = Model(numels=(96, 50), early=[[(10, 20)], []], grad_dtype=torch.bfloat16, has_vectors=True, may_split=True)

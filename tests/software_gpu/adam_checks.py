@@ -19,6 +19,7 @@ from deep_opt_states.device.kernels.triton_adam import TritonAdam
 from tests.kernels.adam_steps import BETAS, GRADS, PARAMS, STEP, copied, differences, random_tensors, steps_of
 from tests.software_gpu import device
 from tests.software_gpu.adam_kernel import SoftwareAdamKernel
+from tests.software_gpu.emulated_time import elapsed_ms, milliseconds
 from tests.software_gpu.settings import MachineRates, changed
 
 # The name of the device before it is loaded, since the process of pytest does not load it.
@@ -104,19 +105,12 @@ def compiling_launches_without_elements() -> None:
 
 def the_speed_of_the_emulated_machine_is_that_of_the_kernel() -> None:
     tensors, _ = random_tensors(NUMEL, torch.float32, None, seed=3)
-    begin, end = device.Event(enable_timing=True), device.Event(enable_timing=True)
-    with (
-        changed(execute_first=True, rates=MachineRates(adam_params_per_s=1e5)),
-        _triton_adam(Arithmetic(1, Tail.UNFUSED)) as gpu,
-    ):
-        ours = _on_device(tensors)
+    ours = _on_device(tensors)
+    rates = MachineRates(adam_params_per_s=1e5)
+    with _triton_adam(Arithmetic(1, Tail.UNFUSED)) as gpu:
         gpu.begin_step([STEP])
-        device._sleep(int(0.3 * 2e9))
-        begin.record()
-        gpu.update(0, ours)
-        end.record()
-        end.synchronize()
-    assert begin.elapsed_time(end) >= 1e3 * NUMEL / 1e5 * (1 - 1e-6)
+        update_ms = elapsed_ms(lambda: gpu.update(0, ours), rates, execute_first=True)
+    assert update_ms == milliseconds(1e3 * NUMEL / 1e5)
 
 
 def tensors_that_the_kernel_would_access_wrongly_are_refused() -> None:

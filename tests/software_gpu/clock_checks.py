@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from tests.software_gpu import device
+from tests.software_gpu.emulated_time import elapsed_ms, milliseconds
 from tests.software_gpu.library import DEVICE_TYPE, RESOURCES, UNLIMITED, Amounts, amounts, call
 from tests.software_gpu.settings import SLOW_KERNELS, SLOW_LINK, MachineRates, Settings, changed
 
@@ -123,47 +123,23 @@ def work_that_is_added_late_ends_as_if_it_had_been_added_in_time() -> None:
     assert _ends(machine, long, just_passed, other) == _about(4, 1, 4)
 
 
-def _elapsed_ms(issue: Callable[[], object], rates: MachineRates, *, execute_first: bool = False) -> float:
-    """Return the emulated duration of the work that ``issue`` enqueues on the current stream."""
-    # The first call of an operator takes long, since PyTorch then imports its meta kernel.
-    issue()
-    with changed(rates=rates, execute_first=execute_first):
-        for sleep_s in (0.2, 2, 20):
-            begin, end = device.Event(enable_timing=True), device.Event(enable_timing=True)
-            issued_from_s = time.monotonic()
-            device._sleep(int(sleep_s * 2e9))
-            begin.record()
-            issue()
-            end.record()
-            issued_s = time.monotonic() - issued_from_s
-            end.synchronize()
-            # If all was in the queue before the first task started, nothing started late because it was issued late.
-            if issued_s < sleep_s:
-                return begin.elapsed_time(end)
-    raise AssertionError("this machine is too slow to issue the work")
-
-
-def _milliseconds(expected: float) -> object:
-    return pytest.approx(expected, rel=1e-6)
-
-
 def copies_take_their_bytes_over_the_rate_of_their_direction() -> None:
     host, on_device = torch.zeros(1_000_000, pin_memory=True), torch.zeros(1_000_000, device=DEVICE_TYPE)
     rates = MachineRates(h2d=4e8, d2h=2e8, copy_latency_s=1e-3)
-    assert _elapsed_ms(lambda: on_device.copy_(host, non_blocking=True), rates) == _milliseconds(11)
-    assert _elapsed_ms(lambda: host.copy_(on_device, non_blocking=True), rates) == _milliseconds(21)
+    assert elapsed_ms(lambda: on_device.copy_(host, non_blocking=True), rates) == milliseconds(11)
+    assert elapsed_ms(lambda: host.copy_(on_device, non_blocking=True), rates) == milliseconds(21)
     few = (host[:10_000], on_device[:10_000])
-    assert _elapsed_ms(lambda: few[0].copy_(few[1], non_blocking=True), SLOW_LINK.rates) == _milliseconds(40)
+    assert elapsed_ms(lambda: few[0].copy_(few[1], non_blocking=True), SLOW_LINK.rates) == milliseconds(40)
 
 
 def pageable_copies_take_more_of_host_memory() -> None:
     host, on_device = torch.zeros(10_000), torch.zeros(10_000, device=DEVICE_TYPE)
     pinned = host.pin_memory()
     rates = MachineRates(host_memory=1e7)
-    assert _elapsed_ms(lambda: on_device.copy_(pinned, non_blocking=True), rates) == _milliseconds(4)
-    assert _elapsed_ms(lambda: on_device.copy_(host, non_blocking=True), rates) == _milliseconds(12)
-    assert _elapsed_ms(lambda: on_device.copy_(host, non_blocking=True), MachineRates(pageable=1e7)) == _milliseconds(4)
-    assert _elapsed_ms(lambda: on_device.copy_(pinned, non_blocking=True), MachineRates(pageable=1e7)) < 1
+    assert elapsed_ms(lambda: on_device.copy_(pinned, non_blocking=True), rates) == milliseconds(4)
+    assert elapsed_ms(lambda: on_device.copy_(host, non_blocking=True), rates) == milliseconds(12)
+    assert elapsed_ms(lambda: on_device.copy_(host, non_blocking=True), MachineRates(pageable=1e7)) == milliseconds(4)
+    assert elapsed_ms(lambda: on_device.copy_(pinned, non_blocking=True), MachineRates(pageable=1e7)) < 1
 
 
 def products_take_their_flops_and_other_kernels_their_bytes() -> None:
@@ -171,13 +147,13 @@ def products_take_their_flops_and_other_kernels_their_bytes() -> None:
     batch, bias = torch.zeros(3, 40, 50, device=DEVICE_TYPE), torch.zeros(60, device=DEVICE_TYPE)
     rates = MachineRates(flops_per_s=1e8, device_bytes_per_s=1e6, launch_s=2e-3)
     product = 2 * 40 * 50 * 60 / 1e5
-    assert _elapsed_ms(lambda: torch.mm(a, b), rates) == _milliseconds(2 + product)
-    assert _elapsed_ms(lambda: torch.addmm(bias, a, b), rates) == _milliseconds(2 + product)
-    assert _elapsed_ms(lambda: torch.bmm(batch, batch.mT), rates) == _milliseconds(2 + 3 * 2 * 40 * 50 * 40 / 1e5)
-    assert _elapsed_ms(lambda: a.add_(1), rates) == _milliseconds(2 + 8000 / 1e3)
-    assert _elapsed_ms(lambda: torch.add(a, 1, out=a), SLOW_KERNELS.rates) == _milliseconds(2)
+    assert elapsed_ms(lambda: torch.mm(a, b), rates) == milliseconds(2 + product)
+    assert elapsed_ms(lambda: torch.addmm(bias, a, b), rates) == milliseconds(2 + product)
+    assert elapsed_ms(lambda: torch.bmm(batch, batch.mT), rates) == milliseconds(2 + 3 * 2 * 40 * 50 * 40 / 1e5)
+    assert elapsed_ms(lambda: a.add_(1), rates) == milliseconds(2 + 8000 / 1e3)
+    assert elapsed_ms(lambda: torch.add(a, 1, out=a), SLOW_KERNELS.rates) == milliseconds(2)
     launched = partial(device.launch, lambda: None, "nothing", gpu_s=5e-3, latency_s=1e-3)
-    assert _elapsed_ms(launched, rates) == _milliseconds(6)
+    assert elapsed_ms(launched, rates) == milliseconds(6)
 
 
 def many_short_kernels_do_not_drift() -> None:
@@ -190,8 +166,8 @@ def many_short_kernels_do_not_drift() -> None:
             tensor.add_(1)
 
     for execute_first in (False, True):
-        elapsed_ms = _elapsed_ms(kernels, MachineRates(launch_s=2e-4), execute_first=execute_first)
-        assert elapsed_ms == _milliseconds(80)
+        found_ms = elapsed_ms(kernels, MachineRates(launch_s=2e-4), execute_first=execute_first)
+        assert found_ms == milliseconds(80)
     assert tensor.tolist() == [sum(counts)] * 10
 
 
@@ -208,7 +184,7 @@ def streams_share_the_compute_engine_and_their_waits_take_over_their_time() -> N
         device.current_stream().wait_stream(side)
         device.launch(lambda: None, "third", gpu_s=0.01)
 
-    assert _elapsed_ms(on_two_streams, MachineRates()) == _milliseconds(60)
+    assert elapsed_ms(on_two_streams, MachineRates()) == milliseconds(60)
 
 
 def spans_of_a_trace_have_the_emulated_times() -> None:

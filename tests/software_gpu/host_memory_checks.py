@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
-import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.forked_child import exit_code_of_child, protection_of
 from tests.software_gpu import device
 from tests.software_gpu.library import DEVICE_TYPE
 from tests.software_gpu.settings import changed
@@ -113,19 +114,8 @@ def memory_that_is_unregistered_while_it_is_copied_is_an_error() -> None:
             assert device.take_error() != ""
 
 
-def _in_a_child(work: str) -> int:
-    """Run ``work``, which is a statement over this module's names, in a forked child, and return its exit code."""
-    child = os.fork()
-    if child == 0:
-        try:
-            exec(work, globals())
-        except BaseException:  # noqa: BLE001 (the exit code shows it)
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def _expect_refusals() -> None:
+def _expect_refusals() -> int:
+    """Return 0, the exit code, if the device refuses every use."""
     for use in (
         lambda: torch.empty(1, device=DEVICE_TYPE),
         lambda: torch.empty(1, pin_memory=True),
@@ -137,14 +127,24 @@ def _expect_refusals() -> None:
             use()
     assert device._is_in_bad_fork()
     assert not device.is_initialized()
+    return 0
 
 
 _held: list[torch.Tensor] = []
 
 
+def _collect() -> int:
+    """Collect the tensors, and return 0, the exit code."""
+    # A process that found a lock taken would wait for ever; its alarm ends it.
+    signal.alarm(60)
+    _held.clear()
+    gc.collect()
+    return 0
+
+
 def a_forked_child_cannot_use_the_device_and_its_parent_can() -> None:
     _held[:] = [torch.ones(10, device=DEVICE_TYPE), torch.ones(10).pin_memory()]
-    assert _in_a_child("_expect_refusals()") == 0
+    assert exit_code_of_child(_expect_refusals) == 0
     assert not device._is_in_bad_fork()
     assert device.is_initialized()
     assert (_held[0] * 2).tolist() == [2] * 10
@@ -156,8 +156,7 @@ def a_child_forked_at_any_time_can_collect_its_tensors_and_end() -> None:
     for _ in range(15):
         for _ in range(50):
             _held[0].add_(torch.ones(10).pin_memory().to(DEVICE_TYPE, non_blocking=True))
-        # A child that found a lock taken would wait for ever; its alarm ends it.
-        assert _in_a_child("import signal; signal.alarm(60); _held.clear(); gc.collect()") == 0
+        assert exit_code_of_child(_collect) == 0
     assert _held[0].tolist() == [751] * 10
     assert gc.isenabled()
 
@@ -173,10 +172,9 @@ def forked_data_loaders_work_beside_the_device() -> None:
 
 def memory_of_the_device_cannot_be_read_through_its_address() -> None:
     """Check that the pages of a tensor allow no access, without ending the process as an access would."""
-    address = torch.ones(10, device=DEVICE_TYPE).data_ptr()
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    ranges = [(*(int(end, 16) for end in line.split()[0].split("-")), line.split()[1]) for line in lines]
-    (protection,) = (protection for begin, end, protection in ranges if begin <= address < end)
-    assert protection.startswith("---")
+    tensor = torch.ones(10, device=DEVICE_TYPE)
+    address = tensor.data_ptr()
+    assert protection_of(address).startswith("---")
+    device.synchronize()
     # Other threads find the bytes elsewhere.
-    assert ctypes.c_float.from_address(device.real_address(address)) is not None
+    assert ctypes.c_float.from_address(device.real_address(address)).value == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.software_gpu.user_access_ranks import ADVERSARIES
@@ -11,12 +13,17 @@ RANKS = ProgramRanks("tests.software_gpu.user_access_ranks", timeout_s=200)
 WORLD_SIZES = [pytest.param(2, marks=on_one_worker(RANKS.program, 2))]
 
 
+def answers_of_all_ranks(trained: TrainingOnce, world_size: int) -> list[dict[str, Any]]:
+    """Return the answers for the four placements and all adversaries of each rank."""
+    by_rank = trained.answers(world_size)
+    assert [len(answers) for answers in by_rank] == [4 * len(ADVERSARIES)] * world_size
+    return [found for answers in by_rank for found in answers]
+
+
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_the_next_forward_on_the_device_uses_what_one_rank_has_written(world_size: int, trained: TrainingOnce) -> None:
-    for answers in trained.answers(world_size):
-        assert len(answers) == 4 * len(ADVERSARIES)
-        for found in answers:
-            assert found["written"] == [], f"{found['placement']}, {found['adversary']}"
+    for found in answers_of_all_ranks(trained, world_size):
+        assert found["written"] == [], f"{found['placement']}, {found['adversary']}"
 
 
 @pytest.mark.promise("P1")
@@ -24,17 +31,15 @@ def test_the_next_forward_on_the_device_uses_what_one_rank_has_written(world_siz
 def test_parameters_that_are_gathered_together_with_those_of_an_older_model_have_the_bits_of_stock(
     world_size: int, trained: TrainingOnce
 ) -> None:
-    for answers in trained.answers(world_size):
-        for found in answers:
-            assert found["with teacher"] == [], f"{found['placement']}, {found['adversary']}"
+    for found in answers_of_all_ranks(trained, world_size):
+        assert found["with teacher"] == [], f"{found['placement']}, {found['adversary']}"
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_gradient_partitions_are_host_tensors_with_the_bits_of_stock_in_every_placement(
     world_size: int, trained: TrainingOnce
 ) -> None:
-    for answers in trained.answers(world_size):
-        for found in answers:
-            label = f"{found['placement']}, {found['adversary']}"
-            assert found["devices of gradients"] == ["cpu"], label
-            assert found["gradients"] == [], label
+    for found in answers_of_all_ranks(trained, world_size):
+        label = f"{found['placement']}, {found['adversary']}"
+        assert found["devices of gradients"] == ["cpu"], label
+        assert found["gradients"] == [], label

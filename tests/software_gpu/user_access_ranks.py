@@ -18,7 +18,7 @@ from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import PLAIN, Settings
 from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case
 from tests.zero.parity.parity_model import batch
-from tests.zero.parity.training import Block, Record, closing_engine, differences, run_variant
+from tests.zero.parity.training import Block, Record, closing_engine, differences, real_numel, run_variant
 from tests.zero.races.faults import RESIDENT
 from tests.zero.races.reads_between_steps import after_each_step
 from tests.zero.races.writes_between_steps import write_gathered
@@ -67,15 +67,11 @@ def grad_partitions(case: Case, block: Block) -> tuple[Record, set[str]]:
                 for index, gradient in partitions.items():
                     param = engine.optimizer.fp16_groups[sub_group][index]
                     devices.add(gradient.device.type)
-                    record.tensors[f"{step} {sub_group} {index}"] = real_part(param, gradient)
+                    record.tensors[f"{step} {sub_group} {index}"] = (
+                        gradient.flatten()[: real_numel(param)].cpu().clone()
+                    )
             engine.step()
     return record, devices
-
-
-def real_part(param: Any, partition: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the partition without padding, which stock does not initialize."""
-    begin = dist.get_rank() * partition.numel()
-    return partition.flatten()[: max(0, param.ds_numel - begin)].cpu().clone()
 
 
 def main() -> None:

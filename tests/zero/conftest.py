@@ -1,3 +1,5 @@
+"""Provide the fixtures that start the ranks of a module of tests."""
+
 from __future__ import annotations
 
 import pytest

@@ -26,7 +26,7 @@ LAZY_KERNELS_WITHOUT_FREE_MEMORY = "lazy kernels, memory in use"
 
 @dataclass(frozen=True)
 class Adversary:
-    """How the device behaves, and a context in which the host behaves in a certain way, too."""
+    """The behaviour of the device, and a context in which the host behaves in a certain way, too."""
 
     settings: Settings
     host: Callable[[], AbstractContextManager[object]] = nullcontext

@@ -8,7 +8,6 @@ an arm is for exploring: with other sub-groups, no bits can be compared.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -70,7 +69,6 @@ def _measured(arm: TrainedArm) -> dict[str, Any]:
         "losses": arm.record.numbers["loss"],
         **measured,
         "iteration_s": arm.iteration_s,
-        "cpu_s": sum(os.times()[:2]),
     }
 
 

@@ -73,24 +73,20 @@ class Steps:
 class TrainedArm:
     """The values that must be equal to the bit, and what was measured, in emulated seconds.
 
-    Stock has no plan. ``planned`` has all plans that the planner returned, at start and later, and ``plan`` is the one
-    that ran last, with ``placements`` of its units. ``updated`` is where each unit was updated in the last step, by the
-    actions that ran. ``adopted`` has the log lines of the changes. ``comparison`` has the predicted and the measured
-    seconds of the last updates. ``lag_s`` is the longest time by which this machine was behind the emulated one.
+    Stock has no plan. ``planned`` has the fingerprints of all plans that the planner returned, at start and later, and
+    ``fingerprint`` is that of the plan that ran last, with ``placements`` of its units. ``updated`` is where each unit
+    was updated in the last step, by the actions that ran. ``adopted`` has the log lines of the changes. ``lag_s`` is
+    the longest time by which this machine was behind the emulated one.
     """
 
     record: Record
     phases_s: dict[str, list[float]]
     lag_s: float
-    gpu_peak_bytes: int
-    plan: str = ""
     fingerprint: str = ""
     placements: list[str] = field(default_factory=list)
     updated: list[str] = field(default_factory=list)
     planned: list[str] = field(default_factory=list)
-    budgets_bytes: list[int | None] = field(default_factory=list)
     adopted: list[str] = field(default_factory=list)
-    comparison: list[str] = field(default_factory=list)
 
     @property
     def iteration_s(self) -> list[float]:
@@ -109,7 +105,6 @@ def train(
         trainer = _trainer(run, config, folder, steps, optimizer)
         trainer.add_callback(_TimeAfterFirstSteps(passes, steps.untimed))
         device.take_spans()
-        device.reset_peak_memory_stats()
         trainer.train()
         device.synchronize()
         passes.take_time = False
@@ -120,7 +115,6 @@ def train(
             record=Record(optimizer_class=type(engine.optimizer).__name__),
             phases_s=_phases_s(marks[-len(PHASES) * steps.measured - 1 :]),
             lag_s=lag_s,
-            gpu_peak_bytes=device.max_memory_reserved(),
         )
         arm.record.numbers["loss"] = [logged["loss"] for logged in trainer.state.log_history if "loss" in logged]
         with settings.changed(rates=settings.MachineRates()):
@@ -144,13 +138,11 @@ def _phases_s(marks: Sequence[tuple[str, float]]) -> dict[str, list[float]]:
 
 def _describe_updates(optimizer: DeepOptimizerStates_Stage3, observed: _ObservedEngine, arm: TrainedArm) -> None:
     """Add the plans and the last update to ``arm``. No update is in flight, and all have been reported."""
-    arm.plan, arm.fingerprint = str(optimizer.plan), optimizer.plan.fingerprint
+    arm.fingerprint = optimizer.plan.fingerprint
     arm.placements = [placement.value for placement in optimizer.plan.placements]
-    arm.planned, arm.budgets_bytes = observed.planned, observed.budgets_bytes
-    arm.adopted = observed.adopted
+    arm.planned, arm.adopted = observed.planned, observed.adopted
     assert observed.timeline is not None
     arm.updated = [placement.value for placement in placements_of(observed.timeline)]
-    arm.comparison = [str(row) for row in optimizer.report.comparison()]
 
 
 def _trainer(
@@ -221,10 +213,9 @@ def _marked() -> Iterator[None]:
 
 @dataclass
 class _ObservedEngine:
-    """The fingerprints of all plans of the planner, the GPU memory for each, and the last measured update."""
+    """The fingerprints of all plans of the planner, the changes of the plan, and the last measured update."""
 
     planned: list[str] = field(default_factory=list)
-    budgets_bytes: list[int | None] = field(default_factory=list)
     adopted: list[str] = field(default_factory=list)
     timeline: Timeline | None = None
 
@@ -238,7 +229,6 @@ def _observed() -> Iterator[_ObservedEngine]:
     def observed_plan(request: PlanRequest) -> SizedPlan:
         found = plan(request)
         observed.planned.append(found.plan.fingerprint)
-        observed.budgets_bytes.append(request.budgets.gpu_bytes)
         return found
 
     def observed_adoption(policy: ReplanningPolicy, *args: Any) -> Decision:

@@ -15,7 +15,7 @@ pytestmark = [on_one_worker(RANKS.program), pytest.mark.thorough]
 
 @pytest.fixture
 def answers(trained: TrainingOnce) -> list[dict[str, Any]]:
-    """Return the answers of the phases, and that of the slots."""
+    """Return the answers of the phases."""
     return trained.answers(1)[0]
 
 

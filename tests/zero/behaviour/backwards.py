@@ -24,6 +24,7 @@ from tests.zero.behaviour.behaviour_variant import (
     raised,
     train,
 )
+from tests.zero.parity.training import real_numel
 
 
 def backward_of_the_tensor(variant: BehaviourVariant) -> Seen:
@@ -74,8 +75,8 @@ def backwards_without_a_step(variant: BehaviourVariant) -> Seen:
             yield from gradients(engine)
             for group, grads in engine.optimizer.get_fp32_grad_partitions().items():
                 for index, grad in grads.items():
-                    real = engine.optimizer.fp16_groups[group][index].ds_numel // dist.get_world_size()
-                    yield f"partition {group} {index}", grad.flatten()[:real].clone()
+                    param = engine.optimizer.fp16_groups[group][index]
+                    yield f"partition {group} {index}", grad.flatten()[: real_numel(param)].clone()
             if zero_grad:
                 engine.optimizer.zero_grad()
         engine.optimizer.step()
@@ -220,6 +221,8 @@ class Experts(torch.nn.Module):
 
 
 class Mixture(torch.nn.Module):
+    """A model that uses one of its experts per forward, between two layers."""
+
     def __init__(self) -> None:
         super().__init__()
         self.first = torch.nn.Linear(WIDTH, WIDTH)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_local_optimizer_state
 
 from tests.zero.on_accelerator import on_accelerator
-from tests.zero.parity.training import Block, Record, collect
+from tests.zero.parity.training import Block, Record, collect, real_numel
 
 Seen = Iterator[tuple[str, Any]]
 """Tensors, numbers and text, each with a name, in the same order for stock and for the plugin."""
@@ -150,9 +150,7 @@ def moments(engine: Any) -> Seen:
     for name, param in engine.module.named_parameters():
         for key in ("exp_avg", "exp_avg_sq"):
             state = safe_get_local_optimizer_state(param, key)
-            # The padding after the last rank's partition is left out.
-            real = max(0, min(param.partition_numel(), param.ds_numel - dist.get_rank() * param.partition_numel()))
-            yield f"{key} of {name}", None if state is None else state.flatten()[:real].clone()
+            yield f"{key} of {name}", None if state is None else state.flatten()[: real_numel(param)].clone()
 
 
 def final_states(engine: Any) -> Seen:

@@ -13,6 +13,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from tests.zero.behaviour.behaviour_variant import BehaviourVariant, Seen, counters
 from tests.zero.on_accelerator import on_accelerator
+from tests.zero.parity.training import real_numel
 from tests.zero.placed_parameters import placements_by_name
 
 VOCABULARY = 61
@@ -46,12 +47,11 @@ def partitions(engine: Any) -> Seen:
         yield "step", state["step"]
         offset = 0
         for param in params:
-            numel = param.partition_numel()
-            real = max(0, min(numel, param.ds_numel - optimizer._get_param_partition_rank(param) * numel))
+            real = real_numel(param)
             for tensor in (master.data, state["exp_avg"], state["exp_avg_sq"]):
                 yield f"sub-group {sub_group} at {offset}", tensor[offset : offset + real].clone()
             yield f"parameter of sub-group {sub_group} at {offset}", param.ds_tensor.data.flatten()[:real].clone()
-            offset += numel
+            offset += param.partition_numel()
 
 
 RULES = {

@@ -30,7 +30,7 @@ from deepspeed.utils import (
 from tests.zero.on_accelerator import on_accelerator, process_group_on_accelerator
 from tests.zero.parity.case import Case
 from tests.zero.parity.parity_model import batch
-from tests.zero.parity.training import make_engine
+from tests.zero.parity.training import make_engine, real_numel
 
 CASE = Case(
     name="readers",
@@ -65,8 +65,7 @@ def readings(engine: Any, partitions: bool) -> Iterator[tuple[str, torch.Tensor]
 
 def real_part(param: Any, partition: torch.Tensor) -> torch.Tensor:
     """Return the partition without the padding after the last rank's elements."""
-    numel = param.partition_numel()
-    return partition.flatten()[: max(0, min(numel, param.ds_numel - dist.get_rank() * numel))]
+    return partition.flatten()[: real_numel(param)]
 
 
 def compare(when: str, engines: list[Any], partitions: bool) -> None:

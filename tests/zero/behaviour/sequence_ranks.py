@@ -83,6 +83,8 @@ class RandomShape:
 
 
 class SequenceNet(nn.Module):
+    """A model of random shape, whose hooks record what they see."""
+
     def __init__(self, shape: RandomShape, seen_by_hooks: Seen) -> None:
         super().__init__()
         width = shape.width

@@ -153,6 +153,8 @@ class Tied(torch.nn.Module):
 
 
 class Returned(torch.nn.Module):
+    """A module that also returns its parameter."""
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(WIDTH))

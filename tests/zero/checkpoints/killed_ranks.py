@@ -236,9 +236,9 @@ def resume_and_compare(training: KilledTraining, folder: Path, reference: Path, 
     """
     first = step_of(tag)
     records = []
-    for root, variant, variant_tag in ((reference, None, tag), (folder / "saved", block, tag)):
+    for root, variant in ((reference, None), (folder / "saved", block)):
         with training.open_engine(variant) as engine:
-            path, _ = engine.load_checkpoint(str(root), tag=variant_tag)
+            path, _ = engine.load_checkpoint(str(root), tag=tag)
             assert path is not None
             assert f"/{tag}/" in path
             train(training, engine, folder / "again" if variant is None else root, first, lambda *_: None)

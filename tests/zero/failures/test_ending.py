@@ -33,12 +33,10 @@ CODES = {
 def test_the_process_ends_as_without_the_plugin(way: str, trained: TrainingOnce) -> None:
     (endings,) = trained.answers(1)
     for ending, code in zip([ending for ending in endings if ending["way"] == way], CODES[way], strict=True):
-        assert ending["seconds"] is not None, f"made no step\n{ending['output'][-4000:]}"
+        assert ending["has stepped"], f"made no step\n{ending['output'][-4000:]}"
         # Before a rank handles SIGTERM, a collective may fail because the other rank has exited.
         codes = (code, 1) if way == "SIGTERM with a handler" else (code,)
         assert ending["code"] in codes or ABORTED in ending["output"], ending["output"][-4000:]
-        # A process that waits for an update that never ends stops waiting after two waits of 4 s.
-        assert ending["seconds"] < (20 if way == "update hangs" else 10)
         raises = way in ("raises", "update hangs") or (way == "rank 0 raises" and ending["rank"] == 0)
         assert ("the user's exception" in ending["output"]) == raises
         assert ending["output"].count(f"[deep_opt_states] {LOGGED}") == (way == "update fails")

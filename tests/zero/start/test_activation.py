@@ -1,4 +1,4 @@
-"""Check that the JSON block enables the plugin, and that DeepSpeed without it is stock but for three wrappers.
+"""Check that the JSON block enables the plugin, and that DeepSpeed without it is stock but for four wrappers.
 
 The tests start fresh interpreters, since pytest has imported the modules that must not be imported yet.
 """

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from typing import Any
 
 from deep_opt_states.host import machine
 from deep_opt_states.host.topology import cores_of
-from tests.launch import REPOSITORY, Finished, environment
+from tests.launch import Finished, environment, free_port, run_together
 
 
 def torchrun(*arguments: str) -> Finished:
@@ -20,8 +19,7 @@ def torchrun(*arguments: str) -> Finished:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     command = [*launcher, *rendezvous, "-m", "tests.zero.start.core_share_ranks", *arguments]
-    done = subprocess.run(command, env=env, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
-    finished = Finished(done.returncode, done.stdout + done.stderr)
+    (finished,) = run_together([command], free_port(), 200, [env])
     assert finished.returncode == 0, finished.output[-4000:]
     return finished
 

@@ -8,24 +8,12 @@ import pytest
 
 from tests.launch import run_ranks
 from tests.zero.tensor_parallel.cases import ARMS, CASES, QUICK, TensorParallelCase
-from tests.zero.training_once import on_one_worker
+from tests.zero.training_once import TrainingOnce, on_one_worker, selecting
 
 PROGRAM = "tests.zero.tensor_parallel.tensor_parallel_ranks"
 STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
 
-ANSWERS: dict[tuple[int, str], list[dict[str, dict[str, Any]]]] = {}
-"""The answers of each rank by the names of the cases; the ranks are started once per process."""
-
-
-def answers(world_size: int, cases: str) -> list[dict[str, dict[str, Any]]]:
-    """Return the answers of each rank by the names of the cases."""
-    key = (world_size, cases)
-    if key not in ANSWERS:
-        ranks = run_ranks(world_size, ["-m", PROGRAM, cases], timeout_s=900)
-        for rank, finished in enumerate(ranks):
-            assert finished.returncode == 0, f"rank {rank}:\n{finished.output[-5000:]}"
-        ANSWERS[key] = [{found["name"]: found for found in finished.answers()} for finished in ranks]
-    return ANSWERS[key]
+SELECTIONS = {cases: selecting(PROGRAM, cases, timeout_s=900) for cases in ("quick", "all")}
 
 
 def parameters() -> list[Any]:
@@ -48,9 +36,9 @@ def parameters() -> list[Any]:
 @pytest.mark.promise("P1")
 @pytest.mark.parametrize(("world_size", "cases", "case"), parameters())
 def test_training_beside_tensor_parallelism_has_the_bits_of_stock(
-    world_size: int, cases: str, case: TensorParallelCase
+    world_size: int, cases: str, case: TensorParallelCase, trained_by_selection: dict[str, TrainingOnce]
 ) -> None:
-    for rank, by_name in enumerate(answers(world_size, cases)):
+    for rank, by_name in enumerate(trained_by_selection[cases].answers_by_name(world_size)):
         found = by_name[case.name]
         assert found["classes"] == [STOCK, *[OURS] * len(ARMS)]
         assert found["differences"] == {arm: [] for arm in ARMS}, f"rank {rank}"
