@@ -33,9 +33,9 @@ from tests.runtime.moving import (
     models,
     random_iterations,
     random_plan,
-    same,
     train_serially,
 )
+from tests.runtime.random_states import same
 
 seeds = st.integers(0, 2**32)
 
