@@ -34,7 +34,6 @@ from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.report.reporter import UpdateReporter
 from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.zero.internals.compat import (
-    flat_parameters,
     forget_gradient_buffers,
     is_boundary,
     param_coordinator,
@@ -176,6 +175,10 @@ class DeepOptimizerStates_Stage3(UserGradients):
         self._wait_for_reduction()
         self._forget_fp32_copies()
 
+    def _give_memory_back(self, reason: str) -> None:
+        self._before_eviction()
+        self._adaptation.give_memory_back(reason)
+
     def _updated(self, phases: Sequence[PhaseSpan], read_timeline: Callable[[], Timeline]) -> None:
         """Report one update, and let the adaptation measure it."""
         read_once = cache(read_timeline)
@@ -234,7 +237,7 @@ class DeepOptimizerStates_Stage3(UserGradients):
         """Free the temporary fp32 copies of gradients that the update has read if the user had set some."""
         for index, unit in enumerate(self._running.memory.units):
             unit.grad = self._gradients.buffer_of(index)
-        self._running.executor.forget_replaced_gradients()
+        self._running.executor.forget_replaced_tensors()
 
     def partition_grads(self, params_to_release: Any, grad_partitions: Any) -> Any:
         # Some callers skip ``backward_prologue``, for example ``loss.backward()``: wait here as well.
@@ -330,8 +333,6 @@ class DeepOptimizerStates_Stage3(UserGradients):
             self._begin_update()
 
     def _begin_update(self) -> None:
-        # The last update is over but for flushes, which do not touch parameters.
-        self._running.memory.replace_params(flat_parameters(self))
         for unit, grad in zip(self._running.memory.units, self._gradients.grads_for_update(), strict=True):
             unit.grad = grad
         # A copy: the LR scheduler and the user may change the next step's hyperparameters while this update runs.

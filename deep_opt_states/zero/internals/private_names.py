@@ -50,6 +50,7 @@ HOOKS = {
     "offload_states": "include device pin_memory non_blocking",
     "partition_grads": "params_to_release grad_partitions",
     "reduce_independent_p_g_buckets_and_remove_grads": "param",
+    "reload_states": "non_blocking",
     "set_fp32_grad_for_param": "value param",
     "set_full_hp_param": "value param optim_state_key",
     "set_local_grad_for_param": "value param",

@@ -63,6 +63,9 @@ class OrderAdaptation:
     def observe_memory(self, update: int) -> None:
         """Do nothing: the plan does not depend on free memory."""
 
+    def give_memory_back(self, reason: str) -> None:
+        """Do nothing: the placements of the config are kept."""
+
     def adapt(self, *, memory_is_short: bool) -> bool:
         """Order the updates as forward needs them, once that is known. Return whether the order is newly known.
 
