@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.software_gpu.training.destroyed_engine_ranks import BLOCKS
 from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
