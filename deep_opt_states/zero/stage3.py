@@ -121,7 +121,6 @@ class DeepOptimizerStates_Stage3(UserGradients):
             running.exposure,
             defers=assembly.defers,
             on_finished=self._updated,
-            splits_masters=self._config.split_masters,
         )
         # Stock looks up here on which device a sub-group is. Between steps, its optimizer has no parameters.
         self.subgroup_to_device = dict.fromkeys(range(len(assembly.masters)), "cpu")

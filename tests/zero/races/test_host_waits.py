@@ -66,8 +66,8 @@ def test_a_step_waits_once_for_all_norms_and_then_for_each_update_on_the_cpu(
         for how, found in (("at once", at_once), ("deferred", deferred)):
             label = f"{how}, {found['dtype']}, {found['block']}"
             for step, waits in enumerate(found["step"]):
-                # Before the norms, the ranks agree how a deferred update has ended.
-                agreement = RANKS_AGREE[world_size] if how == "deferred" and step - 1 in STEPS_THAT_UPDATE else []
+                # Before the norms, the ranks agree how a deferred update and the prefetches in backward have ended.
+                agreement = RANKS_AGREE[world_size]
                 updated = updated_in_step[how] if step in STEPS_THAT_UPDATE else []
                 until_norms = len(agreement) + 1
                 assert waits[:until_norms] == [*agreement, norms_wait], f"{label}, step {step}"
