@@ -120,7 +120,7 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
         config = config.model_copy(update={"unit_size": WHOLE_SUB_GROUPS})
     if config.split_masters:
         _check_split_masters(params[0].dtype, widths, updates_parts=updates_parts)
-    budget = accelerator.gpu_budget(config) if config.may_plan else None
+    budget = raise_together(lambda: accelerator.gpu_budget(config)) if config.may_plan else None
     planned = make_plan(config, sub_groups, setup, accelerator, budget, share)
     plan = planned.plan
     ranks = SharingRanks.gather(training_ranks())

@@ -112,7 +112,7 @@ def make_plan(
         gpu_bytes = max(0 if budget is None else budget.bytes, unlimited.fixed_bytes)
         request = replace(unlimited, budgets=Budgets(gpu_bytes=gpu_bytes))
         plan, why = plan_on_rank_0(request, accelerator)
-        accelerator.validate(plan)
+        raise_together(lambda: accelerator.validate(plan))
         if config.overlap_forward:
             # Forward waits for every action that is issued before the ones that it needs. In the order of the planner,
             # which knows no windows yet, it would wait for more of them than in the order of the units.
