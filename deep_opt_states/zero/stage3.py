@@ -369,5 +369,6 @@ class DeepOptimizerStates_Stage3(UserGradients):
             # DeepSpeed's hooks on the module keep a reference to this object. Without these calls they would keep the
             # memory of the states, too.
             self.optimizer.state.clear()
-            self.fp32_partitioned_groups_flat.clear()
+            # Without the wait of ``WaitsBeforeRead``: the executor is closed.
+            vars(self)["fp32_partitioned_groups_flat"].clear()
             self._assembly.masters.clear()
