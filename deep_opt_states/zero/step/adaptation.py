@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -282,7 +281,4 @@ def _watch_forwards(
         partial(give_memory_back, "in a forward that has taken half of gpu_memory_margin_gb"),
         resources,
     )
-    # A script that does not catch the error may end without destroying its engine.
-    atexit.register(memory.log_failure)
-    resources.callback(atexit.unregister, memory.log_failure)
-    resources.callback(memory.log_failure)
+    memory.log_failure_at_exit(resources)
