@@ -20,6 +20,7 @@ again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,6 +68,10 @@ class Gradients:
     def have_device_accumulators(self) -> bool:
         """Return whether gradients of units that the CPU updates are accumulated on the accelerator."""
         return any(buffer.device_accumulator is not None for buffer in self._buffers)
+
+    def free_device_accumulators(self) -> None:
+        """Free the accumulators of units that the CPU updates. They have no sums of an open window."""
+        self.set_buffers([replace(buffer, device_accumulator=None) for buffer in self._buffers])
 
     def copy_open_sums_to_host(self) -> None:
         """Copy the sums of an open window to the buffers of units that the CPU updates, and wait for all copies.

@@ -124,13 +124,26 @@ class RunningPlan:
             self._set(plan)
 
     def _set(self, plan: UpdatePlan) -> None:
-        """Run ``plan``. If evicted, this reserves nothing on the accelerator; otherwise that may fail."""
-        self.memory.set_plan(plan, is_evicted=self.is_evicted)
-        units = self.memory.units
-        self.executor.set_units(plan.schedule, units, splits_of(units, self.early_ranges))
-        self.gradients.set_buffers(self.gradient_buffers(plan, units, self.is_evicted))
-        if plan is not self.plan:
-            self.exposure.reserve(max_intervals(plan))
+        """Run ``plan``. If evicted, this reserves nothing on the accelerator; otherwise that may fail.
+
+        After an out-of-memory error, the caller sets a plan for which there is enough memory. After any other error,
+        the states are inconsistent until a checkpoint is loaded.
+        """
+        try:
+            # First, so that the new ones may use their memory.
+            self.gradients.free_device_accumulators()
+            self.memory.set_plan(plan, is_evicted=self.is_evicted)
+            units = self.memory.units
+            self.executor.set_units(plan.schedule, units, splits_of(units, self.early_ranges))
+            self.gradients.set_buffers(self.gradient_buffers(plan, units, self.is_evicted))
+            if plan is not self.plan:
+                self.exposure.reserve(max_intervals(plan))
+        except torch.OutOfMemoryError:
+            raise
+        except BaseException as error:
+            # Some of these parts have the new plan, and others the old one: no update may run.
+            self.executor.fail(error)
+            raise
         self.plan = plan
 
     @property
