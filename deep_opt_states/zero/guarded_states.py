@@ -12,13 +12,12 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DIC
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from deep_opt_states.zero.checkpoint_contents import MOMENTS
 from deep_opt_states.zero.internals.compat import flat_parameters
 from deep_opt_states.zero.start.assembly import Assembly
 from deep_opt_states.zero.step.readers import WaitsBeforeRead, checkpoint_view
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from deep_opt_states.zero.step.update import Update
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class GuardedStates(DeepSpeedZeroOptimizer_Stage3):

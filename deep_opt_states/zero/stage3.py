@@ -56,8 +56,6 @@ from deep_opt_states.zero.user_gradients import UserGradients
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.schedule.plan import UpdatePlan
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 class DeepOptimizerStates_Stage3(UserGradients):
     """Stock's optimizer, with the fp32 states where the plan places them and updates that the schedule runs.
