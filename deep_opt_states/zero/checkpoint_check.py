@@ -30,7 +30,10 @@ class CheckpointError(ValueError):
 
 
 def check_before_loading(load: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> None:
-    """Raise ``CheckpointError`` on every rank if ``load(*args, **kwargs)`` would fail on any. A collective."""
+    """Raise ``CheckpointError`` on every rank if ``load(*args, **kwargs)`` would fail on any.
+
+    This is a collective over all ranks.
+    """
     options = _options(load, args, kwargs)
     if options is None or engine.load_universal_checkpoint():
         return

@@ -37,7 +37,7 @@ _logged_switched_off = False
 def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
     """Replace ``DeepSpeedEngine._configure_zero_optimizer`` for an engine whose config has our block.
 
-    A collective over all ranks. A rank whose config lacks the block does not call it; the other ranks cannot
+    This is a collective over all ranks. A rank whose config lacks the block does not call it; the other ranks cannot
     distinguish that rank from a late one, and wait.
     """
     basic_optimizer = args[0] if args else kwargs.get("optimizer")
@@ -115,7 +115,7 @@ def _check_engine(engine: Any, has_optimizer: bool) -> None:
 def check_checkpoint(load: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> None:
     """Check the files that ``load(*args, **kwargs)`` would read, if the engine has our optimizer.
 
-    A collective over all ranks. Raise ``CheckpointError`` on all of them.
+    This is a collective over all ranks. Raise ``CheckpointError`` on all of them.
     """
     if isinstance(engine.optimizer, DeepOptimizerStates_Stage3):
         check_before_loading(load, engine, args, kwargs)

@@ -154,16 +154,16 @@ class DeepOptimizerStates_Stage3(UserGradients):
         if self._assembly.defers:
             first_uses = FirstUses(names=self._gathers.used_names, units=self._gathers.first_uses)
         self._adaptation = make_adaptation(
-            self._running,
-            first_uses,
-            self._assembly.planned.request,
-            self._assembly.budget,
-            self._assembly.slot_budget,
-            self._assembly.widths,
-            self._update.report,
-            self._before_eviction,
-            self.module,
-            self._resources,
+            running=self._running,
+            first_uses=first_uses,
+            request=self._assembly.planned.request,
+            budget=self._assembly.budget,
+            slot_budget=self._assembly.slot_budget,
+            widths=self._assembly.widths,
+            before_move=self._update.report,
+            give_memory_back=self._give_memory_back,
+            module=self.module,
+            resources=self._resources,
         )
 
     def _before_eviction(self) -> None:
@@ -225,7 +225,7 @@ class DeepOptimizerStates_Stage3(UserGradients):
             # A caller may have skipped this method in earlier micro-batches: then units do not move in the middle of
             # the sums. Every rank reduces the same buckets, so the ranks agree on it.
             if not self._window_is_open and self._adaptation.adapt(
-                memory_is_short=self._update.memory_is_short_anywhere
+                memory_is_short_anywhere=self._update.memory_is_short_anywhere
             ):
                 self._progress.plan_changed(self.report, self._assembly)
         super().backward_prologue()
@@ -254,7 +254,6 @@ class DeepOptimizerStates_Stage3(UserGradients):
         self._adaptation.observe_memory(self._progress.progress().step + 1)
         self._update.memory_is_short = self._adaptation.memory_is_short
         self._update.synchronize_ranks(raise_failure=False, flushed=False)
-        # Before ``super()``, which forgets the parameters that were reduced in this window.
         self._gradients.complete_window()
         # The current stream waits for the copies of gradients to host memory: the norm may read them, and the host
         # waits for this stream before the update begins.

@@ -92,7 +92,7 @@ def _by_rank(texts: Sequence[str]) -> str:
 
 
 class StepAgreement:
-    """The collective that lets every rank know whether an update failed or a master was lost on any, and its memory.
+    """The collective before each use of the states: has a rank failed, and is its accelerator memory short?
 
     It is one all-reduce of two int32 per rank. Without it, the other ranks would wait in their next collective for a
     rank that has raised.

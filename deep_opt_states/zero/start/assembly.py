@@ -78,7 +78,7 @@ class Assembly:
 
 
 def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, resources: ExitStack) -> Assembly:
-    """Plan the updates of ``optimizer`` and build everything for them. A collective over all ranks.
+    """Plan the updates of ``optimizer`` and build everything for them. This is a collective over all ranks.
 
     ``optimizer`` is stock's stage-3 optimizer, whose sub-groups exist and whose fp32 partitions do not. ``resources``
     receives the callbacks that give back what is taken here. If one rank fails, all ranks raise; the caller then

@@ -72,7 +72,7 @@ def make_plan(
     budget: GpuBudget | None,
     share: CoreShare,
 ) -> PlannedRun:
-    """Return the plan that the block specifies, the same on every rank. A collective over all ranks.
+    """Return the plan that the block specifies, the same on every rank. This is a collective over all ranks.
 
     ``sub_groups`` has this rank's partitions of the parameters of each sub-group. The block gives the placements, or a
     rule for them; otherwise rank 0 plans them, with a profile that was measured with all ranks. ``budget`` is the
@@ -124,7 +124,7 @@ def make_plan(
 
 
 def plan_on_rank_0(request: PlanRequest, accelerator: AcceleratorChoice) -> tuple[UpdatePlan, str]:
-    """Return rank 0's plan on every rank, and the reason if it streams nothing. A collective over all ranks.
+    """Return rank 0's plan on every rank, and the reason if it streams nothing. This is a collective over all ranks.
 
     The plan fits every rank, because DeepSpeed pads the partitions to equal lengths.
     """

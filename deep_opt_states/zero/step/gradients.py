@@ -138,7 +138,7 @@ class Gradients:
         self._summed.clear()
 
     def finish_window(self) -> None:
-        """Complete the gradients of an accumulation window whose boundary the user set manually.
+        """Complete the gradients of a window with ``"managed_gradient_accumulation": false``, which ``step()`` ends.
 
         DeepSpeed reported no boundary while they were reduced, so none of them was completed then.
         """
@@ -250,7 +250,11 @@ class Gradients:
             for segment, accumulator in zip(segments, accumulators, strict=True):
                 self._add_segment(segment.part(total), accumulator, first)
         for segment in segments:
-            if boundary if segment.buffer.device_accumulator is not None else self._in_host_memory(segment.buffer.grad):
+            if segment.buffer.device_accumulator is None:
+                belongs_on_host = self._in_host_memory(segment.buffer.grad)
+            else:
+                belongs_on_host = boundary
+            if belongs_on_host:
                 self._send(segment, total)
         return total
 

@@ -116,7 +116,7 @@ class HeldMemory:
         resources.callback(self.log_failure)
 
     def count_retries(self) -> None:
-        """Count the retries so far as those of allocations beside the memory that is held. Later ones are not."""
+        """Count the retries so far, which happened while the memory was held. Call this before it is given back."""
         self.budget.count_retries(free_and_retries()[1], self.bytes)
 
     def gave_back(self) -> None:

@@ -52,7 +52,7 @@ class RunningPlan:
     uses: tuple[str, ...] | None = None
 
     def evict(self) -> None:
-        """Give all accelerator memory of the plan back to training, until ``restore``. No collective.
+        """Give all accelerator memory of the plan back to training, until ``restore``. This is no collective.
 
         The caller calls this while no update is in flight, and no gradient is being reduced. A window may be open. If
         the plan needs no memory there, nothing changes.
@@ -65,9 +65,9 @@ class RunningPlan:
         self._set(self.plan)
 
     def restore(self) -> bool:
-        """Reserve the memory that ``evict`` has given back, and return whether there is enough. No collective.
+        """Reserve the memory that ``evict`` has given back, and return whether there is enough.
 
-        No update is in flight and no window is open.
+        This is no collective. No update is in flight and no window is open.
         """
         self.is_evicted = False
         self._set_or_evict(self.plan)
@@ -76,9 +76,9 @@ class RunningPlan:
     def adopt(self, plan: UpdatePlan) -> bool:
         """Run ``plan``, the same on every rank, from the next update on, and return whether memory allows it.
 
-        A collective over all ranks. Every rank calls this while no update is in flight and no gradient of the next
-        window exists. If memory is short on any rank, all ranks run ``plan`` without the units that would need more
-        memory on the accelerator: the CPU updates these. A rank that is evicted remains so with the new plan.
+        This is a collective over all ranks. Every rank calls this while no update is in flight and no gradient of the
+        next window exists. If memory is short on any rank, all ranks run ``plan`` without the units that would need
+        more memory on the accelerator: the CPU updates these. A rank that is evicted remains so with the new plan.
         """
         without_new = _without_new_memory(plan, self.plan)
 
