@@ -36,6 +36,10 @@ class UnitOperations:
     publications: Copies
     """The copies of updated parameters."""
 
+    def is_current(self, state: UnitState) -> bool:
+        """Return whether the unit of this ``state`` still has this gradient and these parameters."""
+        return self.grad is state.grad and self.param is state.param
+
 
 class Actions:
     """The operations that the actions of a schedule stand for.
@@ -109,10 +113,10 @@ class Actions:
         if self._splits[action.unit].rest:
             self._bodies[action.kind](action)
 
-    def forget_replaced_gradients(self) -> None:
-        """Drop the references to gradients that units have no more. No update is running."""
+    def forget_replaced_tensors(self) -> None:
+        """Drop the references to gradients and parameters that units have no more. No update is running."""
         self._operations = {
-            unit: known for unit, known in self._operations.items() if known.grad is self._states[unit].grad
+            unit: known for unit, known in self._operations.items() if known.is_current(self._states[unit])
         }
 
     def close(self) -> None:
@@ -184,7 +188,7 @@ class Actions:
         """
         state = self._states[action.unit]
         known = self._operations.get(action.unit)
-        if known is None or known.grad is not state.grad or known.param is not state.param:
+        if known is None or not known.is_current(state):
             publications = self._derive_publications(action, state)
             known = self._operations[action.unit] = UnitOperations(state.grad, state.param, {}, publications)
         return known

@@ -153,9 +153,9 @@ class EarlyUpdate:
         self._publish(operations)
         self.wait()
 
-    def forget_replaced_gradients(self) -> None:
-        """Drop the references to gradients that units have no more. No update is running."""
-        if any(state.grad is not grad for state, grad in zip(self._states, self._known[::2], strict=False)):
+    def forget_replaced_tensors(self) -> None:
+        """Drop the references to gradients and parameters that units have no more. No update is running."""
+        if not self._are_known(self._present_tensors()):
             self._known, self._operations = [], _Operations()
 
     def wait(self) -> None:
@@ -186,10 +186,16 @@ class EarlyUpdate:
 
     def _current_operations(self) -> _Operations:
         """Return the operations on the present tensors. Views of hundreds of ranges are made only if these change."""
-        tensors = [tensor for state in self._states for tensor in (state.grad, state.param)]
-        if len(tensors) != len(self._known) or not all(map(is_, tensors, self._known)):
+        tensors = self._present_tensors()
+        if not self._are_known(tensors):
             self._known, self._operations = tensors, self._derive()
         return self._operations
+
+    def _present_tensors(self) -> list[torch.Tensor]:
+        return [tensor for state in self._states for tensor in (state.grad, state.param)]
+
+    def _are_known(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return len(tensors) == len(self._known) and all(map(is_, tensors, self._known))
 
     def _derive(self) -> _Operations:
         operations = _Operations()

@@ -370,14 +370,14 @@ class Executor:
         self._issuer.forget_prefetches()
         self._actions.shift_slots(self._issuer.slot_shift)
 
-    def forget_replaced_gradients(self) -> None:
-        """Drop the references to gradients that the last update has read, and that the caller has replaced since.
+    def forget_replaced_tensors(self) -> None:
+        """Drop the references to gradients and parameters of the last update that the caller has replaced since.
 
-        They are temporary copies on the accelerator, which would take memory there until the next update.
+        They would take memory on the accelerator until the next update.
         """
         assert not self.pending
-        self._actions.forget_replaced_gradients()
-        self._early_update.forget_replaced_gradients()
+        self._actions.forget_replaced_tensors()
+        self._early_update.forget_replaced_tensors()
 
     def touch(self, tensors: Sequence[AdamTensors]) -> None:
         """Zero ``tensors``, which are in host memory, on the threads that update on the CPU.

@@ -117,6 +117,13 @@ class StateMemory:
         self._move_gradients(units)
         self.units, self._staging = units, staging
 
+    def release_params(self) -> None:
+        """Drop the references to the parameters: DeepSpeed frees its flat buffers in ``offload_states()``.
+
+        No update begins before ``replace_params``.
+        """
+        self.replace_params([torch.empty_like(param, device="meta") for param in self._params])
+
     def replace_params(self, params: Sequence[torch.Tensor]) -> None:
         """Update ``params`` from now on: DeepSpeed reallocates its flat buffers in ``reload_states()``."""
         if all(param is known for param, known in zip(params, self._params, strict=True)):

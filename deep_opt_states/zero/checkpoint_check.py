@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from deep_opt_states.zero.checkpoint_contents import problems_of_model, problems_of_optimizer, shown
+from deep_opt_states.zero.checkpoint_contents import problem_of_model, problem_of_optimizer, shown
 from deep_opt_states.zero.internals.agreement import gather_values
 from deep_opt_states.zero.internals.compat import checkpoint_files
 
@@ -30,7 +30,10 @@ class CheckpointError(ValueError):
 
 
 def check_before_loading(load: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> None:
-    """Raise ``CheckpointError`` on every rank if ``load(*args, **kwargs)`` would fail on any. A collective."""
+    """Raise ``CheckpointError`` on every rank if ``load(*args, **kwargs)`` would fail on any.
+
+    This is a collective over all ranks.
+    """
     options = _options(load, args, kwargs)
     if options is None or engine.load_universal_checkpoint():
         return
@@ -140,13 +143,15 @@ def _check_files(engine: Any, options: Mapping[str, Any], tag: str) -> None:
     loads_optimizer = options["load_optimizer_states"] and not options["load_module_only"]
     for path in files.model:
         saved = _read(path, folder, tag)
-        for problem in problems_of_model(
+        problem = problem_of_model(
             saved, engine, options, loads_optimizer=loads_optimizer, num_files=files.num_model_parallel
-        ):
+        )
+        if problem is not None:
             raise _refusal(path, folder, tag, problem)
     if loads_optimizer:
         saved = _read(files.optimizer, folder, tag)
-        for problem in problems_of_optimizer(saved, engine.optimizer):
+        problem = problem_of_optimizer(saved, engine.optimizer)
+        if problem is not None:
             raise _refusal(files.optimizer, folder, tag, problem)
 
 

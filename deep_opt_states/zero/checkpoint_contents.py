@@ -5,7 +5,7 @@ Only differences with which DeepSpeed's load, or the next update, would fail are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -17,55 +17,57 @@ from deep_opt_states.zero.internals.compat import has_custom_loading
 from deep_opt_states.zero.internals.lr_schedulers import problem_of_scheduler
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The keys of Adam's moments in the state of an optimizer."""
 MAX_SHOWN = 200
 """Length in characters of the longest value in a message."""
 
 
-def problems_of_model(
+def problem_of_model(
     saved: Any, engine: Any, options: Mapping[str, Any], *, loads_optimizer: bool, num_files: int
-) -> Iterator[str]:
-    """Yield each difference from the state of ``engine`` in the file with the model's state.
+) -> str | None:
+    """Return the first difference from the state of ``engine`` in the file with the model's state; None without one.
 
     ``num_files`` is the number of files of the ranks that shared the model when it was saved.
     """
     if not isinstance(saved, dict) or not isinstance(saved.get("module"), Mapping):
-        yield f"it must have the model's state under 'module', found {shown(saved)}"
-        return
+        return f"it must have the model's state under 'module', found {shown(saved)}"
     needed = ["dp_world_size"]
     if not options["load_module_only"]:
         needed += ["global_steps", "skipped_steps", "mp_world_size"]
     for key in needed:
         if not isinstance(saved.get(key), int):
-            yield f"{key} must be an integer, found {shown(saved.get(key))}"
+            return f"{key} must be an integer, found {shown(saved.get(key))}"
     # DeepSpeed compares them even where it does not use the number.
     saved_by = saved.get("mp_world_size", num_files)
     if not isinstance(saved_by, int) or saved_by != num_files:
-        yield f"mp_world_size must be {num_files}, the number of files of the model's ranks, found {shown(saved_by)}"
+        return f"mp_world_size must be {num_files}, the number of files of the model's ranks, found {shown(saved_by)}"
     if loads_optimizer and saved["dp_world_size"] != engine.seq_dp_world_size:
-        yield (
+        return (
             f"the states of {saved['dp_world_size']} data-parallel ranks can only be loaded by as many, found "
             f"{engine.seq_dp_world_size}; a universal checkpoint (ds_to_universal) can be loaded by any number"
         )
     if not options["load_module_only"] and options["load_lr_scheduler_states"] and engine.lr_scheduler is not None:
         if "lr_scheduler" not in saved:
-            yield f"it must have the LR scheduler's state under 'lr_scheduler', found {shown(saved)}"
-        elif (rule := problem_of_scheduler(engine.lr_scheduler, saved["lr_scheduler"])) is not None:
-            yield f"lr_scheduler: {rule}, found {shown(saved['lr_scheduler'])}"
+            return f"it must have the LR scheduler's state under 'lr_scheduler', found {shown(saved)}"
+        if (rule := problem_of_scheduler(engine.lr_scheduler, saved["lr_scheduler"])) is not None:
+            return f"lr_scheduler: {rule}, found {shown(saved['lr_scheduler'])}"
     if options["custom_load_fn"] is None and loads_optimizer and not engine.has_moe_layers:
-        yield from _problems_of_module(saved["module"], engine.module, strict=options["load_module_strict"])
-    yield from _problems_of_frozen(saved.get("frozen_param_fragments"), engine)
+        problem = _problem_of_module(saved["module"], engine.module, strict=options["load_module_strict"])
+        if problem is not None:
+            return problem
+    return _problem_of_frozen(saved.get("frozen_param_fragments"), engine)
 
 
-def _problems_of_module(saved: Mapping[str, Any], module: torch.nn.Module, *, strict: bool) -> Iterator[str]:
+def _problem_of_module(saved: Mapping[str, Any], module: torch.nn.Module, *, strict: bool) -> str | None:
     if has_custom_loading(module):
-        return
+        return None
     names = module.state_dict().keys()
     if strict and saved.keys() != names:
         missing, unexpected = sorted(names - saved.keys()), sorted(map(str, saved.keys() - names))
         frozen = {name for name, param in module.named_parameters(remove_duplicate=False) if not param.requires_grad}
         # As save_checkpoint(exclude_frozen_parameters=True) does.
         remedy = "; without the frozen parameters, load it with load_module_strict=False"
-        yield (
+        return (
             f"the model must have the same names, found {shown(missing)} missing and {shown(unexpected)} added"
             f"{remedy if missing and not unexpected and frozen.issuperset(missing) else ''}"
         )
@@ -76,80 +78,80 @@ def _problems_of_module(saved: Mapping[str, Any], module: torch.nn.Module, *, st
     # A buffer that is not persistent is not loaded.
     for name in sorted(shapes.keys() & names & saved.keys()):
         if not (isinstance(saved[name], torch.Tensor) and saved[name].shape == shapes[name]):
-            yield f"{name} must be a tensor of shape {tuple(shapes[name])}, found {_described(saved[name])}"
+            return f"{name} must be a tensor of shape {tuple(shapes[name])}, found {_described(saved[name])}"
+    return None
 
 
-def _problems_of_frozen(saved: Any, engine: Any) -> Iterator[str]:
+def _problem_of_frozen(saved: Any, engine: Any) -> str | None:
     if saved is None:
-        return
+        return None
     for param in engine.module.parameters():
         if not param.requires_grad and hasattr(param, "ds_tensor"):
             name = engine.param_names.get(param)
             found = saved.get(name) if isinstance(saved, Mapping) else None
             if not _has_numel(found, param.ds_tensor.numel()):
-                yield (
+                return (
                     f"the frozen parameter {name} must have {param.ds_tensor.numel()} elements on this rank, found "
                     f"{_described(found)}"
                 )
+    return None
 
 
-def problems_of_optimizer(saved: Any, optimizer: Any) -> Iterator[str]:
-    """Yield each difference from the states of ``optimizer`` in the file with its states."""
+def problem_of_optimizer(saved: Any, optimizer: Any) -> str | None:
+    """Return the first difference from the states of ``optimizer`` in the file with its states; None without one."""
     states = saved.get(OPTIMIZER_STATE_DICT) if isinstance(saved, dict) else None
     inner = states.get(OPTIMIZER_STATE_DICT) if isinstance(states, dict) else None
     if not isinstance(states, dict) or not isinstance(inner, dict):
-        yield f"it must have the optimizer's states under {OPTIMIZER_STATE_DICT!r}, found {shown(saved)}"
-        return
+        return f"it must have the optimizer's states under {OPTIMIZER_STATE_DICT!r}, found {shown(saved)}"
     for key, kind in (
         ("loss_scaler", LossScalerBase),
         ("dynamic_loss_scale", bool),
         ("overflow", (bool, torch.Tensor)),
     ):
         if not isinstance(states.get(key), kind):
-            yield f"{key} must be as DeepSpeed saves it, found {shown(states.get(key))}"
+            return f"{key} must be as DeepSpeed saves it, found {shown(states.get(key))}"
     numels = [master.numel() for master in optimizer.fp32_partitioned_groups_flat]
     masters = states.get(FP32_FLAT_GROUPS)
     if not isinstance(masters, list) or len(masters) != len(numels):
         found = len(masters) if isinstance(masters, list) else shown(masters)
-        yield f"the number of sub-groups must be {len(numels)}, found {found}; sub_group_size must be as it was"
-        return
+        return f"the number of sub-groups must be {len(numels)}, found {found}; sub_group_size must be as it was"
     for index, (master, numel) in enumerate(zip(masters, numels, strict=True)):
         if not _has_numel(master, numel):
-            yield f"sub-group {index} must have {numel} elements, found {_described(master)}"
-    yield from _problems_of_param_groups(inner.get("param_groups"), optimizer)
-    moments = inner.get("state")
+            return f"sub-group {index} must have {numel} elements, found {_described(master)}"
+    problem = _problem_of_param_groups(inner.get("param_groups"), optimizer)
+    return _problem_of_moments(inner.get("state"), numels) if problem is None else problem
+
+
+def _problem_of_moments(moments: Any, numels: Sequence[int]) -> str | None:
     if not isinstance(moments, dict) or not set(moments) <= set(range(len(numels))):
-        yield f"the moments must be by sub-group, found {shown(moments)}"
-        return
+        return f"the moments must be by sub-group, found {shown(moments)}"
     for index, state in moments.items():
         if not isinstance(state, dict):
-            yield f"the state of sub-group {index} must be a dictionary, found {shown(state)}"
-            return
+            return f"the state of sub-group {index} must be a dictionary, found {shown(state)}"
         # A sub-group without any state has not been updated yet. With a part of it, the next update would fail.
         if state and (state.get("step") is None or not _is_like(state["step"], 0)):
-            yield f"the state of sub-group {index} must have a number of steps, found {shown(state.get('step'))}"
-            return
+            return f"the state of sub-group {index} must have a number of steps, found {shown(state.get('step'))}"
         for key in MOMENTS if state else ():
             if not _has_numel(state.get(key), numels[index]):
                 found = _described(state.get(key))
-                yield f"{key} of sub-group {index} must have {numels[index]} elements, found {found}"
+                return f"{key} of sub-group {index} must have {numels[index]} elements, found {found}"
+    return None
 
 
-def _problems_of_param_groups(saved: Any, optimizer: Any) -> Iterator[str]:
+def _problem_of_param_groups(saved: Any, optimizer: Any) -> str | None:
     ours = optimizer.optimizer.param_groups
     if not isinstance(saved, list) or len(saved) != len(ours):
         found = len(saved) if isinstance(saved, list) else shown(saved)
-        yield f"the number of param groups must be {len(ours)}, found {found}"
-        return
+        return f"the number of param groups must be {len(ours)}, found {found}"
     groups = list(optimizer.sub_group_to_group_id.values())
     for index, (group, our_group) in enumerate(zip(saved, ours, strict=True)):
         params = group.get("params") if isinstance(group, dict) else None
         if not isinstance(params, list) or len(params) != groups.count(index):
-            yield f"param group {index} must have {groups.count(index)} sub-groups, found {shown(params)}"
-            return
+            return f"param group {index} must have {groups.count(index)} sub-groups, found {shown(params)}"
         for key in ("lr", "betas", "eps", "weight_decay", "bias_correction"):
             if not _is_like(group.get(key), our_group[key]) or group.get(key) is None:
-                yield f"{key} of param group {index} must be like {our_group[key]}, found {shown(group.get(key))}"
+                return f"{key} of param group {index} must be like {our_group[key]}, found {shown(group.get(key))}"
+    return None
 
 
 def _has_numel(value: Any, numel: int) -> bool:

@@ -12,12 +12,12 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DIC
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from deep_opt_states.zero.checkpoint_contents import MOMENTS
+from deep_opt_states.zero.internals.compat import flat_parameters
 from deep_opt_states.zero.start.assembly import Assembly
 from deep_opt_states.zero.step.readers import WaitsBeforeRead, checkpoint_view
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from deep_opt_states.zero.step.update import Update
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
@@ -74,6 +74,19 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
             include = [state_type for state_type in include if state_type is not OffloadStateTypeEnum.lp_grads]
         self._wait_for_states()
         super().offload_states(include=include, **kwargs)
+        if OffloadStateTypeEnum.lp_params in self.offloaded_states:
+            # Our views would keep the memory of the parameters on the accelerator.
+            self._give_memory_back("while parameters are offloaded")
+            self._running.memory.release_params()
+            self._running.executor.forget_replaced_tensors()
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        super().reload_states(*args, **kwargs)
+        self._running.memory.replace_params(flat_parameters(self))
+
+    def _give_memory_back(self, reason: str) -> None:
+        """Give the accelerator memory that the plan can spare to other users, and log the ``reason``."""
+        raise NotImplementedError
 
     # --- Checkpoints ---
 

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
+
 # SuperOffload's optimizer inherits from stock's class. It must be defined before that name is replaced.
 from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401
 from deepspeed.runtime.utils import DummyOptim
@@ -19,7 +21,7 @@ from deepspeed.runtime.zero import stage3
 from deep_opt_states.config import Config, parse_config
 from deep_opt_states.names import CONFIG_KEY, SWITCH
 from deep_opt_states.zero.checkpoint_check import check_before_loading
-from deep_opt_states.zero.internals.agreement import same_on_all_ranks
+from deep_opt_states.zero.internals.agreement import raise_together, same_on_all_ranks
 from deep_opt_states.zero.internals.compat import config_of, param_dict
 from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.internals.timers import breakdown_forbids_deferring, unsynchronize_throughput_timer
@@ -27,7 +29,7 @@ from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.start.devices import AcceleratorChoice, choose_device
 from deep_opt_states.zero.start.refusals import refuse_config, refuse_engine
 from deep_opt_states.zero.start.reporting import EngineProgress
-from deep_opt_states.zero.start.verification import check_release
+from deep_opt_states.zero.start.verification import check_release, release_is_tried, verify_release
 
 _logged_switched_off = False
 
@@ -35,7 +37,7 @@ _logged_switched_off = False
 def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
     """Replace ``DeepSpeedEngine._configure_zero_optimizer`` for an engine whose config has our block.
 
-    A collective over all ranks. A rank whose config lacks the block does not call it; the other ranks cannot
+    This is a collective over all ranks. A rank whose config lacks the block does not call it; the other ranks cannot
     distinguish that rank from a late one, and wait.
     """
     basic_optimizer = args[0] if args else kwargs.get("optimizer")
@@ -84,12 +86,26 @@ def check_engine(engine: Any) -> None:
     An engine without an optimizer has the block if its config is derived from the config of the training: TRL's
     reference model, a teacher, an evaluation. It runs as stock DeepSpeed, and the other settings in its config are not
     checked. Raise ``ConfigError`` or ``Unsupported``.
+
+    This is a collective over all ranks for a release of DeepSpeed that was never tried: if one rank refuses it, all
+    ranks raise.
     """
+    has_optimizer = bool(engine.client_optimizer or engine.optimizer_name())
+    if release_is_tried() or not has_optimizer:
+        _check_engine(engine, has_optimizer)
+        return
+    # DeepSpeed sets the device of this rank only later, and NCCL needs it now.
+    get_accelerator().set_device(max(0, engine.local_rank))
+    raise_together(lambda: _check_engine(engine, has_optimizer))
+
+
+def _check_engine(engine: Any, has_optimizer: bool) -> None:
     config = _enabled_config(config_of(engine))
     if config is None:
         return
-    if engine.client_optimizer or engine.optimizer_name():
+    if has_optimizer:
         _refuse(config, config_of(engine))
+        verify_release()
     else:
         log_rank_0(
             f'an engine without an optimizer runs as stock DeepSpeed: "{CONFIG_KEY}" has no update to schedule there'
@@ -99,7 +115,7 @@ def check_engine(engine: Any) -> None:
 def check_checkpoint(load: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> None:
     """Check the files that ``load(*args, **kwargs)`` would read, if the engine has our optimizer.
 
-    A collective over all ranks. Raise ``CheckpointError`` on all of them.
+    This is a collective over all ranks. Raise ``CheckpointError`` on all of them.
     """
     if isinstance(engine.optimizer, DeepOptimizerStates_Stage3):
         check_before_loading(load, engine, args, kwargs)

@@ -34,7 +34,6 @@ from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.report.reporter import UpdateReporter
 from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.zero.internals.compat import (
-    flat_parameters,
     forget_gradient_buffers,
     is_boundary,
     param_coordinator,
@@ -56,8 +55,6 @@ from deep_opt_states.zero.step.update import Update
 from deep_opt_states.zero.user_gradients import UserGradients
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.schedule.plan import UpdatePlan
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class DeepOptimizerStates_Stage3(UserGradients):
@@ -122,7 +119,6 @@ class DeepOptimizerStates_Stage3(UserGradients):
             running.exposure,
             defers=assembly.defers,
             on_finished=self._updated,
-            splits_masters=self._config.split_masters,
         )
         # Stock looks up here on which device a sub-group is. Between steps, its optimizer has no parameters.
         self.subgroup_to_device = dict.fromkeys(range(len(assembly.masters)), "cpu")
@@ -158,16 +154,16 @@ class DeepOptimizerStates_Stage3(UserGradients):
         if self._assembly.defers:
             first_uses = FirstUses(names=self._gathers.used_names, units=self._gathers.first_uses)
         self._adaptation = make_adaptation(
-            self._running,
-            first_uses,
-            self._assembly.planned.request,
-            self._assembly.budget,
-            self._assembly.slot_budget,
-            self._assembly.widths,
-            self._update.report,
-            self._before_eviction,
-            self.module,
-            self._resources,
+            running=self._running,
+            first_uses=first_uses,
+            request=self._assembly.planned.request,
+            budget=self._assembly.budget,
+            slot_budget=self._assembly.slot_budget,
+            widths=self._assembly.widths,
+            before_move=self._update.report,
+            give_memory_back=self._give_memory_back,
+            module=self.module,
+            resources=self._resources,
         )
 
     def _before_eviction(self) -> None:
@@ -175,6 +171,10 @@ class DeepOptimizerStates_Stage3(UserGradients):
         self._update.wait()
         self._wait_for_reduction()
         self._forget_fp32_copies()
+
+    def _give_memory_back(self, reason: str) -> None:
+        self._before_eviction()
+        self._adaptation.give_memory_back(reason)
 
     def _updated(self, phases: Sequence[PhaseSpan], read_timeline: Callable[[], Timeline]) -> None:
         """Report one update, and let the adaptation measure it."""
@@ -225,7 +225,7 @@ class DeepOptimizerStates_Stage3(UserGradients):
             # A caller may have skipped this method in earlier micro-batches: then units do not move in the middle of
             # the sums. Every rank reduces the same buckets, so the ranks agree on it.
             if not self._window_is_open and self._adaptation.adapt(
-                memory_is_short=self._update.memory_is_short_anywhere
+                memory_is_short_anywhere=self._update.memory_is_short_anywhere
             ):
                 self._progress.plan_changed(self.report, self._assembly)
         super().backward_prologue()
@@ -234,7 +234,7 @@ class DeepOptimizerStates_Stage3(UserGradients):
         """Free the temporary fp32 copies of gradients that the update has read if the user had set some."""
         for index, unit in enumerate(self._running.memory.units):
             unit.grad = self._gradients.buffer_of(index)
-        self._running.executor.forget_replaced_gradients()
+        self._running.executor.forget_replaced_tensors()
 
     def partition_grads(self, params_to_release: Any, grad_partitions: Any) -> Any:
         # Some callers skip ``backward_prologue``, for example ``loss.backward()``: wait here as well.
@@ -254,7 +254,6 @@ class DeepOptimizerStates_Stage3(UserGradients):
         self._adaptation.observe_memory(self._progress.progress().step + 1)
         self._update.memory_is_short = self._adaptation.memory_is_short
         self._update.synchronize_ranks(raise_failure=False, flushed=False)
-        # Before ``super()``, which forgets the parameters that were reduced in this window.
         self._gradients.complete_window()
         # The current stream waits for the copies of gradients to host memory: the norm may read them, and the host
         # waits for this stream before the update begins.
@@ -330,8 +329,6 @@ class DeepOptimizerStates_Stage3(UserGradients):
             self._begin_update()
 
     def _begin_update(self) -> None:
-        # The last update is over but for flushes, which do not touch parameters.
-        self._running.memory.replace_params(flat_parameters(self))
         for unit, grad in zip(self._running.memory.units, self._gradients.grads_for_update(), strict=True):
             unit.grad = grad
         # A copy: the LR scheduler and the user may change the next step's hyperparameters while this update runs.
@@ -369,5 +366,6 @@ class DeepOptimizerStates_Stage3(UserGradients):
             # DeepSpeed's hooks on the module keep a reference to this object. Without these calls they would keep the
             # memory of the states, too.
             self.optimizer.state.clear()
-            self.fp32_partitioned_groups_flat.clear()
+            # Without the wait of ``WaitsBeforeRead``: the executor is closed.
+            vars(self)["fp32_partitioned_groups_flat"].clear()
             self._assembly.masters.clear()

@@ -13,7 +13,7 @@ from deep_opt_states.zero.step.gradients import Gradients
 
 
 class UserGradients(GuardedStates):
-    """Stock's optimizer, whose gradients are those of ``_gradients`` for users."""
+    """Stock's optimizer, whose users read and set the gradients in ``_gradients``."""
 
     _gradients: Gradients
 
@@ -26,8 +26,9 @@ class UserGradients(GuardedStates):
         self._gradients.mark_set_by_user([param])
 
     def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: Any) -> None:
-        """Replace the gradients of ``param_list`` by ``update_func(gradient, param)``. A collective.
+        """Replace the gradients of ``param_list`` by ``update_func(gradient, param)``.
 
+        This is a collective over the ranks that share these parameters.
         ``gradient`` and the returned tensor are fp32 and have the parameter's shape.
         """
         params = [param for param in param_list if param.requires_grad]

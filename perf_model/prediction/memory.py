@@ -167,17 +167,6 @@ def staging_buffers(plan: UpdatePlan, setup: TrainingSetup) -> list[Reservation]
     return [Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=each_bytes, count=NUM_STAGING_BUFFERS)]
 
 
-def accelerator_bytes_with_all_gradients(plan: UpdatePlan, widths: Widths) -> int:
-    """Return the bytes of accelerator memory that ``plan`` needs if all gradients stay there.
-
-    This includes the gradients of the units that the CPU updates.
-    """
-    numels = _numels_by_placement(plan)
-    states = states_on_accelerator(numels[Placement.STREAMED], numels[Placement.RESIDENT], plan.num_slots, widths)
-    every = Counter(unit.numel for unit in plan.workload.units)
-    return cuda_bytes_of([*states, *gradients_on_accelerator(every, widths.grad)])
-
-
 def states_on_accelerator(
     streamed: Counter[int], residents: Counter[int], num_slots: int, widths: Widths
 ) -> list[Reservation]:

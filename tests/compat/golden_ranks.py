@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from deep_opt_states.zero.internals.releases import has
+from deep_opt_states.zero.internals.releases import is_at_least
 from deep_opt_states.zero.start.refusals import Unsupported
 from tests.compat.golden import EQUAL, EQUAL_BUT_NAN, NORM_IS_CHECKED_SINCE, SINCE, refused
 from tests.zero.parity import training
@@ -49,10 +49,10 @@ def compare(name: str) -> list[str]:
     """Return ``EQUAL``, ``EQUAL_BUT_NAN``, ``refused(since)``, or a line for each value that is not stock's."""
     (case,) = (case for case in CASES if case.name == name)
     since = SINCE.get(name, "0")
-    if not has(deepspeed.__version__, NORM_IS_CHECKED_SINCE.get(name, "0")):
+    if not is_at_least(deepspeed.__version__, NORM_IS_CHECKED_SINCE.get(name, "0")):
         with mock.patch.object(training, "collect", collect_with_one_nan):
             return differences(case) or EQUAL_BUT_NAN
-    if has(deepspeed.__version__, since):
+    if is_at_least(deepspeed.__version__, since):
         return differences(case) or EQUAL
     try:
         make_engine(case, case.blocks[0])

@@ -9,7 +9,7 @@ import deepspeed
 import pytest
 
 from deep_opt_states.names import __version__
-from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED, has
+from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED, is_at_least
 from tests.compat.__main__ import main, try_release
 from tests.compat.environments import Release
 from tests.compat.golden import (
@@ -42,9 +42,9 @@ def test_the_plugin_names_the_releases_that_were_tried() -> None:
 def test_every_golden_case_is_equal_or_refused_with_each_release_of_deepspeed(release: str) -> None:
     for name in GOLDEN:
         expected = EQUAL
-        if not has(release, since := SINCE.get(name, "0")):
+        if not is_at_least(release, since := SINCE.get(name, "0")):
             expected = refused(since)
-        elif not has(release, NORM_IS_CHECKED_SINCE.get(name, "0")):
+        elif not is_at_least(release, NORM_IS_CHECKED_SINCE.get(name, "0")):
             expected = EQUAL_BUT_NAN
         assert TRIED["deepspeed"][release]["cases"][name] == expected, name
 

@@ -171,7 +171,7 @@ def test_gradients_that_were_replaced_are_freed() -> None:
         copies.clear()
         for state, grad in zip(states, own, strict=True):
             state.grad = grad
-        executor.forget_replaced_gradients()
+        executor.forget_replaced_tensors()
         assert [reference() for reference in alive] == [None] * len(states)
 
 

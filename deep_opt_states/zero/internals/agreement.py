@@ -6,7 +6,7 @@ Each function is a collective over all ranks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 
 
 class RanksDisagree(RuntimeError):
-    """The ranks would run different plans, or one of them cannot run any."""
+    """The ranks would run different plans, or another rank has failed at the start."""
 
 
 def raise_together(action: Callable[[], Value]) -> Value:
@@ -30,7 +30,7 @@ def raise_together(action: Callable[[], Value]) -> Value:
     A rank on which it fails raises its own exception. The other ranks, which would otherwise wait for that rank in
     the next collective, raise ``RanksDisagree``, which names the rank and its exception.
     """
-    return _compare_outcomes(lambda: (action(), "no error"))
+    return _agreed(lambda: (action(), ""))
 
 
 def same_on_all_ranks(find: Callable[[], Value], describe: Callable[[Value], str]) -> Value:
@@ -44,7 +44,7 @@ def same_on_all_ranks(find: Callable[[], Value], describe: Callable[[Value], str
         value = find()
         return value, describe(value)
 
-    return _compare_outcomes(find_and_describe)
+    return _agreed(find_and_describe)
 
 
 def gather_values(value: Value) -> list[Value]:
@@ -54,37 +54,45 @@ def gather_values(value: Value) -> list[Value]:
     return values
 
 
-def _compare_outcomes(run: Callable[[], tuple[Value, str]]) -> Value:
-    """Run ``run`` on every rank, and return its value if its description is the same on every rank. A collective."""
+def _agreed(run: Callable[[], tuple[Value, str]]) -> Value:
+    """Run ``run`` on every rank, and return its value if it fails on none and its descriptions are the same.
+
+    This is a collective over all ranks.
+    """
     failure: Exception | None = None
+    description = failed = ""
     try:
         value, description = run()
     except Exception as error:  # noqa: BLE001 (raised below, after the other ranks know)
-        failure = error
-        description = f"failed with {type(error).__name__}: {error}"
-    descriptions = gather_values(description)
+        failure, failed = error, f"{type(error).__name__}: {error}"
+    outcomes = gather_values((description, failed))
     if failure is not None:
         raise failure
-    _refuse_difference(descriptions)
+    if failures := _by_rank([found for _, found in outcomes]):
+        raise RanksDisagree(
+            f"Each rank must be able to train, found that another one has failed\n{failures}\n"
+            f"Remove the cause that the message of that rank names."
+        )
+    descriptions = [found for found, _ in outcomes]
+    if len(set(descriptions)) > 1:
+        raise RanksDisagree(
+            f"All ranks must run the same plan; found\n{_by_rank(descriptions)}\n"
+            f"Give every rank the same DeepSpeed config and the same environment ({SWITCH})."
+        )
     return value
 
 
-def _refuse_difference(descriptions: list[str]) -> None:
-    ranks_by_description = defaultdict(list)
-    for rank, description in enumerate(descriptions):
-        ranks_by_description[description].append(rank)
-    if len(ranks_by_description) > 1:
-        lines = [
-            f"  rank {', '.join(map(str, ranks))}: {description}" for description, ranks in ranks_by_description.items()
-        ]
-        raise RanksDisagree(
-            "All ranks must run the same plan; found\n" + "\n".join(lines) + "\n"
-            f"Give every rank the same DeepSpeed config and the same environment ({SWITCH})."
-        )
+def _by_rank(texts: Sequence[str]) -> str:
+    """Return one line for each text that is not empty, with the ranks that have it."""
+    ranks_by_text = defaultdict(list)
+    for rank, text in enumerate(texts):
+        if text:
+            ranks_by_text[text].append(str(rank))
+    return "\n".join(f"  rank {', '.join(ranks)}: {text}" for text, ranks in ranks_by_text.items())
 
 
 class StepAgreement:
-    """The collective that lets every rank know whether an update failed or a master was lost on any, and its memory.
+    """The collective before each use of the states: has a rank failed, and is its accelerator memory short?
 
     It is one all-reduce of two int32 per rank. Without it, the other ranks would wait in their next collective for a
     rank that has raised.

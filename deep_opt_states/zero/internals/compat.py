@@ -1,9 +1,9 @@
 """Read what DeepSpeed keeps under private names.
 
-Each function reads, calls or replaces one private attribute of a DeepSpeed object, so that a new release of DeepSpeed
-is compared with this folder only. ``coordinator.py`` does the same for the object that gathers parameters. The hooks
-that ``stage3.py`` and its base classes override are the only other private names in use. What older releases lack is
-in ``older.py``.
+The functions read, call or replace private attributes of DeepSpeed's objects, and of PyTorch's modules and optimizers,
+so that a new release of DeepSpeed is compared with this folder only. ``coordinator.py`` does the same for the object
+that gathers parameters. The hooks that ``stage3.py`` and its base classes override are the only other private names in
+use. What older releases lack is in ``older.py``.
 """
 
 from __future__ import annotations
@@ -190,7 +190,10 @@ def place_of_gradient(optimizer: Any, param: Parameter) -> tuple[int, int, int]:
 
 
 def all_gather_partitions(optimizer: Any, param: Parameter, partition: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor, of the shape of ``param``, of which each rank has a ``partition``. A collective."""
+    """Return the whole tensor, of the shape of ``param``, of which each rank has a ``partition``.
+
+    This is a collective over the ranks that share ``param``.
+    """
     whole: torch.Tensor = optimizer._fp32_state_allgather(param, partition)
     return whole
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from deepspeed import comm as dist
 from deepspeed.utils import log_dist, logger
 
 
@@ -17,8 +16,11 @@ def log_rank_0(message: str) -> None:
 
 
 def log_this_rank(message: str) -> None:
-    """Log ``message`` with the rank that calls this, at the level of ``log_rank_0``."""
-    log_dist(f"[deep_opt_states] {message}", ranks=[dist.get_rank()], level=logging.WARNING)
+    """Log ``message`` with the rank that calls this, at the level of ``log_rank_0``.
+
+    This also works when the process group is destroyed, for example when the process exits.
+    """
+    log_dist(f"[deep_opt_states] {message}", ranks=[-1], level=logging.WARNING)
 
 
 def log_error(error: BaseException) -> None:

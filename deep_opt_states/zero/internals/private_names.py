@@ -14,7 +14,7 @@ from typing import Any
 
 import deepspeed
 
-from deep_opt_states.zero.internals.releases import has
+from deep_opt_states.zero.internals.releases import is_at_least
 
 _STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
@@ -50,6 +50,7 @@ HOOKS = {
     "offload_states": "include device pin_memory non_blocking",
     "partition_grads": "params_to_release grad_partitions",
     "reduce_independent_p_g_buckets_and_remove_grads": "param",
+    "reload_states": "non_blocking",
     "set_fp32_grad_for_param": "value param",
     "set_full_hp_param": "value param optim_state_key",
     "set_local_grad_for_param": "value param",
@@ -120,7 +121,7 @@ def missing_names(
         owner = place.partition(":")[2] or place
         for name, parameters in methods.get(place, {}).items():
             if name not in found:
-                is_replaced = name in SINCE and not has(deepspeed.__version__, SINCE[name])
+                is_replaced = name in SINCE and not is_at_least(deepspeed.__version__, SINCE[name])
                 lines += [] if is_replaced else [f"{owner}.{name} is missing"]
             elif found[name].split()[: len(parameters.split())] != parameters.split():
                 lines.append(f"{owner}.{name} has the parameters ({found[name]}), expected ({parameters})")

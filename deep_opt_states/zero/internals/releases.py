@@ -21,6 +21,6 @@ def is_too_old(deepspeed_version: str) -> bool:
     return Version(deepspeed_version) < Version(TRIED_DEEPSPEED[0])
 
 
-def has(deepspeed_version: str, since: str) -> bool:
-    """Return whether a feature that DeepSpeed has ``since`` a release exists in ``deepspeed_version``."""
-    return Version(deepspeed_version) >= Version(since)
+def is_at_least(deepspeed_version: str, oldest: str) -> bool:
+    """Return whether ``deepspeed_version`` is the release ``oldest`` or a newer one."""
+    return Version(deepspeed_version) >= Version(oldest)

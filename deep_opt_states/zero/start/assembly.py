@@ -78,7 +78,7 @@ class Assembly:
 
 
 def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, resources: ExitStack) -> Assembly:
-    """Plan the updates of ``optimizer`` and build everything for them. A collective over all ranks.
+    """Plan the updates of ``optimizer`` and build everything for them. This is a collective over all ranks.
 
     ``optimizer`` is stock's stage-3 optimizer, whose sub-groups exist and whose fp32 partitions do not. ``resources``
     receives the callbacks that give back what is taken here. If one rank fails, all ranks raise; the caller then
@@ -120,7 +120,7 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
         config = config.model_copy(update={"unit_size": WHOLE_SUB_GROUPS})
     if config.split_masters:
         _check_split_masters(params[0].dtype, widths, updates_parts=updates_parts)
-    budget = accelerator.gpu_budget(config) if config.may_plan else None
+    budget = raise_together(lambda: accelerator.gpu_budget(config)) if config.may_plan else None
     planned = make_plan(config, sub_groups, setup, accelerator, budget, share)
     plan = planned.plan
     ranks = SharingRanks.gather(training_ranks())
@@ -141,11 +141,10 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
             resources,
             planned=planned,
             budget=budget,
-            widths=widths,
+            setup=setup,
             share=share,
             host_adam=choice.kernel,
             defers=config.overlap_forward and updates_parts,
-            params_on_host=params_on_host,
         )
 
     return raise_together(build)
@@ -159,11 +158,10 @@ def _build(
     *,
     planned: PlannedRun,
     budget: GpuBudget | None,
-    widths: Widths,
+    setup: TrainingSetup,
     share: CoreShare,
     host_adam: AdamKernel,
     defers: bool,
-    params_on_host: bool,
 ) -> Assembly:
     plan, params = planned.plan, optimizer.fp16_partitioned_groups_flat
     grad_dtype = optimizer.gradient_accumulation_dtype
@@ -176,12 +174,12 @@ def _build(
         params,
         grad_dtype,
         device,
-        params_on_host=params_on_host,
+        params_on_host=setup.params_on_host,
         splits_masters=config.split_masters,
     )
     resources.callback(memory.close)
     memory.set_plan(plan)
-    gradient_buffers = partial(_gradient_buffers, optimizer, accelerator, budget, widths, device)
+    gradient_buffers = partial(_gradient_buffers, optimizer, accelerator, budget, setup, device)
     gradients = Gradients(
         optimizer, gradient_buffers(plan, memory.units, False), _staging(optimizer, plan, budget, device)
     )
@@ -223,7 +221,7 @@ def _build(
         planned=planned,
         budget=budget,
         slot_budget=accelerator.slot_budget(config, plan),
-        widths=widths,
+        widths=setup.widths,
         device=device,
         masters=masters,
         kernels=tuple(kernels),
@@ -301,7 +299,7 @@ def _gradient_buffers(
     optimizer: Any,
     accelerator: AcceleratorChoice,
     budget: GpuBudget | None,
-    widths: Widths,
+    setup: TrainingSetup,
     device: AccountingDevice,
     plan: UpdatePlan,
     units: Sequence[UnitState],
@@ -311,8 +309,8 @@ def _gradient_buffers(
 
     If the accelerator has enough free memory, sums over micro-batches stay there, also for units that the CPU updates.
     """
-    accumulates = optimizer.gradient_accumulation_steps > 1 and not is_evicted
-    sums_stay = accumulates and accelerator.fits_accumulators(plan, widths, budget)
+    accumulates = setup.accumulates and not is_evicted
+    sums_stay = accumulates and accelerator.fits_accumulators(plan, setup, budget)
     buffers = []
     for unit in units:
         accumulator = None

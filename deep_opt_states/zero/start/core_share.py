@@ -38,7 +38,7 @@ class _RankHost:
 
 
 def share_cores(config: Config, accelerator: AcceleratorChoice) -> CoreShare:
-    """Return the cores for this rank's CPU updates and log them. Bind nothing yet. Collective over all ranks.
+    """Return the cores for this rank's CPU updates and log them. Bind nothing yet. This is a collective over all ranks.
 
     Raise ``ConfigError`` if this rank cannot have ``cpu_threads`` threads, ``RanksDisagree`` if another rank cannot.
     """
@@ -51,7 +51,10 @@ def share_cores(config: Config, accelerator: AcceleratorChoice) -> CoreShare:
 
 
 def default_share(accelerator: AcceleratorChoice, ranks: Ranks) -> CoreShare:
-    """Return the cores that training uses with the default config. Collective over ``ranks``, which need not train."""
+    """Return the cores that training uses with the default config.
+
+    This is a collective over ``ranks``, which need not train.
+    """
     return _chooser(accelerator, ranks)(Config())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -22,8 +22,7 @@ from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.profiler.adam_kernels import training_gpu_adam
 from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.zero.start.refusals import Unsupported
-from perf_model.prediction.memory import accelerator_bytes_with_all_gradients
-from perf_model.schedule.host_layout import Widths
+from perf_model.prediction.memory import TrainingSetup, memory_of
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.units import GB
@@ -67,17 +66,17 @@ class AcceleratorChoice:
             return None
         return GpuBudget(start_bytes=0, margin_bytes=int(config.gpu_memory_margin_gb * GB), fills=True)
 
-    def fits_accumulators(self, plan: UpdatePlan, widths: Widths, budget: GpuBudget | None) -> bool:
+    def fits_accumulators(self, plan: UpdatePlan, setup: TrainingSetup, budget: GpuBudget | None) -> bool:
         """Return whether all gradients fit on the accelerator in addition to the states that ``plan`` places there.
 
-        ``widths`` are the bytes per parameter. ``budget`` is that of the planner; None if the config gives the
+        ``setup`` accumulates gradients. ``budget`` is that of the planner; None if the config gives the
         placements, which then may take a share of the memory. The CPU has no memory of its own: there, gradients are
         accumulated on the accelerator if ``plan`` updates anything on it, because such a plan reserves memory for them.
         """
         if self.slots_on_host:
             return _num_on_device(plan) > 0
         allowed_bytes = _share_of_memory() if budget is None else budget.bytes
-        return accelerator_bytes_with_all_gradients(plan, widths) <= allowed_bytes
+        return memory_of(plan, replace(setup, sums_on_accelerator=True)).gpu_bytes <= allowed_bytes
 
     def why_no_device_adam(self) -> str:
         """Return why sub-groups cannot be updated on the accelerator, with the remedy; empty if they can.

@@ -43,7 +43,7 @@ class SharingRanks:
 
     @classmethod
     def gather(cls, ranks: Ranks) -> SharingRanks:
-        """Count the ranks that share memory with this one. Collective over ``ranks``.
+        """Count the ranks that share memory with this one. This is a collective over ``ranks``.
 
         A node is one running kernel, and each container on it has a host name of its own.
         """

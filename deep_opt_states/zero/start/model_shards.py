@@ -18,7 +18,7 @@ from perf_model.schedule.workload import Partition
 def check_even_shards(sub_groups: Sequence[Sequence[Partition]]) -> None:
     """Raise ``Unsupported`` on every rank if this rank's partitions have other sizes than another rank's.
 
-    ``sub_groups`` has the partitions of this rank. A collective over all ranks.
+    ``sub_groups`` has the partitions of this rank. This is a collective over all ranks.
     """
     partitions = [(partition.name, partition.numel) for sub_group in sub_groups for partition in sub_group]
     by_rank = gather_values(partitions)

@@ -72,7 +72,7 @@ def make_plan(
     budget: GpuBudget | None,
     share: CoreShare,
 ) -> PlannedRun:
-    """Return the plan that the block specifies, the same on every rank. A collective over all ranks.
+    """Return the plan that the block specifies, the same on every rank. This is a collective over all ranks.
 
     ``sub_groups`` has this rank's partitions of the parameters of each sub-group. The block gives the placements, or a
     rule for them; otherwise rank 0 plans them, with a profile that was measured with all ranks. ``budget`` is the
@@ -112,7 +112,7 @@ def make_plan(
         gpu_bytes = max(0 if budget is None else budget.bytes, unlimited.fixed_bytes)
         request = replace(unlimited, budgets=Budgets(gpu_bytes=gpu_bytes))
         plan, why = plan_on_rank_0(request, accelerator)
-        accelerator.validate(plan)
+        raise_together(lambda: accelerator.validate(plan))
         if config.overlap_forward:
             # Forward waits for every action that is issued before the ones that it needs. In the order of the planner,
             # which knows no windows yet, it would wait for more of them than in the order of the units.
@@ -124,7 +124,7 @@ def make_plan(
 
 
 def plan_on_rank_0(request: PlanRequest, accelerator: AcceleratorChoice) -> tuple[UpdatePlan, str]:
-    """Return rank 0's plan on every rank, and the reason if it streams nothing. A collective over all ranks.
+    """Return rank 0's plan on every rank, and the reason if it streams nothing. This is a collective over all ranks.
 
     The plan fits every rank, because DeepSpeed pads the partitions to equal lengths.
     """

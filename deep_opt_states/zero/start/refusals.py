@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.zero.internals.compat import num_step_hooks, param_dict
-from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED, has, is_too_old
+from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED, is_at_least, is_too_old
 
 
 class Unsupported(ValueError):
@@ -121,7 +121,7 @@ def _rule_for_later_feature(key: str, since: str, uses: Callable[[dict[str, Any]
 
     def lacking_release(config: Any) -> str | None:
         version: str = deepspeed.__version__
-        return version if uses(param_dict(config)) and not has(version, since) else None
+        return version if uses(param_dict(config)) and not is_at_least(version, since) else None
 
     return Rule(
         key,

@@ -22,6 +22,7 @@ from deep_opt_states.report.record import StepCounts, Work
 from deep_opt_states.report.reporter import ReportedPlan, ReportSink, UpdateReporter
 from deep_opt_states.report.run_data import RunInfo
 from deep_opt_states.report.run_writer import RunWriter
+from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.start.assembly import Assembly
 from deep_opt_states.zero.step.running_plan import splits_of
@@ -55,7 +56,8 @@ def describe_run(plan: UpdatePlan, reserved: Sequence[Reservation], began: str) 
 class EngineProgress:
     """The parts of a DeepSpeed engine that reports need: its step counts, how often it prints, and its monitor.
 
-    The reference to the engine is weak: reports live until the process ends and must not keep the model in memory.
+    Reports live until the process ends and must not keep the model in memory. So the reference to the engine is weak,
+    and there is none to the ``Assembly``, whose gradients refer to the optimizer.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -63,6 +65,7 @@ class EngineProgress:
         self._steps_per_print: float | None = engine.steps_per_print()
         self._monitor = engine.monitor
         self._progress = StepCounts(step=0, samples=0)
+        self._plan: UpdatePlan
 
     def progress(self) -> StepCounts:
         """Return the engine's step counts; the last known ones if the engine no longer exists."""
@@ -73,12 +76,17 @@ class EngineProgress:
     def make_report(self, config: Config, assembly: Assembly) -> UpdateReporter:
         """Return the reporter of the updates that run on ``assembly``. Only on rank 0 it has sinks to report to."""
         began = datetime.now().astimezone().isoformat(timespec="seconds")
-        sinks = self._sinks(config, partial(_describe, assembly, began)) if dist.get_rank() == 0 else []
+        self._plan = assembly.running.plan
+        sinks = self._sinks(config, partial(self._describe, assembly.device, began)) if dist.get_rank() == 0 else []
         return UpdateReporter(_reported_plan(assembly), sinks, self.progress, log_rank_0)
 
     def plan_changed(self, report: UpdateReporter, assembly: Assembly) -> None:
         """Report the updates from now on with the plan that ``assembly`` runs now."""
+        self._plan = assembly.running.plan
         report.change_plan(_reported_plan(assembly))
+
+    def _describe(self, device: AccountingDevice, began: str) -> RunInfo:
+        return describe_run(self._plan, device.reserved, began)
 
     def _sinks(self, config: Config, describe: Callable[[], RunInfo]) -> list[ReportSink]:
         sinks: list[ReportSink] = []
@@ -89,10 +97,6 @@ class EngineProgress:
         if config.report is not None:
             sinks.append(RunWriter(Path(config.report), self._steps_per_print, describe))
         return sinks
-
-
-def _describe(assembly: Assembly, began: str) -> RunInfo:
-    return describe_run(assembly.running.plan, assembly.device.reserved, began)
 
 
 def _reported_plan(assembly: Assembly) -> ReportedPlan:

@@ -16,12 +16,10 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from deepspeed import comm as dist
 
 from deep_opt_states.files import replace_file
 from deep_opt_states.names import CONFIG_KEY, __version__
 from deep_opt_states.profiler.cache import cached_path
-from deep_opt_states.zero.internals.agreement import raise_together
 from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.internals.private_names import missing_names
 from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED, is_tried
@@ -41,31 +39,33 @@ class TrainingUnfinished(RuntimeError):
     """The tiny training could not run to the end, so that nothing is known about the release."""
 
 
-def check_release(untested_deepspeed: str) -> None:
-    """Raise ``Unsupported`` for a release of DeepSpeed that was never tried and must not be used.
+def release_is_tried() -> bool:
+    """Return whether the installed release of DeepSpeed was tried, so that ``verify_release`` does nothing."""
+    return is_tried(deepspeed.__version__)
 
-    ``untested_deepspeed`` is the key of the config. Every rank calls this; one rank per machine verifies, and the
-    others wait for it and read its result. If one rank refuses the release, all ranks raise.
+
+def check_release(untested_deepspeed: str) -> None:
+    """Raise ``Unsupported`` for a release of DeepSpeed that was never tried, if the config or its names forbid it.
+
+    ``untested_deepspeed`` is the key of the config. This is fast, and one process may call it alone.
     """
     version = deepspeed.__version__
-    if is_tried(version) or version in _accepted:
+    if release_is_tried() or version in _accepted:
         return
     if untested_deepspeed == "refuse":
         raise _refusal(version, '"untested_deepspeed" is "refuse"', [], 'set "untested_deepspeed": "verify", or ')
-    if dist.is_initialized():
-        raise_together(lambda: _verify(version))
-    else:
-        _verify(version)
-    _accepted.add(version)
-    log_rank_0(
-        f"DeepSpeed {version} was never tried with this release. A tiny model had the bits of stock, so training goes "
-        f'on; other features may differ. To refuse such releases, set "untested_deepspeed": "refuse".'
-    )
-
-
-def _verify(version: str) -> None:
     if missing := missing_names():
         raise _refusal(version, "it lacks names that the plugin uses", missing)
+
+
+def verify_release() -> None:
+    """Raise ``Unsupported`` for a release of DeepSpeed that was never tried, unless it has stock's bits.
+
+    One process per machine trains, and the others wait for it and read its result. It is no collective.
+    """
+    version = deepspeed.__version__
+    if release_is_tried() or version in _accepted:
+        return
     try:
         found = differences_of(version)
     except TrainingUnfinished as error:
@@ -74,6 +74,11 @@ def _verify(version: str) -> None:
         ) from None
     if found:
         raise _refusal(version, "the tiny training differs from stock", found)
+    _accepted.add(version)
+    log_rank_0(
+        f"DeepSpeed {version} was never tried with this release. A tiny model had the bits of stock, so training goes "
+        f'on; other features may differ. To refuse such releases, set "untested_deepspeed": "refuse".'
+    )
 
 
 @contextmanager
@@ -144,12 +149,20 @@ def _train() -> list[str]:
     except (OSError, subprocess.SubprocessError) as error:
         raise TrainingUnfinished(str(error)) from None
     lines = child.stdout.splitlines() or [""]
-    try:
-        found: list[str] = json.loads(lines[-1])
-    except ValueError:
+    found = _differences_in(lines[-1])
+    if child.returncode != 0 or found is None:
         ending = (child.stderr.strip().splitlines() or lines)[-1]
-        raise TrainingUnfinished(f"exit code {child.returncode}: {ending}") from None
+        raise TrainingUnfinished(f"exit code {child.returncode}: {ending}")
     return found
+
+
+def _differences_in(text: str) -> list[str] | None:
+    """Return the list of strings that ``text`` has as JSON; None if it has anything else."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, list) and all(isinstance(line, str) for line in found) else None
 
 
 def _free_port() -> int:

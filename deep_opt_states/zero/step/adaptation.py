@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -31,7 +30,7 @@ from perf_model.search.plan_request import PlanRequest, SizedPlan
 from perf_model.units import gigabytes
 
 UNREPORTED = 4
-"""More updates than can have run and not have been reported."""
+"""An upper bound of the updates that have run and are not reported yet."""
 
 
 class Replanning:
@@ -104,41 +103,51 @@ class Replanning:
             )
         self.memory.gave_back()
 
-    def adapt(self, *, memory_is_short: bool) -> bool:
+    def adapt(self, *, memory_is_short_anywhere: bool) -> bool:
         """Change to a better plan if there is one; return whether the plan or its uses have changed.
 
         Every rank calls this once per step while no update is in flight. It is a collective when it is due.
-        ``memory_is_short`` is the same on every rank: whether memory is short on any of them.
+        ``memory_is_short_anywhere`` is the same on every rank: whether memory is short on any of them.
         """
         has_learned = learn_uses(self._running, self._first_uses)
-        changed = self._replan(memory_is_short) or has_learned
+        changed = self._replan(memory_is_short_anywhere) or has_learned
         if self._running.is_evicted:
-            sets_memory = self.memory.need_is_known and self._may_restore and not self.memory_is_short
-        else:
-            # The sums of units that the CPU updates are no part of the plan. They move to host memory here.
-            sets_memory = self.memory.exceeds_budget and self._running.gradients.have_device_accumulators
-        if sets_memory:
-            was_evicted = self._running.is_evicted
-            with self.memory.changing():
-                fits = self._running.restore()
-            if fits:
-                self.memory.bytes = self._bytes_of_running()
-                if was_evicted:
-                    log_this_rank(f"{gigabytes(self.memory.bytes)} of GPU memory hold optimizer states again")
-            else:
-                self.memory.budget.limit(self.memory.bytes // 2)
-                self._may_restore = False
+            if self.memory.need_is_known and self._may_restore and not self.memory_is_short:
+                self._restore()
+        elif self.memory.exceeds_budget and self._running.gradients.have_device_accumulators:
+            self._move_sums_to_host()
         return changed
 
-    def _replan(self, memory_is_short: bool) -> bool:
+    def _restore(self) -> None:
+        """Reserve the memory that was given back, if there is enough."""
+        with self.memory.changing():
+            fits = self._running.restore()
+        if fits:
+            self.memory.bytes = self._bytes_of_running()
+            log_this_rank(f"{gigabytes(self.memory.bytes)} of GPU memory hold optimizer states again")
+        else:
+            self.memory.budget.limit(self.memory.bytes // 2)
+            self._may_restore = False
+
+    def _move_sums_to_host(self) -> None:
+        """Free the sums of units that the CPU updates, which are no part of the plan. No window is open."""
+        with self.memory.changing():
+            self._running.gradients.free_device_accumulators()
+        before_bytes, self.memory.bytes = self.memory.bytes, self._bytes_of_running()
+        log_this_rank(
+            f"GPU memory is short: gradients of units that the CPU updates are summed in host memory from now on, "
+            f"which frees {gigabytes(before_bytes - self.memory.bytes)}"
+        )
+
+    def _replan(self, memory_is_short_anywhere: bool) -> bool:
         self._step += 1
         is_due = self._window.count_step()
-        if not is_due and not memory_is_short:
+        if not is_due and not memory_is_short_anywhere:
             return False
         measured = self._window.medians() if is_due else None
         medians = None if measured is None else measured.to_json_dict()
         seen = gather_values((self.memory.budget.bytes, self.memory.need_is_known, medians))
-        if not memory_is_short and not all(is_known for _, is_known, _ in seen):
+        if not memory_is_short_anywhere and not all(is_known for _, is_known, _ in seen):
             # This forward may need more memory than any before. A plan could take memory that its backward needs.
             self._window.postpone()
             return False
@@ -160,12 +169,10 @@ class Replanning:
 
         ``measurements`` are those of all ranks, or none. ``budgets`` are new ones, None if they have not changed.
         """
-
-        uses = None if self._first_uses is None else self._first_uses.names()
+        uses = self._running.uses
         if uses is not None:
             # The plan that is restored below then has the uses of its units, from which its updates are predicted.
-            self._running.uses = tuple(uses)
-            self._request = replace(self._request, uses=self._running.uses)
+            self._request = replace(self._request, uses=uses)
 
         def decide() -> SizedPlan | None:
             if dist.get_rank() > 0:
@@ -219,6 +226,7 @@ class Replanning:
 
 
 def make_adaptation(
+    *,
     running: RunningPlan,
     first_uses: FirstUses | None,
     request: PlanRequest | None,
@@ -226,7 +234,7 @@ def make_adaptation(
     slot_budget: GpuBudget | None,
     widths: Widths,
     before_move: Callable[[], None],
-    before_eviction: Callable[[], None],
+    give_memory_back: Callable[[str], None],
     module: torch.nn.Module,
     resources: ExitStack,
 ) -> OrderAdaptation | Replanning:
@@ -234,33 +242,28 @@ def make_adaptation(
 
     ``request`` and ``budget`` are those of the planner; None if it has nothing to decide. ``slot_budget`` is for more
     slots of placements that the config gives; None if it gives their number, too. ``widths`` are those of the states
-    in slots. ``before_move`` is that of ``Replanning``, and ``before_eviction`` is called before memory is given back
-    to training. ``resources`` receives the callback that removes the hooks on ``module``.
+    in slots. ``before_move`` is that of ``Replanning``. ``give_memory_back`` waits until nothing uses the memory, and
+    calls the method of the adaptation with the same reason. ``resources`` receives the callback that removes the hooks
+    on ``module``.
     """
     if request is not None and budget is not None:
         replanning = Replanning(running, request, budget, first_uses, before_move)
-        _watch_forwards(replanning, before_eviction, module, resources)
+        _watch_forwards(replanning.memory, give_memory_back, module, resources)
         return replanning
     if slot_budget is not None:
         slots = SlotAdaptation(running, first_uses, slot_budget, widths)
-        _watch_forwards(slots, before_eviction, module, resources)
+        _watch_forwards(slots.memory, give_memory_back, module, resources)
         return slots
     return OrderAdaptation(running, first_uses)
 
 
 def _watch_forwards(
-    adaptation: Replanning | SlotAdaptation,
-    before_eviction: Callable[[], None],
+    memory: HeldMemory,
+    give_memory_back: Callable[[str], None],
     module: torch.nn.Module,
     resources: ExitStack,
 ) -> None:
-    """Give the memory back before and in forwards of ``module`` that may need it."""
-    memory = adaptation.memory
-
-    def give_memory_back(reason: str) -> None:
-        before_eviction()
-        adaptation.give_memory_back(reason)
-
+    """Give ``memory`` back before and in forwards of ``module`` that may need it."""
     larger_forwards = LargerForwards(
         partial(give_memory_back, "before a forward that may need more than any before"),
         memory.bytes_in_use,
@@ -282,7 +285,4 @@ def _watch_forwards(
         partial(give_memory_back, "in a forward that has taken half of gpu_memory_margin_gb"),
         resources,
     )
-    # A script that does not catch the error may end without destroying its engine.
-    atexit.register(memory.log_failure)
-    resources.callback(atexit.unregister, memory.log_failure)
-    resources.callback(memory.log_failure)
+    memory.log_failure_at_exit(resources)

@@ -19,7 +19,7 @@ from perf_model.schedule.placement import Placement
 from perf_model.units import gigabytes
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FirstUses:
     """The order in which forward uses parameters and units; each function returns None while that is unknown.
 
@@ -63,7 +63,10 @@ class OrderAdaptation:
     def observe_memory(self, update: int) -> None:
         """Do nothing: the plan does not depend on free memory."""
 
-    def adapt(self, *, memory_is_short: bool) -> bool:
+    def give_memory_back(self, reason: str) -> None:
+        """Do nothing: the placements of the config are kept."""
+
+    def adapt(self, *, memory_is_short_anywhere: bool) -> bool:
         """Order the updates as forward needs them, once that is known. Return whether the order is newly known.
 
         Units are numbered by param group and registration; forward may use them in another order.
@@ -113,9 +116,9 @@ class SlotAdaptation(OrderAdaptation):
         """Update the budget from the peak of memory use so far. Call this after backward, before the update."""
         self.memory.observe()
 
-    def adapt(self, *, memory_is_short: bool) -> bool:
+    def adapt(self, *, memory_is_short_anywhere: bool) -> bool:
         """Order the updates as forward needs them, and set the number of slots. Return whether anything has changed."""
-        changed = super().adapt(memory_is_short=memory_is_short)
+        changed = super().adapt(memory_is_short_anywhere=memory_is_short_anywhere)
         if not self.memory.need_is_known:
             return changed
         before = self._num_slots

@@ -20,6 +20,7 @@ again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,6 +68,10 @@ class Gradients:
     def have_device_accumulators(self) -> bool:
         """Return whether gradients of units that the CPU updates are accumulated on the accelerator."""
         return any(buffer.device_accumulator is not None for buffer in self._buffers)
+
+    def free_device_accumulators(self) -> None:
+        """Free the accumulators of units that the CPU updates. They have no sums of an open window."""
+        self.set_buffers([replace(buffer, device_accumulator=None) for buffer in self._buffers])
 
     def copy_open_sums_to_host(self) -> None:
         """Copy the sums of an open window to the buffers of units that the CPU updates, and wait for all copies.
@@ -133,7 +138,7 @@ class Gradients:
         self._summed.clear()
 
     def finish_window(self) -> None:
-        """Complete the gradients of an accumulation window whose boundary the user set manually.
+        """Complete the gradients of a window with ``"managed_gradient_accumulation": false``, which ``step()`` ends.
 
         DeepSpeed reported no boundary while they were reduced, so none of them was completed then.
         """
@@ -245,7 +250,11 @@ class Gradients:
             for segment, accumulator in zip(segments, accumulators, strict=True):
                 self._add_segment(segment.part(total), accumulator, first)
         for segment in segments:
-            if boundary if segment.buffer.device_accumulator is not None else self._in_host_memory(segment.buffer.grad):
+            if segment.buffer.device_accumulator is None:
+                belongs_on_host = self._in_host_memory(segment.buffer.grad)
+            else:
+                belongs_on_host = boundary
+            if belongs_on_host:
                 self._send(segment, total)
         return total
 

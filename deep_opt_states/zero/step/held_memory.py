@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from deep_opt_states.device.cuda import (
     AllocatorMark,
@@ -101,8 +104,19 @@ class HeldMemory:
                 f"an allocation has failed while optimizer states hold {gigabytes(self.bytes)} of GPU memory. {REMEDY}"
             )
 
+    def log_failure_at_exit(self, resources: ExitStack) -> None:
+        """Call ``log_failure`` when ``resources`` is closed, or when the process ends before that.
+
+        A script that does not catch the error may end without destroying its engine. An engine that is collected is not
+        kept for that: the callback at exit does not refer to this object.
+        """
+        at_exit = partial(_log_failure_if_alive, weakref.ref(self))
+        atexit.register(at_exit)
+        resources.callback(atexit.unregister, at_exit)
+        resources.callback(self.log_failure)
+
     def count_retries(self) -> None:
-        """Count the retries so far as those of allocations beside the memory that is held. Later ones are not."""
+        """Count the retries so far, which happened while the memory was held. Call this before it is given back."""
         self.budget.count_retries(free_and_retries()[1], self.bytes)
 
     def gave_back(self) -> None:
@@ -125,3 +139,9 @@ class HeldMemory:
         self._changed = mark_emptied_allocator()
         self.budget.ignore_retries(free_and_retries()[1] - retries)
         self._failed += failed_allocations() - failed
+
+
+def _log_failure_if_alive(reference: weakref.ref[HeldMemory]) -> None:
+    memory = reference()
+    if memory is not None:
+        memory.log_failure()

@@ -35,7 +35,7 @@ class LargerForwards:
         self._largest: dict[tuple[Any, ...], tuple[int, int]] = {}
         """The most elements and the longest dimension so far of each argument, with gradients and without."""
         self._most_bytes = 0
-        """The most memory in use at the begin of a forward, not counting growth within the tolerance."""
+        """The most memory in use at the beginning of a forward, not counting growth within the tolerance."""
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare the inputs and the memory in use with those of earlier forwards."""

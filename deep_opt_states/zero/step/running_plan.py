@@ -52,7 +52,7 @@ class RunningPlan:
     uses: tuple[str, ...] | None = None
 
     def evict(self) -> None:
-        """Give all accelerator memory of the plan back to training, until ``restore``. No collective.
+        """Give all accelerator memory of the plan back to training, until ``restore``. This is no collective.
 
         The caller calls this while no update is in flight, and no gradient is being reduced. A window may be open. If
         the plan needs no memory there, nothing changes.
@@ -65,9 +65,9 @@ class RunningPlan:
         self._set(self.plan)
 
     def restore(self) -> bool:
-        """Reserve the memory that ``evict`` has given back, and return whether there is enough. No collective.
+        """Reserve the memory that ``evict`` has given back, and return whether there is enough.
 
-        No update is in flight and no window is open.
+        This is no collective. No update is in flight and no window is open.
         """
         self.is_evicted = False
         self._set_or_evict(self.plan)
@@ -76,9 +76,9 @@ class RunningPlan:
     def adopt(self, plan: UpdatePlan) -> bool:
         """Run ``plan``, the same on every rank, from the next update on, and return whether memory allows it.
 
-        A collective over all ranks. Every rank calls this while no update is in flight and no gradient of the next
-        window exists. If memory is short on any rank, all ranks run ``plan`` without the units that would need more
-        memory on the accelerator: the CPU updates these. A rank that is evicted remains so with the new plan.
+        This is a collective over all ranks. Every rank calls this while no update is in flight and no gradient of the
+        next window exists. If memory is short on any rank, all ranks run ``plan`` without the units that would need
+        more memory on the accelerator: the CPU updates these. A rank that is evicted remains so with the new plan.
         """
         without_new = _without_new_memory(plan, self.plan)
 
@@ -124,13 +124,26 @@ class RunningPlan:
             self._set(plan)
 
     def _set(self, plan: UpdatePlan) -> None:
-        """Run ``plan``. If evicted, this reserves nothing on the accelerator; otherwise that may fail."""
-        self.memory.set_plan(plan, is_evicted=self.is_evicted)
-        units = self.memory.units
-        self.executor.set_units(plan.schedule, units, splits_of(units, self.early_ranges))
-        self.gradients.set_buffers(self.gradient_buffers(plan, units, self.is_evicted))
-        if plan is not self.plan:
-            self.exposure.reserve(max_intervals(plan))
+        """Run ``plan``. If evicted, this reserves nothing on the accelerator; otherwise that may fail.
+
+        After an out-of-memory error, the caller sets a plan for which there is enough memory. After any other error,
+        the states are inconsistent until a checkpoint is loaded.
+        """
+        try:
+            # First, so that the new ones may use their memory.
+            self.gradients.free_device_accumulators()
+            self.memory.set_plan(plan, is_evicted=self.is_evicted)
+            units = self.memory.units
+            self.executor.set_units(plan.schedule, units, splits_of(units, self.early_ranges))
+            self.gradients.set_buffers(self.gradient_buffers(plan, units, self.is_evicted))
+            if plan is not self.plan:
+                self.exposure.reserve(max_intervals(plan))
+        except torch.OutOfMemoryError:
+            raise
+        except BaseException as error:
+            # Some of these parts have the new plan, and others the old one: no update may run.
+            self.executor.fail(error)
+            raise
         self.plan = plan
 
     @property

@@ -25,10 +25,8 @@ Call                      Caller                                     Collective 
 ``wait``                  every reader of parameters or states,      no                this rank's part is done; the
                           also on one rank alone                                       phase is as before
 ``give_params_back``      every writer of parameters                 no                as after ``wait``
-``synchronize_ranks``     on every rank: the next ``step()``,        unless the ranks  IDLE; FAILED on every rank if the
-                          checkpoints, gathers outside forward       agree already;    update failed on any
-                                                                     always if masters
-                                                                     are split
+``synchronize_ranks``     on every rank: the next ``step()``,        yes               IDLE; FAILED on every rank if the
+                          checkpoints, gathers outside forward                         update failed on any
 ``raise_if_failed``       every user of the states                   no                the states are consistent, as far
                                                                                        as this rank knows
 ``forget_failure``        a load that has restored all states        no                FAILED becomes IDLE
@@ -38,10 +36,11 @@ Call                      Caller                                     Collective 
 ========================= ========================================== ================= =================================
 
 The phase is the same on every rank, because only calls that every rank makes at the same point change it. How far a
-rank's own part is, and whether it has failed, differs between ranks until they synchronize. If masters are split, a
-rank may also notice between two updates that a master is lost, alone and in any phase. So the ranks synchronize before
-each step and each collective use of the states, even if they have agreed on the last update. Prefetching is no phase of
-its own: it happens in backward while the last update is ``FINISHED``, before the ranks have agreed how that ended.
+rank's own part is, and whether it has failed, differs between ranks until they synchronize. A rank may also fail
+between two updates, alone and in any phase: a prefetch or a copy of resident states to host memory fails, or the rank
+notices that a split master is lost. So the ranks synchronize before each step and each collective use of the states,
+even if they have agreed on the last update. Prefetching is no phase of its own: it happens in backward, and the
+next step lets the ranks agree whether it has failed.
 """
 
 from __future__ import annotations
@@ -96,8 +95,8 @@ class MeasuredTimes:
 class Update:
     """The updates of one engine, one after the other, with the phase that the last of them is in.
 
-    ``defers``: an update may continue while the next forward runs; otherwise ``run`` ends it. ``splits_masters``: a
-    rank may notice between updates that a master is lost. Both are the same on every rank.
+    ``defers``: an update may continue while the next forward runs; otherwise ``run`` ends it. It is the same on every
+    rank.
 
     ``on_finished`` is called once for each update that did not fail, by ``report_previous``, ``report`` or ``close``.
     It receives the spans in which the model waited for the update and in which both ran, and a function that returns
@@ -114,12 +113,10 @@ class Update:
         *,
         defers: bool,
         on_finished: OnFinished,
-        splits_masters: bool = False,
     ) -> None:
         self._executor = executor
         self._exposure = exposure
         self._defers = defers
-        self._splits_masters = splits_masters
         self._on_finished = on_finished
         self._agreement = StepAgreement()
         self.memory_is_short = False
@@ -138,10 +135,6 @@ class Update:
         self._raised: BaseException | None = None
         """The failure that was raised or logged here; it is not logged again at the end of the process."""
         _ALIVE.add(self)
-
-    @property
-    def phase(self) -> UpdatePhase:
-        return self._phase
 
     @property
     def is_deferred(self) -> bool:
@@ -273,22 +266,21 @@ class Update:
     def synchronize_ranks(self, *, raise_failure: bool = True, flushed: bool = True, states: bool = False) -> None:
         """Wait for the update, and let every rank know whether it failed on any. Every rank must call this.
 
-        A collective, unless the ranks have agreed on the last update already and no masters are split. Raise
-        ``UpdateFailed`` if the states are inconsistent and ``raise_failure``. Without ``flushed``, states may still be
-        copied to host memory afterwards, and only the current stream may use parameters and gradients. ``states``: the
-        caller reads or writes optimizer states, as in ``wait``. If the update has found that a script has written to
-        a parameter that is a half of a master, this rank fails before the ranks agree.
+        This is a collective over all ranks. Raise ``UpdateFailed`` if the states are inconsistent and
+        ``raise_failure``. Without ``flushed``, states may still be copied to host memory afterwards, and only the
+        current stream may use parameters and gradients. ``states``: the caller reads or writes optimizer states, as in
+        ``wait``. If that fails, or if the update has found that a script has written to a parameter that is a half of a
+        master, this rank fails before the ranks agree.
         """
         self.wait_on_stream()
         if flushed:
             self.wait(states=states)
         self._executor.check_params()
-        if not self.ranks_agree or self._splits_masters:
-            # Before the collective: with whole masters, a rank that is interrupted in it must not repeat it alone.
-            self._phase = UpdatePhase.IDLE
-            self.memory_is_short_anywhere = self._agreement.share(self._executor, memory_is_short=self.memory_is_short)
-            if self.failed:
-                self._phase = UpdatePhase.FAILED
+        # Before the collective: a rank that is interrupted in it must not repeat it alone in its next gather.
+        self._phase = UpdatePhase.IDLE
+        self.memory_is_short_anywhere = self._agreement.share(self._executor, memory_is_short=self.memory_is_short)
+        if self.failed:
+            self._phase = UpdatePhase.FAILED
         if raise_failure:
             self.raise_if_failed()
 

@@ -1,17 +1,23 @@
-"""Train on the device, destroy the engine, and answer how much memory is left while its optimizer is referenced.
+"""Train on the device, offload the parameters, destroy the engine, and answer how much memory is left each time.
 
-DeepSpeed's hooks on the model often keep this reference. One answer per config block has the bytes that are left, and
-those that the plugin had reserved on the device. The first answer is stock's.
+The optimizer is still referenced when its engine is destroyed: DeepSpeed's hooks on the model often keep this
+reference. One answer per config block has the bytes that are left, and those that the plugin had reserved on the
+device. The first answer is stock's.
 """
 
 from __future__ import annotations
 
 import gc
 from typing import Any
+from unittest import mock
 
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+from deep_opt_states.zero.start import planning
 from perf_model.prediction.memory import MemoryKind
 from tests.launch import answer
 from tests.software_gpu import device
+from tests.software_gpu.filled_gpu.growing_inputs import slow_profile
 from tests.software_gpu.plugged import plugged
 from tests.software_gpu.ranks import software_process_group
 from tests.zero.parity.case import SPLIT_MASTERS, STREAMED, Case
@@ -23,6 +29,7 @@ BLOCKS = (
     {**RESIDENTS, **SPLIT_MASTERS},
     {**STREAMED, "unit_size": 100_000, "num_slots": 4},
     {"placement": "cpu"},
+    {"placement": [{"match": "layers.0.*", "states": "resident"}, {"match": "*", "states": "planned"}]},
 )
 
 # The biases are persistent parameters, so that all units have early ranges.
@@ -43,19 +50,37 @@ def left(block: dict[str, Any] | None) -> dict[str, Any]:
     with shared_folder() as folder, closing_engine(CASE, block) as engine:
         optimizer = engine.optimizer
         train(engine, CASE, folder)
-        reservations = [] if block is None else optimizer.accounting_device.reserved
-        on_device = [each for each in reservations if each.kind is MemoryKind.ACCELERATOR]
+        reserved_bytes = reserved_bytes_of(optimizer)
+        gc.collect()
+        trained_bytes = device.memory_allocated()
+        engine.offload_states(include=[OffloadStateTypeEnum.lp_params])
+        offloaded_bytes = device.memory_allocated()
+        given_back_bytes = reserved_bytes - reserved_bytes_of(optimizer)
+        engine.reload_states()
+        reloaded_bytes = device.memory_allocated()
+        train(engine, CASE, folder)
     del engine
     gc.collect()
     assert optimizer is not None, "the reference is kept until here"
     return {
         "block": block,
         "left_bytes": device.memory_allocated() - before,
-        "reserved_bytes": sum(each.count * each.each_bytes for each in on_device),
+        "reserved_bytes": reserved_bytes,
+        "freed_by_offload_bytes": trained_bytes - offloaded_bytes,
+        "given_back_bytes": given_back_bytes,
+        "taken_by_reload_bytes": reloaded_bytes - offloaded_bytes,
     }
 
 
+def reserved_bytes_of(optimizer: Any) -> int:
+    """Return the bytes that the plugin has reserved on the device now; none with stock's optimizer."""
+    device_of_plugin = getattr(optimizer, "accounting_device", None)
+    reservations = [] if device_of_plugin is None else device_of_plugin.reserved
+    return sum(each.count * each.each_bytes for each in reservations if each.kind is MemoryKind.ACCELERATOR)
+
+
 if __name__ == "__main__":
-    with software_process_group(), plugged():
+    no_measurement = mock.patch.object(planning, "quick_profile", return_value=slow_profile())
+    with software_process_group(), plugged(), no_measurement:
         for each in (None, *BLOCKS):
             answer(left(each))

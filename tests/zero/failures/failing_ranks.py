@@ -2,7 +2,7 @@
 
 The arguments are the lanes on which the update fails. Each lane is tried with an update that ends in ``step()``, and
 with one that is in flight during the next forward. In the second case no rank stops alone: all ranks stop at the first
-call that uses or saves the inconsistent states.
+call that uses or saves the inconsistent states. The argument ``between`` lets rank 1 fail between two updates.
 """
 
 from __future__ import annotations
@@ -89,6 +89,20 @@ def failing_update(engine: Any, lane: str) -> Iterator[None]:
             raise InjectedFailure("by this test")
 
     with before_each_update(fail_on_rank_1):
+        yield
+
+
+@contextmanager
+def failing_method(owner: Any, name: str) -> Iterator[None]:
+    """Let rank 1 fail inside this context in the method ``name`` of ``owner``."""
+    original = getattr(owner, name)
+
+    def fail_on_rank_1(*args: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise InjectedFailure("by this test")
+        return original(*args)
+
+    with mock.patch.object(owner, name, fail_on_rank_1):
         yield
 
 
@@ -198,12 +212,28 @@ def fails_in_forward(lane: str) -> None:
         )
 
 
-def main(lanes: list[str]) -> None:
-    """Check both kinds of update on each lane, and print one line per lane."""
-    for lane in lanes:
-        fails_in_step(lane)
-        fails_in_forward(lane)
-        print(f"recovered on {lane}")
+def fails_between_updates() -> None:
+    """Check failures while no update is in flight: the ranks agree before the next collective of any of them."""
+    with trained({**STRIDE_2, **WITHOUT_FORWARD_OVERLAP}) as (engine, folder):
+        executor = engine.optimizer._running.executor
+        with failing_method(executor._issuer, "prefetch"):
+            must_raise_everywhere(lambda: step(engine))
+        must_recover(engine, folder)
+        param = next(engine.module.parameters())
+        with failing_method(executor._residents, "write_back"):
+            must_raise_everywhere(lambda: safe_get_full_fp32_param(param))
+        must_recover(engine, folder)
+
+
+def main(places: list[str]) -> None:
+    """Check the failures at each of ``places``, and print one line per place."""
+    for place in places:
+        if place == "between":
+            fails_between_updates()
+        else:
+            fails_in_step(place)
+            fails_in_forward(place)
+        print(f"recovered on {place}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import gc
 import multiprocessing
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,6 +24,8 @@ from torch.utils.data import DataLoader, Dataset
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.slab import HostSlab, Register
 from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.zero.start import planning
+from perf_model.presets.machines import MACHINES
 from tests.forked_child import exit_code_of_child, is_mapped
 from tests.launch import answer
 from tests.zero.parity.case import STRIDE_2, Case
@@ -154,8 +157,14 @@ def collect_engine_without_destroy() -> dict[str, Any]:
         addresses.append(address)
         return lambda: calls.append("unregistered " + ("before" if is_mapped(address) else "after") + " it is unmapped")
 
-    with spacious_slabs(register):
-        engine = make_engine(CASE, STRIDE_2)
+    profile = MACHINES["h100-pcie5"].profile(ranks=1)
+    with (
+        spacious_slabs(register),
+        mock.patch.object(planning, "quick_profile", return_value=profile),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        # A reporter, which lives until the process ends, must not keep the engine.
+        engine = make_engine(CASE, {**STRIDE_2, "report": folder})
     for hook in engine.optimizer._grad_acc_hooks:
         hook.remove()
     engine.optimizer.parameter_offload._remove_module_hooks()

@@ -17,6 +17,13 @@ def test_a_failed_update_on_any_lane_stops_every_rank_and_a_checkpoint_recovers(
             assert f"recovered on {lane}" in finished.output
 
 
+@pytest.mark.promise("P6")
+def test_a_failure_between_two_updates_stops_every_rank_and_a_checkpoint_recovers() -> None:
+    for finished in run_ranks(2, ["-m", "tests.zero.failures.failing_ranks", "between"], timeout_s=120):
+        assert finished.returncode == 0, finished.output[-4000:]
+        assert "recovered on between" in finished.output
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs to move threads between")
 def test_an_engine_that_fails_to_initialize_leaves_no_thread_bound() -> None:
     for finished in run_ranks(2, ["-m", "tests.zero.failures.unmade_engine_ranks"], timeout_s=120):

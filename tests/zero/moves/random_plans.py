@@ -114,7 +114,7 @@ def _adapting(
     """
     forward = DeepSpeedEngine.forward
 
-    def adapted(adaptation: OrderAdaptation | Replanning, *, memory_is_short: bool) -> bool:
+    def adapted(adaptation: OrderAdaptation | Replanning, *, memory_is_short_anywhere: bool) -> bool:
         return adapt(adaptation._running)
 
     def act_and_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -139,7 +139,7 @@ class TrainingRun:
             for step in range(1, FIRST_STEPS + 1):
                 replanning.observe_memory(step)
                 replanning.measure(step, self._phases, lambda: measured)
-                replanning.adapt(memory_is_short=replanning.memory_is_short)
+                replanning.adapt(memory_is_short_anywhere=replanning.memory_is_short)
             windows = StepMeasurement.from_update(1, measured, self._phases).windows
             return running.plan, planned.predict(running.plan, running.uses, windows)
 

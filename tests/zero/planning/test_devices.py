@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.zero.start import devices
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.refusals import Unsupported
-from perf_model.prediction.memory import accelerator_bytes_with_all_gradients
+from perf_model.prediction.memory import TrainingSetup, memory_of
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -23,8 +24,6 @@ from tests.runtime.plain_adam import PlainAdam
 
 CUDA = AcceleratorChoice(HostDevice(), slots_on_host=False)
 HOST = AcceleratorChoice(HostDevice(), slots_on_host=True)
-
-WIDTHS = Widths(param=2, grad=4)
 
 
 def plan(*placements: Placement) -> UpdatePlan:
@@ -82,17 +81,22 @@ def test_the_planner_starts_without_gpu_memory_unless_the_config_gives_a_budget(
 
 @pytest.mark.usefixtures("gpu_kernel")
 def test_sums_over_micro_batches_stay_on_the_gpu_if_they_fit_next_to_the_states() -> None:
-    all_gradients = accelerator_bytes_with_all_gradients(ON_CPU, WIDTHS)
-    with_states = accelerator_bytes_with_all_gradients(MIXED, WIDTHS)
-    assert 0 < all_gradients < with_states
-    for plan, needed in ((ON_CPU, all_gradients), (MIXED, with_states)):
-        assert CUDA.fits_accumulators(plan, WIDTHS, GpuBudget(start_bytes=needed, margin_bytes=0, fills=False))
-        assert not CUDA.fits_accumulators(plan, WIDTHS, GpuBudget(start_bytes=needed - 1, margin_bytes=0, fills=False))
+    setup = TrainingSetup(widths=Widths(param=2, grad=4), accumulates=True)
+    # With offloaded parameters, updates on the accelerator need a buffer for the rounded parameters, too.
+    for placed in (setup, replace(setup, params_on_host=True)):
+        all_gradients, with_states = (
+            memory_of(plan, replace(placed, sums_on_accelerator=True)).gpu_bytes for plan in (ON_CPU, MIXED)
+        )
+        assert 0 < all_gradients < with_states
+        for plan, needed in ((ON_CPU, all_gradients), (MIXED, with_states)):
+            budgets = (GpuBudget(start_bytes=size, margin_bytes=0, fills=False) for size in (needed, needed - 1))
+            assert [CUDA.fits_accumulators(plan, placed, budget) for budget in budgets] == [True, False]
+    for plan in (ON_CPU, MIXED):
         # Where the config gives the placements, a tenth of the GPU may be used.
-        assert CUDA.fits_accumulators(plan, WIDTHS, None)
-        assert not CUDA.fits_accumulators(plan, Widths(param=2, grad=10**9), None)
-    assert HOST.fits_accumulators(MIXED, WIDTHS, None)
-    assert not HOST.fits_accumulators(ON_CPU, WIDTHS, None)
+        assert CUDA.fits_accumulators(plan, setup, None)
+        assert not CUDA.fits_accumulators(plan, replace(setup, widths=Widths(param=2, grad=10**9)), None)
+    assert HOST.fits_accumulators(MIXED, setup, None)
+    assert not HOST.fits_accumulators(ON_CPU, setup, None)
 
 
 @pytest.mark.usefixtures("no_gpu_kernel")

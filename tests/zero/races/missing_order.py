@@ -165,7 +165,7 @@ def backward_does_not_wait() -> AbstractContextManager[object]:
     for hook in ("backward_prologue", "partition_grads"):
         stack.enter_context(_without_wait(hook))
     stack.enter_context(mock.patch.object(Executor, "prefetch", _prefetch_anyway(Executor.prefetch)))
-    stack.enter_context(mock.patch.object(Executor, "forget_replaced_gradients", do_nothing))
+    stack.enter_context(mock.patch.object(Executor, "forget_replaced_tensors", do_nothing))
     return stack
 
 

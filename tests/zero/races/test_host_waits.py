@@ -69,8 +69,9 @@ def test_a_step_waits_once_for_all_norms_and_then_for_each_update_on_the_cpu(
         for how, found in (("at once", at_once), ("deferred", deferred)):
             label = f"{how}, {found['dtype']}, {found['block']}"
             for step, waits in enumerate(found["step"]):
-                # Before the norms, the ranks agree how a deferred update has ended.
-                agreement = ranks_agree[step - 1] if how == "deferred" and step - 1 in STEPS_THAT_UPDATE else []
+                # Before the norms, the ranks agree how a deferred update and the prefetches in backward have ended.
+                may_have_found = how == "deferred" and step - 1 in STEPS_THAT_UPDATE
+                agreement = ranks_agree[step - 1] if may_have_found else RANKS_AGREE[world_size]
                 in_step = [*all_updated, *ranks_agree[step]] if how == "at once" else [EARLY_RANGES_ARE_UPDATED]
                 ends = [BACKWARD_IS_DONE, *in_step, PERSISTENT_PARAMETERS[world_size]]
                 updated = ends if step in STEPS_THAT_UPDATE else []

@@ -43,7 +43,17 @@ def test_the_refusal_of_one_rank_is_reported_by_the_others() -> None:
     first, second, third = answers("one refused")
     assert third == "Unsupported: this rank has another accelerator"
     for answer in (first, second):
-        assert "rank 2: failed with Unsupported: this rank has another accelerator" in answer
+        assert "another one has failed / " in answer
+        assert "rank 2: Unsupported: this rank has another accelerator" in answer
+
+
+@pytest.mark.promise("P6")
+@pytest.mark.parametrize("difference", ["one without a kernel", thorough("one without a budget")])
+def test_a_rank_that_cannot_run_the_plan_stops_all_ranks(difference: str) -> None:
+    first, second, third = answers(difference)
+    assert third == "Unsupported: this rank has another accelerator"
+    for answer in (first, second):
+        assert "rank 2: Unsupported: this rank has another accelerator" in answer
 
 
 @pytest.mark.thorough
@@ -51,4 +61,4 @@ def test_the_invalid_placement_of_one_rank_is_reported_by_the_others() -> None:
     first, second, third = answers("one impossible")
     assert third.startswith("ConfigError: deep_optimizer_states.placement")
     for answer in (first, second):
-        assert "rank 2: failed with ConfigError: deep_optimizer_states.placement" in answer
+        assert "rank 2: ConfigError: deep_optimizer_states.placement" in answer

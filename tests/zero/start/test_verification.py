@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.launch import run_ranks
 from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
 RANKS = ProgramRanks(
@@ -19,6 +20,8 @@ REFUSED = {
     "training fails": "the tiny training did not finish\n  exit code 1",
     "trains again after a failure": "master of sub-group",
     "missing name": "Engine._hook is missing",
+    "prints_null": "the tiny training did not finish\n  exit code 0: null",
+    "fails_at_its_end": "the tiny training did not finish\n  exit code 3",
 }
 
 
@@ -33,6 +36,17 @@ def test_a_release_with_the_bits_of_stock_is_used_with_a_warning(trained: Traini
     assert found["cached"] == PLUGIN, "the second start must read the result of the first one"
     output = trained.finished(1)[0].output
     assert output.count("DeepSpeed 0.20.0 was never tried with this release") == 2
+
+
+def test_every_rank_raises_if_one_refuses_and_none_waits_for_a_rank_that_has_read_a_config() -> None:
+    answers = [
+        {answer["name"]: answer["found"] for answer in finished.answers()}
+        for finished in run_ranks(2, ["-m", RANKS.program], timeout_s=120)
+    ]
+    for answer in answers:
+        assert answer["accepted"] == PLUGIN
+    assert "rank 1: Unsupported: " in answers[0]["refused on rank 1"]
+    assert "the tiny training differs from stock" in answers[1]["refused on rank 1"]
 
 
 @pytest.mark.parametrize("name", REFUSED)

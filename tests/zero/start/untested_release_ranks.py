@@ -1,6 +1,7 @@
 """Start engines under the version of a DeepSpeed release that was never tried, and print the results.
 
-Argument: a temporary folder, in which the results of tiny trainings are cached.
+Argument: a temporary folder, in which the results of tiny trainings are cached. Two ranks start engines without tiny
+trainings, whose results differ between the ranks.
 """
 
 from __future__ import annotations
@@ -14,26 +15,32 @@ from unittest import mock
 
 import deepspeed
 import torch
+import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfig
 
+from deep_opt_states.zero.internals.agreement import RanksDisagree
 from deep_opt_states.zero.start import verification
 from tests.launch import answer
 from tests.zero.process_group import process_group
 
 
-def start(untested_deepspeed: str) -> str:
-    """Return the class of an engine's optimizer, or the message of the refusal."""
-    verification._accepted.clear()
-    verification.differences_of.cache_clear()
-    config: dict[str, Any] = {
+def config_with(untested_deepspeed: str) -> dict[str, Any]:
+    return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
         "deep_optimizer_states": {"placement": "cpu", "untested_deepspeed": untested_deepspeed},
     }
+
+
+def start(untested_deepspeed: str) -> str:
+    """Return the class of an engine's optimizer, or the message of the refusal."""
+    verification._accepted.clear()
+    verification.differences_of.cache_clear()
     try:
-        engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 4), config=config)
-    except verification.Unsupported as refusal:
+        engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 4), config=config_with(untested_deepspeed))
+    except (verification.Unsupported, RanksDisagree) as refusal:
         return str(refusal)
     name = type(engine.optimizer).__name__
     engine.destroy()
@@ -68,8 +75,27 @@ def main(folder: str) -> None:
             answer({"name": "trains again after a failure", "found": start("verify")})
         with mock.patch.object(verification, "missing_names", return_value=["Engine._hook is missing"]):
             answer({"name": "missing name", "found": start("verify")})
+    with mock.patch.object(deepspeed, "__version__", "0.20.3"):
+        for name in ("prints_null", "fails_at_its_end"):
+            with training(f"tests.zero.start.{name}"):
+                answer({"name": name, "found": start("verify")})
+
+
+def start_on_two_ranks() -> None:
+    """Start an engine after rank 0 alone has read a config, and one that only rank 1 refuses."""
+    with mock.patch.object(deepspeed, "__version__", "0.20.0"):
+        if dist.get_rank() == 0:
+            DeepSpeedConfig(config_with("verify"))
+        for name, refusing_rank in (("accepted", None), ("refused on rank 1", 1)):
+            found = ["master of sub-group 0"] if dist.get_rank() == refusing_rank else []
+            differences = mock.create_autospec(verification.differences_of, return_value=found)
+            with mock.patch.object(verification, "differences_of", differences):
+                answer({"name": name, "found": start("verify")})
 
 
 if __name__ == "__main__":
     with process_group():
-        main(sys.argv[1])
+        if dist.get_world_size() == 1:
+            main(sys.argv[1])
+        else:
+            start_on_two_ranks()
