@@ -7,11 +7,18 @@ from typing import Any
 
 import pytest
 
+from deep_opt_states.device.kernels.split_form import CHUNK_NUMEL
 from tests.launch import run_ranks
 from tests.software_gpu.saving_memory_ranks import LAYERS, LAYERS_PER_UNIT, NUMEL
 from tests.tiers import thorough
 
 UNITS = LAYERS // LAYERS_PER_UNIT
+NOISE_BYTES = 4e6
+"""By how much the memory of equal processes may differ: 0.1 MB were measured. The masters take 100 MB."""
+
+JOINING_BYTES = 2 * NUMEL // UNITS + 3 * 4 * CHUNK_NUMEL
+"""The temporary memory in which the masters of one unit are joined: the rounded ones, and three tensors of a chunk."""
+
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "all three": {"placement": ["resident", "cpu", "streamed"] * (UNITS // 3), "num_slots": 1},
     "all on the CPU": {"placement": "cpu"},
@@ -36,5 +43,9 @@ def saved(block: dict[str, Any], *, splits: bool) -> dict[str, Any]:
 def test_saving_takes_no_more_memory_at_its_peak_with_split_masters_than_with_whole_ones(name: str) -> None:
     whole = saved(PLACEMENTS[name], splits=False)
     split = saved(PLACEMENTS[name], splits=True)
-    print(NUMEL, whole, split)
-    assert 0
+    assert not whole["split"]
+    assert sum(split["split"].values()) == NUMEL, "all masters are split when they are saved"
+    assert NOISE_BYTES < 4 * NUMEL / 20
+    assert split["peak_bytes"] <= whole["peak_bytes"] + NOISE_BYTES
+    # The peak is lower by what training needs less. Saving may not use that up: masters are joined unit by unit.
+    assert split["peak_bytes"] - split["before_bytes"] <= JOINING_BYTES + NOISE_BYTES
