@@ -14,7 +14,7 @@ ACCELERATOR, CPU = "accelerator", "cpu"
 
 @contextmanager
 def counted_splits() -> Iterator[Counter[str]]:
-    """Yield the number of masters that were split inside this context, by what updates them: the accelerator or CPU."""
+    """Yield the number of masters that were split inside this context, by the processor that updates them."""
     numels: Counter[str] = Counter()
     split = SplitRange.split
 

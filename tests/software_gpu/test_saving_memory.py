@@ -14,7 +14,7 @@ from tests.tiers import thorough
 
 UNITS = LAYERS // LAYERS_PER_UNIT
 NOISE_BYTES = 4e6
-"""By how much the memory of equal processes may differ: 0.1 MB were measured. The masters take 100 MB."""
+"""The allowed difference between the memory of equal processes: 0.1 MB were measured. The masters take 100 MB."""
 
 JOINING_BYTES = 2 * NUMEL // UNITS + 3 * 4 * CHUNK_NUMEL
 """The temporary memory in which the masters of one unit are joined: the rounded ones, and three tensors of a chunk."""
@@ -47,5 +47,5 @@ def test_saving_takes_no_more_memory_at_its_peak_with_split_masters_than_with_wh
     assert sum(split["split"].values()) == NUMEL, "all masters are split when they are saved"
     assert NOISE_BYTES < 4 * NUMEL / 20
     assert split["peak_bytes"] <= whole["peak_bytes"] + NOISE_BYTES
-    # The peak is lower by what training needs less. Saving may not use that up: masters are joined unit by unit.
+    # The peak is lower, because training needs less memory. Saving may not use that up: units are joined one by one.
     assert split["peak_bytes"] - split["before_bytes"] <= JOINING_BYTES + NOISE_BYTES

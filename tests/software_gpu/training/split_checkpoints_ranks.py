@@ -95,7 +95,7 @@ KINDS: dict[str, tuple[Callable[[str, Path], None], Callable[[Path], None], Call
     "universal": (save, partial(convert_to_universal, tag=FIRST_TAG), load),
     "delinked": (save_shared, partial(delink_ranks.delink_checkpoint, moments=MOMENTS, case=SHARING), load_delinked),
 }
-"""What saves, what converts, and what loads."""
+"""The functions that save, convert and load, by the kind of conversion."""
 
 
 @contextmanager
