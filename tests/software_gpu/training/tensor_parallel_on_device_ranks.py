@@ -51,7 +51,7 @@ SPLIT_ON = {
     f"{BY_NAME}{SPLIT}": [ACCELERATOR, CPU],
     f"stride 2{SPLIT}": [ACCELERATOR, CPU],
 }
-"""The arms with split masters, and the processors that update split masters. Rules by name place resident states, too."""
+"""The arms with split masters, and the processors that update split masters. Rules by name place resident states."""
 
 _CHOSEN = {
     ("mpu", "fp16", "plain"): (BY_NAME,),
