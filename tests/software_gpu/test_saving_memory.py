@@ -16,8 +16,8 @@ UNITS = LAYERS // LAYERS_PER_UNIT
 NOISE_BYTES = 4e6
 """The allowed difference between the memory of equal processes: 0.1 MB were measured. The masters take 100 MB."""
 
-JOINING_BYTES = 2 * NUMEL // UNITS + 3 * 4 * CHUNK_NUMEL
-"""The temporary memory in which the masters of one unit are joined: the rounded ones, and three tensors of a chunk."""
+JOINING_BYTES = 2 * NUMEL // UNITS + 4 * 4 * CHUNK_NUMEL
+"""The temporary memory in which the masters of one unit are joined: the rounded ones, and four tensors of a chunk."""
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "all three": {"placement": ["resident", "cpu", "streamed"] * (UNITS // 3), "num_slots": 1},
