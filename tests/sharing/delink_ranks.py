@@ -20,6 +20,7 @@ from deep_opt_states.cli.main import main
 from tests.launch import answer
 from tests.sharing.shared_ranks import BLOCK, STEPS, SharingCase, make_model
 from tests.sharing.stack_model import Stack, tokens
+from tests.zero.on_accelerator import on_accelerator
 from tests.zero.parity.training import Block, Record, collect, differences
 from tests.zero.process_group import process_group
 
@@ -39,7 +40,7 @@ def evaluate(engine: Any) -> float:
     """Return the loss of a batch that is the same on every rank."""
     engine.eval()
     with torch.no_grad():
-        loss = engine(tokens(0, 10**6)).item()
+        loss = engine(on_accelerator(tokens(0, 10**6))).item()
     engine.train()
     return cast(float, loss)
 
@@ -48,7 +49,7 @@ def train(engine: Any, record: Record) -> None:
     """Train ``STEPS`` steps, and record losses and states."""
     losses = record.numbers.setdefault("loss", [])
     for step in range(STEPS):
-        loss = engine(tokens(dist.get_rank(), step))
+        loss = engine(on_accelerator(tokens(dist.get_rank(), step)))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -82,13 +83,17 @@ def delink(folder: Path) -> None:
     """Convert each checkpoint to a universal one, and delink it."""
     for moments, case in CASES.items():
         for world_size in SAVED_BY:
-            root = folder / f"{moments} {world_size}"
-            options = ["--input_folder", str(root / f"global_step{STEPS}"), "--output_folder", str(root / "pseudo")]
-            sys.argv[1:] = [*options, "--num_extract_workers", "1", "--num_merge_workers", "1"]
-            ds_to_universal.main(ds_to_universal.parse_arguments())
-            layers = ["--share", "model.layers.0", "--into", f"model.layers.{{1..{case.layers - 1}}}"]
-            options = [*layers, "--every", str(case.every), "--moments", moments]
-            assert main(["delink", str(root / "pseudo"), str(root / "real"), *options]) == 0
+            delink_checkpoint(folder / f"{moments} {world_size}", moments, case)
+
+
+def delink_checkpoint(root: Path, moments: str, case: SharingCase) -> None:
+    """Convert the checkpoint in ``root`` to a universal one, and delink it. It is then the next one to be loaded."""
+    options = ["--input_folder", str(root / f"global_step{STEPS}"), "--output_folder", str(root / "pseudo")]
+    sys.argv[1:] = [*options, "--num_extract_workers", "1", "--num_merge_workers", "1"]
+    ds_to_universal.main(ds_to_universal.parse_arguments())
+    layers = ["--share", "model.layers.0", "--into", f"model.layers.{{1..{case.layers - 1}}}"]
+    options = [*layers, "--every", str(case.every), "--moments", moments]
+    assert main(["delink", str(root / "pseudo"), str(root / "real"), *options]) == 0
 
 
 def expected_states(root: Path, moments: str, case: SharingCase) -> dict[tuple[str, str], torch.Tensor]:
