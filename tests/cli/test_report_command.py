@@ -22,6 +22,7 @@ from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import simulate
 from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline, seconds_of
 from perf_model.schedule.action import Lane
+from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import place_by_stride
 from perf_model.schedule.workload import Workload
@@ -56,7 +57,7 @@ def train(folder: Path, updates: int = UPDATES, predict: bool = True) -> UpdateR
     numels = [unit.numel for unit in WORKLOAD.units]
     reporter = UpdateReporter(
         ReportedPlan(
-            work=Work(numel=WORKLOAD.numel, gpu_share=0.5, numels=numels, param_bytes=2),
+            work=Work(numel=WORKLOAD.numel, gpu_share=0.5, numels=numels, widths=Widths(param=2, grad=2)),
             predict=predicted if predict else None,
         ),
         [RunWriter(folder, EVERY, lambda: INFO)],
@@ -256,9 +257,8 @@ def test_one_engine_at_a_time_writes_to_a_folder_and_a_new_run_replaces_the_file
     first = train(tmp_path)
     (tmp_path / "report.html").write_text("the page of another run")
     second = RunWriter(tmp_path, EVERY, lambda: INFO)
-    nothing = UpdateRecord(
-        1, StepCounts(1, 8), [], Work(numel=1, gpu_share=0, numels=[1], param_bytes=2), lambda: Timeline(())
-    )
+    work = Work(numel=1, gpu_share=0, numels=[1], widths=Widths(param=2, grad=2))
+    nothing = UpdateRecord(1, StepCounts(1, 8), [], work, lambda: Timeline(()))
     with pytest.raises(FileExistsError, match="must be a folder of its own for each engine"):
         second.updated(nothing, first)
     first.close()
