@@ -99,11 +99,11 @@ class Config(BaseModel):
     This placement requires the key, and any other placement refuses it."""
 
     num_slots: int | None = Field(default=None, ge=1)
-    """The number of staging slots on the accelerator, through which streamed units pass. Each slot has the size of
-    the largest streamed unit, at 12 bytes per parameter. With 2 slots, transfers overlap with updates; with more, more
-    states are prefetched in backward and flushed in the next one. By default 2, and on a GPU, after the first steps, as
-    many more as fit into the memory that was free at their peak, less `gpu_memory_margin_gb`, up to one per streamed
-    unit. When memory becomes short, there are fewer again. A number is kept.
+    """The number of staging slots on the accelerator, through which streamed units pass. Each slot has the size of the
+    largest streamed unit, at 12 bytes per parameter (10 with `split_masters`). With 2 slots, transfers overlap with
+    updates; with more, more states are prefetched in backward and flushed in the next one. By default 2, and on a GPU,
+    after the first steps, as many more as fit into the memory that was free at their peak, less `gpu_memory_margin_gb`,
+    up to one per streamed unit. When memory becomes short, there are fewer again. A number is kept.
     `"placement": "planned"`, and rules by name that leave something to the planner, refuse the key, because the planner
     chooses the number."""
 

@@ -24,8 +24,8 @@ def resembles_config_key(key: object) -> bool:
     # Users disable a key by a leading character that is not a letter.
     if not isinstance(key, str) or key == CONFIG_KEY or not key[:1].isalpha():
         return False
-    letters, ours = _letters(key), _letters(CONFIG_KEY)
-    return letters.startswith("deepopt") or bool(difflib.get_close_matches(letters, [ours], cutoff=0.92))
+    letters, expected = _letters(key), _letters(CONFIG_KEY)
+    return letters.startswith("deepopt") or bool(difflib.get_close_matches(letters, [expected], cutoff=0.92))
 
 
 def is_about_our_block(location: Sequence[object]) -> bool:

@@ -157,6 +157,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.zero.start",
     },
     "deep_opt_states.doctor": {
+        "deep_opt_states.device",
         "deep_opt_states.host",
         "deep_opt_states.names",
         "deep_opt_states.zero.internals",

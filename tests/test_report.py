@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -16,6 +17,7 @@ from deep_opt_states.report.record import StepCounts, UpdateRecord, Work
 from deep_opt_states.report.reporter import WARM_UPDATES, ReportedPlan, ReportSink, UpdateReporter
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline
+from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import place_by_stride
 from perf_model.schedule.workload import Workload
@@ -71,7 +73,7 @@ def test_the_exposed_time_is_predicted_for_the_measured_windows() -> None:
     assert rows["exposed"] == ComparisonRow("exposed", 7.0, 4)
 
 
-WORK = Work(numel=40, gpu_share=0.5, numels=[10, 10, 8, 10], param_bytes=2)
+WORK = Work(numel=40, gpu_share=0.5, numels=[10, 10, 8, 10], widths=Widths(param=2, grad=2))
 """The work of four units, the third of which has an early range of two parameters."""
 
 
@@ -138,6 +140,19 @@ def test_rates_divide_the_bytes_moved_by_the_time_that_the_lane_was_busy() -> No
     assert numbers.cpu_adam_s == 4.0
     assert (numbers.update_s, numbers.params_per_s) == (5.0, 40 / 5.0)
     assert numbers.hidden_s == 20.0 - 5.0
+
+
+@pytest.mark.parametrize(
+    ("widths", "staged", "published"),
+    [
+        pytest.param(Widths(param=2, grad=2, splits_masters=True), 10, 2, id="split masters"),
+        pytest.param(Widths(param=2, grad=2, publishes=False), 12, 0, id="parameters in host memory"),
+    ],
+)
+def test_rates_count_only_the_bytes_that_are_copied(widths: Widths, staged: int, published: int) -> None:
+    record = UpdateRecord(1, StepCounts(1, 8), [], replace(WORK, widths=widths), lambda: timeline(2.0))
+    assert record.numbers.h2d_bytes_per_s == (staged * (10 + 10) + published * (10 + 8)) / 8.0
+    assert record.numbers.d2h_bytes_per_s == staged * (10 + 10) / 4.0
 
 
 def test_there_is_no_rate_for_a_time_of_zero_seconds() -> None:

@@ -36,7 +36,8 @@ UNITS = {
 def run(output: Path, *, quick: bool) -> int:
     """Write the profile to ``output``, print it, and return the exit code: 1, with the reason on stderr, if it fails.
 
-    Under torchrun all ranks measure, and rank 0 alone writes and prints.
+    Under torchrun all ranks measure, and rank 0 alone writes and prints. Only an error before the ranks have connected
+    is printed by each rank that has it.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -44,6 +45,7 @@ def run(output: Path, *, quick: bool) -> int:
     from deep_opt_states.zero.start.refusals import Unsupported
 
     is_rank_0 = os.environ.get("RANK", "0") == "0"
+    prints_errors = True
     try:
         # An error before the ranks have connected ends this process; the launcher then ends the other ranks.
         if is_rank_0:
@@ -52,6 +54,8 @@ def run(output: Path, *, quick: bool) -> int:
         # The CPU accelerator has no memory of its own, so no copies are measured.
         device = None if accelerator.slots_on_host else accelerator.device
         with launched_ranks(os.environ) as ranks, _progress_bar(shown=is_rank_0) as progress:
+            # From here on, an error of one rank is raised on all of them.
+            prints_errors = is_rank_0
             num_ranks = ranks.size
             share = default_share(accelerator, ranks)
             effort = QUICK if quick else FULL
@@ -62,7 +66,7 @@ def run(output: Path, *, quick: bool) -> int:
         if is_rank_0:
             replace_file(output, profile.to_json())
     except (ProfileError, ProbeError, Unsupported, OSError) as error:
-        if is_rank_0:
+        if prints_errors:
             Console(stderr=True).print(Text(str(error)), soft_wrap=True)
         return 1
     if is_rank_0:

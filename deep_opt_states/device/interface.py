@@ -49,7 +49,8 @@ class Stream(Protocol[EventT_contra]):
 class Device(Protocol[EventT]):
     """An accelerator, with its memory, its streams, and host memory that it can copy from and to.
 
-    Everything is reserved at start. Inside a step only ``copy``, ``copy_each`` and ``current_stream`` are called.
+    Memory is reserved at start and between steps. Inside a step only ``copy``, ``copy_each`` and ``current_stream`` are
+    called.
     """
 
     @property
@@ -82,7 +83,7 @@ class Device(Protocol[EventT]):
         """Return host memory for many tensors. Once it is locked, ``copy`` moves it without blocking the host."""
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between host and accelerator on the current stream, and convert if the dtypes differ.
+        """Copy within the accelerator, or between it and the host, on the current stream. Convert if the dtypes differ.
 
         A device whose copies run in queues divides large ones, so that a small copy of another stream overtakes them.
         """

@@ -76,6 +76,9 @@ def _kernels(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield compiled_kernels.check_compiler(" ".join(command), compiler, op)
     yield compiled_kernels.check_ninja(ninja, op)
     yield compiled_kernels.check_cpu_adam(op, can_build=compiler is not None and ninja is not None)
+    yield compiled_kernels.check_own_adam(
+        compiled_kernels.own_adam(), has_compiler=compiler is not None, has_ninja=ninja is not None
+    )
     yield _attempt(
         "triton", lambda: compiled_kernels.check_triton(software.installed_version("triton") or "", has_cuda())
     )

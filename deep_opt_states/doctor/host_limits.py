@@ -6,9 +6,12 @@ from deep_opt_states.doctor.finding import Finding, Status
 from deep_opt_states.host.machine import CoreCounts, HostMemory
 from perf_model.units import size
 
-STREAMS_IN_USE = 8
-"""The number of CUDA streams in use: four lanes of the update, DeepSpeed's streams for computing, gathering and
-reducing, and NCCL's. It is also CUDA's default number of hardware queues."""
+STREAMS_IN_USE = 9
+"""The number of CUDA streams in use: four lanes of the update, the stream that copies gradients to the host, those of
+DeepSpeed for computing, gathering and reducing, and NCCL's."""
+
+DEFAULT_QUEUES = 8
+"""CUDA's default number of hardware queues."""
 
 
 def check_cores(found: CoreCounts) -> Finding:
@@ -49,16 +52,17 @@ def check_connections(value: str | None, has_cuda: bool) -> Finding:
     if not has_cuda:
         return Finding(topic, Status.OK, f"{value or 'unset'}; only a GPU has hardware queues")
     if value is None:
-        return Finding(topic, Status.OK, f"unset: {STREAMS_IN_USE} hardware queues")
-    if value.isdigit() and int(value) >= STREAMS_IN_USE:
+        return Finding(topic, Status.OK, f"unset: {DEFAULT_QUEUES} hardware queues for {STREAMS_IN_USE} streams")
+    if value.isdigit() and int(value) >= DEFAULT_QUEUES:
         return Finding(topic, Status.OK, f"{value} hardware queues")
     found = (
-        f"{value!r}; must be at least {STREAMS_IN_USE}, one for each CUDA stream in use: streams that share a hardware "
-        "queue wait for each other, so that transfers, the update and the model's kernels do not overlap"
+        f"{value!r}; must be at least {DEFAULT_QUEUES}, CUDA's default, for the {STREAMS_IN_USE} CUDA streams in use: "
+        "streams that share a hardware queue wait for each other, so that transfers, the update and the model's "
+        "kernels do not overlap"
     )
     remedy = (
-        f"Unset it, or set it to a number from {STREAMS_IN_USE} to 32. Megatron's value of 1 is for its own overlap of "
-        "tensor parallelism."
+        f"Unset it, or set it to a number from {DEFAULT_QUEUES} to 32; from {STREAMS_IN_USE} on, each stream has a "
+        "queue of its own. Megatron's value of 1 is for its own overlap of tensor parallelism."
     )
     return Finding(topic, Status.WARN, found, remedy)
 

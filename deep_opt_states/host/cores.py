@@ -120,21 +120,21 @@ def choose_cores(
     # Launchers that bind (deepspeed --bind_cores_to_rank, torchrun --numa-binding) assign CPUs to one or more ranks.
     same_affinity = [rank for rank, place in enumerate(ranks) if place.cpus == own_place.cpus]
     overlapping = [rank for rank, place in enumerate(ranks) if place.cpus & own_place.cpus]
-    own: tuple[Core, ...] = ()
+    own_cores: tuple[Core, ...] = ()
     if len(overlapping) > len(same_affinity):
         not_bound = "the ranks' affinities overlap in part"
     elif len(own_place.cores) < len(same_affinity):
         not_bound = f"{len(same_affinity)} ranks share them"
     else:
-        own = _own_cores(ranks, same_affinity, local_rank)
-        not_bound = _why_not_to_bind(own, on_accelerator, bind, cpu_threads)
+        own_cores = _own_cores(ranks, same_affinity, local_rank)
+        not_bound = _why_not_to_bind(own_cores, on_accelerator, bind, cpu_threads)
 
-    num_cores = len(own) or max(1, len(own_place.cores) // len(overlapping))
+    num_cores = len(own_cores) or max(1, len(own_place.cores) // len(overlapping))
     budget = num_cores if own_place.quota is None else min(num_cores, own_place.quota)
     threads = cpu_threads or budget - (_num_launch_cores(budget) if on_accelerator else 0)
 
     reasons = [f"{num_cores} of {len(own_place.cores)} physical cores"]
-    if not not_bound and own_place.gpu_node is not None and {core.node for core in own} == {own_place.gpu_node}:
+    if not not_bound and own_place.gpu_node is not None and {core.node for core in own_cores} == {own_place.gpu_node}:
         reasons.append(f"on NUMA node {own_place.gpu_node} like its GPU")
     if budget < num_cores:
         reasons.append(f"of which the cgroup's limit allows {budget}")
@@ -143,9 +143,9 @@ def choose_cores(
     if not_bound:
         reasons.append(not_bound)
         return CoreShare(threads=threads, reason=", ".join(reasons))
-    cores = _first_of_each_core(own)[:threads]
+    cores = _first_of_each_core(own_cores)[:threads]
     return CoreShare(
-        threads=threads, cores=cores, launch_cores=_launch_cores(own, frozenset(cores)), reason=", ".join(reasons)
+        threads=threads, cores=cores, launch_cores=_launch_cores(own_cores, frozenset(cores)), reason=", ".join(reasons)
     )
 
 
@@ -159,13 +159,13 @@ def _too_many(place: RankPlace, cpu_threads: int) -> ConfigError:
     )
 
 
-def _why_not_to_bind(own: tuple[Core, ...], on_accelerator: bool, bind: bool, cpu_threads: int | None) -> str:
+def _why_not_to_bind(own_cores: tuple[Core, ...], on_accelerator: bool, bind: bool, cpu_threads: int | None) -> str:
     """Return the reason not to bind threads; empty if there is none."""
     if not on_accelerator:
         return "forward and backward run on them, too"
     if not bind:
         return '"bind_cores" is false'
-    if cpu_threads is not None and cpu_threads > sum(len(core.cpus) for core in own):
+    if cpu_threads is not None and cpu_threads > sum(len(core.cpus) for core in own_cores):
         return "more threads than they have CPUs"
     return ""
 
@@ -236,13 +236,13 @@ def _first_of_each_core(cores: Sequence[Core]) -> tuple[int, ...]:
     return (*firsts, *(cpu for core in cores for cpu in core.cpus[1:]))
 
 
-def _launch_cores(own: Sequence[Core], taken: frozenset[int]) -> tuple[int, ...]:
+def _launch_cores(own_cores: Sequence[Core], taken: frozenset[int]) -> tuple[int, ...]:
     """Return the logical CPUs for all other threads: the cores on which no update runs.
 
     If there are none, return the hyperthread siblings of the CPUs in ``taken``, and if there are none, all CPUs.
     """
-    free = [core for core in own if not taken.intersection(core.cpus)]
-    everything = [cpu for core in own for cpu in core.cpus]
+    free = [core for core in own_cores if not taken.intersection(core.cpus)]
+    everything = [cpu for core in own_cores for cpu in core.cpus]
     chosen = (
         [cpu for core in free for cpu in core.cpus] or [cpu for cpu in everything if cpu not in taken] or everything
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel
-from deep_opt_states.device.kernels.triton_adam import triton_version
+from deep_opt_states.device.kernels.triton_import import triton_version
 from deep_opt_states.files import replace_file
 from deep_opt_states.profiler.adam_kernels import CpuAdamFactory, training_cpu_adam, training_gpu_adam
 from deep_opt_states.profiler.measure import implausible_quantities, measure

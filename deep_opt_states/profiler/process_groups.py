@@ -118,8 +118,8 @@ def _own_group(ranks: Ranks, groups: Sequence[Sequence[int]], backend: str) -> P
 
     def create() -> ProcessGroup:
         created = [torch.distributed.new_group(list(group), timeout=TIMEOUT, backend=backend) for group in groups]
-        (own,) = (group for group, members in zip(created, groups, strict=True) if ranks.rank in members)
-        return ProcessGroup(own)
+        (with_this_rank,) = (group for group, members in zip(created, groups, strict=True) if ranks.rank in members)
+        return ProcessGroup(with_this_rank)
 
     try:
         return call_on_all_ranks(ranks, create)

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed
 
+from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.device.slab import HostMemoryError
 
 Value = TypeVar("Value")
@@ -113,7 +114,7 @@ def call_on_all_ranks(ranks: Ranks, action: Callable[[], Value]) -> Value:
 def _describe(failure: Exception) -> str:
     if isinstance(failure, ProbeError):
         return str(failure)
-    if isinstance(failure, HostMemoryError):
+    if isinstance(failure, (HostMemoryError, KernelUnavailable)):
         # Keep the remedy, which is on a line of its own.
         return " ".join(str(failure).splitlines())
     # The first line of PyTorch's messages is followed by advice and stack traces.

@@ -10,6 +10,7 @@ from deep_opt_states.report.comparison import MeasuredUpdate
 from perf_model.prediction.cost import traffic_by_action
 from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline, seconds_of
 from perf_model.schedule.action import Lane
+from perf_model.schedule.host_layout import Widths
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,11 @@ class StepCounts:
 
 
 LANES_OF_DIRECTION = {"h2d": (Lane.H2D, Lane.PUBLISH), "d2h": (Lane.D2H,)}
-"""The lanes that copy in each direction."""
+"""The lanes that only copy, by their direction.
+
+The compute lane copies parameters down if DeepSpeed offloads them, but the time of these copies is not measured apart
+from that of Adam.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,17 +35,21 @@ class Work:
 
     ``numel`` parameters are updated, ``gpu_share`` of them on the accelerator. ``numels`` has the parameters of each
     unit that the schedule's actions update; they are fewer than the unit has if early ranges are updated before
-    ``step()`` returns. The model's parameters have ``param_bytes`` bytes each.
+    ``step()`` returns. ``widths`` are the bytes per parameter of the tensors that are copied.
     """
 
     numel: int
     gpu_share: float
     numels: Sequence[int]
-    param_bytes: int
+    widths: Widths
 
     def bytes_moved(self, direction: str, timeline: Timeline) -> float:
         """Return the bytes that the actions moved in ``direction`` of PCIe, a key of ``LANES_OF_DIRECTION``."""
-        traffic = traffic_by_action(self.param_bytes)
+        traffic = traffic_by_action(
+            self.widths.param,
+            params_on_host=not self.widths.publishes,
+            splits_masters=self.widths.splits_masters,
+        )
         moved = 0.0
         for span in timeline.spans:
             if span.action.lane in LANES_OF_DIRECTION[direction]:

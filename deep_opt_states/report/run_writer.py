@@ -30,20 +30,30 @@ class RunWriter:
         self._last: UpdateRecord | None = None
 
     def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None:
-        """Write the line of one update. Raise ``FileExistsError`` if another engine of this process uses the folder."""
+        """Write the line of one update. Raise ``FileExistsError`` if another engine of this process uses the folder.
+
+        After an error the folder is free for another engine, because the reporter calls this sink no more.
+        """
         if self._steps is None:
             self._steps = self._begin()
-        self._steps.write(json.dumps({"step": record.counts.step, **asdict(record.numbers)}) + "\n")
-        self._last = record
-        if record.is_due(self._every_n_steps):
-            self._write(record, reporter)
+        try:
+            self._steps.write(json.dumps({"step": record.counts.step, **asdict(record.numbers)}) + "\n")
+            self._last = record
+            if record.is_due(self._every_n_steps):
+                self._write(record, reporter)
+        except BaseException:
+            self._release(self._steps)
+            raise
 
     def close(self, reporter: UpdateReporter) -> None:
         """Write the last update, and release the folder."""
         if self._steps is not None and self._last is not None:
-            self._steps.close()
-            _TAKEN.discard(self._folder.resolve())
+            self._release(self._steps)
             self._write(self._last, reporter)
+
+    def _release(self, steps: TextIO) -> None:
+        _TAKEN.discard(self._folder.resolve())
+        steps.close()
 
     def _begin(self) -> TextIO:
         folder = self._folder.resolve()
@@ -52,13 +62,14 @@ class RunWriter:
                 "must be a folder of its own for each engine, found one that another engine of this process writes to. "
                 "Give each engine its own config"
             )
-        _TAKEN.add(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         for name in (MEASURED, PREDICTED, PAGE):
             (self._folder / name).unlink(missing_ok=True)
         replace_file(self._folder / INFO, to_json(self._describe().to_json_dict()))
         # Buffer a line at a time, so that the file of a killed process has all updates that it ran.
-        return (self._folder / STEPS).open("w", buffering=1)
+        steps = (self._folder / STEPS).open("w", buffering=1)
+        _TAKEN.add(folder)
+        return steps
 
     def _write(self, last: UpdateRecord, reporter: UpdateReporter) -> None:
         replace_file(self._folder / MEASURED, json.dumps(last.timeline.chrome_trace(last.phases)))

@@ -45,7 +45,7 @@ class EarlyBuffers:
 
     @classmethod
     def reserve(cls, device: Device[Any], numel: int, before: EarlyBuffers | None) -> EarlyBuffers | None:
-        """Return ``before`` if it has ``numel`` elements, or else new buffers; None if none are needed.
+        """Return ``before`` if it has at least ``numel`` elements, or else new buffers; None if none are needed.
 
         Nothing is allocated while a unit gives its memory back, because fewer ranges pass through the buffers then.
         """
@@ -266,5 +266,8 @@ def _first_bytes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the bytes of both tensors that the views of ``layout`` take."""
     size_bytes = sum(numel * dtype.itemsize for numel, dtype in layout)
-    one, other = (tensor.view(torch.uint8).narrow(0, 0, size_bytes) for tensor in (destination, source))
-    return one, other
+
+    def first(memory: torch.Tensor) -> torch.Tensor:
+        return memory.view(torch.uint8).narrow(0, 0, size_bytes)
+
+    return first(destination), first(source)

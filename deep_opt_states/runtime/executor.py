@@ -37,19 +37,20 @@ class Executor:
     """The runtime that executes one schedule per optimizer step, on the accelerator's streams and one worker thread.
 
     Streams and the worker are reserved in the constructor, events and slots there, in ``set_units`` and in
-    ``set_schedule``. An update allocates nothing. ``host_adam`` updates in host memory, and ``device_adam`` on the
-    accelerator; it may be None if every unit is updated on the CPU. ``worker`` is the cpu lane, a new ``Worker`` by
-    default. ``splits`` has the ranges of each unit that ``begin`` updates early; by default there are none. Every
-    action is issued, or run by the worker, inside the context ``span(name)``. ``checksum`` is needed if masters are
-    split and ``device_adam`` is not None; ``names`` has the names of parameters for errors. Raise ``ScheduleError`` if
-    the schedule is not safe to execute.
+    ``set_schedule``. An update allocates nothing, except for a moment 2 bytes of host memory per parameter of a range
+    whose masters it splits again. ``host_adam`` updates in host memory, and ``device_adam`` on the accelerator; it may
+    be None if every unit is updated on the CPU. ``worker`` is the cpu lane, a new ``Worker`` by default. ``splits`` has
+    the ranges of each unit that ``begin`` updates early; by default there are none. Every action is issued, or run by
+    the worker, inside the context ``span(name)``. ``checksum`` is needed if masters are split and ``device_adam`` is
+    not None; ``names`` has the names of parameters for errors. Raise ``ScheduleError`` if the schedule is not safe to
+    execute.
 
     **Order of calls.** One thread makes all calls. ``begin`` starts an update and ``finish`` ends it; ``run`` does
     both. ``finish_on_stream`` ends it, too, but leaves its flushes in flight. Between them the caller may call
     ``publish``, ``publish_early_ranges``, ``mark_requested``, ``may_block``, ``may_advance`` and ``advance``, in any
-    order and any number of times. ``prefetch``, ``give_states_back``, ``give_params_back``,
-    ``check_params``, ``set_units``, ``set_schedule`` and ``touch`` are called only while no update is pending, and
-    ``close`` comes last.
+    order and any number of times. ``prefetch``, ``give_states_back``, ``give_params_back``, ``write_back``,
+    ``check_params``, ``set_units``, ``set_schedule``, ``forget_replaced_tensors`` and ``touch`` are called only while
+    no update is pending. ``forget_failure`` is called after a failure, and ``close`` comes last.
 
     **Memory.** Between updates gradients and parameters belong to the caller: on every stream and thread after
     ``finish``, and on the stream that was current in ``finish_on_stream`` after that. If masters are split, the caller
@@ -129,14 +130,16 @@ class Executor:
     def _use(self, schedule: Schedule, states: Sequence[UnitState], splits: Sequence[Split] | None) -> None:
         """Update ``states`` by ``schedule``, which is safe. If memory is short, nothing has changed."""
         splits = splits or [Split.create(state.elements) for state in states]
-        # Only on this rank. ``self._splits`` decides which collectives forward calls, and is the same on every rank.
-        here = [
+        # Of this rank only: ``self._splits`` decides which collectives forward calls, and is the same on every rank.
+        local_splits = [
             Split.all_early(state.elements) if state.is_evicted else split
             for state, split in zip(states, splits, strict=True)
         ]
-        split_ranges = self._split_masters.reserve_ranges(states, here)
-        early_update = EarlyUpdate(states, here, self._device, self._lanes.streams, self._worker, self._early_buffers)
-        self._actions.set_units(schedule, states, here)
+        split_ranges = self._split_masters.reserve_ranges(states, local_splits)
+        early_update = EarlyUpdate(
+            states, local_splits, self._device, self._lanes.streams, self._worker, self._early_buffers
+        )
+        self._actions.set_units(schedule, states, local_splits)
         self._early_update, self._early_buffers = early_update, early_update.buffers
         self._states, self._splits = states, splits
         self._residents.set_units(states)
@@ -198,7 +201,7 @@ class Executor:
         prefetched states again, and the update splits masters again.
         """
         assert not self.pending
-        assert not self.flushing
+        self.finish()
         # A copy that is still in flight is harmless: the next copy into its slot follows on the same stream.
         self._issuer.forget_prefetches()
         if self.failure is None:

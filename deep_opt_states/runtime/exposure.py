@@ -93,9 +93,9 @@ class UpdateWaits:
         start of the first wait. The host waits for the events.
         """
         ((first,), *_) = self._waits
-        for own, *_ in self._waits:
+        for of_caller, *_ in self._waits:
             # The caller's stream has waited for the gathering stream within its own interval.
-            own.end.synchronize()
+            of_caller.end.synchronize()
         spans: list[PhaseSpan] = []
         if self.prefetched:
             spans.append(PhaseSpan(Phase.BACKWARD, self.prefetch.seconds_after(first.start), 0.0))
@@ -129,13 +129,13 @@ class UpdateWaits:
 class Exposure:
     """The waits for the update that has begun, and the waits for the update before it.
 
-    Both sets of events are reserved in the constructor. With two sets, the waits for an update can still be read while
-    the next update runs.
+    Both sets of events are reserved in the constructor, and again in ``reserve``. With two sets, the waits for an
+    update can still be read while the next update runs.
     """
 
     def __init__(self, device: Device[Any], max_intervals: int) -> None:
         self._device = device
-        self._waits, self._others = UpdateWaits(device, max_intervals), UpdateWaits(device, max_intervals)
+        self._waits, self._previous_waits = UpdateWaits(device, max_intervals), UpdateWaits(device, max_intervals)
         self._prefetch_marked = False
 
     def reserve(self, max_intervals: int) -> None:
@@ -144,17 +144,17 @@ class Exposure:
         The waits for earlier updates remain readable.
         """
         assert not self._prefetch_marked
-        self._waits, self._others = (UpdateWaits(self._device, max_intervals) for _ in range(2))
+        self._waits, self._previous_waits = (UpdateWaits(self._device, max_intervals) for _ in range(2))
 
     def mark_prefetch(self) -> None:
         """Mark where prefetching for the next update begins. This discards the waits for the update before the last."""
         if not self._prefetch_marked:
             self._prefetch_marked = True
-            self._device.current_stream().record(self._others.prefetch)
+            self._device.current_stream().record(self._previous_waits.prefetch)
 
     def begin_update(self) -> None:
         """Begin with the waits for a new update."""
-        self._waits, self._others = self._others, self._waits
+        self._waits, self._previous_waits = self._previous_waits, self._waits
         self._waits.begin(prefetched=self._prefetch_marked)
         self._prefetch_marked = False
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+_REMEDY = (
+    "Parameters and optimizer states will not be used or saved. Fix the cause, and continue from the last checkpoint."
+)
+
 
 class ParameterWritten(RuntimeError):
     """The error for a parameter whose master weight is lost, because something else has written to the parameter."""
@@ -21,17 +25,15 @@ class UpdateFailed(RuntimeError):
     def because_of(cls, failure: BaseException | None) -> UpdateFailed:
         """Return the error that every use of the states raises after ``failure``, which is its cause."""
         if isinstance(failure, ParameterWritten):
-            found = f"Master weights are lost ({failure})."
+            # The text of the failure has the remedy.
+            text = f"Master weights are lost, and states will not be used or saved. {failure}"
         elif isinstance(failure, UpdateFailed):
-            found = f"The optimizer states are not usable on all ranks ({failure})."
+            text = f"The optimizer states are not usable on all ranks ({failure}). {_REMEDY}"
         else:
-            found = (
+            text = (
                 f"The optimizer update was not applied as a whole ({type(failure).__name__}: {failure}). Parameters "
-                f"and optimizer states are inconsistent if some are updated and others are not."
+                f"and optimizer states are inconsistent if some are updated and others are not. {_REMEDY}"
             )
-        error = cls(
-            f"{found} Parameters and optimizer states will not be used or saved. Fix the cause, and continue from the "
-            f"last checkpoint."
-        )
+        error = cls(text)
         error.__cause__ = failure
         return error

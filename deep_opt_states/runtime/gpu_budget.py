@@ -30,7 +30,7 @@ class GpuBudget:
         self._required_bytes = 0
         self._limit_bytes: int | None = None
         """The most that was possible when memory was short; None if it never was."""
-        self._least_without_ours: int | None = None
+        self._least_free_bytes: int | None = None
         """The least memory that was free at a peak so far, if the optimizer had held nothing."""
         self._steps = 0
         self._alloc_retries = 0
@@ -54,16 +54,16 @@ class GpuBudget:
         peak since then.
         """
         self._steps += 1
-        without_ours = free_bytes if is_evicted else free_bytes + held_bytes
-        if self._least_without_ours is None or without_ours < self._least_without_ours:
-            self._least_without_ours = without_ours
+        free_without_states_bytes = free_bytes if is_evicted else free_bytes + held_bytes
+        if self._least_free_bytes is None or free_without_states_bytes < self._least_free_bytes:
+            self._least_free_bytes = free_without_states_bytes
         self.count_retries(alloc_retries, 0 if is_evicted else held_bytes)
         if self._steps < OBSERVED_STEPS:
             return
-        free_for_states = self._least_without_ours - self.margin_bytes
+        free_for_states = self._least_free_bytes - self.margin_bytes
         if self._steps == OBSERVED_STEPS and self._fills:
             self._allowed_bytes = max(self._required_bytes, free_for_states)
-        elif self._least_without_ours - self.margin_bytes // 2 < held_bytes:
+        elif self._least_free_bytes - self.margin_bytes // 2 < held_bytes:
             self.limit(free_for_states)
         else:
             self._follow_need(held_bytes, free_for_states)

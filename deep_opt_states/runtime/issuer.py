@@ -31,8 +31,8 @@ PUBLISHING = (ActionKind.GPU_STEP, ActionKind.PUBLISH)
 class Issuer:
     """The issue of the actions of a schedule, which ``run`` executes on the current stream, or on the worker's thread.
 
-    ``set_schedule`` is called before anything else, and only while no update is in flight. Every action is issued, or
-    run by the worker, inside the context ``span(name)``.
+    ``reserve_events`` and then ``set_schedule`` are called before anything else, and only while no update is in flight.
+    Every action is issued, or run by the worker, inside the context ``span(name)``.
     """
 
     events: ActionEvents
@@ -87,7 +87,11 @@ class Issuer:
             action.unit: position for position, action in enumerate(schedule.actions) if action.kind in PUBLISHING
         }
         self.first_of_caller = next(
-            (at for at, action in enumerate(schedule.actions) if action.lane not in (Lane.CPU, Lane.PUBLISH)),
+            (
+                position
+                for position, action in enumerate(schedule.actions)
+                if action.lane not in (Lane.CPU, Lane.PUBLISH)
+            ),
             len(schedule.actions),
         )
         # They fill the slots. Any other prefetch waits for an action of the same update.

@@ -50,7 +50,7 @@ class LaneStreams:
     def drain(self) -> None:
         """Block the host until nothing is in flight on any lane.
 
-        The next forward gathers parameters on a stream of DeepSpeed that does not wait for our streams.
+        Slots are freed, or a checkpoint is loaded, afterwards.
         """
         self._record_drained()
         self.wait_until_drained()

@@ -18,7 +18,7 @@ class ResidentStates:
     """The resident units of one executor, and the copies between their two places.
 
     ``load`` copies on the ``h2d`` stream, ``write_back`` on ``d2h``, and updates run on ``compute``. The caller calls
-    ``load`` before it issues an update, ``mark_updated`` after that, and the other methods only while nothing is in
+    ``load`` and then ``mark_updated`` before it issues an update, and the other methods only while nothing is in
     flight.
     """
 
@@ -49,7 +49,7 @@ class ResidentStates:
         self._compute.wait(self._loaded)
 
     def mark_updated(self) -> None:
-        """Record that an update of all resident units has been issued."""
+        """Record that an update of all resident units is about to be issued."""
         for _, resident in self._units:
             resident.is_updated = resident.is_loaded
 

@@ -24,7 +24,8 @@ from perf_model.schedule.placement import Placement
 class Slot:
     """Accelerator memory for the optimizer states of one unit at a time.
 
-    All tensors are fp32 and have shape [slot_numel]. If masters are split, ``master`` has their lower halves, int16.
+    All tensors have shape [slot_numel] and are fp32, but if masters are split, ``master`` has their lower halves,
+    int16.
     """
 
     master: torch.Tensor

@@ -69,8 +69,8 @@ class StateMemory:
     memory although ``device`` has memory of its own. ``splits_masters``: there is no buffer for rounded parameters,
     because these are the upper halves of split masters, and the accelerator has only the lower halves.
 
-    The constructor fills the slab with zeros that no thread has touched. Raise ``HostMemoryError`` if the host cannot
-    provide it.
+    The constructor reserves the slab, which has zeros, and touches none of its pages. Raise ``HostMemoryError`` if the
+    host cannot provide it.
     """
 
     def __init__(

@@ -71,7 +71,9 @@ def complete_future(future: Future[None], task: Task) -> None:
 def _end(tasks: Tasks, thread: threading.Thread) -> None:
     """End the thread after the tasks submitted so far, and wait for it, but not for a task that hangs."""
     tasks.put(None)
-    thread.join(EXIT_TIMEOUT_S)
+    # If a task has the last reference to the worker, the finalizer runs on the thread, which cannot join itself.
+    if thread is not threading.current_thread():
+        thread.join(EXIT_TIMEOUT_S)
 
 
 def _run(tasks: Tasks) -> None:

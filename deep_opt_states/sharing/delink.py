@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from deep_opt_states.sharing.renaming import DelinkError, Prefixes, rename
 from deep_opt_states.sharing.universal import FilePlacer, UniversalCheckpoint, new_checkpoint, sync
 
 Moments = Literal["mean", "copy", "zero"]
-MOMENTS: tuple[Moments, ...] = get_args(Moments)
 
 _POWERS = {"exp_avg.pt": 1, "exp_avg_sq.pt": 2}
 """The moments by their files: the power of the gradient that they are the running mean of."""

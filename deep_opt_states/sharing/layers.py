@@ -32,7 +32,7 @@ _CONFIGS = ("config", "generation_config")
 
 
 class SharingError(ValueError):
-    """The layers cannot share their parameters. The message has the rule, the value found and the remedy."""
+    """The error for layers that cannot share parameters. The message has the rule, the value found and the remedy."""
 
 
 def share_layers(model: nn.Module, path: str, *, every: int = 1, scale: Scale = "mean") -> None:

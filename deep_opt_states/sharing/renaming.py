@@ -20,7 +20,7 @@ _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 
 class DelinkError(ValueError):
-    """The checkpoint cannot be made. The message has the rule, the value found and the remedy."""
+    """The error for a checkpoint that cannot be made. The message has the rule, the value found and the remedy."""
 
 
 def expand_braces(pattern: str) -> list[str]:

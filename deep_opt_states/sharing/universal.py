@@ -53,7 +53,7 @@ class UniversalCheckpoint:
 
 
 class FilePlacer:
-    """Places the same file at several paths, by hard links where the file system has them.
+    """A writer of one file to several paths, by hard links where the file system has them.
 
     ``copies``: the first path gets a copy, so that later changes of the file do not reach the new ones.
     """

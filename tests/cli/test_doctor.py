@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from deep_opt_states.cli import doctor_command
 from deep_opt_states.cli.main import main
 from deep_opt_states.doctor import Finding, Status, compiled_kernels, hook, host_limits, software
-from deep_opt_states.doctor.compiled_kernels import CpuAdamOp
+from deep_opt_states.doctor.compiled_kernels import Extension
 from deep_opt_states.doctor.hook import AfterImport
 from deep_opt_states.doctor.software import Accelerator
 from deep_opt_states.host import machine as host
@@ -22,6 +22,8 @@ from deep_opt_states.host.machine import CoreCounts, HostMemory
 from tests.launch import Finished, environment
 
 FOLDER = Path("/cache/cpu_adam")
+
+own_adam = compiled_kernels.check_own_adam
 
 FAILS: dict[str, Callable[[], Finding]] = {
     "old python": lambda: software.check_python("3.9.18", SpecifierSet(">=3.10")),
@@ -36,11 +38,11 @@ FAILS: dict[str, Callable[[], Finding]] = {
     "autoload off": lambda: hook.check_hook(AfterImport(active=False), "0"),
     "hook not active": lambda: hook.check_hook(AfterImport(active=False), None),
     "hook fails": lambda: hook.check_hook(AfterImport(active=False, message="ImportError: wrapt"), "1"),
-    "no compiler": lambda: compiled_kernels.check_compiler("c++", None, CpuAdamOp(folder=FOLDER)),
-    "no ninja": lambda: compiled_kernels.check_ninja(None, CpuAdamOp(folder=FOLDER, built=True)),
-    "cpu_adam cannot be built": lambda: compiled_kernels.check_cpu_adam(CpuAdamOp(folder=FOLDER), can_build=False),
+    "no compiler": lambda: compiled_kernels.check_compiler("c++", None, Extension(folder=FOLDER)),
+    "no ninja": lambda: compiled_kernels.check_ninja(None, Extension(folder=FOLDER, built=True)),
+    "cpu_adam cannot be built": lambda: compiled_kernels.check_cpu_adam(Extension(folder=FOLDER), can_build=False),
     "cpu_adam is of no use": lambda: compiled_kernels.check_cpu_adam(
-        CpuAdamOp(problem="PyTorch version mismatch"), can_build=True
+        Extension(problem="PyTorch version mismatch"), can_build=True
     ),
 }
 
@@ -56,13 +58,24 @@ WARNS: dict[str, Callable[[], Finding]] = {
     "one hardware queue": lambda: host_limits.check_connections("1", has_cuda=True),
     "few hardware queues": lambda: host_limits.check_connections("4", has_cuda=True),
     "not a number of hardware queues": lambda: host_limits.check_connections("all", has_cuda=True),
-    "no compiler yet": lambda: compiled_kernels.check_compiler("c++", None, CpuAdamOp(folder=FOLDER, built=True)),
-    "no ninja yet": lambda: compiled_kernels.check_ninja(None, CpuAdamOp(prebuilt=True)),
+    "no compiler yet": lambda: compiled_kernels.check_compiler("c++", None, Extension(folder=FOLDER, built=True)),
+    "no ninja yet": lambda: compiled_kernels.check_ninja(None, Extension(prebuilt=True)),
     "locked": lambda: compiled_kernels.check_cpu_adam(
-        CpuAdamOp(folder=FOLDER, built=True, locked=True), can_build=True
+        Extension(folder=FOLDER, built=True, locked=True), can_build=True
+    ),
+    "own kernel is of no use": lambda: own_adam(
+        Extension(problem="PermissionError"), has_compiler=True, has_ninja=True
+    ),
+    "own kernel is locked": lambda: own_adam(
+        Extension(folder=FOLDER, built=True, locked=True), has_compiler=True, has_ninja=True
+    ),
+    "own kernel is not built": lambda: own_adam(Extension(folder=FOLDER), has_compiler=True, has_ninja=True),
+    "own kernel cannot be built": lambda: own_adam(Extension(folder=FOLDER), has_compiler=False, has_ninja=True),
+    "own kernel cannot be loaded": lambda: own_adam(
+        Extension(folder=FOLDER, built=True), has_compiler=True, has_ninja=False
     ),
     "no triton": lambda: compiled_kernels.check_triton("", has_cuda=True),
-    "not built yet": lambda: compiled_kernels.check_cpu_adam(CpuAdamOp(folder=FOLDER), can_build=True),
+    "not built yet": lambda: compiled_kernels.check_cpu_adam(Extension(folder=FOLDER), can_build=True),
 }
 
 GPUS = Accelerator("cuda", 2, [("NVIDIA H100", 85 * 10**9)] * 2)
@@ -81,7 +94,14 @@ OKS: dict[str, tuple[Callable[[], Finding], str]] = {
     "memory": (lambda: host_limits.check_memory(HostMemory(64 * 10**9, 10**9, 32 * 10**9)), "container limit 32.0 GB"),
     "all memory": (lambda: host_limits.check_memory(HostMemory(64 * 10**9, 10**9, 2**60)), "no container limit"),
     "memlock": (lambda: host_limits.check_memlock(None, has_cuda=True), "unlimited"),
-    "no CUDA_DEVICE_MAX_CONNECTIONS": (lambda: host_limits.check_connections(None, has_cuda=True), "unset: 8 hardware"),
+    "no CUDA_DEVICE_MAX_CONNECTIONS": (
+        lambda: host_limits.check_connections(None, has_cuda=True),
+        "unset: 8 hardware queues for 9 streams",
+    ),
+    "as many hardware queues as by default": (
+        lambda: host_limits.check_connections("8", has_cuda=True),
+        "8 hardware queues",
+    ),
     "hardware queues": (lambda: host_limits.check_connections("32", has_cuda=True), "32 hardware queues"),
     "no GPU for hardware queues": (lambda: host_limits.check_connections("1", has_cuda=False), "1; only a GPU has"),
     "triton": (lambda: compiled_kernels.check_triton("3.6.0", has_cuda=True), "3.6.0"),
@@ -89,9 +109,13 @@ OKS: dict[str, tuple[Callable[[], Finding], str]] = {
         lambda: compiled_kernels.check_triton("", has_cuda=False),
         "not installed; only GPUs need it",
     ),
-    "prebuilt": (lambda: compiled_kernels.check_cpu_adam(CpuAdamOp(prebuilt=True), can_build=False), "prebuilt"),
+    "prebuilt": (lambda: compiled_kernels.check_cpu_adam(Extension(prebuilt=True), can_build=False), "prebuilt"),
+    "own kernel": (
+        lambda: own_adam(Extension(folder=FOLDER, built=True), has_compiler=False, has_ninja=True),
+        f"built in {FOLDER}",
+    ),
     "built": (
-        lambda: compiled_kernels.check_cpu_adam(CpuAdamOp(folder=FOLDER, built=True), can_build=False),
+        lambda: compiled_kernels.check_cpu_adam(Extension(folder=FOLDER, built=True), can_build=False),
         f"built in {FOLDER}",
     ),
 }
@@ -184,6 +208,7 @@ def rows(page: Finished) -> dict[str, str]:
         "C++ compiler",
         "ninja",
         "cpu_adam",
+        "C++ Adam kernel",
     )
     lines = [line.split(maxsplit=1) for line in page.output.splitlines() if line.startswith(("OK", "WARN", "FAIL "))]
     return {topic: status for status, row in lines for topic in topics if row.startswith(topic + " ")}
@@ -194,6 +219,8 @@ def test_this_machine_can_train(tmp_path: Path) -> None:
     assert page.returncode == 0, page.output
     found = rows(page)
     assert found.pop("cpu_adam") in ("OK", "WARN")
+    # The doctor looks into the empty folder of this test.
+    assert found.pop("C++ Adam kernel") == "WARN"
     assert found == dict.fromkeys(found, "OK")
     assert len(found) == 7
     for topic in (
@@ -215,7 +242,12 @@ def test_a_broken_deepspeed_and_a_disabled_autoload_fail(tmp_path: Path) -> None
     page = doctor(PYTHONPATH=str(tmp_path), TORCH_DEVICE_BACKEND_AUTOLOAD="0", CXX="no-such-compiler", PATH="")
     assert page.returncode == 1
     fails = ("deepspeed", "activation hook", "accelerator", "C++ compiler", "ninja", "cpu_adam")
-    assert rows(page) == {**dict.fromkeys(fails, "FAIL"), "cores": "OK", "host memory": "OK"}, page.output
+    assert rows(page) == {
+        **dict.fromkeys(fails, "FAIL"),
+        "cores": "OK",
+        "host memory": "OK",
+        "C++ Adam kernel": "WARN",
+    }, page.output
     assert "ImportError: broken on purpose" in page.output
     assert "-> Unset TORCH_DEVICE_BACKEND_AUTOLOAD, or import deep_opt_states" in page.output
     assert "no-such-compiler" in page.output

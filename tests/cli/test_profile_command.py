@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.cli import profile_command
 from deep_opt_states.cli.main import main
@@ -128,6 +129,30 @@ def test_only_rank_0_writes_and_prints(
     monkeypatch.setenv("RANK", "0")
     assert main(["profile", "--output", str(tmp_path / "profile.json")]) == 0
     assert HardwareProfile.read(tmp_path / "profile.json") == profile_of_all
+
+
+def test_a_rank_without_a_gpu_prints_why_although_rank_0_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accelerator = get_accelerator()
+    monkeypatch.setattr(accelerator, "device_name", lambda: "cuda")
+    monkeypatch.setattr(accelerator, "device_count", lambda: 1)
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["profile", "--output", str(tmp_path / "profile.json")]) == 1
+    assert "LOCAL_RANK: must be less than the number of GPUs, 1; found 1." in capsys.readouterr().err
+
+
+def test_an_error_of_all_ranks_is_printed_by_rank_0_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cannot(*arguments: object, **options: object) -> HardwareProfile:
+        raise ProfileError("no kernel.")
+
+    monkeypatch.setattr(profile_command, "measure", cannot)
+    monkeypatch.setenv("RANK", "1")
+    assert main(["profile", "--output", str(tmp_path / "profile.json")]) == 1
+    assert "no kernel." not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import simulate
 from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline, seconds_of
 from perf_model.schedule.action import Lane
+from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import place_by_stride
 from perf_model.schedule.workload import Workload
@@ -40,6 +41,7 @@ INFO = RunInfo(
     memory_bytes={"pinned": 3_210_000_000, "accelerator": 720_000_000},
 )
 UPDATES, EVERY = 9, 4
+WORK_OF_NOTHING = Work(numel=1, gpu_share=0, numels=[1], widths=Widths(param=2, grad=2))
 
 
 def predicted(windows: Windows) -> PredictedUpdate:
@@ -56,7 +58,7 @@ def train(folder: Path, updates: int = UPDATES, predict: bool = True) -> UpdateR
     numels = [unit.numel for unit in WORKLOAD.units]
     reporter = UpdateReporter(
         ReportedPlan(
-            work=Work(numel=WORKLOAD.numel, gpu_share=0.5, numels=numels, param_bytes=2),
+            work=Work(numel=WORKLOAD.numel, gpu_share=0.5, numels=numels, widths=Widths(param=2, grad=2)),
             predict=predicted if predict else None,
         ),
         [RunWriter(folder, EVERY, lambda: INFO)],
@@ -256,9 +258,7 @@ def test_one_engine_at_a_time_writes_to_a_folder_and_a_new_run_replaces_the_file
     first = train(tmp_path)
     (tmp_path / "report.html").write_text("the page of another run")
     second = RunWriter(tmp_path, EVERY, lambda: INFO)
-    nothing = UpdateRecord(
-        1, StepCounts(1, 8), [], Work(numel=1, gpu_share=0, numels=[1], param_bytes=2), lambda: Timeline(())
-    )
+    nothing = UpdateRecord(1, StepCounts(1, 8), [], WORK_OF_NOTHING, lambda: Timeline(()))
     with pytest.raises(FileExistsError, match="must be a folder of its own for each engine"):
         second.updated(nothing, first)
     first.close()
@@ -266,3 +266,23 @@ def test_one_engine_at_a_time_writes_to_a_folder_and_a_new_run_replaces_the_file
     third = train(tmp_path)
     assert not (tmp_path / "report.html").exists()
     third.close()
+
+
+@pytest.mark.parametrize("failing_call", [1, 2], ids=["at the first update", "when DeepSpeed prints"])
+def test_a_folder_is_free_for_the_next_engine_after_a_write_has_failed(failing_call: int, tmp_path: Path) -> None:
+    calls = count(1)
+
+    def describe() -> RunInfo:
+        if next(calls) == failing_call:
+            raise OSError("no space left")
+        return INFO
+
+    record = UpdateRecord(
+        1, StepCounts(1, 8), [PhaseSpan(Phase.EXPOSED, 0.0, 1.0)], WORK_OF_NOTHING, lambda: Timeline(())
+    )
+    reporter = train(tmp_path / "other", updates=0)
+    with pytest.raises(OSError, match="no space left"):
+        RunWriter(tmp_path, 1, describe).updated(record, reporter)
+    second = RunWriter(tmp_path, 1, lambda: INFO)
+    second.updated(record, reporter)
+    second.close(reporter)

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.profiler.method import FULL, QUICK, ProbeEffort, Rates, sample
 from deep_opt_states.profiler.ranks import OneRank, ProbeError, Ranks, call_on_all_ranks
 from perf_model.prediction.hardware import MATMUL_SIZE
@@ -98,6 +99,14 @@ def test_the_message_of_a_single_rank_does_not_name_the_rank() -> None:
     with pytest.raises(ProbeError, match=r"^KeyError: 'key'$") as caught:
         call_on_all_ranks(OneRank(), lambda: {}["key"])
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_the_remedy_of_a_kernel_that_is_unavailable_is_kept() -> None:
+    def unavailable() -> None:
+        raise KernelUnavailable("The kernel cannot be loaded.\nIt needs ninja (pip install ninja).")
+
+    with pytest.raises(ProbeError, match=r"^The kernel cannot be loaded. It needs ninja \(pip install ninja\).$"):
+        call_on_all_ranks(OneRank(), unavailable)
 
 
 def test_a_quick_profile_does_less_of_everything_with_the_same_matrices() -> None:

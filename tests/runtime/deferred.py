@@ -67,7 +67,6 @@ def deferred(
         if habits.prefetches:
             executor.prefetch()
             if chance.random() < 0.2:
-                executor.finish()
                 executor.give_states_back()
         executor.begin([adam_step(step)] * len(numels))
         read.extend(touch_early_ranges(device, states, splits, habits))
@@ -77,7 +76,6 @@ def deferred(
         else:
             executor.finish()
         assert executor.failure is None, executor.failure
-    executor.finish()
     executor.give_states_back()
     all_read = device.event()
     device.current_stream().record(all_read)

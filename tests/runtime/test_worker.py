@@ -76,6 +76,28 @@ def test_worker_without_references_ends_its_thread_and_keeps_no_task_alive() -> 
     assert threading.active_count() == before - 1
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_task_with_the_last_reference_to_its_worker_ends_the_thread() -> None:
+    class Task:
+        def __init__(self, worker: Worker) -> None:
+            self.worker = worker
+
+        def __call__(self) -> None:
+            dropped.wait(timeout=10)
+            threads.append(threading.current_thread())
+            del self.worker
+
+    dropped = threading.Event()
+    threads: list[threading.Thread] = []
+    worker = Worker()
+    done = worker.submit(Task(worker))
+    del worker
+    dropped.set()
+    done.result(timeout=10)
+    threads[0].join(timeout=10)
+    assert not threads[0].is_alive()
+
+
 @pytest.mark.parametrize("task", ["pass", "threading.Event().wait()"])
 def test_a_process_ends_with_a_worker_idle_or_stuck(task: str) -> None:
     code = (

@@ -117,9 +117,10 @@ class AdamKernel(Protocol):
     """
 
     def zero(self, tensors: AdamTensors) -> None:
-        """Zero all tensors on the threads that will update them.
+        """Zero all tensors on the threads that update on the CPU, each an equal part.
 
-        The first touch of a page places it on the NUMA node of the thread that touches it.
+        The first touch of a page places it on the NUMA node of the thread that touches it. An update of a smaller range
+        is divided among all threads again, so a thread may update pages that another one has touched.
         """
 
     def begin_step(self, steps: Sequence[AdamStep]) -> None:

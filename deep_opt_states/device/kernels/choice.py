@@ -73,5 +73,8 @@ def known_arithmetic() -> Arithmetic:
     """Return the arithmetic of stock's op on this machine. Raise ``KernelUnavailable`` if it is not known."""
     arithmetic = find_arithmetic()
     if arithmetic is None:
-        raise KernelUnavailable("DeepSpeedCPUAdam computes on this machine in a way that our kernels cannot reproduce.")
+        raise KernelUnavailable(
+            "Our kernels must give the bits of DeepSpeedCPUAdam, which computes on this machine in a way that they "
+            'cannot reproduce. Only "placement": "cpu" can be used, which updates with DeepSpeedCPUAdam itself.'
+        )
     return arithmetic

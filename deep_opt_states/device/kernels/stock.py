@@ -68,7 +68,10 @@ class StockAdam(OneRangePerCall):
         The op would compute the end of the range as a scalar tail, where the sub-group has none.
         """
         if tensors.master.dtype != torch.float32:
-            raise KernelUnavailable("DeepSpeed's kernel on the CPU cannot update split masters.")
+            raise KernelUnavailable(
+                "DeepSpeed's kernel on the CPU cannot update split masters: our own kernel must be available. Set "
+                '"split_masters": false, or run deep-opt-states doctor to see what our kernel lacks.'
+            )
         assert element_range is None or element_range.numel == element_range.sub_group_numel, element_range
         step = self._steps[sub_group]
         grad = self.scaled_gradient(tensors.grad, step.grad_scale)

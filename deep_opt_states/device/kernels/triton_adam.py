@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from importlib import metadata
 from itertools import product
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,6 +16,7 @@ from deep_opt_states.device.kernels.adam import STATES, AdamStep, AdamTensors, E
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
 from deep_opt_states.device.kernels.library import DTYPES, KernelUnavailable
 from deep_opt_states.device.kernels.scalars import BetaPowers, Decay, Scalars
+from deep_opt_states.device.kernels.triton_import import importing_triton
 
 ALIGNMENT_BYTES = 16
 """Triton compiles one kernel for pointers that are multiples of this, and another one for pointers that are not."""
@@ -171,34 +171,11 @@ class TritonAdam:
         )
 
 
-def triton_version() -> str:
-    """Return the version of Triton, or an empty string if it is not installed."""
-    try:
-        return metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 def _import_kernel() -> tuple[Any, dict[str, bool]]:
     """Return the kernel and its launch options. Raise ``KernelUnavailable`` if Triton cannot be imported."""
-    try:
+    with importing_triton("The GPU Adam kernel"):
         from deep_opt_states.device.kernels import triton_kernel
-    except Exception as error:
-        # An incompatible installation can raise many kinds of errors when it is imported.
-        raise KernelUnavailable(
-            f"The GPU Adam kernel needs Triton, which cannot be imported ({type(error).__name__}: {error}): "
-            f"pip install {_requirement()}"
-        ) from error
     return triton_kernel.update, triton_kernel.OPTIONS
-
-
-def _requirement() -> str:
-    """Return the requirement of the installed torch, such as ``triton==3.6.0``, or ``triton`` if torch has none.
-
-    Builds of torch without CUDA have no such requirement.
-    """
-    requirements = [line.split(";")[0].strip() for line in metadata.requires("torch") or ()]
-    return next((line for line in requirements if line.startswith("triton=")), "triton")
 
 
 def _extend_backward(tensor: torch.Tensor, skip: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from deep_opt_states.device.kernels.checksum import BLOCK_NUMEL, num_sums
 from deep_opt_states.device.kernels.library import KernelUnavailable
+from deep_opt_states.device.kernels.triton_import import importing_triton
 
 WARPS = 4
 
@@ -49,8 +50,6 @@ class TritonChecksum:
 
 def _import_kernel() -> Any:
     """Return the kernel. Raise ``KernelUnavailable`` if Triton cannot be imported."""
-    try:
+    with importing_triton("The kernel that sums parameters"):
         from deep_opt_states.device.kernels import triton_checksum_kernel
-    except Exception as error:
-        raise KernelUnavailable(f"Triton cannot be imported ({type(error).__name__}: {error}).") from error
     return triton_checksum_kernel.checksum

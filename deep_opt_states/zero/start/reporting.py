@@ -107,7 +107,7 @@ def _reported_plan(assembly: Assembly) -> ReportedPlan:
             numel=plan.workload.numel,
             gpu_share=1 - plan.numel(Placement.CPU) / max(1, plan.workload.numel),
             numels=[sum(part.numel for part in split.rest) for split in splits],
-            param_bytes=assembly.widths.param,
+            widths=assembly.widths,
         ),
         predict=None if planned.predict is None else partial(planned.predict, plan, running.uses),
         description=f"{planned.at_end(plan, assembly.widths)}\n  in all: {total_reserved(reserved)}",
