@@ -125,7 +125,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "perf_model.search",
         "perf_model.units",
     },
-    "deep_opt_states.zero.guarded_states": {"deep_opt_states.zero.start", "deep_opt_states.zero.step"},
+    "deep_opt_states.zero.guarded_states": {
+        "deep_opt_states.zero.checkpoint_contents",
+        "deep_opt_states.zero.internals",
+        "deep_opt_states.zero.start",
+        "deep_opt_states.zero.step",
+    },
     "deep_opt_states.zero.user_gradients": {
         "deep_opt_states.zero.guarded_states",
         "deep_opt_states.zero.internals",
