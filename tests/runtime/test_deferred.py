@@ -121,6 +121,12 @@ def test_plan_without_mutation_gives_the_serial_bits() -> None:
     assert not gives_a_wrong_number()
 
 
+def test_states_that_are_given_back_have_the_flushes_that_were_in_flight() -> None:
+    """Check a plan without residents, whose copies to host memory would wait for the flushes, too."""
+    plan = UpdatePlan(workload=Workload.from_numels([9, 7]), placements=(STREAMED, STREAMED), num_slots=1)
+    assert not gives_a_wrong_number([[], []], plan)
+
+
 @pytest.mark.parametrize(
     ("owner", "method"),
     [
