@@ -162,14 +162,6 @@ TARGETS = (
         at_most=0.05,
     ),
     Target(
-        description="EMULATED: streamed updates of split masters at least 1.15 times as fast as those of whole ones",
-        benchmark="emulated",
-        variant="all streamed, split masters, no overlap",
-        quantity=EMULATED_SPLIT_SPEEDUP,
-        on_gpu=False,
-        at_least=1.15,
-    ),
-    Target(
         description="EMULATED: all iterations in the predicted order",
         benchmark="emulated",
         variant="all arms",
