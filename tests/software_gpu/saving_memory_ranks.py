@@ -18,32 +18,17 @@ from tests.launch import answer
 from tests.software_gpu.plugged import plugged
 from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.split_numels import counted_splits
-from tests.zero.memory.process_memory_ranks import PeakMemory
+from tests.zero.memory.process_memory_ranks import PeakMemory, wide_model
 from tests.zero.on_accelerator import on_accelerator
 
 WIDTH, LAYERS = 1024, 24
 NUMEL = WIDTH * WIDTH * LAYERS
-LAYERS_PER_UNIT = 2
 STEPS = 2
 
 
 def trained_engine(block: dict[str, Any]) -> Any:
-    # Without biases, the weights of two layers fill one sub-group of whole pages.
-    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {"device": "cpu"},
-            "sub_group_size": LAYERS_PER_UNIT * WIDTH * WIDTH,
-            "stage3_max_live_parameters": 0,
-            "stage3_prefetch_bucket_size": 0,
-            "reduce_bucket_size": LAYERS_PER_UNIT * WIDTH * WIDTH,
-        },
-        "deep_optimizer_states": block,
-    }
+    model, config = wide_model(WIDTH, LAYERS)
+    config["deep_optimizer_states"] = block
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     for _ in range(STEPS):
         loss = engine(on_accelerator(torch.ones(1, WIDTH, dtype=torch.bfloat16))).float().square().mean()

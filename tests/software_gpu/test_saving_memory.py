@@ -9,10 +9,11 @@ import pytest
 
 from deep_opt_states.device.kernels.split_form import CHUNK_NUMEL
 from tests.launch import run_ranks
-from tests.software_gpu.saving_memory_ranks import LAYERS, LAYERS_PER_UNIT, NUMEL
+from tests.software_gpu.saving_memory_ranks import LAYERS, NUMEL
 from tests.tiers import thorough
+from tests.zero.memory.process_memory_ranks import LAYERS_PER_SUB_GROUP
 
-UNITS = LAYERS // LAYERS_PER_UNIT
+UNITS = LAYERS // LAYERS_PER_SUB_GROUP
 NOISE_BYTES = 4e6
 """The allowed difference between the memory of equal processes: 0.1 MB were measured. The masters take 100 MB."""
 

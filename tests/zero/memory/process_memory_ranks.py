@@ -9,6 +9,7 @@ import gc
 import json
 import sys
 import threading
+from typing import Any
 
 import deepspeed
 import psutil
@@ -19,26 +20,36 @@ from tests.launch import answer
 from tests.zero.process_group import process_group
 
 WIDTH, LAYERS = 2048, 12
-SUB_GROUP_SIZE = 2 * WIDTH * WIDTH
+LAYERS_PER_SUB_GROUP = 2
 
 
-def main(block: str) -> None:
-    # Without biases, the weights of two layers fill one sub-group of whole pages.
-    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    config = {
+def wide_model(width: int, layers: int) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Return a model, and stock's config, in which ``LAYERS_PER_SUB_GROUP`` weights fill a sub-group of whole pages.
+
+    Nothing is gathered ahead or kept, so that the memory is that of states, gradients and one layer.
+    """
+    # Biases would begin sub-groups in the middle of a page.
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+    sub_group_size = LAYERS_PER_SUB_GROUP * width * width
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {
             "stage": 3,
             "offload_optimizer": {"device": "cpu"},
-            "sub_group_size": SUB_GROUP_SIZE,
+            "sub_group_size": sub_group_size,
             "stage3_max_live_parameters": 0,
             "stage3_prefetch_bucket_size": 0,
             # On the CPU accelerator the bucket is host memory, too. It is allocated after the peak.
-            "reduce_bucket_size": SUB_GROUP_SIZE,
+            "reduce_bucket_size": sub_group_size,
         },
     }
+    return model, config
+
+
+def main(block: str) -> None:
+    model, config = wide_model(WIDTH, LAYERS)
     if block != "stock":
         config["deep_optimizer_states"] = json.loads(block)
     with PeakMemory() as peak:
