@@ -97,13 +97,17 @@ def test_an_output_on_a_read_only_file_system_is_refused(tmp_path: Path, monkeyp
         check_output(tmp_path / "profile.json")
 
 
+def make_measurement_fail(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
+    def fail(*arguments: object, **options: object) -> HardwareProfile:
+        raise ProfileError(message)
+
+    monkeypatch.setattr(profile_command, "measure", fail)
+
+
 def test_an_existing_profile_is_kept_if_the_measurement_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def cannot(*arguments: object, **options: object) -> HardwareProfile:
-        raise ProfileError("no [kernel]: rule, value.\nRemedy.")
-
-    monkeypatch.setattr(profile_command, "measure", cannot)
+    make_measurement_fail(monkeypatch, "no [kernel]: rule, value.\nRemedy.")
     output = tmp_path / "profile.json"
     output.write_text("old")
     assert main(["profile", "--output", str(output)]) == 1
@@ -146,10 +150,7 @@ def test_a_rank_without_a_gpu_prints_why_although_rank_0_has_one(
 def test_an_error_of_all_ranks_is_printed_by_rank_0_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def cannot(*arguments: object, **options: object) -> HardwareProfile:
-        raise ProfileError("no kernel.")
-
-    monkeypatch.setattr(profile_command, "measure", cannot)
+    make_measurement_fail(monkeypatch, "no kernel.")
     monkeypatch.setenv("RANK", "1")
     assert main(["profile", "--output", str(tmp_path / "profile.json")]) == 1
     assert "no kernel." not in capsys.readouterr().err
