@@ -130,7 +130,8 @@ class Executor:
     def _use(self, schedule: Schedule, states: Sequence[UnitState], splits: Sequence[Split] | None) -> None:
         """Update ``states`` by ``schedule``, which is safe. If memory is short, nothing has changed."""
         splits = splits or [Split.create(state.elements) for state in states]
-        # Of this rank only: ``self._splits`` decides which collectives forward calls, and is the same on every rank.
+        # These are for this rank only. ``self._splits`` is the same on every rank, because it decides which collectives
+        # forward calls.
         local_splits = [
             Split.all_early(state.elements) if state.is_evicted else split
             for state, split in zip(states, splits, strict=True)

@@ -1,4 +1,4 @@
-"""With the decoupled writer, an engine cannot load the checkpoint that it has saved."""
+"""An engine with the decoupled writer cannot load the checkpoint that it has saved."""
 
 import tempfile
 

@@ -1,4 +1,4 @@
-"""With the decoupled writer, ``latest`` names a checkpoint before all ranks have written their files."""
+"""The file ``latest`` of the decoupled writer names a checkpoint before all ranks have written their files."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Find the installed Triton, and say which one to install if it cannot be imported."""
+"""Find the installed Triton, and name the one to install if it cannot be imported."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ MASTERS = {STOCK: None, WHOLE: WHOLE_MASTERS, SPLIT: SPLIT_MASTERS}
 """The part of the plugin's block for each variant; None is stock DeepSpeed."""
 MIXED = {"placement": ["resident", "cpu", "streamed", "cpu", "streamed"]}
 TRANSFERS = ((SPLIT, STOCK), (SPLIT, SPLIT), (SPLIT, WHOLE), (STOCK, SPLIT), (WHOLE, SPLIT))
-"""Who saves, and who loads. All are compared with stock that loads what stock has saved."""
+"""The variants that save and that load. Each pair is compared with stock that loads what stock has saved."""
 
 CASE = Case(name="split checkpoints", blocks=(), steps=3, clip=0.5)
 MOMENTS = "mean"
