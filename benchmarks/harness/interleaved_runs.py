@@ -227,7 +227,7 @@ def run_interleaved(variants: Sequence[Variant], setting: TrainingSetting, repet
     Before the first round the first variant runs once without being counted, to warm up files, allocators and
     compilers. If a variant fails, the others still run.
     """
-    try_run(variants[0], setting, repetitions.iterations)
+    try_run(variants[0], setting, iterations=1)
     runs = InterleavedRuns(setting, {variant.name: [] for variant in variants})
     for number in range(repetitions.rounds):
         for variant in variants if number % 2 == 0 else reversed(variants):
@@ -383,5 +383,5 @@ def weights_digest(engine: Any) -> str:
     digest = hashlib.sha256()
     for param in engine.module.parameters():
         full = deepspeed.utils.safe_get_full_fp32_param(param)
-        digest.update(full.detach().float().cpu().contiguous().numpy().tobytes())
+        digest.update(full.detach().float().cpu().contiguous().numpy())
     return digest.hexdigest()[:16]

@@ -1,7 +1,8 @@
 """Measure how long a small copy of another stream takes beside the lanes, which copy whole states in both directions.
 
-The training loop makes such copies all the time, for a batch or for ``loss.item()``. The seconds are those of the
-device's events, without the time in which the host waits.
+The training loop makes such copies all the time, for a batch or for ``loss.item()``. The seconds begin when the host
+issues the copy. An event on the copy's own stream would not show that moment: on a GPU that stream may share a hardware
+queue with a lane, and the event then waits for the lane.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class SmallCopies:
     def _small_copy_s(self, direction: str, lanes: Sequence[Copies], delay_s: float = 0.0) -> tuple[float, bool]:
         """Return the seconds of one small copy, and whether the lane of its direction was busy when it was issued."""
         small = _CREATE[direction](self._device, self._small_bytes)
-        origin, _ = record_origin(self._device, small)
+        origin, origin_s = record_origin(self._device, small)
         for lane in lanes:
             lane.begin(origin)
         for _ in STATES:
@@ -68,8 +69,9 @@ class SmallCopies:
                 lane.issue()
         time.sleep(delay_s)
         small.begin(origin)
+        issued_s = time.perf_counter() - origin_s
         small.issue()
-        begin_s, end_s = small.times_s()
+        end_s = small.times_s()[-1]
         lane_ends_s = [lane.times_s()[-1] for lane in lanes]
         small.verify()
-        return end_s - begin_s, bool(lanes) and begin_s < lane_ends_s[DIRECTIONS.index(direction)]
+        return end_s - issued_s, bool(lanes) and issued_s < lane_ends_s[DIRECTIONS.index(direction)]
