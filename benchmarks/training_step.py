@@ -45,7 +45,7 @@ def measure(*, quick: bool) -> Iterator[Row]:
     pair = (variants.STOCK, variants.OURS_DEFAULT)
     # The settings of the targets come first: if the run is stopped by a time limit, later rows may be missing. All
     # variants come last, with these two among them, since runs are compared within one round only.
-    yield from _compare(setting, (*pair, variants.OURS_SPLIT), usual)
+    yield from _compare(setting, pair, usual)
     yield from _compare(replace(setting, micro_batch=MICRO_BATCH), pair, usual)
     for accumulation in ACCUMULATIONS:
         yield from _compare(replace(setting, accumulation=accumulation), pair, fewest)

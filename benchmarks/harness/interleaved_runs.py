@@ -224,10 +224,11 @@ class InterleavedRuns:
 def run_interleaved(variants: Sequence[Variant], setting: TrainingSetting, repetitions: Repetitions) -> InterleavedRuns:
     """Run each variant once per round, in an order that alternates from round to round.
 
-    Before the first round the first variant runs once without being counted, to warm up files, allocators and
-    compilers. If a variant fails, the others still run.
+    On the CPU, the first variant runs once before the first round without being counted, to warm up files, allocators
+    and compilers. On a GPU, the first iterations of each run do that. If a variant fails, the others still run.
     """
-    try_run(variants[0], setting, iterations=1)
+    if not trains_on_gpu():
+        try_run(variants[0], setting, iterations=1)
     runs = InterleavedRuns(setting, {variant.name: [] for variant in variants})
     for number in range(repetitions.rounds):
         for variant in variants if number % 2 == 0 else reversed(variants):

@@ -64,7 +64,7 @@ class CudaDevice:
     of more than half of ``chunk_bytes`` are divided into chunks of at most ``chunk_bytes``, with a kernel that does
     nothing after each chunk. NVIDIA does not document in which order an engine serves the streams. In a published
     study (meta-pytorch/torchrec#4315) it continued with copies of the same stream as long as the next one was ready,
-    and a kernel between two copies let those of other streams overtake. ``tests/gpu/test_streams.py`` measures it.
+    and a kernel between two copies let those of other streams overtake. One H100 did the same (docs/benchmarking.md).
     """
 
     shares_host_memory = False
