@@ -23,6 +23,7 @@ def quick_profile(
     device: Device[Any] | None,
     ranks: Ranks,
     log: Callable[[str], None],
+    note: Callable[[str], None],
     *,
     threads: int,
     cores: Sequence[int] = (),
@@ -32,9 +33,10 @@ def quick_profile(
 ) -> HardwareProfile:
     """Return rank 0's cached profile of an equal machine, or one that all ranks measure now; the same on all ranks.
 
-    This is a collective. ``log`` is called on rank 0 only. The other parameters and the errors raised are those of
-    ``measure``; the cache itself raises nothing. A profile with implausible samples is used, and not cached: the next
-    training run measures again, perhaps without other load on the machine.
+    This is a collective. ``log`` and ``note`` are called on rank 0 only: ``note`` with the path of a cached profile,
+    which can be logged later. The other parameters and the errors raised are those of ``measure``; the cache itself
+    raises nothing. A profile with implausible samples is used, and not cached: the next training run measures again,
+    perhaps without other load on the machine.
     """
     node = smallest_node(ranks, os.environ)
 
@@ -53,7 +55,7 @@ def quick_profile(
     if found is not None:
         profile = HardwareProfile.from_json(found)
         if ranks.rank == 0:
-            log(f"Hardware profile of {profile.provenance.date}, read from {path}.")
+            note(f"Hardware profile of {profile.provenance.date}, read from {path}.")
         return profile
     if ranks.rank == 0:
         log("There is no hardware profile for this machine yet: measuring a quick one.")

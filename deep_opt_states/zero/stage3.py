@@ -41,7 +41,6 @@ from deep_opt_states.zero.internals.compat import (
     restore_param_views,
     waits_for_current_stream,
 )
-from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.start.assembly import Assembly, assemble
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.reporting import EngineProgress
@@ -93,7 +92,6 @@ class DeepOptimizerStates_Stage3(UserGradients):
         except BaseException:
             self._resources.close()
             raise
-        log_rank_0(self._assembly.planned.at_start())
 
     # --- Construction, in the order in which stock's constructor calls these methods ---
 

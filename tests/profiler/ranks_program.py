@@ -28,7 +28,7 @@ def broken_on_rank_1(num_sub_groups: int, num_threads: int, cores: Sequence[int]
 
 def outcome(log: Callable[[str], None], cpu_adam: CpuAdamFactory) -> str:
     try:
-        return quick_profile(None, training_ranks(), log, threads=1, cpu_adam=cpu_adam, effort=SMALL).to_json()
+        return quick_profile(None, training_ranks(), log, log, threads=1, cpu_adam=cpu_adam, effort=SMALL).to_json()
     except Exception as error:  # noqa: BLE001 (the test checks the error)
         return f"{type(error).__name__}: {error}"
 

@@ -123,6 +123,9 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
     budget = raise_together(lambda: accelerator.gpu_budget(config)) if config.may_plan else None
     planned = make_plan(config, sub_groups, setup, accelerator, budget, share)
     plan = planned.plan
+    # At once: the rest of the start prints warnings of other libraries, and the plan is among the first lines of a run.
+    for line in planned.at_start():
+        log_rank_0(line)
     ranks = SharingRanks.gather(training_ranks())
     # Every rank checks before any rank allocates memory that another rank's check would then find missing.
     raise_together(

@@ -49,10 +49,12 @@ class PlannedRun:
     """The reason why the planner streams nothing; empty if it streams, or if the config itself gives the placement."""
     request: PlanRequest | None = None
     """The inputs of the planner at start; None if the config itself gives all placements."""
+    notes: tuple[str, ...] = ()
+    """Facts about the profile that was read."""
 
-    def at_start(self) -> str:
-        """Return the lines to log before the first step: the plan, and the reason why nothing is streamed."""
-        return "\n".join(filter(None, [str(self.plan), self.why_nothing_is_streamed]))
+    def at_start(self) -> list[str]:
+        """Return the lines to log at start: the plan with the reason why nothing is streamed, and the notes."""
+        return [". ".join(filter(None, [str(self.plan), self.why_nothing_is_streamed])), *self.notes]
 
     def at_end(self, plan: UpdatePlan, widths: Widths) -> str:
         """Return the lines to log after training with ``plan``: per placement the memory of one rank, and the reason.
@@ -83,7 +85,8 @@ def make_plan(
     that cannot be used.
     """
     workload = config.workload(sub_groups)
-    profile = _load_profile(config, accelerator, share) if config.predicts(workload) else None
+    notes: list[str] = []
+    profile = _load_profile(config, accelerator, share, notes.append) if config.predicts(workload) else None
     cost = None
     if profile is not None:
         cost = CostModel.from_profile(
@@ -120,7 +123,7 @@ def make_plan(
     else:
         plan = same_on_all_ranks(lambda: accelerator.validate(config.plan(workload)), lambda plan: plan.fingerprint)
     predict = None if profile is None or cost is None else partial(_predict, cost, profile.has_accelerator, sub_groups)
-    return PlannedRun(plan, predict, why, request)
+    return PlannedRun(plan, predict, why, request, tuple(notes))
 
 
 def plan_on_rank_0(request: PlanRequest, accelerator: AcceleratorChoice) -> tuple[UpdatePlan, str]:
@@ -173,12 +176,17 @@ def _predict(
     return PredictedUpdate(timeline, usable.exposed_s(timeline, plan.workload, cost), phases)
 
 
-def _load_profile(config: Config, accelerator: AcceleratorChoice, share: CoreShare) -> HardwareProfile:
-    """Return the profile that the config names, read by rank 0, or measure a quick one with all ranks."""
+def _load_profile(
+    config: Config, accelerator: AcceleratorChoice, share: CoreShare, note: Callable[[str], None]
+) -> HardwareProfile:
+    """Return the profile that the config names, read by rank 0, or measure a quick one with all ranks.
+
+    ``note`` receives facts about a profile that was read. They can be logged later.
+    """
     ranks = training_ranks()
     if config.profile is None:
         device = None if accelerator.slots_on_host else accelerator.device
-        return quick_profile(device, ranks, log_rank_0, threads=share.threads, cores=share.cores)
+        return quick_profile(device, ranks, log_rank_0, note, threads=share.threads, cores=share.cores)
     path = Path(config.profile)
     # Only rank 0 reads the file: other nodes need not have it.
     text = raise_together(lambda: HardwareProfile.read(path).to_json() if ranks.rank == 0 else "")
@@ -186,7 +194,7 @@ def _load_profile(config: Config, accelerator: AcceleratorChoice, share: CoreSha
     _refuse_other_machine(profile, path, accelerator)
     measured, training = profile.provenance.ranks, smallest_node(ranks, os.environ).ranks
     if measured != training:
-        log_rank_0(
+        note(
             f"{path}: measured with {measured} rank{'' if measured == 1 else 's'} per node at once, while {training} "
             f"train; shared resources are predicted for {measured}"
         )

@@ -58,21 +58,21 @@ def test_the_reason_states_the_budget_that_the_user_has_set(
         f"Nothing is streamed: the budget of {budget} of GPU memory cannot hold a slot of 6.0 GB in addition to "
         f'{gradients} of gradients. Set "gpu_memory_gb" to at least {needed}, or "unit_size" to {size}.'
     )
-    assert found.at_start().splitlines() == [str(found.plan), reason]
+    assert found.at_start() == [f"{found.plan}. {reason}"]
     assert found.at_end(found.plan, widths).splitlines()[-1].strip() == reason
 
 
 def test_without_a_budget_the_reason_is_that_free_memory_is_not_known_yet() -> None:
-    _, reason = planned().at_start().splitlines()
-    assert reason == (
-        "Nothing is streamed: the planner uses no GPU memory until the first steps have shown how much is free."
-    )
+    found = planned()
+    reason = "Nothing is streamed: the planner uses no GPU memory until the first steps have shown how much is free."
+    assert found.at_start() == [f"{found.plan}. {reason}"]
 
 
 def test_a_missing_gpu_kernel_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_no_gpu_adam", lambda: "The GPU Adam kernel needs Triton: pip install triton==3.6.0")
-    _, reason = planned().at_start().splitlines()
-    assert reason == "Nothing is streamed: The GPU Adam kernel needs Triton: pip install triton==3.6.0"
+    found = planned()
+    reason = "Nothing is streamed: The GPU Adam kernel needs Triton: pip install triton==3.6.0"
+    assert found.at_start() == [f"{found.plan}. {reason}"]
 
 
 def test_no_reason_is_logged_if_something_is_streamed_or_the_config_decides() -> None:
@@ -81,7 +81,7 @@ def test_no_reason_is_logged_if_something_is_streamed_or_the_config_decides() ->
         planned(gpu_memory_gb=10.0, **WHOLE),
         planned(placement="cpu", profile="p.json"),
     ):
-        assert found.at_start() == str(found.plan)
+        assert found.at_start() == [str(found.plan)]
         assert "Nothing is streamed" not in found.at_end(found.plan, BF16)
 
 

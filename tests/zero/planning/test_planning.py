@@ -47,7 +47,7 @@ def test_a_quick_profile_is_measured_with_the_threads_and_cores_of_training(monk
 
     monkeypatch.setattr(planning, "quick_profile", quick_profile)
     share = CoreShare(threads=2, cores=(3, 5), launch_cores=(0,), reason="")
-    planning._load_profile(Config(), AcceleratorChoice(HostDevice(), slots_on_host=True), share)
+    planning._load_profile(Config(), AcceleratorChoice(HostDevice(), slots_on_host=True), share, print)
     assert requested == [{"threads": 2, "cores": (3, 5)}]
 
 
