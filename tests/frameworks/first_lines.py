@@ -1,0 +1,52 @@
+"""Train with one framework and the empty block in a process of its own, and keep the output that a user sees.
+
+first_lines.py FRAMEWORK FOLDER   the output after the imports is written to FOLDER/screen
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+
+from tests.frameworks.trl_trainers import DEEPSPEED, LORA, dpo, sft
+from tests.frameworks.whole_runs import auto_config, run_accelerate, trainer
+from tests.zero.process_group import end_process
+
+SCREEN = "screen"
+
+EMPTY_BLOCK: dict[str, Any] = {}
+CONFIG = {**DEEPSPEED, "deep_optimizer_states": EMPTY_BLOCK}
+
+
+def train(make: Callable[[Path], Trainer], folder: Path) -> None:
+    """Train all steps of the Trainer that ``make`` returns for this folder."""
+    make(folder).train()
+
+
+FRAMEWORKS: dict[str, Callable[[Path], Any]] = {
+    "Trainer": partial(train, partial(trainer, auto_config(), EMPTY_BLOCK)),
+    "TRL SFT": partial(train, partial(sft, deepspeed=CONFIG)),
+    "DPO with LoRA": partial(train, partial(dpo, peft=LORA, deepspeed=CONFIG)),
+    "Accelerate": partial(run_accelerate, EMPTY_BLOCK),
+}
+
+
+def main() -> None:
+    """Train with the framework that the command line names."""
+    _, framework, folder = sys.argv
+    # Native code writes to the descriptors, too.
+    with (Path(folder) / SCREEN).open("wb") as screen:
+        for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):
+            os.dup2(screen.fileno(), descriptor)
+    FRAMEWORKS[framework](Path(folder) / "checkpoints")
+    end_process()
+
+
+if __name__ == "__main__":
+    main()

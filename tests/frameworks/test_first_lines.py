@@ -1,0 +1,25 @@
+"""Test that the first lines that a user of a framework sees are about the plugin and its plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.frameworks.screen import check_first_lines
+from tests.launch import run_ranks
+
+FRAMEWORKS = ["Trainer", "TRL SFT", "DPO with LoRA", "Accelerate"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_first_ten_lines_state_that_the_plugin_is_on_and_what_it_planned(framework: str, tmp_path: Path) -> None:
+    """Train in a fresh process. Lines that its imports print are not counted: they precede the user's script."""
+    program = ["-m", "tests.frameworks.first_lines", framework, str(tmp_path)]
+    # A terminal shows each line at once. GPUs are hidden, because frameworks would use them.
+    (finished,) = run_ranks(1, program, 400, fresh=True, PYTHONUNBUFFERED="1", CUDA_VISIBLE_DEVICES="")
+    # Not ``read_text``, which replaces carriage returns.
+    screen = (tmp_path / "screen").read_bytes().decode()
+    assert finished.returncode == 0, finished.output + screen[-5000:]
+    check_first_lines(screen)
