@@ -22,8 +22,9 @@ class Target:
 
     The target concerns all rows whose benchmark and variant match the patterns ``benchmark`` and ``variant`` and whose
     setting has the values of ``where``. It is met if the median of each of these rows is within the bounds. It applies
-    either to machines with a GPU, or to machines with 2 cores and no GPU, depending on ``on_gpu``. ``limit`` names another quantity of the same
-    variant and setting. If the target is missed, that quantity shows the value that would have been possible.
+    either to machines with a GPU, or to machines with 2 cores and no GPU, depending on ``on_gpu``. ``limit`` names
+    another quantity of the same variant and setting. If the target is missed, that quantity shows the value that would
+    have been possible.
     """
 
     description: str
