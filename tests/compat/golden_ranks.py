@@ -26,7 +26,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.zero.internals.private_names import missing_names
 from deep_opt_states.zero.internals.releases import is_at_least
-from deep_opt_states.zero.start.refusals import Unsupported
+from deep_opt_states.zero.start.unsupported import Unsupported
 from tests.compat.golden import EQUAL, EQUAL_BUT_NAN, NORM_IS_CHECKED_SINCE, SINCE, refused
 from tests.zero.parity import training
 from tests.zero.parity.case import Case
