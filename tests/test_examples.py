@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -37,14 +38,18 @@ def test_the_rules_for_a_mixture_of_experts_are_for_the_names_of_such_a_model() 
 
 
 @pytest.mark.thorough
-def test_the_demo_finds_equal_bits_and_draws_an_emulated_update() -> None:
+def test_the_demo_finds_equal_bits_and_faster_emulated_iterations_and_draws_an_update() -> None:
     output = REPOSITORY / "demo-output"
     # Of an earlier run.
     shutil.rmtree(output, ignore_errors=True)
     command = [sys.executable, "examples/demo.py"]
     finished = subprocess.run(command, cwd=REPOSITORY, env=environment(), text=True, capture_output=True, timeout=600)
     assert finished.returncode == 0, finished.stderr[-3000:]
-    assert json.loads((output / "emulated.json").read_text())["bit_identical"]
+    results = json.loads((output / "emulated.json").read_text())
+    assert results["bit_identical"]
+    # EMULATED seconds, of the machine whose rates are given: this is no timing of the machine that runs the test.
+    stock_s, plugin_s = (median(results["arms"][name]["iteration_s"]) for name in ("stock", "plugin"))
+    assert stock_s / plugin_s > 1
     assert (output / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert (output / "emulated" / "report.html").read_text().startswith("<!DOCTYPE html>")
 

@@ -9,7 +9,6 @@ import pytest
 
 from tests.frameworks.checkpoints import contents, differences
 from tests.frameworks.launchers import two_ranks
-from tests.frameworks.screen import OURS, check_first_lines, lines_of
 from tests.launch import Finished
 
 STOCK, PLUGIN = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
@@ -58,14 +57,6 @@ def test_every_trainer_saves_the_bits_of_stock(name: str, answers: list[list[dic
 def test_the_log_has_one_line_about_each_reference_model(ranks: list[Finished]) -> None:
     output = "".join(finished.output for finished in ranks)
     assert output.count(REFERENCE) == 2
-
-
-@pytest.mark.parametrize("name", ["SFT", "SFT with LoRA", "DPO", "DPO without reference"])
-def test_the_first_ten_lines_state_that_the_plugin_is_on_and_what_it_planned(name: str, ranks: list[Finished]) -> None:
-    lines = lines_of(ranks[0], name, "plugin")
-    # TRL prints its own progress before it makes the engines, the one of the reference model first.
-    begin = next(number for number, line in enumerate(lines) if OURS in line)
-    check_first_lines([line for line in lines[begin : begin + 10] if REFERENCE not in line])
 
 
 def test_an_optimizer_that_is_not_adam_is_refused_before_the_first_update(answers: list[list[dict[str, Any]]]) -> None:

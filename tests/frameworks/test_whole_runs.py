@@ -1,4 +1,4 @@
-"""Test whole runs of the frameworks on two ranks: evaluation, the best model, generation, and the first lines."""
+"""Test whole runs of the frameworks on two ranks: evaluation, the best model, generation, and the log of the plugin."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import pytest
 
 from tests.frameworks.checkpoints import contents, differences
 from tests.frameworks.launchers import two_ranks
-from tests.frameworks.screen import OURS, check_first_lines, lines_of
+from tests.frameworks.screen import OURS, check_lines_of_engines, lines_of
 from tests.launch import Finished
 
 STOCK, PLUGIN = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
 RUNS = ["Trainer", "LLaMA-Factory", "axolotl", "ms-swift", "Accelerate", "OpenRLHF"]
+GATHERING = ["LLaMA-Factory", "axolotl", "ms-swift"]
+"""The runs whose config gathers the model's weights, so that the Trainer saves them in the format ``safetensors``."""
 
 # One worker of pytest-xdist runs all tests, so that the fixture is created once.
 pytestmark = [pytest.mark.xdist_group("whole runs"), pytest.mark.thorough]
@@ -40,6 +42,7 @@ def test_a_whole_run_reports_and_saves_the_bits_of_stock(name: str, whole_runs: 
     for pattern in ("*_states.pt", "*.safetensors"):
         assert differences(saved / name / "plugin", saved / name / "stock", pattern) == []
     assert any("exp_avg_sq" in key for key in contents(saved / name / "stock"))
+    assert bool(contents(saved / name / "stock", "*.safetensors")) == (name in GATHERING)
 
 
 def check_report(name: str, report: dict[str, Any]) -> None:
@@ -48,9 +51,13 @@ def check_report(name: str, report: dict[str, Any]) -> None:
         assert len({tuple(losses) for losses in report["losses"]}) == 4
     elif name != "Accelerate":
         assert report["steps"] == 4
-        evaluated = [entry["eval_loss"] for entry in report["history"] if "eval_loss" in entry]
-        assert len(evaluated) == 4
-        assert report["loss of the best"] == min(evaluated)
+        evaluated = {
+            f"checkpoint-{entry['step']}": entry["eval_loss"] for entry in report["history"] if "eval_loss" in entry
+        }
+        assert list(evaluated) == [f"checkpoint-{step}" for step in (1, 2, 3, 4)]
+        assert report["best"] == min(evaluated, key=evaluated.__getitem__)
+        # The model at the end of training has another loss than the best one, which is loaded then.
+        assert report["loss of the best"] == evaluated[report["best"]] < evaluated["checkpoint-4"]
         assert len({entry["loss"] for entry in report["history"] if "loss" in entry}) == 4
     else:
         assert len(report["losses"]) == 4
@@ -58,10 +65,8 @@ def check_report(name: str, report: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_first_ten_lines_state_that_the_plugin_is_on_and_what_it_planned(
-    name: str, whole_runs: list[Finished]
-) -> None:
-    """Check the screen of rank 0: one line about the cores, and one about the plan. Other ranks print nothing."""
+def test_rank_0_prints_the_cores_and_the_plan_of_each_engine(name: str, whole_runs: list[Finished]) -> None:
+    """Check the lines of the plugin. ``test_first_lines.py`` checks how many lines precede them in a process."""
     first, second = whole_runs
     assert OURS not in second.output
     off = [line for line in lines_of(first, name, "stock") if OURS in line]
@@ -69,4 +74,4 @@ def test_the_first_ten_lines_state_that_the_plugin_is_on_and_what_it_planned(
     assert len(off) == (name == RUNS[0])
     assert all("switched off by DEEP_OPT_STATES=0: training with stock DeepSpeed" in line for line in off)
     # OpenRLHF's actor and critic have an engine each.
-    check_first_lines(lines_of(first, name, "plugin")[:10], engines=2 if name == "OpenRLHF" else 1)
+    check_lines_of_engines(lines_of(first, name, "plugin")[:10], engines=2 if name == "OpenRLHF" else 1)

@@ -27,7 +27,6 @@ from transformers.integrations import unset_hf_deepspeed_config
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from tests.fork_server import freeze_imported, import_all
-from tests.frameworks.screen import begin_run
 from tests.launch import answer
 from tests.zero.process_group import end_process
 
@@ -134,12 +133,13 @@ def dpo(
     peft: LoraConfig | None = None,
     reference: LlamaForCausalLM | None = None,
     model: LlamaForCausalLM | str | None = None,
+    **changes: Any,
 ) -> Trainer:
     """Return a DPO trainer."""
     return DPOTrainer(
         llama() if model is None else model,
         reference,
-        DPOConfig(**arguments(output)),
+        DPOConfig(**{**arguments(output), **changes}),
         train_dataset=preferences(),
         processing_class=byte_tokenizer(),
         peft_config=peft,
@@ -174,7 +174,6 @@ TRAINERS: dict[str, Callable[[Path], Trainer]] = {
 
 def run(name: str, variant: str, folder: Path) -> Report:
     """Train with stock or with the plugin, and report the engines and the steps."""
-    begin_run(name, variant)
     begin(plugin=variant == "plugin")
     trainer = TRAINERS[name](folder / name / variant)
     trainer.train()

@@ -34,6 +34,10 @@ from tests.zero.process_group import end_process
 
 HALF, STEPS = 2, 4
 CONTEXT = 16
+LEARNING_RATE = 0.3
+"""It grows from almost zero to this value within all steps. Since random tokens cannot be predicted, the loss of the
+evaluation grows, too, and the best model is that of an early step."""
+
 PLACEMENTS = (
     {"placement": "stride", "update_stride": 2, "unit_size": 3_000},
     {"placement": "streamed", "unit_size": 2_000},
@@ -85,8 +89,8 @@ def trainer(config: dict[str, Any], block: dict[str, Any], folder: Path, **chang
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         gradient_checkpointing=True,
-        learning_rate=1e-3,
-        warmup_steps=2,
+        learning_rate=LEARNING_RATE,
+        warmup_steps=STEPS,
         max_steps=STEPS,
         logging_steps=1,
         eval_strategy="steps",
@@ -100,12 +104,12 @@ def trainer(config: dict[str, Any], block: dict[str, Any], folder: Path, **chang
     return Trainer(llama(), arguments, train_dataset=Sentences(0, 100), eval_dataset=Sentences(1000, 4), **changes)
 
 
-def run_trainer(config: dict[str, Any], folder: Path) -> Report:
+def run_trainer(config: dict[str, Any], folder: Path, **changes: Any) -> Report:
     """Train the first half, resume it in a second Trainer with another placement, and evaluate the best model."""
-    first = trainer(config, PLACEMENTS[0], folder, callbacks=[StopAfterHalf()])
+    first = trainer(config, PLACEMENTS[0], folder, callbacks=[StopAfterHalf()], **changes)
     first.train()
     assert first.state.global_step == HALF
-    second = trainer(config, PLACEMENTS[1], folder)
+    second = trainer(config, PLACEMENTS[1], folder, **changes)
     second.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
     timed = ("runtime", "per_second")
     history = [
@@ -119,10 +123,10 @@ def run_trainer(config: dict[str, Any], folder: Path) -> Report:
     }
 
 
-def run_accelerate(folder: Path) -> Report:
+def run_accelerate(block: dict[str, Any], folder: Path) -> Report:
     """Train with Accelerate, and generate text between the steps, while an update may be in flight."""
     accelerator = Accelerator(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={**DEEPSPEED, "deep_optimizer_states": PLACEMENTS[0]}),
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={**DEEPSPEED, "deep_optimizer_states": block}),
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
     )
     model = llama()
@@ -184,13 +188,16 @@ def engine(model: torch.nn.Module, block: dict[str, Any]) -> DeepSpeedEngine:
     return deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
 
 
+CPU_ADAM = (DeepSpeedCPUAdam, {"lr": LEARNING_RATE})
+"""The optimizer for the config of axolotl, which keeps the one that the Trainer creates. That is PyTorch's Adam unless
+the script passes another, and the plugin refuses it (``software_gpu/published_configs/test_published_configs.py``)."""
+
 RUNS: dict[str, Callable[[Path], Report]] = {
     "Trainer": partial(run_trainer, auto_config()),
     "LLaMA-Factory": partial(run_trainer, LLAMA_FACTORY),
-    # The config as published keeps PyTorch's Adam, which is refused with this remedy.
-    "axolotl": partial(run_trainer, {**AXOLOTL, "zero_force_ds_cpu_optimizer": True}),
+    "axolotl": partial(run_trainer, AXOLOTL, optimizer_cls_and_kwargs=CPU_ADAM),
     "ms-swift": partial(run_trainer, MS_SWIFT),
-    "Accelerate": run_accelerate,
+    "Accelerate": partial(run_accelerate, PLACEMENTS[0]),
     "OpenRLHF": run_openrlhf,
 }
 
