@@ -7,6 +7,7 @@ and imports no module of this package that needs torch. Such modules are importe
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from deep_opt_states.names import CONFIG_KEY, is_about_our_block, resembles_config_key
@@ -43,22 +44,16 @@ def _hook_engine(module: Any) -> None:
 
     def do_sanity_check(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
         wrapped(*args, **kwargs)
-        if CONFIG_KEY in _json_of(engine._config):
-            from deep_opt_states.zero import plugin
-
+        if plugin := _plugin_for_engine(engine):
             plugin.check_engine(engine)
 
     def configure_zero_optimizer(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
-        if CONFIG_KEY not in _json_of(engine._config):
-            return wrapped(*args, **kwargs)
-        from deep_opt_states.zero import plugin
-
-        return plugin.configure_zero_optimizer(wrapped, engine, args, kwargs)
+        if plugin := _plugin_for_engine(engine):
+            return plugin.configure_zero_optimizer(wrapped, engine, args, kwargs)
+        return wrapped(*args, **kwargs)
 
     def load_checkpoint(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
-        if CONFIG_KEY in _json_of(engine._config):
-            from deep_opt_states.zero import plugin
-
+        if plugin := _plugin_for_engine(engine):
             plugin.check_checkpoint(wrapped, engine, args, kwargs)
         return wrapped(*args, **kwargs)
 
@@ -70,7 +65,7 @@ def _hook_engine(module: Any) -> None:
 
 
 def _hook_config(module: Any) -> None:
-    """Wrap the method that reads a config. The wrapper only checks the config."""
+    """Wrap the method that reads a config. The wrapper only checks the config, and the release of DeepSpeed."""
 
     def initialize_params(wrapped: Any, ds_config: Any, args: Any, kwargs: Any) -> None:
         try:
@@ -85,22 +80,56 @@ def _hook_config(module: Any) -> None:
         misspelled = {key: block for key, block in param_dict.items() if resembles_config_key(key)}
         if misspelled and CONFIG_KEY not in param_dict:
             _warn_of_misspelled(misspelled)
-        if CONFIG_KEY in param_dict:
-            from deep_opt_states.zero import plugin
-
+        if plugin := _plugin_for(param_dict):
             plugin.check_config(ds_config)
 
-    _wrap(module, "DeepSpeedConfig", "_initialize_params", initialize_params)
+    def initialize(wrapped: Any, ds_config: Any, args: Any, kwargs: Any) -> None:
+        wrapped(*args, **kwargs)
+        _plugin_for(_json_of(ds_config))
+
+    if not _wrap(module, "DeepSpeedConfig", "_initialize_params", initialize_params):
+        # A release that lacks the method must not train with stock unnoticed: every class has this one.
+        _wrap(module, "DeepSpeedConfig", "__init__", initialize)
+
+
+def _plugin_for_engine(engine: Any) -> Any:
+    """Return the plugin for an engine, as ``_plugin_for`` does for its config."""
+    return _plugin_for(_json_of(getattr(engine, "_config", None)))
+
+
+def _plugin_for(param_dict: dict[str, Any]) -> Any:
+    """Return the module ``plugin`` if the user's JSON has our block, otherwise None.
+
+    Raise ``ConfigError`` for an invalid block. Raise ``Unsupported`` if the block is enabled and the plugin does not
+    support this release of DeepSpeed. A block that is not enabled changes nothing on such a release.
+    """
+    if CONFIG_KEY not in param_dict:
+        return None
+    from deep_opt_states.zero.enabled import enabled_config
+    from deep_opt_states.zero.start.verification import check_release, missing_names_are_refused
+
+    config = enabled_config(param_dict)
+    if config is not None:
+        check_release(config.untested_deepspeed)
+    with missing_names_are_refused(), suppress(ImportError, AttributeError) if config is None else nullcontext():
+        from deep_opt_states.zero import plugin
+
+        return plugin
+    return None
 
 
 def _json_of(ds_config: Any) -> dict[str, Any]:
     """Return the user's JSON that the ``DeepSpeedConfig`` was made from.
 
+    A release that was never tried may have another name for it. It is found there, too, if it has our block.
     ``zero/internals`` has the other private names of DeepSpeed, but importing it would load the plugin in every process
     that uses DeepSpeed, also where our block is absent.
     """
-    param_dict: dict[str, Any] = ds_config._param_dict
-    return param_dict
+    attributes: dict[str, Any] = getattr(ds_config, "__dict__", {})
+    if "_param_dict" in attributes:
+        param_dict: dict[str, Any] = attributes["_param_dict"]
+        return param_dict
+    return next((value for value in attributes.values() if isinstance(value, dict) and CONFIG_KEY in value), {})
 
 
 def _is_misplaced(error: ValueError) -> bool:
@@ -124,18 +153,22 @@ def _warn_of_misspelled(blocks: dict[str, Any]) -> None:
             )
 
 
-def _wrap(module: Any, owner: str, method: str, wrapper: Any) -> None:
-    """Wrap ``owner.method`` of ``module``. If it does not exist, log a warning: DeepSpeed must still be importable."""
+def _wrap(module: Any, owner: str, method: str, wrapper: Any) -> bool:
+    """Wrap ``owner.method`` of ``module``, and return whether that is possible.
+
+    If it does not exist, log a warning: DeepSpeed must still be importable.
+    """
     from wrapt import wrap_function_wrapper
 
-    if not hasattr(getattr(module, owner, None), method):
+    if not hasattr(module, owner) or not hasattr(getattr(module, owner), method):
         _log.warning(
-            "deep_opt_states does not support this version of DeepSpeed: %s has no %s.%s. The block %r has no effect; "
+            "deep_opt_states does not support this version of DeepSpeed: %s has no %s.%s. Do not use the block %r; "
             "`deep-opt-states doctor` shows which versions are supported.",
             module.__name__,
             owner,
             method,
             CONFIG_KEY,
         )
-        return
+        return False
     wrap_function_wrapper(module, f"{owner}.{method}", wrapper)
+    return True

@@ -21,11 +21,17 @@ from benchmarks.harness.charts import draw
 from benchmarks.harness.interleaved_runs import EngineRun, ExposedWaits
 from benchmarks.harness.results_page import last_runs, render
 from benchmarks.harness.rows import BENCHMARKS, COMPLETE, RESULTS, Results, Row, format_row, read_rows
-from benchmarks.harness.run_rows import BIT_IDENTICAL
 from benchmarks.harness.setting import TrainingSetting
 from benchmarks.harness.sizes import with_default_sub_groups
 from benchmarks.harness.small_copies import DIRECTIONS
-from benchmarks.harness.targets import ITERATION_SPEEDUP, MEMORY_BOUND_SPEEDUP, TARGETS, UPDATE_SPEEDUP
+from benchmarks.harness.targets import (
+    BIT_IDENTICAL,
+    ITERATION_SPEEDUP,
+    MEMORY_BOUND_SPEEDUP,
+    SAME_BITS,
+    TARGETS,
+    UPDATE_SPEEDUP,
+)
 from perf_model.prediction.timeline import Phase, PhaseSpan
 from tests.launch import run_ranks
 from tests.tiers import thorough
@@ -440,9 +446,46 @@ def test_waits_are_subtracted_from_the_phase_in_which_they_occur() -> None:
 
 def test_every_target_names_a_quantity_that_its_benchmark_measures() -> None:
     """Check against rows of the CPU, since rows of all benchmarks are committed: rows of a GPU differ in sizes only."""
+    rows = [row for runs in last_runs(RESULTS).values() for run in runs[-1:] for row in run]
     for target in TARGETS:
-        rows = [{**row, "gpu": "a GPU" if target.on_gpu else None} for row in last_runs(RESULTS)[target.benchmark][0]]
-        assert target.check(rows) is not None, target.description
+        moved = [{**row, "gpu": "a GPU" if target.on_gpu else None} for row in rows]
+        assert target.check(moved) is not None, target.description
+
+
+def test_an_aim_for_the_bits_is_missed_if_one_variant_differs_from_stock(tmp_path: Path) -> None:
+    results = Results("adam", tmp_path, quick=False)
+    for variant, same in (("ours", True), ("ours, all on the CPU", False), ("ZenFlow", False)):
+        results.add(Row(variant=variant, quantity=BIT_IDENTICAL, value=same))
+    rows = [{**row, "cores": 2, "gpu": None} for row in results.rows]
+    verdict = SAME_BITS.check(rows)
+    assert verdict is not None
+    assert (verdict.is_met, str(verdict)) == (False, "no, the worst of 2 results (variant: ours, all on the CPU)")
+    assert SAME_BITS.check([row for row in rows if row["variant"] == "ZenFlow"]) is None
+
+
+def test_runs_on_gpus_come_first_and_all_later_ones_are_folded(tmp_path: Path) -> None:
+    results = Results("adam", tmp_path, quick=False)
+    results.add(Row(variant="ours", quantity="update", unit="s", samples=[1.0]))
+    (row,) = results.rows
+    machines = (
+        {"cpu": "an old CPU", "date": "2026-01-01"},
+        {"cpu": "a CPU", "date": "2026-01-02"},
+        {"cpu": "a CPU", "gpu": "an old GPU", "date": "2026-01-03"},
+        {"cpu": "a CPU", "gpu": "a GPU", "date": "2026-01-04"},
+    )
+    rows = [{**row, "gpu": None, "cores": 2, **machine} for machine in machines]
+    results.path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    section = page_of(tmp_path).split("## adam: ")[1].split("\n## ")[0]
+    found = re.findall("Measured on (.*) with 2 cores, (.*), at commit", section)
+    assert found == [
+        ("a GPU with a CPU", "2026-01-04"),
+        ("an old GPU with a CPU", "2026-01-03"),
+        ("a CPU", "2026-01-02"),
+    ]
+    assert re.findall("<summary>(.*)</summary>", section) == [
+        "Measured on an old GPU with a CPU with 2 cores",
+        "Measured on a CPU with 2 cores",
+    ]
 
 
 def test_page_shows_the_last_run_and_no_quick_run(results: Path) -> None:

@@ -36,7 +36,7 @@ from benchmarks.emulated.run import EmulatedRun, SmallModel, load_average
 from benchmarks.emulated.small_copies import small_copy_rows
 from benchmarks.emulated.turns import Arm, Turns, train_in_turns
 from benchmarks.harness.rows import Row
-from benchmarks.harness.targets import EMULATED_SPEEDUP, EMULATED_SPLIT_SPEEDUP
+from benchmarks.harness.targets import EMULATED_BIT_IDENTICAL, EMULATED_SPEEDUP, EMULATED_SPLIT_SPEEDUP
 from benchmarks.harness.variants import NO_OVERLAP
 from deep_opt_states.report.comparison import median_windows
 from perf_model.prediction.simulate import NO_WINDOWS
@@ -150,7 +150,7 @@ def _rows(arm: Arm, stock: Arm, predicted: PredictedArm, **labels: Any) -> Itera
     lag_s = "longest lag of this machine in an EMULATED iteration"
     yield Row(quantity=lag_s, unit="s", samples=arm.lag_s, **labels)
     same = (arm.losses, arm.digest) == (stock.losses, stock.digest)
-    yield Row(quantity="bit-identical to stock (EMULATED)", value=same, claimed=True, **labels)
+    yield Row(quantity=EMULATED_BIT_IDENTICAL, value=same, claimed=True, **labels)
     yield Row(quantity="configuration (EMULATED)", value=arm.configuration, **labels)
     if arm.plan is not None:
         source = " (planned from the rates of the preset)" if arm.variant.name.startswith("planned") else ""

@@ -8,8 +8,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness.rows import EMULATED, format_row
-from benchmarks.harness.run_rows import BIT_IDENTICAL
-from benchmarks.harness.targets import EMULATED_SPEEDUP, ITERATION_SPEEDUP
+from benchmarks.harness.targets import BIT_IDENTICAL, EMULATED_SPEEDUP, ITERATION_SPEEDUP
 from benchmarks.harness.variants import OURS_DEFAULT, STOCK
 
 Rows = list[dict[str, Any]]

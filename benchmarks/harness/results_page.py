@@ -68,8 +68,9 @@ the rates of a preset.*
 ## How to read this page
 
 `python -m benchmarks report` writes this page from the rows in `benchmarks/results/`. It shows the last complete run of
-each benchmark on each machine. A cell has the median and, in parentheses, the 20th to the 80th percentile. A cell is
-*waived* if the machine cannot measure it; the reason is below the table.
+each benchmark on each kind of GPU, and on a machine of each number of cores without one. A cell has the median and, in
+parentheses, the 20th to the 80th percentile. A cell is *waived* if the machine cannot measure it; the reason is below
+the table.
 [docs/benchmarking.md](../docs/benchmarking.md) explains how the benchmarks work and how to run them.
 
 In the tables, *stock* is DeepSpeed's ZeRO-3 with optimizer offloading, and *ours* is stock with this plugin. The
@@ -89,6 +90,11 @@ measured on a GPU: its seconds are those of an emulated machine (`benchmarks/emu
 
 {% endif %}
 {% for run in runs[name] %}
+{% if not loop.first %}
+<details>
+<summary>{{ run.how }} on {{ run.machine }}</summary>
+
+{% endif %}
 {{ run.how }} on {{ run.machine }}, {{ run.date }}, at commit {{ run.commit }}; {{ run.versions }}
 
 {% if run.chart %}
@@ -123,6 +129,10 @@ Setting of all rows: {{ table.same }}
 </details>
 {% endif %}
 {% endfor %}
+{% if not loop.first %}
+
+</details>
+{% endif %}
 
 {% endfor %}
 {% endfor %}
@@ -136,7 +146,10 @@ No row was measured on a GPU yet: results that need a GPU are waived or missing.
 
 
 def last_runs(folder: Path) -> dict[str, list[Rows]]:
-    """Return the last run of each machine by benchmark. Quick runs measure nothing and are left out."""
+    """Return the last run on each kind of machine by benchmark, those on GPUs first.
+
+    Quick runs measure nothing and are left out.
+    """
     return {name: list(_last_runs(folder / f"{name}.jsonl")) for name in BENCHMARKS}
 
 
@@ -156,16 +169,27 @@ def render(runs_by_benchmark: dict[str, list[Rows]]) -> str:
 
 
 def _last_runs(path: Path) -> Iterator[Rows]:
-    """Yield the last complete run of each machine, or its last run if none is complete."""
+    """Yield the last complete run on each kind of machine, or its last run if none is complete.
+
+    Machines without a GPU are of one kind if they have as many cores: the aims are for such machines, and runs of
+    several commits must not be compared with them at once.
+    """
     if not path.exists():
         return
-    by_machine: dict[str, dict[str, Rows]] = {}
+    by_kind: dict[str, dict[str, Rows]] = {}
     for row in read_rows(path):
         if not row["quick"]:
-            by_machine.setdefault(machine_of(row), {}).setdefault(row["date"], []).append(row)
-    for runs in by_machine.values():
+            kind = machine_of(row) if row["gpu"] else f"{row['cores']} cores"
+            by_kind.setdefault(kind, {}).setdefault(row["date"], []).append(row)
+    # The newest first, and GPUs before machines without one.
+    newest_first = sorted(by_kind.values(), key=max, reverse=True)
+    for runs in sorted(newest_first, key=_are_without_gpu):
         complete = [date for date, rows in runs.items() if rows[-1]["quantity"] == COMPLETE]
         yield _without_repeated_rows(runs[max(complete or runs)])
+
+
+def _are_without_gpu(runs: dict[str, Rows]) -> bool:
+    return all(row["gpu"] is None for rows in runs.values() for row in rows)
 
 
 def _without_repeated_rows(rows: Rows) -> Rows:

@@ -11,10 +11,9 @@ from benchmarks.harness.device import trains_on_gpu
 from benchmarks.harness.interleaved_runs import EngineRun, InterleavedRuns
 from benchmarks.harness.rows import Row
 from benchmarks.harness.setting import TrainingSetting
-from benchmarks.harness.targets import ITERATION_SPEEDUP
+from benchmarks.harness.targets import BIT_IDENTICAL, ITERATION_SPEEDUP
 from benchmarks.harness.variants import STOCK, Variant
 
-BIT_IDENTICAL = "bit-identical to stock"
 """The quantity of the rows that compare losses and weights with stock's."""
 
 

@@ -21,6 +21,7 @@ from benchmarks.emulated.run import EmulatedRun, load_average
 from benchmarks.emulated.turns import WARM_UP, Arm, Turns, train_in_turns
 from benchmarks.harness.interleaved_runs import batch_for, engine_for
 from benchmarks.harness.rows import Row
+from benchmarks.harness.targets import EMULATED_BIT_IDENTICAL
 from benchmarks.harness.variants import STOCK, Variant, ours
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import Span, Timeline
@@ -137,7 +138,7 @@ def _rows(run: EmulatedRun, arm: Arm, fewest: Arm, stock: Arm) -> Iterator[Row]:
         yield Row(quantity=quantity, unit=unit, samples=list(map(measure, arm.timelines)), **labels)
     yield Row(quantity="longest lag of this machine in an EMULATED iteration", unit="s", samples=arm.lag_s, **labels)
     same = (arm.losses, arm.digest) == (stock.losses, stock.digest)
-    yield Row(quantity="bit-identical to stock (EMULATED)", value=same, claimed=True, **labels)
+    yield Row(quantity=EMULATED_BIT_IDENTICAL, value=same, claimed=True, **labels)
     yield Row(quantity="plan (EMULATED)", value=str(arm.plan), **labels)
 
 

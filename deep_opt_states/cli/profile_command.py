@@ -42,7 +42,7 @@ def run(output: Path, *, quick: bool) -> int:
     from deepspeed.accelerator import get_accelerator
 
     from deep_opt_states.zero.start.core_share import default_share
-    from deep_opt_states.zero.start.refusals import Unsupported
+    from deep_opt_states.zero.start.unsupported import Unsupported
 
     is_rank_0 = os.environ.get("RANK", "0") == "0"
     prints_errors = True

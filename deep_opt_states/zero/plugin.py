@@ -1,11 +1,11 @@
 """Create our optimizer where DeepSpeed would create its own, if the engine's config has our block.
 
-``activation.py`` calls the functions here from wrappers of DeepSpeed's methods.
+``activation.py`` calls the functions here from wrappers of DeepSpeed's methods. It checks the release of DeepSpeed
+before it imports this module, because the imports here need names that another release may lack.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,9 +18,10 @@ from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401
 from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero import stage3
 
-from deep_opt_states.config import Config, parse_config
-from deep_opt_states.names import CONFIG_KEY, SWITCH
+from deep_opt_states.config import Config
+from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.zero.checkpoint_check import check_before_loading
+from deep_opt_states.zero.enabled import enabled_config
 from deep_opt_states.zero.internals.agreement import raise_together, same_on_all_ranks
 from deep_opt_states.zero.internals.compat import config_of, param_dict
 from deep_opt_states.zero.internals.log import log_rank_0
@@ -29,9 +30,7 @@ from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.start.devices import AcceleratorChoice, choose_device
 from deep_opt_states.zero.start.refusals import refuse_config, refuse_engine
 from deep_opt_states.zero.start.reporting import EngineProgress
-from deep_opt_states.zero.start.verification import check_release, release_is_tried, verify_release
-
-_logged_switched_off = False
+from deep_opt_states.zero.start.verification import missing_names_are_refused, release_is_tried, verify_release
 
 
 def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
@@ -60,14 +59,15 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
 
 def _choose(engine: Any, basic_optimizer: Any) -> tuple[Config, AcceleratorChoice] | None:
     """Return our block and the accelerator, or None if the plugin is off. Raise ``ConfigError`` or ``Unsupported``."""
-    config = _enabled_config(config_of(engine))
+    config = enabled_config(param_dict(config_of(engine)))
     if config is None:
         return None
-    _refuse(config, config_of(engine))
+    refuse_config(config_of(engine))
     refuse_engine(engine, basic_optimizer)
     return config, choose_device()
 
 
+@missing_names_are_refused()
 def check_config(ds_config: Any) -> None:
     """Check every ``DeepSpeedConfig`` that has our block. Raise ``ConfigError`` or ``Unsupported``.
 
@@ -75,11 +75,12 @@ def check_config(ds_config: Any) -> None:
     an error after it. The requirements of the plugin only concern an engine with an optimizer. Here, only
     ``"optimizer"`` in the config shows that there will be one; ``check_engine`` checks all other engines.
     """
-    config = _enabled_config(ds_config)
+    config = enabled_config(param_dict(ds_config))
     if config is not None and ds_config.optimizer_name is not None:
-        _refuse(config, ds_config)
+        refuse_config(ds_config)
 
 
+@missing_names_are_refused()
 def check_engine(engine: Any) -> None:
     """Check an engine whose config has our block, before it partitions the model.
 
@@ -100,11 +101,10 @@ def check_engine(engine: Any) -> None:
 
 
 def _check_engine(engine: Any, has_optimizer: bool) -> None:
-    config = _enabled_config(config_of(engine))
-    if config is None:
+    if enabled_config(param_dict(config_of(engine))) is None:
         return
     if has_optimizer:
-        _refuse(config, config_of(engine))
+        refuse_config(config_of(engine))
         verify_release()
     else:
         log_rank_0(
@@ -119,31 +119,6 @@ def check_checkpoint(load: Callable[..., Any], engine: Any, args: Any, kwargs: A
     """
     if isinstance(engine.optimizer, DeepOptimizerStates_Stage3):
         check_before_loading(load, engine, args, kwargs)
-
-
-def _refuse(config: Config, ds_config: Any) -> None:
-    """Raise ``Unsupported`` for a config that breaks a rule, or for a release of DeepSpeed that must not be used."""
-    refuse_config(ds_config)
-    check_release(config.untested_deepspeed)
-
-
-def switched_off() -> bool:
-    """Return whether the environment switches the plugin off."""
-    return os.environ.get(SWITCH) == "0"
-
-
-def _enabled_config(ds_config: Any) -> Config | None:
-    """Return our block if the plugin is on. Raise ``ConfigError`` for an invalid block, even if it is not enabled."""
-    global _logged_switched_off
-    config = parse_config(param_dict(ds_config))
-    if config is None or not config.enabled:
-        return None
-    if switched_off():
-        if not _logged_switched_off:
-            log_rank_0(f"switched off by {SWITCH}=0: training with stock DeepSpeed")
-            _logged_switched_off = True
-        return None
-    return config
 
 
 @contextmanager

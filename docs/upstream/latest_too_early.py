@@ -19,16 +19,17 @@ CONFIG = {
 
 
 def watch(folder, writer):
-    while (folder / "latest").read_text() != "step2":
+    while not (folder / "latest").exists() or (folder / "latest").read_text() != "step2":
         time.sleep(0.1)
     print("latest names step2, whose files are:", sorted(path.name for path in folder.glob("step2/*optim_states.pt")))
     os.kill(writer.pid, signal.SIGCONT)
 
 
 if __name__ == "__main__":
-    folder = Path(tempfile.gettempdir(), f"latest_too_early-{os.environ['MASTER_PORT']}")
-    model = torch.nn.Linear(8, 8)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
+    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(8, 8), config=CONFIG)
+    folders = [tempfile.mkdtemp() if engine.global_rank == 0 else None]
+    torch.distributed.broadcast_object_list(folders)
+    folder = Path(folders[0])
     for tag in ("step1", "step2", "step3"):
         engine.backward(engine(torch.ones(1, 8)).sum())
         engine.step()  # commits the checkpoint of the step before

@@ -24,9 +24,13 @@ TIMEOUT_S = 3600
 
 
 def try_release(release: Release, names: Sequence[str]) -> dict[str, Any]:
-    """Return the versions that the ranks had, and the result of each case, by name, joined from all ranks."""
+    """Return the versions that the ranks had, and the result of each case, by name, joined from all ranks.
+
+    ``missing_names`` are the names of DeepSpeed that the plugin uses and the release lacks.
+    """
     cases: dict[str, list[str]] = {}
     versions: dict[str, str] = {}
+    missing_names: list[str] = []
     for size in sorted(set(map(world_size, names))):
         of_size = [name for name in names if world_size(name) == size]
         with tempfile.TemporaryDirectory() as folder:
@@ -37,12 +41,12 @@ def try_release(release: Release, names: Sequence[str]) -> dict[str, Any]:
                 if not written.exists():
                     raise RuntimeError(f"rank {rank} with {release} failed:\n{finished.output[-5000:]}")
                 found = json.loads(written.read_text())
-                versions = found["versions"]
+                versions, missing_names = found["versions"], found["missing_names"]
                 assert versions[release.package].split("+")[0] == release.version, versions
                 for name in of_size:
                     lines = found["cases"].get(name, ["not run, because an earlier case failed"])
                     cases[name] = list(dict.fromkeys([*cases.get(name, []), *lines]))
-    return {**versions, "cases": cases}
+    return {**versions, "missing_names": missing_names, "cases": cases}
 
 
 def main(arguments: Sequence[str]) -> int:

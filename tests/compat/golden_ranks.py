@@ -1,5 +1,8 @@
 """Train golden cases on one rank with this environment's DeepSpeed and PyTorch, and write how they compare with stock.
 
+The names of DeepSpeed that the plugin uses and that are missing are written, too. When training starts, the plugin
+looks for them only in releases that were never tried; those between two tried ones lack what their neighbours lack.
+
 Arguments: the path of the results, to which the rank is appended, and the names of the cases. At one rank, an exception
 ends its case only. At several ranks it ends all, because the collectives of the ranks no longer match.
 """
@@ -21,8 +24,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from deep_opt_states.zero.internals.private_names import missing_names
 from deep_opt_states.zero.internals.releases import is_at_least
-from deep_opt_states.zero.start.refusals import Unsupported
+from deep_opt_states.zero.start.unsupported import Unsupported
 from tests.compat.golden import EQUAL, EQUAL_BUT_NAN, NORM_IS_CHECKED_SINCE, SINCE, refused
 from tests.zero.parity import training
 from tests.zero.parity.case import Case
@@ -64,7 +68,7 @@ def compare(name: str) -> list[str]:
 
 
 def main(path: str, *names: str) -> None:
-    """Write the versions, and the result of each case, by name."""
+    """Write the versions, the names that are missing, and the result of each case, by name."""
     # DeepSpeed's CPU accelerator returns False on some CPUs, but trains fp16 on all of them.
     get_accelerator().is_fp16_supported = lambda: True
     cases: dict[str, list[str]] = {}
@@ -77,7 +81,7 @@ def main(path: str, *names: str) -> None:
             if dist.get_world_size() > 1:
                 break
     versions = {"deepspeed": deepspeed.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    results = {"versions": versions, "cases": cases}
+    results = {"versions": versions, "missing_names": missing_names(), "cases": cases}
     Path(f"{path}.{dist.get_rank()}").write_text(json.dumps(results))
 
 

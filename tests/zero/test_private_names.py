@@ -10,6 +10,7 @@ of DeepSpeed that was never tried has them.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -20,7 +21,14 @@ import deepspeed
 import pytest
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from deep_opt_states.zero.internals.private_names import ATTRIBUTES, HOOKS, METHODS, SINCE, missing_names
+from deep_opt_states.zero.internals.private_names import (
+    ATTRIBUTES,
+    HOOKS,
+    METHODS,
+    PASS_FURTHER_ON,
+    SINCE,
+    missing_names,
+)
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 
 PACKAGE = Path(__file__).resolve().parents[2] / "deep_opt_states"
@@ -98,6 +106,17 @@ def test_the_list_has_every_hook_that_is_overridden() -> None:
     assert overridden == HOOKS.keys()
 
 
+def test_the_list_has_every_hook_that_passes_further_arguments_on() -> None:
+    of_any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    passing = {
+        name
+        for name in HOOKS
+        for parameter in inspect.signature(getattr(DeepOptimizerStates_Stage3, name)).parameters.values()
+        if parameter.kind in of_any_number
+    }
+    assert passing == HOOKS.keys() & PASS_FURTHER_ON
+
+
 def test_this_deepspeed_has_every_name_of_the_list() -> None:
     assert missing_names() == []
 
@@ -114,6 +133,36 @@ def test_a_missing_name_and_other_parameters_are_found() -> None:
         "DeepSpeedConfig._initialize_params has the parameters (param_dict), expected (config_dict)",
         "Gone._method is missing",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "can_be_used"),
+    [
+        # A hook that is overridden by one with the same parameters.
+        ("_pre_step", "self", True),
+        ("_pre_step", "self, closure", False),
+        ("_pre_step", "self, closure=None", False),
+        ("_pre_step", "self, **kwargs", False),
+        ("fetch_sub_module", "self, current_submodule, forward, stream=None", False),
+        # One whose override passes further arguments on.
+        ("reload_states", "self, non_blocking=False, stream=None", True),
+        ("reload_states", "self, stream=None", False),
+        # A method that the plugin calls.
+        ("_get_ckpt_name", "self, checkpoints_path, tag, rank=0, *, suffix='', **kwargs", True),
+        ("_get_ckpt_name", "self, checkpoints_path, tag, rank", False),
+        ("_get_ckpt_name", "self, checkpoints_path, tag, *, rank", False),
+        ("_get_ckpt_name", "self, checkpoints_path, *, tag", False),
+        ("_get_ckpt_name", "self, tag, checkpoints_path", False),
+    ],
+)
+def test_parameters_that_the_plugin_cannot_use_are_found(
+    name: str, parameters: str, can_be_used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{tmp_path.name}.py").write_text(f"class Seeded:\n    def {name}({parameters}): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (expected,) = {methods[name] for methods in METHODS.values() if name in methods}
+    found = missing_names({f"{tmp_path.name}:Seeded": {name: expected}}, {})
+    assert [line.partition(" has the parameters")[0] for line in found] == ([] if can_be_used else [f"Seeded.{name}"])
 
 
 def test_a_method_that_older_releases_lack_is_missed_in_a_newer_one() -> None:

@@ -1,8 +1,11 @@
 """Do what older releases of DeepSpeed lack, or do under another name.
 
 Each function is named after the first release that does not need it. Where a release lacks a name, ``compat.py`` and
-its neighbours call the function here instead. The one other difference, the powers of beta before 0.19, is found by
-trying, together with the rest of the op's arithmetic (``device/kernels/arithmetic.py``).
+its neighbours call the function here instead.
+
+Other differences need no function. The powers of beta before 0.19 are found by trying, together with the rest of the
+op's arithmetic (``device/kernels/arithmetic.py``). Before 0.19.8, ``step()``, which is stock's, goes on after a norm
+that is inf or NaN. Features that a release lacks are refused (``start/refusals.py``).
 """
 
 from __future__ import annotations

@@ -60,11 +60,35 @@ HOOKS = {
 }
 """The methods of DeepSpeed's optimizer that ``stage3.py`` and its base classes override, with their parameters."""
 
+PASS_FURTHER_ON = {
+    # Hooks that are overridden.
+    "_configure_offloading",
+    "_get_fp32_opt_state_partition",
+    "get_full_hp_param",
+    "offload_states",
+    "reload_states",
+    "set_full_hp_param",
+    # Methods that ``partition_hooks.py`` and ``activation.py`` wrap.
+    "_all_gather",
+    "_configure_zero_optimizer",
+    "_do_sanity_check",
+    "_initialize_params",
+    "load_checkpoint",
+}
+"""The methods in whose place the plugin has one that passes further arguments on to DeepSpeed's own."""
+
+REPLACED = (HOOKS.keys() - PASS_FURTHER_ON) | {
+    "_ensure_availability_of_partitioned_params",
+    "_partition",
+    "fetch_sub_module",
+}
+"""The methods in whose place the plugin has one that raises ``TypeError`` if DeepSpeed passes further arguments."""
+
 METHODS: Mapping[str, Mapping[str, str]] = {
     _STAGE3: {
         **HOOKS,
         "_autoep_expert_parallel_group": "params",
-        "_constant_buffered_norm2": "input buffer_size",
+        "_constant_buffered_norm2": "input",
         "_fp32_state_allgather": "param fp32_state_partition",
         "_get_param_coordinator": "",
         "_get_param_partition_rank": "param",
@@ -90,7 +114,8 @@ METHODS: Mapping[str, Mapping[str, str]] = {
 }
 """The parameters, without ``self``, of each method that is overridden, wrapped or called, by its class.
 
-``module:`` without a class stands for the functions of a module.
+``module:`` without a class stands for the functions of a module. A release may have further parameters where
+``PASS_FURTHER_ON`` names the method, or if they have defaults and ``REPLACED`` does not name it.
 """
 
 ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
@@ -103,12 +128,17 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
 
 SINCE: Mapping[str, str] = {
     "_autoep_expert_parallel_group": "0.19.3",
+    "_finalize_offload_gradient_accumulation": "0.19.5",
     "_get_param_partition_rank": "0.19.3",
     "_get_sub_group_process_group": "0.19.3",
     "_range_pop": "0.19.0",
     "_range_push": "0.19.0",
 }
-"""The first release that has a method. In older ones, a function of ``older.py`` replaces it."""
+"""The first release that has a method. In older ones, a function of ``older.py`` replaces a method that is called.
+
+``_finalize_offload_gradient_accumulation`` ends the accumulation windows that the caller delimits, which older releases
+do not have.
+"""
 
 
 def missing_names(
@@ -123,13 +153,24 @@ def missing_names(
             if name not in found:
                 is_replaced = name in SINCE and not is_at_least(deepspeed.__version__, SINCE[name])
                 lines += [] if is_replaced else [f"{owner}.{name} is missing"]
-            elif found[name].split()[: len(parameters.split())] != parameters.split():
-                lines.append(f"{owner}.{name} has the parameters ({found[name]}), expected ({parameters})")
+            elif not _can_be_used(name, found[name], parameters.split()):
+                shown = " ".join(found[name])
+                lines.append(f"{owner}.{name} has the parameters ({shown}), expected ({parameters})")
         lines += [f"{owner}.{name} is missing" for name in attributes.get(place, ()) if name not in assigned]
     return sorted(lines)
 
 
-def _defined(place: str) -> tuple[dict[str, str], set[str]]:
+def _can_be_used(name: str, found: list[str], expected: list[str]) -> bool:
+    """Return whether the plugin can replace, wrap or call a method with the parameters that were ``found``."""
+    known, further = found[: len(expected)], found[len(expected) :]
+    if [parameter.removesuffix("=") for parameter in known] != expected:
+        return False
+    if name in PASS_FURTHER_ON:
+        return True
+    return not further if name in REPLACED else all(parameter.endswith(("=", "*")) for parameter in further)
+
+
+def _defined(place: str) -> tuple[dict[str, list[str]], set[str]]:
     """Return the parameters of each method, and the attributes that are assigned, of a class or a module."""
     module_name, _, class_name = place.partition(":")
     try:
@@ -137,7 +178,7 @@ def _defined(place: str) -> tuple[dict[str, str], set[str]]:
         owners = getattr(module, class_name).__mro__ if class_name else [module]
     except (ImportError, AttributeError):
         return {}, set()
-    methods: dict[str, str] = {}
+    methods: dict[str, list[str]] = {}
     assigned: set[str] = set()
     for owner in owners:
         for node in _bodies(owner):
@@ -145,10 +186,23 @@ def _defined(place: str) -> tuple[dict[str, str], set[str]]:
                 if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store):
                     assigned.add(child.attr)
             if isinstance(node, ast.FunctionDef):
-                arguments = node.args
-                names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-                methods.setdefault(node.name, " ".join(name for name in names if name != "self"))
+                methods.setdefault(node.name, [name for name in _parameters(node.args) if name != "self"])
     return methods, assigned
+
+
+def _parameters(arguments: ast.arguments) -> list[str]:
+    """Return the names of the parameters, with ``=`` after one that has a default.
+
+    ``*`` stands for any number of positional arguments, or for the start of the parameters that are passed by name
+    only, and ``**`` for any number of arguments with names.
+    """
+    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    required = len(positional) - len(arguments.defaults)
+    names = positional[:required] + [f"{name}=" for name in positional[required:]]
+    names += ["*"] if arguments.vararg or arguments.kwonlyargs else []
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        names.append(argument.arg if default is None else f"{argument.arg}=")
+    return names + (["**"] if arguments.kwarg else [])
 
 
 def _bodies(owner: Any) -> Iterator[ast.stmt]:

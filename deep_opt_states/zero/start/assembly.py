@@ -36,7 +36,7 @@ from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.host_memory import FreeHostMemory, SharingRanks, check_free_memory, check_locking
 from deep_opt_states.zero.start.model_shards import check_even_shards
 from deep_opt_states.zero.start.planning import PlannedRun, make_plan
-from deep_opt_states.zero.start.refusals import Unsupported
+from deep_opt_states.zero.start.unsupported import Unsupported
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
 from deep_opt_states.zero.step.gradients import Gradients
 from deep_opt_states.zero.step.running_plan import RunningPlan, max_intervals, splits_of

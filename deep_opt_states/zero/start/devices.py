@@ -21,7 +21,7 @@ from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.profiler.adam_kernels import training_gpu_adam
 from deep_opt_states.runtime.gpu_budget import GpuBudget
-from deep_opt_states.zero.start.refusals import Unsupported
+from deep_opt_states.zero.start.unsupported import Unsupported
 from perf_model.prediction.memory import TrainingSetup, memory_of
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan

@@ -11,7 +11,7 @@ from itertools import zip_longest
 
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.zero.internals.agreement import gather_values
-from deep_opt_states.zero.start.refusals import Unsupported
+from deep_opt_states.zero.start.unsupported import Unsupported
 from perf_model.schedule.workload import Partition
 
 

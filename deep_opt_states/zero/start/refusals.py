@@ -14,11 +14,8 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.zero.internals.compat import num_step_hooks, param_dict
-from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED, is_at_least, is_too_old
-
-
-class Unsupported(ValueError):
-    """The error for a feature that the plugin does not support and that is enabled together with it."""
+from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED, is_at_least
+from deep_opt_states.zero.start.unsupported import Unsupported
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ def refuse_config(ds_config: Any) -> None:
     Rules are checked group by group, because a later group reads values that an earlier group guarantees to exist.
     Raise ``Unsupported`` with one message for each broken rule of the first group that has any.
     """
-    for rules in (_VERSION, _LATER_FEATURES, _STAGE, _CONFIG):
+    for rules in (_LATER_FEATURES, _STAGE, _CONFIG):
         _refuse(rules, ds_config)
 
 
@@ -101,16 +98,6 @@ def _is_pair(betas: Any) -> bool:
 
 
 _FP32_STATES = "The plugin keeps the optimizer states in fp32, as stock DeepSpeed does by default: remove it."
-
-_VERSION = (
-    Rule(
-        "deepspeed",
-        f"must be version {TRIED_DEEPSPEED[0]} or later",
-        f"Install the newest that was tried with pip install deepspeed=={TRIED_DEEPSPEED[-1]}.",
-        lambda config: deepspeed.__version__,
-        lambda version: not is_too_old(version),
-    ),
-)
 
 
 def _rule_for_later_feature(key: str, since: str, uses: Callable[[dict[str, Any]], bool]) -> Rule:

@@ -22,8 +22,8 @@ from deep_opt_states.names import CONFIG_KEY, __version__
 from deep_opt_states.profiler.cache import cached_path
 from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.internals.private_names import missing_names
-from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED, is_tried
-from deep_opt_states.zero.start.refusals import Unsupported
+from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED, is_too_old, is_tried
+from deep_opt_states.zero.start.unsupported import Unsupported
 
 TIMEOUT_S = 900
 """DeepSpeed's op may have to be compiled first."""
@@ -45,17 +45,38 @@ def release_is_tried() -> bool:
 
 
 def check_release(untested_deepspeed: str) -> None:
-    """Raise ``Unsupported`` for a release of DeepSpeed that was never tried, if the config or its names forbid it.
+    """Raise ``Unsupported`` for a release of DeepSpeed that is too old, or that its names or the config forbid.
 
-    ``untested_deepspeed`` is the key of the config. This is fast, and one process may call it alone.
+    The latter two only forbid a release that was never tried. ``untested_deepspeed`` is the key of the config. This is
+    fast, and one process may call it alone.
     """
     version = deepspeed.__version__
+    if is_too_old(version):
+        raise Unsupported(
+            f'"{CONFIG_KEY}" is enabled, but DeepSpeed must be version {TRIED_DEEPSPEED[0]} or later, '
+            f"found {version}.\n"
+            f"Install the newest that was tried with pip install deepspeed=={TRIED_DEEPSPEED[-1]}."
+        )
     if release_is_tried() or version in _accepted:
         return
     if untested_deepspeed == "refuse":
         raise _refusal(version, '"untested_deepspeed" is "refuse"', [], 'set "untested_deepspeed": "verify", or ')
     if missing := missing_names():
         raise _refusal(version, "it lacks names that the plugin uses", missing)
+
+
+@contextmanager
+def missing_names_are_refused() -> Iterator[None]:
+    """Raise ``Unsupported`` if a name is missing inside this context and the release of DeepSpeed was never tried.
+
+    ``check_release`` looks for private names only. Modules and public attributes are found missing when they are used.
+    """
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        if release_is_tried():
+            raise
+        raise _refusal(deepspeed.__version__, "it lacks a name that the plugin uses", [str(error)]) from error
 
 
 def verify_release() -> None:

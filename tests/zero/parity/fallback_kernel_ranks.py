@@ -15,7 +15,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from deep_opt_states.device.kernels import library
-from deep_opt_states.zero.start.refusals import Unsupported
+from deep_opt_states.zero.start.unsupported import Unsupported
 from tests.launch import answer
 from tests.zero.parity.case import CPU, SPLIT_MASTERS, STREAMED, STRIDE_2, WHOLE_MASTERS, Case
 from tests.zero.parity.training import differences, run_variant

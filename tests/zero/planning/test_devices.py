@@ -14,7 +14,7 @@ from deep_opt_states.device.kernels.adam import AdamKernel
 from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.zero.start import devices
 from deep_opt_states.zero.start.devices import AcceleratorChoice
-from deep_opt_states.zero.start.refusals import Unsupported
+from deep_opt_states.zero.start.unsupported import Unsupported
 from perf_model.prediction.memory import TrainingSetup, memory_of
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement

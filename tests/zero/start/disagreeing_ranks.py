@@ -12,7 +12,7 @@ from deep_opt_states.zero import plugin
 from deep_opt_states.zero.internals.agreement import RanksDisagree
 from deep_opt_states.zero.start import planning
 from deep_opt_states.zero.start.devices import AcceleratorChoice
-from deep_opt_states.zero.start.refusals import Unsupported
+from deep_opt_states.zero.start.unsupported import Unsupported
 from perf_model.presets.machines import MACHINES
 from tests.launch import answer
 from tests.zero.parity.case import CPU, STRIDE_2, STRIDE_3, Case

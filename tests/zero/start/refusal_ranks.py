@@ -26,7 +26,7 @@ from deep_opt_states.zero import plugin
 from deep_opt_states.zero.internals.agreement import RanksDisagree
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.start import devices
-from deep_opt_states.zero.start.refusals import Unsupported
+from deep_opt_states.zero.start.unsupported import Unsupported
 from tests.launch import answer
 from tests.zero.process_group import process_group
 

@@ -207,3 +207,50 @@ def test_a_deepspeed_without_the_wrapped_functions_still_imports(module: str, tm
     output = run("-c", f"import torch, {module}; print('imported')", PYTHONPATH=str(tmp_path)).output
     assert "imported" in output
     assert f"does not support this version of DeepSpeed: {module} has no DeepSpeed" in output
+
+
+CHANGED_RELEASE = {
+    "__init__": "__version__ = '0.20.0'",
+    "runtime/__init__": "",
+    "runtime/config": """
+class DeepSpeedConfig:
+    def __init__(self, config):
+        self.json = config
+""",
+    "utils/__init__": """
+import logging
+logger = logging.getLogger("DeepSpeed")
+def log_dist(message, ranks, level):
+    logger.log(level, message)
+""",
+}
+"""The source of a DeepSpeed that has none of the private names that the plugin uses, by file."""
+
+READS_CONFIGS = """
+import torch, json, sys
+from deepspeed.runtime.config import DeepSpeedConfig
+for config in map(json.loads, sys.argv[1:]):
+    try:
+        DeepSpeedConfig(config)
+        print("accepted")
+    except ValueError as error:
+        print("refused:", *str(error).splitlines())
+"""
+
+
+@pytest.mark.promise("P6")
+def test_a_deepspeed_without_the_wrapped_functions_refuses_a_config_with_the_block(tmp_path: Path) -> None:
+    """Check that stock still reads a config without the block, and one whose block is not enabled."""
+    for name, source in CHANGED_RELEASE.items():
+        path = tmp_path / "deepspeed" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    blocks: list[Any] = [None, {"enabled": False}, {}, {"untested_deepspeed": "refuse"}]
+    configs = [json.dumps({} if block is None else {"deep_optimizer_states": block}) for block in blocks]
+    output = run("-c", READS_CONFIGS, *configs, PYTHONPATH=str(tmp_path)).output
+    verdicts = [line for line in output.splitlines() if line.startswith(("accepted", "refused: "))]
+    assert verdicts[:2] == ["accepted", "accepted"]
+    assert "found 0.20.0: it lacks names that the plugin uses" in verdicts[2]
+    assert "DeepSpeedConfig._initialize_params is missing" in verdicts[2]
+    assert 'found 0.20.0: "untested_deepspeed" is "refuse"' in verdicts[3]
+    assert len(verdicts) == 4

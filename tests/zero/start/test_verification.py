@@ -20,6 +20,9 @@ REFUSED = {
     "training fails": "the tiny training did not finish\n  exit code 1",
     "trains again after a failure": "master of sub-group",
     "missing name": "Engine._hook is missing",
+    "missing attribute": "it lacks a name that the plugin uses\n  'DeepSpeedZeroConfig' object has no attribute 'gone'",
+    "missing attribute, refused by the config": '"untested_deepspeed" is "refuse"',
+    "missing module": "it lacks a name that the plugin uses\n  import of deepspeed.runtime.superoffload",
     "prints_null": "the tiny training did not finish\n  exit code 0: null",
     "fails_at_its_end": "the tiny training did not finish\n  exit code 3",
 }

@@ -9,17 +9,20 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 
+from deep_opt_states import zero
 from deep_opt_states.zero.internals.agreement import RanksDisagree
-from deep_opt_states.zero.start import verification
+from deep_opt_states.zero.start import refusals, verification
+from deep_opt_states.zero.start.unsupported import Unsupported
 from tests.launch import answer
 from tests.zero.process_group import process_group
 
@@ -40,7 +43,7 @@ def start(untested_deepspeed: str) -> str:
     verification.differences_of.cache_clear()
     try:
         engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 4), config=config_with(untested_deepspeed))
-    except (verification.Unsupported, RanksDisagree) as refusal:
+    except (Unsupported, RanksDisagree) as refusal:
         return str(refusal)
     name = type(engine.optimizer).__name__
     engine.destroy()
@@ -51,6 +54,22 @@ def start(untested_deepspeed: str) -> str:
 def training(name: str) -> Iterator[None]:
     """Let another module be the tiny training."""
     with mock.patch.object(verification, "TRAINING", name):
+        yield
+
+
+def without_an_attribute() -> AbstractContextManager[object]:
+    """Let a rule read a public attribute of DeepSpeed's config that does not exist."""
+    rule = refusals.Rule("zenflow", "must be absent", "Remove it.", lambda config: config.zero_config.gone, bool)
+    return mock.patch.object(refusals, "_CONFIG", (rule,))
+
+
+@contextmanager
+def without_a_module() -> Iterator[None]:
+    """Import the plugin again at its next use, without a module of DeepSpeed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, "deep_opt_states.zero.plugin")
+        patch.delattr(zero, "plugin")
+        patch.setitem(sys.modules, "deepspeed.runtime.superoffload", None)
         yield
 
 
@@ -79,6 +98,12 @@ def main(folder: str) -> None:
         for name in ("prints_null", "fails_at_its_end"):
             with training(f"tests.zero.start.{name}"):
                 answer({"name": name, "found": start("verify")})
+    with mock.patch.object(deepspeed, "__version__", "0.20.4"):
+        with without_an_attribute():
+            answer({"name": "missing attribute", "found": start("verify")})
+            answer({"name": "missing attribute, refused by the config", "found": start("refuse")})
+        with without_a_module():
+            answer({"name": "missing module", "found": start("verify")})
 
 
 def start_on_two_ranks() -> None:

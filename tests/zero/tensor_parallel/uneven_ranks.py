@@ -7,7 +7,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from deep_opt_states.zero.start.refusals import Unsupported
+from deep_opt_states.zero.start.unsupported import Unsupported
 from tests.launch import answer
 from tests.zero.process_group import process_group
 from tests.zero.tensor_parallel.layouts import llama
