@@ -45,9 +45,10 @@ test-all: $(INSTALLED)  ## Run all tests
 	@$(WITH_NINJA) $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder \
 	    $(tier) $(PYTEST_OPTIONS)
 
-test-split: $(INSTALLED)  ## Train the parity cases with split masters, on the CPU and on the software GPU
+test-split: $(INSTALLED)  ## Train the cases of `make test` with split masters, on the CPU and on the software GPU
 	@$(WITH_NINJA) TESTS_SPLIT_MASTERS=1 $(VENV)/bin/python -m pytest -m "not thorough" tests/zero/parity tests/zero/moves \
-	    tests/zero/races tests/zero/tensor_parallel tests/software_gpu/training tests/software_gpu/faults
+	    tests/zero/races tests/zero/checkpoints tests/software_gpu/training tests/software_gpu/faults \
+	    tests/software_gpu/filled_gpu tests/software_gpu/test_user_access.py
 
 test-oldest: $(INSTALLED)  ## Train a few golden cases with the oldest supported release of DeepSpeed
 	@$(WITH_NINJA) $(VENV)/bin/python -m pytest tests/compat

@@ -2,8 +2,9 @@
 
 Stock scales the fp32 gradient in place, calls DeepSpeedCPUAdam, and rounds the parameters to bf16. Ours reads the bf16
 gradient and does the rest in the same pass. Both start from the same state, and the bits of p, m, v and the bf16
-parameters are compared after every repetition. For comparison, fp32 memory is read and written in place, which shows
-the bandwidth of host memory. The variants run one after the other in each repetition, in an order that alternates.
+parameters are compared after every repetition; those of split masters only after the last one, because they must be
+joined for that. For comparison, fp32 memory is read and written in place, which shows the bandwidth of host memory. The
+variants run one after the other in each repetition, in an order that alternates.
 
 If both are limited by host memory, they differ by their bytes per parameter, 42 and 28, and by a little more, since
 stock's rounding also reads the memory that it overwrites. With split masters our update moves 26 bytes per parameter.
@@ -229,7 +230,10 @@ def seconds_of(work: Callable[[AdamStep], None], step: AdamStep) -> float:
 
 
 def compare(numel: int, threads: int, repetitions: int) -> Iterator[Row]:
-    """Yield the rates and bandwidths of ``numel`` parameters, with ``threads`` threads for all variants."""
+    """Yield the rates and bandwidths of ``numel`` parameters, with ``threads`` threads for all variants.
+
+    The bits of split masters are compared with stock's once, after the last repetition.
+    """
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(1)).bfloat16()
     with torch_threads(threads):
         stock = StockUpdate(fresh_state(numel), gradient)

@@ -37,13 +37,13 @@ class Executor:
     """The runtime that executes one schedule per optimizer step, on the accelerator's streams and one worker thread.
 
     Streams and the worker are reserved in the constructor, events and slots there, in ``set_units`` and in
-    ``set_schedule``. An update allocates nothing, except for a moment 2 bytes of host memory per parameter of a range
-    whose masters it splits again. ``host_adam`` updates in host memory, and ``device_adam`` on the accelerator; it may
-    be None if every unit is updated on the CPU. ``worker`` is the cpu lane, a new ``Worker`` by default. ``splits`` has
-    the ranges of each unit that ``begin`` updates early; by default there are none. Every action is issued, or run by
-    the worker, inside the context ``span(name)``. ``checksum`` is needed if masters are split and ``device_adam`` is
-    not None; ``names`` has the names of parameters for errors. Raise ``ScheduleError`` if the schedule is not safe to
-    execute.
+    ``set_schedule``. An update allocates nothing, except where it splits masters again. That takes host memory for a
+    moment, 2 bytes per parameter of one range, and at most 17 MB for a chunk of it. ``host_adam`` updates in host
+    memory, and ``device_adam`` on the accelerator; it may be None if every unit is updated on the CPU. ``worker`` is
+    the cpu lane, a new ``Worker`` by default. ``splits`` has the ranges of each unit that ``begin`` updates early; by
+    default there are none. Every action is issued, or run by the worker, inside the context ``span(name)``.
+    ``checksum`` is needed if masters are split and ``device_adam`` is not None; ``names`` has the names of parameters
+    for errors. Raise ``ScheduleError`` if the schedule is not safe to execute.
 
     **Order of calls.** One thread makes all calls. ``begin`` starts an update and ``finish`` ends it; ``run`` does
     both. ``finish_on_stream`` ends it, too, but leaves its flushes in flight. Between them the caller may call
@@ -59,8 +59,10 @@ class Executor:
     optimizer states and parameters belong to the executor: the caller must neither write to gradients and states nor
     read parameters. There are two exceptions: the parameters of early ranges may be read and written once ``begin`` has
     returned, and the parameters of a unit may be read after ``publish``, both only on the stream that is current
-    in ``begin`` or ``publish``. On any other stream, call ``publish_early_ranges`` or ``publish`` first. ``finish``
-    blocks the host until nothing is in flight, so that afterwards every stream and thread may use the tensors.
+    in ``begin`` or ``publish``. If masters are split, the early ranges of resident units may only be read: the next
+    comparison of sums notices a write to them, which ends the training. On any other stream, call
+    ``publish_early_ranges`` or ``publish`` first. ``finish`` blocks the host until nothing is in flight, so that
+    afterwards every stream and thread may use the tensors.
 
     **Failure.** Any exception in any lane is fatal for the update: parameters and states may already be updated for
     some units and not for others. The executor stops, waits for the operations in flight and keeps the exception

@@ -93,7 +93,9 @@ def reserved_by_the_runtime(plan: UpdatePlan, setup: TrainingSetup) -> list[Rese
     the budget (``TrainingSetup.sums_on_accelerator``); otherwise the others are accumulated in host memory.
 
     Memory that stock takes as well is not included: parameters, those that are gathered, gradients until they are
-    reduced, and DeepSpeed's buckets.
+    reduced, and DeepSpeed's buckets. If masters are split, the sums by which writes to parameters are noticed are not
+    included either. They take 0.002 bytes per parameter that the accelerator updates, in one tensor per range that it
+    updates at once, which has a block of at least 512 bytes; and 8 bytes per such range for the findings.
     """
     numels = _numels_by_placement(plan)
     streamed, residents = numels[Placement.STREAMED], numels[Placement.RESIDENT]

@@ -17,9 +17,9 @@ import torch
 from tests.launch import answer
 from tests.software_gpu.plugged import plugged
 from tests.software_gpu.ranks import software_process_group
-from tests.software_gpu.split_numels import counted_splits
 from tests.zero.memory.process_memory_ranks import PeakMemory, wide_model
 from tests.zero.on_accelerator import on_accelerator
+from tests.zero.parity.split_numels import counted_splits
 
 WIDTH, LAYERS = 1024, 24
 NUMEL = WIDTH * WIDTH * LAYERS

@@ -14,7 +14,7 @@ PROGRAM = "tests.software_gpu.plan_memory.plan_memory_ranks"
 
 TOLERANCE = 0.05
 
-SHORT = ("few plans", "only sums")
+SHORT = ("few plans", "only sums", "split masters")
 LONG = tuple(name for name in TRAININGS if name not in SHORT)
 RANKS = {"1 rank, short": (1, SHORT), "1 rank": (1, LONG), "2 ranks": (2, (*SHORT, *LONG))}
 """The numbers of ranks, and what they train."""

@@ -22,9 +22,9 @@ from tests.sharing.stack_model import Stack
 from tests.software_gpu.plugged import plugged
 from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import LAZY
-from tests.software_gpu.split_numels import counted_splits
 from tests.zero.checkpoints.checkpoint_jobs import FIRST_TAG, UNIVERSAL, convert_to_universal
 from tests.zero.parity.case import SPLIT_MASTERS, WHOLE_MASTERS, Case
+from tests.zero.parity.split_numels import counted_splits
 from tests.zero.parity.training import Block, Record, closing_engine, differences, shared_folder, train
 
 STOCK, WHOLE, SPLIT = "stock", "whole masters", "split masters"

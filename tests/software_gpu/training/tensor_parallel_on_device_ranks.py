@@ -24,10 +24,10 @@ from tests.model.profiles import RATES, profile
 from tests.software_gpu.plugged import plugged
 from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import ADVERSARIES
-from tests.software_gpu.split_numels import ACCELERATOR, CPU, counted_splits
 from tests.software_gpu.training.parity_on_device_ranks import CHUNK_BYTES, MACHINE
 from tests.zero.parity.case import SPLIT_MASTERS, STRIDE_2
 from tests.zero.parity.case_runs import results_in_turn
+from tests.zero.parity.split_numels import ACCELERATOR, CPU, counted_splits
 from tests.zero.parity.training import Record, differences
 from tests.zero.tensor_parallel.cases import ARMS, BY_NAME, CASES, TensorParallelCase
 from tests.zero.tensor_parallel.layouts import SharedModel, layouts

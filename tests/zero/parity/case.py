@@ -26,8 +26,12 @@ SPLIT_MASTERS = {"split_masters": True}
 WHOLE_MASTERS = {"split_masters": False}
 """A part of a block that keeps masters whole also if ``SPLITS_EVERYWHERE``, for tests that split masters refuse."""
 
-SPLITS_EVERYWHERE = os.environ.get("TESTS_SPLIT_MASTERS") == "1"
-"""Whether each case that can be trained with split masters is, unless a block decides: ``make test-split`` sets it."""
+VARIABLE = "TESTS_SPLIT_MASTERS"
+SPLITS_EVERYWHERE = os.environ.get(VARIABLE) == "1"
+"""Whether each case that can be trained with split masters is, unless a block decides: ``make test-split`` sets it.
+
+``split_numels.py`` checks that masters are split then.
+"""
 
 EVERY_PLACEMENT = (CPU, STREAMED, STREAMED_ONE_SLOT, STREAMED_MANY_SLOTS, STRIDE_2, STRIDE_3, STRIDE_BEYOND, FRACTION)
 

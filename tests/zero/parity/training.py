@@ -22,6 +22,7 @@ from deep_opt_states.zero.start.devices import AcceleratorChoice
 from tests.kernels.plain_checksum import PlainChecksum
 from tests.zero.parity.case import Case
 from tests.zero.parity.parity_model import ParityNet, batch, param_groups
+from tests.zero.parity.split_numels import splits_masters_in
 
 Block = dict[str, Any] | None
 """The plugin's config block; None is stock DeepSpeed."""
@@ -119,6 +120,11 @@ def shared_folder() -> Iterator[Path]:
 
 def train(engine: Any, case: Case, folder: Path) -> Record:
     """Train the case's steps, with checkpoints in ``folder`` for an in-process reload, and return the record."""
+    with splits_masters_in(case, engine):
+        return _trained(engine, case, folder)
+
+
+def _trained(engine: Any, case: Case, folder: Path) -> Record:
     record = Record(optimizer_class=type(engine.optimizer).__name__)
     # These are read at the end, because reading one waits for the accelerator, which would prevent the overlap.
     losses: list[torch.Tensor] = []
