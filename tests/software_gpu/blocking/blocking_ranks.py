@@ -51,7 +51,7 @@ HELPERS = ("library.py", "device.py", "cuda.py", "accelerator.py", "compat.py", 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
+class BlockingVariant:
     """A training with stock, or with a config block: its placement, how the update ends, and whether masters split."""
 
     dtype: str
@@ -68,10 +68,10 @@ class Variant:
         return UPDATES[self.update]({**PLACEMENTS[self.placement], **(SPLIT_MASTERS if self.splits else {})})
 
 
-def variants(which: str) -> Iterator[Variant]:
+def variants(which: str) -> Iterator[BlockingVariant]:
     """Yield all variants, or those of ``make test``."""
     for dtype, offloads in product(("bf16", "fp16", "fp32"), (False, True)):
-        yield Variant(dtype=dtype, offloads=offloads)
+        yield BlockingVariant(dtype=dtype, offloads=offloads)
         usual = (dtype, offloads) == ("bf16", False)
         for splits, placement, update in product((False, True) if usual else (False,), PLACEMENTS, UPDATES):
             if (
@@ -79,7 +79,7 @@ def variants(which: str) -> Iterator[Variant]:
                 or (usual and dist.get_world_size() == 1)
                 or (placement, update) == ("stride", "deferred")
             ):
-                yield Variant(dtype=dtype, offloads=offloads, placement=placement, update=update, splits=splits)
+                yield BlockingVariant(dtype=dtype, offloads=offloads, placement=placement, update=update, splits=splits)
 
 
 @contextmanager
