@@ -7,7 +7,7 @@ and imports no module of this package that needs torch. Such modules are importe
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 from deep_opt_states.names import CONFIG_KEY, is_about_our_block, resembles_config_key
@@ -109,13 +109,18 @@ def _plugin_for(param_dict: dict[str, Any]) -> Any:
     from deep_opt_states.zero.start.verification import check_release, missing_names_are_refused
 
     config = enabled_config(param_dict)
-    if config is not None:
-        check_release(config.untested_deepspeed)
-    with missing_names_are_refused(), suppress(ImportError, AttributeError) if config is None else nullcontext():
+    if config is None:
+        # The ranks agree whether the plugin is on, so a rank whose block is not enabled takes part where it can.
+        with suppress(ImportError, AttributeError):
+            from deep_opt_states.zero import plugin
+
+            return plugin
+        return None
+    check_release(config.untested_deepspeed)
+    with missing_names_are_refused():
         from deep_opt_states.zero import plugin
 
         return plugin
-    return None
 
 
 def _json_of(ds_config: Any) -> dict[str, Any]:

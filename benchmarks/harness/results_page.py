@@ -176,20 +176,16 @@ def _last_runs(path: Path) -> Iterator[Rows]:
     """
     if not path.exists():
         return
-    by_kind: dict[str, dict[str, Rows]] = {}
+    by_kind: dict[tuple[bool, str], dict[str, Rows]] = {}
     for row in read_rows(path):
         if not row["quick"]:
-            kind = machine_of(row) if row["gpu"] else f"{row['cores']} cores"
+            has_gpu = row["gpu"] is not None
+            kind = has_gpu, machine_of(row) if has_gpu else f"{row['cores']} cores"
             by_kind.setdefault(kind, {}).setdefault(row["date"], []).append(row)
-    # The newest first, and GPUs before machines without one.
-    newest_first = sorted(by_kind.values(), key=max, reverse=True)
-    for runs in sorted(newest_first, key=_are_without_gpu):
+    # GPUs before machines without one, and of each the newest first.
+    for _, runs in sorted(by_kind.items(), key=lambda item: (item[0][0], max(item[1])), reverse=True):
         complete = [date for date, rows in runs.items() if rows[-1]["quantity"] == COMPLETE]
         yield _without_repeated_rows(runs[max(complete or runs)])
-
-
-def _are_without_gpu(runs: dict[str, Rows]) -> bool:
-    return all(row["gpu"] is None for rows in runs.values() for row in rows)
 
 
 def _without_repeated_rows(rows: Rows) -> Rows:
