@@ -11,6 +11,8 @@ from tests.launch import REPOSITORY, free_port, remove_shared_memory, run_ranks
 
 FOLDER = REPOSITORY / "docs" / "upstream"
 
+TWO_RANKS = ("latest_too_early.py", "gather_stream.py", "lost_rank.py")
+
 
 def documented_output() -> dict[str, list[str]]:
     """Return the quotations in the document's column "Printed", in order, by the name of the script.
@@ -21,9 +23,6 @@ def documented_output() -> dict[str, list[str]]:
     heading, _, *rows = (line.strip("| ").split(" | ") for line in document.splitlines() if line.startswith("|"))
     script, printed = heading.index("Script"), heading.index("Printed")
     return {row[script].strip("`"): re.findall("`(.+?)`", row[printed]) for row in rows}
-
-
-TWO_RANKS = ("latest_too_early.py", "gather_stream.py", "lost_rank.py")
 
 
 PRINTED = documented_output()

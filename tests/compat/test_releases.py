@@ -5,9 +5,6 @@ The newest release is the one that all other tests run with.
 
 from __future__ import annotations
 
-import configparser
-import re
-
 import deepspeed
 import pytest
 
@@ -26,7 +23,7 @@ from tests.compat.golden import (
     refused,
 )
 from tests.compat.results import read_results
-from tests.launch import REPOSITORY
+from tests.metadata import changelog, python_versions
 from tests.zero.parity.cases import CASES
 
 TRIED = read_results()
@@ -79,13 +76,10 @@ def test_the_installed_distributions_have_the_bits_of_stock_with_each_python(ver
 
 
 def test_every_python_of_the_metadata_was_tried_at_a_release() -> None:
-    setup = configparser.ConfigParser()
-    setup.read(REPOSITORY / "setup.cfg")
-    named = set(re.findall(r"Python :: (3\.\d+)", setup["metadata"]["classifiers"]))
+    named = set(python_versions())
     tried = {version.rpartition(".")[0] for version in TRIED["python"]}
     # Between two releases, the distributions of the next one cannot have been tried with all interpreters yet.
-    _, _, after_heading = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8").partition("## [Unreleased]")
-    is_release = after_heading.partition("\n## [")[0].strip() == ""
+    is_release = changelog()["Unreleased"] == ""
     assert tried == named if is_release else tried <= named, "run make release-check"
 
 
