@@ -34,10 +34,9 @@ class RunError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """The facts about a run that are known at its start.
+    """The facts about a run with its present plan.
 
-    ``began`` is local time in ISO 8601; ``memory_bytes`` has the bytes that rank 0 reserved at start, by kind of
-    memory.
+    ``began`` is local time in ISO 8601; ``memory_bytes`` has the bytes that rank 0 has reserved, by kind of memory.
     """
 
     began: str
@@ -48,7 +47,7 @@ class RunInfo:
     memory_bytes: Mapping[str, int]
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the content of ``run.json`` at the start of the run."""
+        """Return the content of ``run.json``."""
         plan = self.plan
         return {
             "format": FORMAT,

@@ -253,12 +253,13 @@ class Executor:
             with self._keep_failure():
                 self._residents.write_back(units)
 
-    def begin(self, steps: Sequence[AdamStep]) -> None:
+    def begin(self, steps: Sequence[AdamStep], prepare: Callable[[], object] = lambda: None) -> None:
         """Begin an update: update and publish the early ranges, and submit the first actions of the worker.
 
-        ``steps`` has one entry per sub-group. The host waits for the caller's stream, and for the early ranges that are
-        updated in host memory. Nothing else is issued before ``advance``, ``publish`` or ``finish``, because the caller
-        may have to wait for the whole device before it continues. A failure is kept in ``failure``, not raised.
+        ``steps`` has one entry per sub-group. ``prepare`` gives each unit the gradients of this update. The host waits
+        for the caller's stream, and for the early ranges that are updated in host memory. Nothing else is issued before
+        ``advance``, ``publish`` or ``finish``, because the caller may have to wait for the whole device before it
+        continues. A failure is kept in ``failure``, not raised.
 
         The class docstring has the rules for reading and writing tensors until ``finish``.
         """
@@ -268,6 +269,8 @@ class Executor:
         self._requested = 0
         self.pending, self.flushing = True, False
         with self._keep_failure():
+            # Inside, because it may allocate: if memory is short on this rank, the other ranks must know.
+            prepare()
             # Before the wait, which then also ends the comparison of sums.
             self._split_masters.compare()
             self._lanes.wait_for_caller(self._issuer.events)

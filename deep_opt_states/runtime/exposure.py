@@ -152,6 +152,10 @@ class Exposure:
             self._prefetch_marked = True
             self._device.current_stream().record(self._previous_waits.prefetch)
 
+    def forget_prefetch(self) -> None:
+        """Let the next prefetch be marked: no update has followed the one that was."""
+        self._prefetch_marked = False
+
     def begin_update(self) -> None:
         """Begin with the waits for a new update."""
         self._waits, self._previous_waits = self._previous_waits, self._waits

@@ -159,8 +159,10 @@ class Issuer:
     def first_error(self, error: BaseException) -> BaseException:
         """Return the worker's exception if there is one, since ``error`` may only follow from it; otherwise ``error``.
 
-        Wait for the worker to finish its actions.
+        Wait for the worker to finish its tasks, of which it may also have others than actions: an interrupt may have
+        ended the wait for the early ranges, which it still updates.
         """
+        self._worker.submit(lambda: None).exception()
         failures = [failure for future in self.on_cpu.values() if (failure := future.exception()) is not None]
         return failures[0] if failures else error
 

@@ -210,6 +210,9 @@ class DeepOptimizerStates_Stage3(UserGradients):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
+        if self._window_is_open:
+            # Copies of the sums to host memory may be in flight. The step zeroes that memory if no gradient follows.
+            self._wait_for_reduction()
         self._gradients.abandon_window()
 
     def backward_prologue(self) -> None:
@@ -282,7 +285,7 @@ class DeepOptimizerStates_Stage3(UserGradients):
         super()._overflow_clean_up(prev_scale)
         # This step runs no update, which would report the last one. By the next step, DeepSpeed's step count, which
         # the report contains, would have changed.
-        self._update.report()
+        self._update.skip()
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
         """Compute the factor, the same for all sub-groups, by which our kernels multiply the gradients.
@@ -327,17 +330,19 @@ class DeepOptimizerStates_Stage3(UserGradients):
             self._begin_update()
 
     def _begin_update(self) -> None:
-        for unit, grad in zip(self._running.memory.units, self._gradients.grads_for_update(), strict=True):
-            unit.grad = grad
         # A copy: the LR scheduler and the user may change the next step's hyperparameters while this update runs.
         steps = tuple(self._steps)
         self._stepped = True
-        self._update.run(steps)
+        self._update.run(steps, self._set_gradients_of_units)
         for sub_group_id, step in enumerate(steps):
             self.optimizer.state[self._assembly.masters[sub_group_id]]["step"] = step.step
             self._gradients.record_pending_scale(sub_group_id, step.grad_scale)
         # The param groups are empty, so this updates nothing. PyTorch's LR schedulers count the calls.
         self.optimizer.step()
+
+    def _set_gradients_of_units(self) -> None:
+        for unit, grad in zip(self._running.memory.units, self._gradients.grads_for_update(), strict=True):
+            unit.grad = grad
 
     def _post_step(self, timer_names: Any) -> None:
         # Prefetches may be in flight. If the host waited for them, the actions that follow them would be issued late.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,11 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deep_opt_states.device.cpu import HostDevice, HostEvent
-from deep_opt_states.device.kernels.adam import AdamTensors
+from deep_opt_states.device.kernels.adam import AdamTensors, RangeUpdate
 from deep_opt_states.device.kernels.stock import StockAdam
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.failure import UpdateFailed
 from deep_opt_states.runtime.issuer import Issuer
+from deep_opt_states.runtime.state import Split
+from deep_opt_states.runtime.worker import Task, Worker
 from perf_model.schedule.action import ActionKind, Lane
 from perf_model.schedule.check import ScheduleError, check
 from perf_model.schedule.placement import Placement
@@ -359,6 +362,39 @@ def test_interrupt_is_raised_and_leaves_inconsistent_states() -> None:
             executor.run([adam_step(1)] * 5)
         with pytest.raises(UpdateFailed):
             executor.run([adam_step(1)] * 5)
+
+
+def test_an_interrupted_wait_for_early_ranges_ends_after_their_update() -> None:
+    """Check that nothing writes to the states once the interrupt is raised: a checkpoint may be loaded into them."""
+    released, updated = threading.Event(), threading.Event()
+
+    class ReleasedAdam(PlainAdam):
+        def update_ranges(self, updates: Sequence[RangeUpdate]) -> None:
+            assert released.wait(10)
+            super().update_ranges(updates)
+            updated.set()
+
+    class InterruptedWorker(Worker):
+        def submit(self, task: Task) -> Future[None]:
+            future = super().submit(task)
+            if not released.is_set():
+                future.result = self.interrupt  # type: ignore[method-assign]
+            return future
+
+        def interrupt(self, timeout: float | None = None) -> None:
+            # The worker goes on only after the interrupt, so that it cannot have ended before.
+            threading.Timer(0.1, released.set).start()
+            raise KeyboardInterrupt
+
+    (state,) = states = make_states([20], torch.bfloat16)
+    schedule = UpdatePlan(workload=Workload.from_numels([20]), placements=(Placement.CPU,), num_slots=1).schedule
+    splits = [Split.create(state.elements, [(0, 10)])]
+    executor = Executor(schedule, states, HostDevice(), ReleasedAdam(), None, worker=InterruptedWorker(), splits=splits)
+    fill_gradients(states, 1)
+    with pytest.raises(KeyboardInterrupt):
+        executor.begin([adam_step(1)])
+    assert updated.is_set()
+    executor.close()
 
 
 def test_the_timeline_has_every_action_and_lanes_run_in_order() -> None:

@@ -1,4 +1,4 @@
-"""Write parameters and read gradients where users' scripts do, and compare with stock on the CPU accelerator.
+"""Write parameters, read and abandon gradients where users' scripts do, and compare with the CPU accelerator.
 
 DeepSpeed's throughput timer is as it is by default. It synchronizes the device, unless the plugin lets updates go on.
 Every rank prints one answer per placement and adversary.
@@ -6,6 +6,7 @@ Every rank prints one answer per placement and adversary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import PLAIN, Settings
 from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case
 from tests.zero.parity.parity_model import batch
-from tests.zero.parity.training import Block, Record, closing_engine, differences, real_numel, run_variant
+from tests.zero.parity.training import Block, Record, closing_engine, collect, differences, real_numel, run_variant
 from tests.zero.races.faults import RESIDENT
 from tests.zero.races.reads_between_steps import after_each_step
 from tests.zero.races.writes_between_steps import write_gathered
@@ -74,10 +75,35 @@ def grad_partitions(case: Case, block: Block) -> tuple[Record, set[str]]:
     return record, devices
 
 
+def with_abandoned_backward(case: Case, block: Block) -> Record:
+    """Train, and abandon the backward of every second step with ``zero_grad``, so that this step has no gradient.
+
+    The gradients are copied to host memory at once, so that no staging buffer is used again soon, which would wait for
+    the copies.
+    """
+    record = Record()
+    at_once = replace(case, caller_accumulates=True, sub_group_size=10**6, zero={"reduce_bucket_size": 10**6})
+    with closing_engine(at_once, block) as engine:
+        for step in range(case.steps):
+            tensors = batch(case, dist.get_rank(), step, torch.bfloat16)
+            engine.backward(engine(*(tensor.to(engine.device) for tensor in tensors), None, 1.0))
+            if step % 2 == 1:
+                engine.optimizer.zero_grad()
+            engine.step()
+        collect(engine.optimizer, record)
+    return record
+
+
 def main() -> None:
     case = Case(name="access", blocks=(), world_size=dist.get_world_size(), steps=4, clip=0.3)
     stock, (stock_gradients, _) = written(case, None), grad_partitions(case, None)
     stock_with_teacher = written_with_teacher(case, None)
+    # Stock uses the gradient of the step before where there is none.
+    expected = with_abandoned_backward(case, CPU)
+    for adversary, settings in ADVERSARIES.items():
+        with plugged(settings):
+            found = with_abandoned_backward(case, CPU)
+        answer({"adversary": adversary, "after abandoned": differences(expected, found)})
     for placement, block in {"cpu": CPU, "stride": STRIDE_2, "streamed": STREAMED, "resident": RESIDENT}.items():
         for adversary, settings in ADVERSARIES.items():
             with plugged(settings):

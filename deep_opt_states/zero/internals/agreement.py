@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 
 
 class RanksDisagree(RuntimeError):
-    """The ranks would run different plans, or another rank has failed at the start."""
+    """The ranks would run different plans, or another rank has failed at the start or when the plan changes."""
 
 
 def raise_together(action: Callable[[], Value]) -> Value:
@@ -65,9 +65,14 @@ def _agreed(run: Callable[[], tuple[Value, str]]) -> Value:
         value, description = run()
     except Exception as error:  # noqa: BLE001 (raised below, after the other ranks know)
         failure, failed = error, f"{type(error).__name__}: {error}"
-    outcomes = gather_values((description, failed))
-    if failure is not None:
-        raise failure
+    try:
+        outcomes = gather_values((description, failed))
+        if failure is not None:
+            raise failure
+    finally:
+        # The failure's traceback refers to this frame: the cycle would keep the memory of a failed start until it is
+        # collected.
+        del failure
     if failures := _by_rank([found for _, found in outcomes]):
         raise RanksDisagree(
             f"Each rank must be able to train, found that another one has failed\n{failures}\n"

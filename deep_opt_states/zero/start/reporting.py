@@ -77,8 +77,12 @@ class EngineProgress:
         """Return the reporter of the updates that run on ``assembly``. Only on rank 0 it has sinks to report to."""
         began = datetime.now().astimezone().isoformat(timespec="seconds")
         self._plan = assembly.running.plan
-        sinks = self._sinks(config, partial(self._describe, assembly.device, began)) if dist.get_rank() == 0 else []
-        return UpdateReporter(_reported_plan(assembly), sinks, self.progress, log_rank_0)
+        sinks: list[ReportSink] = []
+        log = _log_nothing
+        # At exit, the script may have destroyed the process group. DeepSpeed's logger then logs on every rank.
+        if dist.get_rank() == 0:
+            sinks, log = self._sinks(config, partial(self._describe, assembly.device, began)), log_rank_0
+        return UpdateReporter(_reported_plan(assembly), sinks, self.progress, log)
 
     def plan_changed(self, report: UpdateReporter, assembly: Assembly) -> None:
         """Report the updates from now on with the plan that ``assembly`` runs now."""
@@ -97,6 +101,10 @@ class EngineProgress:
         if config.report is not None:
             sinks.append(RunWriter(Path(config.report), self._steps_per_print, describe))
         return sinks
+
+
+def _log_nothing(message: str) -> None:
+    """Log nothing, on the ranks that do not report."""
 
 
 def _reported_plan(assembly: Assembly) -> ReportedPlan:

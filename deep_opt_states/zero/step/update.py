@@ -158,11 +158,12 @@ class Update:
         self._exposure.mark_prefetch()
         self._executor.prefetch()
 
-    def run(self, steps: Sequence[AdamStep]) -> None:
+    def run(self, steps: Sequence[AdamStep], prepare: Callable[[], object] = lambda: None) -> None:
         """Begin the update, with one entry of ``steps`` per sub-group, and finish it unless it is deferred.
 
-        Gradients, states and parameters belong to the update from now on, until ``wait`` returns. Raise
-        ``UpdateFailed`` on every rank if an update that is not deferred fails on any.
+        ``prepare`` gives each unit its gradients; if it raises, the update has failed on this rank. Gradients,
+        states and parameters belong to the update from now on, until ``wait`` returns. Raise ``UpdateFailed`` on every
+        rank if an update that is not deferred fails on any.
         """
         self._previous_unreported, self._unreported = self._unreported, None
         self._exposure.begin_update()
@@ -171,7 +172,7 @@ class Update:
         self._phase = UpdatePhase.DEFERRED if self._defers else UpdatePhase.RUNNING
         try:
             with self._exposure.waits.direct():
-                self._executor.begin(steps)
+                self._executor.begin(steps, prepare)
                 if not self._defers:
                     self._executor.finish()
         except BaseException:
@@ -183,6 +184,11 @@ class Update:
         self._record_times()
         if not self._defers:
             self.synchronize_ranks()
+
+    def skip(self) -> None:
+        """Report the last update, in a step that DeepSpeed skips. What was prefetched for it remains valid."""
+        self._exposure.forget_prefetch()
+        self.report()
 
     # While forward runs
 
@@ -309,6 +315,8 @@ class Update:
         """Allow updates again. The caller has restored every state from a checkpoint."""
         if self._phase is UpdatePhase.FAILED:
             self._phase = UpdatePhase.IDLE
+        # The traceback of the failure refers to the slots and gradients of its update, which may be freed later.
+        self._raised = None
         self._executor.forget_failure()
 
     # Report updates

@@ -34,12 +34,14 @@ WAYS = {
     "update fails": (1,),
     "rank 0 raises": (2,),
     "update hangs": (1,),
+    "destroys the group": (2,),
     "SIGTERM": (2,),
     "SIGTERM with a handler": (2,),
 }
 """The ways to end, each with the numbers of ranks to try.
 
-``rank 0 raises``: rank 1 continues. ``update hangs``: one update never ends. ``SIGTERM with a handler``: the script has
+``rank 0 raises``: rank 1 continues. ``update hangs``: one update never ends. ``destroys the group``: the script
+destroys the process group, and not the engine. ``SIGTERM with a handler``: the script has
 installed a handler that exits.
 """
 
@@ -86,6 +88,9 @@ def run(child: Child) -> None:
     print(STEPPED, flush=True)
     if child.way in ("raises", "update hangs") or (child.way == "rank 0 raises" and child.rank == 0):
         raise RuntimeError("the user's exception")
+    if child.way == "destroys the group":
+        step()
+        dist.destroy_process_group()
     while child.way in ("rank 0 raises", "SIGTERM", "SIGTERM with a handler"):
         step()
 

@@ -22,6 +22,7 @@ CODES = {
     # Rank 1 fails in a collective, because rank 0 has ended.
     "rank 0 raises": [1, 1],
     "update hangs": [1],
+    "destroys the group": [0, 0],
     "SIGTERM": [-15, -15],
     "SIGTERM with a handler": [143, 143],
 }
@@ -39,4 +40,6 @@ def test_the_process_ends_as_without_the_plugin(way: str, trained: TrainingOnce)
         assert ending["code"] in codes or ABORTED in ending["output"], ending["output"][-4000:]
         raises = way in ("raises", "update hangs") or (way == "rank 0 raises" and ending["rank"] == 0)
         assert ("the user's exception" in ending["output"]) == raises
+        if way == "destroys the group":
+            assert ending["output"].count("in all:") == (ending["rank"] == 0), ending["output"][-4000:]
         assert ending["output"].count(f"[deep_opt_states] {LOGGED}") == (way == "update fails")

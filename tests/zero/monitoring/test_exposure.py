@@ -105,6 +105,15 @@ def test_an_update_that_a_failed_step_did_not_report_is_reported_at_the_end() ->
         assert len(training.reported) == 3, "each update is reported once"
 
 
+def test_the_backward_before_an_update_begins_after_a_skipped_step() -> None:
+    with VirtualTraining.open(Durations(prefetch_s=0.3, forward_s=[0.1] * 3), ahead=1) as training:
+        training.iteration()
+        training.backward(skips=True)
+        assert training.iteration(updates=False).elapsed_s >= 0.3
+        training.backward()
+        assert seconds_of(Phase.BACKWARD, training.iteration().phases) == pytest.approx(0.0)
+
+
 durations_s = st.integers(0, 10).map(lambda tenths: tenths / 10)
 
 

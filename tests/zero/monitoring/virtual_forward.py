@@ -211,6 +211,12 @@ class VirtualTraining:
             iteration.phases, _ = self.reported[-1]
         return iteration
 
+    def backward(self, *, skips: bool = False) -> None:
+        """Prefetch as in backward, which takes no time here, and skip the step if ``skips``."""
+        self._update.prefetch()
+        if skips:
+            self._update.skip()
+
     def fail_after_update(self) -> None:
         """Emulate a step that fails between its update and the report of the previous one, then end the engine."""
         self._update.run([adam_step(1)] * len(self._states))

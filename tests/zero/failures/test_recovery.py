@@ -1,0 +1,55 @@
+"""Check that nothing of a failed update stays in memory after a checkpoint was loaded."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+
+from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange
+from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.exposure import Exposure
+from deep_opt_states.runtime.failure import UpdateFailed
+from deep_opt_states.zero.step import update
+from deep_opt_states.zero.step.update import Update
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
+from tests.runtime.plain_adam import PlainAdam, adam_step
+from tests.runtime.random_states import fill_gradients, make_states, place
+
+
+class FailingAdam(PlainAdam):
+    """A kernel that fails. The traceback of its error refers to the tensors of the update."""
+
+    def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
+        raise ZeroDivisionError
+
+
+def run_to_end(running: Update) -> None:
+    running.run([adam_step(1)])
+    running.synchronize_ranks()
+
+
+@pytest.mark.parametrize("defers", [False, True])
+def test_the_gradient_of_a_failed_update_is_freed_when_the_failure_is_forgotten(defers: bool) -> None:
+    (state,) = states = make_states([20], torch.bfloat16)
+    schedule = UpdatePlan(workload=Workload.from_numels([20]), placements=(Placement.STREAMED,), num_slots=1).schedule
+    place(states, schedule, HostDevice())
+    executor = Executor(schedule, states, HostDevice(), PlainAdam(), FailingAdam())
+    with mock.patch.object(update, "StepAgreement"):
+        running = Update(executor, Exposure(HostDevice(), 10), defers=defers, on_finished=lambda *_: None)
+    fill_gradients(states, 1)
+    gradient = weakref.ref(state.grad)
+    with pytest.raises(UpdateFailed):
+        run_to_end(running)
+    running.forget_failure()
+    state.grad = torch.zeros_like(state.grad)
+    executor.forget_replaced_tensors()
+    gc.collect()
+    assert gradient() is None
+    executor.close()
