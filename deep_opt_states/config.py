@@ -101,15 +101,16 @@ class Config(BaseModel):
     num_slots: int | None = Field(default=None, ge=1)
     """The number of staging slots on the accelerator, through which streamed units pass. Each slot has the size of the
     largest streamed unit, at 12 bytes per parameter (10 with `split_masters`). With 2 slots, transfers overlap with
-    updates; with more, more states are prefetched in backward and flushed in the next one. By default 2, and on a GPU,
-    after the first steps, as many more as fit into the memory that was free at their peak, less `gpu_memory_margin_gb`,
-    up to one per streamed unit. When memory becomes short, there are fewer again. A number is kept.
-    `"placement": "planned"`, and rules by name that leave something to the planner, refuse the key, because the planner
-    chooses the number."""
+    updates; with more, more states are prefetched during one backward, and more flushes overlap with the next. By
+    default 2, and on a GPU, after the first steps, as many more as fit into the memory that was free at their peak,
+    less `gpu_memory_margin_gb`, up to one per streamed unit. When memory becomes short, there are fewer again. A number
+    in the config is never changed. `"placement": "planned"`, and rules by name that leave something to the planner,
+    refuse the key, because the planner chooses the number."""
 
     cpu_threads: int | None = Field(default=None, ge=1)
     """The number of threads with which each rank updates on the CPU. By default one per physical core of the rank's
-    share of its node, independent of `OMP_NUM_THREADS`."""
+    share of its node; on a GPU, less the cores that launch its kernels ([CPU cores](cpu_cores.md)). The number does not
+    depend on `OMP_NUM_THREADS`."""
 
     bind_cores: bool = True
     """Whether to pin the threads of the CPU update to cores of their own, near the rank's GPU, and to keep all other
@@ -140,7 +141,7 @@ class Config(BaseModel):
     device."""
 
     untested_deepspeed: Literal["verify", "refuse"] = "verify"
-    """How a release of DeepSpeed is treated that was never tried and is not older than the oldest one that was.
+    """How to treat a release of DeepSpeed that was not tried. If it is older than all that were, it is always refused.
     `"verify"` looks for every private name that the plugin uses, and trains a tiny model with stock and with the plugin
     in another process, once per release. Training goes on with a warning if all bits are equal, and is refused
     otherwise. `"refuse"` refuses the release. [Compatibility](compatibility.md#releases-of-deepspeed) lists those that
@@ -354,7 +355,7 @@ _RULES = {
     ),
     "cpu_threads": _KeyRule(
         "must be an integer of at least 1",
-        "It is the number of update threads per rank; leave it out for one per physical core of the rank's share.",
+        "It is the number of update threads per rank; leave it out for as many as the rank's share of cores allows.",
     ),
     "bind_cores": _KeyRule(
         "must be true or false",

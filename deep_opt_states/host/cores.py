@@ -154,7 +154,7 @@ def _too_many(place: RankPlace, cpu_threads: int) -> ConfigError:
     return ConfigError(
         f"{CONFIG_KEY}.cpu_threads: must be at most the {place.max_threads} CPUs that a rank may use "
         f"(affinity {len(place.cpus)}, cgroup limit {limit}), found {cpu_threads}.\n"
-        f"Leave it out for one per physical core, or give the rank more CPUs (taskset, docker --cpus, "
+        f"Leave it out for the number that fits this machine, or give the rank more CPUs (taskset, docker --cpus, "
         f"Slurm --cpus-per-task)."
     )
 

@@ -1,4 +1,4 @@
-"""ZeRO-3 with offloading loses the gradient of a parameter that the first micro-batch of a step did not reach."""
+"""ZeRO-3 with offloading adds the gradient of a step before, if the first micro-batch did not reach a parameter."""
 
 import deepspeed
 import torch

@@ -99,7 +99,8 @@ def _add_command(
 
 def _add_machine_and_model(parser: argparse.ArgumentParser) -> None:
     machines, models = ", ".join(MACHINES), ", ".join(MODELS)
-    profile = f"the machine: a JSON file written by 'deep-opt-states profile', or a preset: {machines}"
+    written = "a JSON file written by 'deep-opt-states profile'"
+    profile = f"the machine, unless --machine states it: {written}, or a preset: {machines}"
     parser.add_argument("--profile", help=profile)
     machine = "a TOML file with a preset and figures of yours: cores, host_bandwidth_gb_per_s, link_gb_per_s, ..."
     parser.add_argument("--machine", type=Path, metavar="FILE", help=machine)
@@ -144,7 +145,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     """Add one world size and one micro-batch."""
     world_size = "ranks, one per GPU; default: nodes times ranks per node"
     parser.add_argument("--world-size", type=integer, help=world_size)
-    parser.add_argument("--micro-batch", type=integer, required=True, help="sequences per rank in one step")
+    parser.add_argument("--micro-batch", type=integer, required=True, help="sequences in one micro-batch of a rank")
     ranks = "ranks of a node that divide the matrices of each layer (AutoTP); default: %(default)s"
     parser.add_argument("--tensor-parallel", type=integer, default=1, metavar="RANKS", help=ranks)
 
@@ -166,7 +167,8 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpu-memory-gb", type=_bytes_of_gb, help="memory per GPU; default: as in the profile")
+    memory = "the whole memory of a GPU, and not the key gpu_memory_gb of the config; default: as in the profile"
+    parser.add_argument("--gpu-memory-gb", type=_bytes_of_gb, help=memory)
     margin = f"GPU memory that the plan leaves free, as training does; default: {GPU_MARGIN_BYTES / GB:.0f}"
     parser.add_argument("--gpu-memory-margin-gb", type=_margin_of_gb, help=margin)
     parser.add_argument("--host-memory-gb", type=_bytes_of_gb, help="host memory per node; default: as in the profile")

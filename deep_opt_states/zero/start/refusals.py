@@ -242,7 +242,8 @@ _CONFIG = (
         "datastates_ckpt",
         "must be absent",
         "DataStates reads the states while the next update writes to them, and DeepSpeed does not wait for it: "
-        'remove it and use "checkpoint": {"writer": {"decoupled": true}} to save in the background.',
+        "remove it. DeepSpeed's decoupled writer saves in the background, too, but DeepSpeed 0.19.8 loads its "
+        "checkpoints only with a config without that writer: see docs/upstream.md.",
         lambda config: config.datastates_config.config if config.datastates_config.enabled else None,
         lambda found: found is None,
     ),
