@@ -122,6 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     folder = options.output or (QUICK_RESULTS if options.quick else RESULTS)
+    if options.set and options.command in ("all", "report"):
+        parser.error(f"--set must be absent with {options.command}, found {options.set[0]!r}. Run one benchmark.")
     if options.command == "report":
         report(folder)
         return 0

@@ -10,22 +10,22 @@ from functools import partial
 from typing import Any
 
 from benchmarks.harness.charts import Lines
+from benchmarks.harness.device import trains_on_gpu
 from benchmarks.harness.rows import Row, Waived
-from deep_opt_states.host import machine
 from deep_opt_states.profiler import transfers
 from deep_opt_states.profiler.method import FULL, QUICK, Probe, sample
 from deep_opt_states.profiler.ranks import OneRank
 
 SIZES = (2**16, 2**20, 2**24, 2**28)
 REPETITION_BYTES = 2**30
-"""Bytes that one repetition moves in total."""
+"""The most bytes that one repetition moves."""
 
 CHART = Lines("bandwidth", x="bytes")
 
 
 def measure(*, quick: bool) -> Iterator[Row]:
     """Yield the bandwidth of each kind of copy and size. Raise ``Waived`` if there is no GPU."""
-    if not machine.has_cuda():
+    if not trains_on_gpu():
         raise Waived("no GPU: the accelerator's memory is host memory, and nothing is copied between the two")
     import torch
 

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.harness import variants
 from benchmarks.harness.charts import Bars
+from benchmarks.harness.device import trains_on_gpu
 from benchmarks.harness.interleaved_runs import run_interleaved
 from benchmarks.harness.rows import REPOSITORY, Row
 from benchmarks.harness.run_rows import phase_rows, rows_of_runs
@@ -37,7 +38,7 @@ def measure(*, quick: bool) -> Iterator[Row]:
 
 
 def _measured(ranks: int, *, quick: bool) -> Iterator[Row]:
-    if machine.has_cuda() and torch.cuda.device_count() < ranks:
+    if trains_on_gpu() and torch.cuda.device_count() < ranks:
         setting = {**asdict(default_setting(quick=quick)), "ranks": ranks}
         yield Row(variant="ours", quantity="iteration", waived=f"fewer than {ranks} GPUs", setting=setting)
         return

@@ -17,7 +17,7 @@ from functools import partial
 from benchmarks.harness.charts import Lines
 from benchmarks.harness.rows import SIMULATED, Row
 from perf_model.prediction.hardware import HardwareProfile
-from perf_model.presets.machines import MACHINES, REACHED_SHARE
+from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
 from perf_model.search.budgets import DoesNotFit
@@ -91,7 +91,7 @@ def _simulated(model: str, gpus: int) -> Iterator[Row]:
 
 def _profile(network_gbit: int) -> HardwareProfile:
     """Return the profile of the machine with a network of so many gigabits per second and GPU."""
-    return replace(MACHINES[MACHINE], network_bytes_per_s=REACHED_SHARE * network_gbit * 1e9 / 8).profile(GPUS_PER_NODE)
+    return replace(MACHINES[MACHINE], network_bytes_per_s=network_gbit * 1e9 / 8).profile(GPUS_PER_NODE)
 
 
 def _forecast(job: Job, network_gbit: int) -> Forecast:

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.harness import variants
 from benchmarks.harness.charts import Bars
-from benchmarks.harness.interleaved_runs import WARM_UP, batch_for, engine_for
+from benchmarks.harness.interleaved_runs import batch_for, engine_for, warm_up_iterations
 from benchmarks.harness.rows import Row
 from benchmarks.harness.run_rows import labels_of
 from benchmarks.harness.setting import TrainingSetting
@@ -67,12 +67,13 @@ def _profile(variant: Variant, setting: TrainingSetting) -> tuple[Any, str]:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with engine_for(variant, setting) as engine:
         configuration = variant.verify(engine)
-        for number in range(WARM_UP):
+        warm_up = warm_up_iterations()
+        for number in range(warm_up):
             _iterate(engine, setting, number)
         # Our worker thread updates, and the profiler records only the calling thread by default.
         every_thread = _ExperimentalConfig(profile_all_threads=True)
         with profile(activities=activities, experimental_config=every_thread) as profiled:
-            for number in range(WARM_UP, WARM_UP + PROFILED):
+            for number in range(warm_up, warm_up + PROFILED):
                 _iterate(engine, setting, number)
     return profiled, configuration
 

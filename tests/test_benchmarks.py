@@ -20,7 +20,17 @@ from benchmarks.harness import variants
 from benchmarks.harness.charts import draw
 from benchmarks.harness.interleaved_runs import EngineRun, ExposedWaits
 from benchmarks.harness.results_page import last_runs, render
-from benchmarks.harness.rows import BENCHMARKS, COMPLETE, RESULTS, Results, Row, format_row, read_rows
+from benchmarks.harness.rows import (
+    BENCHMARKS,
+    COMPLETE,
+    EMULATED,
+    RESULTS,
+    SIMULATED,
+    Results,
+    Row,
+    format_row,
+    read_rows,
+)
 from benchmarks.harness.setting import TrainingSetting
 from benchmarks.harness.sizes import with_default_sub_groups
 from benchmarks.harness.small_copies import DIRECTIONS
@@ -145,6 +155,30 @@ def test_a_parameter_that_a_benchmark_does_not_have_is_refused(
     with pytest.raises(SystemExit):
         benchmarks_main(["reliability", "--set", assignment])
     assert f"found {assignment!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["all", "report"])
+def test_parameters_are_refused_without_one_benchmark(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmarks_main([command, "--set", "minutes=10"])
+    assert f"--set must be absent with {command}, found 'minutes=10'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("quantities", "how"),
+    [
+        (["exposed"], "Measured"),
+        ([f"{SIMULATED} exposed", "planning time (CPU)"], "Measured and SIMULATED"),
+        ([f"exposed ({EMULATED})", f"{SIMULATED} exposed"], "EMULATED and SIMULATED"),
+    ],
+)
+def test_a_run_is_headed_by_how_each_of_its_quantities_was_made(
+    quantities: list[str], how: str, tmp_path: Path
+) -> None:
+    results = Results("slots", tmp_path, quick=False)
+    for quantity in quantities:
+        results.add(Row(variant="ours", quantity=quantity, unit="s", samples=[1.0]))
+    assert f"\n{how} on " in page_of(tmp_path)
 
 
 @pytest.mark.thorough

@@ -29,6 +29,13 @@ def predicted_s(plan: UpdatePlan) -> float:
     return SETTING.windows.exposed_s(timeline, plan.workload, SETTING.cost)
 
 
+@pytest.mark.parametrize("recompute", [True, False])
+def test_the_activations_are_those_that_leave_the_memory_for_the_plan(recompute: bool) -> None:
+    job = replace(SETTING.job, recompute=recompute)
+    memory, activations = ActivationMemory.from_job(job), job.memory.activations
+    assert 0 <= activations.in_loss - memory.free_bytes <= 10 * activations.tokens * job.shape.hidden
+
+
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_without_activation_memory_the_exposed_time_is_the_predicted_one(plan: UpdatePlan) -> None:
     found = exposed_with_activation_memory_s(plan, SIMULATOR, ActivationMemory())

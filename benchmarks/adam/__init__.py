@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.adam import adam_cpu, adam_gpu
 from benchmarks.harness.charts import Bars
+from benchmarks.harness.device import trains_on_gpu
 from benchmarks.harness.rows import Row
 from benchmarks.harness.setting import measured_profile
 from deep_opt_states.host import machine
@@ -36,7 +37,7 @@ def measure(*, quick: bool) -> Iterator[Row]:
     """Yield the rows of the GPU's kernel, of the CPU's kernel, and of the CPU's kernel during transfers."""
     numel, count = (1_000_000, 3) if quick else (NUMEL, 9)
     cores = machine.cores().usable
-    if torch.cuda.is_available():
+    if trains_on_gpu():
         # The GPU comes first: if the run is stopped by a time limit, the other rows may be missing.
         for grad_dtype in (torch.bfloat16, torch.float32):
             yield from adam_gpu.compare(numel, grad_dtype, count)
@@ -44,12 +45,12 @@ def measure(*, quick: bool) -> Iterator[Row]:
         yield Row(variant="GPU, ours", quantity="update rate", waived=NO_GPU)
     for threads in sorted({threads for threads in THREADS if threads < cores} | {cores}):
         yield from adam_cpu.compare(numel, threads, count)
-    yield from _during_transfers()
+    yield from _during_transfers(quick=quick)
 
 
-def _during_transfers() -> Iterator[Row]:
+def _during_transfers(*, quick: bool) -> Iterator[Row]:
     """Yield the rates that the profile's probes measure, alone and during transfers in both directions."""
-    with measured_profile(quick=True) as path:
+    with measured_profile(quick=quick) as path:
         profile = HardwareProfile.from_json(path.read_text())
     for variant, quantity in {
         "CPU, ours, alone (profile)": "cpu_adam_params_per_s",

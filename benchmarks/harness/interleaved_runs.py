@@ -115,13 +115,26 @@ class StreamClock:
         return float(start.elapsed_time(end)) / 1e3
 
 
-def run_variant(variant: Variant, setting: TrainingSetting, iterations: int, warm_up: int | None = None) -> EngineRun:
+def warm_up_iterations() -> int:
+    """Return the number of iterations before the ones that count: on a GPU, the plan follows what they measure."""
+    return ADAPTING if trains_on_gpu() else WARM_UP
+
+
+def run_variant(
+    variant: Variant,
+    setting: TrainingSetting,
+    iterations: int,
+    warm_up: int | None = None,
+    *,
+    may_change_plan: bool = False,
+) -> EngineRun:
     """Train with a fresh engine and return the measurements.
 
-    Raise ``AssertionError`` if the engine is not the variant's, or if another plan is adopted while iterations count.
+    Raise ``AssertionError`` if the engine is not the variant's, or, unless ``may_change_plan``, if another plan is
+    adopted while iterations count.
     """
     if warm_up is None:
-        warm_up = ADAPTING if trains_on_gpu() else WARM_UP
+        warm_up = warm_up_iterations()
     run = EngineRun(variant, setting)
     waits = ExposedWaits()
     before_bytes = psutil.Process().memory_info().rss
@@ -135,7 +148,8 @@ def run_variant(variant: Variant, setting: TrainingSetting, iterations: int, war
             run.plan, run.workload = str(plan), plan.workload
             run.updates_on_accelerator = any(placement is not Placement.CPU for placement in plan.placements)
             others = [str(other) for other in plans[warm_up:-1] if other is not plan]
-            assert not others, f"{variant.name}: {plan} was replaced by {others} while iterations counted"
+            if others and not may_change_plan:
+                raise AssertionError(f"{variant.name}: {plan} was replaced by {others} while iterations counted")
         run.digest = weights_digest(engine)
         if run.plan:
             run.compared = engine.optimizer.report.comparison()
@@ -203,10 +217,17 @@ class ExposedWaits:
                 phase_s[iteration] -= wait_s
 
 
-def try_run(variant: Variant, setting: TrainingSetting, iterations: int, warm_up: int | None = None) -> EngineRun | str:
-    """Return the measurements of one run, or the error in one line if the run fails."""
+def try_run(
+    variant: Variant,
+    setting: TrainingSetting,
+    iterations: int,
+    warm_up: int | None = None,
+    *,
+    may_change_plan: bool = False,
+) -> EngineRun | str:
+    """Return the measurements of ``run_variant``, or the error in one line if the run fails."""
     try:
-        return run_variant(variant, setting, iterations, warm_up)
+        return run_variant(variant, setting, iterations, warm_up, may_change_plan=may_change_plan)
     except Exception as error:
         logging.getLogger(__name__).exception(variant.name)
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -212,9 +212,11 @@ def _describe_run(rows: Rows) -> dict[str, Any]:
 
 
 def _how_made(rows: Rows) -> str:
-    if all(EMULATED in row["quantity"] for row in rows):
-        return EMULATED
-    return SIMULATED if all(row["variant"] == SIMULATED for row in rows) else "Measured"
+    """Return ``Measured``, or the words for rows that are emulated or simulated, or a part of each."""
+    labels = [f"{row['variant']} {row['quantity']}" for row in rows]
+    words = [word for word in (EMULATED, SIMULATED) if any(word in label for label in labels)]
+    is_measured = any(not any(word in label for word in words) for label in labels)
+    return " and ".join(["Measured"] * is_measured + words)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ from benchmarks.harness.setting import TrainingSetting
 from benchmarks.harness.targets import BIT_IDENTICAL, ITERATION_SPEEDUP
 from benchmarks.harness.variants import STOCK, Variant
 
-"""The quantity of the rows that compare losses and weights with stock's."""
-
 
 def labels_of(variant: str, setting: TrainingSetting) -> dict[str, Any]:
     """Return the fields that all rows of a variant share, to be passed to ``Row`` as keywords."""

@@ -85,6 +85,8 @@ class Verdict:
 
 UPDATE_SPEEDUP, ITERATION_SPEEDUP = "update speedup over stock", "iteration speedup over stock"
 BIT_IDENTICAL = "bit-identical to stock"
+"""The quantity of the rows that compare losses and weights with stock's."""
+
 EMULATED_BIT_IDENTICAL = f"{BIT_IDENTICAL} ({EMULATED})"
 EMULATED_SPEEDUP = f"{EMULATED} {ITERATION_SPEEDUP}"
 EMULATED_SPLIT_SPEEDUP = f"{EMULATED} update speedup of split masters over whole ones"

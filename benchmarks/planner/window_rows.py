@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.harness.rows import Row
+from benchmarks.harness.rows import SIMULATED, Row
 from benchmarks.planner.annealing import Annealed, anneal_for
 from benchmarks.planner.window_settings import WindowSetting, window_settings
 from perf_model.search.planner import PlannedUpdate
@@ -74,9 +74,9 @@ def rows_of_windows(count: int, annealing_s: float = ANNEALING_S) -> Iterator[Ro
 def _rows_of(plan: WindowedPlan, annealed: Annealed, annealing_s: float) -> Iterator[Row]:
     row = partial(Row, variant=str(plan.setting), setting={"annealing": f"{annealing_s:g} s"})
     for quantity, seconds in (
-        ("exposed", plan.planned.exposed_s),
-        ("after annealing", annealed.exposed_s),
-        ("lower bound", plan.planned.exposed_bound.seconds),
+        (f"{SIMULATED} exposed", plan.planned.exposed_s),
+        (f"{SIMULATED} exposed after annealing", annealed.exposed_s),
+        (f"{SIMULATED} lower bound", plan.planned.exposed_bound.seconds),
         ("planning time (CPU), all sizes", plan.planning_s),
     ):
         yield row(quantity=quantity, unit="s", samples=[seconds])

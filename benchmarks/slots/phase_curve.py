@@ -34,12 +34,9 @@ class ActivationMemory:
 
     @classmethod
     def from_job(cls, job: Job) -> ActivationMemory:
-        """Return the parts of ``Job.activation_bytes``."""
-        tokens = job.micro_batch * job.sequence
-        return cls(
-            logits_bytes=(2 + 4 + 4) * tokens * job.shape.vocab,
-            layers_bytes=(2 if job.recompute else 34) * tokens * job.shape.hidden * job.shape.layers,
-        )
+        """Return the activations with which the memory of the GPU is predicted."""
+        activations = job.memory.activations
+        return cls(logits_bytes=activations.logits_bytes, layers_bytes=activations.kept_bytes)
 
     @property
     def free_bytes(self) -> int:

@@ -128,11 +128,13 @@ def _with_network(
     rates: dict[str, float] = {}
     origins = {}
     known = "measured" if profile.provenance.source == "measured" else "of the preset, not measured"
+    across, inside = options.network_gb_per_s, options.node_gb_per_s
+    for option, given in (("--network-gb-per-s", across), ("--node-gb-per-s", inside)):
+        if given is not None:
+            check_figure(option, given, FIGURES["network_gb_per_s"])
     if cluster.gpus > cluster.ranks_on_node:
-        across = options.network_gb_per_s
         origins["inter_node_bytes_per_s"] = _GIVEN if "network_gb_per_s" in inputs.given_figures else known
         if across is not None:
-            check_figure("--network-gb-per-s", across, FIGURES["network_gb_per_s"])
             rates["inter_node_bytes_per_s"] = across * GB
             origins["inter_node_bytes_per_s"] = _GIVEN
         elif profile.get("inter_node_bytes_per_s") is None:
@@ -142,9 +144,8 @@ def _with_network(
                 "400 Gb/s adapter per GPU."
             )
     if cluster.ranks_on_node > 1:
-        inside, origins["all_gather_bytes_per_s"] = options.node_gb_per_s, known
+        origins["all_gather_bytes_per_s"] = known
         if inside is not None:
-            check_figure("--node-gb-per-s", inside, FIGURES["network_gb_per_s"])
             rates |= dict.fromkeys(_INSIDE_A_NODE, inside * GB)
             origins["all_gather_bytes_per_s"] = _GIVEN
         elif profile.get("all_gather_bytes_per_s") is None:

@@ -79,6 +79,12 @@ def read_inputs(options: argparse.Namespace, world_size: int | None, micro_batch
 
 def read_inputs_of_sizes(options: argparse.Namespace, sizes: Iterable[tuple[int | None, int]]) -> list[Inputs]:
     """Return the inputs as ``read_inputs`` does for each pair of world size and micro-batch. Each file is read once."""
+    sizes = list(sizes)
+    if options.nodes is not None and any(world_size is not None for world_size, _ in sizes):
+        rule = f"--nodes: must be absent where the number of ranks is given, found {options.nodes}"
+        raise ModelError(
+            f"{rule}.\nLeave out --nodes, or --world-size (--gpus of a cluster, --world-sizes of a sweep)."
+        )
     machine = read_machine(options)
     shape = _with_shared_layers(_model(options), options.share_layers, options.every)
     rules = NO_RULES if options.rules is None else _read_rules(options.rules)
@@ -121,7 +127,8 @@ def _inputs(
     profile = _preset(machine.preset, job) if measured is None else measured
     _check_rules(job, profile)
     for name in ("gpu_memory_gb", "gpu_memory_margin_gb", "split_masters", "offload_param"):
-        if getattr(options, name) not in (None, False) and not profile.has_accelerator:
+        value = getattr(options, name)
+        if value is not None and value is not False and not profile.has_accelerator:
             option = f"--{name.replace('_', '-')}"
             found = printable(str(machine.path))
             rule = f"{option}: needs a profile of a machine with a GPU, found {found}, which has none."

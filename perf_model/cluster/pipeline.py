@@ -8,15 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-def bubble_share(stages: int, micro_batches: int, chunks: int = 1) -> float:
-    """Return the time in which a stage is idle, as a share of the time in which it computes (section 2.2).
-
-    ``chunks`` model chunks per device make the idle time that many times shorter, and the communication between
-    stages that many times larger (section 2.2.2). The interleaved schedule, with more than one chunk, needs a number
-    of micro-batches that ``stages`` divides.
-    """
-    assert chunks == 1 or micro_batches % stages == 0, (stages, micro_batches, chunks)
-    return (stages - 1) / micro_batches / chunks
+def bubble_share(stages: int, micro_batches: int) -> float:
+    """Return the time in which a stage is idle, as a share of the time in which it computes (section 2.2.1)."""
+    return (stages - 1) / micro_batches
 
 
 def micro_batches_in_flight(stages: int, micro_batches: int) -> int:

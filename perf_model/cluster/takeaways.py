@@ -40,8 +40,8 @@ def departures(fitting: Sequence[LayoutPrediction], node_size: int, compared: Co
         for other in fitting
         if other.layout.tensor_parallel == size and other.layout.micro_batch > best.layout.micro_batch
     ]
-    if larger and larger[0].iteration_s > NEGLIGIBLY_LONGER * best.iteration_s:
-        other = larger[0]
+    other = max(larger, key=lambda found: found.layout.micro_batch, default=best)
+    if other.iteration_s > NEGLIGIBLY_LONGER * best.iteration_s:
         found.append(
             "Takeaway 3 (the micro-batch by equation 1) is not followed: without a pipeline it gives the largest that "
             f"fits, but with {other.layout.micro_batch} sequences an iteration takes "

@@ -51,15 +51,24 @@ class Activations:
         return self._attention_bytes(saved) + self._feed_forward_bytes
 
     @property
+    def kept_bytes(self) -> int:
+        """Return the bytes that all layers keep for backward."""
+        return self._kept(self.shape.layers)
+
+    @property
+    def logits_bytes(self) -> int:
+        """Return the bytes of the logits in the backward of the loss."""
+        return LOGIT_BYTES * self.tokens * self.shape.vocab
+
+    @property
     def in_loss(self) -> int:
         """Return the bytes in the backward of the loss."""
-        hidden_bytes = (self._norm_bytes + 2) * self.shape.hidden
-        return self._kept(self.shape.layers) + self.tokens * (LOGIT_BYTES * self.shape.vocab + hidden_bytes)
+        return self.kept_bytes + self.logits_bytes + self.tokens * (self._norm_bytes + 2) * self.shape.hidden
 
     @property
     def in_head(self) -> int:
         """Return the bytes when the gradient of the head's weight exists."""
-        return self._kept(self.shape.layers) + LOGIT_GRADIENT_BYTES * self.tokens * self.shape.vocab
+        return self.kept_bytes + LOGIT_GRADIENT_BYTES * self.tokens * self.shape.vocab
 
     def in_feed_forward(self, layer: int) -> int:
         """Return the most bytes in the backward of a layer's feed-forward: with the gradients of all products."""

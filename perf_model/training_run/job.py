@@ -168,7 +168,7 @@ class Job:
         """Return the facts that the memory of the optimizer depends on besides the plan, if an accelerator trains.
 
         With offloaded parameters, the runtime has no buffer of rounded ones. It is counted here all the same, because
-        the parameters themselves take as much page-locked memory.
+        the trained parameters themselves take as much page-locked memory. ``frozen_host_bytes`` are the others.
         """
         return TrainingSetup(
             widths=replace(SIXTEEN_BIT, splits_masters=self.split_masters),
@@ -176,6 +176,15 @@ class Job:
             accumulates=self.accumulation > 1,
             params_on_host=self.offload_param,
         )
+
+    @property
+    def frozen_host_bytes(self) -> int:
+        """Return the bytes of one rank's frozen 16-bit parameters in host memory, if parameters are offloaded."""
+        if not self.offload_param:
+            return 0
+        shards = (shard_numel(name, numel, self.tensor_parallel) for name, numel in self.shape.parameters())
+        numel = sum(-(-shard // self.data_parallel) for shard in shards)
+        return PARAM_BYTES * (numel - sum(partition.numel for partition in self._partitions))
 
     def with_other_masters(self, profile: HardwareProfile) -> Job | None:
         """Return the job with split masters if its masters are whole, and the reverse; None where none can be split.

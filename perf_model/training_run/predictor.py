@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.hardware import HardwareProfile
-from perf_model.prediction.memory import MemoryUse, memory_of, reserved_by_stock
+from perf_model.prediction.memory import MemoryKind, MemoryUse, Reservation, memory_of, reserved_by_stock
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import simulate
 from perf_model.schedule.action import ActionKind
@@ -144,6 +144,7 @@ class Predictor:
         )
         self.reserved_host_bytes = reserved_host_bytes(job.ranks_on_node, has_gpu=profile.has_accelerator)
         host = None if limits.host is None else (limits.host - self.reserved_host_bytes) // job.ranks_on_node
+        host = _less(host, job.frozen_host_bytes)
         self._training_limit = _less(limits.gpu, limits.gpu_margin) if profile.has_accelerator else host
         self._training_bytes = job.gpu_bytes if profile.has_accelerator else job.memory.allocated_bytes
         left_bytes = _less(self._training_limit, self._training_bytes)
@@ -209,7 +210,7 @@ class Predictor:
     def memory(self, optimizer: MemoryUse) -> MemoryUse:
         """Return the memory of training: per GPU, and of all ranks of a node; ``optimizer`` is that of one rank."""
         ranks, has_gpu = self._job.ranks_on_node, self._profile.has_accelerator
-        host_bytes = optimizer.host_bytes + (0 if has_gpu else self._training_bytes)
+        host_bytes = optimizer.host_bytes + (self._job.frozen_host_bytes if has_gpu else self._training_bytes)
         return MemoryUse(
             gpu_bytes=self._with_cache(self._training_bytes + optimizer.gpu_bytes) if has_gpu else 0,
             host_bytes=self.reserved_host_bytes + ranks * host_bytes,
@@ -295,7 +296,11 @@ class Predictor:
     def _deepspeed(self, budgets: Budgets, workload: Workload, residents: int) -> Outcome:
         """Return the iteration of stock DeepSpeed, or Twin-Flow: the actions run one by one, and nothing is hidden."""
         plan = _plan_of_deepspeed(workload, residents)
-        if missing := budgets.missing(MemoryUse.from_reservations(reserved_by_stock(plan, PARAM_BYTES))):
+        reserved = reserved_by_stock(plan, PARAM_BYTES)
+        if self._job.offload_param:
+            # The trained parameters. The budget is what the frozen ones leave.
+            reserved.append(Reservation(kind=MemoryKind.HOST, each_bytes=workload.numel * PARAM_BYTES))
+        if missing := budgets.missing(MemoryUse.from_reservations(reserved)):
             return Infeasible(reason=f"does not fit: it exceeds {excess_of(missing)}")
         cost = CostModel.for_stock(self._profile, PARAM_BYTES, params_on_host=self._job.offload_param)
         update_s = simulate(serial_schedule(plan.placements), workload, cost).end_s

@@ -205,6 +205,8 @@ def test_layouts_without_memory_are_listed_with_the_reason(capsys: pytest.Captur
         ({"gpus": 12}, "ranks_per_node: must divide the world size, 12, found 8"),
         ({"node_gb_per_s": "nan"}, "--node-gb-per-s: must be a number from 0.001 to 10000"),
         ({"network_gb_per_s": -1}, "--network-gb-per-s: must be a number from 0.001 to 10000"),
+        ({"network_gb_per_s": -1, "gpus": 8}, "--network-gb-per-s: must be a number from 0.001 to 10000"),
+        ({"node_gb_per_s": "nan", "ranks_per_node": 1}, "--node-gb-per-s: must be a number from 0.001 to 10000"),
         ({"accumulation": 2}, "--accumulation: follows from the global batch and the micro-batch, found 2"),
         ({"gpus": None}, "--world-size: is needed"),
         ({"global_batch": 0}, "global_batch: must be an integer from 1 to"),

@@ -13,6 +13,7 @@ import pytest
 from perf_model.__main__ import main
 from perf_model.cli.machine_options import FIGURES, read_machine
 from perf_model.presets.machines import ALIASES, MACHINES
+from perf_model.presets.models import MODELS
 from tests.model.profiles import RATES, profile
 
 JOB = ["--model", "7B", "--micro-batch", "1", "--sequence", "2048", "--unit-size", "100000000"]
@@ -125,6 +126,30 @@ def test_accumulation_offloaded_and_frozen_parameters_are_planned_for(capsys: py
     assert frozen["baselines"]["stock"]["update_s"] < 0.02 * once["baselines"]["stock"]["update_s"]
     of_optimizer, of_trained = (found["memory"]["pinned_bytes"] for found in (once, frozen))
     assert of_trained < 0.05 * of_optimizer
+
+
+def test_offloaded_parameters_take_host_memory_if_they_are_frozen_and_with_stock(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    machine = ("--profile", "h100", "--ranks-per-node", "4", "--nodes", "1")
+    share = ("--trainable-share", "0.01")
+    frozen, offloaded = planned(capsys, *machine, *share), planned(capsys, *machine, *share, "--offload-param")
+    added_bytes = offloaded["memory"]["host_bytes"] - frozen["memory"]["host_bytes"]
+    numel = MODELS["7B"].numel
+    assert added_bytes == pytest.approx(2 * 0.99 * numel, rel=0.01)
+    # Stock keeps the parameters beside its 18 bytes of states and gradients; the plugin needs 16 in all.
+    limit_gb = str((offloaded["memory"]["reserved_host_bytes"] + 19 * numel) / 1e9)
+    limited = planned(capsys, *machine, "--offload-param", "--host-memory-gb", limit_gb)
+    assert "does not fit" in limited["baselines"]["stock"]["why"]
+    assert "why" not in limited["baselines"]["all_cpu"]
+    stock = planned(capsys, *machine, "--host-memory-gb", limit_gb)["baselines"]["stock"]
+    assert "why" not in stock
+
+
+@pytest.mark.parametrize("ranks", [("--world-size", "8"), ("--world-size", "32")])
+def test_nodes_beside_a_number_of_ranks_are_refused(ranks: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(capsys, "--profile", "h100", "--ranks-per-node", "8", "--nodes", "4", *ranks)
+    assert message.startswith("--nodes: must be absent where the number of ranks is given, found 4")
 
 
 def test_tensor_parallel_ranks_train_the_same_sequences(capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,12 +88,6 @@ def test_the_bubble_and_the_micro_batches_in_flight_are_those_of_a_simulated_pip
     assert in_flight == micro_batches_in_flight(stages, micro_batches)
 
 
-def test_interleaved_stages_divide_the_bubble() -> None:
-    assert bubble_share(8, 16, chunks=2) == pytest.approx(bubble_share(8, 16) / 2)
-    with pytest.raises(AssertionError):
-        bubble_share(8, 12, chunks=2)
-
-
 @given(st.integers(1, 200), st.floats(1, 1e6), st.floats(1, 1e6), st.floats(0.1, 10))
 def test_no_other_number_of_checkpoints_takes_less_memory(
     layers: int, input_bytes: float, intermediate_bytes: float, factor: float

@@ -23,7 +23,7 @@ from tests.runtime.plain_adam import PlainAdam, adam_step
 from tests.runtime.random_states import fill_gradients, make_states, place
 
 
-class FailingAdam(PlainAdam):
+class RaisingAdam(PlainAdam):
     """A kernel that fails. The traceback of its error refers to the tensors of the update."""
 
     def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
@@ -40,7 +40,7 @@ def test_the_gradient_of_a_failed_update_is_freed_when_the_failure_is_forgotten(
     (state,) = states = make_states([20], torch.bfloat16)
     schedule = UpdatePlan(workload=Workload.from_numels([20]), placements=(Placement.STREAMED,), num_slots=1).schedule
     place(states, schedule, HostDevice())
-    executor = Executor(schedule, states, HostDevice(), PlainAdam(), FailingAdam())
+    executor = Executor(schedule, states, HostDevice(), PlainAdam(), RaisingAdam())
     with mock.patch.object(update, "StepAgreement"):
         running = Update(executor, Exposure(HostDevice(), 10), defers=defers, on_finished=lambda *_: None)
     fill_gradients(states, 1)
