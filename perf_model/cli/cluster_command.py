@@ -77,9 +77,6 @@ def run(options: argparse.Namespace) -> int:
 
 def compare(options: argparse.Namespace) -> LayoutComparison:
     """Return the comparison that ``options`` describe. Raise ``ModelError`` or ``ProfileError`` for impossible ones."""
-    if options.accumulation != 1:
-        rule = f"--accumulation: follows from the global batch and the micro-batch, found {options.accumulation}"
-        raise ModelError(f"{rule}.\nLeave it out, or give --micro-batches.")
     # The rate of the network may replace that of a profile, too, and not only that of a preset.
     without_network = argparse.Namespace(**{**vars(options), "network_gb_per_s": None})
     inputs = read_inputs(without_network, options.gpus, micro_batch=1)

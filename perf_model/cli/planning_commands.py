@@ -45,7 +45,8 @@ def add_planning_commands(commands: argparse._SubParsersAction[CommandParser]) -
     sweep.add_argument("--world-sizes", type=_positive_integers, required=True, help="for example 1,2,4,8")
     sweep.add_argument("--micro-batches", type=_positive_integers, required=True, help="for example 1,2,4")
     _add_limits(sweep)
-    sweep.set_defaults(tensor_parallel=1)
+    _add_accumulation(sweep)
+    sweep.set_defaults(tensor_parallel=1, nodes=None)
     sweep.add_argument("--csv", type=Path, help="the file to write the rows to")
 
     about = "compare tensor-parallel sizes, micro-batches and accumulation for a global batch on a cluster"
@@ -53,7 +54,7 @@ def add_planning_commands(commands: argparse._SubParsersAction[CommandParser]) -
     _add_machine_and_model(cluster)
     _add_cluster(cluster)
     # The inputs are those of one layout, from which the others are made.
-    cluster.set_defaults(tensor_parallel=1)
+    cluster.set_defaults(tensor_parallel=1, accumulation=1)
     _add_limits(cluster)
     cluster.add_argument("--json", action="store_true", help="print JSON; host bytes are per node")
 
@@ -124,11 +125,7 @@ def _add_machine_and_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=integer, metavar="N", help=every)
     ranks = "ranks that share a host, one per GPU; default: gpus in the file of --machine"
     parser.add_argument("--ranks-per-node", "--gpus-per-node", type=integer, metavar="RANKS", help=ranks)
-    nodes = "nodes, instead of --world-size; default: nodes in the file of --machine"
-    parser.add_argument("--nodes", type=integer, help=nodes)
     parser.add_argument("--sequence", type=integer, required=True, help="tokens per sequence")
-    accumulation = "micro-batches per step, with one update; default: %(default)s"
-    parser.add_argument("--accumulation", type=integer, default=1, help=accumulation)
     offload_param = "keep the 16-bit parameters in host memory (offload_param: cpu); default: on the GPU"
     parser.add_argument("--offload-param", action="store_true", help=offload_param)
     split_masters = 'keep the masters of a bf16 model in two halves ("split_masters": true); default: whole'
@@ -141,10 +138,22 @@ def _add_machine_and_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attention", choices=tuple(SCORE_BYTES), default="flash", help=attention)
 
 
+def _add_nodes(parser: argparse.ArgumentParser, ranks: str) -> None:
+    nodes = f"nodes, instead of {ranks}; default: nodes in the file of --machine"
+    parser.add_argument("--nodes", type=integer, help=nodes)
+
+
+def _add_accumulation(parser: argparse.ArgumentParser) -> None:
+    accumulation = "micro-batches per step, with one update; default: %(default)s"
+    parser.add_argument("--accumulation", type=integer, default=1, help=accumulation)
+
+
 def _add_job(parser: argparse.ArgumentParser) -> None:
     """Add one world size and one micro-batch."""
     world_size = "ranks, one per GPU; default: nodes times ranks per node"
     parser.add_argument("--world-size", type=integer, help=world_size)
+    _add_nodes(parser, "--world-size")
+    _add_accumulation(parser)
     parser.add_argument("--micro-batch", type=integer, required=True, help="sequences in one micro-batch of a rank")
     ranks = "ranks of a node that divide the matrices of each layer (AutoTP); default: %(default)s"
     parser.add_argument("--tensor-parallel", type=integer, default=1, metavar="RANKS", help=ranks)
@@ -154,6 +163,7 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     """Add the GPUs, the global batch, the layouts to compare and the network."""
     gpus = "all GPUs of the cluster, one rank each; default: nodes times ranks per node"
     parser.add_argument("--gpus", type=integer, help=gpus)
+    _add_nodes(parser, "--gpus")
     parser.add_argument("--global-batch", type=integer, required=True, help="sequences per iteration, over all GPUs")
     parser.add_argument("--tokens", type=_tokens, help="tokens to train on, for days and GPU-hours; for example 300e9")
     sizes = "tensor-parallel sizes to compare; default: powers of two inside a node"

@@ -94,12 +94,14 @@ class Cluster:
 
     def _indivisible(self, tensor_parallel: Sequence[int], micro_batches: Sequence[int] | None) -> str:
         """Return the error of a global batch that no layout divides, with the nearest batches that one divides."""
-        size = max(tensor_parallel)
-        unit = self.gpus // size * min(micro_batches or [1])
-        below, above = self.global_batch // unit * unit, -(-self.global_batch // unit) * unit
+        units = {self.gpus // size * micro for size in tensor_parallel for micro in micro_batches or [1]}
+        below = max(self.global_batch // unit * unit for unit in units)
+        above = min(-(-self.global_batch // unit) * unit for unit in units)
         nearest = f"{below} or {above}" if below else str(above)
         what = "the data-parallel size times the micro-batch" if micro_batches else "the data-parallel size"
+        least = (unit for unit in units if not any(unit % other == 0 for other in units - {unit}))
+        multiples = " or ".join(map(str, sorted(least)))
         return (
-            f"global_batch: must be a multiple of {what}, {unit} with a tensor-parallel size of {size}, found "
-            f"{self.global_batch}.\nGive --global-batch {nearest}, or another number of --gpus."
+            f"global_batch: must be a multiple of {what}, here of {multiples}, found {self.global_batch}.\n"
+            f"Give --global-batch {nearest}, or another number of --gpus."
         )

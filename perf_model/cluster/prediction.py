@@ -70,7 +70,7 @@ class LayoutPrediction:
 
 @dataclass(frozen=True, kw_only=True)
 class UnfitLayout:
-    """A layout that does not fit into memory, and the reason. Larger micro-batches do not fit either."""
+    """A layout that does not fit into memory, and the reason. No larger micro-batch fits either."""
 
     layout: Layout
     reason: str
@@ -92,7 +92,8 @@ def predict_layouts(
     fitting: list[LayoutPrediction] = []
     unfit: dict[int, UnfitLayout] = {}
     for layout in layouts:
-        if layout.tensor_parallel in unfit:
+        # A larger micro-batch needs more memory, except for the sums of gradients if it is the only one of its step.
+        if layout.tensor_parallel in unfit and layout.accumulation > 1:
             continue
         laid_out = replace(
             job,
@@ -103,8 +104,9 @@ def predict_layouts(
         try:
             found = forecast_plan(laid_out, profile, limits, overlap, unit_sizes, PUBLISHED_OVERHEADS)
         except DoesNotFit as error:
-            unfit[layout.tensor_parallel] = UnfitLayout(layout=layout, reason=error.rule)
+            unfit.setdefault(layout.tensor_parallel, UnfitLayout(layout=layout, reason=error.rule))
             continue
+        unfit.pop(layout.tensor_parallel, None)
         fitting.append(_prediction(layout, found, profile))
     return sorted(fitting, key=lambda predicted: predicted.iteration_s), list(unfit.values())
 

@@ -29,7 +29,7 @@ MAX_REUSE_DISTANCE = 1_000_000_000
 released."""
 
 MAX_TOKENS = 10**7
-"""The most tokens per rank and step. Up to this limit, all numbers of bytes stay below 2^63 for every model."""
+"""The most tokens per rank and micro-batch. Up to this limit, all numbers of bytes stay below 2^63 for every model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +112,8 @@ class Job:
 
     def __post_init__(self) -> None:
         maxima = {
-            "world_size": 10**6,
             "ranks_per_node": 10**4,
+            "world_size": 10**6,
             "micro_batch": 10**6,
             "sequence": MAX_TOKENS,
             "accumulation": 10**6,
@@ -121,7 +121,8 @@ class Job:
             "sub_group_size": 10**15,
         }
         for key, limit in maxima.items():
-            require_integer(key, getattr(self, key), 1, limit, f"Correct --{key.replace('_', '-')}.")
+            others = ", or --nodes (--gpus of a cluster)" if key == "world_size" else ""
+            require_integer(key, getattr(self, key), 1, limit, f"Correct --{key.replace('_', '-')}{others}.")
         if self.attention not in SCORE_BYTES:
             kinds = ", ".join(SCORE_BYTES)
             raise ModelError(f"attention: must be one of {kinds}, found {self.attention}.\nCorrect --attention.")

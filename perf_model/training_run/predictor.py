@@ -181,11 +181,17 @@ class Predictor:
 
     @property
     def fits(self) -> bool:
-        """Return whether a plan fits; the size of the units makes no difference."""
+        """Return whether a plan fits.
+
+        The size of the units makes no difference, except that a slot is as long as the largest unit that rules stream.
+        """
         if self._training_limit is not None and self._training_limit < self._training_bytes:
             return False
+        sizes = {max(UNIT_SIZES), min(UNIT_SIZES)} if self._job.rules.rules else {max(UNIT_SIZES)}
+        return any(map(self._fits_in_units_of, sizes))
+
+    def _fits_in_units_of(self, size: int) -> bool:
         try:
-            size = max(UNIT_SIZES)
             budgets = self.request([size]).budgets
             require_memory(self._job.workload(size), self.cost, budgets, self._setup)
         except DoesNotFit:

@@ -23,7 +23,7 @@ def limits_to_lift(missing: Iterable[str]) -> str:
 
 
 def find_remedy(job: Job, profile: HardwareProfile, limits: MemoryLimits) -> str:
-    """Return the remedy if no plan fits. The size of the units makes no difference."""
+    """Return the remedy if no plan fits."""
     remedies = []
     ranks = least_world_size_that_fits(job, profile, limits)
     if ranks is not None:

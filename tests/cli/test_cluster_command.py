@@ -196,10 +196,22 @@ def test_layouts_without_memory_are_listed_with_the_reason(capsys: pytest.Captur
     assert "Paste into" not in shown
 
 
+def test_one_micro_batch_per_step_needs_no_sums_and_fits_where_smaller_ones_do_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = tmp_path / "rules.json"
+    rules.write_text('[{"match": "model.layers.0.*", "states": "resident"}]')
+    one_gpu = dict.fromkeys(("network_gb_per_s", "node_gb_per_s", "unit_size")) | {"gpus": 1, "ranks_per_node": 1}
+    found = compared(capsys, **one_gpu, profile="l40s", model="13B", global_batch=2, rules=rules)
+    assert [(layout["micro_batch"], layout["fits"]) for layout in found["layouts"]] == [(2, True)]
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"global_batch": 51}, "global_batch: must be a multiple of the data-parallel size, 2 with a tensor-parallel"),
+        ({"global_batch": 51}, "global_batch: must be a multiple of the data-parallel size, here of 2, found 51"),
+        ({"global_batch": 33, "micro_batches": "3,4", "gpus": 8, "tensor_parallel": 1}, "Give --global-batch 32 or 48"),
+        ({"gpus": 0}, "Correct --world-size, or --nodes (--gpus of a cluster)."),
         ({"global_batch": 50, "tensor_parallel": 1}, "Give --global-batch 48 or 64, or another number of --gpus."),
         ({"tensor_parallel": 3}, "tensor_parallel: must divide the number of ranks of a node, 8, found 3"),
         ({"gpus": 12}, "ranks_per_node: must divide the world size, 12, found 8"),
@@ -207,7 +219,6 @@ def test_layouts_without_memory_are_listed_with_the_reason(capsys: pytest.Captur
         ({"network_gb_per_s": -1}, "--network-gb-per-s: must be a number from 0.001 to 10000"),
         ({"network_gb_per_s": -1, "gpus": 8}, "--network-gb-per-s: must be a number from 0.001 to 10000"),
         ({"node_gb_per_s": "nan", "ranks_per_node": 1}, "--node-gb-per-s: must be a number from 0.001 to 10000"),
-        ({"accumulation": 2}, "--accumulation: follows from the global batch and the micro-batch, found 2"),
         ({"gpus": None}, "--world-size: is needed"),
         ({"global_batch": 0}, "global_batch: must be an integer from 1 to"),
     ],

@@ -234,6 +234,14 @@ def test_masters_are_split_only_where_a_gpu_has_the_parameters(
         assert capsys.readouterr().err.startswith(f"{option}: needs a profile of a machine with a GPU, found")
 
 
+def test_the_remedy_counts_the_slots_of_small_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rules = tmp_path / "rules.json"
+    rules.write_text('[{"match": "*", "states": "streamed"}]')
+    machine = ["--profile", "a100-80gb", "--model", "7B", "--world-size", "1", "--ranks-per-node", "1"]
+    assert main(["plan", *machine, "--micro-batch", "46", "--sequence", "2048", "--rules", str(rules)]) == 1
+    assert "--micro-batch 23" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize("states", ["streamed", "resident", "cpu"])
 def test_a_rule_for_the_gpu_is_refused_where_its_adam_has_no_rate(
     states: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

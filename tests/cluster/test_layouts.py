@@ -66,9 +66,9 @@ def test_sizes_that_the_batch_does_not_allow_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("global_batch", "sizes", "micro_batches", "message"),
     [
-        (100, [1, 2, 4], None, "the data-parallel size, 16 with a tensor-parallel size of 4, found 100.*96 or 112"),
-        (5, [1], None, "data-parallel size, 64 with a tensor-parallel size of 1, found 5.*Give --global-batch 64, or"),
-        (64, [1], [3], "data-parallel size times the micro-batch, 192 with .*found 64.*Give --global-batch 192, or"),
+        (100, [1, 2, 4], None, "the data-parallel size, here of 16, found 100.*96 or 112"),
+        (5, [1], None, "data-parallel size, here of 64, found 5.*Give --global-batch 64, or"),
+        (64, [1], [3], "data-parallel size times the micro-batch, here of 192.*found 64.*Give --global-batch 192, or"),
     ],
 )
 def test_a_batch_that_no_layout_divides_is_refused_with_the_batches_that_one_divides(
