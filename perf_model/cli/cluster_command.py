@@ -107,7 +107,7 @@ def compare(options: argparse.Namespace) -> LayoutComparison:
             cluster,
             inputs.job,
             PhaseRates.from_profile(profile, cluster.ranks_on_node, NO_OVERHEADS),
-            inputs.limits.gpu,
+            None if inputs.limits.gpu is None else inputs.limits.gpu - inputs.limits.gpu_margin,
             options.tensor_parallel_sizes,
             options.micro_batches,
         ),

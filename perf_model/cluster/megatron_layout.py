@@ -15,8 +15,11 @@ from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import PhaseRates
 from perf_model.training_run.training_memory import PARAM_BYTES
 
-TRAINED_BYTES_PER_PARAM = 16
-"""Bytes per trained parameter on the GPU besides the bf16 parameter: fp32 gradient 4, and fp32 master, ``exp_avg`` and
+GRADIENT_BYTES_PER_PARAM = 4
+"""Bytes per gradient: Megatron-LM accumulates and reduces those of bf16 models in fp32."""
+
+TRAINED_BYTES_PER_PARAM = GRADIENT_BYTES_PER_PARAM + 12
+"""Bytes per trained parameter on the GPU besides the bf16 parameter: the gradient, and fp32 master, ``exp_avg`` and
 ``exp_avg_sq`` 12, without a distributed optimizer (Megatron-LM, ``docs/source/api-guide/dist_optimizer.md``)."""
 
 
@@ -114,7 +117,8 @@ def _iteration_s(job: Job, stages: int, data_parallel: int, rates: PhaseRates, g
     # Tensor-parallel ranks are on one node, and so are the stages that it has room for.
     on_node = max(1, job.ranks_on_node // (job.tensor_parallel * stages))
     among_data_parallel = replace(rates.network, ranks_per_node=on_node)
-    gradients_bytes = PARAM_BYTES * job.trainable_share * job.shard_numel / stages
+    gradients_bytes = GRADIENT_BYTES_PER_PARAM * job.trainable_share * job.shard_numel / stages
+    # Without a distributed optimizer, the gradients are all-reduced.
     return (
         pipelined_s
         + among_data_parallel.reduce_scatter_s(gradients_bytes, data_parallel)
