@@ -166,7 +166,7 @@ def test_more_cpu_threads_than_cpus_are_refused() -> None:
     assert str(caught.value) == (
         "deep_optimizer_states.cpu_threads: must be at most the 16 CPUs that a rank may use (affinity 16, cgroup limit "
         "none), found 17.\n"
-        "Leave it out for one per physical core, or give the rank more CPUs (taskset, docker --cpus, Slurm "
+        "Leave it out for the number that fits this machine, or give the rank more CPUs (taskset, docker --cpus, Slurm "
         "--cpus-per-task)."
     )
     with pytest.raises(ConfigError, match=r"at most the 3 CPUs .* cgroup limit 3 for this rank\), found 4"):

@@ -45,7 +45,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     name: {**block, **SPLIT_MASTERS}
     for name, block in {"stride": STRIDE_2, "streamed": STREAMED, "resident": RESIDENT, "rules": RULES}.items()
 }
-SEEDS = 10
+SEEDS = 5
 """The number of random writes in random steps, by placement and time of the write."""
 
 
