@@ -24,7 +24,7 @@ def measure(*, quick: bool) -> Iterator[Row]:
     """Yield for each variant whether losses and weights are stock's, the loss differences, and the iteration time."""
     setting = exactness_setting(quick=quick)
     steps = 10 if quick else STEPS
-    stock = run_variant(variants.STOCK, setting, iterations=steps, warm_up=1, may_change_plan=True)
+    stock = run_variant(variants.STOCK, setting, iterations=steps, any_plan=True)
     ours = (*variants.ABLATION.values(), variants.STREAMED_AND_OVERLAPPED)
     # Some variants are in both lists.
     compared = {variant.name: variant for variant in (*ours, *variants.competitors(setting), variants.NO_OFFLOAD)}
@@ -34,7 +34,7 @@ def measure(*, quick: bool) -> Iterator[Row]:
         if (reason := variant.waived_reason(setting)) is not None:
             yield Row(quantity="losses identical to stock's", waived=reason, **labels)
             continue
-        run = try_run(variant, setting, iterations=steps, warm_up=1, may_change_plan=True)
+        run = try_run(variant, setting, iterations=steps, any_plan=True)
         if isinstance(run, str):
             yield from error_rows({variant.name: run}, setting)
             continue

@@ -120,21 +120,13 @@ def warm_up_iterations() -> int:
     return ADAPTING if trains_on_gpu() else WARM_UP
 
 
-def run_variant(
-    variant: Variant,
-    setting: TrainingSetting,
-    iterations: int,
-    warm_up: int | None = None,
-    *,
-    may_change_plan: bool = False,
-) -> EngineRun:
+def run_variant(variant: Variant, setting: TrainingSetting, iterations: int, *, any_plan: bool = False) -> EngineRun:
     """Train with a fresh engine and return the measurements.
 
-    Raise ``AssertionError`` if the engine is not the variant's, or, unless ``may_change_plan``, if another plan is
-    adopted while iterations count.
+    With ``any_plan``, all iterations but the first count, whichever plan runs. Raise ``AssertionError`` if the engine
+    is not the variant's, or, without ``any_plan``, if another plan is adopted while iterations count.
     """
-    if warm_up is None:
-        warm_up = warm_up_iterations()
+    warm_up = 1 if any_plan else warm_up_iterations()
     run = EngineRun(variant, setting)
     waits = ExposedWaits()
     before_bytes = psutil.Process().memory_info().rss
@@ -148,7 +140,7 @@ def run_variant(
             run.plan, run.workload = str(plan), plan.workload
             run.updates_on_accelerator = any(placement is not Placement.CPU for placement in plan.placements)
             others = [str(other) for other in plans[warm_up:-1] if other is not plan]
-            if others and not may_change_plan:
+            if others and not any_plan:
                 raise AssertionError(f"{variant.name}: {plan} was replaced by {others} while iterations counted")
         run.digest = weights_digest(engine)
         if run.plan:
@@ -217,17 +209,10 @@ class ExposedWaits:
                 phase_s[iteration] -= wait_s
 
 
-def try_run(
-    variant: Variant,
-    setting: TrainingSetting,
-    iterations: int,
-    warm_up: int | None = None,
-    *,
-    may_change_plan: bool = False,
-) -> EngineRun | str:
+def try_run(variant: Variant, setting: TrainingSetting, iterations: int, *, any_plan: bool = False) -> EngineRun | str:
     """Return the measurements of ``run_variant``, or the error in one line if the run fails."""
     try:
-        return run_variant(variant, setting, iterations, warm_up, may_change_plan=may_change_plan)
+        return run_variant(variant, setting, iterations, any_plan=any_plan)
     except Exception as error:
         logging.getLogger(__name__).exception(variant.name)
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
