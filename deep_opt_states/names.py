@@ -6,7 +6,7 @@ They are here and not in the modules that use them, because importing ``activati
 import difflib
 from collections.abc import Sequence
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 CONFIG_KEY = "deep_optimizer_states"
 """The block in the DeepSpeed JSON config."""

@@ -25,6 +25,9 @@ from perf_model import units
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "benchmarks" / "results"
+RESULT_FILES = ("benchmarks/results", "tests/compat/results.json")
+"""The results in the tree: a run that writes them leaves the code as the commit has it."""
+
 QUICK_RESULTS = REPOSITORY / ".cache" / "benchmarks"
 """The folder of quick runs. They measure nothing, and must not replace a trace that was measured."""
 
@@ -209,7 +212,7 @@ def commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+        changed = git("status", "--porcelain", "--", ".", *(f":!{path}" for path in RESULT_FILES))
         return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

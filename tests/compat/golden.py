@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TRIED_TORCH = ("2.10.0", "2.14.1", "2.15.0")
+TRIED_TORCH = ("2.10.0", "2.11.0", "2.12.1", "2.14.1", "2.15.0")
 """The releases of PyTorch that ``make compat`` tries, besides the one that all other tests run with."""
 
 GOLDEN = (

@@ -47,10 +47,7 @@ def test_every_result_is_of_this_version_of_the_plugin(package: str, target: str
 
 @pytest.mark.parametrize("release", TRIED_DEEPSPEED)
 def test_no_tried_release_of_deepspeed_lacks_a_name_that_the_plugin_uses(release: str) -> None:
-    entry = TRIED["deepspeed"][release]
-    # `make compat` with version 0.1.0 of the plugin did not write the names at first.
-    unwritten = [] if entry["deep_opt_states"] == "0.1.0" else None
-    assert entry.get("missing_names", unwritten) == []
+    assert TRIED["deepspeed"][release]["missing_names"] == []
 
 
 @pytest.mark.parametrize("release", TRIED_DEEPSPEED)

@@ -7,7 +7,22 @@ from __future__ import annotations
 
 from packaging.version import Version
 
-TRIED_DEEPSPEED = ("0.18.5", "0.19.4", "0.19.5", "0.19.6", "0.19.8")
+TRIED_DEEPSPEED = (
+    "0.18.5",
+    "0.18.6",
+    "0.18.7",
+    "0.18.8",
+    "0.18.9",
+    "0.19.0",
+    "0.19.1",
+    "0.19.2",
+    "0.19.3",
+    "0.19.4",
+    "0.19.5",
+    "0.19.6",
+    "0.19.7",
+    "0.19.8",
+)
 """The releases that ``make compat`` has tried. The golden cases that a release has are equal to stock to the bit.
 
 The exception is one case before 0.19.8, with a norm that is inf or NaN: NaN in its 16-bit parameters may have other
