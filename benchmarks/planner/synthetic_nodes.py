@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from itertools import product
 
-from perf_model.prediction.cost import CostModel
+from perf_model.prediction.cost import WHOLE_GPU_STEP_BYTES, CostModel
 from perf_model.prediction.hardware import HardwareProfile, Measurement, Provenance
 from perf_model.prediction.memory import SIXTEEN_BIT, TrainingSetup, resident_bytes_of
 from perf_model.presets.models import MODELS
@@ -69,7 +69,7 @@ class SyntheticNode:
         dram = DRAM_BYTES_PER_S_PER_CORE * self.cores / self.ranks
         one_way = min(REACHED * LINKS[self.link], dram)
         # An update moves 28 bytes per parameter on the CPU in one pass and 42 in stock's three passes. On the GPU it
-        # moves 30: p, m and v in both directions, the gradient and the 16-bit parameter.
+        # moves as many: p, m and v in both directions, the 16-bit gradient and the 16-bit parameter.
         rates = {
             "h2d_bytes_per_s": one_way,
             "d2h_bytes_per_s": one_way,
@@ -78,7 +78,7 @@ class SyntheticNode:
             "cpu_adam_params_per_s": min(dram / 28, ADAM_PARAMS_PER_S_PER_CORE * self.cores / self.ranks),
             "stock_cpu_adam_params_per_s": min(dram / 42, ADAM_PARAMS_PER_S_PER_CORE * self.cores / self.ranks),
             "dram_update_bytes_per_s": dram,
-            "gpu_adam_params_per_s": REACHED * GPU_MEMORY[self.link] / 30,
+            "gpu_adam_params_per_s": REACHED * GPU_MEMORY[self.link] / WHOLE_GPU_STEP_BYTES,
         }
         return CostModel.from_profile(
             HardwareProfile(

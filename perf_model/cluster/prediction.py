@@ -92,8 +92,8 @@ def predict_layouts(
     fitting: list[LayoutPrediction] = []
     unfit: dict[int, UnfitLayout] = {}
     for layout in layouts:
-        # A larger micro-batch needs more memory, except for the sums of gradients if it is the only one of its step.
-        if layout.tensor_parallel in unfit and layout.accumulation > 1:
+        # A larger micro-batch needs more memory.
+        if layout.tensor_parallel in unfit:
             continue
         laid_out = replace(
             job,
@@ -104,9 +104,8 @@ def predict_layouts(
         try:
             found = forecast_plan(laid_out, profile, limits, overlap, unit_sizes, PUBLISHED_OVERHEADS)
         except DoesNotFit as error:
-            unfit.setdefault(layout.tensor_parallel, UnfitLayout(layout=layout, reason=error.rule))
+            unfit[layout.tensor_parallel] = UnfitLayout(layout=layout, reason=error.rule)
             continue
-        unfit.pop(layout.tensor_parallel, None)
         fitting.append(_prediction(layout, found, profile))
     return sorted(fitting, key=lambda predicted: predicted.iteration_s), list(unfit.values())
 

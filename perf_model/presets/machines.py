@@ -10,17 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from perf_model.prediction.cost import BytesPerParam, stock_traffic_by_action, traffic_by_action
+from perf_model.prediction.cost import (
+    WHOLE_GPU_STEP_BYTES,
+    BytesPerParam,
+    stock_traffic_by_action,
+    traffic_by_action,
+)
 from perf_model.prediction.hardware import MATMUL_SIZE, SMALL_MATMUL_SIZE, HardwareProfile, Measurement, Provenance
 from perf_model.schedule.action import ActionKind
 from perf_model.training_run.micro_batch import TRAINING_SHARE, MatrixRate
 from perf_model.training_run.training_memory import PARAM_BYTES
 
 _UNMEASURED = "PRESET, not a measurement of your machine"
-
-GPU_ADAM_BYTES_PER_PARAM = 30
-"""Bytes per parameter that Adam moves in GPU memory: p, m, v and the gradient are read (16), and p, m, v (12) and the
-16-bit parameter (2) are written."""
 
 _GPU_MEMORY_MIB = {
     "RTX-3090-24GB": 24_576,
@@ -119,7 +120,7 @@ class MachinePreset:
             ),
             "dram_update_bytes_per_s": host_bytes_per_s,
             "dram_copy_bytes_per_s": host_bytes_per_s,
-            "gpu_adam_params_per_s": REACHED_SHARE * self.gpu_memory_bytes_per_s / GPU_ADAM_BYTES_PER_PARAM,
+            "gpu_adam_params_per_s": REACHED_SHARE * self.gpu_memory_bytes_per_s / WHOLE_GPU_STEP_BYTES,
             "matmul_flops_per_s": self._matmul_flops_per_s(MATMUL_SIZE),
             "matmul_small_flops_per_s": self._matmul_flops_per_s(SMALL_MATMUL_SIZE),
             "all_gather_bytes_per_s": self.peer_bytes_per_s,

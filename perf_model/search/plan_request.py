@@ -16,14 +16,15 @@ from perf_model.prediction.memory import DEFAULT_SETUP, TrainingSetup, memory_of
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.happens_before import CHAINS
+from perf_model.schedule.order import forward_order
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.rules import NO_RULES, PlacementRules
 from perf_model.schedule.simple_placements import keep_fixed, place_all
 from perf_model.schedule.uses import ParameterUses
 from perf_model.schedule.workload import Partition, Workload
-from perf_model.search.budgets import Budgets
-from perf_model.search.planner import PlannedUpdate, evaluate
+from perf_model.search.budgets import Budgets, DoesNotFit
+from perf_model.search.planner import PlannedUpdate, evaluate, require_memory
 from perf_model.search.unit_sizes import plan_units
 
 
@@ -80,17 +81,36 @@ class PlanRequest:
     @property
     def fixed_bytes(self) -> int:
         """Return the least accelerator memory of the units whose placement the rules fix."""
-        workload = self.workload(min(self.unit_sizes))
-        placements = keep_fixed(workload, place_all(workload, Placement.CPU))
-        return memory_of(UpdatePlan(workload=workload, placements=placements, num_slots=1), self.setup).gpu_bytes
+        return memory_of(_plan_of_rules(self.workload(min(self.unit_sizes))), self.setup).gpu_bytes
 
     def plan(self) -> SizedPlan:
-        """Return the best plan over the unit sizes. Raise ``DoesNotFit`` if no plan fits."""
+        """Return the best plan over the unit sizes. Raise ``DoesNotFit`` if no plan fits.
+
+        If gradients are accumulated in host memory, only units whose placement the rules fix are updated on the
+        accelerator. For any others, the planner counts the sums of all gradients there.
+        """
+        if self.setup.accumulates and self.setup.sums_on_accelerator is False:
+            return self._best_plan_of_rules()
         first_use_of = None if self.uses is None else self.first_use_of
         size, planned = plan_units(
             self.workload, self.unit_sizes, self.cost, self.budgets, self.windows, self.setup, first_use_of
         )
         return SizedPlan(unit_size=size, planned=planned)
+
+    def _best_plan_of_rules(self) -> SizedPlan:
+        found: list[SizedPlan] = []
+        for size in sorted(self.unit_sizes, reverse=True):
+            workload = self.workload(size)
+            try:
+                require_memory(workload, self.cost, self.budgets, self.setup)
+            except DoesNotFit:
+                if not found and size == min(self.unit_sizes):
+                    raise
+                continue
+            plan = _plan_of_rules(workload)
+            order = forward_order(workload, plan.placements, self.first_use_of(workload))
+            found.append(SizedPlan(unit_size=size, planned=self.evaluate(replace(plan, order=order))))
+        return min(found, key=lambda sized: sized.planned.exposed_s)
 
     def evaluate(self, plan: UpdatePlan) -> PlannedUpdate:
         """Return the prediction of ``plan``, which need not come from this request."""
@@ -129,6 +149,12 @@ class PlanRequest:
     @cached_property
     def _uses(self) -> ParameterUses | None:
         return None if self.uses is None else ParameterUses(self.sub_groups, self.uses)
+
+
+def _plan_of_rules(workload: Workload) -> UpdatePlan:
+    """Return the plan with the least accelerator memory: the CPU updates each unit whose placement is not fixed."""
+    placements = keep_fixed(workload, place_all(workload, Placement.CPU))
+    return UpdatePlan(workload=workload, placements=placements, num_slots=1)
 
 
 def without_accelerator(cost: CostModel) -> CostModel:

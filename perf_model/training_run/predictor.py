@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.hardware import HardwareProfile
-from perf_model.prediction.memory import MemoryKind, MemoryUse, Reservation, memory_of, reserved_by_stock
+from perf_model.prediction.memory import (
+    MemoryKind,
+    MemoryUse,
+    Reservation,
+    TrainingSetup,
+    memory_of,
+    reserved_by_stock,
+)
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import simulate
 from perf_model.schedule.action import ActionKind
@@ -162,9 +169,15 @@ class Predictor:
             self._available = Budgets(gpu_bytes=0, host_bytes=left_bytes, pinned_bytes=limits.pinned)
 
     def request(self, unit_sizes: Iterable[int]) -> PlanRequest:
-        """Return the request for the best plan with one of these unit sizes, which leaves the margin free."""
+        """Return the request for the best plan with one of these unit sizes, which leaves the margin free.
+
+        As in training, rules by name do not ask for the sums of other units on the accelerator: these are in host
+        memory if they do not fit.
+        """
         request = self._request_of_all_memory(unit_sizes)
         budgets = self._available.with_gpu_margin(self._limits.gpu_margin, request.fixed_bytes)
+        if budgets.gpu_bytes is not None and budgets.gpu_bytes < request.fixed_bytes:
+            request = replace(request, setup=_without_sums(request.setup))
         return replace(request, budgets=budgets)
 
     def _request_of_all_memory(self, unit_sizes: Iterable[int]) -> PlanRequest:
@@ -192,8 +205,8 @@ class Predictor:
 
     def _fits_in_units_of(self, size: int) -> bool:
         try:
-            budgets = self.request([size]).budgets
-            require_memory(self._job.workload(size), self.cost, budgets, self._setup)
+            request = self.request([size])
+            require_memory(self._job.workload(size), self.cost, request.budgets, request.setup)
         except DoesNotFit:
             return False
         return True
@@ -279,7 +292,8 @@ class Predictor:
         """Return the iteration of our runtime with these placements.
 
         As training does with placements of the config, units are updated in the order in which forward first uses them,
-        through as many slots as fit.
+        through as many slots as fit. The sums of accumulated gradients of units of the CPU are in host memory if they
+        do not fit.
         """
         request = self._request_of_all_memory(())
         order = forward_order(workload, placements, request.first_use_of(workload))
@@ -287,17 +301,17 @@ class Predictor:
         def plan_with(num_slots: int) -> UpdatePlan:
             return UpdatePlan(workload=workload, placements=placements, num_slots=num_slots, order=order)
 
-        def is_too_many(num_slots: int) -> bool:
-            return bool(budgets.missing(memory_of(plan_with(num_slots), self._setup)))
+        def missing(num_slots: int, setup: TrainingSetup) -> dict[str, int]:
+            return budgets.missing(memory_of(plan_with(num_slots), setup))
 
+        setup = _without_sums(self._setup) if missing(1, self._setup) else self._setup
+        if excess := missing(1, setup):
+            return Infeasible(reason=f"does not fit: it exceeds {excess_of(excess)}")
         most = max(1, placements.count(Placement.STREAMED))
-        num_slots = bisect_left(range(1, most + 1), True, key=is_too_many)
-        if num_slots == 0:
-            missing = budgets.missing(memory_of(plan_with(1), self._setup))
-            return Infeasible(reason=f"does not fit: it exceeds {excess_of(missing)}")
+        num_slots = bisect_left(range(1, most + 1), True, key=lambda num_slots: bool(missing(num_slots, setup)))
         plan = plan_with(num_slots)
         update = request.evaluate(plan)
-        return self.iteration(update.update_s, update.exposed_s, GradientPath.for_plan(plan, self._setup))
+        return self.iteration(update.update_s, update.exposed_s, GradientPath.for_plan(plan, setup))
 
     def _deepspeed(self, budgets: Budgets, workload: Workload, residents: int) -> Outcome:
         """Return the iteration of stock DeepSpeed, or Twin-Flow: the actions run one by one, and nothing is hidden."""
@@ -329,6 +343,11 @@ class Predictor:
         predictor = self._without_offload()
         update_s = predictor.cost.load(ActionKind.GPU_STEP, workload.numel).total_s
         return predictor.iteration(update_s, update_s, GradientPath())
+
+
+def _without_sums(setup: TrainingSetup) -> TrainingSetup:
+    """Return ``setup`` if the gradients of units that the CPU updates are accumulated in host memory."""
+    return replace(setup, sums_on_accelerator=False)
 
 
 def _less(limit: int | None, taken_bytes: int) -> int | None:

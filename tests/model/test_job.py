@@ -13,6 +13,7 @@ from perf_model.prediction.overlap_windows import Windows
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
+from perf_model.schedule.rules import PlacementRule, PlacementRules
 from perf_model.search.budgets import DoesNotFit
 from perf_model.training_run.families.decoder import gpt
 from perf_model.training_run.forecast import Forecast, forecast
@@ -122,6 +123,24 @@ def test_backward_is_charged_for_the_gradients_of_each_placement() -> None:
     kept = found.baselines["no_offload"]
     if isinstance(kept, PredictedIteration):
         assert kept.backward_s == pytest.approx(compute_s), "no gradient is copied"
+
+
+def test_sums_that_do_not_fit_beside_the_units_of_rules_are_in_host_memory() -> None:
+    rules = PlacementRules((PlacementRule(("model.layers.0.*",), "resident"),))
+    job = replace(SMALL, accumulation=2, rules=rules)
+    plenty = forecast_7b(MemoryLimits(gpu=80 * 10**9, host=None), job)
+    assert GradientPath.for_plan(plenty.planned.plan, plenty.request.setup).accumulated_down_bytes == 0
+    # Training and PyTorch's cache leave 1.9 bytes per parameter: less than the sums of all gradients, which take 2, and
+    # more than the states of one layer.
+    numel = plenty.planned.plan.workload.numel
+    short = forecast_7b(MemoryLimits(gpu=job.gpu_bytes + job.memory.cache_bytes + int(1.9 * numel), host=None), job)
+    assert not short.budgets.missing(short.planned.memory)
+    plan, setup = short.planned.plan, short.request.setup
+    assert plan.numel(Placement.STREAMED) == 0 < plan.numel(Placement.RESIDENT) < numel / 16
+    assert GradientPath.for_plan(plan, setup).accumulated_down_bytes == 2 * plan.numel(Placement.CPU)
+    all_cpu = short.baselines["all_cpu"]
+    assert isinstance(all_cpu, PredictedIteration)
+    assert short.predicted.backward_s == pytest.approx(all_cpu.backward_s, rel=0.1)
 
 
 @pytest.mark.parametrize("size", [1_000_000, 100_000_000, 3_000_000_000])

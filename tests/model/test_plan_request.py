@@ -12,7 +12,7 @@ from perf_model.schedule.cutting import BORDER_MULTIPLE
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.rules import PlacementRule, PlacementRules
 from perf_model.schedule.workload import Partition
-from perf_model.search.budgets import Budgets
+from perf_model.search.budgets import Budgets, DoesNotFit
 from perf_model.search.plan_request import PlanRequest
 from tests.model.costs import cost
 
@@ -69,3 +69,21 @@ def test_the_prediction_of_a_plan_depends_on_the_order_in_which_forward_uses_uni
     plan = REQUEST.plan().plan
     backwards = replace(REQUEST, uses=[partition.name for partition in reversed(LAYERS[0])])
     assert backwards.evaluate(plan).exposed_s > REQUEST.evaluate(plan).exposed_s
+
+
+def test_gradients_accumulated_in_host_memory_leave_only_rules_on_the_accelerator() -> None:
+    rules = PlacementRules((PlacementRule(("layers.3.*", "layers.7.*"), "streamed"),))
+    with_sums = replace(REQUEST, rules=rules, setup=replace(REQUEST.setup, accumulates=True))
+    without_sums = replace(with_sums, setup=replace(with_sums.setup, sums_on_accelerator=False))
+    assert with_sums.fixed_bytes > without_sums.fixed_bytes
+    exactly = replace(without_sums, budgets=Budgets(gpu_bytes=without_sums.fixed_bytes))
+    sizes = (LAYERS[0][-1].numel, LAYERS[0][-1].numel // 8)
+    for request in (exactly, replace(without_sums, unit_sizes=sizes)):
+        chosen = request.plan()
+        assert chosen.plan.numel(Placement.STREAMED) == LAYERS[0][3].numel + LAYERS[0][7].numel
+        assert not request.budgets.missing(chosen.planned.memory)
+    with pytest.raises(DoesNotFit):
+        replace(without_sums, budgets=Budgets(gpu_bytes=without_sums.fixed_bytes - 1)).plan()
+    small = replace(without_sums, unit_sizes=sizes)
+    assert small.fixed_bytes < without_sums.fixed_bytes
+    assert replace(small, budgets=Budgets(gpu_bytes=small.fixed_bytes)).plan().unit_size == sizes[1]
