@@ -92,8 +92,10 @@ wheel: $(INSTALLED)  ## Build a source distribution and from it a wheel, and che
 	    'from importlib.metadata import entry_points; entry_points(group="torch.backends")["deep_opt_states"]'
 	@ls $(WHEEL)/*.whl $(WHEEL)/*.tar.gz
 
-release-check: wheel  ## Install what `wheel` builds with PYTHON=python3.12, outside the checkout, and train with it
-	@$(VENV)/bin/python -m tests.compat.installed $(WHEEL) $(PYTHON)
+INTERPRETER ?= $(PYTHON)
+
+release-check: wheel  ## Install what `wheel` builds outside the checkout and train with it, with INTERPRETER=python3.12
+	@$(VENV)/bin/python -m tests.compat.installed $(WHEEL) $(INTERPRETER)
 	@$(VENV)/bin/python tools/generate_docs.py
 
 clean:  ## Remove everything that make and the tools created, including the virtual environment
