@@ -25,8 +25,8 @@ from perf_model import units
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "benchmarks" / "results"
-RESULT_FILES = ("benchmarks/results", "tests/compat/results.json")
-"""The results in the tree: a run that writes them leaves the code as the commit has it."""
+RESULT_FILES = ("benchmarks/results", "tests/compat/results.json", "docs/compatibility.md")
+"""The results in the tree, and the page with their tables: a run that writes them leaves the code as it is."""
 
 QUICK_RESULTS = REPOSITORY / ".cache" / "benchmarks"
 """The folder of quick runs. They measure nothing, and must not replace a trace that was measured."""
