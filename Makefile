@@ -20,7 +20,8 @@ WITH_NINJA := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
-$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+# names.py has the version, which the metadata of the installed package repeat.
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt deep_opt_states/names.py
 	@echo "Installing PyTorch, DeepSpeed and this package into $(VENV) (once; takes a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) setuptools wheel ninja numpy torch
