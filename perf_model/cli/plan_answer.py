@@ -22,8 +22,8 @@ def past_errors() -> str:
     return (
         f"Iterations of {runs} published runs, predicted by the same rules, were off by {percent(median)} in the "
         f"median and by at most {percent(p90)} in nine of ten, with rates fitted to smaller models on the same machine "
-        "(validate --across-models). On two H100s of our own, with one model, updates took 1.1 to 1.5 times as long as "
-        "predicted. At its end, training logs predicted and measured times."
+        "(validate --across-models). On GPUs of our own (H100, H200), with one model, updates took 1.0 to 1.5 times as "
+        "long as predicted. At its end, training logs predicted and measured times."
     )
 
 

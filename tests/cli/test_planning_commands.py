@@ -190,7 +190,7 @@ def test_plan_prints_the_figures_of_every_alternative_and_the_block_to_paste(
         "lower bound of the update, exposed and hidden time together",
         "of which pinned",
         "slots (GPU buffers for streamed units)",
-        "On two H100s of our own, with one model, updates took 1.1 to 1.5 times as long as predicted",
+        "On GPUs of our own (H100, H200), with one model, updates took 1.0 to 1.5 times as long as predicted",
         '"placement": "planned"',
     ):
         assert expected in words
