@@ -25,8 +25,9 @@ def two_ranks(program: str, folder: Path) -> list[Finished]:
     """Run the module ``program`` on two ranks, which save in ``folder``. Both must succeed."""
     # GPUs are hidden, because frameworks would use them.
     ranks = run_ranks(2, ["-m", program, str(folder)], 400, CUDA_VISIBLE_DEVICES="")
-    for finished in ranks:
-        assert finished.returncode == 0, finished.output[-5000:]
+    # All of them are shown: the rank that failed first explains why the others lost their connection.
+    failed = [f"rank {rank}: {done.output[-5000:]}" for rank, done in enumerate(ranks) if done.returncode != 0]
+    assert not failed, "\n\n".join(failed)
     return ranks
 
 

@@ -91,7 +91,8 @@ class Training:
     """A training with the plan of the config ``block``, and then with ``PLANS``, unless the planner decides.
 
     ``sums_of``: the plans with which the GPU has the sums also of units that the CPU updates; None stands for all.
-    ``short_after``: the number of steps after which allocations are retried.
+    ``short_after``: the number of steps after which allocations are retried. The memory grows by
+    ``bytes_per_further_rank`` for each rank but the first, since gathered parameters and unreduced gradients grow, too.
     """
 
     block: dict[str, Any]
@@ -100,6 +101,7 @@ class Training:
     accumulation: int = 1
     clip: float = 0.0
     memory_bytes: int = 4 * GIB
+    bytes_per_further_rank: int = 0
     offload_param: bool = False
     sums_of: tuple[str, ...] | None = None
     plans: tuple[str, ...] = tuple(PLANS)
@@ -135,7 +137,9 @@ TRAININGS = {
     ),
     "bf16": Training(block=RULES, clip=1e-3),
     "bf16, accumulation": Training(block=RULES, accumulation=3),
-    "bf16, accumulation, few sums": Training(block=RULES, accumulation=3, memory_bytes=9 * GIB // 20, sums_of=("cpu",)),
+    "bf16, accumulation, few sums": Training(
+        block=RULES, accumulation=3, memory_bytes=9 * GIB // 20, bytes_per_further_rank=GIB // 16, sums_of=("cpu",)
+    ),
     "fp16": Training(block=RULES, dtype="fp16", clip=1e-3),
     "fp32": Training(block=RULES, dtype="fp32"),
     "fp32, accumulation": Training(block=RULES, dtype="fp32", accumulation=3),
@@ -145,7 +149,9 @@ TRAININGS = {
     ),
     "filled": planned(FILLS),
     "filled, accumulation": planned(FILLS, accumulation=3, sums_of=("at the end",)),
-    "partly planned, accumulation": planned(PARTLY_PLANNED, accumulation=3, sums_of=("at the end",)),
+    "partly planned, accumulation": planned(
+        PARTLY_PLANNED, accumulation=3, bytes_per_further_rank=GIB // 16, sums_of=("at the end",)
+    ),
     "only sums": planned(
         ONLY_SUMS, dtype="fp32", widths=SMALL, accumulation=2, steps=6, short_after=3, sums_of=("at start",)
     ),
@@ -252,8 +258,9 @@ def train(training: Training, block: Block) -> tuple[Record, list[Answer], list[
     widths = tuple(int(width * wider) if width > WIDTHS[0] else width for width in training.widths)
     case = replace(CASE, widths=widths, dtype=training.dtype, clip=training.clip, offload_param=training.offload_param)
     steps = [Step((TOKENS,) * training.accumulation)] * training.steps
+    memory_bytes = training.memory_bytes + (dist.get_world_size() - 1) * training.bytes_per_further_rank
     with retries(training.short_after):
-        record, _ = train_on_gpu(steps, block, training.memory_bytes, case, after_step)
+        record, _ = train_on_gpu(steps, block, memory_bytes, case, after_step)
     for plan in found:
         plan["allocated"] -= before
     return record, found, allocated
