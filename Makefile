@@ -22,7 +22,7 @@ help:  ## List the targets
 
 # names.py has the version, which the metadata of the installed package repeat.
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt deep_opt_states/names.py
-	@echo "Installing PyTorch, DeepSpeed and this package into $(VENV) (once; takes a few minutes)"
+	@echo "Installing PyTorch, DeepSpeed and this package into $(VENV) (once; takes half a minute, and the download of PyTorch)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) setuptools wheel ninja numpy torch
 	@# DeepSpeed's setup.py imports torch, which an isolated build would install a second time.

@@ -38,7 +38,7 @@ def measure(
     *,
     quick: bool,
     kills: int = 200,
-    decoupled_kills: int = 50,
+    decoupled_kills: int = 200,
     steps: int = 10_000,
     inputs: int = 1_000,
     minutes: float = 60,

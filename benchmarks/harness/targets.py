@@ -260,8 +260,8 @@ TARGETS = (
         where={"micro_batch": 8},
     ),
     Target(
-        description="GPU: error of predicted updates at most 10 % "
-        "([a first run missed it](../docs/benchmarking.md#on-a-gpu))",
+        description="GPU: error of predicted updates without overlap at most 10 % "
+        "([an earlier run on an H100 missed it](../docs/benchmarking.md#on-a-gpu))",
         benchmark="model_error",
         variant="*",
         quantity="prediction error",

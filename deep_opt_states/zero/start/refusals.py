@@ -243,7 +243,7 @@ _CONFIG = (
         "must be absent",
         "DataStates reads the states while the next update writes to them, and DeepSpeed does not wait for it: "
         "remove it. DeepSpeed's decoupled writer saves in the background, too, but DeepSpeed 0.19.8 loads its "
-        "checkpoints only with a config without that writer: see docs/upstream.md.",
+        "checkpoints only with a config without `checkpoint.writer`.",
         lambda config: config.datastates_config.config if config.datastates_config.enabled else None,
         lambda found: found is None,
     ),

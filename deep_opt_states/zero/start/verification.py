@@ -91,7 +91,7 @@ def verify_release() -> None:
         found = differences_of(version)
     except TrainingUnfinished as error:
         raise _refusal(
-            version, "the tiny training did not finish", [str(error)], "mend that and start again, or "
+            version, "the tiny training did not finish", [str(error)], "remove that cause and start again, or "
         ) from None
     if found:
         raise _refusal(version, "the tiny training differs from stock", found)
