@@ -14,7 +14,8 @@ import pytest
 
 from benchmarks.__main__ import main as benchmarks_main
 from benchmarks.emulated import EXPOSED, ITERATION, PREDICTED_EXPOSED, PREDICTED_ITERATION
-from benchmarks.emulated.arms import QUICK
+from benchmarks.emulated.arms import FEW_ARMS
+from benchmarks.emulated.prediction import is_hidden
 from benchmarks.emulated.small_copies import CHUNKS, LATENCY, WHOLE
 from benchmarks.harness import variants
 from benchmarks.harness.charts import draw
@@ -127,15 +128,27 @@ def test_emulated_arms_have_stocks_bits_and_every_row_says_that_it_is_emulated(t
     assert complete["quantity"] == COMPLETE
     assert not [row for row in rows if "EMULATED" not in row["quantity"] or "EMULATED" not in row["setting"]["machine"]]
     bits = {row["variant"]: row["value"] for row in rows if row["quantity"].startswith("bit-identical")}
-    assert bits == dict.fromkeys(QUICK, True)
+    assert bits == dict.fromkeys(FEW_ARMS, True)
     for quantity in (ITERATION, PREDICTED_ITERATION, EXPOSED, PREDICTED_EXPOSED):
         seconds = {row["variant"]: row["median"] for row in rows if row["quantity"] == quantity}
         assert seconds.keys() == bits.keys()
         assert all(value > 0 for value in seconds.values())
+    errors = [row["variant"] for row in rows if row["quantity"] == f"{EXPOSED}, prediction error"]
+    assert errors == list(FEW_ARMS), "no exposed time is negligible at micro-batch 1"
     for direction in DIRECTIONS:
         latencies = [row for row in rows if row["quantity"] == f"{LATENCY}, {direction}"]
         assert {row["variant"] for row in latencies} == {CHUNKS, WHOLE}
         assert all(row["samples"] > 1 and row["median"] > 0 for row in latencies)
+
+
+@pytest.mark.parametrize(
+    ("predicted_s", "exposed_s", "hidden"),
+    [(0.01, [0.02, 0.04, 0.9], True), (0.06, [0.01, 0.01, 0.01], False), (0.01, [0.01, 0.06, 0.07], False)],
+)
+def test_an_exposed_time_is_hidden_only_if_it_is_so_as_predicted_and_as_measured(
+    predicted_s: float, exposed_s: list[float], hidden: bool
+) -> None:
+    assert is_hidden(predicted_s, exposed_s, stock_update_s=[1.0]) == hidden
 
 
 @pytest.mark.thorough

@@ -57,10 +57,11 @@ def splits_masters(arm: Variant) -> bool:
     return arm.block is not None and bool(arm.block.get("split_masters"))
 
 
-QUICK: Sequence[str] = (
+FEW_ARMS: Sequence[str] = (
     STOCK.name,
     f"all CPU, {WITHOUT}",
     "all streamed, overlap",
     f"all streamed, {SPLIT}, overlap",
     "planned, overlap",
 )
+"""The names of the arms that a quick run compares, and a run whose iterations take long."""

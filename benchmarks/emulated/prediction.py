@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from benchmarks.emulated.run import EmulatedRun
 from perf_model.prediction.cost import CostModel
@@ -13,6 +15,9 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import place_all
 from perf_model.training_run.job import GradientPath
+
+SMALLEST_EXPOSED = 0.05
+"""The share of stock's update below which an exposed time counts as hidden."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +78,14 @@ def windows_of(run: EmulatedRun) -> Windows:
         backward_s=run.slowdown * (1 - run.share_of_bucket) * run.backward_s,
         forward_s=run.slowdown * run.forward_s,
     )
+
+
+def is_hidden(predicted_s: float, exposed_s: Sequence[float], stock_update_s: Sequence[float]) -> bool:
+    """Return whether an exposed time is negligible, as predicted and as measured.
+
+    The relative error of such a prediction means nothing, since all of the time may be that of the host's Python code.
+    """
+    return max(predicted_s, median(exposed_s)) < SMALLEST_EXPOSED * median(stock_update_s)
 
 
 def _backward_s(run: EmulatedRun, copies_s: float) -> float:

@@ -89,6 +89,7 @@ BIT_IDENTICAL = "bit-identical to stock"
 
 EMULATED_BIT_IDENTICAL = f"{BIT_IDENTICAL} ({EMULATED})"
 EMULATED_SPEEDUP = f"{EMULATED} {ITERATION_SPEEDUP}"
+EMULATED_EXPOSED_SHARE = f"{EMULATED} exposed / stock's update"
 EMULATED_SPLIT_SPEEDUP = f"{EMULATED} update speedup of split masters over whole ones"
 MEMORY_BOUND_SPEEDUP = "speedup if memory-bound"
 """Stock's bytes of host memory per parameter divided by the variant's."""
