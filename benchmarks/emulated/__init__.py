@@ -3,7 +3,7 @@
 Everything is EMULATED: no row is a measurement of a GPU. A small model trains for real on the software GPU of the tests
 (``tests/software_gpu``), and its losses and weights are compared bit by bit. Its copies, its kernels and its updates
 take the time that they would take on the emulated machine, whose rates are those of a preset of ``perf_model``. The
-predictions come from the same rates. So this shows whether the runtime does what the model says, and not whether a
+predictions come from the same rates. So this shows whether the runtime does what the model predicts, and not whether a
 preset describes a real machine: ``run.py`` explains the scales.
 
 The parts:

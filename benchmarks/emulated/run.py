@@ -31,7 +31,7 @@ from perf_model.training_run.micro_batch import TRAINING_SHARE
 from perf_model.training_run.training_memory import DEFAULT_SIZES
 from tests.software_gpu import plugged, settings
 
-SHARE_OF_GPU_MEMORY = 0.1
+SHARE_FOR_UPDATES = 0.1
 """The share of GPU memory for a planned update, which leaves the rest to training."""
 
 SEQUENCE = 2048
@@ -76,7 +76,7 @@ class EmulatedRun:
     ranks: int
     model: str = "7B"
     micro_batch: int = 1
-    gpu_memory_share: float = SHARE_OF_GPU_MEMORY
+    gpu_memory_share: float = SHARE_FOR_UPDATES
     small: SmallModel = field(default_factory=lambda: SmallModel(layers=4))
 
     @cached_property

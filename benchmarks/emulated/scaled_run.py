@@ -52,7 +52,7 @@ class ScaledRun(EmulatedRun):
         """Emulate the machine inside this context, in which the plugin itself plans and adapts.
 
         The quick profile is that of the emulated machine. It cannot be measured, because updates on the CPU take
-        emulated time only while ``HostPasses`` says so. The GPU's memory is not limited.
+        emulated time only inside the context of ``HostPasses``. The GPU's memory is not limited.
         """
         profile = self.scaled_profile
         with ExitStack() as patches:

@@ -97,7 +97,7 @@ class Variant:
         assert inner == self.inner_optimizer, f"{self.name}: the inner optimizer is {inner}"
         assert engine.gradient_clipping() == self.clipping, f"{self.name}: clips to {engine.gradient_clipping()}"
         description = f"{found} over {inner}, clipping {self.clipping}, overlap_comm {engine.zero_overlap_comm()}"
-        description += f", {torch.get_num_threads()} threads on {len(os.sched_getaffinity(0))} CPUs"
+        description += f", {torch.get_num_threads()} threads of PyTorch on {len(os.sched_getaffinity(0))} CPUs"
         offload = engine.zero_offload_optimizer()
         assert (offload is not None) == self.offloads, f"{self.name}: offloads to {offload}"
         if offload is not None:

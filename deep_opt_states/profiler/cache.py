@@ -67,7 +67,7 @@ def quick_profile(
 
 def cached_path(fingerprint: str, environ: Mapping[str, str]) -> Path | None:
     """Return the path of the cached profile with this fingerprint, or None for a user without a home folder."""
-    # The XDG specification says that a relative path must be ignored.
+    # By the XDG specification, a relative path must be ignored.
     base = Path(environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():
         try:

@@ -28,7 +28,7 @@ from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.internals.timers import breakdown_forbids_deferring, unsynchronize_throughput_timer
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.start.devices import AcceleratorChoice, choose_device
-from deep_opt_states.zero.start.refusals import refuse_config, refuse_engine
+from deep_opt_states.zero.start.refusals import refuse_config, refuse_engine, refuse_later_methods
 from deep_opt_states.zero.start.reporting import EngineProgress
 from deep_opt_states.zero.start.verification import missing_names_are_refused, release_is_tried, verify_release
 
@@ -49,6 +49,7 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
     if choice is None:
         return wrapped(*args, **kwargs)
     config, accelerator = choice
+    refuse_later_methods(engine)
     if config.overlap_forward and breakdown_forbids_deferring(config_of(engine)):
         config = config.model_copy(update={"overlap_forward": False})
     if config.overlap_forward and not accelerator.slots_on_host:

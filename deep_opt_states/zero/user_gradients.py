@@ -39,8 +39,8 @@ class UserGradients(GuardedStates):
         for param in (param for group in by_sub_group.values() for param in group):
             partition, _ = self._get_fp32_grad_state_partition(param, release_swap_buffers=False)
             whole = update_func(all_gather_partitions(self, param, partition), param).flatten()
-            mine = whole.narrow(0, partition.numel() * partition_rank(self, param), partition.numel())
-            partition.copy_(mine)
+            own_part = whole.narrow(0, partition.numel() * partition_rank(self, param), partition.numel())
+            partition.copy_(own_part)
         self._gradients.mark_set_by_user(params)
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:

@@ -116,8 +116,8 @@ def _add_machine_and_model(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", help=f"a Hugging Face config.json, or a preset: {models}")
     model.add_argument("--params", type=parameters, metavar="N", help="a dense model with N parameters, as in 32e9")
-    for name, what in (("layers", "number of layers"), ("hidden", "hidden size")):
-        about = f"{what} with --params; default: plausible for the number of parameters"
+    for name, meaning in (("layers", "number of layers"), ("hidden", "hidden size")):
+        about = f"{meaning} with --params; default: plausible for the number of parameters"
         parser.add_argument(f"--{name}", type=integer, help=about)
     share = "a list of layers that share their parameters, such as model.layers: the pseudo stage of Pseudo-to-Real"
     parser.add_argument("--share-layers", metavar="PATH", help=share)

@@ -166,9 +166,9 @@ def _summary(found: Validation) -> list[str]:
         for field, title in TITLES.items():
             compared = predicted.compared_with(field, name)
             if compared is not None:
-                ours, theirs = compared
-                lines.append(_errors(f"    {title}", theirs))
-                lines.append(_errors("      the model there", ours))
+                model, other = compared
+                lines.append(_errors(f"    {title}", other))
+                lines.append(_errors("      the model there", model))
     if predicted.compared_with("line_s") is None:
         lines.append(f"  A line in 1/stride needs a sweep of one model with {LINE_STRIDES} strides.")
     return lines + list(_spread(found.spread))

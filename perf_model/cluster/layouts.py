@@ -98,10 +98,10 @@ class Cluster:
         below = max(self.global_batch // unit * unit for unit in units)
         above = min(-(-self.global_batch // unit) * unit for unit in units)
         nearest = f"{below} or {above}" if below else str(above)
-        what = "the data-parallel size times the micro-batch" if micro_batches else "the data-parallel size"
+        divisor = "the data-parallel size times the micro-batch" if micro_batches else "the data-parallel size"
         least = (unit for unit in units if not any(unit % other == 0 for other in units - {unit}))
         multiples = " or ".join(map(str, sorted(least)))
         return (
-            f"global_batch: must be a multiple of {what}, here of {multiples}, found {self.global_batch}.\n"
+            f"global_batch: must be a multiple of {divisor}, here of {multiples}, found {self.global_batch}.\n"
             f"Give --global-batch {nearest}, or another number of --gpus."
         )

@@ -47,25 +47,25 @@ def fit_rates(residuals: Residuals, priors: Mapping[str, Prior]) -> FittedRates:
         rates = dict(zip(names, map(float, np.exp(logs)), strict=True))
         return np.concatenate([residuals(rates), (logs - centers) / widths])
 
-    def slopes(logs: Vector, here: Vector) -> Vector:
+    def slopes(logs: Vector, current: Vector) -> Vector:
         width = 1e-4
-        return np.stack([(at(logs + width * axis) - here) / width for axis in np.eye(len(names))], axis=1)
+        return np.stack([(at(logs + width * axis) - current) / width for axis in np.eye(len(names))], axis=1)
 
-    logs, here, damping = centers, at(centers), 1e-2
+    logs, current, damping = centers, at(centers), 1e-2
     for _ in range(100):
-        jacobian = slopes(logs, here)
+        jacobian = slopes(logs, current)
         curvature = jacobian.T @ jacobian
         # Change a rate by a factor of e at most: far from the start, the residuals are not linear.
         damped = curvature + damping * np.diag(np.diag(curvature))
-        step = np.clip(-np.linalg.solve(damped, jacobian.T @ here), -1.0, 1.0)
-        there = at(logs + step)
-        gain = float(here @ here - there @ there)
+        step = np.clip(-np.linalg.solve(damped, jacobian.T @ current), -1.0, 1.0)
+        trial = at(logs + step)
+        gain = float(current @ current - trial @ trial)
         if gain > 0:
-            logs, here = logs + step, there
+            logs, current = logs + step, trial
         damping = damping / 10 if gain > 0 else damping * 10
         if gain < 1e-6 and (gain > 0 or np.abs(step).max() < 1e-6):
             break
-    jacobian = slopes(logs, here)
+    jacobian = slopes(logs, current)
     sigmas = np.sqrt(np.diag(np.linalg.inv(jacobian.T @ jacobian)))
     return FittedRates(
         values=dict(zip(names, map(float, np.exp(logs)), strict=True)),

@@ -115,10 +115,10 @@ class PredictedRuns:
     def compared_with(self, field: str, quantity: str = "update") -> tuple[ErrorSummary, ErrorSummary] | None:
         """Return the errors of the predictions and of ``field``, one of ``COMPARED``, where both have the quantity."""
         pairs = [(found.errors(), found.other_errors(field)) for found in self.predictions]
-        both = [(ours[quantity], theirs[quantity]) for ours, theirs in pairs if quantity in ours and quantity in theirs]
-        ours = ErrorSummary.from_errors(error for error, _ in both)
-        theirs = ErrorSummary.from_errors(error for _, error in both)
-        return None if ours is None or theirs is None else (ours, theirs)
+        both = [(model[quantity], other[quantity]) for model, other in pairs if quantity in model and quantity in other]
+        of_model = ErrorSummary.from_errors(error for error, _ in both)
+        of_field = ErrorSummary.from_errors(error for _, error in both)
+        return None if of_model is None or of_field is None else (of_model, of_field)
 
     def to_json_dict(self) -> dict[str, object]:
         """Return the errors of each quantity, and of what it is compared with, as they are written to JSON."""

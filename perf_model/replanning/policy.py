@@ -56,7 +56,7 @@ QUIET_STEPS = 1000
 
 
 class ReplanningPolicy:
-    """The policy of one training run. It lives on rank 0, which sends its decisions to the other ranks.
+    """The policy of one training run. It runs on rank 0, which sends its decisions to the other ranks.
 
     ``request`` is that of the plan at start, with the rates of the profile, and ``running`` is the plan that runs.
     """

@@ -94,7 +94,8 @@ class PhaseRates:
     """The rates that forward and backward depend on.
 
     ``h2d_bytes_per_s`` limits the upload of offloaded parameters. DeepSpeed keeps the trained ones in page-locked
-    memory whatever ``offload_param.pin_memory`` says (``stage3.py``, ``_create_param_groups_fp16_flat_cpu_memory``).
+    memory, independently of ``offload_param.pin_memory``: ``_create_param_groups_fp16_flat_cpu_memory`` in
+    ``stage3.py``.
     """
 
     matrix: MatrixRate
@@ -157,7 +158,7 @@ class MicroBatch:
         The operations are those of the whole model, which tensor-parallel ranks divide. ``shard_bytes`` is the size of
         the parameters that the ``ranks`` data-parallel ranks partition, ``gathered_bytes`` is the size of what a pass
         over the model gathers, by default each parameter once, ``reduced_share`` the share of them that has gradients,
-        and ``is_uploaded`` says whether each gather uploads them from host memory.
+        and ``is_uploaded`` states whether each gather uploads them from host memory.
         """
         if gathered_bytes is None:
             gathered_bytes = shard_bytes

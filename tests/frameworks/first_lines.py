@@ -14,8 +14,16 @@ from typing import Any
 
 from transformers import Trainer
 
-from tests.frameworks.trl_trainers import DEEPSPEED, LORA, dpo, sft
-from tests.frameworks.whole_runs import auto_config, run_accelerate, trainer
+from tests.frameworks.trl_trainers import DEEPSPEED, LORA, dpo, llama, sft
+from tests.frameworks.whole_runs import (
+    AXOLOTL_WITHOUT_ITS_KEY,
+    Sentences,
+    auto_config,
+    engine,
+    run_accelerate,
+    trainer,
+)
+from tests.software_gpu.published_configs.published import LLAMA_FACTORY, MS_SWIFT
 from tests.zero.process_group import end_process
 
 SCREEN = "screen"
@@ -29,11 +37,31 @@ def train(make: Callable[[Path], Trainer], folder: Path) -> None:
     make(folder).train()
 
 
+def dpo_with_reference(folder: Path) -> Trainer:
+    """Return a DPO trainer with a reference model, which is an engine without an optimizer."""
+    return dpo(folder, reference=llama(), deepspeed=CONFIG)
+
+
+def train_actor(_: Path) -> None:
+    """Train a step of an actor as OpenRLHF makes it."""
+    actor = engine(llama(), EMPTY_BLOCK)
+    sentences = Sentences(0, 100)
+    for index in range(actor.gradient_accumulation_steps()):
+        tokens = sentences[index]["input_ids"][None]
+        actor.backward(actor(input_ids=tokens, labels=tokens).loss)
+        actor.step()
+
+
 FRAMEWORKS: dict[str, Callable[[Path], Any]] = {
     "Trainer": partial(train, partial(trainer, auto_config(), EMPTY_BLOCK)),
     "TRL SFT": partial(train, partial(sft, deepspeed=CONFIG)),
+    "DPO": partial(train, dpo_with_reference),
     "DPO with LoRA": partial(train, partial(dpo, peft=LORA, deepspeed=CONFIG)),
     "Accelerate": partial(run_accelerate, EMPTY_BLOCK),
+    "LLaMA-Factory": partial(train, partial(trainer, LLAMA_FACTORY, EMPTY_BLOCK)),
+    "axolotl": partial(train, partial(trainer, AXOLOTL_WITHOUT_ITS_KEY, EMPTY_BLOCK)),
+    "ms-swift": partial(train, partial(trainer, MS_SWIFT, EMPTY_BLOCK)),
+    "OpenRLHF": train_actor,
 }
 
 

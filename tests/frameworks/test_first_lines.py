@@ -9,7 +9,10 @@ import pytest
 from tests.frameworks.screen import check_first_lines
 from tests.launch import run_ranks
 
-FRAMEWORKS = ["Trainer", "TRL SFT", "DPO with LoRA", "Accelerate"]
+FRAMEWORKS = [
+    *("Trainer", "TRL SFT", "DPO", "DPO with LoRA", "Accelerate"),
+    *("LLaMA-Factory", "axolotl", "ms-swift", "OpenRLHF"),
+]
 
 
 @pytest.mark.thorough

@@ -13,8 +13,8 @@ from tests.frameworks.screen import OURS, check_lines_of_engines, lines_of
 from tests.launch import Finished
 
 STOCK, PLUGIN = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
-RUNS = ["Trainer", "LLaMA-Factory", "axolotl", "ms-swift", "Accelerate", "OpenRLHF"]
-GATHERING = ["LLaMA-Factory", "axolotl", "ms-swift"]
+RUNS = ["Trainer", "LLaMA-Factory", "axolotl", "axolotl without its key", "ms-swift", "Accelerate", "OpenRLHF"]
+GATHERING = ["LLaMA-Factory", "axolotl", "axolotl without its key", "ms-swift"]
 """The runs whose config gathers the model's weights, so that the Trainer saves them in the format ``safetensors``."""
 
 # One worker of pytest-xdist runs all tests, so that the fixture is created once.

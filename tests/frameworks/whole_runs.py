@@ -192,10 +192,14 @@ CPU_ADAM = (DeepSpeedCPUAdam, {"lr": LEARNING_RATE})
 """The optimizer for the config of axolotl, which keeps the one that the Trainer creates. That is PyTorch's Adam unless
 the script passes another, and the plugin refuses it (``software_gpu/published_configs/test_published_configs.py``)."""
 
+AXOLOTL_WITHOUT_ITS_KEY = {key: value for key, value in AXOLOTL.items() if key != "zero_force_ds_cpu_optimizer"}
+"""The remedy of ``docs/compatibility.md``: Accelerate replaces the optimizer that the Trainer creates."""
+
 RUNS: dict[str, Callable[[Path], Report]] = {
     "Trainer": partial(run_trainer, auto_config()),
     "LLaMA-Factory": partial(run_trainer, LLAMA_FACTORY),
     "axolotl": partial(run_trainer, AXOLOTL, optimizer_cls_and_kwargs=CPU_ADAM),
+    "axolotl without its key": partial(run_trainer, AXOLOTL_WITHOUT_ITS_KEY),
     "ms-swift": partial(run_trainer, MS_SWIFT),
     "Accelerate": partial(run_accelerate, PLACEMENTS[0]),
     "OpenRLHF": run_openrlhf,

@@ -29,8 +29,11 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.units import GB
 
-SHARE_OF_GPU_MEMORY = 0.1
-"""Share of the GPU memory in which gradients are accumulated if the config gives the placements."""
+SHARE_FOR_SUMS = 0.1
+"""The share of GPU memory that slots, resident states and sums of gradients may take together if the sums stay there.
+
+It applies if the config gives the placements.
+"""
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,7 @@ def _compiling_for_split_masters() -> Iterator[None]:
 
 def _share_of_memory() -> int:
     _, total_bytes = torch.cuda.mem_get_info()
-    return int(SHARE_OF_GPU_MEMORY * total_bytes)
+    return int(SHARE_FOR_SUMS * total_bytes)
 
 
 def _num_on_device(plan: UpdatePlan) -> int:

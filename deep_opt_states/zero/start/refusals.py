@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -47,6 +48,20 @@ def refuse_engine(engine: Any, basic_optimizer: Any) -> None:
     """Check the rules that depend on the engine and on the optimizer that was passed to it. Raise ``Unsupported``."""
     for rules in (_ENGINE, _HYPERPARAMETERS):
         _refuse(rules, engine, basic_optimizer)
+
+
+def refuse_later_methods(engine: Any) -> None:
+    """Let each method that this release's engine lacks raise ``Unsupported``, which names the release that has it."""
+    for method, since in _LATER_METHODS.items():
+        if not is_at_least(deepspeed.__version__, since):
+            setattr(engine, method, partial(_refuse_method, method, since))
+
+
+def _refuse_method(method: str, since: str) -> None:
+    raise Unsupported(
+        f"engine.{method}() needs DeepSpeed {since} or later, found {deepspeed.__version__}.\n"
+        f"Install it with pip install deepspeed=={TRIED_DEEPSPEED[-1]}, or remove the call."
+    )
 
 
 def _refuse(rules: tuple[Rule, ...], *subject: Any) -> None:
@@ -136,6 +151,8 @@ _LATER_FEATURES = (
         "expert_parallel", "0.19.3", lambda json: _number(json.get("expert_parallel"), "enabled") > 0
     ),
 )
+
+_LATER_METHODS = {"coalesce_grad_reduction": "0.19.1"}
 
 _STAGE = (
     Rule(

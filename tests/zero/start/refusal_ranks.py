@@ -25,7 +25,7 @@ from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.zero import plugin
 from deep_opt_states.zero.internals.agreement import RanksDisagree
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
-from deep_opt_states.zero.start import devices
+from deep_opt_states.zero.start import devices, refusals
 from deep_opt_states.zero.start.unsupported import Unsupported
 from tests.launch import answer
 from tests.zero.process_group import process_group
@@ -262,6 +262,19 @@ def attempt_under_zero_init() -> dict[str, str | bool]:
     return {"type": "accepted", "message": ""}
 
 
+def attempt_to_call_later_method() -> dict[str, str | bool]:
+    """Call a method of the engine as if this release of DeepSpeed lacked it."""
+    model = torch.nn.Linear(6, 5)
+    with mock.patch.dict(refusals._LATER_METHODS, coalesce_grad_reduction="0.20.0"):
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config_with({}))
+    try:
+        with engine.coalesce_grad_reduction():
+            pass
+    except Unsupported as error:
+        return {"type": "Unsupported", "message": str(error), "untouched": is_untouched(model)}
+    return {"type": "accepted", "message": ""}
+
+
 def attempt_on_one_rank() -> None:
     """Refuse on rank 1 alone, print which engines and threads are left on both ranks, and train the next engine."""
     hyperparameters = {"lr": None} if torch.distributed.get_rank() == 1 else {}
@@ -281,6 +294,7 @@ def main() -> None:
     for name, arguments in ATTEMPTS.items():
         answer({"name": name, **attempt(*arguments)})
     answer({"name": "under zero.Init", **attempt_under_zero_init()})
+    answer({"name": "method of a later release", **attempt_to_call_later_method()})
 
 
 if __name__ == "__main__":

@@ -39,6 +39,10 @@ EXPECTED: dict[str, tuple[str, str]] = {
     ),
     "AutoTP with 0.18.5": ("tensor_parallel: needs DeepSpeed 0.19.4 or later", "or remove the key"),
     "AutoEP with 0.18.5": ("expert_parallel: needs DeepSpeed 0.19.3 or later", "or remove the key"),
+    "method of a later release": (
+        "engine.coalesce_grad_reduction() needs DeepSpeed 0.20.0 or later, found 0.19.8",
+        "or remove the call",
+    ),
     "another accelerator": ('must be "cuda" or "cpu", found \'xpu\'', '"enabled": false'),
     "streamed on a GPU": ("placement: streamed and resident units need a GPU Adam kernel", '"placement": "cpu"'),
     "stage 0, client optimizer": ("zero_optimization.stage: must be 3, found 0", 'set "stage": 3'),
@@ -76,7 +80,7 @@ REFUSED_WITH_THE_OPTIMIZER = {
     *("torch adam", "sgd", "low-precision moments", "another accelerator", "streamed on a GPU", "step hooks"),
     *("no learning rate", "learning rate in a tensor", "eps of adafactor", "weight decay as a string", "three betas"),
     *("one beta", "no beta", "amsgrad", "maximize", "placement list of another length"),
-    *("split masters in fp16", "split masters on the CPU accelerator"),
+    *("split masters in fp16", "split masters on the CPU accelerator", "method of a later release"),
 }
 """Attempts that are refused when DeepSpeed makes the optimizer: it has converted the model, but made no states yet."""
 
