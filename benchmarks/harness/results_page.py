@@ -32,6 +32,9 @@ LONGEST_CELL = 40
 LONGEST_TABLE = 12
 """Number of lines of the longest table that is not folded."""
 
+MOST_NOTES = 3
+"""The most notes that a table which is shown at once has below it; more are folded."""
+
 _MARKDOWN = Environment(autoescape=False, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
 _MARKDOWN.filters["cells"] = lambda cells: " | ".join(cell.replace("|", "\\|") for cell in cells)
 _PAGE = _MARKDOWN.from_string(
@@ -119,10 +122,19 @@ Setting of all rows: {{ table.same }}
 {% endfor %}
 
 {% endif %}
+{% if table.folds_notes %}
+<details>
+<summary>{{ table.notes|length }} notes: configurations, plans, and reasons of waived rows</summary>
+
+{% endif %}
 {% if table.notes %}
 {% for note in table.notes %}
 - {{ note }}
 {% endfor %}
+
+{% endif %}
+{% if table.folds_notes %}
+</details>
 
 {% endif %}
 {% if table.folded %}
@@ -236,6 +248,11 @@ class _ResultTable:
     def folded(self) -> bool:
         """Return whether a reader has to open the table."""
         return not self.first or len(self.lines) > LONGEST_TABLE
+
+    @property
+    def folds_notes(self) -> bool:
+        """Return whether a reader has to open the notes: those of a folded table are folded with it."""
+        return not self.folded and len(self.notes) > MOST_NOTES
 
     @property
     def summary(self) -> str:
