@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tests.hypothesis_profiles  # noqa: F401
-from tests.launch import REPOSITORY
+from tests.launch import REPOSITORY, open_shared_buffers, shared_buffers
 from tests.processor import clear_processor_info
 
 SLOWEST_FIRST = (
@@ -41,11 +41,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place_of)
 
 
-def shared_buffers() -> set[Path]:
-    """Return the files of DeepSpeed's buffers in shared memory."""
-    return set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
-
-
 def pytest_sessionstart(session: pytest.Session) -> None:
     session.stash[BUFFERS_BEFORE] = shared_buffers()
     if not hasattr(session.config, "workerinput"):
@@ -55,10 +50,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Remove the 66 MB per rank that DeepSpeed leaves in shared memory when a process ends, also under its launchers.
 
-    The buffers are removed after all tests, because the ranks of another worker may still use theirs.
+    The buffers are removed after all tests, because the ranks of another worker may still use theirs. So may those of
+    another session, which runs at the same time.
     """
     if not hasattr(session.config, "workerinput"):
-        for path in shared_buffers() - session.stash[BUFFERS_BEFORE]:
+        for path in shared_buffers() - session.stash[BUFFERS_BEFORE] - open_shared_buffers():
             path.unlink(missing_ok=True)
 
 

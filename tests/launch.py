@@ -197,5 +197,19 @@ def remove_shared_memory(port: int) -> None:
 
     DeepSpeed allocates them in ``csrc/cpu/comm/shm.cpp``.
     """
-    for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-        path.unlink()
+    for path in shared_buffers(f"*_{port}_*"):
+        path.unlink(missing_ok=True)
+
+
+def shared_buffers(pattern: str = "*") -> set[Path]:
+    """Return the files of DeepSpeed's buffers in shared memory."""
+    return set(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{pattern}"))
+
+
+def open_shared_buffers() -> set[Path]:
+    """Return the buffers that a running rank has open: DeepSpeed opens one when it creates it, and never closes it.
+
+    Such a buffer must not be removed. If another rank has not opened it yet, that rank waits for it without limit.
+    """
+    files = (file for process in psutil.process_iter(["open_files"]) for file in process.info["open_files"] or ())
+    return {Path(file.path) for file in files} & shared_buffers()

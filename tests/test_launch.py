@@ -6,14 +6,18 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests import launch
+from tests import conftest, launch
 from tests.fork_server import ForkedProcess
-from tests.launch import free_port, is_running, run_ranks
+from tests.launch import free_port, is_running, run_ranks, shared_buffers
 
 RANKS = "tests.launched_ranks"
 
@@ -36,6 +40,23 @@ def test_a_port_that_is_in_use_is_not_returned(monkeypatch: pytest.MonkeyPatch) 
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setattr(random.SystemRandom, "sample", lambda *_: [taken.getsockname()[1], free])
         assert free_port() == free
+
+
+def test_the_end_of_a_session_keeps_the_buffer_of_a_rank_that_runs() -> None:
+    """Another rank of another session may not have opened the buffer yet: without it, DeepSpeed waits without limit."""
+    buffer = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{free_port()}_0")
+    session: Any = SimpleNamespace(config=object(), stash={conftest.BUFFERS_BEFORE: shared_buffers()})
+    program = "import sys; file = open(sys.argv[1], 'w'); print('open', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", program, str(buffer)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "open\n"
+        conftest.pytest_sessionfinish(session)
+        assert buffer.exists()
+        rank.communicate()
+    session.stash[conftest.BUFFERS_BEFORE] = shared_buffers() - {buffer}
+    conftest.pytest_sessionfinish(session)
+    assert not buffer.exists()
 
 
 def test_a_forked_rank_has_the_environment_arguments_and_threads_of_a_fresh_rank(tmp_path: Path) -> None:
