@@ -15,7 +15,7 @@ import pytest
 from benchmarks.__main__ import main as benchmarks_main
 from benchmarks.emulated import EXPOSED, ITERATION, PREDICTED_EXPOSED, PREDICTED_ITERATION
 from benchmarks.emulated.arms import FEW_ARMS
-from benchmarks.emulated.prediction import is_hidden
+from benchmarks.emulated.prediction import is_negligible
 from benchmarks.emulated.small_copies import CHUNKS, LATENCY, WHOLE
 from benchmarks.harness import variants
 from benchmarks.harness.charts import draw
@@ -142,13 +142,13 @@ def test_emulated_arms_have_stocks_bits_and_every_row_says_that_it_is_emulated(t
 
 
 @pytest.mark.parametrize(
-    ("predicted_s", "exposed_s", "hidden"),
+    ("predicted_s", "exposed_s", "negligible"),
     [(0.01, [0.02, 0.04, 0.9], True), (0.06, [0.01, 0.01, 0.01], False), (0.01, [0.01, 0.06, 0.07], False)],
 )
-def test_an_exposed_time_is_hidden_only_if_it_is_so_as_predicted_and_as_measured(
-    predicted_s: float, exposed_s: list[float], hidden: bool
+def test_an_exposed_time_is_negligible_only_if_it_is_so_as_predicted_and_as_measured(
+    predicted_s: float, exposed_s: list[float], negligible: bool
 ) -> None:
-    assert is_hidden(predicted_s, exposed_s, stock_update_s=[1.0]) == hidden
+    assert is_negligible(predicted_s, exposed_s, stock_update_s=[1.0]) == negligible
 
 
 @pytest.mark.thorough

@@ -43,7 +43,7 @@ def test_a_port_that_is_in_use_is_not_returned(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_end_of_a_session_keeps_the_buffer_of_a_rank_that_runs() -> None:
-    """Another rank of another session may not have opened the buffer yet: without it, DeepSpeed waits without limit."""
+    """Check that a rank of another session can still open it: without the buffer, DeepSpeed waits without limit."""
     buffer = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{free_port()}_0")
     session: Any = SimpleNamespace(config=object(), stash={conftest.BUFFERS_BEFORE: shared_buffers()})
     program = "import sys; file = open(sys.argv[1], 'w'); print('open', flush=True); sys.stdin.read()"

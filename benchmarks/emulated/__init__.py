@@ -31,7 +31,7 @@ import deepspeed
 
 from benchmarks.emulated.arms import FEW_ARMS, arms_of, name_with_whole_masters, splits_masters
 from benchmarks.emulated.chart import PredictedAndMeasured
-from benchmarks.emulated.prediction import PredictedArm, is_hidden, predict, windows_of
+from benchmarks.emulated.prediction import PredictedArm, is_negligible, predict, windows_of
 from benchmarks.emulated.run import EmulatedRun, SmallModel, load_average
 from benchmarks.emulated.small_copies import small_copy_rows
 from benchmarks.emulated.turns import Arm, Turns, train_in_turns
@@ -92,8 +92,10 @@ def measure(*, quick: bool) -> Iterator[Row]:
     turns = Turns(turns=1, iterations=2) if quick else Turns(turns=2, iterations=2)
     for run in RUNS[:1] if quick else (*RUNS, LONG_WINDOWS):
         yield from measure_run(run, turns, only=FEW_ARMS if quick or run is LONG_WINDOWS else None)
-        with run.emulated():
-            yield from small_copy_rows(run, quick=quick)
+        # Small copies do not depend on the micro-batch.
+        if run is not LONG_WINDOWS:
+            with run.emulated():
+                yield from small_copy_rows(run, quick=quick)
 
 
 def start_device() -> None:
@@ -139,7 +141,7 @@ def _rows(arm: Arm, stock: Arm, predicted: PredictedArm, **labels: Any) -> Itera
     update_s = [update.update_s for update in arm.updates] or arm.step_s
     yield from _compared(ITERATION, predicted.iteration_s, arm.iteration_s, **labels)
     yield from _with_prediction(EXPOSED, predicted.exposed_s, exposed_s, **labels)
-    if not is_hidden(predicted.exposed_s, exposed_s, stock.step_s):
+    if not is_negligible(predicted.exposed_s, exposed_s, stock.step_s):
         yield _error_row(f"{EXPOSED}, prediction error", predicted.exposed_s, exposed_s, **labels)
     yield Row(quantity=IDLE, unit="s", samples=arm.idle_s, **labels)
     otherwise_s = [idle - exposed for idle, exposed in zip(arm.idle_s, exposed_s, strict=True)]
@@ -175,7 +177,7 @@ def _afterwards_rows(run: EmulatedRun, arm: Arm, stock: Arm, **labels: Any) -> I
     predicted_s = predicted.exposed_s
     yield Row(quantity=EXPOSED_AFTERWARDS, unit="s", samples=[predicted_s], **labels)
     exposed_s = [update.exposed_s for update in arm.updates]
-    if not is_hidden(predicted_s, exposed_s, stock.step_s):
+    if not is_negligible(predicted_s, exposed_s, stock.step_s):
         yield _error_row(EXPOSED_AFTERWARDS_ERROR, predicted_s, exposed_s, **labels)
 
 

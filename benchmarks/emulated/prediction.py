@@ -17,7 +17,7 @@ from perf_model.schedule.simple_placements import place_all
 from perf_model.training_run.job import GradientPath
 
 SMALLEST_EXPOSED = 0.05
-"""The share of stock's update below which an exposed time counts as hidden."""
+"""The share of stock's update below which an exposed time is negligible."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ def windows_of(run: EmulatedRun) -> Windows:
     )
 
 
-def is_hidden(predicted_s: float, exposed_s: Sequence[float], stock_update_s: Sequence[float]) -> bool:
+def is_negligible(predicted_s: float, exposed_s: Sequence[float], stock_update_s: Sequence[float]) -> bool:
     """Return whether an exposed time is negligible, as predicted and as measured.
 
     The relative error of such a prediction means nothing, since all of the time may be that of the host's Python code.

@@ -375,17 +375,14 @@ def _train(
 
 
 def _pinned_bytes(run: EngineRun, engine: Any) -> int:
-    """Return the peak in use of PyTorch's pinned allocator, plus our slab, which is allocated outside of it.
-
-    Cached blocks do not count: earlier engines of this process have left them.
-    """
+    """Return the peak of PyTorch's pinned allocator plus our slab, which is allocated outside of it."""
     if not torch.cuda.is_available():
         return 0
     slab = 0
     if run.variant.block is not None:
         reserved = engine.optimizer.accounting_device.reserved
         slab = sum(reservation.each_bytes for reservation in reserved if reservation.kind is MemoryKind.PINNED)
-    return slab + int(torch.cuda.host_memory_stats().get("active_bytes.peak", 0))
+    return slab + int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
 
 
 def weights_digest(engine: Any) -> str:

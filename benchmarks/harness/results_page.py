@@ -124,7 +124,7 @@ Setting of all rows: {{ table.same }}
 {% endif %}
 {% if table.folds_notes %}
 <details>
-<summary>{{ table.notes|length }} notes: configurations, plans, and reasons of waived rows</summary>
+<summary>{{ table.notes|length }} notes</summary>
 
 {% endif %}
 {% if table.notes %}

@@ -55,6 +55,7 @@ def train_actor(_: Path) -> None:
 FRAMEWORKS: dict[str, Callable[[Path], Any]] = {
     "Trainer": partial(train, partial(trainer, auto_config(), EMPTY_BLOCK)),
     "TRL SFT": partial(train, partial(sft, deepspeed=CONFIG)),
+    "TRL SFT with LoRA": partial(train, partial(sft, peft=LORA, deepspeed=CONFIG)),
     "DPO": partial(train, dpo_with_reference),
     "DPO with LoRA": partial(train, partial(dpo, peft=LORA, deepspeed=CONFIG)),
     "Accelerate": partial(run_accelerate, EMPTY_BLOCK),

@@ -10,7 +10,7 @@ from tests.frameworks.screen import check_first_lines
 from tests.launch import run_ranks
 
 FRAMEWORKS = [
-    *("Trainer", "TRL SFT", "DPO", "DPO with LoRA", "Accelerate"),
+    *("Trainer", "TRL SFT", "TRL SFT with LoRA", "DPO", "DPO with LoRA", "Accelerate"),
     *("LLaMA-Factory", "axolotl", "ms-swift", "OpenRLHF"),
 ]
 

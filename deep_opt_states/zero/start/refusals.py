@@ -51,7 +51,7 @@ def refuse_engine(engine: Any, basic_optimizer: Any) -> None:
 
 
 def refuse_later_methods(engine: Any) -> None:
-    """Let each method that this release's engine lacks raise ``Unsupported``, which names the release that has it."""
+    """Make each method that this release lacks raise ``Unsupported``, which names the release that has it."""
     for method, since in _LATER_METHODS.items():
         if not is_at_least(deepspeed.__version__, since):
             setattr(engine, method, partial(_refuse_method, method, since))
