@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     found, output = kill_runs(options.kills, seed, options.training)
     for kill in found:
         print(
-            f"aimed at {kill['aimed at']}, killed in {kill['killed in']}, latest {kill['latest']}, resumed from "
+            f"aimed at {kill['aimed at']}, killed in {kill['killed in']}, latest {kill['latest']!r}, resumed from "
             f"{kill['resumed from']}, {kill['hung in init_distributed']} hangs in init_distributed: "
             f"{kill['problem'] or 'the same bits as stock'}"
         )
@@ -59,11 +59,12 @@ def summary(found: list[dict[str, Any]]) -> str:
     """Return one line with the number of kills in each phase, of failures, and of hangs at start."""
     phases = ", ".join(f"{count} in {phase}" for phase, count in Counter(kill["phase"] for kill in found).items())
     failures = sum(bool(kill["problem"]) for kill in found)
-    incomplete = sum(kill["latest"] != kill["resumed from"] for kill in found)
+    empty = sum(not kill["latest"] for kill in found)
+    incomplete = sum(kill["latest"] != kill["resumed from"] for kill in found) - empty
     hangs = sum(kill["hung in init_distributed"] for kill in found)
     return (
         f"{len(found)} kills ({phases}): {failures} failures, {incomplete} with a latest that lacks files of a rank, "
-        f"{hangs} restarts that hung in init_distributed"
+        f"{empty} with an empty latest, {hangs} restarts that hung in init_distributed"
     )
 
 

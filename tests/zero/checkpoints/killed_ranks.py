@@ -331,15 +331,17 @@ def main(folder: Path, seed: int, kills: int, training: KilledTraining) -> None:
 
 
 def last_complete(saved: Path, latest: str, reference: Path) -> str:
-    """Return ``latest``, or the tag before if the decoupled writer of a rank has not finished its files of ``latest``.
+    """Return ``latest``, or the newest tag whose files are complete.
 
-    DeepSpeed writes ``latest`` when the writer of rank 0 has finished (``docs/upstream.md``).
+    DeepSpeed writes ``latest`` when the decoupled writer of rank 0 has finished, and the writer of another rank may not
+    have. A kill while DeepSpeed writes ``latest`` leaves it empty (``docs/upstream.md``).
     """
 
     def is_complete(tag: str) -> bool:
         return all(is_readable(saved / tag / path.name) for path in (reference / tag).iterdir())
 
-    tags = [f"global_step{step}" for step in range(step_of(latest), 0, -1)]
+    newest = step_of(latest) if latest else max(step_of(path.name) for path in reference.glob("global_step*"))
+    tags = [f"global_step{step}" for step in range(newest, 0, -1)]
     return next((tag for tag in tags if is_complete(tag)), latest)
 
 

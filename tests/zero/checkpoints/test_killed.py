@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.launch import run_ranks
+from tests.zero.checkpoints.killed_ranks import last_complete
 
 KILLS, SEED = 4, 1
 """One kill in a save, in a load, in a move of units and in an update."""
@@ -33,6 +35,21 @@ def test_a_killed_run_resumes_from_its_last_checkpoint_with_the_bits_of_stock(tr
         assert -9 in kill["codes"], kill
         assert set(kill["codes"]) <= {-9, 1}, kill
         assert kill["problem"] == "", kill
+
+
+@pytest.mark.parametrize(
+    ("latest", "resumed"),
+    [("global_step1", "global_step1"), ("global_step3", "global_step2"), ("", "global_step2")],
+    ids=["complete", "a rank's file is missing", "empty"],
+)
+def test_a_run_resumes_from_the_newest_complete_checkpoint(latest: str, resumed: str, tmp_path: Path) -> None:
+    for root, steps, ranks in (("stock", 3, 2), ("saved", 2, 2), ("saved", 3, 1)):
+        for step in range(1, steps + 1):
+            folder = tmp_path / root / f"global_step{step}"
+            folder.mkdir(parents=True, exist_ok=True)
+            for rank in range(ranks):
+                torch.save(step, folder / f"rank {rank}.pt")
+    assert last_complete(tmp_path / "saved", latest, tmp_path / "stock") == resumed
 
 
 def test_a_rank_that_waits_for_another_one_to_start_is_recognised(tmp_path: Path) -> None:
