@@ -19,13 +19,13 @@ WITHOUT_OPTIMIZER = "an engine without an optimizer runs as stock DeepSpeed"
 """A part of the line of a reference model, which precedes the lines of the engine that trains."""
 
 
-def check_first_lines(written: str) -> None:
-    """Check that the first ten lines of a process contain the first two of the plugin: the cores, and the whole plan.
+def check_first_lines(written: str, count: int) -> None:
+    """Check that the first ``count`` lines of a process contain the plugin's first two: the cores, and the whole plan.
 
     The process has ``written`` this without a GPU and with an empty block, so the plan has the reason why nothing is
     streamed. The lines about the measurement of a profile are not counted: only the first start on a machine has them.
     """
-    lines = [line for line in lines_on_screen(written) if not re.search(MEASURED, line)][:10]
+    lines = [line for line in lines_on_screen(written) if not re.search(MEASURED, line)][:count]
     ours = [line.partition(OURS)[2].strip() for line in lines if OURS in line]
     cores, plan, *_ = (line for line in ours if not line.startswith(WITHOUT_OPTIMIZER))
     assert re.match(CORES, cores)
