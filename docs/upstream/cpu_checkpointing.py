@@ -10,7 +10,7 @@ CONFIG = {
 }
 
 
-class Recomputed(torch.nn.Module):
+class RecomputedLayer(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(8, 8)
@@ -23,7 +23,7 @@ if __name__ == "__main__":
     deepspeed.init_distributed()
     for in_cpu in (False, True):
         deepspeed.checkpointing.configure(None, num_checkpoints=1, checkpoint_in_cpu=in_cpu)
-        model = Recomputed()
+        model = RecomputedLayer()
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
         loss = engine(torch.ones(1, 8, requires_grad=True))
         try:
