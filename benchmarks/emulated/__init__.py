@@ -90,12 +90,13 @@ def measure(*, quick: bool) -> Iterator[Row]:
     """Yield predicted and measured seconds of each arm in each run, and those of small copies beside the lanes."""
     start_device()
     turns = Turns(turns=1, iterations=2) if quick else Turns(turns=2, iterations=2)
-    for run in RUNS[:1] if quick else (*RUNS, LONG_WINDOWS):
-        yield from measure_run(run, turns, only=FEW_ARMS if quick or run is LONG_WINDOWS else None)
-        # Small copies do not depend on the micro-batch.
-        if run is not LONG_WINDOWS:
-            with run.emulated():
-                yield from small_copy_rows(run, quick=quick)
+    for run in RUNS[:1] if quick else RUNS:
+        yield from measure_run(run, turns, only=FEW_ARMS if quick else None)
+        with run.emulated():
+            yield from small_copy_rows(run, quick=quick)
+    if not quick:
+        # Without small copies, which do not depend on the micro-batch.
+        yield from measure_run(LONG_WINDOWS, turns, only=FEW_ARMS)
 
 
 def start_device() -> None:

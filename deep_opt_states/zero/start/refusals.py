@@ -18,6 +18,9 @@ from deep_opt_states.zero.internals.compat import num_step_hooks, param_dict
 from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED, is_at_least
 from deep_opt_states.zero.start.unsupported import Unsupported
 
+_INSTALL_NEWEST = f"Install it with pip install deepspeed=={TRIED_DEEPSPEED[-1]}"
+"""The beginning of the remedy where this release of DeepSpeed lacks something."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -60,7 +63,7 @@ def refuse_later_methods(engine: Any) -> None:
 def _refuse_method(method: str, since: str) -> None:
     raise Unsupported(
         f"engine.{method}() needs DeepSpeed {since} or later, found {deepspeed.__version__}.\n"
-        f"Install it with pip install deepspeed=={TRIED_DEEPSPEED[-1]}, or remove the call."
+        f"{_INSTALL_NEWEST}, or remove the call."
     )
 
 
@@ -128,7 +131,7 @@ def _rule_for_later_feature(key: str, since: str, uses: Callable[[dict[str, Any]
     return Rule(
         key,
         f"needs DeepSpeed {since} or later with ZeRO-3 and offloading",
-        f"Install it with pip install deepspeed=={TRIED_DEEPSPEED[-1]}, or remove the key.",
+        f"{_INSTALL_NEWEST}, or remove the key.",
         lacking_release,
         lambda version: version is None,
     )
