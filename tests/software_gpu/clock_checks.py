@@ -187,6 +187,36 @@ def streams_share_the_compute_engine_and_their_waits_take_over_their_time() -> N
     assert elapsed_ms(on_two_streams, MachineRates()) == milliseconds(60)
 
 
+def kernels_of_other_streams_are_executed_between_the_kernels_that_a_product_stands_for() -> None:
+    side = device.Stream()
+    a, b = torch.zeros(40, 50, device=DEVICE_TYPE), torch.zeros(50, 60, device=DEVICE_TYPE)
+    host, on_device = torch.zeros(7_500, pin_memory=True), torch.zeros(7_500, device=DEVICE_TYPE)
+    product_s = 0.08
+
+    def ends_ms(kernels: int) -> tuple[float, float]:
+        """Return when a kernel ends that follows a copy of 30 ms, and when a product ends that begins with the copy."""
+        rates = MachineRates(
+            h2d=1e6, flops_per_s=2 * 40 * 50 * 60 / product_s, launch_s=2e-3, kernels_per_product=kernels
+        )
+        begin, side_end = (device.Event(enable_timing=True) for _ in range(2))
+
+        def on_two_streams() -> None:
+            begin.record()
+            side.wait_event(begin)
+            torch.mm(a, b)
+            with device.stream(side):
+                on_device.copy_(host, non_blocking=True)
+                device.launch(lambda: None, "kernel", gpu_s=0.005)
+                side_end.record()
+            device.current_stream().wait_stream(side)
+
+        both_ms = elapsed_ms(on_two_streams, rates)
+        return begin.elapsed_time(side_end), both_ms
+
+    assert ends_ms(1) == (milliseconds(87), milliseconds(87))
+    assert ends_ms(4) == (milliseconds(47), milliseconds(87))
+
+
 def spans_of_a_trace_have_the_emulated_times() -> None:
     host, on_device = torch.zeros(1_000_000, pin_memory=True), torch.zeros(1_000_000, device=DEVICE_TYPE)
     device.synchronize()

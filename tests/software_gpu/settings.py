@@ -19,8 +19,9 @@ class MachineRates:
 
     Copies and host memory are in bytes per second. ``pageable`` limits copies from and to pageable memory. Kernels take
     ``launch_s`` and then the time of their floating-point operations if they are products of matrices, else of the
-    bytes that they read and write. Every copy between host and device begins with ``copy_latency_s``. The GPU's Adam
-    updates ``adam_params_per_s``.
+    bytes that they read and write. A product stands for ``kernels_per_product`` kernels of the emulated run, and the
+    GPU executes kernels of other streams between them. Every copy between host and device begins with
+    ``copy_latency_s``. The GPU's Adam updates ``adam_params_per_s``.
     """
 
     h2d: float = UNLIMITED
@@ -33,6 +34,7 @@ class MachineRates:
     adam_params_per_s: float = UNLIMITED
     launch_s: float = 0.0
     copy_latency_s: float = 0.0
+    kernels_per_product: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,7 @@ class Settings:
                 trace=self.trace,
                 emulated=rates != MachineRates(),
                 poison=self.poison,
+                kernels_per_product=rates.kernels_per_product,
             ),
         )
         _applied[0] = self

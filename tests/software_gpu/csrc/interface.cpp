@@ -40,7 +40,7 @@ struct CSettings {
   double capacities[NUM_RESOURCES];
   double flops_per_s, device_bytes_per_s, launch_s, copy_latency_s;
   uint64_t seed, memory_bytes, page_lock_limit_bytes;
-  int32_t lazy, eager, execute_first, trace, emulated, poison;
+  int32_t lazy, eager, execute_first, trace, emulated, poison, kernels_per_product;
 };
 
 const char* software_gpu_last_error() { return last_error.c_str(); }
@@ -59,6 +59,7 @@ void software_gpu_configure(const CSettings* c) {
   settings.device_bytes_per_s = c->device_bytes_per_s;
   settings.launch_s = c->launch_s;
   settings.copy_latency_s = c->copy_latency_s;
+  settings.kernels_per_product = c->kernels_per_product;
   runtime().set_settings(settings);
   Amounts capacities;
   std::copy(c->capacities, c->capacities + NUM_RESOURCES, capacities.begin());

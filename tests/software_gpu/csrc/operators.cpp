@@ -34,7 +34,8 @@ void enqueue_kernel(std::string name, std::function<void()> work, double bytes, 
   Cost cost;
   cost.latency_s = settings.launch_s;
   cost.amounts[GPU] = flops > 0 ? flops / settings.flops_per_s : bytes / settings.device_bytes_per_s;
-  current_stream().issue({std::move(work), std::move(name), Engine::COMPUTE, cost});
+  int parts = flops > 0 ? settings.kernels_per_product : 1;
+  current_stream().issue({std::move(work), std::move(name), Engine::COMPUTE, cost, parts});
 }
 
 namespace {

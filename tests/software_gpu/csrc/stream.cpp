@@ -145,9 +145,16 @@ void Stream::run_task(const Task& task, double enqueued_s) {
     }
   };
   if (the_clock().takes_time(task.cost)) {
-    auto flow = the_clock().start(task.engine, task.cost, start_s);
-    if (settings.execute_first) execute();
-    until_s_ = the_clock().wait(flow);
+    Cost part = task.cost;
+    for (double& amount : part.amounts) amount /= task.parts;
+    until_s_ = start_s;
+    for (int number = 0; number < task.parts; ++number) {
+      auto flow = the_clock().start(task.engine, part, until_s_);
+      if (settings.execute_first && number == 0) execute();
+      until_s_ = the_clock().wait(flow);
+      // The other parts are launched while the first one runs.
+      part.latency_s = 0;
+    }
     if (!settings.execute_first) execute();
   } else {
     execute();

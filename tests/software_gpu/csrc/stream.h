@@ -42,6 +42,8 @@ struct Settings {
   double device_bytes_per_s = Clock::UNLIMITED;
   double launch_s = 0;
   double copy_latency_s = 0;
+  // The number of kernels of the emulated run that one product of matrices stands for.
+  int kernels_per_product = 1;
 };
 
 struct Span {
@@ -56,6 +58,9 @@ struct Task {
   std::string name;
   Engine engine = Engine::NONE;
   Cost cost{};
+  // The number of equal parts that the engine executes one after the other. It executes tasks of other streams between
+  // them.
+  int parts = 1;
 };
 
 class Stream;
