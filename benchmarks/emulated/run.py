@@ -176,7 +176,7 @@ class EmulatedRun:
             adam_params_per_s=per_s / cost.per_param[ActionKind.GPU_STEP][Resource.GPU],
             copy_latency_s=cost.copy_latency_s * self.slowdown,
             # Each layer of the small model stands for several layers, whose products take as long together.
-            kernels_per_product=round(self.job.shape.layers / self.small.layers),
+            kernels_per_product=max(1, round(self.job.shape.layers / self.small.layers)),
         )
         passes = HostPasses(cost, stock, per_s)
         with ExitStack() as patches:

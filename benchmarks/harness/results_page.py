@@ -73,7 +73,7 @@ the rates of a preset.*
 `python -m benchmarks report` writes this page from the rows in `benchmarks/results/`. It shows the last complete run of
 each benchmark on each kind of GPU, and on a machine of each number of cores without one. A cell has the median and, in
 parentheses, the 20th to the 80th percentile. A cell is *waived* if the machine cannot measure it; the reason is below
-the table.
+the table. Where a run measured the same thing twice, the page shows the later result.
 [docs/benchmarking.md](../docs/benchmarking.md) explains how the benchmarks work and how to run them.
 
 In the tables, *stock* is DeepSpeed's ZeRO-3 with optimizer offloading, and *ours* is stock with this plugin. The

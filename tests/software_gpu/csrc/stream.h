@@ -58,8 +58,8 @@ struct Task {
   std::string name;
   Engine engine = Engine::NONE;
   Cost cost{};
-  // The number of equal parts that the engine executes one after the other. It executes tasks of other streams between
-  // them.
+  // The number of equal parts that the engine executes one after the other. Tasks of other streams may be executed
+  // between them.
   int parts = 1;
 };
 
