@@ -87,6 +87,7 @@ UPDATE_SPEEDUP, ITERATION_SPEEDUP = "update speedup over stock", "iteration spee
 BIT_IDENTICAL = "bit-identical to stock"
 """The quantity of the rows that compare losses and weights with stock's."""
 
+EMULATED_H100 = f"{EMULATED} h100-pcie5, 4 GPUs"
 EMULATED_BIT_IDENTICAL = f"{BIT_IDENTICAL} ({EMULATED})"
 EMULATED_SPEEDUP = f"{EMULATED} {ITERATION_SPEEDUP}"
 EMULATED_EXPOSED_SHARE = f"{EMULATED} exposed / stock's update"
@@ -170,7 +171,7 @@ TARGETS = (
         quantity=EMULATED_SPEEDUP,
         on_gpu=False,
         at_least=2.0,
-        where={"machine": "EMULATED h100-pcie5, 4 GPUs", "micro_batch": 1},
+        where={"machine": EMULATED_H100, "micro_batch": 1},
     ),
     Target(
         description="EMULATED H100, micro-batch 8: exposed time at most 10 % of stock's update",
@@ -179,7 +180,7 @@ TARGETS = (
         quantity=EMULATED_EXPOSED_SHARE,
         on_gpu=False,
         at_most=0.1,
-        where={"machine": "EMULATED h100-pcie5, 4 GPUs", "micro_batch": 8},
+        where={"machine": EMULATED_H100, "micro_batch": 8},
     ),
     Target(
         description="EMULATED: streamed updates of split masters at least 1.15 times as fast as those of whole ones",

@@ -147,14 +147,13 @@ void Stream::run_task(const Task& task, double enqueued_s) {
   if (the_clock().takes_time(task.cost)) {
     Cost part = task.cost;
     for (double& amount : part.amounts) amount /= task.parts;
-    until_s_ = start_s;
-    for (int number = 0; number < task.parts; ++number) {
-      auto flow = the_clock().start(task.engine, part, until_s_);
-      if (settings.execute_first && number == 0) execute();
-      until_s_ = the_clock().wait(flow);
-      // The other parts are launched while the first one runs.
-      part.latency_s = 0;
-    }
+    auto flow = the_clock().start(task.engine, part, start_s);
+    if (settings.execute_first) execute();
+    until_s_ = the_clock().wait(flow);
+    // The other parts are launched while the first one runs.
+    part.latency_s = 0;
+    for (int number = 1; number < task.parts; ++number)
+      until_s_ = the_clock().wait(the_clock().start(task.engine, part, until_s_));
     if (!settings.execute_first) execute();
   } else {
     execute();
