@@ -244,12 +244,14 @@ def test_gradient_of_every_16_bit_pattern_gives_the_bits_of_stock() -> None:
             assert differences(ours, theirs) == []
 
 
-def another_thread_runs_during_an_update_of(loaded: Library) -> bool:
-    """Return whether another Python thread ran in the middle half of one update's time."""
+def another_thread_runs_during_an_update_of(loaded: Library, attempts: int) -> bool:
+    """Return whether another Python thread ran in the middle half of the time of one of up to `attempts` updates.
+
+    On a busy machine the operating system may not schedule the other thread during a single update, hence the attempts.
+    """
     tensors, _ = random_tensors(10_000_000, torch.bfloat16, torch.bfloat16, seed=0)
     kernel = fused()
     kernel._library = loaded
-    kernel.begin_step([STEP])
     seen: list[float] = []
     done = threading.Event()
 
@@ -258,21 +260,27 @@ def another_thread_runs_during_an_update_of(loaded: Library) -> bool:
             seen.append(time.perf_counter())
             time.sleep(1e-4)
 
+    def runs_during_one_update() -> bool:
+        kernel.begin_step([STEP])
+        start_s = time.perf_counter()
+        kernel.update(0, tensors)
+        end_s = time.perf_counter()
+        quarter_s = (end_s - start_s) / 4
+        return any(start_s + quarter_s < at_s < end_s - quarter_s for at_s in seen)
+
     thread = threading.Thread(target=watch)
     thread.start()
-    start_s = time.perf_counter()
-    kernel.update(0, tensors)
-    end_s = time.perf_counter()
-    done.set()
-    thread.join()
-    quarter_s = (end_s - start_s) / 4
-    return any(start_s + quarter_s < at_s < end_s - quarter_s for at_s in seen)
+    try:
+        return any(runs_during_one_update() for _ in range(attempts))
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_other_threads_of_python_run_meanwhile() -> None:
-    assert another_thread_runs_during_an_update_of(library())
+    assert another_thread_runs_during_an_update_of(library(), attempts=200)
     path = Path(_get_build_directory(NAME, verbose=False)) / f"{NAME}.so"
-    assert not another_thread_runs_during_an_update_of(Library(ctypes.PyDLL(str(path)))), (
+    assert not another_thread_runs_during_an_update_of(Library(ctypes.PyDLL(str(path))), attempts=10), (
         "with the GIL held, as DeepSpeedCPUAdam holds it"
     )
 
