@@ -36,7 +36,7 @@ GOLDEN = (
 """The names of the cases, which ``tests/zero/parity/cases.py`` defines."""
 
 QUICK = ("residents, clipping, reload in process", "fp16, overflow, clipping", "groups with two betas")
-"""The golden cases, all at one rank, that every run of the tests tries on the oldest release."""
+"""The golden cases, all at one rank, that CI (``make test-oldest``) tries on the oldest release."""
 
 EQUAL = ["equal"]
 EQUAL_BUT_NAN = ["equal, except for the bits of NaN"]
