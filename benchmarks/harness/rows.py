@@ -156,7 +156,7 @@ _FORMATS: Mapping[str, Callable[[float], str]] = {
     "bytes": units.size,
     "bytes/s": units.gigabytes_per_second,
     "parameters/s": units.params_per_second,
-    "share": units.percent,
+    "share": lambda share: f"{100 * share:.3g}%",
     "times": "{:.3g}x".format,
 }
 
