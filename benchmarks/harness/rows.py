@@ -156,6 +156,7 @@ _FORMATS: Mapping[str, Callable[[float], str]] = {
     "bytes": units.size,
     "bytes/s": units.gigabytes_per_second,
     "parameters/s": units.params_per_second,
+    # Whole percent would show a result that misses its bound by little as the bound itself.
     "share": lambda share: f"{100 * share:.3g}%",
     "times": "{:.3g}x".format,
 }

@@ -245,7 +245,7 @@ def test_gradient_of_every_16_bit_pattern_gives_the_bits_of_stock() -> None:
 
 
 def another_thread_runs_during_an_update_of(loaded: Library, attempts: int) -> bool:
-    """Return whether another Python thread ran in the middle half of the time of one of up to `attempts` updates.
+    """Return whether another Python thread ran in the middle half of the time of one of up to ``attempts`` updates.
 
     On a busy machine the operating system may not schedule the other thread during a single update, hence the attempts.
     """
