@@ -7,6 +7,7 @@ and imports no module of this package that needs torch. Such modules are importe
 from __future__ import annotations
 
 import logging
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -57,6 +58,16 @@ def _hook_engine(module: Any) -> None:
             plugin.check_checkpoint(wrapped, engine, args, kwargs)
         return wrapped(*args, **kwargs)
 
+    def init_engine(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> None:
+        # No update exists unless this module was imported.
+        hooks = sys.modules.get("deep_opt_states.zero.internals.partition_hooks")
+        model = kwargs.get("model", args[1] if len(args) > 1 else None)
+        if hooks is not None and model is not None:
+            hooks.before_new_engine(model)
+        wrapped(*args, **kwargs)
+
+    # Any engine, also one of stock, copies partitions that an update of another engine may still write to.
+    _wrap(module, "DeepSpeedEngine", "__init__", init_engine)
     # _do_sanity_check is the first method in which an engine knows its optimizer, before it partitions the model. ZeRO
     # stage 0 never creates a ZeRO optimizer: with the second wrapper alone, our block would be ignored silently there.
     _wrap(module, "DeepSpeedEngine", "_do_sanity_check", do_sanity_check)

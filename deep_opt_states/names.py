@@ -14,6 +14,9 @@ CONFIG_KEY = "deep_optimizer_states"
 SWITCH = "DEEP_OPT_STATES"
 """The environment variable that, set to 0, switches the plugin off."""
 
+CHECK_SWITCH = "DEEP_OPT_STATES_CHECK"
+"""The environment variable that, set to 1, names parameters that a script writes to without a call that waits."""
+
 
 def resembles_config_key(key: object) -> bool:
     """Return whether ``key`` is another spelling of ``CONFIG_KEY``, such as ``deep_opt_states``.

@@ -103,6 +103,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deep_opt_states.zero.internals": {"deep_opt_states.names", "deep_opt_states.runtime", "perf_model.schedule"},
     "deep_opt_states.zero.step": {
         "deep_opt_states.device",
+        "deep_opt_states.names",
         "deep_opt_states.runtime",
         "deep_opt_states.zero.internals",
         "perf_model.prediction",
@@ -127,7 +128,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "perf_model.search",
         "perf_model.units",
     },
+    "deep_opt_states.zero.assigned_states": {
+        "deep_opt_states.runtime",
+        "deep_opt_states.zero.checkpoint_contents",
+        "perf_model.schedule",
+    },
     "deep_opt_states.zero.guarded_states": {
+        "deep_opt_states.zero.assigned_states",
         "deep_opt_states.zero.checkpoint_contents",
         "deep_opt_states.zero.internals",
         "deep_opt_states.zero.start",
@@ -143,6 +150,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.device",
         "deep_opt_states.report",
         "deep_opt_states.runtime",
+        "deep_opt_states.zero.assigned_states",
         "deep_opt_states.zero.internals",
         "deep_opt_states.zero.start",
         "deep_opt_states.zero.step",
@@ -168,6 +176,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.zero.internals",
         "deep_opt_states.zero.stage3",
         "deep_opt_states.zero.start",
+        "deep_opt_states.zero.step",
     },
     "deep_opt_states.doctor": {
         "deep_opt_states.device",

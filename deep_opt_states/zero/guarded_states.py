@@ -12,9 +12,11 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DIC
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from deep_opt_states.zero.assigned_states import AssignedStates
 from deep_opt_states.zero.checkpoint_contents import MOMENTS
 from deep_opt_states.zero.internals.compat import flat_parameters
 from deep_opt_states.zero.start.assembly import Assembly
+from deep_opt_states.zero.step.gathers import Gathers
 from deep_opt_states.zero.step.readers import WaitsBeforeRead, checkpoint_view
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from deep_opt_states.zero.step.update import Update
@@ -28,7 +30,9 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
     """
 
     _assembly: Assembly
+    _gathers: Gathers
     _running: RunningPlan
+    _states: AssignedStates
     _update: Update
 
     # --- Attributes that wait for the update before they are read. No update exists while stock's constructor runs ---
@@ -38,6 +42,8 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
             self._update.wait()
             # The caller may also write to them.
             self._update.give_params_back()
+            if "_gathers" in vars(self):
+                self._gathers.direct_writes.allow()
 
     def _wait_for_states(self) -> None:
         if "_update" in vars(self):
@@ -47,7 +53,9 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
         self._wait_for_states()
         return super()._get_state()
 
+    fp16_partitioned_groups = WaitsBeforeRead(_wait_for_parameters)
     fp16_partitioned_groups_flat = WaitsBeforeRead(_wait_for_parameters)
+    lp_param_buffer = WaitsBeforeRead(_wait_for_parameters)
     fp32_partitioned_groups_flat = WaitsBeforeRead(_wait_for_states)
     state = DeepSpeedZeroOptimizer_Stage3.state.getter(_get_state)
 
@@ -105,7 +113,8 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
         saved[FP32_FLAT_GROUPS] = [checkpoint_view(master) for master in saved[FP32_FLAT_GROUPS]]
         moments = saved[OPTIMIZER_STATE_DICT]["state"]
         for sub_group, state in moments.items():
-            moments[sub_group] = {**state, **{key: checkpoint_view(state[key]) for key in MOMENTS}}
+            # A script may have cleared the state.
+            moments[sub_group] = {**state, **{key: checkpoint_view(state[key]) for key in MOMENTS if key in state}}
         return saved
 
     def checkpoint_event_epilogue(self) -> None:
@@ -118,24 +127,18 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
     def _rigid_load_state_dict(self, state_dict: Any, load_optimizer_states: bool = True) -> None:
         super()._rigid_load_state_dict(state_dict, load_optimizer_states=load_optimizer_states)
         if load_optimizer_states:
-            self._copy_loaded_moments()
+            self._adopt_loaded_states()
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
         super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir)
-        self._copy_loaded_moments()
+        self._adopt_loaded_states()
 
-    def _copy_loaded_moments(self) -> None:
-        """Copy the loaded moments into our memory: loading has replaced our tensors by new ones."""
-        for sub_group_id, tensors in enumerate(self._running.memory.sub_groups):
-            loaded = self.optimizer.state[self.fp32_partitioned_groups_flat[sub_group_id]]
-            # A checkpoint that stock saved before its first step has no moments; stock then starts from zero.
-            loaded.setdefault("step", 0)
-            for key, ours in zip(MOMENTS, (tensors.exp_avg, tensors.exp_avg_sq), strict=True):
-                if key in loaded:
-                    ours.copy_(loaded[key])
-                else:
-                    ours.zero_()
-                loaded[key] = ours
+    def _adopt_loaded_states(self) -> None:
+        """Copy the loaded moments into our memory: loading has replaced our tensors by new ones.
+
+        A checkpoint that stock saved before its first step has no moments. Training then starts from zeros.
+        """
+        self._states.adopt()
         if self._update.failed:
             # The kernels disagree about the step count, and the norms of the failed step were not used: reset both.
             for kernel in self._assembly.kernels:

@@ -19,7 +19,7 @@ from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero import stage3
 
 from deep_opt_states.config import Config
-from deep_opt_states.names import CONFIG_KEY
+from deep_opt_states.names import CHECK_SWITCH, CONFIG_KEY
 from deep_opt_states.zero.checkpoint_check import check_before_loading
 from deep_opt_states.zero.enabled import enabled_config
 from deep_opt_states.zero.internals.agreement import raise_together, same_on_all_ranks
@@ -31,6 +31,7 @@ from deep_opt_states.zero.start.devices import AcceleratorChoice, choose_device
 from deep_opt_states.zero.start.refusals import refuse_config, refuse_engine, refuse_later_methods
 from deep_opt_states.zero.start.reporting import EngineProgress
 from deep_opt_states.zero.start.verification import missing_names_are_refused, release_is_tried, verify_release
+from deep_opt_states.zero.step.direct_writes import checks_direct_writes
 
 
 def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
@@ -44,18 +45,25 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
         return wrapped(*args, **kwargs)
     # Before stock's constructor, whose collectives a rank that refuses would never reach.
     choice = same_on_all_ranks(
-        lambda: _choose(engine, basic_optimizer), lambda choice: "off" if choice is None else "on"
+        lambda: _choose(engine, basic_optimizer), lambda choice: "off" if choice is None else _switches()
     )
     if choice is None:
         return wrapped(*args, **kwargs)
     config, accelerator = choice
     refuse_later_methods(engine)
-    if config.overlap_forward and breakdown_forbids_deferring(config_of(engine)):
+    if checks_direct_writes():
+        log_rank_0(f"{CHECK_SWITCH}=1: updates end inside step(), and direct writes to partitions are named")
+    if config.overlap_forward and (checks_direct_writes() or breakdown_forbids_deferring(config_of(engine))):
         config = config.model_copy(update={"overlap_forward": False})
     if config.overlap_forward and not accelerator.slots_on_host:
         unsynchronize_throughput_timer(config_of(engine))
     with _stage3_class(partial(DeepOptimizerStates_Stage3, config, accelerator, EngineProgress(engine))):
         return wrapped(*args, **kwargs)
+
+
+def _switches() -> str:
+    """Describe the switches that must be the same on every rank."""
+    return f"on, with {CHECK_SWITCH}=1" if checks_direct_writes() else "on"
 
 
 def _choose(engine: Any, basic_optimizer: Any) -> tuple[Config, AcceleratorChoice] | None:

@@ -33,6 +33,7 @@ from deep_opt_states.config import Config
 from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.report.reporter import UpdateReporter
 from deep_opt_states.runtime.accounting import AccountingDevice
+from deep_opt_states.zero.assigned_states import AssignedStates
 from deep_opt_states.zero.internals.compat import (
     forget_gradient_buffers,
     is_boundary,
@@ -106,11 +107,9 @@ class DeepOptimizerStates_Stage3(UserGradients):
         self.accounting_device = assembly.device
         self._running = running = assembly.running
         self._gradients = running.gradients
-        for master, tensors in zip(assembly.masters, running.memory.sub_groups, strict=True):
-            self.fp32_partitioned_groups_flat.append(master)
-            # Stock would create the moments, unpinned, at the first step.
-            moments = {"exp_avg": tensors.exp_avg, "exp_avg_sq": tensors.exp_avg_sq}
-            self.optimizer.state[master] = {"step": 0, **moments}
+        self.fp32_partitioned_groups_flat = assembly.masters
+        # Stock would create the moments, unpinned, at the first step.
+        self._states = AssignedStates(self, running.memory)
         self.report = self._progress.make_report(self._config, assembly)
         self._update = Update(
             running.executor,
@@ -254,7 +253,10 @@ class DeepOptimizerStates_Stage3(UserGradients):
     def _pre_step(self) -> None:
         self._adaptation.observe_memory(self._progress.progress().step + 1)
         self._update.memory_is_short = self._adaptation.memory_is_short
+        self._update.refusal = self._states.refusal()
         self._update.synchronize_ranks(raise_failure=False, flushed=False)
+        # Before the window is complete: the caller can repair the states and take this step again.
+        self._update.raise_if_refused()
         self._gradients.complete_window()
         # The current stream waits for the copies of gradients to host memory: the norm may read them, and the host
         # waits for this stream before the update begins.
@@ -302,11 +304,14 @@ class DeepOptimizerStates_Stage3(UserGradients):
 
     def _optimizer_step(self, sub_group_id: int) -> None:
         group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
-        state = self.optimizer.state[self._assembly.masters[sub_group_id]]
+        if sub_group_id == 0:
+            # Not before the step is known to be taken: in a step that is skipped, stock leaves states as they are.
+            self._states.adopt(before_write=self._wait_for_states)
         beta1, beta2 = group["betas"]
         self._steps.append(
             AdamStep(
-                step=state["step"] + 1,
+                # DeepSpeedCPUAdam also accepts a tensor with one number.
+                step=int(self._states[sub_group_id]["step"]) + 1,
                 lr=group["lr"],
                 beta1=beta1,
                 beta2=beta2,
@@ -335,7 +340,7 @@ class DeepOptimizerStates_Stage3(UserGradients):
         self._stepped = True
         self._update.run(steps, self._set_gradients_of_units)
         for sub_group_id, step in enumerate(steps):
-            self.optimizer.state[self._assembly.masters[sub_group_id]]["step"] = step.step
+            self._states[sub_group_id]["step"] += 1
             self._gradients.record_pending_scale(sub_group_id, step.grad_scale)
         # The param groups are empty, so this updates nothing. PyTorch's LR schedulers count the calls.
         self.optimizer.step()
@@ -356,6 +361,7 @@ class DeepOptimizerStates_Stage3(UserGradients):
         # After ``advance``, so that the accelerator works while the host reports the previous update. Its events have
         # been reached, so the host does not wait, and DeepSpeed's step count is still the one of that update.
         self._update.report_previous()
+        self._gathers.direct_writes.record()
 
     # --- End ---
 
@@ -369,6 +375,4 @@ class DeepOptimizerStates_Stage3(UserGradients):
             # DeepSpeed's hooks on the module keep a reference to this object. Without these calls they would keep the
             # memory of the states, too.
             self.optimizer.state.clear()
-            # Without the wait of ``WaitsBeforeRead``: the executor is closed.
-            vars(self)["fp32_partitioned_groups_flat"].clear()
-            self._assembly.masters.clear()
+            self._states.masters.clear()

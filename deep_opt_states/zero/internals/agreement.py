@@ -13,7 +13,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from deep_opt_states.names import SWITCH
+from deep_opt_states.names import CHECK_SWITCH, SWITCH
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.failure import UpdateFailed
 
@@ -82,7 +82,7 @@ def _agreed(run: Callable[[], tuple[Value, str]]) -> Value:
     if len(set(descriptions)) > 1:
         raise RanksDisagree(
             f"All ranks must run the same plan; found\n{_by_rank(descriptions)}\n"
-            f"Give every rank the same DeepSpeed config and the same environment ({SWITCH})."
+            f"Give every rank the same DeepSpeed config and the same environment ({SWITCH}, {CHECK_SWITCH})."
         )
     return value
 
@@ -97,9 +97,9 @@ def _by_rank(texts: Sequence[str]) -> str:
 
 
 class StepAgreement:
-    """The collective before each use of the states: has a rank failed, and is its accelerator memory short?
+    """The collective before each use of the states: has a rank failed, is its accelerator memory short, does it refuse?
 
-    It is one all-reduce of two int32 per rank. Without it, the other ranks would wait in their next collective for a
+    It is one all-reduce of three int32 per rank. Without it, the other ranks would wait in their next collective for a
     rank that has raised.
     """
 
@@ -107,21 +107,30 @@ class StepAgreement:
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
         device = get_accelerator().current_device_name()
-        self._shared = torch.zeros(self._world_size, 2, dtype=torch.int32, device=device)
+        self._shared = torch.zeros(self._world_size, 3, dtype=torch.int32, device=device)
+        self.refusing_ranks: list[int] = []
+        """The ranks that refused the next update in the last collective; the same on every rank."""
 
-    def share(self, executor: Executor, *, memory_is_short: bool) -> bool:
+    def share(self, executor: Executor, *, memory_is_short: bool, refuses: bool) -> bool:
         """Return whether accelerator memory is short on any rank, given whether it is on this one.
 
-        Mark ``executor`` as failed if another rank has failed; its failure then names the ranks.
+        ``refuses``: this rank refuses the next update. Mark ``executor`` as failed if another rank has failed; its
+        failure then names the ranks.
         """
         if self._world_size == 1:
+            self.refusing_ranks = [self._rank] if refuses else []
             return memory_is_short
         self._shared.zero_()
         # ``fill_`` and not an assignment, which would copy from the host and make the host wait for the copy.
-        self._shared[self._rank, 0].fill_(executor.failure is not None)
-        self._shared[self._rank, 1].fill_(memory_is_short)
+        for column, value in enumerate((executor.failure is not None, memory_is_short, refuses)):
+            self._shared[self._rank, column].fill_(value)
         dist.all_reduce(self._shared)
-        failed, short = self._shared.T.tolist()
+        failed, short, refusing = self._shared.T.tolist()
         if executor.failure is None and any(failed):
-            executor.fail(UpdateFailed.on_ranks([rank for rank, count in enumerate(failed) if count]))
+            executor.fail(UpdateFailed.on_ranks(_ranks(failed)))
+        self.refusing_ranks = _ranks(refusing)
         return any(short)
+
+
+def _ranks(flags: Sequence[int]) -> list[int]:
+    return [rank for rank, flag in enumerate(flags) if flag]

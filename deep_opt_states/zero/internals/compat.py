@@ -137,7 +137,7 @@ def restore_param_views(optimizer: Any, sub_group_id: int) -> None:
 
     Stock's ``_unflatten_partitioned_parameters`` does so, too, but it would wait for flushes in flight.
     """
-    params = optimizer.fp16_partitioned_groups[sub_group_id]
+    params = vars(optimizer)["fp16_partitioned_groups"][sub_group_id]
     for param, view in zip(params, optimizer.unflatten(flat_parameters(optimizer)[sub_group_id], params), strict=True):
         param.data = view.data
 

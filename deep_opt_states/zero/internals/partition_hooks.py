@@ -13,6 +13,7 @@ from functools import wraps
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import torch
 from deepspeed.runtime.zero.partition_parameters import Init
 
 from deep_opt_states.zero.internals.compat import Parameter
@@ -30,12 +31,23 @@ class PartitionHooks(Protocol):
     def before_write(self, params: Sequence[Parameter]) -> None:
         """Prepare a write to partitions. The caller has written to the gathered parameters."""
 
+    def before_new_engine(self, params: Sequence[Parameter]) -> None:
+        """Prepare another engine for these parameters, which reads partitions; every rank calls this."""
+
 
 _REGISTERED: WeakKeyDictionary[PartitionHooks, None] = WeakKeyDictionary()
 """The hooks of all engines in the order of their creation, which is the same on every rank: hooks call collectives.
 
 The references are weak, so that an engine without ``destroy()`` is freed.
 """
+
+
+def before_new_engine(module: torch.nn.Module) -> None:
+    """Call the hooks of the engines that have parameters of ``module``, for which another engine is created."""
+    params = [param for param in module.parameters() if hasattr(param, "ds_id")]
+    for hooks in list(_REGISTERED):
+        hooks.before_new_engine(params)
+
 
 _IN_ALL_GATHER = ContextVar("in_all_gather", default=False)
 """Whether ``_all_gather`` runs."""

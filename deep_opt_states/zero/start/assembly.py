@@ -69,8 +69,7 @@ class Assembly:
     running: RunningPlan
     """The states, the executor and everything else that depends on the plan that runs."""
     masters: list[torch.Tensor]
-    """The fp32 parameters of each sub-group. The optimizer's state is keyed by these tensor objects: their data may
-    move (``offload_states``), the objects stay."""
+    """The fp32 parameters of each sub-group, by which the optimizer's states are keyed."""
     kernels: tuple[AdamKernel, ...]
     """The kernels that update: the CPU's first, then the accelerator's if it has one of its own."""
     defers: bool

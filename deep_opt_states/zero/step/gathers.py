@@ -22,6 +22,7 @@ import torch
 from deep_opt_states.zero.internals import partition_hooks
 from deep_opt_states.zero.internals.compat import Parameter, is_its_own_partition
 from deep_opt_states.zero.internals.coordinator import Coordinator
+from deep_opt_states.zero.step.direct_writes import DirectWrites, checks_direct_writes
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from deep_opt_states.zero.step.update import Update
 from perf_model.schedule.workload import Unit, Workload
@@ -51,10 +52,11 @@ class Gathers:
         self._caller_may_have_written = True
         self._is_in_step = False
         # Frozen parameters, too: the caller may write to them, and forward gathers them.
-        self._names: dict[int, str] = {}
-        param: Parameter
-        for name, param in module.named_parameters():
-            self._names[param.ds_id] = name
+        by_name: dict[str, Parameter] = dict(module.named_parameters())
+        self._names: dict[int, str] = {param.ds_id: name for name, param in by_name.items()}
+        # Persistent parameters are updated when ``step()`` returns: a write to one of them is never overwritten.
+        deferred = {name: param for name, param in by_name.items() if param.ds_id in ranges}
+        self.direct_writes = DirectWrites(deferred if checks_direct_writes() else {})
         self._release: list[Callable[[], object]] = [
             self._coordinator.wrap_fetch(self._fetch),
             # Before DeepSpeed's own hook, which gathers this module's parameters and prefetches those of the next ones.
@@ -128,6 +130,7 @@ class Gathers:
         if not self._is_in_step and any(is_its_own_partition(param) for param in self._own(params)):
             # The caller may write to the partition itself, before ``before_write`` is called.
             self._update.give_params_back()
+            self.direct_writes.allow(params)
 
     def before_all_gather_coalesced(self, params: Sequence[Parameter]) -> None:
         """Make the current stream, which gathers, wait for the update of ``params``."""
@@ -139,6 +142,17 @@ class Gathers:
         if self._own(params):
             self._update.give_params_back()
             self.order_after_caller()
+            self.direct_writes.allow(params)
+
+    def before_new_engine(self, params: Sequence[Parameter]) -> None:
+        """End the update of ``params``, whose partitions the constructor of another engine copies, and let it write.
+
+        Raise ``UpdateFailed`` on every rank if the update has failed: parameters would be inconsistent.
+        """
+        if self._own(params):
+            self._update.synchronize_ranks()
+            self._update.give_params_back()
+            self.direct_writes.allow(params)
 
     def _own(self, params: Iterable[Parameter]) -> list[Parameter]:
         """Return those of ``params`` that belong to the engine's model."""
@@ -146,6 +160,7 @@ class Gathers:
 
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
         self.order_after_caller()
+        self.direct_writes.report()
         # Results of evaluation and generation are used even if no step follows, which would report a failed update.
         if not torch.is_grad_enabled():
             self._finish_update()

@@ -57,7 +57,7 @@ from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.exposure import Exposure, UpdateWaits
 from deep_opt_states.runtime.worker import EXIT_TIMEOUT_S
-from deep_opt_states.zero.internals.agreement import StepAgreement
+from deep_opt_states.zero.internals.agreement import RanksDisagree, StepAgreement
 from deep_opt_states.zero.internals.log import log_error
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 
@@ -123,6 +123,8 @@ class Update:
         """Whether accelerator memory is short on this rank. The ranks exchange it when they synchronize."""
         self.memory_is_short_anywhere = False
         """Whether it was short on any rank when the ranks synchronized last; the same on every rank."""
+        self.refusal: Exception | None = None
+        """The error by which this rank refuses the next update. The ranks exchange it when they synchronize."""
         self._waited_for: set[int] = set()
         """Units whose parameters the computing stream has waited for."""
         self._gathered: set[int] = set()
@@ -284,7 +286,9 @@ class Update:
         self._executor.check_params()
         # Before the collective: a rank that is interrupted in it must not repeat it alone in its next gather.
         self._phase = UpdatePhase.IDLE
-        self.memory_is_short_anywhere = self._agreement.share(self._executor, memory_is_short=self.memory_is_short)
+        self.memory_is_short_anywhere = self._agreement.share(
+            self._executor, memory_is_short=self.memory_is_short, refuses=self.refusal is not None
+        )
         if self.failed:
             self._phase = UpdatePhase.FAILED
         if raise_failure:
@@ -304,6 +308,16 @@ class Update:
         if self._executor.failure is not None:
             self._raised = self._executor.failure
             raise self._executor.inconsistent_states_error()
+
+    def raise_if_refused(self) -> None:
+        """Raise this rank's refusal, or ``RanksDisagree`` if only other ranks refuse the next update."""
+        if self.refusal is not None:
+            raise self.refusal
+        if ranks := self._agreement.refusing_ranks:
+            raise RanksDisagree(
+                f"Each rank must be able to update its states, found that ranks refuse: {ranks}.\n"
+                f"Remove the cause that the messages of these ranks name. Nothing was updated on any rank."
+            )
 
     def log_unraised_failure(self) -> None:
         """Log this rank's failure if it shows within a few seconds and nothing has raised it before."""

@@ -117,16 +117,16 @@ def failing_update() -> AbstractContextManager[object]:
 _share = StepAgreement.share
 
 
-def share_no_short_memory(self: StepAgreement, executor: Executor, *, memory_is_short: bool) -> bool:
+def share_no_short_memory(self: StepAgreement, executor: Executor, *, memory_is_short: bool, refuses: bool) -> bool:
     """Share failures only."""
-    _share(self, executor, memory_is_short=False)
+    _share(self, executor, memory_is_short=False, refuses=refuses)
     return memory_is_short
 
 
-def share_no_failure(self: StepAgreement, executor: Executor, *, memory_is_short: bool) -> bool:
+def share_no_failure(self: StepAgreement, executor: Executor, *, memory_is_short: bool, refuses: bool) -> bool:
     """Share only whether memory is short."""
     failure, executor.failure = executor.failure, None
-    short = _share(self, executor, memory_is_short=memory_is_short)
+    short = _share(self, executor, memory_is_short=memory_is_short, refuses=refuses)
     executor.failure = failure
     return short
 

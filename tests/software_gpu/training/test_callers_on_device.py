@@ -14,7 +14,13 @@ from tests.zero.behaviour.test_behaviour import MODULES, SCENARIOS
 
 LAZY = ["--on", "software_gpu", "--adversary", "lazy"]
 
-CHOSEN = ("states.nested_contexts", "states.partitions_that_the_caller_replaces", "steps.learning_rates")
+CHOSEN = (
+    "states.nested_contexts",
+    "states.partitions_that_the_caller_replaces",
+    "steps.learning_rates",
+    "assigned.assigned_states",
+    "assigned.second_engines",
+)
 """The scenarios of ``make test``. In the first, the next forward must wait for the caller's writes."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import deepspeed
@@ -64,6 +64,17 @@ class BehaviourVariant:
         """Return the plugin's optimizers of the engines; none of stock."""
         return [] if self._block is None else [engine.optimizer for engine in self._engines]
 
+    def in_each(self, blocks: Sequence[dict[str, Any]], scenario: Callable[[BehaviourVariant, int], Seen]) -> Seen:
+        """Yield what ``scenario(self, index)`` sees with the plugin's block of that index; stock runs it only once."""
+        if self._block is None:
+            seen = list(scenario(self, 0))
+            for _ in blocks:
+                yield from seen
+            return
+        for index, block in enumerate(blocks):
+            self._block = block
+            yield from scenario(self, index)
+
     def replace_block(self, block: dict[str, Any]) -> None:
         """Use another config block for the plugin."""
         if self._block is not None:
@@ -90,6 +101,10 @@ class BehaviourVariant:
         engine, *_ = deepspeed.initialize(model=model, config=self.config(**changes), **given)
         self._engines.append(engine)
         return engine
+
+    def forget(self, engine: Any) -> None:
+        """Drop the reference to ``engine``, which the scenario does not destroy."""
+        self._engines.remove(engine)
 
     def is_in_use(self) -> bool:
         """Return whether every engine has the optimizer of this variant."""

@@ -7,7 +7,7 @@ import pytest
 from tests.tiers import thorough
 from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
-MODULES = ("backwards", "steps", "states", "experts")
+MODULES = ("backwards", "steps", "states", "experts", "assigned")
 SCENARIOS = (
     "backward_of_the_tensor",
     "backward_of_the_scaled_loss",
@@ -40,6 +40,10 @@ SCENARIOS = (
     "gradients_that_are_switched",
     "experts_of_every_rank",
     "experts_with_rules_by_name",
+    "assigned_states",
+    "states_assigned_before_a_skipped_step",
+    "saved_states_that_were_assigned",
+    "second_engines",
 )
 
 

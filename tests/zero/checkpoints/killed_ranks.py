@@ -221,7 +221,7 @@ def slowed_down(layers: Iterable[torch.nn.Module], mark: Any) -> Iterator[None]:
         for owner in (TorchCheckpointEngine, DecoupledCheckpointEngine):
             patched.enter_context(marking(owner, "load", "load", LOAD_S))
         patched.enter_context(marking(GuardedStates, "_rigid_load_state_dict", "load", LOAD_S))
-        patched.enter_context(marking(GuardedStates, "_copy_loaded_moments", "load", LOAD_S))
+        patched.enter_context(marking(GuardedStates, "_adopt_loaded_states", "load", LOAD_S))
         patched.enter_context(marking(RunningPlan, "_set", "promotion", PROMOTION_S))
         for layer in layers:
             layer.register_forward_pre_hook(lambda *_: time.sleep(FORWARD_S))

@@ -112,15 +112,16 @@ def test_without_the_block_only_the_activation_is_loaded(reports: tuple[Report, 
 
 
 @in_one_worker
-def test_deepspeed_is_stock_except_for_four_wrappers(reports: tuple[Report, Report]) -> None:
-    """Check the wrappers. The second one makes the optimizer.
+def test_deepspeed_is_stock_except_for_five_wrappers(reports: tuple[Report, Report]) -> None:
+    """Check the wrappers. ``__init__`` ends updates of other engines, and the next one makes the optimizer.
 
-    The others only check: the first each config, the third each engine that has its optimizer, since stage 0 never
+    The others only check: the first each config, the fourth each engine that has its optimizer, since stage 0 never
     configures a ZeRO optimizer, and the last each checkpoint before it is loaded.
     """
     hooked, unhooked = reports
     assert hooked["wrapped"] == [
         "deepspeed.runtime.config.DeepSpeedConfig._initialize_params",
+        "deepspeed.runtime.engine.DeepSpeedEngine.__init__",
         "deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer",
         "deepspeed.runtime.engine.DeepSpeedEngine._do_sanity_check",
         "deepspeed.runtime.engine.DeepSpeedEngine.load_checkpoint",
@@ -129,6 +130,7 @@ def test_deepspeed_is_stock_except_for_four_wrappers(reports: tuple[Report, Repo
     ours, stock = hooked["engine attributes"], unhooked["engine attributes"]
     assert list(ours) == list(stock)
     assert {name for name in ours if ours[name] != stock[name]} == {
+        "__init__",
         "_configure_zero_optimizer",
         "_do_sanity_check",
         "load_checkpoint",

@@ -1,0 +1,197 @@
+"""Update the states that a script has assigned, cleared or deleted since the last update, as stock does.
+
+Stock's Adam looks its states up in each step, so a script may replace them: ReLoRA and continual training assign zeros
+or clear the state. The plugin updates memory of its own. Before an update, the values of an assigned tensor are copied
+there, and the tensor becomes a view of that memory. So the script, DeepSpeed's readers and checkpoints keep the tensor
+that was assigned, and see its updates as with stock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+
+from deep_opt_states.runtime.state_memory import StateMemory
+from deep_opt_states.zero.checkpoint_contents import MOMENTS, shown
+from perf_model.schedule.workload import STATES
+
+
+class StateRefused(ValueError):
+    """A state that a script has assigned cannot be updated. The message has the rule, the value found and the remedy.
+
+    Nothing was updated: parameters and all other states are those of the last step.
+    """
+
+
+@dataclass(frozen=True)
+class _ListedTensor:
+    """A tensor that DeepSpeed's optimizer lists, and the memory that the update of it writes to."""
+
+    name: str
+    listed: Any
+    own: torch.Tensor
+
+    @property
+    def is_own(self) -> bool:
+        return (
+            isinstance(self.listed, torch.Tensor)
+            and self.listed.data_ptr() == self.own.data_ptr()
+            and self.listed.shape == self.own.shape
+            and self.listed.dtype == self.own.dtype
+            and self.listed.is_contiguous()
+        )
+
+    def check(self, num_listed: int) -> None:
+        """Raise ``StateRefused`` unless the tensor can become a view; ``num_listed`` entries have its memory."""
+        numel = self.own.numel()
+        if not (
+            isinstance(self.listed, torch.Tensor)
+            and self.listed.is_cpu
+            and self.listed.dtype == self.own.dtype
+            and self.listed.numel() == numel
+            and self.listed.is_contiguous()
+        ):
+            raise StateRefused(
+                f"{self.name} must be a contiguous tensor of {numel} {self.own.dtype} in host memory, found "
+                f"{_described(self.listed)}.\nAssign such a tensor, for example torch.zeros({numel})."
+            )
+        if num_listed > 1:
+            raise StateRefused(
+                f"{self.name} must have memory of its own, found a tensor that {num_listed} states share.\n"
+                f"Assign a tensor to each of them, for example with clone()."
+            )
+
+
+class AssignedStates:
+    """The states that DeepSpeed's stage-3 ``optimizer`` lists, compared with the ``memory`` that updates write to.
+
+    The constructor adds the moments to the state of each of the optimizer's fp32 parameters, which are views of that
+    memory.
+    """
+
+    def __init__(self, optimizer: Any, memory: StateMemory) -> None:
+        self._optimizer = optimizer
+        self._memory = memory
+        for index in range(len(self.masters)):
+            self._fill(index)
+
+    @property
+    def masters(self) -> list[Any]:
+        """Return the fp32 parameters by sub-group, which are the keys of the states, without a wait for the update.
+
+        An update that is in flight writes to the memory and not to the list.
+        """
+        listed: list[Any] = vars(self._optimizer)["fp32_partitioned_groups_flat"]
+        return listed
+
+    def __getitem__(self, sub_group_id: int) -> dict[str, Any]:
+        """Return the state of a sub-group, which is empty if a script has cleared or deleted it."""
+        state: dict[str, Any] = self._by_master.get(self.masters[sub_group_id], {})
+        return state
+
+    def refusal(self) -> StateRefused | None:
+        """Return the error if the next update cannot use the states that a script has assigned. Change nothing."""
+        try:
+            self._check()
+        except StateRefused as refused:
+            return refused
+        return None
+
+    def _check(self) -> None:
+        num_tensors = sum(isinstance(master, torch.Tensor) for master in self.masters)
+        if not num_tensors == len(self.masters) == len(self._memory.sub_groups):
+            raise StateRefused(
+                f"fp32_partitioned_groups_flat must hold one tensor for each of {len(self._memory.sub_groups)} "
+                f"sub-groups, found {num_tensors} in {len(self.masters)} entries.\nAssign tensors, and remove no entry."
+            )
+        for index in range(len(self.masters)):
+            self._check_keys(index)
+        entries = list(self._entries())
+        replaced = [entry for entry in entries if not entry.is_own]
+        if not replaced:
+            return
+        tensors = (entry.listed for entry in entries if isinstance(entry.listed, torch.Tensor))
+        num_listed = Counter(tensor.data_ptr() for tensor in tensors)
+        for entry in replaced:
+            entry.check(num_listed[entry.listed.data_ptr()] if isinstance(entry.listed, torch.Tensor) else 0)
+
+    def adopt(self, before_write: Callable[[], object] = lambda: None) -> None:
+        """Make the states, which ``refusal`` has accepted, those of the next update.
+
+        If anything was replaced, ``before_write`` is called first; it returns when nothing uses the states.
+        """
+        replaced = [entry for entry in self._entries() if not entry.is_own]
+        cleared = [index for index in range(len(self.masters)) if not self[index]]
+        if not replaced and not cleared:
+            return
+        before_write()
+        # A script may have moved states from one sub-group to another: a write to one could overwrite the source of
+        # the other.
+        own = {getattr(sub_group, key).data_ptr() for sub_group in self._memory.sub_groups for key in STATES}
+        values = [entry.listed.clone() if entry.listed.data_ptr() in own else entry.listed for entry in replaced]
+        for index in cleared:
+            # As stock's Adam does at the first step of a parameter.
+            for key in MOMENTS:
+                getattr(self._memory.sub_groups[index], key).zero_()
+            self._fill(index)
+        for entry, value in zip(replaced, values, strict=True):
+            entry.own.copy_(value.detach().view(-1))
+            entry.listed.data = entry.own.data
+
+    @property
+    def _by_master(self) -> Any:
+        return self._optimizer.optimizer.state
+
+    def _entries(self) -> Iterator[_ListedTensor]:
+        """Yield the fp32 parameters, and the moments that were not cleared."""
+        for index, own in enumerate(self._memory.sub_groups):
+            yield _ListedTensor(f"fp32_partitioned_groups_flat[{index}]", self.masters[index], own.master)
+            if state := self[index]:
+                for key in MOMENTS:
+                    yield _ListedTensor(_name_of(index, key), state[key], getattr(own, key))
+
+    def _check_keys(self, index: int) -> None:
+        state = self[index]
+        for key in ("step", *MOMENTS) if state else ():
+            if key not in state:
+                raise StateRefused(
+                    f"The state of sub-group {index} must have step, {' and '.join(MOMENTS)}, or be empty, found "
+                    f"{shown(state)}.\nAssign a value to {key!r}, or clear the state to start from zeros."
+                )
+        if state and not _counts_steps(state["step"]):
+            raise StateRefused(
+                f"{_name_of(index, 'step')} must be a number of steps, found {shown(state['step'])}.\n"
+                f"Assign an integer of at least 0, or clear the state to start from zeros."
+            )
+
+    def _fill(self, index: int) -> None:
+        """Let the state of a sub-group, which is empty, lead to our memory, which has zeros."""
+        # Not the tensors themselves: assigning to the ``data`` of an entry must not change our references.
+        moments = {key: getattr(self._memory.sub_groups[index], key).data for key in MOMENTS}
+        self._by_master.setdefault(self.masters[index], {}).update(step=0, **moments)
+
+
+def _name_of(index: int, key: str) -> str:
+    return f'state[fp32_partitioned_groups_flat[{index}]]["{key}"]'
+
+
+def _counts_steps(step: Any) -> bool:
+    """Return whether DeepSpeedCPUAdam accepts the value: a number, or a tensor with one, but no ``float``."""
+    if isinstance(step, float) or not isinstance(step, (Real, torch.Tensor)):
+        return False
+    try:
+        return int(step) >= 0  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return False
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return shown(value)
+    contiguous = "" if value.is_contiguous() else ", not contiguous,"
+    return f"{value.numel()} {value.dtype}{contiguous} on {value.device}"

@@ -1,0 +1,67 @@
+"""Name the parameters to whose partitions a script has written directly, with ``DEEP_OPT_STATES_CHECK=1``.
+
+A write such as ``param.ds_tensor.data.mul_(0.5)`` right after ``step()`` calls nothing that could wait for the update
+in flight: the update overwrites it, or not, by chance. With the switch, updates end inside ``step()``, so that no write
+is overwritten, and each partition is compared with a copy when the next forward starts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+
+from deep_opt_states.names import CHECK_SWITCH, CONFIG_KEY
+from deep_opt_states.zero.internals.compat import Parameter
+from deep_opt_states.zero.internals.log import log_this_rank
+
+
+def checks_direct_writes() -> bool:
+    """Return whether the environment of this rank requests the comparison."""
+    return os.environ.get(CHECK_SWITCH) == "1"
+
+
+class DirectWrites:
+    """The partitions of ``params`` that the last update has published, which forward compares with the present ones.
+
+    ``params`` are by name; without any, nothing is compared. The copies take as much memory as the partitions.
+    """
+
+    def __init__(self, params: dict[str, Parameter]) -> None:
+        self._params = params
+        self._published: dict[str, torch.Tensor] = {}
+        self._named: set[str] = set()
+
+    def record(self) -> None:
+        """Copy the partitions, which an update has just published."""
+        self._published = {name: param.ds_tensor.detach().clone() for name, param in self._params.items()}
+
+    def allow(self, params: Iterable[Parameter] | None = None) -> None:
+        """Let the caller write to ``params`` until the next update, by a call that waits; by default to all of them."""
+        allowed = None if params is None else {param.ds_id for param in params}
+        for name in list(self._published):
+            if allowed is None or self._params[name].ds_id in allowed:
+                del self._published[name]
+
+    def report(self) -> None:
+        """Log each parameter that was written to since ``record``, once in a run."""
+        published, self._published = self._published, {}
+        for name, copy in published.items():
+            if name in self._named or _same_bits(copy, self._params[name].ds_tensor):
+                continue
+            self._named.add(name)
+            log_this_rank(
+                f"{CHECK_SWITCH}: the partition of {name} must only be written to by a call that waits for the update, "
+                f"found a direct write between step() and forward. Without {CHECK_SWITCH}, it is kept or lost by "
+                f"chance. Write in deepspeed.zero.GatheredParameters(..., modifier_rank=0), or read "
+                f'engine.optimizer.fp16_partitioned_groups_flat first, or set "overlap_forward": false in the block '
+                f'"{CONFIG_KEY}".'
+            )
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    as_integer = torch.int32 if one.element_size() == 4 else torch.int16
+    return torch.equal(one.view(as_integer), other.detach().to(one.device).view(as_integer))

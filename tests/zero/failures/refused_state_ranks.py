@@ -1,0 +1,103 @@
+"""Assign states that no update can use on the last rank: every rank must raise, and the step can be repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deep_opt_states.zero.assigned_states import StateRefused
+from deep_opt_states.zero.internals.agreement import RanksDisagree
+from tests.launch import answer
+from tests.zero.behaviour.assigned import BLOCKS, states
+from tests.zero.behaviour.behaviour_variant import (
+    BehaviourNet,
+    BehaviourVariant,
+    final_states,
+    inputs,
+    loss_of,
+    train,
+    unequal,
+)
+from tests.zero.process_group import process_group
+
+
+def assign(index: int, key: str, make: Callable[[torch.Tensor], Any]) -> Callable[[Any], None]:
+    """Return a function that assigns ``make(moment)`` to the entry ``key`` of the state of sub-group ``index``."""
+
+    def write(engine: Any) -> None:
+        state = states(engine)[index]
+        state[key] = make(state["exp_avg"])
+
+    return write
+
+
+def delete_a_moment(engine: Any) -> None:
+    del states(engine)[0]["exp_avg_sq"]
+
+
+def share_a_moment(engine: Any) -> None:
+    zeros = torch.zeros_like(states(engine)[1]["exp_avg"])
+    for key in ("exp_avg", "exp_avg_sq"):
+        states(engine)[1][key] = zeros
+
+
+def remove_a_master(engine: Any) -> None:
+    engine.optimizer.fp32_partitioned_groups_flat.pop()
+
+
+def replace_a_master(engine: Any) -> None:
+    masters = engine.optimizer.fp32_partitioned_groups_flat
+    masters[1] = masters[1].detach().bfloat16()
+
+
+BAD: dict[str, tuple[Callable[[Any], None], str]] = {
+    "another dtype": (assign(0, "exp_avg", torch.Tensor.bfloat16), "torch.bfloat16 on cpu"),
+    "another length": (assign(1, "exp_avg_sq", lambda moment: moment[1:]), "must be a contiguous tensor of"),
+    "not contiguous": (assign(0, "exp_avg", lambda moment: moment.repeat_interleave(2)[::2]), "not contiguous"),
+    "another device": (assign(0, "exp_avg", lambda moment: moment.to("meta")), "on meta"),
+    "no tensor": (assign(0, "exp_avg", lambda moment: None), "found None"),
+    "a step that is no integer": (assign(1, "step", lambda moment: 3.0), "must be a number of steps, found 3.0"),
+    "a step below zero": (assign(1, "step", lambda moment: -1), "found -1"),
+    "a missing moment": (delete_a_moment, "'exp_avg_sq'"),
+    "a shared tensor": (share_a_moment, "that 2 states share"),
+    "a missing master": (remove_a_master, "must hold one tensor for each of"),
+    "a master of another dtype": (replace_a_master, "torch.bfloat16 on cpu"),
+}
+
+
+def trained(block: Any, bad: Callable[[Any], None] | None) -> tuple[list[tuple[str, Any]], str]:
+    """Train, let the last rank refuse a step if ``bad`` is given, repair it, and return the values and the error."""
+    torch.manual_seed(5)
+    variant = BehaviourVariant(block)
+    engine = variant.engine(BehaviourNet())
+    seen = list(train(engine, 2))
+    engine.backward(loss_of(engine(inputs(2))))
+    error = ""
+    if bad is not None:
+        masters = list(engine.optimizer.fp32_partitioned_groups_flat)
+        before = [dict(state) for state in states(engine)]
+        if dist.get_rank() == dist.get_world_size() - 1:
+            bad(engine)
+        try:
+            engine.step()
+        except (StateRefused, RanksDisagree) as refused:
+            error = f"{type(refused).__name__}: {refused}"
+        engine.optimizer.fp32_partitioned_groups_flat[:] = masters
+        for master, state in zip(masters, before, strict=True):
+            engine.optimizer.state[master] = state
+    # The step that was refused can be taken again: its gradients are still there.
+    engine.step()
+    seen += [*train(engine, 2, first=3), *final_states(engine)]
+    variant.close()
+    return seen, error
+
+
+if __name__ == "__main__":
+    with process_group():
+        stock, _ = trained(None, None)
+        for index, (name, (bad, _)) in enumerate(BAD.items()):
+            ours, error = trained(BLOCKS[index % len(BLOCKS)], bad)
+            answer({"name": name, "error": error, "differences": unequal(stock, ours)[:5]})

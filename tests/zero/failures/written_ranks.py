@@ -1,0 +1,67 @@
+"""Write to partitions after ``step()`` in several ways, with ``DEEP_OPT_STATES_CHECK=1``, and print the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from deep_opt_states.names import CHECK_SWITCH
+from deep_opt_states.zero.step import direct_writes
+from tests.launch import answer
+from tests.zero.behaviour.behaviour_variant import BehaviourNet, BehaviourVariant, final_states, train, unequal
+from tests.zero.process_group import process_group
+
+
+def write_directly(engine: Any) -> None:
+    """Write in place to one parameter on the last rank, assign memory to another, and write to a persistent one."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        engine.module.layers[1].weight.ds_tensor.data.mul_(0.5)
+    partition = engine.module.layers[2].weight.ds_tensor
+    partition.data = partition.data.clone().add_(0.25)
+    engine.module.layers[3].bias.ds_tensor.data.zero_()
+
+
+def write_gathered(engine: Any) -> None:
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        if dist.get_rank() == 0:
+            engine.module.layers[0].weight.data.mul_(0.5)
+
+
+def write_to_flat_buffers(engine: Any) -> None:
+    for flat in engine.optimizer.fp16_partitioned_groups_flat:
+        flat.mul_(0.5)
+
+
+def write_nothing(engine: Any) -> None:
+    del engine
+
+
+def run(write: Callable[[Any], None]) -> None:
+    """Write after each of two steps, and print the lines that the plugin logs and the differences from stock."""
+    logged: list[str] = []
+    found = []
+    for block in (None, {"placement": "stride", "update_stride": 2}):
+        torch.manual_seed(5)
+        variant = BehaviourVariant(block)
+        with mock.patch.object(direct_writes, "log_this_rank", logged.append):
+            # DeepSpeed gathers persistent parameters before the write, and with several ranks not again before forward.
+            engine = variant.engine(BehaviourNet())
+            seen = list(train(engine, 2))
+            write(engine)
+            seen += train(engine, 1, first=2)
+            write(engine)
+            seen += [*train(engine, 2, first=3), *final_states(engine)]
+        found.append(seen)
+        variant.close()
+    answer({"name": write.__name__, "logged": logged, "differences": unequal(*found)[:5]})
+
+
+if __name__ == "__main__":
+    with process_group(), mock.patch.dict("os.environ", {CHECK_SWITCH: "1"}):
+        for write in (write_directly, write_gathered, write_to_flat_buffers, write_nothing):
+            run(write)
