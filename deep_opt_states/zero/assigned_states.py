@@ -77,6 +77,7 @@ class AssignedStates:
     def __init__(self, optimizer: Any, memory: StateMemory) -> None:
         self._optimizer = optimizer
         self._memory = memory
+        self._num_groups = len(optimizer.optimizer.param_groups)
         for index in range(len(self.masters)):
             self._fill(index)
 
@@ -108,6 +109,15 @@ class AssignedStates:
             raise StateRefused(
                 f"fp32_partitioned_groups_flat must hold one tensor for each of {len(self._memory.sub_groups)} "
                 f"sub-groups, found {num_tensors} in {len(self.masters)} entries.\nAssign tensors, and remove no entry."
+            )
+        groups = self._optimizer.optimizer.param_groups
+        # DeepSpeed passes fp32 parameters to the optimizer during a step only, and then one sub-group at a time.
+        num_added = sum(len(group["params"]) for group in groups)
+        if len(groups) != self._num_groups or num_added:
+            raise StateRefused(
+                f"The optimizer must keep the {self._num_groups} param groups of deepspeed.initialize, found "
+                f"{len(groups)} with {num_added} added parameters, which DeepSpeed would update once per sub-group.\n"
+                f"Remove what was added, and pass all parameters to deepspeed.initialize, frozen if need be."
             )
         for index in range(len(self.masters)):
             self._check_keys(index)

@@ -35,6 +35,8 @@ def shape_from_transformers(config: dict[str, Any], family: str, name: str) -> M
             f"model_type: {shorten(family)} has no formula here, so transformers must be able to build the model, "
             f"found {printable(found['error'], most=300)}"
         )
+        if "auto_map" in config:
+            rule += ". Its auto_map names code of the model's author, which is not executed"
         raise ModelError(f"{rule}.\n{_REMEDY}")
     for key in ("layers", "hidden", "vocab"):
         require_integer(f"{key} of {shorten(family)}, in transformers", found[key], 1, MAX_SIZES[key], _REMEDY)

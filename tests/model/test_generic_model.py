@@ -179,6 +179,18 @@ def test_a_model_that_cannot_be_built_is_refused_with_the_remedy(
     assert remedy == REMEDY
 
 
+def test_a_family_that_only_remote_code_knows_is_refused_with_a_note_that_the_code_is_not_executed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(meta_model, "_run", lambda config: {"error": "KeyError: 'unheard'"})
+    config = {"model_type": "unheard", "auto_map": {"AutoModelForCausalLM": "code.Model"}}
+    with pytest.raises(ModelError) as caught:
+        parse_hf_config(json.dumps(config), "unheard")
+    rule, remedy = str(caught.value).splitlines()
+    assert rule == f"{ERROR}KeyError: 'unheard'. Its auto_map names code of the model's author, which is not executed."
+    assert remedy == REMEDY
+
+
 def test_a_child_process_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meta_model, "TIME_LIMIT_S", 0.01)
     with pytest.raises(ModelError, match=r"found no model after 0\.01 s"):

@@ -53,6 +53,14 @@ def replace_a_master(engine: Any) -> None:
     masters[1] = masters[1].detach().bfloat16()
 
 
+def add_a_param_group(engine: Any) -> None:
+    engine.optimizer.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(4))], "lr": 0.5})
+
+
+def add_to_a_param_group(engine: Any) -> None:
+    engine.optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(4)))
+
+
 BAD: dict[str, tuple[Callable[[Any], None], str]] = {
     "another dtype": (assign(0, "exp_avg", torch.Tensor.bfloat16), "torch.bfloat16 on cpu"),
     "another length": (assign(1, "exp_avg_sq", lambda moment: moment[1:]), "must be a contiguous tensor of"),
@@ -64,6 +72,8 @@ BAD: dict[str, tuple[Callable[[Any], None], str]] = {
     "a missing moment": (delete_a_moment, "'exp_avg_sq'"),
     "a shared tensor": (share_a_moment, "that 2 states share"),
     "a missing master": (remove_a_master, "must hold one tensor for each of"),
+    "an added param group": (add_a_param_group, "found 2 with 1 added parameters"),
+    "an added parameter": (add_to_a_param_group, "found 1 with 1 added parameters"),
     "a master of another dtype": (replace_a_master, "torch.bfloat16 on cpu"),
 }
 
@@ -86,6 +96,8 @@ def trained(block: Any, bad: Callable[[Any], None] | None) -> tuple[list[tuple[s
         except (StateRefused, RanksDisagree) as refused:
             error = f"{type(refused).__name__}: {refused}"
         engine.optimizer.fp32_partitioned_groups_flat[:] = masters
+        del engine.optimizer.param_groups[1:]
+        engine.optimizer.param_groups[0]["params"].clear()
         for master, state in zip(masters, before, strict=True):
             engine.optimizer.state[master] = state
     # The step that was refused can be taken again: its gradients are still there.
