@@ -11,10 +11,12 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from deep_opt_states.names import CONFIG_KEY, is_about_our_block, resembles_config_key
+from deep_opt_states.names import CONFIG_KEY, blocks_below, is_about_our_block, resembles_config_key
 
 _state = {"tried": False, "active": False}
 _warned_of: set[tuple[str, str]] = set()
+_models: list[Any] = []
+"""The models of the engines that are being constructed, the last one innermost."""
 
 # No warnings.warn here: where warnings are errors, it would break `import torch`.
 _log = logging.getLogger("deep_opt_states")
@@ -46,7 +48,8 @@ def _hook_engine(module: Any) -> None:
     def do_sanity_check(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
         wrapped(*args, **kwargs)
         if plugin := _plugin_for_engine(engine):
-            plugin.check_engine(engine)
+            # The engine has no model yet.
+            plugin.check_engine(engine, _models[-1] if _models else None)
 
     def configure_zero_optimizer(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
         if plugin := _plugin_for_engine(engine):
@@ -64,7 +67,11 @@ def _hook_engine(module: Any) -> None:
         model = kwargs.get("model", args[1] if len(args) > 1 else None)
         if hooks is not None and model is not None:
             hooks.before_new_engine(model)
-        wrapped(*args, **kwargs)
+        _models.append(model)
+        try:
+            wrapped(*args, **kwargs)
+        finally:
+            _models.pop()
 
     # Any engine, also one of stock, copies partitions that an update of another engine may still write to.
     _wrap(module, "DeepSpeedEngine", "__init__", init_engine)
@@ -89,6 +96,13 @@ def _hook_config(module: Any) -> None:
             raise explain_misplaced(error).with_traceback(error.__traceback__) from None
         param_dict = _json_of(ds_config)
         misspelled = {key: block for key, block in param_dict.items() if resembles_config_key(key)}
+        for path, key, block in blocks_below(param_dict):
+            if key != CONFIG_KEY:
+                misspelled[f"{path}.{key}"] = block
+            elif not _is_switched_off(block):
+                from deep_opt_states.config import misplaced_error
+
+                raise misplaced_error(path)
         if misspelled and CONFIG_KEY not in param_dict:
             _warn_of_misspelled(misspelled)
         if plugin := _plugin_for(param_dict):
@@ -160,13 +174,17 @@ def _warn_of_misspelled(blocks: dict[str, Any]) -> None:
     from deep_opt_states.zero.internals.log import log_rank_0
 
     for key, block in blocks.items():
-        switched_off = block is False or (isinstance(block, dict) and block.get("enabled") is False)
-        if not switched_off and (key, repr(block)) not in _warned_of:
+        if not _is_switched_off(block) and (key, repr(block)) not in _warned_of:
             _warned_of.add((key, repr(block)))
             log_rank_0(
-                f'the key "{key}" in the DeepSpeed config has no effect: did you mean "{CONFIG_KEY}"? '
+                f'the key "{key}" in the DeepSpeed config has no effect: did you mean "{CONFIG_KEY}"'
+                f"{', at the top level' if '.' in key else ''}? "
                 f"Until that is changed, stock DeepSpeed trains."
             )
+
+
+def _is_switched_off(block: Any) -> bool:
+    return block is False or (isinstance(block, dict) and block.get("enabled") is False)
 
 
 def _wrap(module: Any, owner: str, method: str, wrapper: Any) -> bool:

@@ -23,7 +23,7 @@ from perf_model.json_input import printable, shorten
 from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.rules import NO_RULES, PlacementRules, RulesError
+from perf_model.schedule.rules import NO_RULES, PlacementRules, RulesError, remedy_for_states
 from perf_model.schedule.simple_placements import place_all, place_by_fraction, place_by_stride
 from perf_model.schedule.workload import Partition, Workload
 from perf_model.search.budgets import GPU_MARGIN_BYTES
@@ -34,6 +34,9 @@ DEFAULT_UNIT_SIZE = 50_000_000
 
 FEWEST_SLOTS = 2
 """The number of slots if neither the config nor the planner chooses, until the memory that is free is known."""
+
+PLACEMENTS = ("planned", "cpu", "streamed", "stride", "fraction")
+"""The placements by one word."""
 
 MAX_MESSAGES = 5
 """The most invalid keys in one error."""
@@ -191,8 +194,13 @@ class Config(BaseModel):
     @classmethod
     def _parse_rules(cls, value: object) -> object:
         """Return rules if ``value`` is a list with an object in it, and else ``value``."""
+        if isinstance(value, Mapping):
+            # ``from_json`` refuses it, with the list that was meant.
+            return PlacementRules.from_json(value)
         if isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
             return PlacementRules.from_json(value)
+        if isinstance(value, str) and value not in PLACEMENTS and (remedy := remedy_for_states(value, PLACEMENTS)):
+            raise _RuleError("placement", _RULES["placement"].rule, value, remedy)
         return value
 
     @property
@@ -295,15 +303,20 @@ def explain_misplaced(error: Any) -> ValidationError:
     for line in error.errors(include_url=False):
         kind: str | PydanticCustomError = line["type"]
         if is_about_our_block(line["loc"]):
-            kind = PydanticCustomError("extra_forbidden", _MISPLACED)
+            kind = PydanticCustomError("extra_forbidden", _MISPLACED.format("another block"))
         lines.append({"type": kind, "loc": line["loc"], "input": line["input"], "ctx": line.get("ctx", {})})
     return ValidationError.from_exception_data(error.title, lines)
 
 
+def misplaced_error(path: str) -> ConfigError:
+    """Return the error for our block inside another block, whose dotted path is ``path``, that DeepSpeed accepts."""
+    return ConfigError(_MISPLACED.format(f'"{printable(path, MAX_KEY)}"'))
+
+
 _MISPLACED = (
-    f'"{CONFIG_KEY}" must be at the top level of the DeepSpeed config, found inside another block. '
+    f'"{CONFIG_KEY}" must be at the top level of the DeepSpeed config, found inside {{}}. '
     f'Move it out, next to "zero_optimization": '
-    f'{{"zero_optimization": {{"stage": 3, ...}}, "{CONFIG_KEY}": {{...}}}}'
+    f'{{{{"zero_optimization": {{{{"stage": 3, ...}}}}, "{CONFIG_KEY}": {{{{...}}}}}}}}'
 )
 
 

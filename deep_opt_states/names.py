@@ -4,7 +4,7 @@ They are here and not in the modules that use them, because importing ``activati
 """
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 __version__ = "0.2.0"
 
@@ -29,6 +29,24 @@ def resembles_config_key(key: object) -> bool:
         return False
     letters, expected = _letters(key), _letters(CONFIG_KEY)
     return letters.startswith("deepopt") or bool(difflib.get_close_matches(letters, [expected], cutoff=0.92))
+
+
+def blocks_below(config: object, path: str = "") -> Iterator[tuple[str, str, object]]:
+    """Yield each key below the top level of ``config`` that is ours or resembles it: its path, the key, and its value.
+
+    DeepSpeed passes on several of its blocks unread, such as ``"optimizer"``: our block would be ignored there.
+    """
+    entries: Iterable[tuple[object, object]] = ()
+    if isinstance(config, dict):
+        entries = config.items()
+    elif isinstance(config, (list, tuple)):
+        entries = enumerate(config)
+    for key, value in entries:
+        if key == CONFIG_KEY or resembles_config_key(key):
+            if path:
+                yield path, str(key), value
+        else:
+            yield from blocks_below(value, f"{path}.{key}" if path else str(key))
 
 
 def is_about_our_block(location: Sequence[object]) -> bool:

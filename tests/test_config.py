@@ -33,6 +33,22 @@ def parse(block: Any) -> Config:
     return config
 
 
+@pytest.mark.parametrize(
+    ("placement", "remedy"),
+    [
+        ("stremed", 'Did you mean "streamed"?'),
+        ("gpu", 'Say "resident" to keep states on the GPU, by the rule [{"match": "*", "states": "resident"}], or'),
+        ("resident", "by the rule"),
+        ("auto", "Leave it out for the placement that is predicted to be fastest"),
+        ({"match": "*", "states": "cpu"}, 'Put each rule into a list: [{"match": "*", "states": "cpu"}].'),
+    ],
+)
+def test_another_placement_is_refused_with_the_nearest_one(placement: object, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({CONFIG_KEY: {"placement": placement}})
+    assert remedy in str(caught.value).splitlines()[1]
+
+
 def test_a_config_without_the_block_is_accepted() -> None:
     assert parse_config({"train_batch_size": 1}) is None
 

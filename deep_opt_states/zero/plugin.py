@@ -28,7 +28,12 @@ from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.internals.timers import breakdown_forbids_deferring, unsynchronize_throughput_timer
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.start.devices import AcceleratorChoice, choose_device
-from deep_opt_states.zero.start.refusals import refuse_config, refuse_engine, refuse_later_methods
+from deep_opt_states.zero.start.refusals import (
+    refuse_config,
+    refuse_engine,
+    refuse_later_methods,
+    refuse_rules_without_effect,
+)
 from deep_opt_states.zero.start.reporting import EngineProgress
 from deep_opt_states.zero.start.verification import missing_names_are_refused, release_is_tried, verify_release
 from deep_opt_states.zero.step.direct_writes import checks_direct_writes
@@ -90,8 +95,8 @@ def check_config(ds_config: Any) -> None:
 
 
 @missing_names_are_refused()
-def check_engine(engine: Any) -> None:
-    """Check an engine whose config has our block, before it partitions the model.
+def check_engine(engine: Any, model: Any) -> None:
+    """Check an engine for ``model`` whose config has our block, before it partitions the model.
 
     An engine without an optimizer has the block if its config is derived from the config of the training: TRL's
     reference model, a teacher, an evaluation. It runs as stock DeepSpeed, and the other settings in its config are not
@@ -102,18 +107,23 @@ def check_engine(engine: Any) -> None:
     """
     has_optimizer = bool(engine.client_optimizer or engine.optimizer_name())
     if release_is_tried() or not has_optimizer:
-        _check_engine(engine, has_optimizer)
+        _check_engine(engine, model, has_optimizer)
         return
     # DeepSpeed sets the device of this rank only later, and NCCL needs it now.
     get_accelerator().set_device(max(0, engine.local_rank))
-    raise_together(lambda: _check_engine(engine, has_optimizer))
+    raise_together(lambda: _check_engine(engine, model, has_optimizer))
 
 
-def _check_engine(engine: Any, has_optimizer: bool) -> None:
-    if enabled_config(param_dict(config_of(engine))) is None:
+def _check_engine(engine: Any, model: Any, has_optimizer: bool) -> None:
+    config = enabled_config(param_dict(config_of(engine)))
+    if config is None:
         return
     if has_optimizer:
         refuse_config(config_of(engine))
+        if model is not None:
+            # DeepSpeed compiles its kernels later. Then the names are checked again: only a part may be trained.
+            trained = [name for name, param in model.named_parameters() if param.requires_grad]
+            refuse_rules_without_effect(config, model, trained)
         verify_release()
     else:
         log_rank_0(

@@ -7,6 +7,7 @@ effect is an error, because it is most often a misspelt name.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,6 +92,10 @@ class PlacementRules:
     @classmethod
     def from_json(cls, value: object) -> PlacementRules:
         """Return the rules that a list of JSON objects defines. Raise ``RulesError`` unless each of them is valid."""
+        if isinstance(value, Mapping) and value:
+            rules = [value] if value.keys() & set(_KEYS) else [{"match": key, "states": value[key]} for key in value]
+            remedy = f"Put each rule into a list: {printable(json.dumps(rules, default=str), 200)}."
+            raise RulesError("", "must be a list of rules", shorten(value), remedy)
         if not isinstance(value, list) or not value:
             raise RulesError("", "must be a list of rules", shorten(value), f"For example: [{_EXAMPLE}].")
         if len(value) > MAX_PATTERNS:
@@ -183,10 +188,19 @@ def _parse(key: str, rule: object) -> PlacementRule:
         raise RulesError(f"{key}.match", rule, f"{longest:,}", "No name of a parameter is as long: shorten it.")
     known = get_args(States)
     if states not in known:
-        close = difflib.get_close_matches(printable(states, 100), known, n=1)
-        remedy = f'Did you mean "{close[0]}"?' if close else 'With "planned", the planner chooses.'
+        remedy = remedy_for_states(states, known) or 'With "planned", the planner chooses.'
         raise RulesError(f"{key}.states", 'must be "cpu", "streamed", "resident" or "planned"', shorten(states), remedy)
     return PlacementRule(tuple(patterns), states)
+
+
+def remedy_for_states(states: object, known: Sequence[str]) -> str:
+    """Return the remedy for a word in place of one of the ``known`` ones; "" if it resembles none of them."""
+    spelled = printable(states, 100)
+    if any(word in spelled.lower() for word in ("gpu", "cuda", "vram", "device", "resident")):
+        rule = "" if "resident" in known else ', by the rule [{"match": "*", "states": "resident"}]'
+        return f'Say "resident" to keep states on the GPU{rule}, or "streamed" to copy them there for each update.'
+    close = difflib.get_close_matches(spelled, known, n=1)
+    return f'Did you mean "{close[0]}"?' if close else ""
 
 
 def _check_pattern(

@@ -143,11 +143,23 @@ def test_rules_must_be_a_list_with_an_entry(value: object) -> None:
         ({"match": [1], "states": "cpu"}, "placement[0].match: must be a pattern or a list of patterns, found [1]."),
         ({"match": "", "states": "cpu"}, "placement[0].match: must be a pattern or a list of patterns, found ''."),
         ({"match": "*", "states": "stream"}, "found 'stream'.\nDid you mean \"streamed\"?"),
+        ({"match": "*", "states": "gpu"}, "found 'gpu'.\nSay \"resident\" to keep states on the GPU, or \"streamed\""),
+        ({"match": "*", "states": "cuda:0"}, "found 'cuda:0'.\nSay \"resident\" to keep states on the GPU, or"),
         ({"match": "*", "states": []}, "must be \"cpu\", \"streamed\", \"resident\" or \"planned\", found []."),
     ],
 )  # fmt: skip
 def test_a_rule_that_is_not_valid_is_refused(rule: object, expected: str) -> None:
     assert expected in error_of(rule)
+
+
+@pytest.mark.parametrize(
+    "rules", [{"match": "lm_head.*", "states": "cpu"}, {"lm_head.*": "cpu"}], ids=["one rule", "states by pattern"]
+)
+def test_a_dictionary_of_rules_is_refused_with_the_list_that_was_meant(rules: object) -> None:
+    with pytest.raises(RulesError, match="placement: must be a list of rules") as caught:
+        PlacementRules.from_json(rules)
+    expected = 'Put each rule into a list: [{"match": "lm_head.*", "states": "cpu"}].'
+    assert str(caught.value).splitlines()[-1] == expected
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names() -> None:

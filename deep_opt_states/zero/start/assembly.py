@@ -36,6 +36,7 @@ from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.host_memory import FreeHostMemory, SharingRanks, check_free_memory, check_locking
 from deep_opt_states.zero.start.model_shards import check_even_shards
 from deep_opt_states.zero.start.planning import PlannedRun, make_plan
+from deep_opt_states.zero.start.refusals import refuse_rules_without_effect
 from deep_opt_states.zero.start.unsupported import Unsupported
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
 from deep_opt_states.zero.step.gradients import Gradients
@@ -99,7 +100,8 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
     )
     sub_groups = partitions_by_name(optimizer)
     check_even_shards(sub_groups)
-    raise_together(lambda: _check_names(config, optimizer, sub_groups))
+    trained = [partition.name for partitions in sub_groups for partition in partitions]
+    raise_together(lambda: refuse_rules_without_effect(config, optimizer.module, trained))
     # The budget of GPU memory does not include the staging buffers for gradients.
     setup = TrainingSetup(
         widths=widths, accumulates=optimizer.gradient_accumulation_steps > 1, params_on_host=params_on_host
@@ -244,17 +246,6 @@ def _names_in(sub_groups: Sequence[Sequence[Partition]], elements: ElementRange,
     """Return the names of the parameters that have elements in the range, with the rank that holds them."""
     unit = Unit(0, elements.numel, sub_group, elements.begin)
     return [f"{name} on rank {dist.get_rank()}" for name in names_in(unit, sub_groups[sub_group])]
-
-
-def _check_names(config: Config, optimizer: Any, sub_groups: Sequence[Sequence[Partition]]) -> None:
-    """Raise ``ConfigError`` if a rule by name has no effect on the model."""
-    trained = [partition.name for partitions in sub_groups for partition in partitions]
-    names: dict[Any, str] = {}
-    aliases: dict[str, str] = {}
-    for name, param in optimizer.module.named_parameters(remove_duplicate=False):
-        if names.setdefault(param, name) != name:
-            aliases[name] = names[param]
-    config.check_names(trained, set(names.values()).difference(trained), aliases)
 
 
 def _check_split_masters(dtype: torch.dtype, widths: Widths, *, updates_parts: bool) -> None:

@@ -13,6 +13,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
+from deep_opt_states.config import Config
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.zero.internals.compat import num_step_hooks, param_dict
 from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED, is_at_least
@@ -312,3 +313,13 @@ _HYPERPARAMETERS = (
         lambda found: not found,
     ),
 )
+
+
+def refuse_rules_without_effect(config: Config, model: torch.nn.Module, trained: Sequence[str]) -> None:
+    """Raise ``ConfigError`` if a rule by name has no effect on ``model``, whose ``trained`` parameters have states."""
+    names: dict[Any, str] = {}
+    aliases: dict[str, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if names.setdefault(param, name) != name:
+            aliases[name] = names[param]
+    config.check_names(trained, set(names.values()).difference(trained), aliases)

@@ -286,6 +286,35 @@ def attempt_on_one_rank() -> None:
     answer(attempt({}, {}, nullcontext()))
 
 
+RULES_WITHOUT_EFFECT = {
+    "matches nothing": [{"match": "lm_heads.*", "states": "resident"}],
+    "shadowed": [{"match": "*", "states": "cpu"}, {"match": "*.weight", "states": "streamed"}],
+    "a regular expression": [{"match": r".*\\.weight$", "states": "cpu"}],
+    "only frozen": [{"match": "*.frozen", "states": "cpu"}],
+}
+
+
+class WithFrozen(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.layer.frozen = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+
+
+def attempt_rules_without_effect() -> None:
+    """Answer with the error for each list of rules, raised before DeepSpeed compiles or loads a kernel."""
+    for name, rules in RULES_WITHOUT_EFFECT.items():
+        model = WithFrozen()
+        config = {**BASE, "deep_optimizer_states": {"placement": rules}}
+        with mock.patch.object(DeepSpeedCPUAdam, "__init__", side_effect=AssertionError("a kernel was loaded")):
+            try:
+                deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+                error = "none"
+            except ConfigError as refused:
+                error = str(refused)
+        answer({"name": f"rules: {name}", "error": error, "partitioned": hasattr(model.layer.weight, "ds_id")})
+
+
 def main() -> None:
     if torch.distributed.get_world_size() == 2:
         attempt_on_one_rank()
@@ -293,6 +322,7 @@ def main() -> None:
     get_accelerator().is_fp16_supported = lambda: True
     for name, arguments in ATTEMPTS.items():
         answer({"name": name, **attempt(*arguments)})
+    attempt_rules_without_effect()
     answer({"name": "under zero.Init", **attempt_under_zero_init()})
     answer({"name": "method of a later release", **attempt_to_call_later_method()})
 

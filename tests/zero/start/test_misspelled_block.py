@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from deep_opt_states.config import ConfigError
 from deep_opt_states.names import CONFIG_KEY, resembles_config_key
 from tests.launch import REPOSITORY, run_ranks
 
@@ -112,6 +113,38 @@ def test_a_misplaced_block_is_refused_with_the_remedy(inside: str, key: str) -> 
         'out, next to "zero_optimization": {"zero_optimization": {"stage": 3, ...}, "deep_optimizer_states": {...}}'
     )
     assert str(block) in str(caught.value)
+
+
+NESTED: list[tuple[str, dict[str, Any]]] = [
+    ("optimizer", {"optimizer": {"type": "AdamW", CONFIG_KEY: {}}}),
+    ("optimizer.params", {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, CONFIG_KEY: {"placement": "cpu"}}}}),
+    ("scheduler", {"scheduler": {"type": "WarmupLR", "params": {}, CONFIG_KEY: {}}}),
+    ("activation_checkpointing", {"activation_checkpointing": {CONFIG_KEY: {}}}),
+    ("curriculum.stages.1", {"curriculum": {"stages": [{"x": 1}, {CONFIG_KEY: {}}]}}),
+    ("deepspeed", {"deepspeed": {"zero_optimization": ZERO_3, CONFIG_KEY: {}}}),
+    ("deepspeed_config.hf_ds_config", {"deepspeed_config": {"hf_ds_config": {CONFIG_KEY: {}}}}),
+]
+"""Blocks that DeepSpeed passes on unread, and wrappers of Hugging Face and Accelerate around the whole JSON."""
+
+
+@pytest.mark.parametrize(("path", "others"), NESTED, ids=[path for path, _ in NESTED])
+def test_a_block_where_deepspeed_ignores_it_is_refused_with_its_path(path: str, others: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f'top level of the DeepSpeed config, found inside "{path}". Move')):
+        read(ZERO_3, **others)
+
+
+@pytest.mark.parametrize("block", [False, {"enabled": False}])
+def test_a_nested_block_that_is_switched_off_changes_nothing(block: object) -> None:
+    read(ZERO_3, optimizer={"type": "AdamW", CONFIG_KEY: block})
+
+
+def test_a_misspelled_block_is_named_at_any_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr("deep_opt_states.zero.internals.log.log_rank_0", logged.append)
+    read(ZERO_3, optimizer={"type": "AdamW", "params": {"deep_opt_states": {"of": "this test"}}})
+    (line,) = logged
+    assert 'the key "optimizer.params.deep_opt_states" in the DeepSpeed config has no effect' in line
+    assert 'did you mean "deep_optimizer_states", at the top level?' in line
 
 
 def test_the_other_errors_next_to_a_misplaced_block_stay_as_they_are() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
@@ -51,7 +53,7 @@ EXPECTED: dict[str, tuple[str, str]] = {
         'Set "offload_optimizer"',
     ),
     "under zero.Init": ("offload_optimizer.ratio: must be 1", 'remove "ratio"'),
-    "no optimizer, misspelled placement": ('placement: must be "planned"', "Leave it out"),
+    "no optimizer, misspelled placement": ('placement: must be "planned"', 'Say "resident"'),
     "no learning rate": ("must be numbers, and betas two numbers, in every param group, found lr=None", NUMBERS),
     "learning rate in a tensor": ("found lr=tensor(0.0010) in param group 1", NUMBERS),
     "eps of adafactor": ("found eps=(1e-30, 0.001) in param group 1", 'choose "adamw_torch"'),
@@ -91,10 +93,18 @@ RANKS = ProgramRanks("tests.zero.start.refusal_ranks", timeout_s=120)
 pytestmark = on_one_worker(RANKS.program)
 
 
+RULES_WITHOUT_EFFECT = {
+    "rules: matches nothing": "placement[0].match: must match a parameter of the model, found 'lm_heads.*'",
+    "rules: shadowed": "placement[1].match: must match a parameter that no earlier rule matches",
+    "rules: a regular expression": "placement[0].match: must match a parameter of the model, found",
+    "rules: only frozen": "placement[0].match: must match a parameter that is trained",
+}
+
+
 @pytest.fixture
 def answers(trained: TrainingOnce) -> dict[str, dict[str, str]]:
     (answers,) = trained.answers_by_name(1)
-    assert answers.keys() == EXPECTED.keys() | ACCEPTED.keys()
+    assert answers.keys() == EXPECTED.keys() | ACCEPTED.keys() | RULES_WITHOUT_EFFECT.keys()
     return answers
 
 
@@ -118,6 +128,14 @@ def test_an_unsupported_feature_is_refused_before_the_model_is_partitioned(
     name: str, answers: dict[str, dict[str, str]]
 ) -> None:
     assert answers[name]["untouched"]
+
+
+@pytest.mark.parametrize("name", RULES_WITHOUT_EFFECT)
+def test_a_rule_without_effect_is_refused_before_a_kernel_is_loaded(
+    name: str, answers: dict[str, dict[str, Any]]
+) -> None:
+    assert RULES_WITHOUT_EFFECT[name] in answers[name]["error"]
+    assert not answers[name]["partitioned"]
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
