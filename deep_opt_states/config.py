@@ -138,10 +138,10 @@ class Config(BaseModel):
 
     overlap_forward: bool = True
     """Whether the update overlaps with the next forward. `step()` then returns when the gradient norm is known and the
-    parameters that DeepSpeed keeps gathered are updated. All other units are updated while forward runs, before it
-    uses their parameters. No effect with `wall_clock_breakdown`, or on a GPU if `timers.throughput.synchronized` is
-    `true`. If the config does not set that key, the throughput timer uses the host's clock and does not synchronize the
-    device."""
+    parameters that DeepSpeed keeps gathered are updated. All other units are updated while forward runs, before it uses
+    their parameters. No effect with `wall_clock_breakdown` or `flops_profiler`, or on a GPU if
+    `timers.throughput.synchronized` is `true`. If the config does not set that key, the throughput timer uses the
+    host's clock and does not synchronize the device."""
 
     untested_deepspeed: Literal["verify", "refuse"] = "verify"
     """How to treat a release of DeepSpeed that was not tried. If it is older than all that were, it is always refused.

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from deep_opt_states.zero.assigned_states import AssignedStates
 from deep_opt_states.zero.checkpoint_contents import MOMENTS
+from deep_opt_states.zero.internals.agreement import wait_for_all_ranks
 from deep_opt_states.zero.internals.compat import flat_parameters
 from deep_opt_states.zero.start.assembly import Assembly
 from deep_opt_states.zero.step.gathers import Gathers
@@ -122,7 +122,7 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
         self._update.raise_if_failed()
         super().checkpoint_event_epilogue()
         # After a save, rank 0 marks the checkpoint as the latest. It waits until all ranks have written their files.
-        dist.barrier()
+        wait_for_all_ranks()
 
     def _rigid_load_state_dict(self, state_dict: Any, load_optimizer_states: bool = True) -> None:
         super()._rigid_load_state_dict(state_dict, load_optimizer_states=load_optimizer_states)

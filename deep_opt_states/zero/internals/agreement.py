@@ -1,6 +1,8 @@
 """Let all ranks agree on a value, on whether an action failed, and on whether the last update failed.
 
-Each function is a collective over all ranks.
+Each function is a collective over all ranks. These collectives are the plugin's own and replace none of stock's. They
+call DeepSpeed's backend below its ``comms_logger``. The logger would end the process at ``all_gather_object``, which it
+does not know, and its summary has no collectives that stock does not have.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import comm
 
 from deep_opt_states.names import CHECK_SWITCH, SWITCH
 from deep_opt_states.runtime.executor import Executor
@@ -50,8 +53,13 @@ def same_on_all_ranks(find: Callable[[], Value], describe: Callable[[Value], str
 def gather_values(value: Value) -> list[Value]:
     """Return every rank's value, ordered by rank, on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    comm.cdb.all_gather_object(values, value)
     return values
+
+
+def wait_for_all_ranks() -> None:
+    """Wait until every rank has called this."""
+    comm.cdb.barrier()
 
 
 def _agreed(run: Callable[[], tuple[Value, str]]) -> Value:
@@ -124,7 +132,7 @@ class StepAgreement:
         # ``fill_`` and not an assignment, which would copy from the host and make the host wait for the copy.
         for column, value in enumerate((executor.failure is not None, memory_is_short, refuses)):
             self._shared[self._rank, column].fill_(value)
-        dist.all_reduce(self._shared)
+        comm.cdb.all_reduce(self._shared)
         failed, short, refusing = self._shared.T.tolist()
         if executor.failure is None and any(failed):
             executor.fail(UpdateFailed.on_ranks(_ranks(failed)))

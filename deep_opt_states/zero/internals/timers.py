@@ -36,7 +36,7 @@ def breakdown_forbids_deferring(ds_config: Any) -> bool:
     """
     if ds_config.wall_clock_breakdown:
         log_rank_0(
-            '"wall_clock_breakdown": true times step() with the whole update in it: updates are not overlapped with '
-            "the next forward"
+            '"wall_clock_breakdown", which "flops_profiler" enables as well, times step() with the whole update in it: '
+            "updates are not overlapped with the next forward"
         )
     return bool(ds_config.wall_clock_breakdown)

@@ -136,4 +136,4 @@ def test_the_step_timer_of_deepspeed_covers_the_whole_update(trained: TrainingOn
         for step_s, exposed_s in zip(found["step_s"], found["exposed_s"], strict=True):
             assert step_s >= exposed_s >= found["least_s"] > 0
     first, _ = trained.finished(2)
-    assert first.output.count('"wall_clock_breakdown": true times step() with the whole update in it') == 1
+    assert first.output.count("times step() with the whole update in it") == 1
