@@ -7,11 +7,12 @@ next, and ``advance`` to enqueue the actions.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
@@ -26,17 +27,33 @@ from deep_opt_states.runtime.param_sums import Names, no_names
 from deep_opt_states.runtime.resident_states import ResidentStates
 from deep_opt_states.runtime.split_masters import SplitMasters
 from deep_opt_states.runtime.state import Split, UnitState
+from deep_opt_states.runtime.uninterrupted import Uninterrupted
 from deep_opt_states.runtime.watched_adam import WatchedAdam
 from deep_opt_states.runtime.worker import CpuLane, Worker
 from perf_model.prediction.timeline import Timeline
 from perf_model.schedule.action import Lane
 from perf_model.schedule.schedule import Schedule
 
+Arguments = ParamSpec("Arguments")
+Value = TypeVar("Value")
+
+
+def section(
+    method: Callable[Concatenate[Executor, Arguments], Value],
+) -> Callable[Concatenate[Executor, Arguments], Value]:
+    """Return ``method``, which runs to its end even if a signal handler raises in the caller (``uninterrupted.py``)."""
+
+    @wraps(method)
+    def run(self: Executor, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
+        return self.run_uninterrupted(lambda: method(self, *args, **kwargs))
+
+    return run
+
 
 class Executor:
     """The runtime that executes one schedule per optimizer step, on the accelerator's streams and one worker thread.
 
-    Streams and the worker are reserved in the constructor, events and slots there, in ``set_units`` and in
+    Streams and threads are reserved in the constructor, events and slots there, in ``set_units`` and in
     ``set_schedule``. An update allocates nothing, except where it splits masters again. That takes host memory for a
     moment, 2 bytes per parameter of one range, and at most 17 MB for a chunk of it. ``host_adam`` updates in host
     memory, and ``device_adam`` on the accelerator; it may be None if every unit is updated on the CPU. ``worker`` is
@@ -69,8 +86,13 @@ class Executor:
     in ``failure``. From then on ``prefetch``, ``publish``, ``advance`` and ``finish`` issue nothing. Only ``run``
     raises ``UpdateFailed``. The other methods do not, since a rank that raised alone would leave the other ranks
     waiting in a collective; their caller reads ``failure`` and agrees with the other ranks first. No update may begin
-    before all states have been restored from a checkpoint and ``forget_failure`` has been called. Exceptions that are
-    not an ``Exception``, such as an interrupt, are kept and also raised at once.
+    before all states have been restored from a checkpoint and ``forget_failure`` has been called.
+
+    **Interrupts.** An exception that a signal handler raises, such as ``KeyboardInterrupt``, is no failure. It goes up
+    at once, from any method. The method that it ends is a *section*, which runs to its end on a thread of its own; it
+    does not begin if the interrupt came first. The update stays in flight, and the next call waits for the section
+    before it does anything. So every wait can be repeated, and has the same result then. A signal handler may call any
+    method itself.
     """
 
     def __init__(
@@ -100,29 +122,53 @@ class Executor:
             self._device_adam = device_adam = WatchedAdam(device_adam, self._split_masters)
         self._actions = Actions(device, host_adam, device_adam)
         self._early_buffers: EarlyBuffers | None = None
-        self.pending = False
-        """Whether an update has begun and has not ended since, even if the update has failed."""
-        self.flushing = False
-        """Whether the update has ended by ``finish_on_stream``, so that its flushes may be in flight."""
-        self.failure: BaseException | None = None
-        """The exception that ended an update and left the states inconsistent, until ``forget_failure``."""
+        self._pending = self._flushing = False
+        self._failure: BaseException | None = None
         self._worker = worker or Worker(device.enter_thread)
+        self._uninterrupted = Uninterrupted(device)
         self._issuer = Issuer(device, self._lanes, self._worker, self._actions.run, span)
         try:
             self._use(schedule, states, splits)
         except BaseException:
             self._worker.close()
+            self._uninterrupted.close()
             raise
         self._requested = 0
         """The position in the schedule before which every rank has requested each PUBLISH."""
 
+    @property
+    def pending(self) -> bool:
+        """Return whether an update has begun and has not ended since, even if the update has failed."""
+        self._uninterrupted.settle()
+        return self._pending
+
+    @property
+    def flushing(self) -> bool:
+        """Return whether the update has ended by ``finish_on_stream``, so that its flushes may be in flight."""
+        self._uninterrupted.settle()
+        return self._flushing
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Return the exception that ended an update and left the states inconsistent, until ``forget_failure``."""
+        self._uninterrupted.settle()
+        return self._failure
+
+    def run_uninterrupted(self, run: Callable[[], Value]) -> Value:
+        """Call ``run`` as a section, and return its result or raise its exception: see *Interrupts* above.
+
+        Anything that changes the state of the executor in several steps can be interrupted safely then.
+        """
+        return self._uninterrupted.run(run)
+
+    @section
     def set_units(self, schedule: Schedule, states: Sequence[UnitState], splits: Sequence[Split] | None = None) -> None:
         """Update ``states`` by ``schedule`` from the next update on, and reserve the slots that it needs.
 
         The caller has called ``write_back`` for units that are no longer resident, or were cut elsewhere. The rules and
         errors are those of ``set_schedule``.
         """
-        assert not self.pending
+        assert not self._pending
         check_executable(schedule, states)
         self.finish()
         # A lane may still copy into a slot or into resident memory that is freed here, for an update that never began.
@@ -147,17 +193,18 @@ class Executor:
         self._states, self._splits = states, splits
         self._residents.set_units(states)
         with self._keep_failure():
-            self._split_masters.set_ranges(split_ranges, are_valid=self.failure is None)
+            self._split_masters.set_ranges(split_ranges, are_valid=self._failure is None)
         self._issuer.reserve_events(schedule)
         self._adopt(schedule)
 
+    @section
     def set_schedule(self, schedule: Schedule) -> None:
         """Execute ``schedule`` from the next update on, and reserve or free slots as it needs them.
 
         ``schedule`` must have the same units and placements, and the same order on every rank. Raise ``ScheduleError``
         if it is not safe to execute, or the device's out-of-memory error; then nothing has changed.
         """
-        assert not self.pending
+        assert not self._pending
         check_executable(schedule, self._states)
         self.finish()
         if schedule.num_slots < self._actions.num_slots:
@@ -183,31 +230,33 @@ class Executor:
         if self.failure is not None:
             raise self.inconsistent_states_error()
 
+    @section
     def prefetch(self) -> None:
         """Issue the first prefetch into each slot for an update that has not begun, to overlap them with backward.
 
         Load resident states, too. The caller must not write to optimizer states before that update begins, unless it
         calls ``give_states_back`` first.
         """
-        assert not self.pending
-        if self.failure is not None:
+        assert not self._pending
+        if self._failure is not None:
             return
         with self._keep_failure():
             self._split_masters.split()
             self._residents.load()
             self._issuer.prefetch()
 
+    @section
     def give_states_back(self) -> None:
         """Make the states in host memory those of the last update, and let the caller read and write them.
 
         Resident states are written back, and split masters are joined. The update or ``prefetch`` copies resident and
         prefetched states again, and the update splits masters again.
         """
-        assert not self.pending
+        assert not self._pending
         self.finish()
         # A copy that is still in flight is harmless: the next copy into its slot follows on the same stream.
         self._issuer.forget_prefetches()
-        if self.failure is None:
+        if self._failure is None:
             with self._keep_failure():
                 self._residents.write_back()
                 self._split_masters.copy_to_host("when optimizer states were read or saved")
@@ -221,11 +270,12 @@ class Executor:
         """Return whether parameters are a half of masters, so that ``give_params_back`` must precede a write."""
         return self._split_masters.watches_params
 
+    @section
     def give_params_back(self) -> None:
         """Let the caller write to parameters until the next update, which forgets what was written, as stock does."""
-        assert not self.pending
+        assert not self._pending
         self.finish()
-        if self.failure is None:
+        if self._failure is None:
             with self._keep_failure():
                 self._split_masters.copy_to_host("when a script gathered or read parameters")
 
@@ -236,23 +286,30 @@ class Executor:
         from a wrong master may be read before that.
         """
         assert not self.pending
-        if self.failure is None:
+        if self.watches_params:
+            self._check_params()
+
+    @section
+    def _check_params(self) -> None:
+        if self._failure is None:
             with self._keep_failure():
                 self._split_masters.raise_if_found()
 
+    @section
     def write_back(self, units: Sequence[UnitState] | None = None) -> None:
         """Make the states of the resident ``units`` in host memory those of the last update, as ``set_units`` requires.
 
         None stands for all units. Nothing is loaded again: the caller neither reads nor writes them. After a failure,
         nothing is written.
         """
-        assert not self.pending
+        assert not self._pending
         # The states are copied on another stream than the one that updates them.
         self.finish()
-        if self.failure is None:
+        if self._failure is None:
             with self._keep_failure():
                 self._residents.write_back(units)
 
+    @section
     def begin(self, steps: Sequence[AdamStep], prepare: Callable[[], object] = lambda: None) -> None:
         """Begin an update: update and publish the early ranges, and submit the first actions of the worker.
 
@@ -263,11 +320,11 @@ class Executor:
 
         The class docstring has the rules for reading and writing tensors until ``finish``.
         """
-        assert not self.pending
-        assert self.failure is None
+        assert not self._pending
+        assert self._failure is None
         self._issuer.begin()
         self._requested = 0
-        self.pending, self.flushing = True, False
+        self._pending, self._flushing = True, False
         with self._keep_failure():
             # Inside, because it may allocate: if memory is short on this rank, the other ranks must know.
             prepare()
@@ -289,8 +346,9 @@ class Executor:
     @property
     def may_advance(self) -> bool:
         """Return whether ``advance`` would issue anything."""
-        return self.pending and self.failure is None and not self._issuer.has_issued_all
+        return self.pending and self._failure is None and not self._issuer.has_issued_all
 
+    @section
     def advance(self) -> None:
         """Issue the remaining actions. The host does not wait."""
         if self.may_advance:
@@ -304,16 +362,20 @@ class Executor:
         """
         # While the flushes are in flight, another stream than the one that has waited may still be ahead of the update.
         ended = not (self.pending or self.flushing)
-        if ended or self.failure is not None or not self._splits[unit].rest:
+        if ended or self._failure is not None or not self._splits[unit].rest:
             return
         position = self._issuer.publishing[unit]
-        action = self._issuer.schedule.actions[position]
-        with self._keep_failure():
-            self._issuer.issue(position + 1)
-            # If the update on the CPU has failed, its exception is raised here, and not only at the end.
-            for name in (*action.waits, action.name):
-                self._issuer.wait_for_worker(name)
+        # Forward calls this for each module. A section takes some ten microseconds.
+        if not self._issuer.is_brought_out(position):
+            self._bring_out(position)
+        if self._failure is None:
+            action = self._issuer.schedule.actions[position]
             self._device.current_stream().wait(self._issuer.events.finished[action.name])
+
+    @section
+    def _bring_out(self, position: int) -> None:
+        with self._keep_failure():
+            self._issuer.bring_out(position)
 
     def publish_early_ranges(self) -> None:
         """Make the current stream wait for the parameters of all early ranges."""
@@ -338,6 +400,7 @@ class Executor:
         if self._issuer.schedule.actions[position].lane is Lane.PUBLISH:
             self._requested = max(self._requested, position + 1)
 
+    @section
     def finish_on_stream(self) -> None:
         """Issue the remaining actions, and make the current stream wait until all units are updated and published.
 
@@ -345,34 +408,40 @@ class Executor:
         in flight. The first prefetches, which write to their slots, wait for them on the h2d stream. ``finish`` makes
         the host wait for them, before the caller reads states in host memory.
         """
-        if self.pending and self.failure is None:
+        if self._pending and self._failure is None:
             with self._keep_failure():
                 self._issuer.finish()
                 self._lanes.record_end(self._issuer.events)
                 self._lanes.order_after_update()
                 self._issuer.carry_flushes()
                 self._end_update()
-                self.flushing = True
-        self.pending = False
+                self._flushing = True
+        self._pending = False
 
     def finish(self) -> None:
         """Issue the remaining actions, and block the host until every action of the update has finished.
 
         After ``finish_on_stream``, wait for the flushes that it has left in flight.
         """
-        if self.pending and self.failure is None:
+        # Readers of states call this between updates, too.
+        if self.pending or self.flushing:
+            self._finish()
+
+    @section
+    def _finish(self) -> None:
+        if self._pending and self._failure is None:
             with self._keep_failure():
                 self._issuer.finish()
                 self._lanes.record_end(self._issuer.events)
                 self._lanes.wait_until_drained()
                 self._end_update()
-        elif self.flushing:
+        elif self._flushing:
             # Even if the update has failed on another rank: states are then loaded into the memory that is flushed to.
             # Prefetches for the next update, which backward has begun, are not waited for.
             with self._keep_failure():
                 self._lanes.wait_until_drained()
         self._issuer.forget_flushes()
-        self.pending = self.flushing = False
+        self._pending = self._flushing = False
 
     def _end_update(self) -> None:
         """Prepare the prefetches for the next update. All actions of this one have been issued."""
@@ -388,6 +457,7 @@ class Executor:
         self._actions.forget_replaced_tensors()
         self._early_update.forget_replaced_tensors()
 
+    @section
     def touch(self, tensors: Sequence[AdamTensors]) -> None:
         """Zero ``tensors``, which are in host memory, on the threads that update on the CPU.
 
@@ -412,36 +482,45 @@ class Executor:
         return partial(self._issuer.events.timeline, self._issuer.schedule.actions)
 
     def failed_within(self, timeout_s: float) -> bool:
-        """Return whether the update has failed, after waiting at most ``timeout_s`` seconds for the worker.
+        """Return whether the update has failed, after waiting at most ``timeout_s`` seconds for the host's part of it.
 
         This also works where ``finish`` will not be called, such as when the process exits.
         """
-        done, _ = wait(self._issuer.on_cpu.values(), timeout_s)
-        failures = [failure for future in done if (failure := future.exception()) is not None]
-        if self.failure is None and failures:
-            self.fail(failures[0])
-        return self.failure is not None
+        end_s = time.monotonic() + timeout_s
+        if self._uninterrupted.settle(timeout_s):
+            done, _ = wait(self._issuer.on_cpu.values(), max(0.0, end_s - time.monotonic()))
+            failures = [failure for future in done if (failure := future.exception()) is not None]
+            if self._failure is None and failures:
+                self._failure = failures[0]
+        return self._failure is not None
 
     def inconsistent_states_error(self) -> UpdateFailed:
         """Return the exception that every use of the states raises after a failed update, with its cause."""
-        return UpdateFailed.because_of(self.failure)
+        return UpdateFailed.because_of(self._failure)
 
     def fail(self, cause: BaseException) -> None:
         """Record that the states are inconsistent because of ``cause``, on this rank or on another one."""
-        self.failure = cause
+        self._uninterrupted.settle()
+        self._failure = cause
 
+    @section
     def forget_failure(self) -> None:
         """Allow updates again, after the caller has restored every state from a checkpoint."""
-        self.failure = None
-        self.pending = self.flushing = False
+        self._failure = None
+        self._pending = self._flushing = False
         self._issuer.forget_flushes()
         self._issuer.on_cpu = {}
         self._issuer.forget_prefetches()
         self._residents.invalidate()
 
     def close(self) -> None:
-        """End the worker, and free the slots. The executor cannot be used afterwards."""
-        if self.flushing:
+        """End the threads, and free the slots. The executor cannot be used afterwards."""
+        self._close()
+        self._uninterrupted.close()
+
+    @section
+    def _close(self) -> None:
+        if self._flushing:
             self.finish()
         self._worker.close()
         # Prefetches for an update that never began may still write to the slots that are freed here. If the device has
@@ -457,22 +536,17 @@ class Executor:
 
     @contextmanager
     def _keep_failure(self) -> Iterator[None]:
-        """Keep an exception that is raised inside in ``failure``, and stop the update.
-
-        Raise it only if it is not an ``Exception``, such as an interrupt.
-        """
+        """Keep an exception that is raised inside in ``failure``, and stop the update. Sections call this."""
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 (kept until it is raised on all ranks)
             self._issuer.stop.set()
-            # The failure is kept at once, because the following lines wait and may be interrupted.
-            self.fail(error)
-            self.fail(self._issuer.first_error(error))
+            # At once: if the following lines wait for ever, the end of the process still reports it.
+            self._failure = error
+            self._failure = self._issuer.first_error(error)
             # Operations that were issued before the failure still write to states, into which a checkpoint will be
             # loaded, and still use slots, which will be freed. If the device fails here, too, then the failure that is
             # kept already reports it.
             with suppress(Exception):
                 self._lanes.drain()
             self._issuer.forget_prefetches()
-            if not isinstance(error, Exception):
-                raise

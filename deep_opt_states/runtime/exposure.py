@@ -12,7 +12,7 @@ The caller's stream, on which the model computes, waits for an update in two way
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +36,8 @@ class UpdateWaits:
         self._device = device
         self._reserved = [Interval(device.event(), device.event()) for _ in range(max_intervals)]
         self._used = 0
+        self._unfinished = 0
+        """The number of intervals that have begun and not ended. An exception, such as an interrupt, leaves one."""
         self._waits: list[tuple[Interval, ...]] = []
         """The waits in the order of the caller's stream, which is blocked while all intervals of an entry overlap."""
         self._in_flight: list[Interval] = []
@@ -49,9 +51,14 @@ class UpdateWaits:
         """Return the number of waits so far."""
         return len(self._waits)
 
+    @property
+    def are_complete(self) -> bool:
+        """Return whether all waits so far were recorded to their end. Otherwise ``phases`` would miss some."""
+        return self._unfinished == 0
+
     def begin(self, *, prefetched: bool) -> None:
         """Begin with the waits for a new update. ``prefetched``: ``prefetch`` was recorded for that update."""
-        self._used = 0
+        self._used = self._unfinished = 0
         self._waits.clear()
         self._in_flight.clear()
         self.prefetched = prefetched
@@ -59,18 +66,14 @@ class UpdateWaits:
     @contextmanager
     def direct(self) -> Iterator[None]:
         """Record a wait of the caller's stream for the update itself, inside the context."""
-        with self._interval() as interval:
+        with self._interval(lambda interval: self._waits.append((interval,))):
             yield
-        if interval is not None:
-            self._waits.append((interval,))
 
     @contextmanager
     def on_gathering_stream(self) -> Iterator[None]:
         """Record a wait of the gathering stream, which is current, for the update itself, inside the context."""
-        with self._interval() as interval:
+        with self._interval(self._in_flight.append):
             yield
-        if interval is not None:
-            self._in_flight.append(interval)
 
     @contextmanager
     def for_gathering_stream(self) -> Iterator[None]:
@@ -81,16 +84,15 @@ class UpdateWaits:
         if not in_flight:
             yield
             return
-        with self._interval() as interval:
+        with self._interval(lambda interval: self._waits.extend((interval, gathering) for gathering in in_flight)):
             yield
-        if interval is not None:
-            self._waits.extend((interval, gathering) for gathering in in_flight)
 
     def phases(self) -> tuple[PhaseSpan, ...]:
-        """Return the phases of training around the update, in order and without overlaps. The update must be finished.
+        """Return the phases of training around the update, in order and without overlaps.
 
-        They are backward since the first prefetch, one exposed span per wait, and forward in between. Second 0 is the
-        start of the first wait. The host waits for the events.
+        The update must be finished, and the waits for it complete. The phases are backward since the first prefetch,
+        one exposed span per wait, and forward in between. Second 0 is the start of the first wait. The host waits for
+        the events.
         """
         ((first,), *_) = self._waits
         for of_caller, *_ in self._waits:
@@ -110,20 +112,23 @@ class UpdateWaits:
         return tuple(spans)
 
     @contextmanager
-    def _interval(self) -> Iterator[Interval | None]:
-        """Record an interval on the current stream, and yield it, or None if all reserved events are used.
+    def _interval(self, add: Callable[[Interval], object]) -> Iterator[None]:
+        """Record an interval on the current stream, and ``add`` it at its end, unless all reserved events are used.
 
-        Only an interrupted update needs more events, and its times are never reported.
+        Only an update whose waits are not complete needs more events.
         """
         if self._used == len(self._reserved):
-            yield None
+            yield
             return
+        self._unfinished += 1
         interval = self._reserved[self._used]
         self._used += 1
         stream = self._device.current_stream()
         stream.record(interval.start)
-        yield interval
+        yield
         stream.record(interval.end)
+        add(interval)
+        self._unfinished -= 1
 
 
 class Exposure:

@@ -67,6 +67,8 @@ class Issuer:
         them an exception of the worker would be lost."""
         self.issued = 0
         """The position in the schedule before which all actions have been issued."""
+        self._ended_on_cpu = 0
+        """The position before which the worker has run or issued all of its actions, as far as the host knows."""
         self._prefetched: set[str] = set()
         """Names of the actions that ``prefetch`` has issued, which the update does not issue again."""
         self._carried: dict[str, Event] = {}
@@ -104,7 +106,7 @@ class Issuer:
         """Begin an update, with the prefetches that were issued for it."""
         self.stop.clear()
         self.on_cpu = {}
-        self.issued = 0
+        self.issued = self._ended_on_cpu = 0
         self.events, self._next_events = self._next_events, self.events
 
     def prefetch(self) -> None:
@@ -150,6 +152,23 @@ class Issuer:
         self.issue_all()
         for name in self.on_cpu:
             self.wait_for_worker(name)
+        self._ended_on_cpu = self.issued
+
+    def is_brought_out(self, position: int) -> bool:
+        """Return whether a stream can wait for the action at ``position``: it is issued, by the worker or here."""
+        ended_on_cpu = self.schedule.actions[position].lane is not Lane.PUBLISH or position < self._ended_on_cpu
+        return position < self.issued and ended_on_cpu
+
+    def bring_out(self, position: int) -> None:
+        """Issue the actions up to ``position``, and block the host until the worker has issued it, if it is its own."""
+        self.issue(position + 1)
+        action = self.schedule.actions[position]
+        # If the update on the CPU has failed, its exception is raised here, and not only at the end.
+        for name in (*action.waits, action.name):
+            self.wait_for_worker(name)
+        if action.lane is Lane.PUBLISH:
+            # The worker runs its actions in order.
+            self._ended_on_cpu = max(self._ended_on_cpu, position + 1)
 
     def wait_for_worker(self, name: str) -> None:
         """Block the host until the worker has run or issued the action ``name``, if that is the worker's."""
@@ -159,8 +178,7 @@ class Issuer:
     def first_error(self, error: BaseException) -> BaseException:
         """Return the worker's exception if there is one, since ``error`` may only follow from it; otherwise ``error``.
 
-        Wait for the worker to finish its tasks, of which it may also have others than actions: an interrupt may have
-        ended the wait for the early ranges, which it still updates.
+        Wait for the worker to finish its tasks.
         """
         self._worker.submit(lambda: None).exception()
         failures = [failure for future in self.on_cpu.values() if (failure := future.exception()) is not None]

@@ -1,4 +1,4 @@
-"""Run the tasks of the CPU lane on one thread, in the order in which they were submitted."""
+"""Run tasks on one thread, in the order in which they were submitted: those of the CPU lane, and sections."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Protocol, TypeAlias
 Task: TypeAlias = Callable[[], None]
 Tasks: TypeAlias = "queue.SimpleQueue[tuple[Task, Future[None]] | None]"
 
-EXIT_TIMEOUT_S = 4.0
-"""The most seconds to wait for the lane's thread at exit, and likewise for an update that still runs.
+EXIT_TIMEOUT_S = 3.0
+"""The most seconds to wait for each of an executor's two threads at exit, and likewise for an update that still runs.
 
-A task that hangs must not delay the end of the process for long. Both waits together are shorter than the 10 s that
-launchers wait before they kill a process.
+A task that hangs must not delay the end of the process for long. The three waits together are shorter than the 10 s
+that launchers wait before they kill a process.
 """
 
 
@@ -31,7 +31,7 @@ class CpuLane(Protocol):
 
 
 class Worker:
-    """The CPU lane on a daemon thread.
+    """A daemon thread called ``name``, by default the CPU lane.
 
     A ``ThreadPoolExecutor`` has no daemon threads, so a task that never ends would keep the process alive.
 
@@ -39,22 +39,34 @@ class Worker:
     ends when ``close`` is called, when the last reference to the worker is gone, or before the interpreter shuts down.
     """
 
-    def __init__(self, enter: Task = lambda: None) -> None:
+    def __init__(self, enter: Task = lambda: None, name: str = "deep_opt_states-cpu-lane") -> None:
         tasks: Tasks = queue.SimpleQueue()
         entered: Future[None] = Future()
         tasks.put((enter, entered))
-        thread = threading.Thread(target=_run, args=(tasks,), name="deep_opt_states-cpu-lane", daemon=True)
+        thread = threading.Thread(target=_run, args=(tasks,), name=name, daemon=True)
         thread.start()
-        self._tasks = tasks
+        self._tasks, self._thread = tasks, thread
         # Neither the thread nor the finalizer refers to the worker. If one did, the worker would never be collected,
         # and a worker that was not closed would keep its thread.
         self.close = weakref.finalize(self, _end, tasks, thread)
         entered.result()
 
+    @property
+    def is_current_thread(self) -> bool:
+        """Return whether a task of this worker is the caller."""
+        return threading.current_thread() is self._thread
+
     def submit(self, task: Task) -> Future[None]:
-        """Enqueue ``task``. The returned future carries the task's exception, with its traceback."""
+        """Enqueue ``task``. The returned future carries the task's exception, with its traceback.
+
+        If the thread was ended, the caller runs the task. The garbage collector ends the thread before it collects an
+        engine, which then ends its update.
+        """
         future: Future[None] = Future()
-        self._tasks.put((task, future))
+        if self.close.alive:
+            self._tasks.put((task, future))
+        else:
+            complete_future(future, task)
         return future
 
 

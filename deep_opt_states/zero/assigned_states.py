@@ -111,13 +111,14 @@ class AssignedStates:
                 f"sub-groups, found {num_tensors} in {len(self.masters)} entries.\nAssign tensors, and remove no entry."
             )
         groups = self._optimizer.optimizer.param_groups
-        # DeepSpeed passes fp32 parameters to the optimizer during a step only, and then one sub-group at a time.
-        num_added = sum(len(group["params"]) for group in groups)
+        # DeepSpeed adds its fp32 parameters only while it steps, saves or loads. An interrupt may leave them there.
+        masters = {id(master) for master in self.masters}
+        num_added = sum(id(param) not in masters for group in groups for param in group["params"])
         if len(groups) != self._num_groups or num_added:
             raise StateRefused(
                 f"The optimizer must keep the {self._num_groups} param groups of deepspeed.initialize, found "
                 f"{len(groups)} with {num_added} added parameters, which DeepSpeed would update once per sub-group.\n"
-                f"Remove what was added, and pass all parameters to deepspeed.initialize, frozen if need be."
+                f"Remove the additions, and pass all parameters to deepspeed.initialize, frozen if need be."
             )
         for index in range(len(self.masters)):
             self._check_keys(index)

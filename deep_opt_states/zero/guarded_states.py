@@ -109,6 +109,7 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
     def _rigid_state_dict(self) -> Any:
         self._update.wait(states=True)
         self._update.raise_if_failed()
+        self._empty_param_groups()
         saved = super()._rigid_state_dict()
         saved[FP32_FLAT_GROUPS] = [checkpoint_view(master) for master in saved[FP32_FLAT_GROUPS]]
         moments = saved[OPTIMIZER_STATE_DICT]["state"]
@@ -125,6 +126,7 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
         wait_for_all_ranks()
 
     def _rigid_load_state_dict(self, state_dict: Any, load_optimizer_states: bool = True) -> None:
+        self._empty_param_groups()
         super()._rigid_load_state_dict(state_dict, load_optimizer_states=load_optimizer_states)
         if load_optimizer_states:
             self._adopt_loaded_states()
@@ -132,6 +134,15 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
         super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir)
         self._adopt_loaded_states()
+
+    def _empty_param_groups(self) -> None:
+        """Let the wrapped optimizer have no parameters, as between steps.
+
+        Stock appends them while it saves or loads. If an interrupt ends that, the next checkpoint would have them twice
+        and could not be loaded.
+        """
+        for param_group in self.optimizer.param_groups:
+            param_group["params"] = []
 
     def _adopt_loaded_states(self) -> None:
         """Copy the loaded moments into our memory: loading has replaced our tensors by new ones.

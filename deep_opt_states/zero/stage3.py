@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -117,10 +117,9 @@ class DeepOptimizerStates_Stage3(UserGradients):
             defers=assembly.defers,
             on_finished=self._updated,
         )
-        # Stock looks up here on which device a sub-group is. Between steps, its optimizer has no parameters.
+        # Stock looks up here on which device a sub-group is.
         self.subgroup_to_device = dict.fromkeys(range(len(assembly.masters)), "cpu")
-        for param_group in self.optimizer.param_groups:
-            param_group["params"] = []
+        self._empty_param_groups()
         self._norms = Norms(self)
         self._steps: list[AdamStep] = []
         self._stepped = False
@@ -171,7 +170,7 @@ class DeepOptimizerStates_Stage3(UserGradients):
 
     def _give_memory_back(self, reason: str) -> None:
         self._before_eviction()
-        self._adaptation.give_memory_back(reason)
+        self._running.executor.run_uninterrupted(lambda: self._adaptation.give_memory_back(reason))
 
     def _updated(self, phases: Sequence[PhaseSpan], read_timeline: Callable[[], Timeline]) -> None:
         """Report one update, and let the adaptation measure it."""
@@ -224,11 +223,13 @@ class DeepOptimizerStates_Stage3(UserGradients):
             self._forget_fp32_copies()
             # A caller may have skipped this method in earlier micro-batches: then units do not move in the middle of
             # the sums. Every rank reduces the same buckets, so the ranks agree on it.
-            if not self._window_is_open and self._adaptation.adapt(
-                memory_is_short_anywhere=self._update.memory_is_short_anywhere
-            ):
-                self._progress.plan_changed(self.report, self._assembly)
+            if not self._window_is_open:
+                self._running.executor.run_uninterrupted(self._adapt)
         super().backward_prologue()
+
+    def _adapt(self) -> None:
+        if self._adaptation.adapt(memory_is_short_anywhere=self._update.memory_is_short_anywhere):
+            self._progress.plan_changed(self.report, self._assembly)
 
     def _forget_fp32_copies(self) -> None:
         """Free the temporary fp32 copies of gradients that the update has read if the user had set some."""
@@ -251,6 +252,8 @@ class DeepOptimizerStates_Stage3(UserGradients):
     # --- Step: the hooks of step(), in the order in which it calls them ---
 
     def _pre_step(self) -> None:
+        # First: if an interrupt ends this step, the next backward begins another window, as with stock.
+        super()._pre_step()
         self._adaptation.observe_memory(self._progress.progress().step + 1)
         self._update.memory_is_short = self._adaptation.memory_is_short
         self._update.refusal = self._states.refusal()
@@ -264,7 +267,6 @@ class DeepOptimizerStates_Stage3(UserGradients):
         self._steps.clear()
         self._norms.forget()
         self._window_is_open = False
-        super()._pre_step()
         # After the window is complete: it ends even if this step is refused, and must not be added to the next one.
         self._update.raise_if_failed()
 
@@ -285,6 +287,7 @@ class DeepOptimizerStates_Stage3(UserGradients):
 
     def _overflow_clean_up(self, prev_scale: Any) -> None:
         super()._overflow_clean_up(prev_scale)
+        self._gradients.end_window()
         # This step runs no update, which would report the last one. By the next step, DeepSpeed's step count, which
         # the report contains, would have changed.
         self._update.skip()
@@ -306,7 +309,8 @@ class DeepOptimizerStates_Stage3(UserGradients):
         group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
         if sub_group_id == 0:
             # Not before the step is known to be taken: in a step that is skipped, stock leaves states as they are.
-            self._states.adopt(before_write=self._wait_for_states)
+            adopt = partial(self._states.adopt, before_write=self._wait_for_states)
+            self._running.executor.run_uninterrupted(adopt)
         beta1, beta2 = group["betas"]
         self._steps.append(
             AdamStep(
@@ -338,10 +342,16 @@ class DeepOptimizerStates_Stage3(UserGradients):
         # A copy: the LR scheduler and the user may change the next step's hyperparameters while this update runs.
         steps = tuple(self._steps)
         self._stepped = True
-        self._update.run(steps, self._set_gradients_of_units)
-        for sub_group_id, step in enumerate(steps):
-            self._states[sub_group_id]["step"] += 1
-            self._gradients.record_pending_scale(sub_group_id, step.grad_scale)
+
+        def prepare() -> None:
+            self._set_gradients_of_units()
+            self._gradients.end_window()
+            # Here, so that the step counts are those of the moments wherever an interrupt ends ``step()``.
+            for sub_group_id, step in enumerate(steps):
+                self._states[sub_group_id]["step"] += 1
+                self._gradients.record_pending_scale(sub_group_id, step.grad_scale)
+
+        self._update.run(steps, prepare)
         # The param groups are empty, so this updates nothing. PyTorch's LR schedulers count the calls.
         self.optimizer.step()
 
@@ -366,6 +376,8 @@ class DeepOptimizerStates_Stage3(UserGradients):
     # --- End ---
 
     def destroy(self) -> None:
+        # First, and not inside ``try``: an engine whose wait is interrupted here can still be saved and destroyed.
+        self._update.wait()
         try:
             self._update.close()
             self.report.close()

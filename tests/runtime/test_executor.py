@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,13 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deep_opt_states.device.cpu import HostDevice, HostEvent
-from deep_opt_states.device.kernels.adam import AdamTensors, RangeUpdate
+from deep_opt_states.device.kernels.adam import AdamTensors
 from deep_opt_states.device.kernels.stock import StockAdam
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.failure import UpdateFailed
 from deep_opt_states.runtime.issuer import Issuer
-from deep_opt_states.runtime.state import Split
-from deep_opt_states.runtime.worker import Task, Worker
+from deep_opt_states.runtime.uninterrupted import Section
 from perf_model.schedule.action import ActionKind, Lane
 from perf_model.schedule.check import ScheduleError, check
 from perf_model.schedule.placement import Placement
@@ -72,7 +70,7 @@ def test_every_plan_gives_what_a_serial_update_gives(plan: UpdatePlan, dtype: to
         assert_equal(states, reference)
 
 
-def test_the_thread_that_updates_enters_the_device_before_it_waits_for_events() -> None:
+def test_each_thread_of_an_executor_enters_the_device_before_it_waits_for_events() -> None:
     class Entered(HostDevice):
         """A host device that records the first thing that each thread does."""
 
@@ -99,7 +97,7 @@ def test_the_thread_that_updates_enters_the_device_before_it_waits_for_events() 
     with executor_of(MIXED, states, device) as executor:
         executor.run([adam_step(1)] * len(NUMELS))
     others = {thread: call for thread, call in device.first.items() if thread != threading.get_ident()}
-    assert list(others.values()) == ["entered"]
+    assert list(others.values()) == ["entered"] * 2, "the worker, and the thread of the sections"
 
 
 def test_each_step_is_announced_to_the_kernel_once() -> None:
@@ -221,35 +219,37 @@ class Allocations(TorchDispatchMode):
 
 
 def test_a_step_reserves_nothing_and_allocates_nothing() -> None:
-    """Check that neither the issuing thread nor the worker reserves memory, a stream or an event in a step."""
+    """Check that neither the thread that issues nor the worker reserves memory, a stream or an event in a step."""
     device = CountingDevice()
     states = make_states(NUMELS, torch.bfloat16)
-    on_main, on_worker = Allocations(), Allocations()
-    original = Issuer.on_worker
-    threads = set()
+    in_sections, on_worker = Allocations(), Allocations()
+    threads: dict[str, int] = {}
 
-    def watched(self: Issuer, *args: Any) -> None:
-        threads.add(threading.get_ident())
-        with on_worker:
-            original(self, *args)
+    def watched(method: Callable[..., Any], watch: Allocations) -> Callable[..., Any]:
+        def watched_method(*args: Any) -> Any:
+            threads[method.__name__] = threading.get_ident()
+            with watch:
+                return method(*args)
+
+        return watched_method
 
     with executor_of(MIXED, states, device, fused()) as executor:
         slots = [entry for entry in device.reserved if entry.startswith("empty")]
         assert slots == ["empty 33"] * 3 * 2
         assert device.reserved.count("stream") == len(Lane) - 1
         device.reserved.clear()
-        with mock.patch.object(Issuer, "on_worker", watched), on_main:
+        with (
+            mock.patch.object(Issuer, "on_worker", watched(Issuer.on_worker, on_worker)),
+            mock.patch.object(Section, "__call__", watched(Section.__call__, in_sections)),
+        ):
             for step in range(1, 4):
-                fill = [torch.ones(numel) for numel in NUMELS]
-                for state, grad in zip(states, fill, strict=True):
-                    state.grad.copy_(grad)
-                on_main.found.clear()
+                for state in states:
+                    state.grad.fill_(1)
                 executor.run([adam_step(step)] * 5)
-                assert on_main.found == []
-    assert on_worker.found == []
+    assert in_sections.found == on_worker.found == []
     assert device.reserved == []
-    assert on_main.seen > 0
-    assert len(threads - {threading.get_ident()}) == 1
+    assert in_sections.seen > 0
+    assert len({threading.get_ident(), *threads.values()}) == 3
 
 
 def test_the_allocation_watch_sees_an_allocation() -> None:
@@ -346,55 +346,6 @@ def traceback_of(error: BaseException) -> list[Any]:
     import traceback
 
     return traceback.extract_tb(error.__traceback__)
-
-
-def test_interrupt_is_raised_and_leaves_inconsistent_states() -> None:
-    class Interrupted(PlainAdam):
-        def update(self, sub_group: int, *args: Any) -> None:
-            if sub_group == 1:
-                raise KeyboardInterrupt
-            super().update(sub_group, *args)
-
-    states = make_states(NUMELS, torch.bfloat16)
-    with executor_of(MIXED, states, adam=Interrupted()) as executor:
-        fill_gradients(states, 1)
-        with pytest.raises(KeyboardInterrupt):
-            executor.run([adam_step(1)] * 5)
-        with pytest.raises(UpdateFailed):
-            executor.run([adam_step(1)] * 5)
-
-
-def test_an_interrupted_wait_for_early_ranges_ends_after_their_update() -> None:
-    """Check that nothing writes to the states once the interrupt is raised: a checkpoint may be loaded into them."""
-    released, updated = threading.Event(), threading.Event()
-
-    class ReleasedAdam(PlainAdam):
-        def update_ranges(self, updates: Sequence[RangeUpdate]) -> None:
-            assert released.wait(10)
-            super().update_ranges(updates)
-            updated.set()
-
-    class InterruptedWorker(Worker):
-        def submit(self, task: Task) -> Future[None]:
-            future = super().submit(task)
-            if not released.is_set():
-                future.result = self.interrupt  # type: ignore[method-assign]
-            return future
-
-        def interrupt(self, timeout: float | None = None) -> None:
-            # The worker goes on only after the interrupt, so that it cannot have ended before.
-            threading.Timer(0.1, released.set).start()
-            raise KeyboardInterrupt
-
-    (state,) = states = make_states([20], torch.bfloat16)
-    schedule = UpdatePlan(workload=Workload.from_numels([20]), placements=(Placement.CPU,), num_slots=1).schedule
-    splits = [Split.create(state.elements, [(0, 10)])]
-    executor = Executor(schedule, states, HostDevice(), ReleasedAdam(), None, worker=InterruptedWorker(), splits=splits)
-    fill_gradients(states, 1)
-    with pytest.raises(KeyboardInterrupt):
-        executor.begin([adam_step(1)])
-    assert updated.is_set()
-    executor.close()
 
 
 def test_the_timeline_has_every_action_and_lanes_run_in_order() -> None:

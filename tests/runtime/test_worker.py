@@ -106,3 +106,16 @@ def test_a_process_ends_with_a_worker_idle_or_stuck(task: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=60, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+def test_a_worker_whose_thread_was_ended_runs_tasks_in_the_caller() -> None:
+    """Check the order in which the garbage collector ends an engine: the thread first, and then its update."""
+    worker = Worker()
+    threads: list[threading.Thread] = []
+    worker.submit(lambda: threads.append(threading.current_thread())).result()
+    worker.close()
+    worker.submit(lambda: threads.append(threading.current_thread())).result(timeout=10)
+    assert threads[0] is not threads[1]
+    assert threads[1] is threading.current_thread()
+    with pytest.raises(ZeroDivisionError):
+        worker.submit(lambda: 1 // 0).result(timeout=10)

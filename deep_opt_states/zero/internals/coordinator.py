@@ -98,8 +98,8 @@ class Coordinator:
                 break
             seen.add(param.ds_id)
             numel += param.ds_numel
-        setattr(self._coordinator, self._BUCKET, min(bucket_numel, numel))
         try:
+            setattr(self._coordinator, self._BUCKET, min(bucket_numel, numel))
             yield
         finally:
             setattr(self._coordinator, self._BUCKET, bucket_numel)

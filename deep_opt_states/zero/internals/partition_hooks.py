@@ -89,11 +89,11 @@ def _hooked_all_gather(method: Callable[..., Any]) -> Callable[..., Any]:
     def all_gather(init: Any, param_list: Sequence[Parameter], *args: Any, **kwargs: Any) -> Any:
         for hooks in list(_REGISTERED):
             hooks.before_all_gather(param_list)
-        token = _IN_ALL_GATHER.set(True)
         try:
+            _IN_ALL_GATHER.set(True)
             return method(init, param_list, *args, **kwargs)
         finally:
-            _IN_ALL_GATHER.reset(token)
+            _IN_ALL_GATHER.set(False)
 
     return all_gather
 

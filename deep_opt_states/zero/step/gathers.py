@@ -173,8 +173,8 @@ class Gathers:
 
     def _fetch(self, fetch: Callable[..., Any], module: torch.nn.Module, forward: bool) -> Any:
         if self._caller_may_have_written:
-            self._caller_may_have_written = False
             self._coordinator.gather_after_current_stream()
+            self._caller_may_have_written = False
         if not self._update.is_deferred:
             return fetch(module, forward)
         self._update.advance()

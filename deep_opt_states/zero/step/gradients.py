@@ -50,6 +50,8 @@ class Gradients:
         """The parameters whose gradient backward or the user has written since the last step, by ``ds_id``."""
         self._stale: dict[int, Parameter] = {}
         """The parameters whose gradient was written for an earlier step and not since, by ``ds_id``."""
+        self._is_complete = False
+        """Whether ``_written`` has the gradients of a complete window, for which no update has begun."""
         self._summed: dict[int, Parameter] = {}
         """The parameters with a gradient in this accumulation window, to which the next one is added, by ``ds_id``."""
         self._unscaled: dict[int, float] = {}
@@ -99,6 +101,7 @@ class Gradients:
         """
         optimizer = self._optimizer
         boundary = is_boundary(optimizer)
+        self.end_window()
         self._waited_for_copies = False
         # In the order of host memory, so that neighbouring gradients are copied together.
         for param, partition in sorted(zip(params, partitions, strict=True), key=lambda pair: self._position(pair[0])):
@@ -150,7 +153,8 @@ class Gradients:
     def complete_window(self) -> None:
         """Complete the parameters that the last backward of the window did not reach. Call this before the norm.
 
-        Gradients that were written for an earlier step and not for this one become zero.
+        Gradients that were written for an earlier step and not for this one become zero. If the step does not come to
+        its update, because an interrupt ends it, it may be tried again.
         """
         for param in self._params():
             if param.ds_id in self._summed and param.ds_id not in self._written:
@@ -161,11 +165,19 @@ class Gradients:
                 self._forget_fp32(param)
                 for segment in self._segments.of_param(param):
                     segment.view(segment.buffer.grad).zero_()
-        self._stale = self._written
-        self._written = {}
+        self._is_complete = True
         self._summed.clear()
 
     # Step
+
+    def end_window(self) -> None:
+        """Let the gradients of the complete window, if there is one, be those of an earlier step from now on.
+
+        Call this when an update of them begins.
+        """
+        if self._is_complete:
+            self._stale, self._written = self._written, {}
+            self._is_complete = False
 
     def record_pending_scale(self, sub_group: int, grad_scale: float) -> None:
         """Record that the sub-group was updated with ``grad_scale``, which was not multiplied into its gradients."""

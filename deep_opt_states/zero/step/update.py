@@ -2,12 +2,11 @@
 
 The life of an update, as ``UpdatePhase``::
 
-    IDLE --run--> RUNNING ----------------------------------+
-    IDLE --run--> DEFERRED --wait_on_stream------> FINISHED-+--synchronize_ranks--> IDLE, or FAILED on every rank
+    IDLE --run--> DEFERRED --wait_on_stream--> FINISHED --synchronize_ranks--> IDLE, or FAILED on every rank
 
-``run`` goes through ``RUNNING`` if the update must end within ``step()``. If it may be deferred, the early ranges are
-updated when ``run`` returns, and the rest is updated while the next forward runs. ``synchronize_ranks`` may also follow
-``DEFERRED`` directly, for example before a checkpoint is saved.
+If the update may be deferred, the early ranges are updated when ``run`` returns, and the rest is updated while the next
+forward runs. If it must end within ``step()``, ``run`` goes through all of these phases. ``synchronize_ranks`` may also
+follow ``DEFERRED`` directly, for example before a checkpoint is saved.
 
 ========================= ========================================== ================= =================================
 Call                      Caller                                     Collective        Afterwards
@@ -41,6 +40,11 @@ between two updates, alone and in any phase: a prefetch or a copy of resident st
 notices that a split master is lost. So the ranks synchronize before each step and each collective use of the states,
 even if they have agreed on the last update. Prefetching is no phase of its own: it happens in backward, and the
 next step lets the ranks agree whether it has failed.
+
+An exception that a signal handler raises, such as ``KeyboardInterrupt``, may end each of these calls. It is no failure:
+the update stays in flight, and the next call ends it (*Interrupts* in ``Executor``). The phase changes only after the
+wait that it stands for. If the interrupt ends ``run``, the update has begun as a whole or not at all, and then it is
+deferred. The times of an update are not reported if a wait for it was interrupted.
 """
 
 from __future__ import annotations
@@ -69,8 +73,6 @@ class UpdatePhase(enum.Enum):
 
     IDLE = "idle"
     """No update is in flight, and every rank knows that the last one succeeded."""
-    RUNNING = "running"
-    """The update runs inside ``run``, which does not return before its end."""
     DEFERRED = "deferred"
     """The update may be in flight on some rank, concurrently with forward, even if this rank's part is done."""
     FINISHED = "finished"
@@ -88,8 +90,12 @@ class MeasuredTimes:
     read_timeline: Callable[[], Timeline]
 
     def pass_to(self, on_finished: OnFinished) -> None:
-        """Call ``on_finished`` with them. The host waits for the events that they are read from."""
-        on_finished(self.waits.phases(), self.read_timeline)
+        """Call ``on_finished`` with them, unless a wait for the update was interrupted: they are not known then.
+
+        The host waits for the events that they are read from.
+        """
+        if self.waits.are_complete:
+            on_finished(self.waits.phases(), self.read_timeline)
 
 
 class Update:
@@ -98,9 +104,9 @@ class Update:
     ``defers``: an update may continue while the next forward runs; otherwise ``run`` ends it. It is the same on every
     rank.
 
-    ``on_finished`` is called once for each update that did not fail, by ``report_previous``, ``report`` or ``close``.
-    It receives the spans in which the model waited for the update and in which both ran, and a function that returns
-    the update's timeline.
+    ``on_finished`` is called once for each update that did not fail and whose times are known, by ``report_previous``,
+    ``report`` or ``close``. It receives the spans in which the model waited for the update and in which both ran, and a
+    function that returns the update's timeline.
 
     A rank whose part fails still takes part in the collectives of forward, which the other ranks wait in;
     ``synchronize_ranks`` then stops all ranks. A failure that no later call can raise is logged when the process ends.
@@ -157,6 +163,8 @@ class Update:
 
     def prefetch(self) -> None:
         """Begin to copy the states that the next update needs first into the slots that are free."""
+        # The events that it is read from are recorded again. It is reported already, unless the step was interrupted.
+        self._previous_unreported = None
         self._exposure.mark_prefetch()
         self._executor.prefetch()
 
@@ -171,18 +179,11 @@ class Update:
         self._exposure.begin_update()
         self._waited_for.clear()
         self._gathered.clear()
-        self._phase = UpdatePhase.DEFERRED if self._defers else UpdatePhase.RUNNING
-        try:
-            with self._exposure.waits.direct():
-                self._executor.begin(steps, prepare)
-                if not self._defers:
-                    self._executor.finish()
-        except BaseException:
+        self._phase = UpdatePhase.DEFERRED
+        with self._exposure.waits.direct():
+            self._executor.begin(steps, prepare)
             if not self._defers:
-                # An interrupt is a failure, too: the other ranks, which are in the same call, must learn of it first.
-                self.synchronize_ranks(raise_failure=False)
-            self._raised = self._executor.failure
-            raise
+                self._executor.finish()
         self._record_times()
         if not self._defers:
             self.synchronize_ranks()
@@ -200,9 +201,9 @@ class Update:
         for unit in units:
             self._executor.mark_requested(unit)
             if unit not in self._waited_for:
-                self._waited_for.add(unit)
                 with self._exposure.waits.direct():
                     self._executor.publish(unit)
+                self._waited_for.add(unit)
 
     def publish(self, units: Iterable[int]) -> None:
         """Make the current stream, which gathers, wait for the early ranges and the parameters of ``units``."""
@@ -213,9 +214,9 @@ class Update:
                 # One of the two streams has waited for the unit already: no time is lost here.
                 self._executor.publish(unit)
             else:
-                self._gathered.add(unit)
                 with self._exposure.waits.on_gathering_stream():
                     self._executor.publish(unit)
+                self._gathered.add(unit)
 
     def gathers_awaited(self) -> AbstractContextManager[None]:
         """Return a context in which the current stream, which computes, waits for the stream that gathers."""
@@ -240,12 +241,12 @@ class Update:
         Every rank makes this call at the same point, so that nothing is deferred on any rank afterwards. It is no
         collective. States may still be copied to host memory, and backward overlaps with that.
         """
-        if self.is_deferred:
-            self._phase = UpdatePhase.FINISHED
         if self._executor.pending:
             with self._exposure.waits.direct():
                 self._executor.finish_on_stream()
             self._record_times()
+        if self.is_deferred:
+            self._phase = UpdatePhase.FINISHED
 
     def wait(self, *, states: bool = False) -> None:
         """Block until this rank's part is done: gradients, states and parameters are the caller's again.

@@ -123,9 +123,8 @@ def test_profilers_show_the_schedule(trained: TrainingOnce) -> None:
         all_threads, this_thread = found["all threads"], found["this thread"]
         # Each action runs once in each of the two steps.
         assert {name: all_threads.get(name) for name in found["schedule"]} == dict.fromkeys(found["schedule"], 2)
-        # The CPU worker is another thread. It also issues the publications.
-        by_caller = {name for name in found["schedule"] if not name.startswith(("CPU_STEP", "PUBLISH"))}
-        assert {name for name in this_thread if name in found["schedule"]} == by_caller
+        # Actions are issued and run on other threads.
+        assert not {name for name in this_thread if name in found["schedule"]}
 
 
 def test_the_step_timer_of_deepspeed_covers_the_whole_update(trained: TrainingOnce) -> None:

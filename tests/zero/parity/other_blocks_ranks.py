@@ -80,7 +80,7 @@ def train_from_loader(engine: Any, case: Case) -> Record:
 @contextmanager
 def restored_process() -> Iterator[CommsLogger]:
     """Undo the changes of a block to the whole process. Yield the logger of collectives, which is new."""
-    # ``memory_breakdown`` collects garbage many times per step. What the engines before have imported need not be seen.
+    # ``memory_breakdown`` collects garbage many times per step. The objects of earlier engines need not be seen.
     freeze_imported()
     level = logger.level
     fresh = CommsLogger()

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from deep_opt_states.runtime.uninterrupted import THREAD_NAME
 from tests.zero.race_detector.clocks import Clock
 from tests.zero.race_detector.storages import Access, Memories, Memory, Place, extent
 
@@ -59,7 +60,8 @@ class Recorder:
     accesses_by_lane: dict[str, int] = field(default_factory=dict)
     """The number of recorded operations per lane. A test reads from it which lanes were checked at all."""
     waits: list[str] = field(default_factory=list)
-    """The callers that made the main thread wait for the accelerator or for our worker, in order."""
+    """The callers that made the main thread wait for the accelerator or for our worker, in order, also those in
+    sections, for whose end the main thread waits."""
 
     def __post_init__(self) -> None:
         self.memories = Memories()
@@ -95,7 +97,7 @@ class Recorder:
         """Record that the calling thread waits until the accelerator has done everything that ``clock`` includes."""
         with self._lock:
             self.order_after(self.host, clock)
-            if threading.current_thread() is threading.main_thread():
+            if threading.current_thread().name in (threading.main_thread().name, THREAD_NAME):
                 self.waits.append(callers())
 
     def snapshot_of_streams(self) -> Clock:

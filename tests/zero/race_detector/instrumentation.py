@@ -18,6 +18,7 @@ from deep_opt_states.device.kernels.adam import RangeUpdate
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.slab import HostSlab
 from deep_opt_states.runtime import executor
+from deep_opt_states.runtime.uninterrupted import Section
 from deep_opt_states.runtime.worker import Task, Worker
 from deep_opt_states.zero import plugin
 from deep_opt_states.zero.start.devices import AcceleratorChoice
@@ -53,6 +54,8 @@ def recording(worker_is_done: Iterable[bool] = (False, False, True)) -> Iterator
             patches.enter_context(
                 mock.patch.object(executor, "Worker", _recording_worker(recorder, cycle(worker_is_done)))
             )
+            for name, method in _recording_section(recorder).items():
+                patches.enter_context(mock.patch.object(Section, name, method))
             patches.enter_context(mock.patch.object(FusedAdam, "update_ranges", _recording_update(recorder)))
             for name, num_read in (("record", 1), ("compare", 2)):
                 kernel = _recording_kernel(recorder, getattr(PlainChecksum, name), num_read)
@@ -133,6 +136,31 @@ def _recorded_future(
     future.result = recorded_result  # type: ignore[method-assign]
     future.done = recorded_done  # type: ignore[method-assign]
     return future
+
+
+def _recording_section(recorder: Recorder) -> dict[str, Callable[..., Any]]:
+    """Return methods of ``Section``: it is ordered after its creation, and its end before the return of the wait."""
+    initialize, wait_for_end = Section.__init__, Section.wait_for_end
+
+    def recorded_initialize(self: Any, run: Callable[[], Any], stream: Any) -> None:
+        created, self.done = recorder.snapshot(recorder.host), Clock()
+
+        def recorded_run() -> Any:
+            recorder.order_after(recorder.host, created)
+            try:
+                with OperationRecorder(recorder):
+                    return run()
+            finally:
+                self.done.join(recorder.snapshot(recorder.host))
+
+        initialize(self, recorded_run, stream)
+
+    def recorded_wait(self: Any, timeout_s: float | None = None) -> bool:
+        ended = wait_for_end(self, timeout_s)
+        recorder.order_after(recorder.host, self.done)
+        return ended
+
+    return {"__init__": recorded_initialize, "wait_for_end": recorded_wait}
 
 
 def do_nothing() -> None:

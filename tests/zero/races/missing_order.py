@@ -181,9 +181,9 @@ def _without_wait(hook: str) -> AbstractContextManager[object]:
 
 def _prefetch_anyway(prefetch: Callable[[Executor], None]) -> Callable[[Executor], None]:
     def prefetched(self: Executor) -> None:
-        pending, self.pending = self.pending, False
+        pending, self._pending = self._pending, False
         prefetch(self)
-        self.pending = pending
+        self._pending = pending
 
     return prefetched
 

@@ -26,7 +26,7 @@ EARLY_RANGES_ARE_UPDATED = "update < begin"
 """The wait for our worker, which updates the early ranges."""
 
 CPU_HAS_UPDATED = "wait_for_worker < finish"
-PARAMETERS_ARE_UPDATED = "wait_for_worker < publish"
+PARAMETERS_ARE_UPDATED = "wait_for_worker < bring_out"
 """The waits for our worker: one for the PUBLISH of each unit, at the end of the update or where forward needs the
 parameters, and at the end one for each CPU_STEP, which may have failed."""
 

@@ -1,0 +1,123 @@
+"""Run code to its end where no signal handler can interrupt it, and let the wait for it be repeated.
+
+Python runs signal handlers on the main thread, between any two of its instructions. Ctrl-C raises ``KeyboardInterrupt``
+there, and the handler of a script may raise any exception. Nothing shows how far an interrupted line has come: a kernel
+may have been launched or not. So code that changes an update, a *section*, runs on a thread of its own, and the caller
+only waits for it. An interrupt ends that wait and changes nothing: the section runs to its end, and the next call waits
+for it first.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from deep_opt_states.device.interface import Device, Stream
+from deep_opt_states.runtime.worker import Worker
+
+Value = TypeVar("Value")
+
+THREAD_NAME = "deep_opt_states-sections"
+
+
+class Uninterrupted:
+    """The thread for the sections of one executor, which run one after the other.
+
+    Signal handlers run on the main thread only. Any other thread, such as autograd's, runs its sections itself. So does
+    a forked process, which does not have the thread.
+    """
+
+    def __init__(self, device: Device[Any]) -> None:
+        self._device = device
+        self._worker = Worker(device.enter_thread, THREAD_NAME)
+        self._process: int | None = os.getpid()
+        self._is_settled = True
+        """Whether no section runs. False while the main thread waits for one, and after an interrupt of this wait."""
+
+    def run(self, section: Callable[[], Value]) -> Value:
+        """Run ``section`` to its end on the caller's current stream, and return its result or raise its exception.
+
+        If a signal handler raises before the section is submitted, the section never runs. If it raises later, the
+        section has its effects, but its result or exception is lost.
+        """
+        self.settle()
+        if threading.current_thread() is not threading.main_thread() or not self._has_thread:
+            return section()
+        submitted = Section(section, self._device.current_stream())
+        self._is_settled = False
+        self._worker.submit(submitted)
+        # Again: a signal handler that has called ``run`` since the line before has found nothing to wait for.
+        self._is_settled = False
+        submitted.wait_for_end()
+        self._is_settled = True
+        return submitted.outcome()
+
+    def settle(self, timeout_s: float | None = None) -> bool:
+        """Wait for the section whose caller was interrupted, if there is one. Return whether it has ended in time."""
+        if self._is_settled or self._worker.is_current_thread or not self._has_thread:
+            return True
+        # A section of its own: the interrupt may have come before the caller knew that its section was submitted.
+        last = Section(lambda: None, self._device.current_stream())
+        self._worker.submit(last)
+        self._is_settled = last.wait_for_end(timeout_s)
+        return self._is_settled
+
+    def close(self) -> None:
+        """End the thread. The callers run all later sections."""
+        self._worker.close()
+        self._process = None
+
+    @property
+    def _has_thread(self) -> bool:
+        """Return whether this process has the thread.
+
+        ``Thread.is_alive`` is not used: in Python 3.11, an interrupt in it makes a thread that runs count as ended.
+        """
+        return os.getpid() == self._process
+
+
+class Section(Generic[Value]):
+    """One section, with its end and its outcome.
+
+    The wait for its end does not use ``threading.Event`` or ``Future``: an interrupt at the right moment would leave
+    their lock acquired, for which the thread that runs the section would wait for ever.
+    """
+
+    def __init__(self, run: Callable[[], Value], stream: Stream[Any]) -> None:
+        self._run = run
+        self._stream = stream
+        self._value: Value
+        self._error: BaseException | None = None
+        self._has_ended = False
+        self._end = threading.Lock()
+        """Released at the end, for the one thread that waits for it."""
+        self._end.acquire()
+
+    def __call__(self) -> None:
+        try:
+            with self._stream.issue():
+                self._value = self._run()
+        except BaseException as error:  # noqa: BLE001 (``outcome`` raises it)
+            self._error = error
+        self._has_ended = True
+        self._end.release()
+
+    def wait_for_end(self, timeout_s: float | None = None) -> bool:
+        """Block the host until the section has ended, for at most ``timeout_s``. Return whether it has ended."""
+        # The lock alone does not show the end: an interrupt may come as soon as it is acquired.
+        if not self._has_ended:
+            self._end.acquire(timeout=-1 if timeout_s is None else timeout_s)
+        return self._has_ended
+
+    def outcome(self) -> Value:
+        """Return the result of the section, or raise its exception. It has ended."""
+        error, self._error = self._error, None
+        if error is None:
+            return self._value
+        try:
+            raise error
+        finally:
+            # The traceback of the error refers to this frame: the cycle would keep the memory that the section used.
+            del error

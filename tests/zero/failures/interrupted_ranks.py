@@ -1,0 +1,408 @@
+"""Interrupt training again and again, and compare the checkpoints and the training from there with stock.
+
+Arguments: ``moments SEED NUMBER``, for interrupts by an alarm at random moments; ``waits``, for one in each wait of the
+host; or ``lines SEED NUMBER``, for one before random lines of the plugin on the main thread (0: all lines). Then
+the names of ``BLOCKS``. The options of ``on_accelerator.py`` select the accelerator.
+
+An engine trains one step after the other. After each interrupt it saves a checkpoint, which another engine loads and
+continues from, and goes on with the step that was interrupted, or with the next one if its update has begun. Stock's
+states after each number of steps, and its losses, are compared to the bit. Every rank prints one answer per interrupt.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, count, product, repeat
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
+
+import deep_opt_states
+from deep_opt_states.device.cpu import HostEvent
+from deep_opt_states.device.cuda import CudaEvent
+from deep_opt_states.device.kernels.adam import RangeUpdate
+from deep_opt_states.runtime.failure import UpdateFailed
+from deep_opt_states.runtime.staging import Staging
+from deep_opt_states.runtime.uninterrupted import Section
+from deep_opt_states.zero.internals.agreement import StepAgreement
+from deep_opt_states.zero.step.norms import Norms
+from tests.kernels.intercepted import before_each_update
+from tests.launch import answer
+from tests.zero.on_accelerator import on_accelerator, process_group_on_accelerator
+from tests.zero.parity.case import CPU, SERIAL, SPLIT_MASTERS, STREAMED, STRIDE_2, Case
+from tests.zero.parity.parity_model import batch
+from tests.zero.parity.training import Block, Record, collect, differences, make_engine, shared_folder
+from tests.zero.races.engine_race_ranks import NO_THROUGHPUT_TIMER
+from tests.zero.races.faults import RESIDENT
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "cpu": CPU,
+    "stride": STRIDE_2,
+    "streamed": {**STREAMED, "num_slots": 2},
+    "resident": RESIDENT,
+    "split masters": {**STRIDE_2, **SPLIT_MASTERS},
+    "serial": {**STRIDE_2, **SERIAL},
+}
+
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 3e-3, "bias_correction": False}}
+"""Without bias correction, a resumed run of stock has the bits of one run. With it, beta^t is computed in two ways."""
+
+UPDATE_S = 0.002
+"""The time that each range of an update takes in addition, so that the host waits."""
+
+PACKAGE = str(Path(deep_opt_states.__file__).parent)
+
+
+class Alarm(Exception):
+    """The exception that the handler of a signal raises."""
+
+
+INTERRUPTS: tuple[type[BaseException], ...] = (KeyboardInterrupt, Alarm)
+
+
+class StockTraining:
+    """The states of stock after each number of steps, and the loss of each step; trained as far as they are needed."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._engine = make_engine(case, None)
+        # Before the first step, stock has no moments.
+        self._losses = [step(self._engine, case, 0)]
+        self._states = [Record()]
+
+    def states(self, steps: int) -> Record:
+        while len(self._states) <= steps:
+            record = Record()
+            collect(self._engine.optimizer, record)
+            self._states.append(record)
+            self._losses.append(step(self._engine, self._case, len(self._losses)))
+        return self._states[steps]
+
+    def loss(self, number: int) -> torch.Tensor:
+        self.states(number)
+        return self._losses[number]
+
+
+def forward(engine: Any, case: Case, number: int) -> torch.Tensor:
+    x, target = batch(case, dist.get_rank(), number, torch.bfloat16)
+    loss: torch.Tensor = engine(on_accelerator(x), on_accelerator(target), 1.0, 1.0)
+    return loss
+
+
+def step(engine: Any, case: Case, number: int) -> torch.Tensor:
+    loss = forward(engine, case, number)
+    engine.backward(loss)
+    engine.step()
+    return loss.detach()
+
+
+class InterruptedTraining:
+    """The training of one block with interrupts, and the engine that resumes from each of its checkpoints.
+
+    The same engine goes on after an interrupt of a wait. Elsewhere, in the middle of backward for example, an interrupt
+    leaves the gradients of half a backward, to which also stock adds those of the next one. In stock's own code it may
+    leave stock in a state in which it refuses to save. A new engine goes on then.
+    """
+
+    def __init__(self, case: Case, block: Block, stock: StockTraining, folder: Path) -> None:
+        self.case, self.stock, self.folder = case, stock, folder
+        self._block = block
+        self.engine = make_engine(case, block)
+        # Stock reads the checkpoints of the plugin.
+        self._resuming = make_engine(case, None)
+        # Without an interrupt, because stock has no states to compare with before it.
+        step(self.engine, case, 0)
+        self.number = 1
+        """The number of steps whose update has begun."""
+        self._saves = 0
+        self.save()
+        self._good = self._saves, self.number
+        """The last checkpoint that was compared with stock, and its number of steps."""
+
+    def train_two_steps(self, between: str) -> None:
+        """Train two steps. The first update is in flight when a reader of states comes, or the next forward."""
+        step(self.engine, self.case, self.number)
+        self.number += 1
+        BETWEEN[between](self)
+        step(self.engine, self.case, self.number)
+        self.number += 1
+
+    def save(self) -> None:
+        self._saves += 1
+        self.engine.save_checkpoint(str(self.folder / str(self._saves)))
+
+    def interrupted(self, between: str, *interrupts: AbstractContextManager[Any]) -> dict[str, Any] | None:
+        """Train two steps inside the first context. Return where it was interrupted, and the problem that was found.
+
+        The other contexts interrupt the saving afterwards. Return None if nothing was interrupted.
+        """
+        places: list[Interruption] = []
+        runs = chain([partial(self.train_two_steps, between)], repeat(self.save))
+        found: dict[str, Any] = {"between": between, "problem": ""}
+        try:
+            for context, run in zip(interrupts, runs, strict=False):
+                try:
+                    with context:
+                        run()
+                except INTERRUPTS as error:
+                    places.append(Interruption.of(error))
+                if not places:
+                    return None
+            self.save()
+            found["problem"] = self._problem()
+        except UpdateFailed as error:
+            found["problem"] = f"UpdateFailed because of {error.__cause__!r}"
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            if all(place.in_plugin for place in places) or "/deepspeed/" not in frame.filename:
+                raise
+            found["of stock"] = f"{type(error).__name__} in {Path(frame.filename).name}:{frame.name}"
+        if not all(place.in_wait for place in places):
+            self._go_on_in_new_engine()
+        return {**found, "places": [str(place) for place in places], "waits": all(place.in_wait for place in places)}
+
+    def _problem(self) -> str:
+        """Resume from the checkpoint after an interrupt, and return the differences from stock, or ""."""
+        saved = self._saves
+        self._resuming.load_checkpoint(str(self.folder / str(saved)))
+        found = Record()
+        collect(self._resuming.optimizer, found)
+        # The update of the interrupted step has begun, or not.
+        choices = {number: differences(self.stock.states(number), found) for number in (self.number, self.number + 1)}
+        fitting = [number for number, lines in choices.items() if not lines]
+        if not fitting:
+            return f"the states of neither number of steps: {choices}"
+        (self.number,) = fitting
+        self._good = saved, self.number
+        loss = step(self._resuming, self.case, self.number)
+        expected = self.stock.loss(self.number)
+        return "" if torch.equal(loss, expected) else f"loss {loss} after resuming, stock has {expected}"
+
+    def _go_on_in_new_engine(self) -> None:
+        """Train on in a new engine, from the last good checkpoint."""
+        self.engine = make_engine(self.case, self._block)
+        saved, self.number = self._good
+        self.engine.load_checkpoint(str(self.folder / str(saved)))
+
+    def close(self) -> None:
+        self.engine.destroy()
+        self._resuming.destroy()
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """The place of an interrupt: the callers in the plugin, and the interrupted code, as ``file.function``."""
+
+    callers: tuple[str, ...]
+    interrupted: str
+    in_plugin: bool
+    in_wait: bool
+    """Whether the host waited for the plugin."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Interruption:
+        stack = traceback.extract_tb(error.__traceback__)
+        frames = [frame for frame in stack if frame.filename != __file__]
+        ours = [frame for frame in frames if frame.filename.startswith(PACKAGE)]
+        *callers, last = (f"{Path(frame.filename).stem}.{frame.name}" for frame in [*ours[-5:], *frames[-1:]])
+        in_wait = frames[-1].name == Section.wait_for_end.__name__ or stack[-1].name == WaitInterrupt.wait.__name__
+        return cls(tuple(callers), last, frames[-1] in ours, in_wait)
+
+    def __str__(self) -> str:
+        return " > ".join(dict.fromkeys([*self.callers, self.interrupted]))
+
+
+@contextmanager
+def alarm_after(seconds: float, exception: type[BaseException]) -> Iterator[None]:
+    """Raise ``exception`` in a signal handler, ``seconds`` after the begin of the context, unless it has ended."""
+
+    def handle(*_: object) -> None:
+        raise exception
+
+    previous = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:
+            signal.signal(signal.SIGALRM, previous)
+
+
+BETWEEN: dict[str, Callable[[InterruptedTraining], object]] = {
+    "nothing": lambda training: None,
+    "save": InterruptedTraining.save,
+    "evaluation": lambda training: evaluate(training),
+    "safe_get": lambda training: safe_get_full_fp32_param(next(training.engine.module.parameters())),
+    "gather": lambda training: gather(training),
+    "states": lambda training: training.engine.optimizer.state,
+}
+"""The readers that come between the two steps."""
+
+
+@torch.no_grad()
+def evaluate(training: InterruptedTraining) -> None:
+    forward(training.engine, training.case, training.number)
+
+
+def gather(training: InterruptedTraining) -> None:
+    with deepspeed.zero.GatheredParameters(list(training.engine.module.parameters())):
+        pass
+
+
+WAITS = (
+    (Section, "wait_for_end"),
+    (HostEvent, "synchronize"),
+    (CudaEvent, "synchronize"),
+    (Staging, "synchronize"),
+    (Norms, "per_sub_group"),
+    (Norms, "overflow"),
+    (StepAgreement, "share"),
+)
+"""The calls in which the main thread waits: for a section, an event, the reduction, the norms and other ranks."""
+
+
+class WaitInterrupt(AbstractContextManager[None]):
+    """A context that raises an exception before or after wait number ``position`` of the main thread."""
+
+    def __init__(self, position: int, exception: type[BaseException], *, before: bool) -> None:
+        self.reached = 0
+        self._position, self._exception, self._before = position, exception, before
+        self._patches = ExitStack()
+
+    def __enter__(self) -> None:
+        for owner, name in WAITS:
+            self._patches.enter_context(mock.patch.object(owner, name, self._counted(getattr(owner, name))))
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.close()
+
+    def _counted(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self.wait(partial(wait, *args, **kwargs))
+
+    def wait(self, wait: Callable[[], Any]) -> Any:
+        """Call ``wait``, and raise the exception before or after that in the chosen wait of the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            return wait()
+        is_chosen = self.reached == self._position
+        self.reached += 1
+        if is_chosen and self._before:
+            raise self._exception
+        result = wait()
+        if is_chosen:
+            raise self._exception
+        return result
+
+
+class LineInterrupt(AbstractContextManager[None]):
+    """A context that raises an exception before line number ``position`` of the plugin on the main thread."""
+
+    def __init__(self, position: int, exception: type[BaseException]) -> None:
+        self.reached = 0
+        self._position, self._exception = position, exception
+
+    def __enter__(self) -> None:
+        sys.settrace(self._trace)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event == "line":
+            self.reached += 1
+            if self.reached > self._position:
+                raise self._exception
+        return self._trace
+
+
+def moments(training: InterruptedTraining, seed: int, number: int) -> Iterator[dict[str, Any]]:
+    """Interrupt ``number`` trainings of two steps at random moments, and some of the saves after that."""
+    chance = random.Random(f"{seed} {training.case.name}")
+    begin_s = time.perf_counter()
+    training.train_two_steps("save")
+    lasts_s = time.perf_counter() - begin_s
+    found = 0
+    while found < number:
+        alarms = [
+            alarm_after(chance.uniform(0.0005, lasts_s), chance.choice(INTERRUPTS))
+            for _ in range(chance.choice((1, 1, 3)))
+        ]
+        result = training.interrupted(chance.choice(list(BETWEEN)), *alarms)
+        if result is not None:
+            found += 1
+            yield result
+
+
+def waits(training: InterruptedTraining) -> Iterator[dict[str, Any]]:
+    """Interrupt each wait, before and after the host has waited, with each reader between the steps."""
+    for between, before in product(BETWEEN, (True, False)):
+        for position in count():
+            interrupt = WaitInterrupt(position, INTERRUPTS[position % 2], before=before)
+            result = training.interrupted(between, interrupt)
+            if result is None:
+                break
+            yield {**result, "position": position, "before": before}
+
+
+def lines(training: InterruptedTraining, seed: int, number: int) -> Iterator[dict[str, Any]]:
+    """Interrupt before ``number`` random lines, or before each line if it is 0, with each reader between the steps."""
+    chance = random.Random(seed)
+    places = []
+    for between in BETWEEN:
+        counter = LineInterrupt(sys.maxsize, KeyboardInterrupt)
+        with counter:
+            training.train_two_steps(between)
+        places += [(between, position) for position in range(counter.reached)]
+    for between, position in chance.sample(places, number) if number else places:
+        result = training.interrupted(between, LineInterrupt(position, chance.choice(INTERRUPTS)))
+        if result is not None:
+            yield {**result, "position": position}
+
+
+def slow(_: RangeUpdate) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        time.sleep(UPDATE_S)
+
+
+def main(arguments: list[str]) -> None:
+    mode, *others = arguments
+    options = [int(other) for other in others if other.isdigit()]
+    stock: StockTraining | None = None
+    for name in (other for other in others if not other.isdigit()):
+        case = Case(
+            name=name,
+            blocks=(),
+            world_size=dist.get_world_size(),
+            clip=0.5,
+            schedule=False,
+            extra={**NO_THROUGHPUT_TIMER, "optimizer": OPTIMIZER},
+        )
+        stock = stock or StockTraining(case)
+        with shared_folder() as folder, before_each_update(slow):
+            training = InterruptedTraining(case, BLOCKS[name], stock, folder)
+            for result in {"moments": moments, "waits": waits, "lines": lines}[mode](training, *options):
+                answer({"block": name, **result})
+            training.close()
+
+
+if __name__ == "__main__":
+    with process_group_on_accelerator(sys.argv[1:]) as arguments:
+        main(arguments)
