@@ -302,7 +302,7 @@ class WithFrozen(torch.nn.Module):
 
 
 def attempt_rules_without_effect() -> None:
-    """Answer with the error for each list of rules, raised before DeepSpeed compiles or loads a kernel."""
+    """Print the error for each list of rules, raised before DeepSpeed compiles or loads a kernel."""
     for name, rules in RULES_WITHOUT_EFFECT.items():
         model = WithFrozen()
         config = {**BASE, "deep_optimizer_states": {"placement": rules}}
