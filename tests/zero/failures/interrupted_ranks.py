@@ -160,7 +160,7 @@ class InterruptedTraining:
                     with context:
                         run()
                 except INTERRUPTS as error:
-                    places.append(Interruption.of(error))
+                    places.append(Interruption.from_error(error))
                 if not places:
                     return None
             self.save()
@@ -215,7 +215,7 @@ class Interruption:
     """Whether the host waited for the plugin."""
 
     @classmethod
-    def of(cls, error: BaseException) -> Interruption:
+    def from_error(cls, error: BaseException) -> Interruption:
         stack = traceback.extract_tb(error.__traceback__)
         frames = [frame for frame in stack if frame.filename != __file__]
         ours = [frame for frame in frames if frame.filename.startswith(PACKAGE)]
