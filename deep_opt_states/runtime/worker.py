@@ -48,7 +48,7 @@ class Worker:
         self._tasks, self._thread = tasks, thread
         # Neither the thread nor the finalizer refers to the worker. If one did, the worker would never be collected,
         # and a worker that was not closed would keep its thread.
-        self.close = weakref.finalize(self, _end, tasks, thread)
+        self._finalizer = self.close = weakref.finalize(self, _end, tasks, thread)
         entered.result()
 
     @property
@@ -63,7 +63,7 @@ class Worker:
         engine, which then ends its update.
         """
         future: Future[None] = Future()
-        if self.close.alive:
+        if self._finalizer.alive:
             self._tasks.put((task, future))
         else:
             complete_future(future, task)

@@ -202,12 +202,12 @@ def test_the_memory_of_a_section_that_fails_is_free_after_its_exception() -> Non
     running = Uninterrupted(HostDevice())
     freed = threading.Event()
 
-    class Memory:
+    class InterruptedMemory:
         def __del__(self) -> None:
             freed.set()
 
     def section() -> None:
-        memory = Memory()
+        memory = InterruptedMemory()
         raise MemoryError(len(str(memory)))
 
     with pytest.raises(MemoryError):
@@ -318,7 +318,7 @@ def test_a_signal_handler_may_end_the_update_that_the_host_waits_for() -> None:
 
 
 def test_an_interrupt_while_the_host_waits_for_a_failing_update_hides_no_failure() -> None:
-    class FailingAdam(SlowAdam):
+    class AdamThatFailsLate(SlowAdam):
         def update(self, sub_group: int, *args: Any) -> None:
             super().update(sub_group, *args)
             if sub_group == 4:
@@ -326,7 +326,7 @@ def test_an_interrupt_while_the_host_waits_for_a_failing_update_hides_no_failure
 
     states = make_states(NUMELS, torch.bfloat16)
     place(states, PLAN.schedule, HostDevice())
-    executor = Executor(PLAN.schedule, states, HostDevice(), FailingAdam(), SlowAdam())
+    executor = Executor(PLAN.schedule, states, HostDevice(), AdamThatFailsLate(), SlowAdam())
     fill_gradients(states, 1)
     executor.begin([adam_step(1)] * len(NUMELS))
     with pytest.raises(Interrupt), alarm_after(0.001, raise_interrupt):
