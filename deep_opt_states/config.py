@@ -222,15 +222,22 @@ class Config(BaseModel):
         return self.plans(workload) or self.profile is not None or self.report is not None
 
     def check_names(
-        self, trained: Sequence[str], frozen: Collection[str] = (), aliases: Mapping[str, str] | None = None
+        self,
+        trained: Sequence[str],
+        frozen: Collection[str] = (),
+        aliases: Mapping[str, str] | None = None,
+        *,
+        may_train_fewer: bool = False,
     ) -> None:
         """Raise ``ConfigError`` if a rule by name has no effect, or if a key does not suit what the rules leave.
 
-        The arguments are those of ``PlacementRules.check``.
+        The other arguments are those of ``PlacementRules.check``. ``may_train_fewer``: the optimizer may have only some
+        of ``trained``, so it is not known yet whether the rules leave any.
         """
         try:
             self.rules.check(trained, frozen, aliases)
-            if self.rules.rules and any(self.rules.placement_of(name) is None for name in trained):
+            leaves_some = any(self.rules.placement_of(name) is None for name in trained)
+            if self.rules.rules and leaves_some and not may_train_fewer:
                 self._refuse_num_slots()
         except RulesError as error:
             raise ConfigError(f"{CONFIG_KEY}.{error}") from None

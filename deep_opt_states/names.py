@@ -38,7 +38,8 @@ def blocks_below(config: object, path: str = "") -> Iterator[tuple[str, str, obj
     """
     entries: Iterable[tuple[object, object]] = ()
     if isinstance(config, dict):
-        entries = config.items()
+        # Users disable a key by a leading character that is not a letter.
+        entries = [(key, value) for key, value in config.items() if str(key)[:1].isalpha()]
     elif isinstance(config, (list, tuple)):
         entries = enumerate(config)
     for key, value in entries:

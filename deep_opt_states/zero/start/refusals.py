@@ -315,11 +315,17 @@ _HYPERPARAMETERS = (
 )
 
 
-def refuse_rules_without_effect(config: Config, model: torch.nn.Module, trained: Sequence[str]) -> None:
-    """Raise ``ConfigError`` if a rule by name has no effect on ``model``, whose ``trained`` parameters have states."""
+def refuse_rules_without_effect(
+    config: Config, model: torch.nn.Module, trained: Sequence[str], *, may_train_fewer: bool = False
+) -> None:
+    """Raise ``ConfigError`` if a rule by name has no effect on ``model``, whose ``trained`` parameters have states.
+
+    ``may_train_fewer``: only some of them may have states.
+    """
     names: dict[Any, str] = {}
     aliases: dict[str, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if names.setdefault(param, name) != name:
             aliases[name] = names[param]
-    config.check_names(trained, set(names.values()).difference(trained), aliases)
+    frozen = set(names.values()).difference(trained)
+    config.check_names(trained, frozen, aliases, may_train_fewer=may_train_fewer)

@@ -315,6 +315,16 @@ def attempt_rules_without_effect() -> None:
         answer({"name": f"rules: {name}", "error": error, "partitioned": hasattr(model.layer.weight, "ds_id")})
 
 
+def attempt_rules_for_the_optimized_parameters() -> None:
+    """Print the optimizer of an engine that trains one of two layers, with rules and slots for that layer only."""
+    model = torch.nn.ModuleDict({"trained": torch.nn.Linear(4, 4), "other": torch.nn.Linear(4, 4)})
+    block = {"placement": [{"match": "trained.*", "states": "streamed"}], "num_slots": 2}
+    config = {**BASE, "deep_optimizer_states": block}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model["trained"].parameters(), config=config)
+    answer({"name": "rules: only for the optimized", "type": type(engine.optimizer).__name__})
+    engine.destroy()
+
+
 def main() -> None:
     if torch.distributed.get_world_size() == 2:
         attempt_on_one_rank()
@@ -323,6 +333,7 @@ def main() -> None:
     for name, arguments in ATTEMPTS.items():
         answer({"name": name, **attempt(*arguments)})
     attempt_rules_without_effect()
+    attempt_rules_for_the_optimized_parameters()
     answer({"name": "under zero.Init", **attempt_under_zero_init()})
     answer({"name": "method of a later release", **attempt_to_call_later_method()})
 

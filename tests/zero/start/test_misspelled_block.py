@@ -133,6 +133,10 @@ def test_a_block_where_deepspeed_ignores_it_is_refused_with_its_path(path: str, 
         read(ZERO_3, **others)
 
 
+def test_a_block_in_a_disabled_dictionary_changes_nothing() -> None:
+    read(ZERO_3, _old={CONFIG_KEY: {}}, optimizer={"type": "AdamW", "#params": {CONFIG_KEY: {}}})
+
+
 @pytest.mark.parametrize("block", [False, {"enabled": False}])
 def test_a_nested_block_that_is_switched_off_changes_nothing(block: object) -> None:
     read(ZERO_3, optimizer={"type": "AdamW", CONFIG_KEY: block})

@@ -104,7 +104,8 @@ RULES_WITHOUT_EFFECT = {
 @pytest.fixture
 def answers(trained: TrainingOnce) -> dict[str, dict[str, str]]:
     (answers,) = trained.answers_by_name(1)
-    assert answers.keys() == EXPECTED.keys() | ACCEPTED.keys() | RULES_WITHOUT_EFFECT.keys()
+    others = {*RULES_WITHOUT_EFFECT, "rules: only for the optimized"}
+    assert answers.keys() == EXPECTED.keys() | ACCEPTED.keys() | others
     return answers
 
 
@@ -136,6 +137,11 @@ def test_a_rule_without_effect_is_refused_before_a_kernel_is_loaded(
 ) -> None:
     assert RULES_WITHOUT_EFFECT[name] in answers[name]["error"]
     assert not answers[name]["partitioned"]
+
+
+def test_rules_for_all_parameters_of_the_optimizer_accept_a_number_of_slots(answers: dict[str, dict[str, Any]]) -> None:
+    """Check a model with a layer that requires gradients and is not given to the optimizer."""
+    assert answers["rules: only for the optimized"]["type"] == "DeepOptimizerStates_Stage3"
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
