@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
 
 from pydantic import (
     BaseModel,
@@ -35,8 +35,8 @@ DEFAULT_UNIT_SIZE = 50_000_000
 FEWEST_SLOTS = 2
 """The number of slots if neither the config nor the planner chooses, until the memory that is free is known."""
 
-PLACEMENTS = ("planned", "cpu", "streamed", "stride", "fraction")
-"""The placements by one word."""
+PlacementWord: TypeAlias = Literal["planned", "cpu", "streamed", "stride", "fraction"]
+"""A placement by one word."""
 
 MAX_MESSAGES = 5
 """The most invalid keys in one error."""
@@ -65,7 +65,7 @@ class Config(BaseModel):
     """Whether the plugin is active. With `false`, stock DeepSpeed trains."""
 
     placement: (
-        Literal["planned", "cpu", "streamed", "stride", "fraction"]
+        PlacementWord
         | list[Literal["cpu", "streamed", "resident"]]
         | Annotated[
             InstanceOf[PlacementRules],
@@ -193,13 +193,13 @@ class Config(BaseModel):
     @field_validator("placement", mode="before")
     @classmethod
     def _parse_rules(cls, value: object) -> object:
-        """Return rules if ``value`` is a list with an object in it, and else ``value``."""
-        if isinstance(value, Mapping):
-            # ``from_json`` refuses it, with the list that was meant.
+        """Return rules if ``value`` has an object in it, and else ``value``. Refuse a word that is like a placement."""
+        entries = value if isinstance(value, list) else [value]
+        if any(isinstance(entry, Mapping) for entry in entries):
+            # It refuses a single object, with the list that was meant.
             return PlacementRules.from_json(value)
-        if isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
-            return PlacementRules.from_json(value)
-        if isinstance(value, str) and value not in PLACEMENTS and (remedy := remedy_for_states(value, PLACEMENTS)):
+        words = get_args(PlacementWord)
+        if isinstance(value, str) and value not in words and (remedy := remedy_for_states(value, words)):
             raise _RuleError("placement", _RULES["placement"].rule, value, remedy)
         return value
 
@@ -236,8 +236,8 @@ class Config(BaseModel):
         """
         try:
             self.rules.check(trained, frozen, aliases)
-            leaves_some = any(self.rules.placement_of(name) is None for name in trained)
-            if self.rules.rules and leaves_some and not may_train_fewer:
+            is_known = bool(self.rules.rules) and not may_train_fewer
+            if is_known and any(self.rules.placement_of(name) is None for name in trained):
                 self._refuse_num_slots()
         except RulesError as error:
             raise ConfigError(f"{CONFIG_KEY}.{error}") from None

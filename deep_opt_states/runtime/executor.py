@@ -365,7 +365,7 @@ class Executor:
         if ended or self._failure is not None or not self._splits[unit].rest:
             return
         position = self._issuer.publishing[unit]
-        # Forward calls this for each module. A section takes some ten microseconds.
+        # Forward calls this for each module. A section takes some tens of microseconds.
         if not self._issuer.is_brought_out(position):
             self._bring_out(position)
         if self._failure is None:

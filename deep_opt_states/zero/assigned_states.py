@@ -32,9 +32,15 @@ class StateRefused(ValueError):
 class _ListedTensor:
     """A tensor that DeepSpeed's optimizer lists, and the memory that the update of it writes to."""
 
-    name: str
+    sub_group: int
+    key: str
     listed: Any
     own: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        """Return the expression by which a script assigns the tensor."""
+        return _name_of(self.sub_group, self.key)
 
     @property
     def is_own(self) -> bool:
@@ -78,6 +84,8 @@ class AssignedStates:
         self._optimizer = optimizer
         self._memory = memory
         self._num_groups = len(optimizer.optimizer.param_groups)
+        self.are_replaced = False
+        """Whether ``refusal`` has found states that ``adopt`` must copy. Most steps have none."""
         for index in range(len(self.masters)):
             self._fill(index)
 
@@ -124,6 +132,7 @@ class AssignedStates:
             self._check_keys(index)
         entries = list(self._entries())
         replaced = [entry for entry in entries if not entry.is_own]
+        self.are_replaced = bool(replaced) or not all(self[index] for index in range(len(self.masters)))
         if not replaced:
             return
         tensors = (entry.listed for entry in entries if isinstance(entry.listed, torch.Tensor))
@@ -153,6 +162,7 @@ class AssignedStates:
         for entry, value in zip(replaced, values, strict=True):
             entry.own.copy_(value.detach().view(-1))
             entry.listed.data = entry.own.data
+        self.are_replaced = False
 
     @property
     def _by_master(self) -> Any:
@@ -161,10 +171,10 @@ class AssignedStates:
     def _entries(self) -> Iterator[_ListedTensor]:
         """Yield the fp32 parameters, and the moments that were not cleared."""
         for index, own in enumerate(self._memory.sub_groups):
-            yield _ListedTensor(f"fp32_partitioned_groups_flat[{index}]", self.masters[index], own.master)
+            yield _ListedTensor(index, "master", self.masters[index], own.master)
             if state := self[index]:
                 for key in MOMENTS:
-                    yield _ListedTensor(_name_of(index, key), state[key], getattr(own, key))
+                    yield _ListedTensor(index, key, state[key], getattr(own, key))
 
     def _check_keys(self, index: int) -> None:
         state = self[index]
@@ -188,7 +198,8 @@ class AssignedStates:
 
 
 def _name_of(index: int, key: str) -> str:
-    return f'state[fp32_partitioned_groups_flat[{index}]]["{key}"]'
+    master = f"fp32_partitioned_groups_flat[{index}]"
+    return master if key == "master" else f'state[{master}]["{key}"]'
 
 
 def _counts_steps(step: Any) -> bool:

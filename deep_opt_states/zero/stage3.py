@@ -307,7 +307,7 @@ class DeepOptimizerStates_Stage3(UserGradients):
 
     def _optimizer_step(self, sub_group_id: int) -> None:
         group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
-        if sub_group_id == 0:
+        if sub_group_id == 0 and self._states.are_replaced:
             # Not before the step is known to be taken: in a step that is skipped, stock leaves states as they are.
             adopt = partial(self._states.adopt, before_write=self._wait_for_states)
             self._running.executor.run_uninterrupted(adopt)

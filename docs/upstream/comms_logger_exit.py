@@ -1,4 +1,4 @@
-"""With ``"comms_logger"`` enabled, a collective that the logger does not know ends the process with exit code 0."""
+"""A collective that the enabled ``comms_logger`` does not know ends the process, with exit code 0."""
 
 import atexit
 

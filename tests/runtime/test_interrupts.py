@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import sys
 import threading
 import time
@@ -27,6 +26,7 @@ from deep_opt_states.runtime.uninterrupted import Section, Uninterrupted
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
+from tests.alarm import alarm_after
 from tests.fake_device.timing import Seeded, Timing, late_lanes
 from tests.runtime import deferred
 from tests.runtime.deferred import Habits, serial
@@ -225,21 +225,6 @@ class SlowAdam(PlainAdam):
     def update(self, *args: Any) -> None:
         time.sleep(0.002)
         super().update(*args)
-
-
-@contextmanager
-def alarm_after(seconds: float, handler: Callable[..., object]) -> Iterator[None]:
-    """Call ``handler`` once, ``seconds`` after the begin of the context, unless it has ended before."""
-    previous = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        try:
-            # The alarm may come at this moment.
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        finally:
-            signal.signal(signal.SIGALRM, previous)
 
 
 NUMELS = (9, 7, 8, 6, 5)

@@ -12,13 +12,12 @@ states after each number of steps, and its losses, are compared to the bit. Ever
 from __future__ import annotations
 
 import random
-import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, product, repeat
@@ -41,6 +40,7 @@ from deep_opt_states.runtime.staging import Staging
 from deep_opt_states.runtime.uninterrupted import Section
 from deep_opt_states.zero.internals.agreement import StepAgreement
 from deep_opt_states.zero.step.norms import Norms
+from tests.alarm import alarm_after
 from tests.kernels.intercepted import before_each_update
 from tests.launch import answer
 from tests.zero.on_accelerator import on_accelerator, process_group_on_accelerator
@@ -227,22 +227,13 @@ class Interruption:
         return " > ".join(dict.fromkeys([*self.callers, self.interrupted]))
 
 
-@contextmanager
-def alarm_after(seconds: float, exception: type[BaseException]) -> Iterator[None]:
-    """Raise ``exception`` in a signal handler, ``seconds`` after the begin of the context, unless it has ended."""
+def raising(exception: type[BaseException]) -> Callable[..., None]:
+    """Return a signal handler that raises ``exception``."""
 
     def handle(*_: object) -> None:
         raise exception
 
-    previous = signal.signal(signal.SIGALRM, handle)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        finally:
-            signal.signal(signal.SIGALRM, previous)
+    return handle
 
 
 BETWEEN: dict[str, Callable[[InterruptedTraining], object]] = {
@@ -342,7 +333,7 @@ def moments(training: InterruptedTraining, seed: int, number: int) -> Iterator[d
     found = 0
     while found < number:
         alarms = [
-            alarm_after(chance.uniform(0.0005, lasts_s), chance.choice(INTERRUPTS))
+            alarm_after(chance.uniform(0.0005, lasts_s), raising(chance.choice(INTERRUPTS)))
             for _ in range(chance.choice((1, 1, 3)))
         ]
         result = training.interrupted(chance.choice(list(BETWEEN)), *alarms)
