@@ -7,11 +7,12 @@ and imports no module of this package that needs torch. Such modules are importe
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from contextlib import suppress
 from typing import Any
 
-from deep_opt_states.names import CONFIG_KEY, blocks_below, is_about_our_block, resembles_config_key
+from deep_opt_states.names import ACCELERATE_FIELDS, CONFIG_KEY, ignored_blocks, is_about_our_block
 
 _state = {"tried": False, "active": False}
 _warned_of: set[tuple[str, str]] = set()
@@ -95,22 +96,15 @@ def _hook_config(module: Any) -> None:
 
             raise explain_misplaced(error).with_traceback(error.__traceback__) from None
         param_dict = _json_of(ds_config)
-        misspelled = {key: block for key, block in param_dict.items() if resembles_config_key(key)}
-        for path, key, block in blocks_below(param_dict):
-            if key != CONFIG_KEY:
-                misspelled[f"{path}.{key}"] = block
-            elif not _is_switched_off(block):
-                from deep_opt_states.config import misplaced_error
-
-                raise misplaced_error(path)
-        if misspelled and CONFIG_KEY not in param_dict:
-            _warn_of_misspelled(misspelled)
+        _report_ignored_blocks(param_dict)
         if plugin := _plugin_for(param_dict):
             plugin.check_config(ds_config)
 
     def initialize(wrapped: Any, ds_config: Any, args: Any, kwargs: Any) -> None:
         wrapped(*args, **kwargs)
-        _plugin_for(_json_of(ds_config))
+        param_dict = _json_of(ds_config)
+        _report_ignored_blocks(param_dict)
+        _plugin_for(param_dict)
 
     if not _wrap(module, "DeepSpeedConfig", "_initialize_params", initialize_params):
         # A release that lacks the method must not train with stock unnoticed: every class has this one.
@@ -169,22 +163,38 @@ def _is_misplaced(error: ValueError) -> bool:
     return any(is_about_our_block(line["loc"]) for line in refused)
 
 
-def _warn_of_misspelled(blocks: dict[str, Any]) -> None:
+def _report_ignored_blocks(param_dict: dict[str, Any]) -> None:
+    """Raise ``ConfigError`` for our block in a wrong place, and warn of misspelled names: stock would train unnoticed.
+
+    A misspelled name may be a name of the user's own, hence no error. A block that is switched off is no mistake.
+    """
+    blocks = [block for block in ignored_blocks(param_dict) if not block.is_switched_off]
+    # Accelerate's launcher passes on the names of these keys without their values.
+    in_yaml = [key for key in os.environ.get(ACCELERATE_FIELDS, "").split(",") if is_about_our_block((key,))]
+    if CONFIG_KEY in in_yaml or not all(block.is_misspelled for block in blocks):
+        from deep_opt_states.config import misplaced_error
+
+        raise misplaced_error(next((block for block in blocks if not block.is_misspelled), None))
+    if CONFIG_KEY not in param_dict:
+        for block in blocks:
+            _warn_of_misspelled(block.path, block.block)
+        for key in in_yaml:
+            _warn_of_misspelled(("deepspeed_config", key), None)
+
+
+def _warn_of_misspelled(path: tuple[object, ...], block: object) -> None:
     """Warn once per misspelled block: DeepSpeed may read the config of one engine several times."""
+    dotted = ".".join(map(str, path))
+    if (dotted, repr(block)) in _warned_of:
+        return
+    _warned_of.add((dotted, repr(block)))
     from deep_opt_states.zero.internals.log import log_rank_0
 
-    for key, block in blocks.items():
-        if not _is_switched_off(block) and (key, repr(block)) not in _warned_of:
-            _warned_of.add((key, repr(block)))
-            log_rank_0(
-                f'the key "{key}" in the DeepSpeed config has no effect: did you mean "{CONFIG_KEY}"'
-                f"{', at the top level' if '.' in key else ''}? "
-                f"Until that is changed, stock DeepSpeed trains."
-            )
-
-
-def _is_switched_off(block: Any) -> bool:
-    return block is False or (isinstance(block, dict) and block.get("enabled") is False)
+    place = " at the top level" if len(path) > 1 else ""
+    log_rank_0(
+        f'the key "{dotted}" in the DeepSpeed config has no effect: did you mean "{CONFIG_KEY}"{place}? '
+        f"Until that is changed, stock DeepSpeed trains."
+    )
 
 
 def _wrap(module: Any, owner: str, method: str, wrapper: Any) -> bool:

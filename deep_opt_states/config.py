@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     BaseModel,
@@ -18,13 +18,14 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from deep_opt_states.names import CONFIG_KEY, is_about_our_block
+from deep_opt_states.names import CONFIG_KEY, IgnoredBlock, is_about_our_block
 from perf_model.json_input import printable, shorten
 from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.rules import NO_RULES, PlacementRules, RulesError, remedy_for_states
+from perf_model.schedule.rules import NO_RULES, PlacementRules, RulesError
 from perf_model.schedule.simple_placements import place_all, place_by_fraction, place_by_stride
+from perf_model.schedule.spellings import did_you_mean
 from perf_model.schedule.workload import Partition, Workload
 from perf_model.search.budgets import GPU_MARGIN_BYTES
 from perf_model.units import GB
@@ -35,14 +36,14 @@ DEFAULT_UNIT_SIZE = 50_000_000
 FEWEST_SLOTS = 2
 """The number of slots if neither the config nor the planner chooses, until the memory that is free is known."""
 
-PlacementWord: TypeAlias = Literal["planned", "cpu", "streamed", "stride", "fraction"]
-"""A placement by one word."""
-
 MAX_MESSAGES = 5
 """The most invalid keys in one error."""
 
 MAX_KEY = 40
 """The most characters of a key in an error."""
+
+MAX_PLACE = 200
+"""The most characters of the keys that lead to a block in an error."""
 
 
 class ConfigError(ValueError):
@@ -65,7 +66,7 @@ class Config(BaseModel):
     """Whether the plugin is active. With `false`, stock DeepSpeed trains."""
 
     placement: (
-        PlacementWord
+        Literal["planned", "cpu", "streamed", "stride", "fraction"]
         | list[Literal["cpu", "streamed", "resident"]]
         | Annotated[
             InstanceOf[PlacementRules],
@@ -193,15 +194,9 @@ class Config(BaseModel):
     @field_validator("placement", mode="before")
     @classmethod
     def _parse_rules(cls, value: object) -> object:
-        """Return rules if ``value`` has an object in it, and else ``value``. Refuse a word that is like a placement."""
-        entries = value if isinstance(value, list) else [value]
-        if any(isinstance(entry, Mapping) for entry in entries):
-            # It refuses a single object, with the list that was meant.
-            return PlacementRules.from_json(value)
-        words = get_args(PlacementWord)
-        if isinstance(value, str) and value not in words and (remedy := remedy_for_states(value, words)):
-            raise _RuleError("placement", _RULES["placement"].rule, value, remedy)
-        return value
+        """Return rules if ``value`` is an object or a list with an object in it, and else ``value``."""
+        is_list = isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value)
+        return PlacementRules.from_json(value) if is_list or isinstance(value, Mapping) else value
 
     @property
     def rules(self) -> PlacementRules:
@@ -310,20 +305,30 @@ def explain_misplaced(error: Any) -> ValidationError:
     for line in error.errors(include_url=False):
         kind: str | PydanticCustomError = line["type"]
         if is_about_our_block(line["loc"]):
-            kind = PydanticCustomError("extra_forbidden", _MISPLACED.format("another block"))
+            kind = PydanticCustomError("extra_forbidden", _MISPLACED)
         lines.append({"type": kind, "loc": line["loc"], "input": line["input"], "ctx": line.get("ctx", {})})
     return ValidationError.from_exception_data(error.title, lines)
 
 
-def misplaced_error(path: str) -> ConfigError:
-    """Return the error for our block inside another block, whose dotted path is ``path``, that DeepSpeed accepts."""
-    return ConfigError(_MISPLACED.format(f'"{printable(path, MAX_KEY)}"'))
+def misplaced_error(found: IgnoredBlock | None) -> ConfigError:
+    """Return the error for our block ``found`` below the top level of a config, or None in Accelerate's YAML file."""
+    rule = f"{CONFIG_KEY}: must be at the top level of the DeepSpeed config"
+    if found is None:
+        return ConfigError(
+            f'{rule}, found in "deepspeed_config" of Accelerate\'s YAML file, whose other keys Accelerate ignores.\n'
+            f"Write it into a DeepSpeed config in JSON, {_PLACE}, and name that file there: deepspeed_config_file."
+        )
+    outer = printable(".".join(map(str, found.path[:-1])), MAX_PLACE)
+    remedy = f"Move it out, {_PLACE}."
+    if "zero_optimization" in found.neighbours:
+        remedy = f'"{outer}" contains the whole config: give DeepSpeed that dictionary itself.'
+    return ConfigError(f'{rule}, found inside "{outer}".\n{remedy}')
 
 
+_PLACE = f'next to "zero_optimization": {{"zero_optimization": {{"stage": 3, ...}}, "{CONFIG_KEY}": {{...}}}}'
 _MISPLACED = (
-    f'"{CONFIG_KEY}" must be at the top level of the DeepSpeed config, found inside {{}}. '
-    f'Move it out, next to "zero_optimization": '
-    f'{{{{"zero_optimization": {{{{"stage": 3, ...}}}}, "{CONFIG_KEY}": {{{{...}}}}}}}}'
+    f'"{CONFIG_KEY}" must be at the top level of the DeepSpeed config, found inside another block. '
+    f"Move it out, {_PLACE}"
 )
 
 
@@ -417,6 +422,22 @@ def _message(key: str, rule: str, found: object, remedy: str) -> str:
     return f"{CONFIG_KEY}.{printable(key, MAX_KEY)}: {rule}, found {shown}.\n{remedy}"
 
 
+_CHOICES = {name: f'"{name}"' for name in ("planned", "cpu", "streamed", "stride", "fraction")}
+# No text stands for this placement of all units.
+_CHOICES["resident"] = '[{"match": "*", "states": "resident"}]'
+_CHOICES_IN_LIST = {name: f'"{name}"' for name in ("cpu", "streamed", "resident")}
+
+
+def _remedy(key: str, found: object) -> str:
+    """Return the remedy for an invalid value of a key, with the placement that another word for one stands for."""
+    choices, words = _CHOICES, [found]
+    if isinstance(found, list):
+        choices, words = _CHOICES_IN_LIST, found
+    wrong = (word for word in words if isinstance(word, str) and choices.get(word) != f'"{word}"')
+    questions = (did_you_mean(word, choices) for word in wrong if key == "placement")
+    return f"{next(filter(None, questions), '')} {_RULES[key].remedy}".strip()
+
+
 def _messages(error: ValidationError) -> list[str]:
     """Return one message per invalid key, with the rule, the value found and the remedy."""
     by_key: dict[str, str] = {}
@@ -436,7 +457,7 @@ def _messages(error: ValidationError) -> list[str]:
             by_key.setdefault(key, _message(key, "is not a known key", item["input"], remedy))
         else:
             # Pydantic reports an error for each member of a union; one message per key is enough.
-            by_key.setdefault(key, _message(key, _RULES[key].rule, item["input"], _RULES[key].remedy))
+            by_key.setdefault(key, _message(key, _RULES[key].rule, item["input"], _remedy(key, item["input"])))
     messages = list(by_key.values())
     if len(messages) > MAX_MESSAGES:
         left_out = len(messages) - MAX_MESSAGES

@@ -4,7 +4,8 @@ They are here and not in the modules that use them, because importing ``activati
 """
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 __version__ = "0.2.0"
 
@@ -17,6 +18,9 @@ SWITCH = "DEEP_OPT_STATES"
 CHECK_SWITCH = "DEEP_OPT_STATES_CHECK"
 """The environment variable that, set to 1, names parameters that a script writes to without a call that waits."""
 
+ACCELERATE_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
+"""The environment variable in which Accelerate's launcher lists the keys of ``deepspeed_config`` in its YAML file."""
+
 
 def resembles_config_key(key: object) -> bool:
     """Return whether ``key`` is another spelling of ``CONFIG_KEY``, such as ``deep_opt_states``.
@@ -24,30 +28,10 @@ def resembles_config_key(key: object) -> bool:
     DeepSpeed ignores unknown top-level keys, so with a misspelled block, stock DeepSpeed would train unnoticed. No key
     of DeepSpeed itself is as similar: the nearest, ``fp32_optimizer_states``, has a similarity of 0.89.
     """
-    # Users disable a key by a leading character that is not a letter.
-    if not isinstance(key, str) or key == CONFIG_KEY or not key[:1].isalpha():
+    if not isinstance(key, str) or key == CONFIG_KEY or _is_disabled(key):
         return False
     letters, expected = _letters(key), _letters(CONFIG_KEY)
     return letters.startswith("deepopt") or bool(difflib.get_close_matches(letters, [expected], cutoff=0.92))
-
-
-def blocks_below(config: object, path: str = "") -> Iterator[tuple[str, str, object]]:
-    """Yield each key below the top level of ``config`` that is ours or resembles it: its path, the key, and its value.
-
-    DeepSpeed passes on several of its blocks unread, such as ``"optimizer"``: our block would be ignored there.
-    """
-    entries: Iterable[tuple[object, object]] = ()
-    if isinstance(config, dict):
-        # Users disable a key by a leading character that is not a letter.
-        entries = [(key, value) for key, value in config.items() if str(key)[:1].isalpha()]
-    elif isinstance(config, (list, tuple)):
-        entries = enumerate(config)
-    for key, value in entries:
-        if key == CONFIG_KEY or resembles_config_key(key):
-            if path:
-                yield path, str(key), value
-        else:
-            yield from blocks_below(value, f"{path}.{key}" if path else str(key))
 
 
 def is_about_our_block(location: Sequence[object]) -> bool:
@@ -56,6 +40,50 @@ def is_about_our_block(location: Sequence[object]) -> bool:
     ``location`` is empty if the error is about several keys.
     """
     return any(key == CONFIG_KEY or resembles_config_key(key) for key in location[-1:])
+
+
+class IgnoredBlock(NamedTuple):
+    """A block that DeepSpeed would ignore, because it is below the top level of the config or misspelled."""
+
+    path: tuple[object, ...]
+    """The keys, and positions in lists, that lead to the block. The last key is its name as it is spelled."""
+    block: object
+    neighbours: Mapping[object, object]
+    """The dictionary that contains the block."""
+
+    @property
+    def is_misspelled(self) -> bool:
+        """Return whether the name is not ours."""
+        return self.path[-1] != CONFIG_KEY
+
+    @property
+    def is_switched_off(self) -> bool:
+        """Return whether stock DeepSpeed shall train, as it does."""
+        return self.block is False or (isinstance(self.block, dict) and self.block.get("enabled") is False)
+
+
+def ignored_blocks(config: Mapping[str, object]) -> Iterator[IgnoredBlock]:
+    """Yield each block of a DeepSpeed config with our name below the top level, or with another spelling anywhere.
+
+    A dictionary is not searched if it is our block itself, nor if its key is disabled by a leading character.
+    """
+    seen = {id(config)}
+    containers: list[tuple[tuple[object, ...], Any]] = [((), config)]
+    # The list grows while it is read.
+    for path, container in containers:
+        for key, value in container.items() if isinstance(container, Mapping) else enumerate(container):
+            if is_about_our_block((key,)):
+                if path or key != CONFIG_KEY:
+                    yield IgnoredBlock((*path, key), value, container)
+            elif isinstance(value, Mapping | list | tuple) and not _is_disabled(key) and id(value) not in seen:
+                # A config that is written in Python may contain itself.
+                seen.add(id(value))
+                containers.append(((*path, key), value))
+
+
+def _is_disabled(key: object) -> bool:
+    """Return whether a user has disabled a key by a leading character that is not a letter."""
+    return isinstance(key, str) and not key[:1].isalpha()
 
 
 def _letters(key: str) -> str:

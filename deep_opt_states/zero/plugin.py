@@ -35,7 +35,7 @@ from deep_opt_states.zero.start.refusals import (
     refuse_rules_without_effect,
 )
 from deep_opt_states.zero.start.reporting import EngineProgress
-from deep_opt_states.zero.start.verification import missing_names_are_refused, release_is_tried, verify_release
+from deep_opt_states.zero.start.verification import missing_names_are_refused, verify_release
 from deep_opt_states.zero.step.direct_writes import checks_direct_writes
 
 
@@ -102,11 +102,10 @@ def check_engine(engine: Any, model: Any) -> None:
     reference model, a teacher, an evaluation. It runs as stock DeepSpeed, and the other settings in its config are not
     checked. Raise ``ConfigError`` or ``Unsupported``.
 
-    This is a collective over all ranks for a release of DeepSpeed that was never tried: if one rank refuses it, all
-    ranks raise.
+    With an optimizer, this is a collective over all ranks: if one rank refuses the engine, all ranks raise.
     """
     has_optimizer = bool(engine.client_optimizer or engine.optimizer_name())
-    if release_is_tried() or not has_optimizer:
+    if not has_optimizer:
         _check_engine(engine, model, has_optimizer)
         return
     # DeepSpeed sets the device of this rank only later, and NCCL needs it now.

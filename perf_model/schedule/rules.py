@@ -7,7 +7,6 @@ effect is an error, because it is most often a misspelt name.
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any, Literal, get_args
 from perf_model.json_input import printable, shorten
 from perf_model.schedule.cutting import layer_of
 from perf_model.schedule.placement import Placement
+from perf_model.schedule.spellings import did_you_mean, rules_as_list, shell_pattern_of
 
 States = Literal["cpu", "streamed", "resident", "planned"]
 """The choices of a rule: a placement, or ``"planned"``, with which the planner chooses it."""
@@ -92,12 +92,10 @@ class PlacementRules:
     @classmethod
     def from_json(cls, value: object) -> PlacementRules:
         """Return the rules that a list of JSON objects defines. Raise ``RulesError`` unless each of them is valid."""
-        if isinstance(value, Mapping) and value:
-            rules = [value] if value.keys() & set(_KEYS) else [{"match": key, "states": value[key]} for key in value]
-            remedy = f"Put each rule into a list: {printable(json.dumps(rules, default=str), 200)}."
-            raise RulesError("", "must be a list of rules", shorten(value), remedy)
         if not isinstance(value, list) or not value:
-            raise RulesError("", "must be a list of rules", shorten(value), f"For example: [{_EXAMPLE}].")
+            in_list = rules_as_list(value) if isinstance(value, Mapping) else ""
+            remedy = f"Put it into a list: {in_list}." if in_list else f"For example: [{_EXAMPLE}]."
+            raise RulesError("", "must be a list of rules", shorten(value), remedy)
         if len(value) > MAX_PATTERNS:
             raise RulesError("", f"must have at most {MAX_PATTERNS:,} rules", f"{len(value):,}", _FEWER)
         return cls(tuple(_parse(f"[{number}]", rule) for number, rule in enumerate(value)))
@@ -188,19 +186,10 @@ def _parse(key: str, rule: object) -> PlacementRule:
         raise RulesError(f"{key}.match", rule, f"{longest:,}", "No name of a parameter is as long: shorten it.")
     known = get_args(States)
     if states not in known:
-        remedy = remedy_for_states(states, known) or 'With "planned", the planner chooses.'
+        remedy = did_you_mean(states, {choice: f'"{choice}"' for choice in known})
+        remedy = remedy or 'With "planned", the planner chooses.'
         raise RulesError(f"{key}.states", 'must be "cpu", "streamed", "resident" or "planned"', shorten(states), remedy)
     return PlacementRule(tuple(patterns), states)
-
-
-def remedy_for_states(states: object, known: Sequence[str]) -> str:
-    """Return the remedy for a word in place of one of the ``known`` ones; "" if it resembles none of them."""
-    spelled = printable(states, 100)
-    if any(word in spelled.lower() for word in ("gpu", "cuda", "vram", "device", "resident")):
-        rule = "" if "resident" in known else ', by the rule [{"match": "*", "states": "resident"}]'
-        return f'Say "resident" to keep states on the GPU{rule}, or "streamed" to copy them there for each update.'
-    close = difflib.get_close_matches(spelled, known, n=1)
-    return f'Did you mean "{close[0]}"?' if close else ""
 
 
 def _check_pattern(
@@ -214,8 +203,11 @@ def _check_pattern(
             found = f'{pattern!r}, which matches "{alias}", another name of "{first}"'
             remedy = f'A tied parameter has one name, the first. Match "{first}".'
             raise RulesError(key, "must match a parameter by the name that counts", found, remedy)
-    names = ", ".join(nearest_names(pattern, [*trained, *frozen]))
-    raise RulesError(key, "must match a parameter of the model", repr(pattern), f"The nearest names: {names}.")
+    names = [*trained, *frozen]
+    remedy = f"The nearest names: {', '.join(nearest_names(pattern, names))}."
+    if shell_pattern := shell_pattern_of(pattern, names):
+        remedy = f'Patterns are those of a shell and match whole names: did you mean "{shell_pattern}"? {remedy}'
+    raise RulesError(key, "must match a parameter of the model", repr(pattern), remedy)
 
 
 def nearest_names(pattern: str, names: Iterable[str]) -> list[str]:

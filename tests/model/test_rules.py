@@ -143,8 +143,11 @@ def test_rules_must_be_a_list_with_an_entry(value: object) -> None:
         ({"match": [1], "states": "cpu"}, "placement[0].match: must be a pattern or a list of patterns, found [1]."),
         ({"match": "", "states": "cpu"}, "placement[0].match: must be a pattern or a list of patterns, found ''."),
         ({"match": "*", "states": "stream"}, "found 'stream'.\nDid you mean \"streamed\"?"),
-        ({"match": "*", "states": "gpu"}, "found 'gpu'.\nSay \"resident\" to keep states on the GPU, or \"streamed\""),
-        ({"match": "*", "states": "cuda:0"}, "found 'cuda:0'.\nSay \"resident\" to keep states on the GPU, or"),
+        ({"match": "*", "states": "stremed"}, "found 'stremed'.\nDid you mean \"streamed\"?"),
+        ({"match": "*", "states": "gpu_resident"}, "found 'gpu_resident'.\nDid you mean \"resident\"?"),
+        ({"match": "*", "states": "host"}, "found 'host'.\nDid you mean \"cpu\"?"),
+        ({"match": "*", "states": "auto"}, "found 'auto'.\nDid you mean \"planned\"?"),
+        ({"match": "*", "states": "elsewhere"}, "found 'elsewhere'.\nWith \"planned\", the planner chooses."),
         ({"match": "*", "states": []}, "must be \"cpu\", \"streamed\", \"resident\" or \"planned\", found []."),
     ],
 )  # fmt: skip
@@ -152,14 +155,51 @@ def test_a_rule_that_is_not_valid_is_refused(rule: object, expected: str) -> Non
     assert expected in error_of(rule)
 
 
+@pytest.mark.parametrize("states", ["gpu", "GPU", "cuda", "cuda:0", "device", "on_gpu", "vram", "accelerator"])
+def test_a_word_for_the_accelerator_is_answered_with_the_two_placements_on_it(states: str) -> None:
+    assert error_of({"match": "*", "states": states}).endswith(
+        'Did you mean "resident", which keeps the states on the GPU, or "streamed", which keeps them in host memory '
+        "and copies them to the GPU for each update?"
+    )
+
+
 @pytest.mark.parametrize(
-    "rules", [{"match": "lm_head.*", "states": "cpu"}, {"lm_head.*": "cpu"}], ids=["one rule", "states by pattern"]
+    ("value", "expected"),
+    [
+        ({"match": "*", "states": "cpu"}, '[{"match": "*", "states": "cpu"}]'),
+        ({"match": ["a", "b"], "states": "gpu"}, '[{"match": ["a", "b"], "states": "gpu"}]'),
+        ({"*.mlp.*": "cpu", "*": "planned"}, '[{"match": "*.mlp.*", "states": "cpu"}, {"match": "*", "states": "pla'),
+        ({"rules": EXAMPLE[:1]}, '[{"match": "*.mlp.experts.*", "states": "cpu"}]'),
+    ],
 )
-def test_a_dictionary_of_rules_is_refused_with_the_list_that_was_meant(rules: object) -> None:
-    with pytest.raises(RulesError, match="placement: must be a list of rules") as caught:
-        PlacementRules.from_json(rules)
-    expected = 'Put each rule into a list: [{"match": "lm_head.*", "states": "cpu"}].'
-    assert str(caught.value).splitlines()[-1] == expected
+def test_a_dictionary_of_rules_is_answered_with_the_list_that_it_stands_for(value: Any, expected: str) -> None:
+    with pytest.raises(RulesError) as caught:
+        PlacementRules.from_json(value)
+    assert f".\nPut it into a list: {expected}" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [{"a": {"b": 1}}, {"match": 1}, {"rules": []}, {1: "cpu"}, {"rules": [{}]}])
+def test_a_dictionary_that_is_no_rule_is_answered_with_an_example(value: Any) -> None:
+    with pytest.raises(RulesError, match=r"placement: must be a list of rules, found .*\nFor example: "):
+        PlacementRules.from_json(value)
+
+
+@pytest.mark.parametrize(
+    ("expression", "pattern"),
+    [
+        (r".*\.mlp\..*", "*.mlp.*"),
+        (r"^lm_head\.", "lm_head.*"),
+        (r"model\.layers\.\d+\.mlp\..+", "model.layers.*.mlp.*"),
+        (r"model\.layers\.[0-9]+\..*weight$", "model.layers.*.*weight"),
+        ("mlp.gate", "*mlp.gate*"),
+        ("lm_head", "lm_head*"),
+        (r"layers\.\d\.mlp", r"*layers.?.mlp*"),
+    ],
+)
+def test_a_regular_expression_is_answered_with_the_shell_pattern(expression: str, pattern: str) -> None:
+    message = error_of({"match": expression, "states": "cpu"})
+    assert f'Patterns are those of a shell and match whole names: did you mean "{pattern}"? The nearest' in message
+    PlacementRules.from_json([{"match": pattern, "states": "cpu"}]).check(NAMES)
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names() -> None:

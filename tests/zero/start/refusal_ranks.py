@@ -277,6 +277,9 @@ def attempt_to_call_later_method() -> dict[str, str | bool]:
 
 def attempt_on_one_rank() -> None:
     """Refuse on rank 1 alone, print which engines and threads are left on both ranks, and train the next engine."""
+    pattern = "lm_heads.*" if torch.distributed.get_rank() == 1 else "*"
+    block = {"placement": [{"match": pattern, "states": "cpu"}]}
+    answer(attempt({"deep_optimizer_states": block}, {}, nullcontext()))
     hyperparameters = {"lr": None} if torch.distributed.get_rank() == 1 else {}
     threads = threading.active_count()
     answer(attempt(NO_OPTIMIZER, {"optimizer": second_group(**hyperparameters)}, nullcontext()))

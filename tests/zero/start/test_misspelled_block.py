@@ -9,12 +9,18 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from accelerate.commands import launch
+from accelerate.utils import DeepSpeedPlugin
+from deepspeed.runtime.config import DeepSpeedConfig
 from pydantic import ValidationError
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
+from deep_opt_states import activation
 from deep_opt_states.config import ConfigError
-from deep_opt_states.names import CONFIG_KEY, resembles_config_key
+from deep_opt_states.names import ACCELERATE_FIELDS, CONFIG_KEY, ignored_blocks, resembles_config_key
 from tests.launch import REPOSITORY, run_ranks
 
 MISSPELLINGS = [
@@ -90,8 +96,6 @@ ZERO_3 = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
 
 
 def read(zero: dict[str, Any], **others: Any) -> None:
-    from deepspeed.runtime.config import DeepSpeedConfig
-
     DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, **others})
 
 
@@ -113,42 +117,6 @@ def test_a_misplaced_block_is_refused_with_the_remedy(inside: str, key: str) -> 
         'out, next to "zero_optimization": {"zero_optimization": {"stage": 3, ...}, "deep_optimizer_states": {...}}'
     )
     assert str(block) in str(caught.value)
-
-
-NESTED: list[tuple[str, dict[str, Any]]] = [
-    ("optimizer", {"optimizer": {"type": "AdamW", CONFIG_KEY: {}}}),
-    ("optimizer.params", {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, CONFIG_KEY: {"placement": "cpu"}}}}),
-    ("scheduler", {"scheduler": {"type": "WarmupLR", "params": {}, CONFIG_KEY: {}}}),
-    ("activation_checkpointing", {"activation_checkpointing": {CONFIG_KEY: {}}}),
-    ("curriculum.stages.1", {"curriculum": {"stages": [{"x": 1}, {CONFIG_KEY: {}}]}}),
-    ("deepspeed", {"deepspeed": {"zero_optimization": ZERO_3, CONFIG_KEY: {}}}),
-    ("deepspeed_config.hf_ds_config", {"deepspeed_config": {"hf_ds_config": {CONFIG_KEY: {}}}}),
-]
-"""Blocks that DeepSpeed passes on unread, and wrappers of Hugging Face and Accelerate around the whole JSON."""
-
-
-@pytest.mark.parametrize(("path", "others"), NESTED, ids=[path for path, _ in NESTED])
-def test_a_block_where_deepspeed_ignores_it_is_refused_with_its_path(path: str, others: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f'top level of the DeepSpeed config, found inside "{path}". Move')):
-        read(ZERO_3, **others)
-
-
-def test_a_block_in_a_disabled_dictionary_changes_nothing() -> None:
-    read(ZERO_3, _old={CONFIG_KEY: {}}, optimizer={"type": "AdamW", "#params": {CONFIG_KEY: {}}})
-
-
-@pytest.mark.parametrize("block", [False, {"enabled": False}])
-def test_a_nested_block_that_is_switched_off_changes_nothing(block: object) -> None:
-    read(ZERO_3, optimizer={"type": "AdamW", CONFIG_KEY: block})
-
-
-def test_a_misspelled_block_is_named_at_any_depth(monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: list[str] = []
-    monkeypatch.setattr("deep_opt_states.zero.internals.log.log_rank_0", logged.append)
-    read(ZERO_3, optimizer={"type": "AdamW", "params": {"deep_opt_states": {"of": "this test"}}})
-    (line,) = logged
-    assert 'the key "optimizer.params.deep_opt_states" in the DeepSpeed config has no effect' in line
-    assert 'did you mean "deep_optimizer_states", at the top level?' in line
 
 
 def test_the_other_errors_next_to_a_misplaced_block_stay_as_they_are() -> None:
@@ -180,6 +148,128 @@ def test_other_errors_of_deepspeed_do_not_mention_the_plugin() -> None:
     with pytest.raises(ValidationError) as caught:
         read({"stage": 3, "unknown": 1})
     assert "deep_optimizer_states" not in str(caught.value)
+
+
+PLACES = {
+    "optimizer": {"optimizer": {"type": "AdamW", CONFIG_KEY: {}}},
+    "optimizer.params": {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, CONFIG_KEY: {"placement": "cpu"}}}},
+    "scheduler": {"scheduler": {"type": "WarmupLR", CONFIG_KEY: True}},
+    "activation_checkpointing": {"activation_checkpointing": {CONFIG_KEY: {}}},
+    "checkpoint.writer": {"checkpoint": {"writer": {CONFIG_KEY: {}}}},
+    "plugins.1": {"plugins": [{"name": "other"}, {CONFIG_KEY: {}}]},
+    "deeper.0.1.down": {"deeper": [({}, {"down": {CONFIG_KEY: None}})]},
+}
+
+
+@pytest.mark.promise("P6")
+@pytest.mark.parametrize("also_at_the_top", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_block_where_deepspeed_does_not_read_it_is_refused(place: str, also_at_the_top: bool) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(ZERO_3, **PLACES[place], **({CONFIG_KEY: {}} if also_at_the_top else {}))
+    rule, remedy = str(caught.value).splitlines()
+    assert rule == f'{CONFIG_KEY}: must be at the top level of the DeepSpeed config, found inside "{place}".'
+    assert remedy.startswith('Move it out, next to "zero_optimization": {"zero_optimization": {"stage": 3, ...}')
+
+
+@pytest.mark.promise("P6")
+@pytest.mark.parametrize("wrapper", ["deepspeed", "deepspeed_config", "hf_ds_config"])
+def test_a_whole_config_inside_another_dictionary_is_refused(wrapper: str) -> None:
+    with pytest.raises(ConfigError, match=f'found inside "{wrapper}".\n"{wrapper}" contains the whole config: give'):
+        DeepSpeedConfig({wrapper: {"zero_optimization": ZERO_3, CONFIG_KEY: {}}, "train_batch_size": 1})
+
+
+@pytest.mark.parametrize("framework", ["Accelerate", "Trainer"])
+def test_a_misplaced_block_is_refused_in_the_config_that_a_framework_passes_on(framework: str) -> None:
+    config = {"train_batch_size": 1, "zero_optimization": ZERO_3, **PLACES["optimizer.params"]}
+    if framework == "Trainer":
+        passed_on = HfTrainerDeepSpeedConfig(config).config
+    else:
+        passed_on = DeepSpeedPlugin(hf_ds_config=config).deepspeed_config
+    with pytest.raises(ConfigError, match=r'found inside "optimizer\.params"'):
+        DeepSpeedConfig(passed_on)
+
+
+ACCELERATE_YAML = """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config:
+  zero_stage: 3
+  offload_optimizer_device: cpu
+  KEY: {}
+mixed_precision: bf16
+num_machines: 1
+num_processes: 1
+"""
+
+
+def launched_environment(key: str, folder: Path) -> dict[str, str]:
+    """Return the environment that Accelerate's launcher gives to a script, for a YAML file with ``key``."""
+    (folder / "accelerate.yaml").write_text(ACCELERATE_YAML.replace("KEY", key))
+    arguments = ["--config_file", str(folder / "accelerate.yaml"), "script.py"]
+    environments: list[dict[str, str]] = []
+
+    def started(args: Any) -> None:
+        environments.append(launch.prepare_deepspeed_cmd_env(args)[1])
+
+    with mock.patch.object(launch, "deepspeed_launcher", started):
+        launch.launch_command(launch.launch_command_parser().parse_args(arguments))
+    return environments[0]
+
+
+@pytest.mark.promise("P6")
+def test_a_block_in_the_yaml_file_of_accelerate_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the launcher itself: of a key that it does not know, it passes on the name."""
+    environment = launched_environment(CONFIG_KEY, tmp_path)
+    monkeypatch.setenv(ACCELERATE_FIELDS, environment[ACCELERATE_FIELDS])
+    with pytest.raises(ConfigError) as caught:
+        read(ZERO_3)
+    assert 'found in "deepspeed_config" of Accelerate\'s YAML file' in str(caught.value)
+    assert "name that file there: deepspeed_config_file" in str(caught.value)
+    monkeypatch.setenv(ACCELERATE_FIELDS, launched_environment("zero3_init_flag", tmp_path)[ACCELERATE_FIELDS])
+    read(ZERO_3)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"optimizer": {"type": "AdamW", CONFIG_KEY: {"enabled": False}}},
+        {"optimizer": {"type": "AdamW", CONFIG_KEY: False}},
+        {"_disabled": {CONFIG_KEY: {}}},
+        {"notes": {"text": f"{CONFIG_KEY} is not used here", "words": [CONFIG_KEY]}},
+        {"data_efficiency": {"enabled": False, "notes": {"deep_optimizer": "a free word"}}},
+    ],
+)
+def test_a_dictionary_that_does_not_enable_the_plugin_is_accepted(config: dict[str, Any]) -> None:
+    read(ZERO_3, **config)
+
+
+def test_a_config_that_contains_itself_is_searched_once() -> None:
+    inner: dict[str, Any] = {"deep_opt_states": {}}
+    inner["again"] = [inner, {"again": inner}]
+    assert [block.path for block in ignored_blocks({"inner": inner, CONFIG_KEY: {"deep_opt_states": {}}})] == [
+        ("inner", "deep_opt_states")
+    ]
+
+
+def test_a_misspelled_key_anywhere_is_a_warning_that_names_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr("deep_opt_states.zero.internals.log.log_rank_0", logged.append)
+    monkeypatch.setattr(activation, "_warned_of", set())
+    monkeypatch.setenv(ACCELERATE_FIELDS, launched_environment("deep_opt_states", tmp_path)[ACCELERATE_FIELDS])
+    misspelled = {"deep_optimiser_states": {}, "off": {"deep_opt_states": False}}
+    for _ in range(2):
+        read(ZERO_3, optimizer={"type": "AdamW", "params": misspelled}, plugins=[{"deepOptStates": 1}])
+    keys = ["optimizer.params.deep_optimiser_states", "plugins.0.deepOptStates", "deepspeed_config.deep_opt_states"]
+    assert logged == [
+        f'the key "{key}" in the DeepSpeed config has no effect: did you mean "{CONFIG_KEY}" at the top level? '
+        "Until that is changed, stock DeepSpeed trains."
+        for key in keys
+    ]
+    read(ZERO_3, optimizer={"type": "AdamW", "params": misspelled}, **{CONFIG_KEY: {}})
+    assert len(logged) == len(keys)
 
 
 def test_rank_0_warns_once_of_a_misspelled_key(tmp_path: Path) -> None:

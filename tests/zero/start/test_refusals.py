@@ -53,7 +53,10 @@ EXPECTED: dict[str, tuple[str, str]] = {
         'Set "offload_optimizer"',
     ),
     "under zero.Init": ("offload_optimizer.ratio: must be 1", 'remove "ratio"'),
-    "no optimizer, misspelled placement": ('placement: must be "planned"', 'Say "resident"'),
+    "no optimizer, misspelled placement": (
+        'placement: must be "planned"',
+        'Did you mean [{"match": "*", "states": "resident"}]',
+    ),
     "no learning rate": ("must be numbers, and betas two numbers, in every param group, found lr=None", NUMBERS),
     "learning rate in a tensor": ("found lr=tensor(0.0010) in param group 1", NUMBERS),
     "eps of adafactor": ("found eps=(1e-30, 0.001) in param group 1", 'choose "adamw_torch"'),
@@ -159,7 +162,9 @@ def test_each_engine_without_an_optimizer_logs_one_line(trained: TrainingOnce) -
 @pytest.mark.promise("P6")
 def test_a_refusal_on_one_rank_leaves_no_engine_and_no_thread_on_any(trained: TrainingOnce) -> None:
     for rank, answers in enumerate(trained.answers(2)):
-        refused, left, trained_afterwards = answers
+        wrong_rule, refused, left, trained_afterwards = answers
+        assert wrong_rule["type"] == ("RanksDisagree", "ConfigError")[rank]
+        assert "placement[0].match: must match a parameter of the model" in wrong_rule["message"]
         assert refused["type"] == ("RanksDisagree", "Unsupported")[rank]
         assert "found lr=None in param group 1" in refused["message"]
         assert left == {"engines left": [], "threads left": 0}
