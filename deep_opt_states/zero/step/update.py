@@ -24,8 +24,9 @@ Call                      Caller                                     Collective 
 ``wait``                  every reader of parameters or states,      no                this rank's part is done; the
                           also on one rank alone                                       phase is as before
 ``give_params_back``      every writer of parameters                 no                as after ``wait``
-``synchronize_ranks``     on every rank: the next ``step()``,        yes               IDLE; FAILED on every rank if the
-                          checkpoints, gathers outside forward                         update failed on any
+``synchronize_ranks``     on every rank: the next ``step()``, a new  yes               IDLE; FAILED on every rank if the
+                          engine, checkpoints, gathers outside                         update failed on any
+                          forward
 ``raise_if_failed``       every user of the states                   no                the states are consistent, as far
                                                                                        as this rank knows
 ``forget_failure``        a load that has restored all states        no                FAILED becomes IDLE

@@ -10,16 +10,25 @@ from tests.tiers import thorough
 BLOCKS = ("cpu", "stride", "streamed", "resident")
 
 
-def interrupted(*arguments: str, timeout_s: float) -> list[dict[str, object]]:
-    (finished,) = run_ranks(1, ["-m", "tests.zero.failures.interrupted_ranks", *arguments], timeout_s=timeout_s)
-    assert finished.returncode == 0, finished.output[-5000:]
-    return finished.answers()
+ON = {"cpu": (), "software_gpu": ("--on", "software_gpu", "--adversary", "lazy")}
+
+
+def interrupted(*arguments: str, ranks: int = 1, on: str = "cpu") -> list[dict[str, object]]:
+    """Return the answers of all ranks."""
+    program = ["-m", "tests.zero.failures.interrupted_ranks", *arguments, *ON[on]]
+    finished = run_ranks(ranks, program, timeout_s=1800)
+    for rank in finished:
+        assert rank.returncode == 0, rank.output[-5000:]
+    return [answer for rank in finished for answer in rank.answers()]
 
 
 @pytest.mark.promise("P6")
 @pytest.mark.parametrize("number", ["3", thorough("50")])
-def test_after_an_interrupt_at_a_random_moment_training_is_saved_and_resumed_as_with_stock(number: str) -> None:
-    answers = interrupted("moments", "1", number, *BLOCKS, timeout_s=1800)
+@pytest.mark.parametrize("on", ON)
+def test_after_an_interrupt_at_a_random_moment_training_is_saved_and_resumed_as_with_stock(
+    number: str, on: str
+) -> None:
+    answers = interrupted("moments", "1", number, *BLOCKS, on=on)
     assert len(answers) == int(number) * len(BLOCKS)
     assert {answer["block"] for answer in answers} == set(BLOCKS)
     assert [answer for answer in answers if answer["problem"]] == []
@@ -27,9 +36,13 @@ def test_after_an_interrupt_at_a_random_moment_training_is_saved_and_resumed_as_
 
 @pytest.mark.promise("P6")
 @pytest.mark.thorough
-@pytest.mark.parametrize("block", BLOCKS)
-def test_each_wait_of_the_host_can_be_interrupted_and_repeated(block: str) -> None:
-    answers = interrupted("waits", block, timeout_s=1800)
+@pytest.mark.parametrize(
+    ("block", "ranks", "on"),
+    [*((block, 1, on) for block in BLOCKS for on in ON), ("stride", 2, "cpu")],
+)
+def test_each_wait_of_the_host_can_be_interrupted_and_repeated(block: str, ranks: int, on: str) -> None:
+    """Check an interrupt of all ranks in the same wait."""
+    answers = interrupted("waits", block, ranks=ranks, on=on)
     assert len(answers) > 100
     assert all(answer["waits"] for answer in answers)
     assert [answer for answer in answers if answer["problem"]] == []
