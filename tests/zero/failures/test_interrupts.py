@@ -41,7 +41,7 @@ def test_after_an_interrupt_at_a_random_moment_training_is_saved_and_resumed_as_
     [*((block, 1, on) for block in BLOCKS for on in ON), ("stride", 2, "cpu")],
 )
 def test_each_wait_of_the_host_can_be_interrupted_and_repeated(block: str, ranks: int, on: str) -> None:
-    """Check an interrupt of all ranks in the same wait."""
+    """Check an interrupt of all ranks in the same wait, which is a collective if there are several ranks."""
     answers = interrupted("waits", block, ranks=ranks, on=on)
     assert len(answers) > 100
     assert all(answer["waits"] for answer in answers)
