@@ -125,7 +125,7 @@ def _plugin_for(param_dict: dict[str, Any]) -> Any:
     if CONFIG_KEY not in param_dict:
         return None
     from deep_opt_states.zero.enabled import enabled_config
-    from deep_opt_states.zero.start.verification import check_release, missing_names_are_refused
+    from deep_opt_states.zero.start.release import check_release, missing_names_are_refused
 
     config = enabled_config(param_dict)
     if config is None:
@@ -135,7 +135,7 @@ def _plugin_for(param_dict: dict[str, Any]) -> Any:
 
             return plugin
         return None
-    check_release(config.untested_deepspeed)
+    check_release()
     with missing_names_are_refused():
         from deep_opt_states.zero import plugin
 

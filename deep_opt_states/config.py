@@ -144,13 +144,6 @@ class Config(BaseModel):
     `timers.throughput.synchronized` is `true`. If the config does not set that key, the throughput timer uses the
     host's clock and does not synchronize the device."""
 
-    untested_deepspeed: Literal["verify", "refuse"] = "verify"
-    """How to treat a release of DeepSpeed that was not tried. If it is older than all that were, it is always refused.
-    `"verify"` looks for every private name that the plugin uses, and trains a tiny model with stock and with the plugin
-    in another process, once per release. Training goes on with a warning if all bits are equal, and is refused
-    otherwise. `"refuse"` refuses the release. [Compatibility](compatibility.md#releases-of-deepspeed) lists those that
-    were tried."""
-
     split_masters: bool = False
     """Whether the fp32 master weights are kept as bf16 and the bits that bf16 lacks. The results have the same bits.
     Host memory takes 14 bytes per parameter instead of 16, and an update on the CPU moves 26 bytes per parameter
@@ -401,10 +394,6 @@ _RULES = {
         "must be true or false",
         "Leave it out to overlap the update with the next forward, until forward needs the updated parameters.",
     ),
-    "untested_deepspeed": _KeyRule(
-        'must be "verify" or "refuse"',
-        "Leave it out to compare the plugin with stock on a tiny model if this release of DeepSpeed was never tried.",
-    ),
     "split_masters": _KeyRule(
         "must be true or false",
         "With true, a bf16 model takes 14 bytes per parameter of host memory instead of 16, with the same results.",
@@ -415,6 +404,15 @@ _RULES = {
         'has a line, use "steps_per_print" in the DeepSpeed config, outside this block.',
     ),
 }
+
+
+_RETIRED = {
+    "untested_deepspeed": (
+        "Remove the key: a release of DeepSpeed that was not tested gives a warning, and is refused if it lacks a name "
+        "that the plugin uses. To exclude such releases, pin DeepSpeed in your environment."
+    ),
+}
+"""The remedy for each key of an earlier release that is refused, whatever its value is."""
 
 
 def _message(key: str, rule: str, found: object, remedy: str) -> str:
@@ -450,7 +448,9 @@ def _messages(error: ValidationError) -> list[str]:
             by_key.setdefault("placement", f"{CONFIG_KEY}.{cause}")
             continue
         key = str(item["loc"][0])
-        if item["type"] == "extra_forbidden":
+        if key in _RETIRED:
+            by_key.setdefault(key, _message(key, "is no longer a key", item["input"], _RETIRED[key]))
+        elif item["type"] == "extra_forbidden":
             known = Config.model_fields
             close = difflib.get_close_matches(key, known, n=1)
             remedy = f'Did you mean "{close[0]}"?' if close else f"Known keys: {', '.join(known)}."

@@ -252,6 +252,16 @@ def test_an_invalid_placement_is_answered_with_the_one_that_was_meant(placement:
     assert str(caught.value).splitlines()[1].startswith(question)
 
 
+@pytest.mark.parametrize(("key", "remedy"), [("untested_deepspeed", "pin DeepSpeed in your environment")])
+def test_a_retired_key_is_refused_with_the_replacement(key: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({key: "refuse"})
+    rule, replacement = str(caught.value).splitlines()
+    assert rule == f"{CONFIG_KEY}.{key}: is no longer a key, found 'refuse'."
+    assert replacement.startswith("Remove the key: ")
+    assert remedy in replacement
+
+
 def test_all_invalid_keys_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         parse({"enabled": 1, "num_slots": 0})

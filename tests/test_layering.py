@@ -115,7 +115,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deep_opt_states.zero.start": {
         "deep_opt_states.config",
         "deep_opt_states.device",
-        "deep_opt_states.files",
         "deep_opt_states.host",
         "deep_opt_states.names",
         "deep_opt_states.profiler",

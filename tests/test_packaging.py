@@ -9,13 +9,13 @@ import pytest
 from packaging.requirements import Requirement
 
 from deep_opt_states.names import __version__
-from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED
+from deep_opt_states.zero.internals.releases import TESTED_DEEPSPEED
 from tests.compat.golden import TRIED_TORCH
 from tests.metadata import changelog, python_versions, setup
 
 
 @pytest.mark.parametrize(
-    ("package", "tried", "older"), [("deepspeed", TRIED_DEEPSPEED, "0.18.4"), ("torch", TRIED_TORCH, "2.9.1")]
+    ("package", "tried", "older"), [("deepspeed", TESTED_DEEPSPEED, "0.18.4"), ("torch", TRIED_TORCH, "2.9.1")]
 )
 def test_pip_accepts_every_release_that_was_tried(package: str, tried: Sequence[str], older: str) -> None:
     (line,) = (line for line in setup("options")["install_requires"].splitlines() if line.startswith(f"{package}>"))

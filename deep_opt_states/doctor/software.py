@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from deep_opt_states.doctor.finding import Finding, Status
-from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED, is_too_old, is_tried
+from deep_opt_states.zero.internals.releases import TESTED_DEEPSPEED, is_tested, is_too_old
 from perf_model.units import gigabytes
 
 OURS = "deep_opt_states"
@@ -109,24 +109,24 @@ def check_package(requirement: Requirement, version: str | None) -> Finding:
 
 
 def check_deepspeed(version: str | None, error: Exception | None) -> Finding:
-    """Check that DeepSpeed can be imported, and that it is one of the releases that were tried.
+    """Check that DeepSpeed can be imported, and that it is a tested release.
 
     A local build tag is ignored. ``version`` is None if DeepSpeed is not installed, and ``error`` is the exception that
-    importing it raised. A release that was not tried is a warning, because training verifies it at start.
+    importing it raised. A release that was not tested is a warning.
     """
-    remedy = f"pip install deepspeed=={TRIED_DEEPSPEED[-1]}"
+    remedy = f"pip install deepspeed=={TESTED_DEEPSPEED[-1]}"
     if version is None:
-        return Finding("deepspeed", Status.FAIL, f"not installed; must be {TRIED_DEEPSPEED[0]} or later", remedy)
+        return Finding("deepspeed", Status.FAIL, f"not installed; must be {TESTED_DEEPSPEED[0]} or later", remedy)
     if is_too_old(version):
-        return Finding("deepspeed", Status.FAIL, f"{version}; must be {TRIED_DEEPSPEED[0]} or later", remedy)
+        return Finding("deepspeed", Status.FAIL, f"{version}; must be {TESTED_DEEPSPEED[0]} or later", remedy)
     if error is not None:
         found = f"{version}, but import deepspeed fails with {type(error).__name__}: {error}"
         return Finding(
             "deepspeed", Status.FAIL, found, f'Run python -c "import deepspeed" to see the full error, or {remedy}'
         )
-    if not is_tried(version):
-        found = f"{version}; was not tried, so training first compares a tiny model with stock"
-        return Finding("deepspeed", Status.WARN, found, f"To skip that, {remedy}")
+    if not is_tested(version):
+        found = f"{version}; was not tested with this release of the plugin: results may differ from stock's"
+        return Finding("deepspeed", Status.WARN, found, f"To avoid the risk, {remedy}")
     return Finding("deepspeed", Status.OK, version)
 
 

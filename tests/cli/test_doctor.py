@@ -47,7 +47,7 @@ FAILS: dict[str, Callable[[], Finding]] = {
 }
 
 WARNS: dict[str, Callable[[], Finding]] = {
-    "deepspeed that was not tried": lambda: software.check_deepspeed("0.19.9", None),
+    "deepspeed that was not tested": lambda: software.check_deepspeed("0.19.9", None),
     "cpu by accident": lambda: software.check_accelerator(Accelerator("cpu", 1), None),
     "switched off": lambda: hook.check_switch("0"),
     "switch without meaning": lambda: hook.check_switch("false"),

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED
+from deep_opt_states.zero.internals.releases import TESTED_DEEPSPEED
 from tests.compat.environments import Release
 from tests.compat.golden import GOLDEN, TRIED_TORCH, world_size
 from tests.compat.results import add_result
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     """Try the releases, print each case that is not equal, and return 1 if one differs from its last result."""
     parser = argparse.ArgumentParser(prog="python -m tests.compat", description=__doc__)
     parser.add_argument("releases", nargs="*", type=Release.from_requirement, metavar="PACKAGE==VERSION")
-    all_tried = [Release("deepspeed", version) for version in TRIED_DEEPSPEED]
+    all_tried = [Release("deepspeed", version) for version in TESTED_DEEPSPEED]
     all_tried += [Release("torch", version) for version in TRIED_TORCH]
     releases = parser.parse_args(arguments).releases or all_tried
     changed = 0

@@ -1,7 +1,7 @@
 """Train golden cases on one rank with this environment's DeepSpeed and PyTorch, and write how they compare with stock.
 
 The names of DeepSpeed that the plugin uses and that are missing are written, too. When training starts, the plugin
-looks for them only in releases that were never tried; those between two tried ones lack what their neighbours lack.
+looks for them only in untested releases; those between two tried ones lack what their neighbours lack.
 
 Arguments: the path of the results, to which the rank is appended, and the names of the cases. At one rank, an exception
 ends its case only. At several ranks it ends all, because the collectives of the ranks no longer match.

@@ -25,7 +25,7 @@ from tests.launch import free_port
 
 NAME = "deep_opt_states"
 PLAN = ("--profile", "gh200", "--model", "13B", "--world-size", "1", "--ranks-per-node", "1", "--micro-batch", "1")
-TRAINING = f"{NAME}.zero.start.tiny_training"
+TRAINING = Path(__file__).with_name("tiny_training.py")
 """A program that trains with stock and with the plugin; its last line is a list of the values that differ."""
 
 VERSIONS = f"""
@@ -80,7 +80,7 @@ def try_distribution(environment: Environment, distribution: Path) -> dict[str, 
     environment.run("deep-opt-states", "plan", *PLAN, "--sequence", "2048")
     environment.run("deep-opt-states", "doctor")
     found: dict[str, Any] = json.loads(environment.run("python", "-c", VERSIONS))
-    return {**found, "differences": json.loads(environment.run("python", "-m", TRAINING).splitlines()[-1])}
+    return {**found, "differences": json.loads(environment.run("python", TRAINING).splitlines()[-1])}
 
 
 def try_all(environment: Environment, distributions: Sequence[Path]) -> dict[str, Any]:

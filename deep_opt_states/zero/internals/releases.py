@@ -1,4 +1,4 @@
-"""Name the releases of DeepSpeed that the plugin was tried with.
+"""Name the releases of DeepSpeed that the plugin was tested with.
 
 Nothing of DeepSpeed is imported here: ``deep-opt-states doctor`` reads these names even if it cannot be imported.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from packaging.version import Version
 
-TRIED_DEEPSPEED = (
+TESTED_DEEPSPEED = (
     "0.18.5",
     "0.18.6",
     "0.18.7",
@@ -23,21 +23,21 @@ TRIED_DEEPSPEED = (
     "0.19.7",
     "0.19.8",
 )
-"""The releases that ``make compat`` has tried. The golden cases that a release has are equal to stock to the bit.
+"""The releases that ``make compat`` has tested. The golden cases that a release has are equal to stock to the bit.
 
 The exception is one case before 0.19.8, with a norm that is inf or NaN: NaN in its 16-bit parameters may have other
 bits.
 """
 
 
-def is_tried(deepspeed_version: str) -> bool:
-    """Return whether the release was tried. A local build tag (``0.19.8+abc``) is ignored."""
-    return deepspeed_version.split("+")[0] in TRIED_DEEPSPEED
+def is_tested(deepspeed_version: str) -> bool:
+    """Return whether the release was tested. A local build tag (``0.19.8+abc``) is ignored."""
+    return deepspeed_version.split("+")[0] in TESTED_DEEPSPEED
 
 
 def is_too_old(deepspeed_version: str) -> bool:
-    """Return whether the release is older than all that were tried."""
-    return Version(deepspeed_version) < Version(TRIED_DEEPSPEED[0])
+    """Return whether the release is older than all that were tested."""
+    return Version(deepspeed_version) < Version(TESTED_DEEPSPEED[0])
 
 
 def is_at_least(deepspeed_version: str, oldest: str) -> bool:

@@ -16,10 +16,10 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deep_opt_states.config import Config
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.zero.internals.compat import num_step_hooks, param_dict
-from deep_opt_states.zero.internals.releases import TRIED_DEEPSPEED, is_at_least
+from deep_opt_states.zero.internals.releases import TESTED_DEEPSPEED, is_at_least
 from deep_opt_states.zero.start.unsupported import Unsupported
 
-_INSTALL_NEWEST = f"Install it with pip install deepspeed=={TRIED_DEEPSPEED[-1]}"
+_INSTALL_NEWEST = f"Install it with pip install deepspeed=={TESTED_DEEPSPEED[-1]}"
 """The beginning of the remedy where this release of DeepSpeed lacks something."""
 
 
