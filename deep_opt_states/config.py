@@ -188,6 +188,7 @@ class Config(BaseModel):
     @classmethod
     def _parse_rules(cls, value: object) -> object:
         """Return rules if ``value`` is an object or a list with an object in it, and else ``value``."""
+        value = list(value) if isinstance(value, tuple) else value
         is_list = isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value)
         return PlacementRules.from_json(value) if is_list or isinstance(value, Mapping) else value
 

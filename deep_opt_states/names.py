@@ -30,8 +30,11 @@ def resembles_config_key(key: object) -> bool:
     """
     if not isinstance(key, str) or key == CONFIG_KEY or _is_disabled(key):
         return False
-    letters, expected = _letters(key), _letters(CONFIG_KEY)
-    return letters.startswith("deepopt") or bool(difflib.get_close_matches(letters, [expected], cutoff=0.92))
+    # Some scripts write the path to a key as one key with dots.
+    letters, expected = _letters(key.rpartition(".")[2]), _letters(CONFIG_KEY)
+    return letters.startswith(("deepopt", "deepspeedopt")) or bool(
+        difflib.get_close_matches(letters, [expected], cutoff=0.92)
+    )
 
 
 def is_about_our_block(location: Sequence[object]) -> bool:
@@ -59,7 +62,7 @@ class IgnoredBlock(NamedTuple):
     @property
     def is_switched_off(self) -> bool:
         """Return whether stock DeepSpeed shall train, as it does."""
-        return self.block is False or (isinstance(self.block, dict) and self.block.get("enabled") is False)
+        return self.block is False or (isinstance(self.block, Mapping) and self.block.get("enabled") is False)
 
 
 def ignored_blocks(config: Mapping[str, object]) -> Iterator[IgnoredBlock]:
@@ -83,7 +86,7 @@ def ignored_blocks(config: Mapping[str, object]) -> Iterator[IgnoredBlock]:
 
 def _is_disabled(key: object) -> bool:
     """Return whether a user has disabled a key by a leading character that is not a letter."""
-    return isinstance(key, str) and not key[:1].isalpha()
+    return isinstance(key, str) and not key.lstrip()[:1].isalpha()
 
 
 def _letters(key: str) -> str:

@@ -45,7 +45,7 @@ class _ListedTensor:
     @property
     def is_own(self) -> bool:
         return (
-            isinstance(self.listed, torch.Tensor)
+            _is_dense(self.listed)
             and self.listed.data_ptr() == self.own.data_ptr()
             and self.listed.shape == self.own.shape
             and self.listed.dtype == self.own.dtype
@@ -53,10 +53,10 @@ class _ListedTensor:
         )
 
     def check(self, num_listed: int) -> None:
-        """Raise ``StateRefused`` unless the tensor can become a view; ``num_listed`` entries have its memory."""
+        """Raise ``StateRefused`` unless the tensor can become a view; ``num_listed`` entries share memory with it."""
         numel = self.own.numel()
         if not (
-            isinstance(self.listed, torch.Tensor)
+            _is_dense(self.listed)
             and self.listed.is_cpu
             and self.listed.dtype == self.own.dtype
             and self.listed.numel() == numel
@@ -68,7 +68,7 @@ class _ListedTensor:
             )
         if num_listed > 1:
             raise StateRefused(
-                f"{self.name} must have memory of its own, found a tensor that {num_listed} states share.\n"
+                f"{self.name} must have memory of its own, found memory that {num_listed} states share.\n"
                 f"Assign a tensor to each of them, for example with clone()."
             )
 
@@ -109,6 +109,11 @@ class AssignedStates:
             self._check()
         except StateRefused as refused:
             return refused
+        except Exception as error:  # noqa: BLE001 (scripts assign anything, and the other ranks wait for this one)
+            return StateRefused(
+                f"The optimizer's states must be readable, found {type(error).__name__}: {error}.\n"
+                f"Assign tensors and numbers of steps, or clear a state to start from zeros."
+            )
         return None
 
     def _check(self) -> None:
@@ -130,15 +135,23 @@ class AssignedStates:
             )
         for index in range(len(self.masters)):
             self._check_keys(index)
+        # Stock adds 1 to a tensor in place, before each sub-group reads it.
+        steps = (state["step"] for index in range(len(self.masters)) if (state := self[index]))
+        num_with = Counter(step.data_ptr() for step in steps if isinstance(step, torch.Tensor))
+        if shared := sum(number for number in num_with.values() if number > 1):
+            raise StateRefused(
+                f"step must be a number or a tensor of its own in each state, found a tensor that {shared} states "
+                f"share.\nAssign an integer."
+            )
         entries = list(self._entries())
         replaced = [entry for entry in entries if not entry.is_own]
         self.are_replaced = bool(replaced) or not all(self[index] for index in range(len(self.masters)))
         if not replaced:
             return
-        tensors = (entry.listed for entry in entries if isinstance(entry.listed, torch.Tensor))
-        num_listed = Counter(tensor.data_ptr() for tensor in tensors)
+        memory = [_memory_of(entry.listed) for entry in entries if _is_dense(entry.listed)]
         for entry in replaced:
-            entry.check(num_listed[entry.listed.data_ptr()] if isinstance(entry.listed, torch.Tensor) else 0)
+            begin, end = _memory_of(entry.listed) if _is_dense(entry.listed) else (0, 0)
+            entry.check(sum(begin < other_end and other_begin < end for other_begin, other_end in memory))
 
     def adopt(self, before_write: Callable[[], object] = lambda: None) -> None:
         """Make the states, which ``refusal`` has accepted, those of the next update.
@@ -177,7 +190,12 @@ class AssignedStates:
                     yield _ListedTensor(index, key, state[key], getattr(own, key))
 
     def _check_keys(self, index: int) -> None:
-        state = self[index]
+        state: object = self[index]
+        if not isinstance(state, dict):
+            raise StateRefused(
+                f"The state of sub-group {index} must be a dictionary, found {shown(state)}.\n"
+                f"Assign {{}} to start from zeros."
+            )
         for key in ("step", *MOMENTS) if state else ():
             if key not in state:
                 raise StateRefused(
@@ -195,6 +213,16 @@ class AssignedStates:
         # Not the tensors themselves: assigning to the ``data`` of an entry must not change our references.
         moments = {key: getattr(self._memory.sub_groups[index], key).data for key in MOMENTS}
         self._by_master.setdefault(self.masters[index], {}).update(step=0, **moments)
+
+
+def _is_dense(value: Any) -> bool:
+    """Return whether ``value`` is a tensor that has an address: sparse ones have none."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first address of a contiguous tensor, and the address after its last byte."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
 
 
 def _name_of(index: int, key: str) -> str:
@@ -215,5 +243,5 @@ def _counts_steps(step: Any) -> bool:
 def _described(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return shown(value)
-    contiguous = "" if value.is_contiguous() else ", not contiguous,"
-    return f"{value.numel()} {value.dtype}{contiguous} on {value.device}"
+    layout = f", {value.layout}," if not _is_dense(value) else "" if value.is_contiguous() else ", not contiguous,"
+    return f"{value.numel()} {value.dtype}{layout} on {value.device}"

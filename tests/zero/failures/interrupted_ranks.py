@@ -269,7 +269,7 @@ WAITS = (
 """The calls in which the main thread waits: for a section, an event, the reduction, the norms and other ranks."""
 
 COLLECTIVE_WAITS = WAITS[-3:]
-"""Those that all ranks reach in the same order. How often the others wait depends on the speed of each rank."""
+"""The waits that all ranks reach in the same order. How often the others wait depends on the speed of each rank."""
 
 
 class WaitInterrupt(AbstractContextManager[None]):

@@ -44,6 +44,23 @@ def share_a_moment(engine: Any) -> None:
         states(engine)[1][key] = zeros
 
 
+def overlap_moments(engine: Any) -> None:
+    state = states(engine)[1]
+    numel = state["exp_avg"].numel()
+    zeros = torch.zeros(numel + 1)
+    state["exp_avg"], state["exp_avg_sq"] = zeros[:numel], zeros[1:]
+
+
+def share_a_step(engine: Any) -> None:
+    step = torch.tensor(10)
+    for state in states(engine):
+        state["step"] = step
+
+
+def replace_a_state(engine: Any) -> None:
+    engine.optimizer.state[engine.optimizer.fp32_partitioned_groups_flat[0]] = None
+
+
 def remove_a_master(engine: Any) -> None:
     engine.optimizer.fp32_partitioned_groups_flat.pop()
 
@@ -70,7 +87,11 @@ BAD: dict[str, tuple[Callable[[Any], None], str]] = {
     "a step that is no integer": (assign(1, "step", lambda moment: 3.0), "must be a number of steps, found 3.0"),
     "a step below zero": (assign(1, "step", lambda moment: -1), "found -1"),
     "a missing moment": (delete_a_moment, "'exp_avg_sq'"),
-    "a shared tensor": (share_a_moment, "that 2 states share"),
+    "a shared tensor": (share_a_moment, "memory that 2 states share"),
+    "overlapping tensors": (overlap_moments, "memory that 2 states share"),
+    "a shared step": (share_a_step, "step must be a number or a tensor of its own in each state"),
+    "a sparse tensor": (assign(0, "exp_avg", torch.Tensor.to_sparse), "torch.sparse_coo"),
+    "no state": (replace_a_state, "The state of sub-group 0 must be a dictionary, found None"),
     "a missing master": (remove_a_master, "must hold one tensor for each of"),
     "an added param group": (add_a_param_group, "found 2 with 1 added parameters"),
     "an added parameter": (add_to_a_param_group, "found 1 with 1 added parameters"),

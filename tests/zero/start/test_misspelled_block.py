@@ -41,6 +41,9 @@ MISSPELLINGS = [
     "deep optimizer states",
     "deep_optimizer_states ",
     "deep-opt-states",
+    " deep_optimizer_states",
+    "deepspeed_optimizer_states",
+    "zero_optimization.deep_optimizer_states",
 ]
 
 UNRELATED_KEYS = [
