@@ -16,12 +16,12 @@ from functools import partial
 
 from benchmarks.harness.charts import Lines
 from benchmarks.harness.rows import SIMULATED, Row
+from perf_model.planner import UNIT_SIZES
 from perf_model.prediction.hardware import HardwareProfile
+from perf_model.prediction.memory import DoesNotFit
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
-from perf_model.search.budgets import DoesNotFit
-from perf_model.search.unit_sizes import UNIT_SIZES
 from perf_model.training_run.forecast import Forecast, forecast
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS, PhaseRates

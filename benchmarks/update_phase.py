@@ -34,10 +34,9 @@ from benchmarks.harness.sizes import default_setting, repetitions, with_default_
 from benchmarks.harness.targets import MEMORY_BOUND_SPEEDUP, UPDATE_SPEEDUP
 from perf_model.prediction.cost import CostModel, stock_traffic_by_action, traffic_by_action
 from perf_model.prediction.hardware import HardwareProfile
+from perf_model.prediction.work_bound import Bound, work_bound
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.workload import Workload
-from perf_model.search.bounds import Bound, work_bound
-from perf_model.search.capacity import ResidentCapacity
 from perf_model.training_run.training_memory import PARAM_BYTES
 
 CHART = Bars("update", UPDATE_SPEEDUP, "host memory traffic")
@@ -101,6 +100,4 @@ def lower_bound(workload: Workload, setting: TrainingSetting, profile: HardwareP
     has no memory of its own.
     """
     gpu_bytes = setting.accelerator_bytes if trains_on_gpu() else 0
-    return work_bound(
-        setting.parameters, CostModel.from_profile(profile), ResidentCapacity.from_gpu_bytes(workload, gpu_bytes)
-    )
+    return work_bound(workload, CostModel.from_profile(profile), gpu_bytes)

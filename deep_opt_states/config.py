@@ -20,6 +20,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from deep_opt_states.names import CONFIG_KEY, IgnoredBlock, is_about_our_block
 from perf_model.json_input import printable, shorten
+from perf_model.prediction.memory import GPU_MARGIN_BYTES
 from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -27,7 +28,6 @@ from perf_model.schedule.rules import NO_RULES, PlacementRules, RulesError
 from perf_model.schedule.simple_placements import place_all, place_by_fraction, place_by_stride
 from perf_model.schedule.spellings import did_you_mean
 from perf_model.schedule.workload import Partition, Workload
-from perf_model.search.budgets import GPU_MARGIN_BYTES
 from perf_model.units import GB
 
 DEFAULT_UNIT_SIZE = 50_000_000

@@ -15,8 +15,8 @@ from unittest import mock
 from benchmarks.emulated.host_passes import HostPasses
 from benchmarks.emulated.run import EmulatedRun
 from deep_opt_states.zero.start import devices, planning
+from perf_model.planner import UNIT_SIZES
 from perf_model.prediction.hardware import HardwareProfile, Measurement
-from perf_model.search.unit_sizes import UNIT_SIZES
 from perf_model.units import GB
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import product
 
 from perf_model.prediction.cost import CostModel
-from perf_model.prediction.memory import memory_of
+from perf_model.prediction.memory import Budgets, memory_of
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
@@ -16,7 +16,6 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import place_all
 from perf_model.schedule.workload import Workload
-from perf_model.search.budgets import Budgets
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import NO_OVERHEADS, PhaseRates
 from perf_model.training_run.training_memory import PARAM_BYTES

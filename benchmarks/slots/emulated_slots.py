@@ -23,10 +23,10 @@ from benchmarks.harness.interleaved_runs import batch_for, engine_for
 from benchmarks.harness.rows import Row
 from benchmarks.harness.targets import EMULATED_BIT_IDENTICAL
 from benchmarks.harness.variants import STOCK, Variant, ours
+from perf_model.plan_request import PlanRequest, SizedPlan
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import Span, Timeline
 from perf_model.schedule.action import ActionKind
-from perf_model.search.plan_request import PlanRequest, SizedPlan
 from perf_model.training_run.training_memory import DEFAULT_SIZES
 from tests.software_gpu import device
 

@@ -9,6 +9,7 @@ from functools import partial
 from benchmarks.harness.rows import Row
 from benchmarks.planner.window_settings import COUNT, WindowSetting, window_settings
 from benchmarks.slots.phase_curve import ActivationMemory, exposed_with_activation_memory_s
+from perf_model.planner import UNIT_SIZES, plan_units
 from perf_model.prediction.memory import memory_of
 from perf_model.prediction.simulate import Simulator
 from perf_model.presets.machines import MACHINES
@@ -16,7 +17,6 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import place_all, place_by_stride
 from perf_model.schedule.workload import Workload
-from perf_model.search.unit_sizes import UNIT_SIZES, plan_units
 from perf_model.training_run.job import GradientPath
 
 DEFAULT_SLOTS = 2

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal
 
 from perf_model.cli.inputs import read_inputs
-from perf_model.cli.unit_runs import changes_by_move, show_change
+from perf_model.cli.unit_runs import show_change, unit_groups
 from perf_model.schedule.happens_before import CHAINS
 from perf_model.schedule.placement import Placement
-from perf_model.search.bounds import busy_s_per_param, resources
 from perf_model.training_run.forecast import Forecast
 from perf_model.units import DIGITS, seconds
 
@@ -45,15 +43,16 @@ TableContents = tuple[str, Sequence[str], list[Sequence[str]]]
 
 def _resources(found: Forecast) -> TableContents:
     """Return the seconds that each resource is busy for, whatever the order."""
-    per_param, plan = busy_s_per_param(found.cost), found.planned.plan
+    plan = found.planned.plan
+    per_param = {placement: found.cost.busy_s_per_param(placement) for placement in found.cost.placements}
     total = plan.workload.numel
     mixes: list[dict[Placement, int]] = [
         {placement: total} for placement in (Placement.CPU, Placement.STREAMED) if placement in per_param
     ]
     mixes.append({placement: plan.numel(placement) for placement in per_param})
     rows: list[Sequence[str]] = []
-    for row, resource in enumerate(resources(found.cost)):
-        busy_s = [sum(numel * per_param[placement][row] for placement, numel in mix.items()) for mix in mixes]
+    for resource in found.cost.capacities:
+        busy_s = [sum(numel * per_param[placement][resource] for placement, numel in mix.items()) for mix in mixes]
         if max(busy_s) > 0:
             rows.append((resource.value, *(seconds(each_s, DIGITS) for each_s in busy_s)))
     title = f"Busy time of each resource; the update of this plan takes {seconds(found.planned.update_s, DIGITS)}"
@@ -63,24 +62,15 @@ def _resources(found: Forecast) -> TableContents:
 
 def _units(found: Forecast) -> TableContents:
     """Return one row per size and placement of units. A move is that of the middle one of these units."""
-    plan = found.planned.plan
-    by_placement_and_numel: dict[tuple[Placement, int], list[int]] = defaultdict(list)
-    for unit, placement in zip(plan.workload.units, plan.placements, strict=True):
-        by_placement_and_numel[placement, unit.numel].append(unit.index)
-    middles = {key: indices[len(indices) // 2] for key, indices in by_placement_and_numel.items()}
-    changes_s = changes_by_move(found, list(middles.values()))
     rows: list[Sequence[str]] = []
-    for (placement, numel), indices in by_placement_and_numel.items():
+    for (placement, numel), group in unit_groups(found).items():
         loads = (f"{kind.value} {seconds(found.cost.load(kind, numel).total_s, DIGITS)}" for kind in CHAINS[placement])
-        moved = []
-        for other in Placement:
-            move = middles[placement, numel], other
-            here_or_impossible = "here" if other is placement else "not possible"
-            moved.append(show_change(changes_s[move]) if move in changes_s else here_or_impossible)
-        rows.append((_first_few(indices), f"{numel / 1e6:,.1f} M", placement.value, "\n".join(loads), *moved))
+        moved = {other: show_change(change_s) for other, change_s in group.changes_s.items()} | {placement: "here"}
+        moves = [moved.get(other, "not possible") for other in Placement]
+        rows.append((_first_few(group.indices), f"{numel / 1e6:,.1f} M", placement.value, "\n".join(loads), *moves))
     title = "Moving one of these units changes the exposed time by"
-    moves = (f"to {placement.value}" for placement in Placement)
-    return title, ("units", "size", "now", "alone", *moves), rows
+    headers = (f"to {placement.value}" for placement in Placement)
+    return title, ("units", "size", "now", "alone", *headers), rows
 
 
 def _first_few(indices: Sequence[int]) -> str:

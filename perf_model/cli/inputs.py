@@ -10,14 +10,14 @@ from pathlib import Path
 
 from perf_model.cli.machine_options import MIN_HOST_GB_PER_S, ChosenMachine, read_machine
 from perf_model.json_input import parse_json, printable, read_text, reason
+from perf_model.planner import UNIT_SIZES
 from perf_model.prediction.hardware import HardwareProfile, ProfileError
+from perf_model.prediction.memory import GPU_MARGIN_BYTES, DoesNotFit
 from perf_model.presets.machines import MACHINES, MachinePreset
 from perf_model.presets.models import MODELS
 from perf_model.schedule.cutting import PIECE_MULTIPLE
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.rules import NO_RULES, PlacementRules, RulesError
-from perf_model.search.budgets import GPU_MARGIN_BYTES, DoesNotFit
-from perf_model.search.unit_sizes import UNIT_SIZES
 from perf_model.training_run.forecast import Forecast, forecast
 from perf_model.training_run.generic_model import generic_model
 from perf_model.training_run.hf_config import read_hf_config

@@ -8,8 +8,6 @@ from dataclasses import asdict, fields
 from importlib import metadata
 from typing import Any
 
-import numpy as np
-
 from perf_model.cli.inputs import Inputs
 from perf_model.cli.unit_runs import unit_runs
 from perf_model.schedule.order import forward_order
@@ -19,7 +17,7 @@ from perf_model.training_run.job import Job
 from perf_model.training_run.predictor import Infeasible, Outcome
 from perf_model.units import GB
 
-FORMAT = 1
+FORMAT = 2
 """The version of the JSON format. It changes if a key is removed or gets another meaning."""
 
 
@@ -45,9 +43,8 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
         "inputs": inputs_to_json_dict(inputs),
         "predicted": _outcome(found.predicted, found),
         "baselines": {name: _outcome(outcome, found) for name, outcome in found.baselines.items()},
-        "lower_bound_s": found.planned.exposed_bound.seconds,
-        "ratio_to_bound": found.planned.ratio_to_exposed_bound,
-        "work_lower_bound_s": found.planned.bound.seconds,
+        "work_lower_bound_s": found.bound.seconds,
+        "ratio_to_work_bound": found.planned.update_s / found.bound.seconds,
         "memory": {
             "gpu_peak_bytes": found.memory.gpu_bytes,
             "host_bytes": found.memory.host_bytes,
@@ -87,7 +84,6 @@ def versions() -> dict[str, Any]:
         "format": FORMAT,
         "deep_opt_states": ours,
         "python": platform.python_version(),
-        "numpy": np.__version__,
     }
 
 

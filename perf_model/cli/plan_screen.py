@@ -36,7 +36,7 @@ TITLES = {
 COLUMNS = ("", "forward", "backward", "exposed", "hidden", "iteration", "tokens/s", "MFU", "speed-up")
 """The headers of the comparison, which fits into 80 columns."""
 
-WHY = "why: the rule; otherwise, by how much the exposed time changes if one unit of the row has another placement"
+WHY = "why: the rule; otherwise, by how much the exposed time changes if one unit like these has another placement"
 
 
 def print_screen(found: Forecast, inputs: Inputs) -> None:
@@ -57,7 +57,7 @@ def print_screen(found: Forecast, inputs: Inputs) -> None:
         if isinstance(outcome, Infeasible):
             show(f"{TITLES[name]}: {outcome.reason}")
     show(_legend(inputs.overheads))
-    show(f"\n{_bounds(found)}")
+    show(f"\n{_bound(found)}")
     show(f"memory: {_memory(found, inputs)}")
     if found.other_masters is not None:
         show(_other_masters(found, found.other_masters))
@@ -135,27 +135,13 @@ def _legend(overheads: Overheads) -> str:
     )
 
 
-def _bounds(found: Forecast) -> str:
-    """Return one line per lower bound: of the exposed time in these windows, and of all the work."""
-    planned = found.planned
-    lines = [(_exposed_time(found.windows), planned.exposed_bound, planned.ratio_to_exposed_bound)]
-    if found.windows != Windows():
-        lines.append(("exposed and hidden time together", planned.bound, planned.ratio_to_bound))
-    return "\n".join(
-        f"lower bound of the update, {bounded}: {seconds(bound.seconds, DIGITS)} (limited by {bound.binding.value}); "
-        f"this plan takes {significant(ratio, DIGITS)} times as long"
-        for bounded, bound, ratio in lines
-    )
-
-
-def _exposed_time(windows: Windows) -> str:
-    """Describe the exposed time that is bounded, by the windows that may hide the rest."""
-    available = [
-        *([f"{seconds(windows.backward_s, DIGITS)} backward"] if windows.backward_s > 0 else []),
-        *([f"{seconds(windows.forward_s, DIGITS)} next forward"] if windows.forward_s > 0 else []),
-    ]
+def _bound(found: Forecast) -> str:
+    """Return the lower bound of all the work, and how much longer the update takes."""
+    bound, update_s = found.bound, found.planned.update_s
+    together = "exposed and hidden time together" if found.windows != Windows() else "all of it exposed"
     return (
-        f"exposed time that cannot be hidden ({', '.join(available)} available)" if available else "all of it exposed"
+        f"lower bound of the update, {together}: {seconds(bound.seconds, DIGITS)} (limited by {bound.binding.value}); "
+        f"this plan takes {significant(update_s / bound.seconds, DIGITS)} times as long"
     )
 
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from perf_model.cli.command_parser import CommandParser, error_text, integer, parameters
 from perf_model.json_input import shorten
 from perf_model.prediction.hardware import ProfileError
+from perf_model.prediction.memory import GPU_MARGIN_BYTES, DoesNotFit
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.published.runs import RunsError
-from perf_model.search.budgets import GPU_MARGIN_BYTES, DoesNotFit
 from perf_model.training_run.activations import SCORE_BYTES
 from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE
 from perf_model.training_run.model import ModelError

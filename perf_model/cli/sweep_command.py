@@ -10,8 +10,8 @@ from pathlib import Path
 from perf_model.cli.inputs import Inputs, read_inputs_of_sizes
 from perf_model.cli.plan_answer import fixed_seconds
 from perf_model.json_input import printable, reason
+from perf_model.prediction.memory import DoesNotFit
 from perf_model.schedule.placement import Placement
-from perf_model.search.budgets import DoesNotFit
 from perf_model.training_run.forecast import Forecast
 from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.model import ModelError

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from perf_model.schedule.cutting import names_in
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.rules import PlacementRule
 from perf_model.schedule.workload import Unit
-from perf_model.search.single_moves import SingleMove, changes_of_exposed_s
 from perf_model.training_run.forecast import Forecast
 from perf_model.training_run.job import Job
 from perf_model.training_run.predictor import Infeasible
@@ -55,6 +55,19 @@ class UnitRun:
         return sum(unit.numel for unit in self.units)
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnitGroup:
+    """The units with the same placement and the same length.
+
+    ``changes_s`` holds, for each other placement, by how many seconds the exposed time changes if the unit ``middle``
+    has it; None if it does not fit.
+    """
+
+    indices: Sequence[int]
+    middle: int
+    changes_s: Mapping[Placement, float | None]
+
+
 def unit_runs(found: Forecast) -> list[UnitRun]:
     """Return the runs of the plan, in the order of the units."""
     plan = found.planned.plan
@@ -64,29 +77,35 @@ def unit_runs(found: Forecast) -> list[UnitRun]:
         ([unit for unit, _, _ in run], placement, rules)
         for (placement, rules), run in groupby(keyed, key=lambda item: (item[1], item[2]))
     ]
-    middles = [units[len(units) // 2].index for units, _, rules in grouped if not rules]
-    changes_s = changes_by_move(found, middles)
+    groups = unit_groups(found)
     return [
         UnitRun(
             units=units,
             placement=placement,
-            why=", ".join(map(str, rules)) if rules else _why(found, units, placement, changes_s),
+            why=", ".join(map(str, rules))
+            if rules
+            else _why(found, units, groups[placement, units[len(units) // 2].numel]),
         )
         for units, placement, rules in grouped
     ]
 
 
-def changes_by_move(found: Forecast, indices: Sequence[int]) -> dict[SingleMove, float | None]:
-    """Return the change of the exposed seconds with each possible move of these units; None if it does not fit."""
-    placements = found.planned.plan.placements
-    moves = [
-        (index, other)
-        for index in indices
-        for other in Placement
-        if other in found.cost.placements and other is not placements[index]
-    ]
-    windows = replace(found.windows, first_use=found.first_use)
-    return changes_of_exposed_s(found.planned, moves, found.cost, found.budgets, windows, found.request.setup)
+def unit_groups(found: Forecast) -> dict[tuple[Placement, int], UnitGroup]:
+    """Return the units with each placement and length."""
+    indices: dict[tuple[Placement, int], list[int]] = defaultdict(list)
+    for unit, placement in zip(found.planned.plan.workload.units, found.planned.plan.placements, strict=True):
+        indices[placement, unit.numel].append(unit.index)
+    middles = {key: of_group[len(of_group) // 2] for key, of_group in indices.items()}
+    moves = [(middle, other) for middle in middles.values() for other in found.cost.placements]
+    changes_s = found.request.changes_of_exposed_s(found.planned, moves)
+    return {
+        key: UnitGroup(
+            indices=indices[key],
+            middle=middle,
+            changes_s={other: changes_s[middle, other] for other in found.cost.placements if other is not key[0]},
+        )
+        for key, middle in middles.items()
+    }
 
 
 def show_change(change_s: float | None) -> str:
@@ -106,9 +125,7 @@ def _rules_of(unit: Unit, job: Job) -> tuple[PlacementRule, ...]:
     return tuple(dict.fromkeys(rule for rule in rules if rule is not None and rule.placement is unit.fixed))
 
 
-def _why(
-    found: Forecast, units: Sequence[Unit], placement: Placement, changes_s: dict[SingleMove, float | None]
-) -> str:
+def _why(found: Forecast, units: Sequence[Unit], group: UnitGroup) -> str:
     """Return the reason for a placement of the planner: the place in forward, and the change if a unit is moved."""
     streamed = found.baselines["all_streamed"]
     if Placement.STREAMED not in found.cost.placements and isinstance(streamed, Infeasible):
@@ -116,12 +133,10 @@ def _why(
     plan = found.planned.plan
     if set(plan.placements) == {Placement.RESIDENT}:
         return ALL_FIT
-    middle, indices = units[len(units) // 2].index, {unit.index for unit in units}
+    indices = [unit.index for unit in units]
     where = ""
     if found.windows.forward_s > 0.0 and len(units) < len(plan.placements):
         where = "first in forward: " if found.first_use[0] in indices else ""
         where = "last in forward: " if found.first_use[-1] in indices else where
-    moved = [
-        f"{other.value} {show_change(change_s)}" for (index, other), change_s in changes_s.items() if index == middle
-    ]
-    return f"{where}{', '.join(moved)}" + (f" (unit {middle})" if len(units) > 1 else "")
+    moved = ", ".join(f"{other.value} {show_change(change_s)}" for other, change_s in group.changes_s.items())
+    return f"{where}{moved}" + (f" (unit {group.middle})" if indices != [group.middle] else "")

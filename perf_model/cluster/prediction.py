@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from perf_model.cluster.layouts import Layout
 from perf_model.prediction.hardware import HardwareProfile
+from perf_model.prediction.memory import DoesNotFit
 from perf_model.prediction.network import Network
-from perf_model.search.budgets import DoesNotFit
 from perf_model.training_run.forecast import Forecast, forecast_plan
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import NO_OVERHEADS, PUBLISHED_OVERHEADS, MicroBatch, PhaseRates

@@ -9,7 +9,7 @@ and the capacities of one rank; ``docs/design.md`` explains the model.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from perf_model.prediction.hardware import HardwareProfile
@@ -300,6 +300,18 @@ class CostModel:
         """Return the resource that limits an action of that kind if nothing else runs."""
         each = self.per_param[kind]
         return max(each, key=lambda resource: each[resource] / self.capacities[resource])
+
+    def busy_s_per_param(self, placement: Placement) -> dict[Resource, float]:
+        """Return the seconds that one parameter with ``placement`` keeps each resource busy."""
+        amounts = [self.per_param[kind] for kind in CHAINS[placement]]
+        return {
+            resource: sum(each.get(resource, 0.0) for each in amounts) / capacity
+            for resource, capacity in self.capacities.items()
+        }
+
+    def without_accelerator(self) -> CostModel:
+        """Return the costs of a rank on which nothing can be updated on an accelerator."""
+        return replace(self, per_param={kind: self.per_param[kind] for kind in CHAINS[Placement.CPU]})
 
 
 def _amounts(moved: BytesPerParam) -> dict[Resource, float]:

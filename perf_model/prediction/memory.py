@@ -1,18 +1,22 @@
-"""Compute the accelerator, host and pinned memory that a plan needs, rounded as the allocators round it."""
+"""Compute the memory that a plan needs, rounded as the allocators round it, and compare it with budgets."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import FP32_BYTES
+from perf_model.units import DIGITS, GB, size
 
 MIB = 2**20
+
+GPU_MARGIN_BYTES = 2 * GB
+"""The GPU memory that training leaves free by default when it fills the GPU with states."""
 
 NUM_STAGING_BUFFERS = 3
 """The number of buffers for gradients on their way to host memory: one is filled, one is copied down, one is free."""
@@ -97,43 +101,29 @@ def reserved_by_the_runtime(plan: UpdatePlan, setup: TrainingSetup) -> list[Rese
     included either. They take 0.002 bytes per parameter that the accelerator updates, in one tensor per range that it
     updates at once, which has a block of at least 512 bytes; and 8 bytes per such range for the findings.
     """
-    numels = _numels_by_placement(plan)
-    streamed, residents = numels[Placement.STREAMED], numels[Placement.RESIDENT]
-    return [
-        Reservation(kind=MemoryKind.PINNED, each_bytes=setup.widths.slab_bytes(plan.workload)),
-        *on_accelerator(streamed, residents, numels[Placement.CPU], plan.num_slots, setup),
-        *staging_buffers(plan, setup),
-    ]
-
-
-def on_accelerator(
-    streamed: Counter[int], residents: Counter[int], on_cpu: Counter[int], num_slots: int, setup: TrainingSetup
-) -> list[Reservation]:
-    """Return states, gradients and rounding buffer on the accelerator.
-
-    The arguments count the units of each length, by placement.
-    """
+    on_cpu, streamed, residents = (plan.numels[placement] for placement in Placement)
     updated = streamed + residents
     keeps_sums = setup.accumulates and setup.keeps_sums(updates_on_accelerator=bool(updated))
-    kept = updated + on_cpu if keeps_sums else updated
-    if not kept:
-        return []
-    return [
-        *states_on_accelerator(streamed, residents, num_slots, setup.widths),
-        *gradients_on_accelerator(kept, setup.widths.grad),
-        *(rounding_buffer(max(updated), setup) if updated else []),
+    states = Counter({max(streamed, default=0): min(plan.num_slots, streamed.total())}) + residents
+    tensors = [
+        *(
+            (numel * width, copies * count)
+            for numel, count in states.items()
+            for width, copies in Counter(setup.widths.staged.values()).items()
+        ),
+        *((numel * setup.widths.grad, count) for numel, count in (updated + on_cpu if keeps_sums else updated).items()),
     ]
-
-
-def rounding_buffer(largest_numel: int, setup: TrainingSetup) -> list[Reservation]:
-    """Return the buffer of parameters that an update on the accelerator works on, before they are copied.
-
-    It is needed if parameters are in host memory, or if masters are split. ``largest_numel`` is the length of the
-    largest unit that the accelerator updates.
-    """
-    if not setup.stages_params:
-        return []
-    return [Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=largest_numel * setup.widths.param)]
+    if updated and setup.stages_params:
+        # The parameters that an update on the accelerator works on, before they are copied.
+        tensors.append((max(updated) * setup.widths.param, 1))
+    return [
+        Reservation(kind=MemoryKind.PINNED, each_bytes=setup.widths.slab_bytes(plan.workload)),
+        *(
+            Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=each_bytes, count=count)
+            for each_bytes, count in tensors
+        ),
+        *staging_buffers(plan, setup),
+    ]
 
 
 def staging_numel(plan: UpdatePlan, grad_bytes: int, longest_partition_numel: int) -> int:
@@ -150,7 +140,7 @@ def staging_numel(plan: UpdatePlan, grad_bytes: int, longest_partition_numel: in
     of 4 bytes per parameter whose norm it computes (``stage3.py``, ``partition_grads``). The runtime computes the same
     norm from the reduced gradient, without the copy back.
     """
-    longest_unit = max(_numels_by_placement(plan)[Placement.CPU], default=0)
+    longest_unit = max(plan.numels[Placement.CPU], default=0)
     share = longest_partition_numel // NUM_STAGING_BUFFERS
     smallest, largest = (
         size_bytes // grad_bytes for size_bytes in (SMALLEST_STAGING_BUFFER_BYTES, LARGEST_STAGING_BUFFER_BYTES)
@@ -169,26 +159,6 @@ def staging_buffers(plan: UpdatePlan, setup: TrainingSetup) -> list[Reservation]
     return [Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=each_bytes, count=NUM_STAGING_BUFFERS)]
 
 
-def states_on_accelerator(
-    streamed: Counter[int], residents: Counter[int], num_slots: int, widths: Widths
-) -> list[Reservation]:
-    """Return p, m and v in slots and of resident units, given how many of each length are streamed and resident."""
-    lengths = Counter({max(streamed, default=0): min(num_slots, streamed.total())}) + residents
-    return [
-        Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=numel * width, count=tensors * count)
-        for numel, count in lengths.items()
-        for width, tensors in Counter(widths.staged.values()).items()
-    ]
-
-
-def gradients_on_accelerator(numels: Counter[int], grad_bytes: int) -> list[Reservation]:
-    """Return the gradients of units, given how many there are of each length."""
-    return [
-        Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=numel * grad_bytes, count=count)
-        for numel, count in numels.items()
-    ]
-
-
 def reserved_by_stock(plan: UpdatePlan, param_bytes: int) -> list[Reservation]:
     """Return the memory that DeepSpeed's own optimizer reserves for ``plan``, which streams nothing.
 
@@ -197,9 +167,10 @@ def reserved_by_stock(plan: UpdatePlan, param_bytes: int) -> list[Reservation]:
     (``grad_partitions_flat_buffer``). In host memory they are pageable, unless ``offload_optimizer.pin_memory`` is set.
     """
     reservations = [Reservation(kind=MemoryKind.HOST, each_bytes=plan.workload.numel * param_bytes)]
-    for numel, placement, count in _sizes(plan):
+    for placement, numels in plan.numels.items():
         kind = MemoryKind.ACCELERATOR if placement is Placement.RESIDENT else MemoryKind.HOST
-        reservations.append(Reservation(kind=kind, each_bytes=numel * FP32_BYTES, count=4 * count))
+        for numel, count in numels.items():
+            reservations.append(Reservation(kind=kind, each_bytes=numel * FP32_BYTES, count=4 * count))
     return reservations
 
 
@@ -227,6 +198,46 @@ class MemoryUse:
             + sum(pageable.count * pageable.each_bytes for pageable in by_kind[MemoryKind.HOST]),
             pinned_bytes=pinned_bytes,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Bytes that the optimizer of one rank may take; None is unlimited. ``host_bytes`` includes the pinned bytes."""
+
+    gpu_bytes: int | None = None
+    host_bytes: int | None = None
+    pinned_bytes: int | None = None
+
+    def with_gpu_margin(self, margin_bytes: int, required_bytes: int) -> Budgets:
+        """Return the budgets of a planner that leaves ``margin_bytes`` of the GPU memory free, as training does.
+
+        ``required_bytes`` is the GPU memory of the units that rules by name place there. They may use the margin.
+        """
+        if self.gpu_bytes is None:
+            return self
+        return replace(self, gpu_bytes=min(self.gpu_bytes, max(0, required_bytes, self.gpu_bytes - margin_bytes)))
+
+    def missing(self, memory: MemoryUse) -> dict[str, int]:
+        """Return, for each budget that ``memory`` exceeds, the excess in bytes; empty if ``memory`` fits."""
+        limits = {field.name: getattr(self, field.name) for field in fields(self)}
+        excess = {name: getattr(memory, name) - limit for name, limit in limits.items() if limit is not None}
+        return {name: excess_bytes for name, excess_bytes in excess.items() if excess_bytes > 0}
+
+
+class DoesNotFit(ValueError):
+    """The error if no plan fits. ``missing`` are the bytes, by budget, by which the nearest plan exceeds them."""
+
+    def __init__(self, missing: dict[str, int], remedy: str = "Use more ranks.") -> None:
+        self.missing = missing
+        self.rule = f"Nothing fits: the nearest plan exceeds {excess_of(missing)}."
+        super().__init__(f"{self.rule}\n{remedy}")
+
+
+def excess_of(missing: dict[str, int]) -> str:
+    """Return by how much the memory of each rank exceeds the budgets ``missing``."""
+    return " and ".join(
+        f"{name.removesuffix('_bytes')} memory by {size(excess, DIGITS)} per rank" for name, excess in missing.items()
+    )
 
 
 def memory_of(plan: UpdatePlan, setup: TrainingSetup = DEFAULT_SETUP) -> MemoryUse:
@@ -282,24 +293,6 @@ def has_its_own_segment(size_bytes: int) -> bool:
 def resident_bytes_of(numel: int, widths: Widths) -> int:
     """Return the least bytes that p, m and v of that length take, in a slot or resident."""
     return sum(block_bytes_of(numel * width) for width in widths.staged.values())
-
-
-def _sizes(plan: UpdatePlan) -> Iterator[tuple[int, Placement, int]]:
-    """Yield each length of a unit with its placement, and the number of units that have both."""
-    return ((numel, placement, count) for (numel, placement), count in Counter(_placed(plan)).items())
-
-
-def _numels_by_placement(plan: UpdatePlan) -> dict[Placement, Counter[int]]:
-    """Return by placement how many units there are of each length."""
-    counts: dict[Placement, Counter[int]] = {placement: Counter() for placement in Placement}
-    for numel, placement, count in _sizes(plan):
-        counts[placement][numel] += count
-    return counts
-
-
-def _placed(plan: UpdatePlan) -> Iterator[tuple[int, Placement]]:
-    placed = zip(plan.workload.units, plan.placements, strict=True)
-    return ((unit.numel, placement) for unit, placement in placed)
 
 
 def _round_up(size_bytes: int, multiple: int) -> int:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
-
-import numpy as np
-import numpy.typing as npt
 
 from perf_model.prediction.cost import CostModel, relative_speeds
 from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline
@@ -17,9 +13,6 @@ from perf_model.schedule.workload import Unit, Workload
 ALLOWED_IN_BACKWARD = ActionKind.PREFETCH
 """The only kind of action that may start before the norm of the gradients is known: it reads nothing but the states,
 which the previous step wrote."""
-
-Seconds = TypeVar("Seconds", float, npt.NDArray[np.float64])
-"""The seconds of one plan, or of each of many plans."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +31,6 @@ class Windows:
     backward_s: float = 0.0
     forward_s: float = 0.0
     first_use: tuple[int, ...] | None = None
-
-    @property
-    def hidden_in_backward(self) -> tuple[ActionKind, ...]:
-        """Return the kinds of actions that overlap with the backward before the update or after it."""
-        return (ActionKind.PREFETCH, ActionKind.FLUSH_STATES) if self.forward_s > 0.0 else (ActionKind.PREFETCH,)
 
     def in_order_of_use(self, workload: Workload) -> tuple[Unit, ...]:
         """Return the units in the order in which forward first uses them."""
@@ -69,26 +57,24 @@ class Windows:
         return blocked_s + self._late_prefetches_s(timeline, blocked_s, cost)
 
     def _late_prefetches_s(self, timeline: Timeline, blocked_s: float, cost: CostModel) -> float:
-        """Return by how much flushes delay the prefetches of the next backward, after a forward that was blocked."""
+        """Return by how much flushes delay the prefetches of the next backward, after a forward that was blocked.
+
+        The prefetches and the flushes that forward leaves share the link in ``backward_s``. They slow each other down
+        while they overlap, until one or the other ends first.
+        """
         forward_end_s = self.forward_s + blocked_s
+        # The seconds of copies that run alone.
         filled_s = -min((span.start_s for span in timeline.spans if span.start_s < 0.0), default=0.0)
-        late_s = [0.0, *self.late_beside_flushes_s(filled_s, max(0.0, timeline.end_s - forward_end_s), cost)]
+        flushed_s = max(0.0, timeline.end_s - forward_end_s)
+        prefetch, flush = _speeds_beside(cost)
+        late_s = [
+            0.0,
+            filled_s + flushed_s * ((1.0 - prefetch) / flush) - self.backward_s,
+            flushed_s + filled_s * ((1.0 - flush) / prefetch) - self.backward_s,
+        ]
         for start_s, end_s in _uses_of_slots(timeline):
             late_s.append(end_s - (forward_end_s + self.backward_s + min(0.0, start_s)))
         return max(late_s)
-
-    def late_beside_flushes_s(self, filled_s: Seconds, flushed_s: Seconds, cost: CostModel) -> tuple[Seconds, Seconds]:
-        """Return two bounds of the delay of a backward's prefetches; the larger one, if positive, is the delay.
-
-        ``filled_s`` of prefetches and ``flushed_s`` of flushes, in seconds of copies that run alone, share the link in
-        ``backward_s``. They slow each other down while they overlap. In the first bound the flushes end first, in the
-        second one the prefetches.
-        """
-        prefetch, flush = _speeds_beside(cost)
-        return (
-            filled_s + flushed_s * ((1.0 - prefetch) / flush) - self.backward_s,
-            flushed_s + filled_s * ((1.0 - flush) / prefetch) - self.backward_s,
-        )
 
     def phases(self, timeline: Timeline, workload: Workload, cost: CostModel) -> tuple[PhaseSpan, ...]:
         """Return the phases of the model during the update: backward, forward, and the waits for the update.

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from perf_model.plan_request import SizedPlan
+from perf_model.prediction.memory import Budgets
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.search.budgets import Budgets
-from perf_model.search.plan_request import SizedPlan
 from perf_model.units import gigabytes, seconds
 
 VISIBLE = 0.05

@@ -21,6 +21,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from perf_model.plan_request import PlanRequest, SizedPlan
+from perf_model.planner import PlannedUpdate
+from perf_model.prediction.memory import Budgets
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.replanning.decision import (
     Decision,
@@ -34,9 +37,6 @@ from perf_model.replanning.measurements import WindowMeasurement
 from perf_model.replanning.rates import NEGLIGIBLE_SHARE, PROFILED, RatesFit
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.search.budgets import Budgets
-from perf_model.search.plan_request import PlanRequest, SizedPlan
-from perf_model.search.planner import PlannedUpdate
 
 LEAST_GAIN = 0.10
 """The least relative reduction of the exposed time for which changed rates change the plan."""

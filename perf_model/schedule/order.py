@@ -29,25 +29,6 @@ def forward_order(
     return (*residents, *_merge_by_progress(workload, by_placement))
 
 
-def longest_in_the_middle(workload: Workload, placements: Sequence[Placement]) -> tuple[int, ...]:
-    """Return an order in which, for each placement, longer units are nearer to the middle.
-
-    While the first unit is prefetched, nothing can be flushed yet, and while the last one is flushed, nothing is
-    left to prefetch. In these positions a long unit, often the embedding, costs the most. Resident units are
-    spread among the streamed ones, because both need the GPU. For example, streamed units of lengths 500, 10, 20,
-    30, 40 and 600 are ordered 10, 30, 500, 600, 40, 20.
-    """
-    by_placement: dict[Placement, list[int]] = {}
-    for placement in Placement:
-        by_length = sorted(_placed(placements, placement), key=lambda index: workload.units[index].numel)
-        by_placement[placement] = [*by_length[::2], *reversed(by_length[1::2])]
-    return tuple(_merge_by_progress(workload, by_placement))
-
-
-def _placed(placements: Sequence[Placement], placement: Placement) -> list[int]:
-    return [index for index, candidate in enumerate(placements) if candidate is placement]
-
-
 def _merge_by_progress(workload: Workload, by_placement: dict[Placement, list[int]]) -> Iterable[int]:
     """Merge the units in the order in which they are due.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -58,16 +60,22 @@ class UpdatePlan:
         borders = " ".join(f"{unit.sub_group}:{unit.begin}:{unit.end}" for unit in self.workload.units)
         return hashlib.sha256(f"{borders}\n{self.schedule}".encode()).hexdigest()[:16]
 
+    @cached_property
+    def numels(self) -> Mapping[Placement, Counter[int]]:
+        """Return by placement how many units there are of each length."""
+        counts: dict[Placement, Counter[int]] = {placement: Counter() for placement in Placement}
+        for unit, placement in zip(self.workload.units, self.placements, strict=True):
+            counts[placement][unit.numel] += 1
+        return counts
+
     def numel(self, placement: Placement) -> int:
         """Return the number of this rank's parameters with that placement."""
-        placed = zip(self.workload.units, self.placements, strict=True)
-        return sum(unit.numel for unit, candidate in placed if candidate is placement)
+        return sum(numel * count for numel, count in self.numels[placement].items())
 
     @property
     def largest_on_accelerator(self) -> int:
         """Return the length of the largest unit that is updated on the accelerator, 0 if there is none."""
-        placed = zip(self.workload.units, self.placements, strict=True)
-        return max((unit.numel for unit, placement in placed if placement is not Placement.CPU), default=0)
+        return max([0, *self.numels[Placement.STREAMED], *self.numels[Placement.RESIDENT]])
 
     def __str__(self) -> str:
         counts = ", ".join(

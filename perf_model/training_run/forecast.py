@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from perf_model.plan_request import PlanRequest, SizedPlan
+from perf_model.planner import PlannedUpdate
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.hardware import HardwareProfile
-from perf_model.prediction.memory import MemoryUse
+from perf_model.prediction.memory import Budgets, MemoryUse
 from perf_model.prediction.overlap_windows import Windows
-from perf_model.search.budgets import Budgets
-from perf_model.search.plan_request import PlanRequest, SizedPlan
-from perf_model.search.planner import PlannedUpdate
+from perf_model.prediction.work_bound import Bound, work_bound
 from perf_model.training_run.job import GradientPath, Job
 from perf_model.training_run.micro_batch import NO_OVERHEADS, Overheads
 from perf_model.training_run.predictor import Infeasible, MemoryLimits, Outcome, Overlap, PredictedIteration, Predictor
@@ -73,6 +73,11 @@ class Forecast:
     def windows(self) -> Windows:
         """Return the windows that the plan was made for."""
         return self.request.windows
+
+    @property
+    def bound(self) -> Bound:
+        """Return the lower bound of the update's work."""
+        return work_bound(self.planned.plan.workload, self.cost, self.budgets.gpu_bytes, self.request.setup)
 
     @property
     def first_use(self) -> tuple[int, ...]:

@@ -6,13 +6,19 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from perf_model.plan_request import PlanRequest
+from perf_model.planner import UNIT_SIZES, PlannedUpdate, require_memory
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import (
+    GPU_MARGIN_BYTES,
+    Budgets,
+    DoesNotFit,
     MemoryKind,
     MemoryUse,
     Reservation,
     TrainingSetup,
+    excess_of,
     memory_of,
     reserved_by_stock,
 )
@@ -25,10 +31,6 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import place_all, place_by_stride
 from perf_model.schedule.workload import Workload
-from perf_model.search.budgets import GPU_MARGIN_BYTES, Budgets, DoesNotFit, excess_of
-from perf_model.search.plan_request import PlanRequest, without_accelerator
-from perf_model.search.planner import PlannedUpdate, require_memory
-from perf_model.search.unit_sizes import UNIT_SIZES
 from perf_model.training_run.host_reserve import reserved_host_bytes
 from perf_model.training_run.job import GradientPath, Job
 from perf_model.training_run.micro_batch import NO_OVERHEADS, Overheads, PhaseRates
@@ -165,7 +167,7 @@ class Predictor:
             self._available = Budgets(gpu_bytes=left_bytes, host_bytes=host, pinned_bytes=limits.pinned)
         else:
             # The model is in host memory, too, and there is no accelerator to stream to.
-            self.cost = without_accelerator(self.cost)
+            self.cost = self.cost.without_accelerator()
             self._available = Budgets(gpu_bytes=0, host_bytes=left_bytes, pinned_bytes=limits.pinned)
 
     def request(self, unit_sizes: Iterable[int]) -> PlanRequest:

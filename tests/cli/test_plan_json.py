@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from deep_opt_states import __version__
@@ -140,7 +139,6 @@ def test_the_versions_are_those_of_the_program(printed: dict[str, Any]) -> None:
         "format": FORMAT,
         "deep_opt_states": __version__,
         "python": platform.python_version(),
-        "numpy": np.__version__,
     }
 
 

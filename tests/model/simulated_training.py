@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
+from perf_model.plan_request import PlanRequest
 from perf_model.prediction.cost import CostModel, Resource
+from perf_model.prediction.memory import Budgets
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import simulate
 from perf_model.prediction.timeline import Timeline
@@ -17,8 +19,6 @@ from perf_model.replanning.measurements import StepMeasurement, TrailingWindow
 from perf_model.replanning.policy import ReplanningPolicy
 from perf_model.replanning.rates import RelativeRates
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.search.budgets import Budgets
-from perf_model.search.plan_request import PlanRequest
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import TRAINING_SHARE
 
@@ -68,8 +68,10 @@ class SimulatedTraining:
         self._machine_at = machine_at or (lambda step: profiled)
         self._random = Random(seed)
         self._window = TrailingWindow()
+        # As in training, the CPU updates everything until the free GPU memory and the windows are known.
         start = replace(request, windows=Windows())
-        self.policy = ReplanningPolicy(start, start.plan().plan)
+        on_cpu = replace(start, budgets=replace(request.budgets, gpu_bytes=0)).plan().plan
+        self.policy = ReplanningPolicy(start, on_cpu)
         self._timelines: dict[tuple[str, int], Timeline] = {}
 
     def run(self, until: int) -> None:

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import product
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from perf_model.planner import LITTLE, plan_units
 from perf_model.prediction.cost import CostModel
-from perf_model.prediction.memory import DEFAULT_SETUP, TrainingSetup, memory_of
+from perf_model.prediction.memory import DEFAULT_SETUP, Budgets, DoesNotFit, TrainingSetup, memory_of
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import Simulator
 from perf_model.schedule.check import check
 from perf_model.schedule.happens_before import CHAINS
-from perf_model.schedule.order import longest_in_the_middle
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import keep_fixed, place_all
 from perf_model.schedule.workload import Unit, Workload
-from perf_model.search.bounds import PlacementShares
-from perf_model.search.budgets import Budgets, DoesNotFit
-from perf_model.search.planner import plan_updates
-from perf_model.search.ramps import place_ramps, ramps
-from perf_model.search.reasons import why_nothing_is_streamed
-from perf_model.search.starting_points import MAX_SLOTS
-from perf_model.search.unit_sizes import plan_units
 from tests.model.costs import cost, costs
+from tests.model.planned import plan_updates
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 
@@ -49,7 +42,7 @@ def partly_fixed(max_units: int) -> st.SearchStrategy[Workload]:
 
 
 @given(partly_fixed(20), costs, overlaps, setups, st.one_of(st.none(), st.integers(0, 10**10)))
-def test_no_fixed_placement_is_changed_and_the_bounds_hold(
+def test_no_fixed_placement_is_changed_and_the_plan_is_no_worse_than_the_cpu(
     workload: Workload, model: CostModel, overlap: Windows, setup: TrainingSetup, gpu_bytes: int | None
 ) -> None:
     budgets = Budgets(gpu_bytes=gpu_bytes)
@@ -66,30 +59,21 @@ def test_no_fixed_placement_is_changed_and_the_bounds_hold(
     for unit, placement in zip(workload.units, planned.plan.placements, strict=True):
         assert unit.fixed in (None, placement)
     assert not budgets.missing(planned.memory)
-    assert planned.exposed_s >= planned.exposed_bound.seconds * (1 - 1e-6)
     simulator = Simulator(model, overlap)
     least_s = overlap.exposed_s(simulator.run(least_plan.schedule, workload), workload, model)
-    assert planned.exposed_s <= least_s * (1 + 1e-9) + 1e-12
+    assert planned.exposed_s <= least_s * (1 + 1e-9) + LITTLE * overlap.forward_s + 1e-12
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_search_in_windows_of_forward_never_changes_a_fixed_placement(seed: int) -> None:
-    """Check a machine and a budget with which free units have all three placements, and rounds of moves are made."""
+    """Check a machine and a budget with which free units have all three placements, and many are simulated."""
     rng = random.Random(seed)
     workload = workload_with([(10**8, rng.choice((None, None, *Placement))) for _ in range(40)])
     overlap, budgets = Windows(backward_s=0.1, forward_s=0.2), Budgets(gpu_bytes=25 * 14 * 10**8)
     planned = plan_updates(workload, cost(), budgets, overlap)
-    assert planned.simulations > 100
+    assert planned.simulations > 10
     assert set(planned.plan.placements) == set(Placement)
     assert keep_fixed(workload, planned.plan.placements) == planned.plan.placements
-
-
-@given(partly_fixed(12), st.one_of(st.none(), st.integers(0, 10**10)), setups)
-def test_every_ramp_keeps_the_fixed_placements(workload: Workload, gpu_bytes: int | None, setup: TrainingSetup) -> None:
-    chosen = list(ramps([unit.numel for unit in workload.units], PlacementShares(streamed=0.3), streams=True))
-    for row in place_ramps(chosen, workload, gpu_bytes, setup).tolist():
-        placements = tuple(tuple(Placement)[code] for code in row)
-        assert keep_fixed(workload, placements) == placements
 
 
 @settings(max_examples=30)
@@ -99,27 +83,6 @@ def test_with_every_placement_fixed_the_plan_has_these(
 ) -> None:
     workload = workload_with([(10**7, placement) for placement in placements])
     assert plan_updates(workload, model, windows=overlap).plan.placements == tuple(placements)
-
-
-@settings(max_examples=15)
-@given(partly_fixed(4), costs, overlaps, st.integers(2 * 10**9, 5 * 10**9))
-def test_with_few_units_no_plan_that_keeps_the_fixed_ones_is_better(
-    workload: Workload, model: CostModel, overlap: Windows, gpu_bytes: int
-) -> None:
-    budgets = Budgets(gpu_bytes=gpu_bytes)
-    every = []
-    simulator = Simulator(model, overlap)
-    options = [[unit.fixed] if unit.fixed else list(Placement) for unit in workload.units]
-    for placements in product(*options):
-        for num_slots in range(1, max(1, min(MAX_SLOTS, placements.count(STREAMED))) + 1):
-            plan = UpdatePlan(workload=workload, placements=placements, num_slots=num_slots)
-            if not budgets.missing(memory_of(plan)):
-                for order in (None, longest_in_the_middle(workload, placements)):
-                    ordered = replace(plan, order=order)
-                    every.append(overlap.exposed_s(simulator.run(ordered.schedule, workload), workload, model))
-    assume(every)
-    planned = plan_updates(workload, model, budgets, overlap)
-    assert planned.exposed_s == pytest.approx(min(every), rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("overlap", [Windows(), Windows(backward_s=0.1, forward_s=0.3)])
@@ -136,7 +99,7 @@ def test_free_units_are_planned_around_the_fixed_ones(overlap: Windows) -> None:
     assert placements[:4] == (CPU,) * 4
     assert placements.count(STREAMED) > 0
     free = plan_updates(workload_with([(numel, None)] * 30), cost(cpu=1e8), budgets, overlap)
-    assert free.exposed_s <= planned.exposed_s
+    assert free.exposed_s <= 1.001 * planned.exposed_s
 
 
 def test_the_error_names_the_memory_that_fixed_units_miss_and_the_remedy() -> None:
@@ -166,10 +129,3 @@ def test_a_placement_that_the_machine_cannot_have_is_refused() -> None:
     on_cpu = {kind: cost().per_param[kind] for kind in CHAINS[CPU]}
     with pytest.raises(ValueError, match="resident needs a rate of Adam on the accelerator"):
         plan_updates(workload_with([(10**8, RESIDENT)]), replace(cost(), per_param=on_cpu))
-
-
-def test_the_reason_is_the_rules_where_they_place_every_unit() -> None:
-    workload = workload_with([(10**8, CPU), (10**8, RESIDENT)])
-    plan = plan_updates(workload, cost()).plan
-    why = why_nothing_is_streamed(plan, cost(), Budgets(), DEFAULT_SETUP)
-    assert why == "Nothing is streamed: rules give every unit another placement."

@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 
 from perf_model.prediction.hardware import REQUIRED
-from perf_model.prediction.memory import MIB
+from perf_model.prediction.memory import MIB, DoesNotFit
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.rules import PlacementRule, PlacementRules
-from perf_model.search.budgets import DoesNotFit
 from perf_model.training_run.families.decoder import gpt
 from perf_model.training_run.forecast import Forecast, forecast
 from perf_model.training_run.host_reserve import reserved_host_bytes

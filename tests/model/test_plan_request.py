@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from perf_model.plan_request import PlanRequest
+from perf_model.prediction.memory import Budgets, DoesNotFit
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.schedule.cutting import BORDER_MULTIPLE
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.rules import PlacementRule, PlacementRules
 from perf_model.schedule.workload import Partition
-from perf_model.search.budgets import Budgets, DoesNotFit
-from perf_model.search.plan_request import PlanRequest
 from tests.model.costs import cost
 
 LAYERS = [[Partition(f"layers.{layer}.weight", BORDER_MULTIPLE * (2_000_000 + layer)) for layer in range(12)]]

@@ -1,4 +1,4 @@
-"""Test the planner: as good as an exhaustive search, never worse than a rule, within the budgets, deterministic."""
+"""Test the planner: close to an exhaustive search, no worse than simple rules, within the budgets, deterministic."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from perf_model.planner import LITTLE, MAX_SIMULATED_UNITS, MAX_SLOTS
 from perf_model.prediction.cost import CostModel, Resource
 from perf_model.prediction.memory import (
     SIXTEEN_BIT,
+    Budgets,
+    DoesNotFit,
     MemoryKind,
     Reservation,
     cuda_bytes_of,
@@ -22,19 +25,16 @@ from perf_model.prediction.memory import (
 )
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import Simulator, simulate
+from perf_model.prediction.work_bound import work_bound
 from perf_model.schedule.check import check
-from perf_model.schedule.order import longest_in_the_middle
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.simple_placements import place_all, place_by_fraction, place_by_stride
+from perf_model.schedule.simple_placements import place_all
 from perf_model.schedule.workload import Workload
-from perf_model.search.budgets import Budgets, DoesNotFit
-from perf_model.search.planner import plan_updates
-from perf_model.search.starting_points import MAX_SLOTS, STRIDES
 from tests.model.costs import cost, costs, windows
+from tests.model.planned import plan_updates
 
 NO_WINDOWS = Windows()
-LONG_WINDOWS = Windows(backward_s=1.0, forward_s=1.0)
 NO_RESIDENTS = Budgets(gpu_bytes=0)
 
 workloads = st.one_of(
@@ -60,16 +60,12 @@ def exposed_s(plan: UpdatePlan, model: CostModel, overlap: Windows) -> float:
     return overlap.exposed_s(simulate(plan.schedule, plan.workload, model, overlap), plan.workload, model)
 
 
-def orders(plan: UpdatePlan) -> list[tuple[int, ...] | None]:
-    return [None, longest_in_the_middle(plan.workload, plan.placements)]
-
-
 def every_plan_that_fits(workload: Workload, budgets: Budgets) -> Iterator[UpdatePlan]:
     for placements in product(Placement, repeat=len(workload.units)):
         for num_slots in range(1, max(1, min(MAX_SLOTS, placements.count(Placement.STREAMED))) + 1):
             plan = UpdatePlan(workload=workload, placements=placements, num_slots=num_slots)
             if not budgets.missing(memory_of(plan)):
-                yield from (replace(plan, order=order) for order in orders(plan))
+                yield plan
 
 
 def least_exposed_s(workload: Workload, budgets: Budgets, model: CostModel, overlap: Windows) -> float:
@@ -80,67 +76,38 @@ def least_exposed_s(workload: Workload, budgets: Budgets, model: CostModel, over
     )
 
 
-@settings(max_examples=25)
-@given(st.lists(st.integers(10**6, 10**8), min_size=1, max_size=4), costs, windows, st.integers(0, 4))
-def test_with_few_units_no_plan_is_better(numels: list[int], model: CostModel, overlap: Windows, slots: int) -> None:
-    workload, budgets = Workload.from_numels(numels), budget_for(slots, max(numels))
-    planned = plan_updates(workload, model, budgets, overlap)
-    assert planned.exposed_s == pytest.approx(least_exposed_s(workload, budgets, model, overlap), rel=1e-9, abs=1e-12)
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("overlap", [NO_WINDOWS, Windows(backward_s=0.05, forward_s=0.1)])
-def test_with_seven_units_no_plan_is_better(seed: int, overlap: Windows) -> None:
-    """Check a CPU and a link that are about equally fast, so that the choice of placements matters."""
+def test_with_seven_unequal_units_the_best_plan_is_a_fifth_better_at_most(seed: int, overlap: Windows) -> None:
+    """Check a CPU and a link that are about equally fast, so that the choice of placements matters.
+
+    The planner chooses shares, and cuts a model into many units: with seven, most choices have the same placements.
+    """
     rng = random.Random(seed)
     workload = Workload.from_numels([rng.randrange(2 * 10**7, 10**8) for _ in range(7)])
     model = cost(cpu=1.5e9, h2d=25e9, d2h=26e9, both=42e9, dram=90e9, gpu=8e10, latency=1e-5)
     budgets = budget_for(2, 10**8)
     planned = plan_updates(workload, model, budgets, overlap)
     assert len(set(planned.plan.placements)) > 1
-    assert planned.exposed_s == pytest.approx(least_exposed_s(workload, budgets, model, overlap), rel=1e-9)
-
-
-@pytest.mark.parametrize("slots", [1, 3])
-def test_with_ten_equal_units_no_other_counts_of_placements_are_better(slots: int) -> None:
-    """Check all counts: without a forward window, which of the equal units has a placement does not matter."""
-    workload, budgets = Workload.from_numels([10**8] * 10), budget_for(slots, 10**8)
-    model = cost(cpu=1.5e9, h2d=25e9, d2h=26e9, both=42e9, dram=90e9, gpu=8e10, latency=1e-5)
-    every = []
-    for residents in range(11):
-        for streamed in range(11 - residents):
-            placements = (Placement.RESIDENT,) * residents + (Placement.STREAMED,) * streamed
-            placements += (Placement.CPU,) * (10 - len(placements))
-            for num_slots in range(1, MAX_SLOTS + 1):
-                plan = UpdatePlan(workload=workload, placements=placements, num_slots=num_slots)
-                if not budgets.missing(memory_of(plan)):
-                    every += [exposed_s(replace(plan, order=order), model, NO_WINDOWS) for order in orders(plan)]
-    assert plan_updates(workload, model, budgets).exposed_s == pytest.approx(min(every), rel=1e-9)
+    assert planned.exposed_s <= 1.25 * least_exposed_s(workload, budgets, model, overlap)
 
 
 @pytest.mark.promise("P5")
 @given(workloads, costs, gpu_budgets(), windows)
-def test_the_plan_is_never_worse_than_a_rule_and_never_better_than_the_bounds(
+def test_the_plan_is_no_worse_than_a_simple_rule_nor_better_than_the_bound(
     workload: Workload, model: CostModel, budgets: Budgets, overlap: Windows
 ) -> None:
     planned = plan_updates(workload, model, budgets, overlap)
     check(planned.plan.schedule, workload)
-    rules = [
-        place_all(workload, Placement.CPU),
-        place_all(workload, Placement.STREAMED),
-        place_all(workload, Placement.RESIDENT),
-        place_by_fraction(workload, planned.bound.shares.streamed),
-        *(place_by_stride(workload, stride) for stride in STRIDES),
-    ]
-    for placements in rules:
-        for num_slots in range(max(1, min(MAX_SLOTS, placements.count(Placement.STREAMED))), 0, -1):
-            plan = UpdatePlan(workload=workload, placements=placements, num_slots=num_slots)
-            if not budgets.missing(memory_of(plan)):
-                assert planned.exposed_s <= exposed_s(plan, model, overlap) * (1 + 1e-9) + 1e-12
-                break
+    # The time up to which the planner ignores differences.
+    negligible_s = LITTLE * overlap.forward_s
+    for rule in Placement:
+        plan = UpdatePlan(workload=workload, placements=place_all(workload, rule), num_slots=1)
+        if not budgets.missing(memory_of(plan)):
+            assert planned.exposed_s <= exposed_s(plan, model, overlap) * (1 + 1e-9) + negligible_s + 1e-12
     assert planned.exposed_s == pytest.approx(exposed_s(planned.plan, model, overlap), rel=1e-9, abs=1e-12)
-    assert planned.ratio_to_bound >= 1 - 1e-6
-    assert planned.exposed_s >= planned.exposed_bound.seconds * (1 - 1e-6)
+    bound_s = work_bound(workload, model, budgets.gpu_bytes).seconds
+    assert planned.update_s >= bound_s * (1 - 1e-6)
 
 
 @pytest.mark.promise("P5")
@@ -186,10 +153,12 @@ def test_a_slow_cpu_streams_everything_and_a_slow_bus_nothing() -> None:
 
 def test_with_a_balanced_cpu_and_bus_the_plan_is_close_to_the_bound() -> None:
     """Check that each does about half of the work, except for the first and the last unit."""
-    planned = plan_updates(Workload.from_numels([10**8] * 200), cost(d2h=16e9), budget_for(4, 10**8, 200))
-    assert planned.bound.binding in (Resource.CPU, Resource.H2D)
+    workload, model, budgets = Workload.from_numels([10**8] * 200), cost(d2h=16e9), budget_for(4, 10**8, 200)
+    planned = plan_updates(workload, model, budgets)
+    bound = work_bound(workload, model, budgets.gpu_bytes)
+    assert bound.binding in (Resource.CPU, Resource.H2D)
     assert 80 <= planned.plan.placements.count(Placement.STREAMED) <= 110
-    assert planned.ratio_to_bound < 1.03
+    assert planned.update_s < 1.03 * bound.seconds
 
 
 def test_free_memory_is_used_for_residents() -> None:
@@ -208,18 +177,6 @@ def test_free_memory_is_used_for_residents() -> None:
     assert placements[:residents] == (Placement.RESIDENT,) * residents
 
 
-def test_an_order_that_is_bad_for_forward_is_not_chosen() -> None:
-    """Check a workload whose first unit is the longest: in the middle it overlaps better, but forward waits."""
-    workload = Workload.from_numels([10**8, 6 * 10**7, 3 * 10**7, 10**7, 10**7])
-    model = cost(cpu=1e6)
-    alone, hidden = (
-        plan_updates(workload, model, budget_for(2, 10**8), overlap) for overlap in (NO_WINDOWS, LONG_WINDOWS)
-    )
-    assert alone.plan.order == longest_in_the_middle(workload, alone.plan.placements)
-    assert hidden.plan.order is None
-    assert hidden.exposed_s < exposed_s(replace(hidden.plan, order=orders(hidden.plan)[1]), model, LONG_WINDOWS)
-
-
 def test_without_gpu_memory_everything_is_updated_on_the_cpu() -> None:
     workload = Workload.from_numels([10**8] * 20)
     assert set(plan_updates(workload, cost(), NO_RESIDENTS).plan.placements) == {Placement.CPU}
@@ -235,12 +192,11 @@ def test_slots_that_do_not_help_are_dropped() -> None:
     assert planned.plan.num_slots < MAX_SLOTS
 
 
-@pytest.mark.parametrize(("overlap", "at_most"), [(NO_WINDOWS, 40), (Windows(backward_s=0.5, forward_s=1.0), 900)])
-def test_a_thousand_units_are_planned_with_a_bounded_number_of_simulations(overlap: Windows, at_most: int) -> None:
-    """Check that plans in a window of forward are simulated many at once, and others one by one."""
+@pytest.mark.parametrize("overlap", [NO_WINDOWS, Windows(backward_s=0.5, forward_s=1.0)])
+def test_a_thousand_units_are_planned_with_a_bounded_number_of_simulations(overlap: Windows) -> None:
     workload, budgets = Workload.from_numels([10**8] * 1000), budget_for(50, 10**8, 1000)
     planned = plan_updates(workload, cost(dram=90e9, both=22e9), budgets, overlap)
-    assert 0 < planned.simulations <= at_most
+    assert 0 < planned.simulations <= MAX_SIMULATED_UNITS / 1000 + 2
 
 
 def test_a_workload_without_units_is_refused() -> None:

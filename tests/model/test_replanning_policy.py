@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from perf_model.plan_request import PlanRequest
 from perf_model.prediction.cost import Resource
-from perf_model.prediction.memory import memory_of
+from perf_model.prediction.memory import Budgets, DoesNotFit, memory_of
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import simulate
 from perf_model.replanning.decision import describe_moves
@@ -19,8 +20,6 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.rules import PlacementRule, PlacementRules
 from perf_model.schedule.workload import Partition, Workload
-from perf_model.search.budgets import Budgets, DoesNotFit
-from perf_model.search.plan_request import PlanRequest
 from tests.model.costs import cost
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT

@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 
+from perf_model.plan_request import PlanRequest, SizedPlan
 from perf_model.prediction.cost import Resource
 from perf_model.replanning.measurements import FIRST_STEPS, WINDOW_STEPS
 from perf_model.replanning.policy import LEAST_GAIN, QUIET_STEPS
-from perf_model.search.plan_request import PlanRequest, SizedPlan
 from tests.model.simulated_training import Machine, SimulatedTraining, request_for
 
 RUNS = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from perf_model.schedule.action import Action, ActionKind
 from perf_model.schedule.check import ScheduleError, check
 from perf_model.schedule.lowering import assign_slots, insert_waits, issue_order
-from perf_model.schedule.order import forward_order, longest_in_the_middle
+from perf_model.schedule.order import forward_order
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import Schedule, bytes_of_slots, format_grid
@@ -114,22 +114,14 @@ def test_units_are_merged_by_progress() -> None:
     assert forward_order(WORKLOAD, (CPU, STREAMED, RESIDENT, RESIDENT)) == (2, 3, 1, 0)
 
 
-def test_long_units_are_in_the_middle() -> None:
-    workload = Workload.from_numels([500, 10, 20, 30, 40, 600])
-    assert longest_in_the_middle(workload, (STREAMED,) * 6) == (1, 3, 0, 5, 4, 2)
-    # CPU: 60 and 100 of 160 are done at 0.38 and 1. Resident: 100 and 100 of 200 are half done at 0.25 and 0.75.
-    assert longest_in_the_middle(WORKLOAD, (CPU, RESIDENT, RESIDENT, CPU)) == (1, 3, 2, 0)
-
-
 @given(plans(), st.randoms())
 def test_a_plan_executes_the_order_that_it_names(plan: UpdatePlan, random: Random) -> None:
     order = list(range(len(plan.placements)))
     random.shuffle(order)
-    for chosen in (tuple(order), longest_in_the_middle(plan.workload, plan.placements)):
-        ordered = replace(plan, order=chosen)
-        check(ordered.schedule, plan.workload)
-        updates = [action.unit for action in ordered.schedule.actions if action.kind is ActionKind.GPU_STEP]
-        assert updates == [index for index in chosen if plan.placements[index] is not CPU]
+    ordered = replace(plan, order=tuple(order))
+    check(ordered.schedule, plan.workload)
+    updates = [action.unit for action in ordered.schedule.actions if action.kind is ActionKind.GPU_STEP]
+    assert updates == [index for index in order if plan.placements[index] is not CPU]
 
 
 @pytest.mark.parametrize("order", [(), (0, 1, 2), (0, 1, 2, 2), (0, 1, 2, 4)])

@@ -7,6 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perf_model.plan_request import PlanRequest
+from perf_model.prediction.memory import Budgets
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import simulate
 from perf_model.replanning.decision import describe_moves
@@ -16,8 +18,6 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.uses import ParameterUses
 from perf_model.schedule.workload import Partition
-from perf_model.search.budgets import Budgets
-from perf_model.search.plan_request import PlanRequest
 from tests.model.costs import cost
 
 EMBEDDING, LAYER, HEAD = (Partition(name, 1600) for name in ("embedding.weight", "layers.0.weight", "head.weight"))

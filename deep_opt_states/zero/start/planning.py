@@ -20,9 +20,11 @@ from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.zero.internals.agreement import raise_together, same_on_all_ranks
 from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.start.devices import AcceleratorChoice
+from perf_model.plan_request import PlanRequest
+from perf_model.planner import UNIT_SIZES
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.hardware import HardwareProfile, ProfileError
-from perf_model.prediction.memory import TrainingSetup
+from perf_model.prediction.memory import Budgets, TrainingSetup
 from perf_model.prediction.memory_summary import summary_by_placement
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import NO_WINDOWS, simulate
@@ -30,10 +32,6 @@ from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.uses import ParameterUses
 from perf_model.schedule.workload import Partition
-from perf_model.search.budgets import Budgets
-from perf_model.search.plan_request import PlanRequest
-from perf_model.search.reasons import why_nothing_is_streamed
-from perf_model.search.unit_sizes import UNIT_SIZES
 
 
 @dataclass(frozen=True)
@@ -116,10 +114,6 @@ def make_plan(
         request = replace(unlimited, budgets=Budgets(gpu_bytes=gpu_bytes))
         plan, why = plan_on_rank_0(request, accelerator)
         raise_together(lambda: accelerator.validate(plan))
-        if config.overlap_forward:
-            # Forward waits for every action that is issued before the ones that it needs. In the order of the planner,
-            # which knows no windows yet, it would wait for more of them than in the order of the units.
-            plan = replace(plan, order=None)
     else:
         plan = same_on_all_ranks(lambda: accelerator.validate(config.plan(workload)), lambda plan: plan.fingerprint)
     predict = None if profile is None or cost is None else partial(_predict, cost, profile.has_accelerator, sub_groups)
@@ -137,14 +131,8 @@ def plan_on_rank_0(request: PlanRequest, accelerator: AcceleratorChoice) -> tupl
         if ranks.rank > 0:
             return {}, ""
         found = request.plan()
-        why = why_nothing_is_streamed(
-            found.plan,
-            request.cost,
-            request.budgets,
-            request.setup,
-            unavailable=accelerator.why_only_the_cpu_updates() or _waits_for_memory(request),
-        )
-        return found.to_json_dict(), why or ""
+        unavailable = accelerator.why_only_the_cpu_updates() or _waits_for_memory(request)
+        return found.to_json_dict(), request.why_nothing_is_streamed(found.plan, unavailable)
 
     decisions, why = ranks.gather(raise_together(decide))[0]
     return same_on_all_ranks(lambda: request.restore(decisions), lambda plan: plan.fingerprint), why

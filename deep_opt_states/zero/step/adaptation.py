@@ -19,14 +19,13 @@ from deep_opt_states.zero.step.growing_forwards import GrowingForwards
 from deep_opt_states.zero.step.held_memory import REMEDY, HeldMemory
 from deep_opt_states.zero.step.larger_forwards import LargerForwards
 from deep_opt_states.zero.step.running_plan import RunningPlan
-from perf_model.prediction.memory import memory_of
+from perf_model.plan_request import PlanRequest, SizedPlan
+from perf_model.prediction.memory import Budgets, DoesNotFit, memory_of
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.replanning.measurements import StepMeasurement, TrailingWindow, WindowMeasurement, slowest_rank
 from perf_model.replanning.policy import ReplanningPolicy
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.search.budgets import Budgets, DoesNotFit
-from perf_model.search.plan_request import PlanRequest, SizedPlan
 from perf_model.units import gigabytes
 
 UNREPORTED = 4

@@ -79,7 +79,7 @@ GROWTH = {
         (*WIDTHS, *[64] * 6),
         fault=((HeldMemory, "is_short_now", lambda _: False),),
     ),
-    "at once in forward": GrowthByValues([unbalanced(40)] * 2, NARROW_MARGIN_MIB, tries_again=True, fault=NOT_NOTICED),
+    "at once in forward": GrowthByValues([unbalanced(46)] * 2, NARROW_MARGIN_MIB, tries_again=True, fault=NOT_NOTICED),
     "at once in backward": GrowthByValues(
         [unbalanced(110, in_backward=True)] * 2, NARROW_MARGIN_MIB, tries_again=True, fault=NOT_NOTICED
     ),

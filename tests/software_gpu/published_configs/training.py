@@ -20,12 +20,12 @@ from benchmarks.emulated.host_passes import HostPasses
 from deep_opt_states.report.reporter import UpdateReporter
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from examples.common.byte_gpt import StdlibText
+from perf_model.plan_request import PlanRequest, SizedPlan
 from perf_model.prediction.timeline import Timeline
 from perf_model.replanning.decision import Decision
 from perf_model.replanning.policy import ReplanningPolicy
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.placement import Placement
-from perf_model.search.plan_request import PlanRequest, SizedPlan
 from tests.software_gpu import device, settings
 from tests.software_gpu.published_configs.emulated_h100 import H100Run
 from tests.zero.parity.training import Record, collect

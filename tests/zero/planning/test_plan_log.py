@@ -44,19 +44,16 @@ def planned(widths: Widths = BF16, **block: Any) -> PlannedRun:
 
 
 @pytest.mark.parametrize(
-    ("widths", "gpu_memory_gb", "budget", "gradients", "needed", "size"),
-    [
-        (BF16, 8.0, "8.0 GB", "3.0 GB", "9.1", 200_000_000),
-        (BF16_SUMMED_IN_FP32, 10.0, "10.0 GB", "6.0 GB", "12.1", 100_000_000),
-    ],
+    ("widths", "gpu_memory_gb", "budget", "taken", "needed"),
+    [(BF16, 8.0, "8.0 GB", "9.0 GB", "9.1"), (BF16_SUMMED_IN_FP32, 10.0, "10.0 GB", "12.0 GB", "12.1")],
 )
 def test_the_reason_states_the_budget_that_the_user_has_set(
-    widths: Widths, gpu_memory_gb: float, budget: str, gradients: str, needed: str, size: int
+    widths: Widths, gpu_memory_gb: float, budget: str, taken: str, needed: str
 ) -> None:
     found = planned(widths, gpu_memory_gb=gpu_memory_gb, **WHOLE)
     reason = (
-        f"Nothing is streamed: the budget of {budget} of GPU memory cannot hold a slot of 6.0 GB in addition to "
-        f'{gradients} of gradients. Set "gpu_memory_gb" to at least {needed}, or "unit_size" to {size}.'
+        f"Nothing is streamed: the budget of {budget} of GPU memory cannot hold a slot and the gradients, {taken}. "
+        f'Set "gpu_memory_gb" to at least {needed}, lower "unit_size", or use more ranks.'
     )
     assert found.at_start() == [f"{found.plan}. {reason}"]
     assert found.at_end(found.plan, widths).splitlines()[-1].strip() == reason

@@ -158,7 +158,7 @@ def test_the_plan_of_the_engine_depends_on_all_that_it_measures(changed: str, tm
     printed = json.loads(print_plan(SETTINGS[0]))
     run = run_of(SETTINGS[0], printed)
     other: dict[str, Any] = {
-        "windows": Windows(backward_s=run.windows.backward_s / 2, forward_s=run.windows.forward_s / 2),
+        "windows": Windows(backward_s=run.windows.backward_s * 4, forward_s=run.windows.forward_s * 4),
         "uses": run.uses[::-1],
         "free_bytes": run.free_bytes // 2,
         "parameters": [(name, numel + 4096) for name, numel in run.parameters],

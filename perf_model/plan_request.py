@@ -1,0 +1,171 @@
+"""Collect all that a plan depends on, so that ``plan`` and a training run that know the same find the same plan.
+
+The command knows a model's shape, a profile and predicted windows, and training its parameters and measured windows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from perf_model.planner import PlannedUpdate, evaluate, in_forward_order, least_plan, plan_units
+from perf_model.prediction.cost import CostModel
+from perf_model.prediction.memory import DEFAULT_SETUP, Budgets, TrainingSetup, memory_of
+from perf_model.prediction.overlap_windows import Windows
+from perf_model.schedule.cutting import cut_into_units
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.rules import NO_RULES, PlacementRules
+from perf_model.schedule.uses import ParameterUses
+from perf_model.schedule.workload import Partition, Workload
+from perf_model.units import GB, gigabytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizedPlan:
+    """A plan with its prediction, and the size that its units were cut to."""
+
+    unit_size: int
+    planned: PlannedUpdate
+
+    @property
+    def plan(self) -> UpdatePlan:
+        """Return the plan without the prediction."""
+        return self.planned.plan
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """Return the decisions of the planner, from which ``PlanRequest.restore`` forms the plan on another rank."""
+        plan = self.plan
+        return {
+            "unit_size": self.unit_size,
+            "num_slots": plan.num_slots,
+            "placements": [placement.value for placement in plan.placements],
+            "order": None if plan.order is None else list(plan.order),
+            "fingerprint": plan.fingerprint,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """All that a plan depends on.
+
+    ``sub_groups`` are one rank's partitions of the parameters, by sub-group and in DeepSpeed's order. ``rules`` place
+    some of them, and the planner decides about the rest. ``unit_sizes`` are the sizes to choose from. ``setup`` holds
+    the facts that the memory depends on. ``uses`` holds the names of the parameters in the order in which forward uses
+    them, each as often as it does; it defaults to the order of ``sub_groups``.
+    """
+
+    sub_groups: Sequence[Sequence[Partition]]
+    unit_sizes: tuple[int, ...]
+    cost: CostModel
+    budgets: Budgets
+    windows: Windows
+    setup: TrainingSetup = DEFAULT_SETUP
+    rules: PlacementRules = NO_RULES
+    uses: Sequence[str] | None = None
+
+    def workload(self, unit_size: int) -> Workload:
+        """Return the units of at most ``unit_size`` parameters. No unit contains parameters of different rules."""
+        return self._with_uses(cut_into_units(self.sub_groups, unit_size, self.rules.placement_of))
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Return the least accelerator memory of the units whose placement the rules fix."""
+        return memory_of(least_plan(self.workload(min(self.unit_sizes))), self.setup).gpu_bytes
+
+    def plan(self) -> SizedPlan:
+        """Return the best plan over the unit sizes. Raise ``DoesNotFit`` if no plan fits.
+
+        If gradients are accumulated in host memory, only units whose placement the rules fix are updated on the
+        accelerator. For any others, the planner counts the sums of all gradients there.
+        """
+        unit_size, planned = plan_units(
+            self.workload, self.unit_sizes, self.cost, self.budgets, self.windows, self.setup, self.first_use_of
+        )
+        return SizedPlan(unit_size=unit_size, planned=planned)
+
+    def evaluate(self, plan: UpdatePlan) -> PlannedUpdate:
+        """Return the prediction of ``plan``, which need not come from this request."""
+        windows = replace(self.windows, first_use=self.first_use_of(plan.workload))
+        plan = replace(plan, workload=self._with_uses(plan.workload))
+        return evaluate(plan, self.cost, windows, self.setup)
+
+    def changes_of_exposed_s(
+        self, planned: PlannedUpdate, moves: Iterable[tuple[int, Placement]]
+    ) -> dict[tuple[int, Placement], float | None]:
+        """Return by how many seconds the exposed time changes with each move of one unit; None if it does not fit.
+
+        ``planned`` was found for this request.
+        """
+        first_use = self.first_use_of(planned.plan.workload)
+        moved = {move: in_forward_order(_moved(planned.plan, *move), first_use) for move in moves}
+        fitting = {move: plan for move, plan in moved.items() if not self.budgets.missing(memory_of(plan, self.setup))}
+        changes_s = {move: self.evaluate(plan).exposed_s - planned.exposed_s for move, plan in fitting.items()}
+        return dict.fromkeys(moved) | changes_s
+
+    def why_nothing_is_streamed(self, plan: UpdatePlan, unavailable: str = "") -> str:
+        """Return the reason, empty if ``plan``, which was found for this request, streams something.
+
+        ``unavailable`` is the reason why the accelerator cannot update anything, if there is one.
+        """
+        if Placement.STREAMED in plan.placements:
+            return ""
+        if unavailable:
+            why = unavailable
+        elif set(plan.placements) == {Placement.RESIDENT}:
+            why = "the states of all units fit into GPU memory, and stay there."
+        elif all(unit.fixed is not None for unit in plan.workload.units):
+            why = "rules give every unit another placement."
+        elif Placement.STREAMED not in self.cost.placements:
+            why = "the hardware profile has no rate of Adam on the GPU. Profile this machine again."
+        elif (budget := self.budgets.gpu_bytes) is not None and budget < (needed := self._bytes_to_stream(plan)):
+            why = (
+                f"the budget of {gigabytes(budget)} of GPU memory cannot hold a slot and the gradients, "
+                f'{gigabytes(needed)}. Set "gpu_memory_gb" to at least {math.ceil(10 * needed / GB) / 10:.1f}, '
+                'lower "unit_size", or use more ranks.'
+            )
+        else:
+            why = "no plan that streams is predicted to expose less time."
+        return f"Nothing is streamed: {why}"
+
+    def _bytes_to_stream(self, plan: UpdatePlan) -> int:
+        """Return the least accelerator memory with which the planner can stream a unit."""
+        shortest = min((unit for unit in plan.workload.units if unit.fixed is None), key=lambda unit: unit.numel)
+        return memory_of(_moved(least_plan(plan.workload), shortest.index, Placement.STREAMED), self.setup).gpu_bytes
+
+    def restore(self, decisions: Mapping[str, Any]) -> UpdatePlan:
+        """Return the plan with these ``decisions``, those of ``SizedPlan.to_json_dict``.
+
+        Raise ``ValueError`` if it is another plan than the one that was planned, because the sub-groups differ.
+        """
+        plan = UpdatePlan(
+            workload=self.workload(decisions["unit_size"]),
+            placements=tuple(map(Placement, decisions["placements"])),
+            num_slots=decisions["num_slots"],
+            order=None if decisions["order"] is None else tuple(decisions["order"]),
+        )
+        if plan.fingerprint != decisions["fingerprint"]:
+            raise ValueError(
+                f"A plan is restored from the same sub-groups, found plan {plan.fingerprint} instead of "
+                f"{decisions['fingerprint']}.\nUse the same model and config on every rank."
+            )
+        return plan
+
+    def first_use_of(self, workload: Workload) -> tuple[int, ...] | None:
+        """Return the units in the order in which forward first uses them, unused ones last; None if it is not known."""
+        return None if self._uses is None else self._uses.first_use(workload)
+
+    def _with_uses(self, workload: Workload) -> Workload:
+        return workload if self._uses is None else self._uses.count(workload)
+
+    @cached_property
+    def _uses(self) -> ParameterUses | None:
+        return None if self.uses is None else ParameterUses(self.sub_groups, self.uses)
+
+
+def _moved(plan: UpdatePlan, unit: int, placement: Placement) -> UpdatePlan:
+    """Return ``plan`` with another placement of one unit."""
+    return replace(plan, placements=(*plan.placements[:unit], placement, *plan.placements[unit + 1 :]))

@@ -1,0 +1,278 @@
+"""Which units update where, so that an iteration exposes the least time of the update within the memory budgets?
+
+In the order in which forward first uses the units, the first ones are resident (R), as many as fit next to the slots:
+forward needs them first, and their states need no copy. A share of the others is updated on the CPU (c), which costs
+less the later forward needs a unit, and the rest is streamed (S)::
+
+    R R R R S S S c S c c c     4 residents, and half of the others on the CPU, late
+
+A grid of such placements is simulated for units of a medium size. Coordinate descent follows: the size of the units,
+the slots, the share on the CPU, how late it is and the residents are changed one after another, as long as that
+shortens the exposed time. Nothing depends on the clock or on chance, so that every rank finds the same plan.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+
+from perf_model.prediction.cost import CostModel
+from perf_model.prediction.memory import Budgets, DoesNotFit, MemoryUse, TrainingSetup, memory_of
+from perf_model.prediction.overlap_windows import Windows
+from perf_model.prediction.simulate import Simulator
+from perf_model.prediction.timeline import Timeline
+from perf_model.schedule.order import forward_order
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.simple_placements import keep_fixed, place_all
+from perf_model.schedule.workload import Workload
+
+UNIT_SIZES = tuple(10**6 * millions for millions in (5, 7, 10, 15, 20, 30, 50, 70, 100, 150, 200, 300, 500, 1000))
+"""The unit sizes to choose from, in parameters; the last is DeepSpeed's default for sub-groups."""
+
+MAX_SLOTS = 4
+"""The most slots of a plan: one is filled, one is updated, one is flushed, one is free."""
+
+SHARES = (*((tenth / 10, 1.0) for tenth in range(11)), (0.0, 0.0))
+"""The shares on the CPU and the residents, as shares of those that fit, that are simulated first."""
+
+FIRST_STEP, LAST_STEP = 1 / 20, 1 / 250
+"""The changes of a share, halved if a round gains less than ``LITTLE``."""
+
+LITTLE = 0.001
+"""A relative gain that is negligible, and the share of forward up to which exposed time is."""
+
+ALMOST_BEST = 1.005
+"""Larger units are chosen if they expose at most this multiple of the least time: they have less overhead."""
+
+GRID_UNITS, MAX_UNITS = 150, 600
+"""The fewest units that the grid is simulated for, and the most of a size that is tried if a larger one fits."""
+
+MAX_SIMULATED_UNITS = 15_000
+"""The units of all plans that are simulated, at about 50 us each, before the descent ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedUpdate:
+    """A plan and its prediction. ``simulations`` counts the plans that were simulated to find it."""
+
+    plan: UpdatePlan
+    timeline: Timeline
+    exposed_s: float
+    memory: MemoryUse
+    simulations: int = 0
+
+    @property
+    def update_s(self) -> float:
+        """Return the seconds of the update, exposed and hidden together."""
+        return self.timeline.active_s
+
+
+def evaluate(plan: UpdatePlan, cost: CostModel, windows: Windows, setup: TrainingSetup) -> PlannedUpdate:
+    """Return the prediction of ``plan``, which need not come from the planner."""
+    timeline = Simulator(cost, windows).run(plan.schedule, plan.workload)
+    exposed_s = windows.exposed_s(timeline, plan.workload, cost)
+    return PlannedUpdate(plan=plan, timeline=timeline, exposed_s=exposed_s, memory=memory_of(plan, setup))
+
+
+def in_forward_order(plan: UpdatePlan, first_use: Sequence[int] | None) -> UpdatePlan:
+    """Return ``plan`` with its units in the order in which forward first uses them, which defaults to their own."""
+    return replace(plan, order=None if first_use is None else forward_order(plan.workload, plan.placements, first_use))
+
+
+def least_plan(workload: Workload) -> UpdatePlan:
+    """Return the plan with the least memory: the CPU updates every unit whose placement is not fixed."""
+    placements = keep_fixed(workload, place_all(workload, Placement.CPU))
+    return UpdatePlan(workload=workload, placements=placements, num_slots=1)
+
+
+def require_memory(workload: Workload, cost: CostModel, budgets: Budgets, setup: TrainingSetup) -> None:
+    """Raise ``DoesNotFit`` if not even the plan with the least memory fits. Host memory is the same for every plan.
+
+    Raise ``ValueError`` for a fixed placement that the machine cannot have.
+    """
+    for unit in workload.units:
+        if unit.fixed is not None and unit.fixed not in cost.placements:
+            raise ValueError(
+                f"{unit.fixed.value} needs a rate of Adam on the accelerator, found none: {unit.label}.\n"
+                f"The profile has the reason at gpu_adam_params_per_s. Find what is missing: deep-opt-states doctor. "
+                f"Measure without other load on the machine: deep-opt-states profile."
+            )
+    least = least_plan(workload)
+    if missing := budgets.missing(memory_of(least, setup)):
+        fixed = {placement.value for placement in least.placements if placement is not Placement.CPU}
+        remedy = f"Let fewer units be {' or '.join(sorted(fixed))}, or use more ranks." if fixed else "Use more ranks."
+        raise DoesNotFit(missing, remedy)
+
+
+def plan_units(
+    workload_of: Callable[[int], Workload],
+    sizes: Iterable[int],
+    cost: CostModel,
+    budgets: Budgets,
+    windows: Windows,
+    setup: TrainingSetup,
+    first_use_of: Callable[[Workload], tuple[int, ...] | None] = lambda workload: None,
+) -> tuple[int, PlannedUpdate]:
+    """Return the unit size, in parameters, that exposes the least time, and its plan. Fixed units keep their placement.
+
+    ``workload_of`` maps a size to the units, and ``first_use_of`` maps units to ``Windows.first_use``. Raise
+    ``DoesNotFit`` if no plan fits with any size, and ``ValueError`` for a workload without units or a fixed placement
+    that the machine cannot have.
+    """
+    cuts: list[_Cut] = []
+    errors: list[DoesNotFit] = []
+    for unit_size in sorted(set(sizes), reverse=True):
+        if cuts and cuts[0].workload.numel > MAX_UNITS * unit_size:
+            break
+        workload = workload_of(unit_size)
+        if not workload.units:
+            raise ValueError("A workload to plan for has at least one unit, found none.")
+        try:
+            require_memory(workload, cost, budgets, setup)
+        except DoesNotFit as error:
+            errors.append(error)
+            continue
+        is_new = all(workload != cut.workload for cut in cuts)
+        if not cuts or (is_new and len(workload.units) <= MAX_UNITS):
+            cuts.append(_Cut(unit_size, workload, replace(windows, first_use=first_use_of(workload))))
+    if not cuts:
+        raise min(errors, key=lambda error: sum(error.missing.values()))
+    search = _Search(cuts, cost, budgets, setup)
+    cut, plan = search.run()
+    return cut.unit_size, replace(evaluate(plan, cost, cut.windows, setup), simulations=search.simulations)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The units of one size, and the windows with the order in which forward uses them."""
+
+    unit_size: int
+    workload: Workload
+    windows: Windows
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """The values that determine a plan.
+
+    ``cut`` is the position of the size in ``_Search``. ``cpu_share`` is the share of the parameters on the CPU among
+    those that are not resident: where forward has passed the share y of these, it has passed the share
+    ``y ** cpu_power`` of those on the CPU. ``residents`` is a share of the units that fit as residents.
+    """
+
+    cut: int
+    num_slots: int
+    cpu_share: float
+    residents: float
+    cpu_power: float = 1.0
+
+
+_Seconds = tuple[float, float, int]
+"""The order of plans: by their exposed seconds, then by the seconds of the update, then by their slots."""
+
+_NEVER: _Seconds = (float("inf"), float("inf"), 0)
+
+
+class _Search:
+    """The plans that were simulated. ``cuts`` have different units, the largest ones first."""
+
+    def __init__(self, cuts: list[_Cut], cost: CostModel, budgets: Budgets, setup: TrainingSetup) -> None:
+        self.simulations = 0
+        self._simulated_units = 0
+        self._cuts = cuts
+        self._cost = cost
+        self._budgets = budgets
+        self._setup = setup
+        # For units that rules do not place, the planner counts the sums of all gradients on the accelerator.
+        sums_on_host = setup.accumulates and setup.sums_on_accelerator is False
+        self._placements = (Placement.CPU,) if sums_on_host else cost.placements
+        self._simulator = Simulator(cost, cuts[0].windows)
+        self._negligible_s = LITTLE * cuts[0].windows.forward_s
+        self._plans: dict[_Choice, UpdatePlan | None] = {}
+        self._known: dict[tuple[int, tuple[Placement, ...], int], _Seconds] = {}
+
+    def run(self) -> tuple[_Cut, UpdatePlan]:
+        """Return the best plan, and the cut that it is for."""
+        units = [len(cut.workload.units) for cut in self._cuts]
+        cut = next((position for position, count in enumerate(units) if count >= GRID_UNITS), len(units) - 1)
+        choices = [_Choice(cut, slots, *shares) for shares, slots in product(SHARES, range(1, MAX_SLOTS + 1))]
+        # The plan with the least memory fits. With very many units, only every n-th of the others is simulated.
+        nth = 1 + 2 * len(choices) * units[cut] // MAX_SIMULATED_UNITS
+        best = min((_Choice(cut, 1, 1.0, 0.0), *choices[::nth]), key=self._seconds)
+        step = FIRST_STEP
+        while step >= LAST_STEP and self._simulated_units < MAX_SIMULATED_UNITS:
+            before_s = self._seconds(best)[0]
+            if before_s <= self._negligible_s:
+                break
+            for field in fields(_Choice):
+                if self._simulated_units < MAX_SIMULATED_UNITS:
+                    best = min((best, *self._neighbours(best, field.name, step)), key=self._seconds)
+            if self._seconds(best)[0] >= (1 - LITTLE) * before_s:
+                step /= 2
+        enough_s = max(ALMOST_BEST * self._seconds(best)[0], self._negligible_s)
+        larger = (replace(best, cut=position) for position in range(best.cut))
+        best = next((choice for choice in larger if self._seconds(choice)[0] <= enough_s), best)
+        plan = self._plans[best]
+        assert plan is not None, "the plan with the least memory fits"
+        return self._cuts[best.cut], plan
+
+    def _neighbours(self, choice: _Choice, name: str, step: float) -> Iterator[_Choice]:
+        """Yield the choices with a slightly smaller and a slightly larger value of the field ``name``."""
+        value = getattr(choice, name)
+        factor = 1 + 12 * step  # of a power, 1.6 at first
+        low, high, smaller, larger = {
+            "cut": (0, len(self._cuts) - 1, value - 1, value + 1),
+            "num_slots": (1, MAX_SLOTS, value - 1, value + 1),
+            "cpu_power": (0.0, float("inf"), value / factor, value * factor),
+        }.get(name, (0.0, 1.0, value - step, value + step))
+        yield replace(choice, **{name: max(low, smaller)})
+        yield replace(choice, **{name: min(high, larger)})
+
+    def _seconds(self, choice: _Choice) -> _Seconds:
+        """Return the seconds of a choice, ``_NEVER`` if it does not fit."""
+        if choice not in self._plans:
+            self._plans[choice] = self._place(choice)
+        plan = self._plans[choice]
+        if plan is None:
+            return _NEVER
+        key = choice.cut, plan.placements, plan.num_slots
+        if key not in self._known:
+            self.simulations += 1
+            self._simulated_units += len(plan.placements)
+            timeline = self._simulator.run(plan.schedule, plan.workload)
+            exposed_s = self._cuts[choice.cut].windows.exposed_s(timeline, plan.workload, self._cost)
+            self._known[key] = max(exposed_s, self._negligible_s), timeline.active_s, plan.num_slots
+        return self._known[key]
+
+    def _place(self, choice: _Choice) -> UpdatePlan | None:
+        """Return the plan of a choice, None if it does not fit."""
+        cut = self._cuts[choice.cut]
+        free = [unit for unit in cut.windows.in_order_of_use(cut.workload) if unit.fixed is None]
+
+        def plan_with(residents: int) -> UpdatePlan:
+            placements = [unit.fixed or Placement.CPU for unit in cut.workload.units]
+            for unit in free[:residents]:
+                placements[unit.index] = Placement.RESIDENT
+            others = free[residents:] if Placement.STREAMED in self._placements else []
+            total = sum(unit.numel for unit in others)
+            passed = on_cpu = 0
+            for unit in others:
+                passed += unit.numel
+                if on_cpu + unit.numel / 2 < choice.cpu_share * total * (passed / total) ** choice.cpu_power:
+                    on_cpu += unit.numel
+                else:
+                    placements[unit.index] = Placement.STREAMED
+            slots = max(1, min(choice.num_slots, placements.count(Placement.STREAMED)))
+            return UpdatePlan(workload=cut.workload, placements=tuple(placements), num_slots=slots)
+
+        most = 0
+        if Placement.RESIDENT in self._placements and choice.residents > 0:
+            most = bisect_left(range(1, len(free) + 1), True, key=lambda count: not self._fits(plan_with(count)))
+        plan = plan_with(round(choice.residents * most))
+        return in_forward_order(plan, cut.windows.first_use) if self._fits(plan) else None
+
+    def _fits(self, plan: UpdatePlan) -> bool:
+        return not self._budgets.missing(memory_of(plan, self._setup))
