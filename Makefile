@@ -15,7 +15,7 @@ export DS_ACCELERATOR ?= cpu
 # PyTorch compiles the kernels with Ninja, which it finds only in PATH.
 WITH_NINJA := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-.PHONY: help demo test test-all test-split test-oldest stress compat release-check gpu-check gpu-measure gpu-bench lint wheel clean
+.PHONY: help demo test test-all test-oldest stress compat release-check gpu-check gpu-measure gpu-bench lint wheel clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -45,11 +45,6 @@ test-all: $(INSTALLED)  ## Run all tests
 	    'from tests.software_gpu.library import compile_library; print(compile_library())'
 	@$(WITH_NINJA) $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder \
 	    $(tier) $(PYTEST_OPTIONS)
-
-test-split: $(INSTALLED)  ## Train the cases of `make test` with split masters, on the CPU and on the software GPU
-	@$(WITH_NINJA) TESTS_SPLIT_MASTERS=1 $(VENV)/bin/python -m pytest -m "not thorough" tests/zero/parity tests/zero/moves \
-	    tests/zero/races tests/zero/checkpoints tests/software_gpu/training tests/software_gpu/faults \
-	    tests/software_gpu/filled_gpu tests/software_gpu/test_user_access.py
 
 test-oldest: $(INSTALLED)  ## Train a few golden cases with the oldest supported release of DeepSpeed
 	@$(WITH_NINJA) $(VENV)/bin/python -m pytest tests/compat

@@ -52,9 +52,7 @@ def measure(*, quick: bool) -> Iterator[Row]:
     for larger in [] if quick else larger_settings():
         yield from _compare_larger(larger, pair, fewest)
     yield from _compare(with_default_sub_groups(setting), pair, usual)
-    yield from _compare(
-        setting, (*variants.competitors(setting), *pair[1:], variants.OURS_SPLIT, variants.NO_OFFLOAD), usual
-    )
+    yield from _compare(setting, (*variants.competitors(setting), *pair[1:], variants.NO_OFFLOAD), usual)
 
 
 def _compare_larger(setting: TrainingSetting, pair: Sequence[Variant], repetitions: Repetitions) -> Iterator[Row]:

@@ -104,7 +104,7 @@ class Config(BaseModel):
 
     num_slots: int | None = Field(default=None, ge=1)
     """The number of staging slots on the accelerator, through which streamed units pass. Each slot has the size of the
-    largest streamed unit, at 12 bytes per parameter (10 with `split_masters`). With 2 slots, transfers overlap with
+    largest streamed unit, at 12 bytes per parameter. With 2 slots, transfers overlap with
     updates; with more, more states are prefetched during one backward, and more flushes overlap with the next. By
     default 2, and on a GPU, after the first steps, as many more as fit into the memory that was free at their peak,
     less `gpu_memory_margin_gb`, up to one per streamed unit. When memory becomes short, there are fewer again. A number
@@ -143,16 +143,6 @@ class Config(BaseModel):
     their parameters. No effect with `wall_clock_breakdown` or `flops_profiler`, or on a GPU if
     `timers.throughput.synchronized` is `true`. If the config does not set that key, the throughput timer uses the
     host's clock and does not synchronize the device."""
-
-    split_masters: bool = False
-    """Whether the fp32 master weights are kept as bf16 and the bits that bf16 lacks. The results have the same bits.
-    Host memory takes 14 bytes per parameter instead of 16, and an update on the CPU moves 26 bytes per parameter
-    instead of 28. The states of streamed and resident units are 10 bytes per parameter instead of 12, because their
-    bf16 halves are the model's own parameters. Code that writes to these does so through DeepSpeed's interfaces, such
-    as `GatheredParameters` with a `modifier_rank`; any other write ends the training with an error. Code that reads or
-    writes optimizer states between steps, such as `safe_get_full_fp32_param` or a checkpoint, sees fp32 tensors, for
-    which all masters are converted, and again before the next update. It needs a bf16 model on a GPU, without
-    `offload_param`, and is refused otherwise."""
 
     report: str | None = Field(default=None, min_length=1)
     """The path of a folder into which rank 0 writes its measurements, for `deep-opt-states report`. By default, nothing
@@ -395,10 +385,6 @@ _RULES = {
         "must be true or false",
         "Leave it out to overlap the update with the next forward, until forward needs the updated parameters.",
     ),
-    "split_masters": _KeyRule(
-        "must be true or false",
-        "With true, a bf16 model takes 14 bytes per parameter of host memory instead of 16, with the same results.",
-    ),
     "report": _KeyRule(
         "must be a path",
         "Rank 0 writes its measurements into that folder, for: deep-opt-states report FOLDER. To set how often the log "
@@ -411,6 +397,10 @@ _RETIRED = {
     "untested_deepspeed": (
         "Remove the key: a release of DeepSpeed that was not tested gives a warning, and is refused if it lacks a name "
         "that the plugin uses. To exclude such releases, pin DeepSpeed in your environment."
+    ),
+    "split_masters": (
+        "Remove the key: master weights are always fp32, with the same results. To need less host memory, 6 bytes per "
+        "parameter instead of 16, a later release will use DeepSpeed's bf16 optimizer states."
     ),
 }
 """The remedy for each key of an earlier release that is refused, whatever its value is."""

@@ -190,7 +190,6 @@ def test_an_error_has_the_rule_the_value_and_the_remedy() -> None:
         ({"cpu_threads": 2.0}, "cpu_threads", "2.0"),
         ({"cpu_threads": "4"}, "cpu_threads", "'4'"),
         ({"bind_cores": 1}, "bind_cores", "1"),
-        ({"split_masters": 1}, "split_masters", "1"),
         ({"bind_cores": "no"}, "bind_cores", "'no'"),
         ({"report": True}, "report", "True"),
         ({"report": ""}, "report", "''"),
@@ -252,12 +251,18 @@ def test_an_invalid_placement_is_answered_with_the_one_that_was_meant(placement:
     assert str(caught.value).splitlines()[1].startswith(question)
 
 
-@pytest.mark.parametrize(("key", "remedy"), [("untested_deepspeed", "pin DeepSpeed in your environment")])
-def test_a_retired_key_is_refused_with_the_replacement(key: str, remedy: str) -> None:
+@pytest.mark.parametrize("value", [True, False, 1, "refuse"])
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [("untested_deepspeed", "pin DeepSpeed in your environment"), ("split_masters", "bf16 optimizer states")],
+)
+def test_a_retired_key_is_refused_whatever_its_value_is_with_the_replacement(
+    key: str, remedy: str, value: object
+) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse({key: "refuse"})
+        parse({key: value})
     rule, replacement = str(caught.value).splitlines()
-    assert rule == f"{CONFIG_KEY}.{key}: is no longer a key, found 'refuse'."
+    assert rule == f"{CONFIG_KEY}.{key}: is no longer a key, found {value!r}."
     assert replacement.startswith("Remove the key: ")
     assert remedy in replacement
 

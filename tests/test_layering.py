@@ -296,7 +296,6 @@ def test_only_the_triton_kernels_import_triton() -> None:
     found = {name for name, path in modules() if any(imported.split(".")[0] == "triton" for imported in imports(path))}
     assert found == {
         "deep_opt_states.device.kernels.triton_kernel",
-        "deep_opt_states.device.kernels.triton_checksum_kernel",
     }
 
 

@@ -142,17 +142,11 @@ def test_rates_divide_the_bytes_moved_by_the_time_that_the_lane_was_busy() -> No
     assert numbers.hidden_s == 20.0 - 5.0
 
 
-@pytest.mark.parametrize(
-    ("widths", "staged", "published"),
-    [
-        pytest.param(Widths(param=2, grad=2, splits_masters=True), 10, 2, id="split masters"),
-        pytest.param(Widths(param=2, grad=2, publishes=False), 12, 0, id="parameters in host memory"),
-    ],
-)
-def test_rates_count_only_the_bytes_that_are_copied(widths: Widths, staged: int, published: int) -> None:
-    record = UpdateRecord(1, StepCounts(1, 8), [], replace(WORK, widths=widths), lambda: timeline(2.0))
-    assert record.numbers.h2d_bytes_per_s == (staged * (10 + 10) + published * (10 + 8)) / 8.0
-    assert record.numbers.d2h_bytes_per_s == staged * (10 + 10) / 4.0
+def test_rates_count_only_the_bytes_that_are_copied() -> None:
+    in_host_memory = replace(WORK, widths=Widths(param=2, grad=2, publishes=False))
+    record = UpdateRecord(1, StepCounts(1, 8), [], in_host_memory, lambda: timeline(2.0))
+    assert record.numbers.h2d_bytes_per_s == 12 * (10 + 10) / 8.0
+    assert record.numbers.d2h_bytes_per_s == 12 * (10 + 10) / 4.0
 
 
 def test_there_is_no_rate_for_a_time_of_zero_seconds() -> None:

@@ -2,12 +2,11 @@
 
 Stock scales the fp32 gradient in place, calls DeepSpeedCPUAdam, and rounds the parameters to bf16. Ours reads the bf16
 gradient and does the rest in the same pass. Both start from the same state, and the bits of p, m, v and the bf16
-parameters are compared after every repetition; those of split masters only after the last one, because they must be
-joined for that. For comparison, fp32 memory is read and written in place, which shows the bandwidth of host memory. The
-variants run one after the other in each repetition, in an order that alternates.
+parameters are compared after every repetition. For comparison, fp32 memory is read and written in place, which shows
+the bandwidth of host memory. The variants run one after the other in each repetition, in an order that alternates.
 
 If both are limited by host memory, they differ by their bytes per parameter, 42 and 28, and by a little more, since
-stock's rounding also reads the memory that it overwrites. With split masters our update moves 26 bytes per parameter.
+stock's rounding also reads the memory that it overwrites.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from benchmarks.harness.rows import Row
 from deep_opt_states.device.cpu import HostDevice
-from deep_opt_states.device.kernels import split_form
 from deep_opt_states.device.kernels.adam import DEFAULT_BETAS, AdamKernel, AdamStep
 from deep_opt_states.device.kernels.choice import cpu_adam
 from deep_opt_states.device.kernels.fused import FusedAdam
@@ -78,11 +76,11 @@ def fresh_state(numel: int) -> AdamState:
     )
 
 
-def in_slab(state: AdamState, gradient: torch.Tensor, kernel: AdamKernel, *, splits_masters: bool = False) -> UnitState:
+def in_slab(state: AdamState, gradient: torch.Tensor, kernel: AdamKernel) -> UnitState:
     """Return a copy of ``state`` as our training allocates it: in one slab, first touched by the kernel's threads."""
     numel = gradient.numel()
     plan = UpdatePlan(workload=Workload.from_numels([numel]), placements=(Placement.CPU,), num_slots=1)
-    memory = StateMemory(plan.workload, [state.param], torch.bfloat16, HostDevice(), splits_masters=splits_masters)
+    memory = StateMemory(plan.workload, [state.param], torch.bfloat16, HostDevice())
     memory.set_plan(plan)
     (tensors,), (unit,) = memory.sub_groups, memory.units
     kernel.zero(tensors.adam_tensors)
@@ -158,35 +156,6 @@ class FusedUpdate:
         self._kernel.update(0, self._tensors)
 
 
-class SplitUpdate:
-    """Our update in a single pass, of split masters."""
-
-    def __init__(self, state: AdamState, gradient: torch.Tensor, threads: int) -> None:
-        self._kernel = fused_adam(threads)
-        self._unit = unit = in_slab(state, gradient, self._kernel, splits_masters=True)
-        self._update = unit.cpu_update_of(unit.elements)
-        self._is_split = False
-
-    def prepare(self) -> None:
-        """Split the masters, once."""
-        if not self._is_split:
-            split_form.split(self._unit.master, self._unit.exp_avg_sq)
-            self._is_split = True
-
-    def update(self, step: AdamStep) -> None:
-        """Update all parameters with the fused kernel."""
-        self._kernel.begin_step([step])
-        self._kernel.update_ranges([self._update])
-
-    def joined_state(self) -> AdamState:
-        """Return the state with fp32 masters."""
-        param = self._unit.published_from(self._unit.elements).clone()
-        split_form.join(self._unit.master, self._unit.exp_avg_sq)
-        return AdamState(
-            master=self._unit.master, exp_avg=self._unit.exp_avg, exp_avg_sq=self._unit.exp_avg_sq, param=param
-        )
-
-
 class TimedUpdate(Protocol):
     """An update whose time is measured."""
 
@@ -230,21 +199,15 @@ def seconds_of(work: Callable[[AdamStep], None], step: AdamStep) -> float:
 
 
 def compare(numel: int, threads: int, repetitions: int) -> Iterator[Row]:
-    """Yield the rates and bandwidths of ``numel`` parameters, with ``threads`` threads for all variants.
-
-    The bits of split masters are compared with stock's once, after the last repetition.
-    """
+    """Yield the rates and bandwidths of ``numel`` parameters, with ``threads`` threads for all variants."""
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(1)).bfloat16()
     with torch_threads(threads):
         stock = StockUpdate(fresh_state(numel), gradient)
         ours = FusedUpdate(fresh_state(numel), gradient, threads)
-        split = SplitUpdate(fresh_state(numel), gradient, threads)
         in_place = InPlaceScaling(numel)
-        adams = ("stock", "ours", "ours, split masters")
         updates: dict[str, TimedUpdate] = {
             "stock": stock,
             "ours": ours,
-            "ours, split masters": split,
             "torch fused": ThreePassUpdate(fresh_state(numel), gradient, partial(torch.optim.AdamW, fused=True)),
             "in place": in_place,
         }
@@ -263,19 +226,12 @@ def compare(numel: int, threads: int, repetitions: int) -> Iterator[Row]:
     in_place_bytes_per_s = [2 * in_place.memory.nbytes / elapsed_s for elapsed_s in seconds["in place"]]
     ours_bytes_per_s = [BYTES_PER_PARAM * numel / elapsed_s for elapsed_s in seconds["ours"]]
     shares = [reached / available for reached, available in zip(ours_bytes_per_s, in_place_bytes_per_s, strict=True)]
-    for name in (*adams, "torch fused"):
+    for name in ("stock", "ours", "torch fused"):
         rates = [numel / elapsed_s for elapsed_s in seconds[name]]
         yield Row(variant=f"CPU, {name}", quantity="update rate", unit="parameters/s", samples=rates, setting=setting)
-    split_speedups = [
-        whole_s / split_s for whole_s, split_s in zip(seconds["ours"], seconds["ours, split masters"], strict=True)
-    ]
-    same_split = not split.joined_state().differs_from(stock.state)
-    split_row = partial(Row, variant="CPU, ours, split masters", setting=setting)
     ours_row, memory = partial(Row, variant="CPU, ours", setting=setting), "host memory, in place"
     yield ours_row(quantity="update speedup over stock", unit="times", samples=speedups)
     yield ours_row(quantity="bandwidth", unit="bytes/s", samples=ours_bytes_per_s)
     yield ours_row(quantity="share of the in-place bandwidth", unit="share", samples=shares)
     yield ours_row(quantity="bit-identical to stock", value=same, claimed=True)
-    yield split_row(quantity="update speedup over whole masters", unit="times", samples=split_speedups)
-    yield split_row(quantity="bit-identical to stock", value=same_split, claimed=True)
     yield Row(variant=memory, quantity="bandwidth", unit="bytes/s", samples=in_place_bytes_per_s, setting=setting)

@@ -29,7 +29,7 @@ from typing import Any
 
 import deepspeed
 
-from benchmarks.emulated.arms import FEW_ARMS, arms_of, name_with_whole_masters, splits_masters
+from benchmarks.emulated.arms import FEW_ARMS, arms_of
 from benchmarks.emulated.chart import PredictedAndMeasured
 from benchmarks.emulated.prediction import PredictedArm, is_negligible, predict, windows_of
 from benchmarks.emulated.run import EmulatedRun, SmallModel, load_average
@@ -40,7 +40,6 @@ from benchmarks.harness.targets import (
     EMULATED_BIT_IDENTICAL,
     EMULATED_EXPOSED_SHARE,
     EMULATED_SPEEDUP,
-    EMULATED_SPLIT_SPEEDUP,
 )
 from benchmarks.harness.variants import NO_OVERLAP
 from deep_opt_states.report.comparison import median_windows
@@ -113,14 +112,11 @@ def measure_run(run: EmulatedRun, turns: Turns, *, only: Sequence[str] | None = 
         variants = [arm for arm in arms_of(run, profile) if only is None or arm.name in only]
         arms = train_in_turns(run, variants, passes, turns)
     predictions = [_predicted(run, arm) for arm in arms]
-    by_name = {arm.variant.name: arm for arm in arms}
     for arm, predicted in zip(arms, predictions, strict=True):
         labels: dict[str, Any] = {"variant": arm.variant.name, "setting": run.labels}
         yield from _rows(arm, arms[0], predicted, **labels)
         if _overlaps(arm):
             yield from _afterwards_rows(run, arm, arms[0], **labels)
-        if (whole := name_with_whole_masters(arm.variant)) is not None:
-            yield _split_row(arm, by_name[whole], **labels)
     labels = {"variant": "all arms", "setting": run.labels}
     yield _order_row(arms, predictions, **labels)
     loads = [load, load_average()]
@@ -129,7 +125,7 @@ def measure_run(run: EmulatedRun, turns: Turns, *, only: Sequence[str] | None = 
 
 def _predicted(run: EmulatedRun, arm: Arm) -> PredictedArm:
     windows = windows_of(run) if _overlaps(arm) else NO_WINDOWS
-    return predict(run, arm.numels, arm.plan, windows, splits_masters=splits_masters(arm.variant))
+    return predict(run, arm.numels, arm.plan, windows)
 
 
 def _overlaps(arm: Arm) -> bool:
@@ -174,18 +170,12 @@ def _rows(arm: Arm, stock: Arm, predicted: PredictedArm, **labels: Any) -> Itera
 
 def _afterwards_rows(run: EmulatedRun, arm: Arm, stock: Arm, **labels: Any) -> Iterator[Row]:
     windows = median_windows(arm.updates)
-    predicted = predict(run, arm.numels, arm.plan, windows, splits_masters=splits_masters(arm.variant))
+    predicted = predict(run, arm.numels, arm.plan, windows)
     predicted_s = predicted.exposed_s
     yield Row(quantity=EXPOSED_AFTERWARDS, unit="s", samples=[predicted_s], **labels)
     exposed_s = [update.exposed_s for update in arm.updates]
     if not is_negligible(predicted_s, exposed_s, stock.step_s):
         yield _error_row(EXPOSED_AFTERWARDS_ERROR, predicted_s, exposed_s, **labels)
-
-
-def _split_row(arm: Arm, whole: Arm, **labels: Any) -> Row:
-    """Return how many times as fast as with whole masters an update is."""
-    ratios = [one.update_s / split.update_s for one, split in zip(whole.updates, arm.updates, strict=True)]
-    return Row(quantity=EMULATED_SPLIT_SPEEDUP, unit="times", samples=ratios, **labels)
 
 
 def _compared(quantity: str, predicted_s: float, measured_s: Sequence[float], **labels: Any) -> Iterator[Row]:

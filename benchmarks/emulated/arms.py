@@ -15,12 +15,9 @@ WITHOUT = "no overlap"
 # The software GPU has far more free memory for slots than the GPU that it emulates.
 _SLOTS = {"num_slots": 2}
 
-SPLIT = "split masters"
-
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "all CPU": {"placement": "cpu"},
     "all streamed": {"placement": "streamed", **_SLOTS},
-    f"all streamed, {SPLIT}": {"placement": "streamed", "split_masters": True, **_SLOTS},
     "stride 2": {"placement": "stride", "update_stride": 2, **_SLOTS},
     "stride 3": {"placement": "stride", "update_stride": 3, **_SLOTS},
 }
@@ -47,21 +44,10 @@ def arms_of(run: EmulatedRun, profile: Path) -> list[Variant]:
     return [replace(arm, zero=run.zero) for arm in arms]
 
 
-def name_with_whole_masters(arm: Variant) -> str | None:
-    """Return the name of the arm that differs from ``arm`` only in its whole masters, or None if that is ``arm``."""
-    return arm.name.replace(f", {SPLIT}", "") if splits_masters(arm) else None
-
-
-def splits_masters(arm: Variant) -> bool:
-    """Return whether the plugin splits the masters of ``arm``."""
-    return arm.block is not None and bool(arm.block.get("split_masters"))
-
-
 FEW_ARMS: Sequence[str] = (
     STOCK.name,
     f"all CPU, {WITHOUT}",
     "all streamed, overlap",
-    f"all streamed, {SPLIT}, overlap",
     "planned, overlap",
 )
 """The names of the arms that a quick run compares, and a run whose iterations take long."""

@@ -39,8 +39,6 @@ def predict(
     numels: list[int],
     plan: UpdatePlan | None,
     windows: Windows = NO_WINDOWS,
-    *,
-    splits_masters: bool = False,
 ) -> PredictedArm:
     """Return the prediction of stock for sub-groups of ``numels`` parameters of the small model, or of a plan.
 
@@ -56,7 +54,7 @@ def predict(
         workload = run.workload([unit.numel for unit in plan.workload.units])
         plan = replace(plan, workload=workload)
         windows = Windows(backward_s=windows.backward_s / run.slowdown, forward_s=windows.forward_s / run.slowdown)
-        cost = CostModel.from_profile(run.profile, splits_masters=splits_masters)
+        cost = CostModel.from_profile(run.profile)
         timeline = simulate(plan.schedule, workload, cost, windows)
         update_s, exposed_s = timeline.end_s, windows.exposed_s(timeline, workload, cost)
         gradients = GradientPath.for_plan(plan)

@@ -91,7 +91,6 @@ EMULATED_H100 = f"{EMULATED} h100-pcie5, 4 GPUs"
 EMULATED_BIT_IDENTICAL = f"{BIT_IDENTICAL} ({EMULATED})"
 EMULATED_SPEEDUP = f"{EMULATED} {ITERATION_SPEEDUP}"
 EMULATED_EXPOSED_SHARE = f"{EMULATED} exposed / stock's update"
-EMULATED_SPLIT_SPEEDUP = f"{EMULATED} update speedup of split masters over whole ones"
 MEMORY_BOUND_SPEEDUP = "speedup if memory-bound"
 """Stock's bytes of host memory per parameter divided by the variant's."""
 
@@ -130,15 +129,6 @@ TARGETS = (
         ALL_ON_THE_CPU,
         description="2 cores: the same with DeepSpeed's default sub-group size",
         where={"sub_group_size": with_default_sub_groups(ON_CPU).sub_group_size},
-    ),
-    Target(
-        description="2 cores: one CPU update of split masters at least 1.05 times as fast as that of whole ones",
-        benchmark="adam",
-        variant="CPU, ours, split masters",
-        quantity="update speedup over whole masters",
-        on_gpu=False,
-        at_least=1.05,
-        where={"threads": 2},
     ),
     Target(
         description="2 cores: the iteration never slower than stock's",
@@ -181,14 +171,6 @@ TARGETS = (
         on_gpu=False,
         at_most=0.1,
         where={"machine": EMULATED_H100, "micro_batch": 8},
-    ),
-    Target(
-        description="EMULATED: streamed updates of split masters at least 1.15 times as fast as those of whole ones",
-        benchmark="emulated",
-        variant="*",
-        quantity=EMULATED_SPLIT_SPEEDUP,
-        on_gpu=False,
-        at_least=1.15,
     ),
     Target(
         description="EMULATED: error of predicted iterations at most 5 %",

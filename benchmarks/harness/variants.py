@@ -54,7 +54,6 @@ class Variant:
     done_in_step: bool = True
     """Whether the update is done when ``step()`` returns."""
     cuda_only: bool = False
-    splits_masters: bool = False
     overrides: Callable[[], AbstractContextManager[object]] = nullcontext
     """A context that is active for as long as the engine exists."""
 
@@ -63,8 +62,6 @@ class Variant:
         on_cuda = trains_on_gpu()
         if self.cuda_only and not on_cuda:
             return CUDA_ONLY
-        if self.splits_masters and not on_cuda:
-            return "masters are split only if the parameters are on a GPU"
         # These variants share their states with a process of their own. If the folder is full, this process dies
         # without an error.
         if self.cuda_only and psutil.disk_usage(SHARED_MEMORY).free < STATE_BYTES * setting.parameters:
@@ -162,7 +159,6 @@ ALL_CPU = ours("ours, all on the CPU", placement="cpu", **NO_OVERLAP)
 ALL_STREAMED = ours("ours, all streamed", placement="streamed", **NO_OVERLAP)
 PLANNED = planned("ours, planned", **NO_OVERLAP)
 OURS_DEFAULT = planned("ours")
-OURS_SPLIT = replace(planned("ours, split masters", split_masters=True), splits_masters=True)
 
 WITHOUT_FUSED_KERNEL = replace(
     ALL_CPU, name="ours, stock's kernel", cpu_kernel="StockAdam", overrides=stocks_cpu_kernel

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels import split_form
 from deep_opt_states.device.kernels.adam import DEFAULT_BETAS, AdamKernel, AdamStep, AdamTensors
 from deep_opt_states.profiler.device_timer import DeviceTimer
 from deep_opt_states.profiler.host_states import SUB_GROUPS, HostStates
@@ -28,16 +27,11 @@ MIN_LAUNCH_NUMEL = 1_000_000
 
 
 class Updates:
-    """Adam steps of ``kernel`` on ``states``, all of which have a 16-bit ``param``.
+    """Adam steps of ``kernel`` on ``states``, all of which have a 16-bit ``param``."""
 
-    If ``splits_masters``, the fp32 masters are split in their memory, and the parameters are their upper halves.
-    """
-
-    def __init__(self, states: Sequence[AdamTensors], kernel: AdamKernel, *, splits_masters: bool = False) -> None:
+    def __init__(self, states: Sequence[AdamTensors], kernel: AdamKernel) -> None:
         self.states = states
         self.kernel = kernel
-        self._whole_masters = [state.master for state in states]
-        self._splits_masters = splits_masters
         self._step = 0
         kernel.restart()  # Other probes may have used the same kernel before.
         for state in states:
@@ -46,8 +40,6 @@ class Updates:
             for tensor, value in ((state.master, 1.0), (state.grad, 1e-2), (state.exp_avg, 0.0), (state.param, 0.0)):
                 tensor.fill_(value)
             state.exp_avg_sq.fill_(0.0)
-        if splits_masters:
-            self.states = [_split(state) for state in states]
 
     def begin_step(self) -> None:
         """Begin the next Adam step of all sub-groups."""
@@ -74,20 +66,15 @@ class Updates:
 
         The parameters must be the rounded masters.
         """
-        for sub_group, (state, whole) in enumerate(zip(self.states, self._whole_masters, strict=True)):
-            master = whole
-            if self._splits_masters:
-                # Copies: the probe may be repeated afterwards.
-                master = whole.clone()
-                split_form.join(master, state.exp_avg_sq.clone())
-            smallest, largest = (value.item() for value in master.aminmax())
+        for sub_group, state in enumerate(self.states):
+            smallest, largest = (value.item() for value in state.master.aminmax())
             # Vector code and the code for the remainder may differ in the last bits.
             if not (smallest <= largest < 1.0 and largest - smallest < 1e-4):
                 raise ProbeError(
                     f"the elements of sub-group {sub_group} are not updated equally: "
                     f"they are {smallest} to {largest} and were 1.0"
                 )
-            if state.param is None or not torch.equal(state.param, master.bfloat16()):
+            if state.param is None or not torch.equal(state.param, state.master.bfloat16()):
                 raise ProbeError(f"the parameters of sub-group {sub_group} are not its masters rounded to 16 bits")
 
 
@@ -100,10 +87,8 @@ class HostUpdates:
         kernel: AdamKernel,
         thread: ThreadPoolExecutor | None,
         quantity: str = "cpu_adam_params_per_s",
-        *,
-        splits_masters: bool = False,
     ) -> None:
-        self._updates = Updates(states, kernel, splits_masters=splits_masters)
+        self._updates = Updates(states, kernel)
         self._thread = thread
         self._quantity = quantity
         self.sub_group_numel = states[0].master.numel()
@@ -112,11 +97,6 @@ class HostUpdates:
     def with_training_threads(cls, memory: HostStates) -> HostUpdates:
         """Return updates on the threads that touched ``memory`` first."""
         return cls(memory.sub_groups, memory.kernel, memory.thread)
-
-    @classmethod
-    def with_split_masters(cls, memory: HostStates) -> HostUpdates:
-        """Return the same updates of split masters."""
-        return cls(memory.sub_groups, memory.kernel, memory.thread, "split_cpu_adam_params_per_s", splits_masters=True)
 
     @classmethod
     def with_own_threads(cls, kernel: AdamKernel, memory: HostStates) -> HostUpdates:
@@ -239,13 +219,6 @@ class DeviceUpdates:
     def _launch(self) -> None:
         for sub_group in range(LAUNCHES):
             self._updates.update(sub_group)
-
-
-def _split(state: AdamTensors) -> AdamTensors:
-    """Split the masters in their memory, and return the tensors as a kernel takes them."""
-    split_form.split(state.master, state.exp_avg_sq)
-    lower, upper = split_form.halves(state.master)
-    return replace(state, master=lower, param=upper)
 
 
 def _states_that_fit(device: Device[Any], numel: int) -> list[AdamTensors]:

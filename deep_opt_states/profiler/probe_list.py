@@ -103,7 +103,6 @@ class Probes:
             self._one_way("Accelerator to host, pageable", transfers.pageable_d2h, "pageable_d2h_bytes_per_s"),
             _entry("Latency of a copy", self._latency, "copy_latency_s"),
             _entry("CPU Adam", self._cpu_adam, "cpu_adam_params_per_s"),
-            self._on_accelerator("CPU Adam of split masters", self._split_cpu_adam, "split_cpu_adam_params_per_s"),
             _entry("CPU Adam of stock DeepSpeed", self._stock_cpu_adam, "stock_cpu_adam_params_per_s"),
             self._on_accelerator(
                 "CPU Adam during transfers",
@@ -158,9 +157,6 @@ class Probes:
 
     def _cpu_adam(self) -> HostUpdates:
         return HostUpdates.with_training_threads(self._memory)
-
-    def _split_cpu_adam(self, device: Device[Any]) -> Probe:
-        return HostUpdates.with_split_masters(self._memory)
 
     def _stock_cpu_adam(self) -> Probe:
         return HostUpdates.with_stock_kernel(self._kernels.stock(), self._memory, self._host)

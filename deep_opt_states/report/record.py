@@ -45,11 +45,7 @@ class Work:
 
     def bytes_moved(self, direction: str, timeline: Timeline) -> float:
         """Return the bytes that the actions moved in ``direction`` of PCIe, a key of ``LANES_OF_DIRECTION``."""
-        traffic = traffic_by_action(
-            self.widths.param,
-            params_on_host=not self.widths.publishes,
-            splits_masters=self.widths.splits_masters,
-        )
+        traffic = traffic_by_action(self.widths.param, params_on_host=not self.widths.publishes)
         moved = 0.0
         for span in timeline.spans:
             if span.action.lane in LANES_OF_DIRECTION[direction]:

@@ -93,12 +93,8 @@ class Actions:
         uses_slots = any(action.slot is not None and self._splits[action.unit].rest for action in schedule.actions)
         num_slots = schedule.num_slots if uses_slots else 0
         kept = [slot for slot in self._slots if slot.master.numel() == schedule.slot_numel]
-        splits_masters = any(state.splits_masters for state in self._states)
         added = range(len(kept), num_slots)
-        slots = [
-            *kept,
-            *(Slot.reserve(self._device, schedule.slot_numel, splits_masters=splits_masters) for _ in added),
-        ]
+        slots = [*kept, *(Slot.reserve(self._device, schedule.slot_numel) for _ in added)]
         self._slots = slots[:num_slots]
         self._shift = 0
         self._forget_views()
@@ -215,6 +211,6 @@ class Actions:
         elif state.cpu_writes_param:
             return []
         else:
-            sources = [state.published_from(element_range) for element_range in rest]
+            sources = [state.view(state.rounded, element_range) for element_range in rest]
         params = [state.view(state.param, element_range) for element_range in rest]
         return list(zip(params, sources, strict=True))

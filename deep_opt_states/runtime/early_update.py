@@ -216,7 +216,7 @@ class EarlyUpdate:
             operations.on_host.append(state.cpu_update_of(element_range))
             if not state.cpu_writes_param:
                 param = state.view(state.param, element_range)
-                operations.to_accelerator.append((param, state.published_from(element_range)))
+                operations.to_accelerator.append((param, state.view(state.rounded, element_range)))
         return operations
 
     def _streamed(self, operations: _Operations) -> list[tuple[UnitState, RangeUpdate]]:

@@ -16,19 +16,15 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
-from deep_opt_states.device.kernels.checksum import Checksum
 from deep_opt_states.runtime.actions import Actions
 from deep_opt_states.runtime.early_update import EarlyBuffers, EarlyUpdate
 from deep_opt_states.runtime.executable import check_executable
 from deep_opt_states.runtime.failure import UpdateFailed
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.lanes import LaneStreams
-from deep_opt_states.runtime.param_sums import Names, no_names
 from deep_opt_states.runtime.resident_states import ResidentStates
-from deep_opt_states.runtime.split_masters import SplitMasters
 from deep_opt_states.runtime.state import Split, UnitState
 from deep_opt_states.runtime.uninterrupted import Uninterrupted
-from deep_opt_states.runtime.watched_adam import WatchedAdam
 from deep_opt_states.runtime.worker import CpuLane, Worker
 from perf_model.prediction.timeline import Timeline
 from perf_model.schedule.action import Lane
@@ -54,32 +50,27 @@ class Executor:
     """The runtime that executes one schedule per optimizer step, on the accelerator's streams and one worker thread.
 
     Streams and threads are reserved in the constructor, events and slots there, in ``set_units`` and in
-    ``set_schedule``. An update allocates nothing, except where it splits masters again. That takes host memory for a
-    moment, 2 bytes per parameter of one range, and at most 17 MB for a chunk of it. ``host_adam`` updates in host
-    memory, and ``device_adam`` on the accelerator; it may be None if every unit is updated on the CPU. ``worker`` is
-    the cpu lane, a new ``Worker`` by default. ``splits`` has the ranges of each unit that ``begin`` updates early; by
-    default there are none. Every action is issued, or run by the worker, inside the context ``span(name)``.
-    ``checksum`` is needed if masters are split and ``device_adam`` is not None; ``names`` has the names of parameters
-    for errors. Raise ``ScheduleError`` if the schedule is not safe to execute.
+    ``set_schedule``. An update allocates nothing. ``host_adam`` updates in host memory, and ``device_adam`` on the
+    accelerator; it may be None if every unit is updated on the CPU. ``worker`` is the cpu lane, a new ``Worker`` by
+    default. ``splits`` has the ranges of each unit that ``begin`` updates early; by default there are none. Every
+    action is issued, or run by the worker, inside the context ``span(name)``. Raise ``ScheduleError`` if the schedule
+    is not safe to execute.
 
     **Order of calls.** One thread makes all calls. ``begin`` starts an update and ``finish`` ends it; ``run`` does
     both. ``finish_on_stream`` ends it, too, but leaves its flushes in flight. Between them the caller may call
     ``publish``, ``publish_early_ranges``, ``mark_requested``, ``may_block``, ``may_advance`` and ``advance``, in any
-    order and any number of times. ``prefetch``, ``give_states_back``, ``give_params_back``, ``write_back``,
-    ``check_params``, ``set_units``, ``set_schedule``, ``forget_replaced_tensors`` and ``touch`` are called only while
-    no update is pending. ``forget_failure`` is called after a failure, and ``close`` comes last.
+    order and any number of times. ``prefetch``, ``give_states_back``, ``write_back``, ``set_units``, ``set_schedule``,
+    ``forget_replaced_tensors`` and ``touch`` are called only while no update is pending. ``forget_failure`` is called
+    after a failure, and ``close`` comes last.
 
     **Memory.** Between updates gradients and parameters belong to the caller: on every stream and thread after
-    ``finish``, and on the stream that was current in ``finish_on_stream`` after that. If masters are split, the caller
-    writes to parameters only after ``give_params_back`` or ``give_states_back``. Optimizer states do so after
+    ``finish``, and on the stream that was current in ``finish_on_stream`` after that. Optimizer states do so after
     ``finish`` and ``give_states_back``, until ``prefetch`` or ``begin``. From ``begin`` to ``finish`` gradients,
     optimizer states and parameters belong to the executor: the caller must neither write to gradients and states nor
     read parameters. There are two exceptions: the parameters of early ranges may be read and written once ``begin`` has
-    returned, and the parameters of a unit may be read after ``publish``, both only on the stream that is current
-    in ``begin`` or ``publish``. If masters are split, the early ranges of resident units may only be read: the next
-    comparison of sums notices a write to them, which ends the training. On any other stream, call
-    ``publish_early_ranges`` or ``publish`` first. ``finish`` blocks the host until nothing is in flight, so that
-    afterwards every stream and thread may use the tensors.
+    returned, and the parameters of a unit may be read after ``publish``, both only on the stream that is current in
+    ``begin`` or ``publish``. On any other stream, call ``publish_early_ranges`` or ``publish`` first. ``finish`` blocks
+    the host until nothing is in flight, so that afterwards every stream and thread may use the tensors.
 
     **Failure.** Any exception in any lane is fatal for the update: parameters and states may already be updated for
     some units and not for others. The executor stops, waits for the operations in flight and keeps the exception
@@ -105,21 +96,16 @@ class Executor:
         worker: CpuLane | None = None,
         splits: Sequence[Split] | None = None,
         span: Callable[[str], AbstractContextManager[object]] = nullcontext,
-        checksum: Checksum | None = None,
-        names: Names = no_names,
     ) -> None:
         check_executable(schedule, states)
         self._device = device
         self._lanes = LaneStreams(device)
         streams = self._lanes.streams
         self._residents = ResidentStates(device, streams[Lane.H2D], streams[Lane.COMPUTE], streams[Lane.D2H])
-        self._split_masters = SplitMasters(device, streams[Lane.COMPUTE], streams[Lane.D2H], checksum, names)
         # Where slots are host memory, both are the same kernel, whose step begins once.
         self._kernels = tuple({id(adam): adam for adam in (host_adam, device_adam) if adam is not None}.values())
         self._host_adam = host_adam
         self._device_adam = device_adam
-        if device_adam is not None and checksum is not None:
-            self._device_adam = device_adam = WatchedAdam(device_adam, self._split_masters)
         self._actions = Actions(device, host_adam, device_adam)
         self._early_buffers: EarlyBuffers | None = None
         self._pending = self._flushing = False
@@ -184,7 +170,6 @@ class Executor:
             Split.all_early(state.elements) if state.is_evicted else split
             for state, split in zip(states, splits, strict=True)
         ]
-        split_ranges = self._split_masters.reserve_ranges(states, local_splits)
         early_update = EarlyUpdate(
             states, local_splits, self._device, self._lanes.streams, self._worker, self._early_buffers
         )
@@ -192,8 +177,6 @@ class Executor:
         self._early_update, self._early_buffers = early_update, early_update.buffers
         self._states, self._splits = states, splits
         self._residents.set_units(states)
-        with self._keep_failure():
-            self._split_masters.set_ranges(split_ranges, are_valid=self._failure is None)
         self._issuer.reserve_events(schedule)
         self._adopt(schedule)
 
@@ -241,7 +224,6 @@ class Executor:
         if self._failure is not None:
             return
         with self._keep_failure():
-            self._split_masters.split()
             self._residents.load()
             self._issuer.prefetch()
 
@@ -249,8 +231,7 @@ class Executor:
     def give_states_back(self) -> None:
         """Make the states in host memory those of the last update, and let the caller read and write them.
 
-        Resident states are written back, and split masters are joined. The update or ``prefetch`` copies resident and
-        prefetched states again, and the update splits masters again.
+        Resident states are written back. The update or ``prefetch`` copies resident and prefetched states again.
         """
         assert not self._pending
         self.finish()
@@ -259,41 +240,7 @@ class Executor:
         if self._failure is None:
             with self._keep_failure():
                 self._residents.write_back()
-                self._split_masters.copy_to_host("when optimizer states were read or saved")
         self._residents.invalidate()
-        # After a failure, too: a checkpoint may be loaded into the masters.
-        with self._keep_failure():
-            self._split_masters.join()
-
-    @property
-    def watches_params(self) -> bool:
-        """Return whether parameters are a half of masters, so that ``give_params_back`` must precede a write."""
-        return self._split_masters.watches_params
-
-    @section
-    def give_params_back(self) -> None:
-        """Let the caller write to parameters until the next update, which forgets what was written, as stock does."""
-        assert not self._pending
-        self.finish()
-        if self._failure is None:
-            with self._keep_failure():
-                self._split_masters.copy_to_host("when a script gathered or read parameters")
-
-    def check_params(self) -> None:
-        """Block the host until all units are updated, and fail if a parameter was written to in this update.
-
-        If masters are whole, do nothing. The next ``begin`` notices the same writes, but parameters that were computed
-        from a wrong master may be read before that.
-        """
-        assert not self.pending
-        if self.watches_params:
-            self._check_params()
-
-    @section
-    def _check_params(self) -> None:
-        if self._failure is None:
-            with self._keep_failure():
-                self._split_masters.raise_if_found()
 
     @section
     def write_back(self, units: Sequence[UnitState] | None = None) -> None:
@@ -328,16 +275,11 @@ class Executor:
         with self._keep_failure():
             # Inside, because it may allocate: if memory is short on this rank, the other ranks must know.
             prepare()
-            # Before the wait, which then also ends the comparison of sums.
-            self._split_masters.compare()
             self._lanes.wait_for_caller(self._issuer.events)
-            self._split_masters.raise_if_written()
             # After the wait: kernels of the update before, which ``finish_on_stream`` left to the stream, read the
             # hyperparameters that are overwritten here.
             for kernel in self._kernels:
                 kernel.begin_step(steps)
-            self._split_masters.split()
-            self._split_masters.begin()
             self._residents.load()
             self._residents.mark_updated()
             self._early_update.update(self._host_adam, self._device_adam)
@@ -531,7 +473,6 @@ class Executor:
         self._early_update.close()
         self._early_buffers = None
         self._residents.close()
-        self._split_masters.close()
         self._states = ()
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 Host memory has a place for the states of every unit. Those of a resident unit are loaded from there before its first
 update, and are updated on the accelerator from then on. They are written back before any other code reads or writes
-optimizer states, and before the unit is updated elsewhere. If masters are split, only their lower halves are copied.
+optimizer states, and before the unit is updated elsewhere.
 """
 
 from __future__ import annotations

@@ -9,14 +9,13 @@ none of them copies or waits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange, RangeUpdate
-from deep_opt_states.device.kernels.split_form import halves
 from perf_model.schedule.placement import Placement
 
 
@@ -24,8 +23,7 @@ from perf_model.schedule.placement import Placement
 class Slot:
     """Accelerator memory for the optimizer states of one unit at a time.
 
-    All tensors have shape [slot_numel] and are fp32, but if masters are split, ``master`` has their lower halves,
-    int16.
+    All tensors are fp32, of shape [slot_numel].
     """
 
     master: torch.Tensor
@@ -33,10 +31,9 @@ class Slot:
     exp_avg_sq: torch.Tensor
 
     @classmethod
-    def reserve(cls, device: Device[Any], numel: int, *, splits_masters: bool = False) -> Slot:
+    def reserve(cls, device: Device[Any], numel: int) -> Slot:
         """Allocate the slot's tensors, of ``numel`` elements each. Raise the device's error if memory is short."""
-        master = device.empty(numel, torch.int16 if splits_masters else torch.float32)
-        return cls(master, *(device.empty(numel, torch.float32) for _ in range(2)))
+        return cls(*(device.empty(numel, torch.float32) for _ in range(3)))
 
     def narrow(self, numel: int) -> Slot:
         """Return views of the first ``numel`` elements, which a unit of that size uses."""
@@ -73,13 +70,11 @@ class UnitState:
     accelerator, or in page-locked host memory if DeepSpeed offloads parameters.
 
     ``rounded``, in that dtype in host memory, is the source that a CPU update is published from. It is ``param`` itself
-    where the CPU can write ``param``, so that publishing copies nothing. For an fp32 model it is ``master``. It is None
-    if the masters are split (see ``split_masters.py``): their upper halves are published. The accelerator then has the
-    lower halves of the unit's masters, and ``param`` is their upper halves, of which ``staged`` is a copy.
+    where the CPU can write ``param``, so that publishing copies nothing. For an fp32 model it is ``master``.
 
     ``staged``, in that dtype on the accelerator, receives the parameters of an update on the accelerator if ``param``
-    is in host memory, or if masters are split; they are copied to ``param`` from there. It is None otherwise. All units
-    share this memory, which is safe because one stream both updates and copies.
+    is in host memory; they are copied to ``param`` from there. It is None otherwise. All units share this memory, which
+    is safe because one stream both updates and copies.
 
     ``resident`` is the accelerator memory of a resident unit; None otherwise.
     """
@@ -89,7 +84,7 @@ class UnitState:
     exp_avg_sq: torch.Tensor
     grad: torch.Tensor
     param: torch.Tensor
-    rounded: torch.Tensor | None
+    rounded: torch.Tensor
     placement: Placement
     sub_group: int
     elements: ElementRange
@@ -108,11 +103,6 @@ class UnitState:
         return self.placement is not Placement.CPU and not self.is_evicted
 
     @property
-    def splits_masters(self) -> bool:
-        """Return whether the masters are split."""
-        return self.rounded is None
-
-    @property
     def cpu_writes_param(self) -> bool:
         """Return whether a CPU update writes the model's own parameters, so that there is nothing to publish."""
         return self.rounded is self.param
@@ -129,7 +119,7 @@ class UnitState:
 
     @property
     def cpu_tensors(self) -> AdamTensors:
-        """Return the tensors of an update on the CPU of ranges whose masters are not split."""
+        """Return the tensors of an update on the CPU."""
         return AdamTensors(
             master=self.master,
             exp_avg=self.exp_avg,
@@ -140,29 +130,12 @@ class UnitState:
         )
 
     def cpu_update_of(self, element_range: ElementRange) -> RangeUpdate:
-        """Return the update on the CPU of a range that the schedule updates, or that is evicted.
-
-        ``published_from`` is the source that its parameters are published from.
-        """
-        update = self.update_of(element_range, self.cpu_tensors)
-        if not self.splits_masters:
-            return update
-        lower, upper = halves(update.tensors.master)
-        return replace(update, tensors=replace(update.tensors, master=lower, param=upper))
-
-    def published_from(self, element_range: ElementRange) -> torch.Tensor:
-        """Return the memory, of shape [numel], from which the parameters of such a range are published."""
-        if self.rounded is not None:
-            return self.view(self.rounded, element_range)
-        _, upper = halves(self.view(self.master, element_range))
-        return upper
+        """Return the update on the CPU of a range that the schedule updates, or that is evicted."""
+        return self.update_of(element_range, self.cpu_tensors)
 
     def copied_states(self, element_range: ElementRange, states: Slot) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the tensors in host memory and those in ``states`` that are copied between the two for a range."""
         on_host = [self.view(tensor, element_range) for tensor in (self.master, self.exp_avg, self.exp_avg_sq)]
-        if self.splits_masters:
-            # The upper halves are the parameters, and on the accelerator already.
-            on_host[0], _ = halves(on_host[0])
         on_accelerator = (states.master, states.exp_avg, states.exp_avg_sq)
         yield from zip(on_host, (self.view(tensor, element_range) for tensor in on_accelerator), strict=True)
 

@@ -24,7 +24,6 @@ def widths_of(
     device: Device[Any],
     *,
     params_on_host: bool = False,
-    splits_masters: bool = False,
 ) -> Widths:
     """Return the bytes per element of each tensor, for a model whose parameters are like ``param``.
 
@@ -34,7 +33,6 @@ def widths_of(
         param=param.element_size(),
         grad=grad_dtype.itemsize,
         publishes=not (params_on_host or device.shares_host_memory),
-        splits_masters=splits_masters,
     )
 
 
@@ -43,7 +41,7 @@ class SubGroupTensors:
     """The tensors of one sub-group in the slab, of shape [numel] each.
 
     The states are fp32. ``grad`` is in the accumulation dtype. ``rounded`` has the model's dtype; it is None if a CPU
-    update needs no buffer for rounded parameters. ``SplitMasters`` keeps parts of ``master`` in another form.
+    update needs no buffer for rounded parameters.
     """
 
     master: torch.Tensor
@@ -66,8 +64,7 @@ class StateMemory:
     ``sub_groups`` are the tensors in the slab, which do not depend on a plan. ``units`` are views of them, and the
     memory on the accelerator, for the plan that was passed to ``set_plan`` last. ``params`` has the flat buffer of each
     sub-group, of shape [numel], in the model's dtype; if ``params_on_host``, these buffers are in page-locked host
-    memory although ``device`` has memory of its own. ``splits_masters``: there is no buffer for rounded parameters,
-    because these are the upper halves of split masters, and the accelerator has only the lower halves.
+    memory although ``device`` has memory of its own.
 
     The constructor reserves the slab, which has zeros, and touches none of its pages. Raise ``HostMemoryError`` if the
     host cannot provide it.
@@ -81,13 +78,11 @@ class StateMemory:
         device: Device[Any],
         *,
         params_on_host: bool = False,
-        splits_masters: bool = False,
     ) -> None:
-        widths = widths_of(params[0], grad_dtype, device, params_on_host=params_on_host, splits_masters=splits_masters)
+        widths = widths_of(params[0], grad_dtype, device, params_on_host=params_on_host)
         self._device = device
         self._params = list(params)
         self._publishes = widths.publishes
-        self._splits_masters = splits_masters
         self._params_on_host = params_on_host and not device.shares_host_memory
         self._staging: torch.Tensor | None = None
         self._slab: HostSlab = device.host_slab(widths.slab_bytes(workload))
@@ -162,9 +157,7 @@ class StateMemory:
         tensors, param = self.sub_groups[unit.sub_group], self._params[unit.sub_group]
         elements = self._elements(unit)
         master, narrowed_param = elements.view(tensors.master), elements.view(param)
-        if self._splits_masters:
-            rounded = None
-        elif not self._publishes:
+        if not self._publishes:
             rounded = narrowed_param
         else:
             # The parameters of an fp32 model are published from the master weights.
@@ -191,14 +184,12 @@ class StateMemory:
             state.staged = staging.narrow(0, 0, unit.numel)
         if placement is Placement.RESIDENT:
             kept = None if before is None else before.resident
-            state.resident = kept or Resident(
-                Slot.reserve(self._device, unit.numel, splits_masters=self._splits_masters)
-            )
+            state.resident = kept or Resident(Slot.reserve(self._device, unit.numel))
         return state
 
     def _reserve_staging(self, plan: UpdatePlan) -> torch.Tensor | None:
         """Return memory on the accelerator for the parameters of its largest unit, if updates do not write in place."""
-        numel = plan.largest_on_accelerator if self._params_on_host or self._splits_masters else 0
+        numel = plan.largest_on_accelerator if self._params_on_host else 0
         if numel == 0:
             return None
         if self._staging is not None and self._staging.numel() == numel:

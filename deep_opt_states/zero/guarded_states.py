@@ -41,7 +41,6 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
         if "_update" in vars(self):
             self._update.wait()
             # The caller may also write to them.
-            self._update.give_params_back()
             if "_gathers" in vars(self):
                 self._gathers.direct_writes.allow()
 

@@ -112,7 +112,6 @@ def _inputs(
         recompute=not options.no_recompute,
         accumulation=options.accumulation,
         offload_param=options.offload_param,
-        split_masters=options.split_masters,
         trainable_share=options.trainable_share,
         tensor_parallel=options.tensor_parallel,
         attention=options.attention,
@@ -126,7 +125,7 @@ def _inputs(
         _check_unit_size(options.unit_size, job)
     profile = _preset(machine.preset, job) if measured is None else measured
     _check_rules(job, profile)
-    for name in ("gpu_memory_gb", "gpu_memory_margin_gb", "split_masters", "offload_param"):
+    for name in ("gpu_memory_gb", "gpu_memory_margin_gb", "offload_param"):
         value = getattr(options, name)
         if value is not None and value is not False and not profile.has_accelerator:
             option = f"--{name.replace('_', '-')}"

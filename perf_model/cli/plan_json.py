@@ -52,13 +52,6 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
             "pinned_bytes": found.memory.pinned_bytes,
             "no_offload_bytes": found.no_offload_bytes,
         },
-        "other_masters": None
-        if found.other_masters is None
-        else {
-            "split_masters": not found.job.split_masters,
-            "host_bytes": found.other_masters.memory.host_bytes,
-            **{key: found.other_masters.predicted.to_json_dict()[key] for key in ("exposed_update_s", "iteration_s")},
-        },
         "placement": {placement.value: plan.placements.count(placement) for placement in Placement},
         "units": units,
         "order": {
@@ -131,8 +124,6 @@ def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
         block["gpu_memory_gb"] = found.budgets.gpu_bytes / GB
     if "gpu_memory_margin_gb" in inputs.given and planned:
         block["gpu_memory_margin_gb"] = inputs.limits.gpu_margin / GB
-    if job.split_masters:
-        block["split_masters"] = True
     if not inputs.overlap.backward:
         block["overlap_backward"] = False
     if not inputs.overlap.forward:

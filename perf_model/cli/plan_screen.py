@@ -12,7 +12,7 @@ from perf_model.cli.plan_json import deepspeed_config
 from perf_model.cli.unit_runs import UnitRun, unit_runs
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.schedule.placement import Placement
-from perf_model.training_run.forecast import Forecast, OtherMasters
+from perf_model.training_run.forecast import Forecast
 from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.predictor import Infeasible, PredictedIteration
 from perf_model.units import DIGITS, billions, percent, seconds, significant, size
@@ -59,8 +59,6 @@ def print_screen(found: Forecast, inputs: Inputs) -> None:
     show(_legend(inputs.overheads))
     show(f"\n{_bound(found)}")
     show(f"memory: {_memory(found, inputs)}")
-    if found.other_masters is not None:
-        show(_other_masters(found, found.other_masters))
     show("")
     show(_placements(found))
     runs = unit_runs(found)
@@ -161,20 +159,6 @@ def _memory(found: Forecast, inputs: Inputs) -> str:
     return ", ".join(
         f"{name} {size(taken, DIGITS)} of {'no limit' if limit is None else size(limit)}"
         for name, taken, limit in kinds
-    )
-
-
-def _other_masters(found: Forecast, other: OtherMasters) -> str:
-    """Return what split masters gain with this plan: host memory, and exposed time."""
-    saved_bytes = abs(found.memory.host_bytes - other.memory.host_bytes)
-    exposed_s = [seconds(outcome.exposed_update_s, DIGITS) for outcome in (other.predicted, found.predicted)]
-    if found.job.split_masters:
-        which, (before_s, after_s) = "split masters, compared with whole ones", exposed_s
-    else:
-        which, (after_s, before_s) = "with --split-masters", exposed_s
-    return (
-        f"{which} and the same placements: {size(saved_bytes, DIGITS)} less host memory per node, {after_s} exposed "
-        f"instead of {before_s}"
     )
 
 

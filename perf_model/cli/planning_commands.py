@@ -128,8 +128,6 @@ def _add_machine_and_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence", type=integer, required=True, help="tokens per sequence")
     offload_param = "keep the 16-bit parameters in host memory (offload_param: cpu); default: on the GPU"
     parser.add_argument("--offload-param", action="store_true", help=offload_param)
-    split_masters = 'keep the masters of a bf16 model in two halves ("split_masters": true); default: whole'
-    parser.add_argument("--split-masters", action="store_true", help=split_masters)
     trainable = "share of the parameters that is trained, such as 0.01 with LoRA; default: %(default)g, all"
     parser.add_argument("--trainable-share", type=_share, default=1.0, metavar="SHARE", help=trainable)
     no_recompute = "keep activations, instead of recomputing them in backward"

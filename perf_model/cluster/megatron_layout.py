@@ -55,7 +55,7 @@ def best_pipeline_layout(
     """
     layouts = _layouts(
         cluster,
-        replace(job, accumulation=1, offload_param=False, split_masters=False),
+        replace(job, accumulation=1, offload_param=False),
         rates,
         gpu_bytes,
         sizes or cluster.tensor_parallel_sizes(),

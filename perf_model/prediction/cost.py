@@ -15,8 +15,8 @@ from enum import Enum
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.happens_before import CHAINS
-from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
+from perf_model.schedule.schedule import STAGED_BYTES_PER_PARAM
 from perf_model.schedule.workload import FP32_BYTES
 
 PROBED_PARAM_BYTES = 2
@@ -25,13 +25,10 @@ PROBED_PARAM_BYTES = 2
 COPIES_PER_ACTION = {ActionKind.PREFETCH: 3, ActionKind.FLUSH_STATES: 3, ActionKind.PUBLISH: 1}
 """The number of copies that an action consists of. Each copy begins with the latency of a copy."""
 
-WHOLE_GPU_STEP_BYTES, SPLIT_GPU_STEP_BYTES = 28, 40
+GPU_STEP_BYTES = 28
 """Bytes per parameter of a bf16 model that an update on the accelerator moves in its memory.
 
-With whole masters, the kernel reads and writes p, m and v (24), reads the gradient (2) and writes the parameter (2), as
-the profiler measures. With split ones, the kernel reads and writes the 16-bit parameter, 16 bits more, m and v (24) and
-reads the gradient (2). The parameter is copied to a buffer before and from it afterwards (8), and three sums read it:
-when the update begins, before the kernel, and after it (6).
+The kernel reads and writes p, m and v (24), reads the gradient (2) and writes the parameter (2).
 """
 
 _FULL = 1e-12
@@ -63,28 +60,22 @@ class BytesPerParam:
     dram: float = 0.0
 
 
-def traffic_by_action(
-    param_bytes: int, *, params_on_host: bool = False, splits_masters: bool = False
-) -> dict[ActionKind, BytesPerParam]:
+def traffic_by_action(param_bytes: int, *, params_on_host: bool = False) -> dict[ActionKind, BytesPerParam]:
     """Return the bytes per parameter that our runtime moves in each kind of action.
 
     ``param_bytes`` is 2 for 16-bit models and 4 for fp32 models, whose CPU update has nothing to round. CPU_STEP is one
     pass: p, m and v are read and written (24), the gradient is read in the dtype of the model, in which DeepSpeed
     accumulates it by default, and the 16-bit parameter is written. ``params_on_host``: DeepSpeed offloads parameters,
     so the CPU update writes them in place, in fp32 models too, and an update on the accelerator is copied down to them.
-    ``splits_masters``: the CPU update reads and writes the 16-bit parameter and 16 bits more instead of p, and only
-    these 16 bits more are copied.
     """
-    # Split masters: 2 bytes less are written than p and the 16-bit parameter take.
-    states = 24 - (2 if splits_masters else 0)
-    staged = Widths(param=param_bytes, grad=param_bytes, splits_masters=splits_masters).staged_bytes
+    staged = STAGED_BYTES_PER_PARAM
     writes_param = params_on_host or param_bytes < FP32_BYTES
     published, copied_down = (0, param_bytes) if params_on_host else (param_bytes, 0)
     return {
         ActionKind.PREFETCH: BytesPerParam(h2d=staged, dram=staged),
         ActionKind.GPU_STEP: BytesPerParam(d2h=copied_down, dram=copied_down),
         ActionKind.FLUSH_STATES: BytesPerParam(d2h=staged, dram=staged),
-        ActionKind.CPU_STEP: BytesPerParam(dram=states + param_bytes + (param_bytes if writes_param else 0)),
+        ActionKind.CPU_STEP: BytesPerParam(dram=24 + param_bytes + (param_bytes if writes_param else 0)),
         ActionKind.PUBLISH: BytesPerParam(h2d=published, dram=published),
     }
 
@@ -217,13 +208,8 @@ class CostModel:
         param_bytes: int = 2,
         *,
         params_on_host: bool = False,
-        splits_masters: bool = False,
     ) -> CostModel:
         """Return the cost model of our update.
-
-        ``splits_masters`` changes the traffic of host memory, and the rates of the updates. A profile that has no rate
-        of split masters on the CPU, because an earlier version measured it, gives the rate of whole ones. On the GPU it
-        has the rate of whole ones alone, which is divided by the ratio of the bytes that are moved in its memory.
 
         If the profile has no rate of an accelerator at all, the accelerator is the CPU itself. Raise ``ProfileError``
         if it has some of these rates and lacks others that are needed.
@@ -232,13 +218,9 @@ class CostModel:
         traffic = traffic_by_action(
             param_bytes,
             params_on_host=params_on_host or not profile.has_accelerator,
-            splits_masters=splits_masters,
         )
-        cpu = profile.get("split_cpu_adam_params_per_s") if splits_masters else None
         gpu = profile.get("gpu_adam_params_per_s")
-        if gpu is not None and splits_masters:
-            gpu *= WHOLE_GPU_STEP_BYTES / SPLIT_GPU_STEP_BYTES
-        return cls._from_traffic(profile, traffic, cpu or profile.rate("cpu_adam_params_per_s"), gpu)
+        return cls._from_traffic(profile, traffic, profile.rate("cpu_adam_params_per_s"), gpu)
 
     @classmethod
     def _from_traffic(

@@ -55,7 +55,6 @@ QUANTITIES: dict[str, Quantity] = {
         "the whole update on the CPU, while transfers run both ways", 1e7, 1e11
     ),
     "both_beside_cpu_adam_bytes_per_s": Quantity("both directions concurrently, while the CPU updates", 1e8, 4e12),
-    "split_cpu_adam_params_per_s": Quantity("the whole update of split masters on the CPU, alone", 1e7, 1e11),
     "stock_cpu_adam_params_per_s": Quantity("the update of stock DeepSpeed on the CPU: three passes", 1e7, 1e11),
     "dram_update_bytes_per_s": Quantity("host memory, read and written in place", 1e9, 5e12),
     "dram_copy_bytes_per_s": Quantity("host memory, copied: bytes read and written", 1e9, 5e12),
@@ -68,7 +67,7 @@ QUANTITIES: dict[str, Quantity] = {
         "all-gather among ranks on different nodes, all ranks of a node at once: bytes that a rank receives", 1e6, 1e13
     ),
 }
-"""The quantities of a profile by name. Earlier versions did not measure the last four, nor split masters.
+"""The quantities of a profile by name. Earlier versions did not measure the last four.
 
 A rank receives in an all-gather, or sends in a reduce-scatter, (d - 1) / d of the whole if d ranks take part.
 """
@@ -80,7 +79,7 @@ SMALL_MATMUL_SIZE = 1024
 """The rows of the square matrices whose product gives ``matmul_small_flops_per_s``. They do not fill a GPU, so that
 both rates together show how the rate grows with the size."""
 
-RETIRED_QUANTITIES = frozenset({"rounding_params_per_s"})
+RETIRED_QUANTITIES = frozenset({"rounding_params_per_s", "split_cpu_adam_params_per_s"})
 """Quantities that earlier versions measured and no prediction reads: they are ignored in saved profiles."""
 
 INTEGER_BOUNDS = {"gpu_memory_bytes": (10**9, 10**13), "host_memory_bytes": (10**9, 10**14)}

@@ -69,11 +69,6 @@ class TrainingSetup:
     params_on_host: bool = False
     longest_partition_numel: int | None = None
 
-    @property
-    def stages_params(self) -> bool:
-        """Return whether an update on the accelerator works on parameters in a buffer, and not in place."""
-        return self.params_on_host or self.widths.splits_masters
-
     def keeps_sums(self, *, updates_on_accelerator: bool) -> bool:
         """Return whether the sums of accumulated gradients are on the accelerator also for units of the CPU.
 
@@ -97,9 +92,7 @@ def reserved_by_the_runtime(plan: UpdatePlan, setup: TrainingSetup) -> list[Rese
     the budget (``TrainingSetup.sums_on_accelerator``); otherwise the others are accumulated in host memory.
 
     Memory that stock takes as well is not included: parameters, those that are gathered, gradients until they are
-    reduced, and DeepSpeed's buckets. If masters are split, the sums by which writes to parameters are noticed are not
-    included either. They take 0.002 bytes per parameter that the accelerator updates, in one tensor per range that it
-    updates at once, which has a block of at least 512 bytes; and 8 bytes per such range for the findings.
+    reduced, and DeepSpeed's buckets.
     """
     on_cpu, streamed, residents = (plan.numels[placement] for placement in Placement)
     updated = streamed + residents
@@ -113,7 +106,7 @@ def reserved_by_the_runtime(plan: UpdatePlan, setup: TrainingSetup) -> list[Rese
         ),
         *((numel * setup.widths.grad, count) for numel, count in (updated + on_cpu if keeps_sums else updated).items()),
     ]
-    if updated and setup.stages_params:
+    if updated and setup.params_on_host:
         # The parameters that an update on the accelerator works on, before they are copied.
         tensors.append((max(updated) * setup.widths.param, 1))
     return [

@@ -8,6 +8,7 @@ from perf_model.prediction.memory import MemoryKind, Reservation
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.schedule import STAGED_BYTES_PER_PARAM
 from perf_model.units import size
 
 
@@ -40,9 +41,9 @@ def _taken(plan: UpdatePlan, widths: Widths, placement: Placement) -> Iterator[s
     numel, schedule = plan.numel(placement), plan.schedule
     if placement is Placement.STREAMED:
         slots = _counted(schedule.num_slots, "slot")
-        states = f"{slots} of {size(widths.staged_bytes * schedule.slot_numel)}"
+        states = f"{slots} of {size(STAGED_BYTES_PER_PARAM * schedule.slot_numel)}"
     else:
-        states = f"{size(widths.staged_bytes * numel)} of states"
+        states = f"{size(STAGED_BYTES_PER_PARAM * numel)} of states"
     yield f"on the accelerator {states} and {size(widths.grad * numel)} of gradients"
 
 

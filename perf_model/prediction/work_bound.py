@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from perf_model.prediction.cost import CostModel, Resource
 from perf_model.prediction.memory import DEFAULT_SETUP, TrainingSetup
 from perf_model.schedule.placement import Placement
+from perf_model.schedule.schedule import STAGED_BYTES_PER_PARAM
 from perf_model.schedule.workload import Workload
 
 
@@ -27,7 +28,7 @@ def work_bound(
     resident one, so as many are resident as fit next to the gradients. One number is left, the share that the
     accelerator updates, in which the time of the busiest resource is convex.
     """
-    numel, each_bytes = workload.numel, setup.widths.staged_bytes
+    numel, each_bytes = workload.numel, STAGED_BYTES_PER_PARAM
     busy_s = {placement: cost.busy_s_per_param(placement) for placement in cost.placements}
     free_bytes, gradients_bytes = float("inf") if gpu_bytes is None else gpu_bytes, setup.widths.grad * numel
     if setup.accumulates and setup.keeps_sums(updates_on_accelerator=True):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from perf_model.prediction.cost import (
-    WHOLE_GPU_STEP_BYTES,
+    GPU_STEP_BYTES,
     BytesPerParam,
     stock_traffic_by_action,
     traffic_by_action,
@@ -112,15 +112,12 @@ class MachinePreset:
             "cpu_adam_params_per_s": self._cpu_adam_params_per_s(
                 host_bytes_per_s, traffic_by_action(PARAM_BYTES), ranks
             ),
-            "split_cpu_adam_params_per_s": self._cpu_adam_params_per_s(
-                host_bytes_per_s, traffic_by_action(PARAM_BYTES, splits_masters=True), ranks
-            ),
             "stock_cpu_adam_params_per_s": self._cpu_adam_params_per_s(
                 host_bytes_per_s, stock_traffic_by_action(PARAM_BYTES), ranks
             ),
             "dram_update_bytes_per_s": host_bytes_per_s,
             "dram_copy_bytes_per_s": host_bytes_per_s,
-            "gpu_adam_params_per_s": REACHED_SHARE * self.gpu_memory_bytes_per_s / WHOLE_GPU_STEP_BYTES,
+            "gpu_adam_params_per_s": REACHED_SHARE * self.gpu_memory_bytes_per_s / GPU_STEP_BYTES,
             "matmul_flops_per_s": self._matmul_flops_per_s(MATMUL_SIZE),
             "matmul_small_flops_per_s": self._matmul_flops_per_s(SMALL_MATMUL_SIZE),
             "all_gather_bytes_per_s": self.peer_bytes_per_s,

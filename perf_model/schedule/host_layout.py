@@ -18,50 +18,35 @@ ALIGNMENT_BYTES = 64
 """The size of a cache line: vectors are aligned, and no two tensors share a line."""
 
 
-LOWER_HALF_BYTES = 2
-"""The bytes per element of the lower halves of split masters."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Widths:
     """Bytes per element of the parameters and of the gradients.
 
     They are 2, or 4 for the parameters of an fp32 model and for gradients that are accumulated in fp32. ``publishes``
     is false if the CPU writes the parameters of the model itself, because the accelerator shares host memory or because
-    DeepSpeed offloads parameters. ``splits_masters``: a bf16 model's masters are split. Where the CPU updates them, the
-    parameters are published from their upper halves; the accelerator has the lower halves only.
+    DeepSpeed offloads parameters.
     """
 
     param: int
     grad: int
     publishes: bool = True
-    splits_masters: bool = False
 
     @property
     def on_host(self) -> dict[str, int]:
         """Return the tensors that a sub-group has in host memory, with their bytes per element.
 
         These are the states, the gradient and, if they are published, the rounded parameters. Parameters that are fp32
-        are published from ``master``, and those of split masters, too.
+        are published from ``master``.
         """
         widths = {**dict.fromkeys(STATES, FP32_BYTES), "grad": self.grad}
-        if self.publishes and self.param < FP32_BYTES and not self.splits_masters:
+        if self.publishes and self.param < FP32_BYTES:
             widths["rounded"] = self.param
         return widths
 
     @property
     def staged(self) -> dict[str, int]:
-        """Return the states that the accelerator has in a slot or of a resident unit, with their bytes per element.
-
-        Of split masters these are the lower halves: the upper halves are the model's own parameters.
-        """
-        whole = dict.fromkeys(STATES, FP32_BYTES)
-        return {**whole, "master": LOWER_HALF_BYTES} if self.splits_masters else whole
-
-    @property
-    def staged_bytes(self) -> int:
-        """Return the bytes per parameter of the staged states, which are copied in each direction."""
-        return sum(self.staged.values())
+        """Return the states that the accelerator has in a slot or of a resident unit, with their bytes per element."""
+        return dict.fromkeys(STATES, FP32_BYTES)
 
     def slab_bytes(self, workload: Workload) -> int:
         """Return the size of one rank's slab."""

@@ -14,14 +14,11 @@ from perf_model.schedule.workload import FP32_BYTES, STATES
 _HEADER = re.compile(r"schedule slots (?P<slots>\d+) slot_numel (?P<numel>\d+) staging_bytes (?P<bytes>\d+)")
 
 STAGED_BYTES_PER_PARAM = len(STATES) * FP32_BYTES
-"""Bytes per parameter that a slot holds at most: fp32 p, m and v. The gradient is already on the accelerator.
-
-If masters are split, it holds less: ``Widths.staged_bytes``.
-"""
+"""Bytes per parameter that a slot holds: fp32 p, m and v. The gradient is already on the accelerator."""
 
 
 def bytes_of_slots(num_slots: int, slot_numel: int) -> int:
-    """Return the bytes of ``num_slots`` staging slots of ``slot_numel`` parameters each, with whole masters."""
+    """Return the bytes of ``num_slots`` staging slots of ``slot_numel`` parameters each."""
     return num_slots * slot_numel * STAGED_BYTES_PER_PARAM
 
 

@@ -18,17 +18,6 @@ from perf_model.training_run.predictor import Infeasible, MemoryLimits, Outcome,
 
 
 @dataclass(frozen=True, kw_only=True)
-class OtherMasters:
-    """The prediction for the same plan if masters were split, or for one of split masters if they were whole.
-
-    The best plan may be another one then. ``memory`` is per GPU and per node, as in ``Forecast``.
-    """
-
-    predicted: PredictedIteration
-    memory: MemoryUse
-
-
-@dataclass(frozen=True, kw_only=True)
 class Forecast:
     """The predicted iteration with the best plan, and with the alternatives (``baselines``).
 
@@ -36,7 +25,7 @@ class Forecast:
     cache of PyTorch on the device that trains, and ``reserved_host_bytes`` of host memory for everything else. It is
     the peak of every phase, because the memory of the optimizer is also reserved during forward and backward.
     ``no_offload_bytes`` is the memory per rank of training without offloading, on the device that trains. The plan was
-    found for ``request``. ``other_masters`` is None where masters cannot be split.
+    found for ``request``.
     """
 
     job: Job
@@ -47,7 +36,6 @@ class Forecast:
     memory: MemoryUse
     reserved_host_bytes: int
     no_offload_bytes: int
-    other_masters: OtherMasters | None = None
 
     @property
     def planned(self) -> PlannedUpdate:
@@ -109,11 +97,7 @@ def forecast(
     """
     found = forecast_plan(job, profile, limits, overlap, unit_sizes, overheads)
     predictor = Predictor(job, profile, limits, overlap, overheads)
-    return replace(
-        found,
-        baselines=predictor.baselines(found.planned, found.budgets),
-        other_masters=_other_masters(found, profile, limits, overlap, overheads),
-    )
+    return replace(found, baselines=predictor.baselines(found.planned, found.budgets))
 
 
 def forecast_plan(
@@ -124,7 +108,7 @@ def forecast_plan(
     unit_sizes: Iterable[int],
     overheads: Overheads = NO_OVERHEADS,
 ) -> Forecast:
-    """Return the result of ``forecast`` without the alternatives and other masters."""
+    """Return the result of ``forecast`` without the alternatives."""
     predictor = Predictor(job, profile, limits, overlap, overheads)
     request = predictor.request(unit_sizes)
     chosen = request.plan()
@@ -140,20 +124,4 @@ def forecast_plan(
         memory=predictor.memory(planned.memory),
         reserved_host_bytes=predictor.reserved_host_bytes,
         no_offload_bytes=predictor.no_offload_bytes(planned.plan.workload),
-    )
-
-
-def _other_masters(
-    found: Forecast, profile: HardwareProfile, limits: MemoryLimits, overlap: Overlap, overheads: Overheads
-) -> OtherMasters | None:
-    job, plan = found.job.with_other_masters(profile), found.planned.plan
-    if job is None:
-        return None
-    predictor = Predictor(job, profile, limits, overlap, overheads)
-    request = predictor.request([found.unit_size])
-    update = request.evaluate(plan)
-    gradients = GradientPath.for_plan(plan, request.setup)
-    return OtherMasters(
-        predicted=predictor.iteration(update.update_s, update.exposed_s, gradients),
-        memory=predictor.memory(update.memory),
     )

@@ -5,11 +5,11 @@ All figures are per rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from perf_model.prediction.hardware import HardwareProfile
-from perf_model.prediction.memory import DEFAULT_SETUP, SIXTEEN_BIT, TrainingSetup
+from perf_model.prediction.memory import DEFAULT_SETUP, TrainingSetup
 from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -86,10 +86,9 @@ class Job:
 
     A sequence has ``sequence`` tokens. ``accumulation`` micro-batches make a step with one update.
     ``recompute``: activations are recomputed in backward. ``offload_param``: the 16-bit parameters are in host memory
-    and are uploaded for each gather. ``split_masters``: the master weights are kept as bf16 and the bits that bf16
-    lacks. ``trainable_share`` is the share of the parameters that are trained, with the others
-    frozen, evenly in all layers: only they have gradients, states and an update. ``tensor_parallel`` ranks of a node
-    divide the matrices of each layer and train the same sequences (AutoTP).
+    and are uploaded for each gather. ``trainable_share`` is the share of the parameters that are trained, with the
+    others frozen, evenly in all layers: only they have gradients, states and an update. ``tensor_parallel`` ranks of a
+    node divide the matrices of each layer and train the same sequences (AutoTP).
     ``attention`` is a key of ``SCORE_BYTES``. ``sub_group_size`` is that of DeepSpeed's config, in parameters of one
     rank, and ``rules`` are those of our block.
     Raise ``ModelError`` for an impossible number, and ``RulesError`` for a rule without effect on this model.
@@ -103,7 +102,6 @@ class Job:
     recompute: bool = True
     accumulation: int = 1
     offload_param: bool = False
-    split_masters: bool = False
     trainable_share: float = 1.0
     tensor_parallel: int = 1
     attention: str = "flash"
@@ -131,9 +129,6 @@ class Job:
                 f"micro_batch: must be at most {MAX_TOKENS:,} tokens in all, with {self.sequence} tokens per sequence"
             )
             raise ModelError(f"{rule}, found {self.micro_batch}.\nCorrect --micro-batch or --sequence.")
-        if self.split_masters and self.offload_param:
-            rule = "split_masters: needs the parameters on the GPU, found them in host memory"
-            raise ModelError(f"{rule}.\nLeave out --split-masters or --offload-param.")
         if not 0 < self.trainable_share <= 1:
             rule = "trainable_share: must be above 0 and at most 1"
             raise ModelError(f"{rule}, found {self.trainable_share}.\nCorrect --trainable-share.")
@@ -172,7 +167,6 @@ class Job:
         the trained parameters themselves take as much page-locked memory. ``frozen_host_bytes`` are the others.
         """
         return TrainingSetup(
-            widths=replace(SIXTEEN_BIT, splits_masters=self.split_masters),
             longest_partition_numel=max(partition.numel for partition in self._partitions),
             accumulates=self.accumulation > 1,
             params_on_host=self.offload_param,
@@ -186,15 +180,6 @@ class Job:
         shards = (shard_numel(name, numel, self.tensor_parallel) for name, numel in self.shape.parameters())
         numel = sum(-(-shard // self.data_parallel) for shard in shards)
         return PARAM_BYTES * (numel - sum(partition.numel for partition in self._partitions))
-
-    def with_other_masters(self, profile: HardwareProfile) -> Job | None:
-        """Return the job with split masters if its masters are whole, and the reverse; None where none can be split.
-
-        They are split where a GPU trains whose parameters are not offloaded.
-        """
-        if self.offload_param or not profile.has_accelerator:
-            return None
-        return replace(self, split_masters=not self.split_masters)
 
     @cached_property
     def _partitions(self) -> list[Partition]:

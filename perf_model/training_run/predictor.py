@@ -157,9 +157,7 @@ class Predictor:
         self._training_limit = _less(limits.gpu, limits.gpu_margin) if profile.has_accelerator else host
         self._training_bytes = job.gpu_bytes if profile.has_accelerator else job.memory.allocated_bytes
         left_bytes = _less(self._training_limit, self._training_bytes)
-        self.cost = CostModel.from_profile(
-            profile, PARAM_BYTES, params_on_host=job.offload_param, splits_masters=job.split_masters
-        )
+        self.cost = CostModel.from_profile(profile, PARAM_BYTES, params_on_host=job.offload_param)
         if profile.has_accelerator:
             if left_bytes is not None and left_bytes >= 0:
                 # PyTorch gives up its cache if training needs the memory, but a plan takes its memory for good.
@@ -333,8 +331,8 @@ class Predictor:
         return self._without_offload()._training_bytes + NO_OFFLOAD_BYTES_PER_PARAM * workload.numel
 
     def _without_offload(self) -> Predictor:
-        """Return the predictor of the job with its parameters and whole masters on the device that trains."""
-        job = replace(self._job, offload_param=False, split_masters=False)
+        """Return the predictor of the job with its parameters on the device that trains."""
+        job = replace(self._job, offload_param=False)
         return self if job == self._job else Predictor(job, self._profile, self._limits, overheads=self._overheads)
 
     def _no_offload(self, workload: Workload) -> Outcome:

@@ -29,13 +29,10 @@ def find_remedy(job: Job, profile: HardwareProfile, limits: MemoryLimits) -> str
     if ranks is not None:
         nodes = -(-ranks // job.ranks_per_node)
         remedies.append(f"{ranks} ranks" if nodes == 1 else f"{ranks} ranks on {nodes} nodes")
-    offloaded = replace(job, offload_param=True, split_masters=False)
+    offloaded = replace(job, offload_param=True)
     may_offload = profile.has_accelerator and not job.offload_param
     if may_offload and Predictor(offloaded, profile, limits).fits:
-        remedies.append("--offload-param" + (" instead of --split-masters" if job.split_masters else ""))
-    split = job.with_other_masters(profile)
-    if split is not None and split.split_masters and Predictor(split, profile, limits).fits:
-        remedies.append("--split-masters")
+        remedies.append("--offload-param")
     for option in ("micro_batch", "sequence"):
         size = _largest_size_that_fits(option, job, profile, limits)
         if size is not None:

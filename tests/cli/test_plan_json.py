@@ -29,7 +29,7 @@ from perf_model.training_run.shared_layers import SharedLayers
 from tests.cli.test_planning_commands import LLAMA, job, planned
 from tests.model.profiles import RATES, profile
 
-UNMEASURED = profile({**RATES, "matmul_flops_per_s": 3e14, "split_cpu_adam_params_per_s": None})
+UNMEASURED = profile({**RATES, "matmul_flops_per_s": 3e14, "dram_copy_bytes_per_s": None})
 MEASURED = replace(UNMEASURED, provenance=replace(UNMEASURED.provenance, source="measured", host="a", ranks=4))
 """A profile with samples, a waived rate and the CPU's Adam by threads, as ``profile`` writes it."""
 
@@ -38,7 +38,6 @@ RULES = [{"match": "*.mlp.*", "states": "cpu"}, {"match": "*", "states": "planne
 
 WITH_OPTIONS: dict[str, list[str]] = {
     "preset": job("gh200", "13B", world_size=1, ranks_per_node=1),
-    "split masters": [*job(gpu_memory_gb=40), "--split-masters"],
     "offloaded parameters": [*job(gpu_memory_gb=40), "--offload-param", "--no-recompute"],
     "tensor parallel": job(gpu_memory_gb=40, tensor_parallel=2, attention="eager"),
 }
@@ -51,7 +50,7 @@ def printed(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     if request.param == "measured":
         machine = tmp_path / "profile.json"
         machine.write_text(MEASURED.to_json())
-        found = planned([*job(machine, "7B", gpu_memory_gb=30), "--split-masters"])
+        found = planned(job(machine, "7B", gpu_memory_gb=30))
         machine.unlink()
         return found
     if request.param == "shared layers":
@@ -122,12 +121,7 @@ def test_the_units_placements_order_and_slots_give_the_same_plan_and_exposed_sec
     assert plan.fingerprint == printed["plan"]["fingerprint"]
     inputs = printed["inputs"]
     machine = HardwareProfile.from_json(json.dumps(inputs["machine"]))
-    cost = CostModel.from_profile(
-        machine,
-        PARAM_BYTES,
-        params_on_host=inputs["job"]["offload_param"],
-        splits_masters=inputs["job"]["split_masters"],
-    )
+    cost = CostModel.from_profile(machine, PARAM_BYTES, params_on_host=inputs["job"]["offload_param"])
     windows = Windows(**printed["windows"], first_use=tuple(printed["order"]["first_use"]))
     timeline = Simulator(cost, windows).run(plan.schedule, workload)
     assert windows.exposed_s(timeline, workload, cost) == printed["predicted"]["exposed_update_s"]
@@ -151,7 +145,6 @@ def test_the_options_that_the_block_repeats_are_named(printed: dict[str, Any]) -
 def test_the_inputs_are_those_of_the_options(printed: dict[str, Any], request: pytest.FixtureRequest) -> None:
     """Check that each option is in the output, because a rebuilt plan could be equal without it."""
     found, name = printed["inputs"]["job"], request.node.callspec.params["printed"]
-    assert found["split_masters"] is (name in ("split masters", "measured"))
     assert found["offload_param"] is (name == "offloaded parameters")
     assert found["tensor_parallel"] == (2 if name == "tensor parallel" else 1)
     machine = printed["inputs"]["machine"]

@@ -102,7 +102,6 @@ def test_every_preset_is_planned_for(machine: str, model: str) -> None:
         "work_lower_bound_s",
         "ratio_to_work_bound",
         "memory",
-        "other_masters",
         "placement",
         "units",
         "windows",
@@ -196,37 +195,11 @@ def test_plan_prints_the_figures_of_every_alternative_and_the_block_to_paste(
     assert block["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
 
 
-def test_plan_shows_what_split_masters_gain(capsys: pytest.CaptureFixture[str]) -> None:
-    options = job(gpu_memory_gb=40, unit_size=10**8)
-    whole, split = planned(options), planned([*options, "--split-masters"])
-    numel = 4 * sum(unit["numel"] for unit in whole["units"])
-    for found, other, is_split in ((whole, split, True), (split, whole, False)):
-        gained = found["other_masters"]
-        assert gained["split_masters"] is is_split
-        assert gained["host_bytes"] == other["memory"]["host_bytes"]
-        assert (gained["exposed_update_s"] < found["predicted"]["exposed_update_s"]) is is_split
-        if is_split:
-            # The states of a plan for split masters, with whole ones, may not fit into the memory of the GPU.
-            assert other["predicted"]["exposed_update_s"] <= gained["exposed_update_s"] * (1 + 1e-9), "planned for them"
-    assert whole["memory"]["host_bytes"] - split["memory"]["host_bytes"] == pytest.approx(2 * numel, rel=1e-6)
-    assert "split_masters" not in whole["deepspeed_config"]["deep_optimizer_states"]
-    assert split["deepspeed_config"]["deep_optimizer_states"]["split_masters"] is True
-    for more, expected in (([], "with --split-masters and"), (["--split-masters"], "compared with whole ones and")):
-        assert main(["plan", *options, *more]) == 0
-        shown = " ".join(capsys.readouterr().out.split())
-        assert f"{expected} the same placements: 23 GB less host memory per node, " in shown
-
-
-def test_masters_are_split_only_where_a_gpu_has_the_parameters(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert planned([*job(), "--offload-param"])["other_masters"] is None
-    assert main(["plan", *job(), "--offload-param", "--split-masters"]) == 2
-    assert capsys.readouterr().err.startswith("split_masters: needs the parameters on the GPU, found them in host")
+def test_options_of_a_gpu_are_refused_without_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = tmp_path / "profile.json"
     cpu_only = {name: RATES[name] for name in REQUIRED}
     machine.write_text(profile({**cpu_only, "matmul_flops_per_s": 1e12}).to_json())
-    for option, *value in (("--split-masters",), ("--offload-param",), ("--gpu-memory-margin-gb", "0")):
+    for option, *value in (("--offload-param",), ("--gpu-memory-margin-gb", "0")):
         assert main(["plan", *job(machine), option, *value]) == 2
         assert capsys.readouterr().err.startswith(f"{option}: needs a profile of a machine with a GPU, found")
 
@@ -326,7 +299,7 @@ def test_the_lower_bound_states_whether_it_has_hidden_time_and_which_resource_li
     [
         ({"gpu_memory_gb": 16}, ["gpu memory by 1.8 GB per rank", "--gpu-memory-margin-gb", "It fits with 8 ranks"]),
         ({"gpu_memory_gb": 25, "host_memory_gb": 130}, ["host memory by", "--host-memory-gb", "It fits with 8 ranks"]),
-        ({"gpu_memory_gb": 25, "host_memory_gb": 200}, ["host memory by", "or with --split-masters"]),
+        ({"gpu_memory_gb": 25, "host_memory_gb": 200}, ["host memory by"]),
         ({"gpu_memory_gb": 25, "pinned_memory_gb": 2}, ["pinned memory by", "--pinned-memory-gb"]),
     ],
 )

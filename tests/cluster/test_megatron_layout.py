@@ -119,5 +119,5 @@ def test_frozen_parameters_need_fewer_stages_and_the_scores_of_attention_more() 
 
     whole = found()
     assert found(trainable_share=0.01).stages < whole.stages < found(attention="eager", recompute=False).stages
-    for ignored in ({"accumulation": 4}, {"offload_param": True}, {"split_masters": True}):
+    for ignored in ({"accumulation": 4}, {"offload_param": True}):
         assert found(**ignored) == whole

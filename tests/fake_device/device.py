@@ -19,7 +19,6 @@ from deep_opt_states.device.slab import HostSlab
 from tests.fake_device.fake_memory import Allocation
 from tests.fake_device.queues import Lanes, Operation, Queue, Ready
 from tests.fake_device.timing import Late, Timing
-from tests.kernels import plain_checksum
 
 
 class FakeEvent:
@@ -240,16 +239,3 @@ class LateAdam(OneRangePerCall):
 
     def close(self) -> None:
         self._kernel.close()
-
-
-class LateChecksum:
-    """A test double of the kernels that sum parameters, launched on the issuing stream."""
-
-    def __init__(self, device: FakeDevice) -> None:
-        self._device = device
-
-    def record(self, param: torch.Tensor, sums: torch.Tensor) -> None:
-        self._device.launch(lambda values, found: found.copy_(plain_checksum.sums_of(values)), param, sums)
-
-    def compare(self, param: torch.Tensor, sums: torch.Tensor, differs: torch.Tensor) -> None:
-        self._device.launch(plain_checksum.compare, param, sums, differs)

@@ -21,7 +21,7 @@ from tests.gpu.one_by_one import Answers, answer_each, run_each
 from tests.gpu.time_left import seconds_left
 from tests.zero.gradients.gradient_traffic_ranks import traffic
 from tests.zero.gradients.test_gradient_traffic import CASES as TRAFFIC_CASES
-from tests.zero.parity.case import CPU, EVERY_PLACEMENT, SERIAL, SPLIT_MASTERS, STREAMED, STRIDE_2, Case
+from tests.zero.parity.case import CPU, EVERY_PLACEMENT, SERIAL, STREAMED, STRIDE_2, Case
 from tests.zero.parity.cases import CASES
 from tests.zero.parity.parity_ranks import result, same_as_stock
 from tests.zero.parity.training import Record, closing_engine, differences, run_variant, shared_folder, train
@@ -46,14 +46,7 @@ PLACEMENTS = Case(
     clip=0.5,
     zero=OVERLAP,
 )
-SPLIT = Case(
-    name="split masters",
-    blocks=tuple({**block, **SPLIT_MASTERS} for block in (CPU, STREAMED, STRIDE_2, RESIDENTS, MIXED)),
-    clip=0.5,
-    zero=OVERLAP,
-)
 COMPARED = (
-    SPLIT,
     Case(name="planned", blocks=({}, {"gpu_memory_gb": 0.5}), zero=OVERLAP),
     *(replace(case, zero={**case.zero, **OVERLAP}) for case in CASES if case.name in CPU_SUITE_CASES),
 )

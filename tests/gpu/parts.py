@@ -64,7 +64,7 @@ def parts() -> list[Part]:
     """Return the parts of ``make gpu-check``: first the build, which the others need, and last those that measure."""
     return [
         BUILD,
-        _tests("kernel", "test_kernel", "test_split_masters", "test_norms", limit_s=240),
+        _tests("kernel", "test_kernel", "test_norms", limit_s=240),
         _tests("executor", "test_gpu_executor", "test_locking", limit_s=240),
         _tests("placements", "test_placements", limit_s=80),
         _tests("engine", "test_engine", limit_s=150),

@@ -29,9 +29,6 @@ NOT_ARITHMETIC = {"ld", "st", "mov", "setp", "selp", "cvt"}
 ROUNDED_ONCE = {"fma.rn.f32", "mul.rn.f32", "add.rn.f32", "sqrt.rn.f32", "div.rn.f32", "fma.rn.f32x2", "mul.rn.f32x2"}
 """Instructions that round once. ``add.rn.f32x2`` is missing: ptxas 12.9 fuses packed products into it despite .rn."""
 
-EXACT = {"abs.f32", "neg.f32"}
-"""Instructions that change only the sign, to which the compiler turns the operations on the flags of split masters."""
-
 CONVERSIONS = {"cvt.f32.f16", "cvt.rn.f16.f32", "cvt.rn.f16x2.f32"}
 
 
@@ -95,18 +92,16 @@ def compile_update(
     tail: Tail,
     capability: int,
     options: Mapping[str, object] = OPTIONS,
-    *,
-    master: str = "*fp32",
 ) -> Compiled:
     """Compile the GPU Adam kernel as ``TritonAdam`` launches it, for aligned gradients and parameters."""
     types = {"grad": grad, "param": param, "numel": "i64", "cut": "i64", "skip": "i64", "decay_kind": "i32"}
-    types |= {"master": master} | dict.fromkeys(("exp_avg", "exp_avg_sq"), "*fp32")
+    types |= dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), "*fp32")
     return compile_kernel(update, types, {"TAIL": int(tail), "BLOCK": BlockShape().elements}, capability, options)
 
 
 def check_rounding(compiled: Compiled) -> None:
     """Raise ``AssertionError`` unless each fp32 operation in PTX rounds once and to nearest, and denormals are kept."""
-    others = set(compiled.arithmetic) - ROUNDED_ONCE - EXACT
+    others = set(compiled.arithmetic) - ROUNDED_ONCE
     assert not others, f"instructions that do not round once, to nearest: {sorted(others)}"
     conversions = set(re.findall(r"\bcvt\.[\w.]*f32[\w.]*", compiled.ptx)) - CONVERSIONS
     assert not conversions, f"conversions that may not be exact or round otherwise: {sorted(conversions)}"

@@ -84,7 +84,7 @@ def shift_right(value: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 def extract_bits(value: np.ndarray, position: np.ndarray, length: np.ndarray) -> np.ndarray:
     """Return ``length`` bits from ``position`` on; only the lowest 8 bits of both count."""
-    mask = shift_left(np.ones_like(value), length & 0xFF) - np.ones_like(value)
+    mask = shift_left(np.ones_like(value), length & 0xFF) - np.uint32(1)
     return shift_right(value, position & 0xFF) & mask
 
 
@@ -117,9 +117,6 @@ FP32: dict[str, tuple[int, Compute]] = {
     "fma.rn": (3, with_one_nan(fused_multiply_add)),
     "div.rn": (2, with_one_nan(np.divide)),
     "sqrt.rn": (1, with_one_nan(np.sqrt)),
-    # Exact, so that they state no rounding. The PTX ISA leaves the NaN open here, too.
-    "abs": (1, with_one_nan(np.abs)),
-    "neg": (1, with_one_nan(np.negative)),
 }
 
 
@@ -151,8 +148,7 @@ def _integers() -> Iterator[tuple[str, Operation]]:
             f"mad.wide.{kind}",
             Operation(wide, (kind, kind, wide), lambda a, b, c, product=product: product(a, b) + c),
         )
-    for kind in ("u32", "u64"):
-        yield f"bfe.{kind}", Operation(kind, (kind, "u32", "u32"), extract_bits)
+    yield "bfe.u32", Operation("u32", ("u32", "u32", "u32"), extract_bits)
     yield "prmt.b32", Operation("b32", ("b32", "b32", "b32"), permute_bytes)
 
 

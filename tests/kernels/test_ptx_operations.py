@@ -47,8 +47,6 @@ EXACT: dict[str, Callable[..., Fraction]] = {
     "div": lambda a, b: a / b,
     "sqrt": exact_root,
     "cvt": lambda a: a,
-    "abs": abs,
-    "neg": lambda a: -a,
 }
 IN_FP64: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add,
@@ -57,8 +55,6 @@ IN_FP64: dict[str, Callable[..., np.ndarray]] = {
     "div": np.divide,
     "sqrt": np.sqrt,
     "cvt": np.positive,
-    "abs": np.abs,
-    "neg": np.negative,
 }
 """The operations in fp64, which give the right infinities, NaNs and signs of zero."""
 

@@ -30,20 +30,6 @@ def test_each_action_moves_the_bytes_per_parameter_that_are_documented() -> None
     assert (
         CostModel.from_profile(profile(), 4).load(ActionKind.CPU_STEP, NUMEL).amounts[Resource.DRAM] == (24 + 4) * NUMEL
     )
-    # Of a split master, the 16-bit parameter and 16 bits more are read and written.
-    split = CostModel.from_profile(profile(), splits_masters=True)
-    assert split.load(ActionKind.CPU_STEP, NUMEL).amounts[Resource.DRAM] == (16 + 2 + 2 * 4) * NUMEL
-    assert split.load(ActionKind.CPU_STEP, NUMEL).alone_s == pytest.approx(NUMEL / 1.5e9), "the rate of whole masters"
-    # The other 16 bits are the parameter, which the accelerator has.
-    for kind, resource in ((ActionKind.PREFETCH, Resource.H2D), (ActionKind.FLUSH_STATES, Resource.D2H)):
-        copied = split.load(kind, NUMEL).amounts
-        assert copied[resource] == copied[Resource.DRAM] == (2 + 2 * 4) * NUMEL
-    # On the GPU, the parameter is also copied twice and summed three times.
-    assert split.load(ActionKind.GPU_STEP, NUMEL).alone_s == pytest.approx(
-        cost.load(ActionKind.GPU_STEP, NUMEL).alone_s * (2 * (2 + 2 + 8) + 2 + 2 * 4 + 3 * 2) / (2 * 12 + 2 + 2)
-    )
-    measured = CostModel.from_profile(profile({**RATES, "split_cpu_adam_params_per_s": 1.6e9}), splits_masters=True)
-    assert measured.load(ActionKind.CPU_STEP, NUMEL).alone_s == pytest.approx(NUMEL / 1.6e9)
     # Stock scales the gradient in place, runs Adam, and rounds.
     stock = CostModel.for_stock(profile()).load(ActionKind.CPU_STEP, NUMEL)
     assert stock.amounts[Resource.DRAM] == (8 + 28 + 6) * NUMEL

@@ -38,9 +38,10 @@ def test_profile_gives_medians_and_spreads_and_refuses_a_waived_rate_that_is_nee
         MatrixRate.from_profile(profile())
 
 
-def test_a_saved_profile_with_a_retired_quantity_is_still_read() -> None:
+@pytest.mark.parametrize("name", ["rounding_params_per_s", "split_cpu_adam_params_per_s"])
+def test_a_saved_profile_with_a_retired_quantity_is_still_read(name: str) -> None:
     saved = json.loads(profile().to_json())
-    saved["measurements"]["rounding_params_per_s"] = {"samples": [9e9]}
+    saved["measurements"][name] = {"samples": [9e9]}
     assert HardwareProfile.from_json(json.dumps(saved)) == profile()
 
 

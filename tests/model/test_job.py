@@ -78,7 +78,7 @@ def test_machine_presets_have_the_memory_that_the_driver_reports() -> None:
 def test_machine_presets_are_marked_as_not_measured_and_divide_shared_rates(name: str) -> None:
     alone, four = (MACHINES[name].profile(ranks) for ranks in (1, 4))
     assert alone.provenance.source.startswith("PRESET, not a measurement of your machine")
-    for shared in ("cpu_adam_params_per_s", "split_cpu_adam_params_per_s", "dram_update_bytes_per_s"):
+    for shared in ("cpu_adam_params_per_s", "dram_update_bytes_per_s"):
         assert four.rate(shared) == pytest.approx(alone.rate(shared) / 4)
     for own in ("h2d_bytes_per_s", "gpu_adam_params_per_s", "matmul_flops_per_s", "inter_node_bytes_per_s"):
         assert four.rate(own) == alone.rate(own)
@@ -170,19 +170,6 @@ def test_a_smaller_micro_batch_and_a_shorter_sequence_are_remedies_only_if_they_
     assert f"--{option.replace('_', '-')}" not in find_remedy(replace(job, **{option: 1}), WITH_GPU, limits)
 
 
-def test_split_masters_are_a_remedy_only_if_they_fit() -> None:
-    numel = SMALL.workload(100_000_000).numel
-    for bytes_per_param, is_named in ((15, True), (13, False)):
-        limits = MemoryLimits(gpu=40 * 10**9, host=None, pinned=bytes_per_param * numel)
-        assert ("--split-masters" in find_remedy(SMALL, WITH_GPU, limits)) is is_named, bytes_per_param
-    split = replace(SMALL, split_masters=True)
-    assert "--split-masters" not in find_remedy(split, WITH_GPU, MemoryLimits(gpu=40 * 10**9, host=None, pinned=numel))
-    forecast_7b(MemoryLimits(gpu=40 * 10**9, host=None, pinned=15 * numel), split)
-    little = MemoryLimits(gpu=12 * 10**9, host=None)
-    assert "--offload-param instead of --split-masters" in find_remedy(split, WITH_GPU, little)
-    assert "instead of" not in find_remedy(SMALL, WITH_GPU, little)
-
-
 def test_the_remedy_with_more_ranks_fills_whole_nodes() -> None:
     limits = MemoryLimits(gpu=13 * 10**9, host=None, pinned=4 * 10**9)
     job = replace(SMALL, shape=MODELS["20B"], world_size=4, ranks_per_node=6)
@@ -251,14 +238,13 @@ def test_if_the_cpu_trains_everything_is_updated_in_host_memory() -> None:
     assert "--offload-param" not in find_remedy(SMALL, CPU_ONLY, MemoryLimits(gpu=None, host=100 * 10**9))
 
 
-def test_training_without_offload_is_the_same_with_and_without_options_of_offloading() -> None:
+def test_training_without_offload_is_the_same_with_and_without_offloaded_parameters() -> None:
     limits = MemoryLimits(gpu=200 * 10**9, host=None)
     whole = forecast_7b(limits)
     assert isinstance(whole.baselines["no_offload"], PredictedIteration)
-    for option in ("offload_param", "split_masters"):
-        found = forecast_7b(limits, replace(SMALL, **{option: True}))
-        assert found.no_offload_bytes == whole.no_offload_bytes
-        assert found.baselines["no_offload"] == whole.baselines["no_offload"]
+    found = forecast_7b(limits, replace(SMALL, offload_param=True))
+    assert found.no_offload_bytes == whole.no_offload_bytes
+    assert found.baselines["no_offload"] == whole.baselines["no_offload"]
 
 
 def test_the_remedy_has_only_ranks_that_the_tensor_parallel_size_divides() -> None:

@@ -34,7 +34,6 @@ NUMEL = 2**24
 
 
 WIDTHS = [Widths(param=2, grad=2), Widths(param=2, grad=4), Widths(param=4, grad=4)]
-SPLIT = Widths(param=2, grad=2, splits_masters=True)
 SHARING = Widths(param=2, grad=2, publishes=False)
 
 
@@ -82,9 +81,6 @@ def test_a_cpu_unit_takes_16_bytes_per_parameter_all_pinned() -> None:
     assert memory_of(plan(CPU)) == MemoryUse(gpu_bytes=0, host_bytes=pinned, pinned_bytes=pinned)
     # An fp32 model has nothing to round.
     assert memory_of(plan(CPU), TrainingSetup(widths=Widths(param=4, grad=4))).pinned_bytes == (3 * 4 + 4) * NUMEL
-    # The rounded parameters are the upper halves of split masters.
-    split = TrainingSetup(widths=SPLIT)
-    assert memory_of(plan(CPU), split).pinned_bytes == (3 * 4 + 2) * NUMEL
 
 
 def test_streamed_units_share_the_slots_and_keep_their_gradients_on_the_accelerator() -> None:
@@ -110,16 +106,6 @@ def test_a_resident_unit_has_a_place_in_host_memory_to_which_it_can_return() -> 
     resident = MemoryUse(gpu_bytes=(3 * 4 + 2) * NUMEL, host_bytes=pinned, pinned_bytes=pinned)
     assert memory_of(plan(RESIDENT)) == resident
     assert resident_bytes_of(NUMEL, SIXTEEN_BIT) == 12 * NUMEL, "without the gradient"
-
-
-def test_split_masters_take_10_bytes_per_parameter_in_slots_and_of_residents() -> None:
-    setup = TrainingSetup(widths=SPLIT)
-    streamed = plan(STREAMED, STREAMED)
-    # Two gradients, and one buffer for the parameters of the unit that is updated.
-    assert memory_of(streamed, setup).gpu_bytes == (10 * streamed.num_slots + 2 * 2 + 2) * NUMEL
-    assert memory_of(plan(RESIDENT), setup).gpu_bytes == (10 + 2 + 2) * NUMEL
-    assert resident_bytes_of(NUMEL, SPLIT) == 10 * NUMEL
-    assert memory_of(plan(RESIDENT), setup).pinned_bytes == 14 * NUMEL
 
 
 def test_stock_pins_nothing() -> None:
@@ -227,13 +213,13 @@ def test_staging_buffers_take_at_most_192_kib_or_as_much_as_stock(
     assert taken <= max(grad_bytes * longest_partition_numel, 192 * 2**10)
 
 
-@given(st.integers(1, 10**9), st.integers(1, 20), st.sampled_from([SIXTEEN_BIT, SPLIT]))
+@given(st.integers(1, 10**9), st.integers(1, 20), st.sampled_from(WIDTHS))
 def test_resident_bytes_of_is_a_lower_bound(numel: int, count: int, widths: Widths) -> None:
     memory = memory_of(plan(*[RESIDENT] * count, numel=numel), TrainingSetup(widths=widths))
     assert memory.gpu_bytes >= count * resident_bytes_of(numel, widths)
 
 
-@given(plans(10**6), st.sampled_from([*WIDTHS, SHARING, SPLIT]))
+@given(plans(10**6), st.sampled_from([*WIDTHS, SHARING]))
 def test_the_tensors_of_a_slab_follow_one_another_aligned(drawn: UpdatePlan, widths: Widths) -> None:
     workload = drawn.workload
     end_bytes = 0
@@ -246,7 +232,7 @@ def test_the_tensors_of_a_slab_follow_one_another_aligned(drawn: UpdatePlan, wid
         width = {"grad": widths.grad, "rounded": widths.param}.get(tensor.name, 4)
         end_bytes = tensor.offset_bytes + tensor.numel * width
     assert end_bytes <= widths.slab_bytes(workload) < end_bytes + ALIGNMENT_BYTES
-    has_rounded = widths.param == 2 and widths.publishes and not widths.splits_masters
+    has_rounded = widths.param == 2 and widths.publishes
     of_each = [*STATES, "grad", "rounded"] if has_rounded else [*STATES, "grad"]
     assert found == dict.fromkeys(range(len(workload.sub_group_numels)), of_each)
 

@@ -47,8 +47,6 @@ PROBES: dict[str, Callable[[], Probe]] = {
     "training's Adam with another number of threads": lambda: HostUpdates.with_own_threads(
         training_cpu_adam(SUB_GROUPS, 1, ()), states()
     ),
-    "Adam of split masters": lambda: HostUpdates.with_split_masters(states(training_cpu_adam(SUB_GROUPS, 2, ()))),
-    "plain Adam of split masters": lambda: HostUpdates.with_split_masters(states(PlainAdam())),
     "stock's Adam": lambda: HostUpdates.with_stock_kernel(stock_cpu_adam(SUB_GROUPS), states(), HostDevice()),
     "plain Adam": lambda: updates(PlainAdam()),
     "Adam on a device": lambda: DeviceUpdates(HostDevice(), NUMEL, PlainAdam()),
@@ -110,18 +108,6 @@ def with_one_not_rounded() -> Probe:
     return probe
 
 
-def updated_split(kernel: AdamKernel) -> HostUpdates:
-    probe = HostUpdates.with_split_masters(states(kernel))
-    probe.repeat()
-    return probe
-
-
-def with_wrong_half(name: str, difference: int) -> Probe:
-    probe = updated_split(PlainAdam())
-    getattr(probe._updates.states[3], name).view(torch.int16)[7] ^= difference
-    return probe
-
-
 def with_wrong_product(rows: int) -> Probe:
     probe = MatrixProducts(HostDevice(), 64, 16)
     probe.repeat()
@@ -143,18 +129,6 @@ WRONG: dict[str, tuple[Callable[[], Probe], str]] = {
     "one element not updated": (
         lambda: updated(OneElementLess()),
         "the elements of sub-group 0 are not updated equally",
-    ),
-    "no update of split masters": (
-        lambda: updated_split(Idle()),
-        "the elements of sub-group 0 are not updated equally",
-    ),
-    "lower half of one element": (
-        lambda: with_wrong_half("master", 0x4000),
-        "the elements of sub-group 3 are not updated equally",
-    ),
-    "upper half of one element": (
-        lambda: with_wrong_half("param", 1),
-        "the elements of sub-group 3 are not updated equally",
     ),
     "one element not rounded": (with_one_not_rounded, "the parameters of sub-group 2 are not its masters rounded"),
 }

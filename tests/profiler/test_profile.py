@@ -125,7 +125,6 @@ def test_every_quantity_is_exact_on_a_virtual_clock(device: VirtualDevice, monke
         "pageable_d2h_bytes_per_s": 2**20 / copy_s,
         "copy_latency_s": 1024 / 1e10 + COPY_LATENCY_S,
         "cpu_adam_params_per_s": 10_000 / UPDATE_S,
-        "split_cpu_adam_params_per_s": 10_000 / UPDATE_S,
         "stock_cpu_adam_params_per_s": 10_000 / (1.5 * UPDATE_S),
         "cpu_adam_beside_transfers_params_per_s": 10_000 / UPDATE_S,
         "both_beside_cpu_adam_bytes_per_s": 2 * 2**20 / copy_s,

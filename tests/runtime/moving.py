@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel
-from deep_opt_states.device.kernels.checksum import Checksum
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.state import Split
 from deep_opt_states.runtime.state_memory import StateMemory
@@ -21,10 +20,9 @@ from perf_model.schedule.cutting import BORDER_MULTIPLE
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import STATES, Unit, Workload
-from tests.fake_device.device import FakeDevice, LateAdam, LateChecksum
+from tests.fake_device.device import FakeDevice, LateAdam
 from tests.fake_device.fake_worker import FakeWorker
 from tests.kernels.adam_steps import fused
-from tests.kernels.plain_checksum import PlainChecksum
 from tests.runtime.plain_adam import PlainAdam, adam_step
 from tests.runtime.random_states import NAMES, gradients, make_states
 
@@ -44,13 +42,6 @@ class Model:
     params_on_host: bool = False
     has_vectors: bool = False
     """Whether the kernel is the real one, whose bits depend on the place in the sub-group, and not ``PlainAdam``."""
-    may_split: bool = False
-    """Whether masters are split where that is possible: in a bf16 model on the device, with the real kernel."""
-
-    @property
-    def splits_masters(self) -> bool:
-        """Return whether masters that the CPU updates are split."""
-        return self.may_split and self.has_vectors and self.dtype == torch.bfloat16 and not self.params_on_host
 
     def kernel(self) -> AdamKernel:
         """Return a new kernel that updates in host memory."""
@@ -95,7 +86,6 @@ class MovingTraining:
             model.grad_dtype,
             device,
             params_on_host=model.params_on_host,
-            splits_masters=model.splits_masters,
         )
         for tensors, state in zip(self.memory.sub_groups, initial, strict=True):
             for name in STATES:
@@ -104,10 +94,8 @@ class MovingTraining:
         self._kernels = [model.kernel(), model.device_kernel()]
         host_adam, device_adam = self._kernels
         worker: CpuLane | None = None
-        checksum: Checksum = PlainChecksum()
         if isinstance(device, FakeDevice):
             device_adam, worker = LateAdam(device, device_adam), FakeWorker(device)
-            checksum = LateChecksum(device)
         self.executor = Executor(
             plan.schedule,
             self.memory.units,
@@ -116,7 +104,6 @@ class MovingTraining:
             device_adam,
             worker,
             self._splits(),
-            checksum=checksum if model.splits_masters else None,
         )
 
     def train(self, iterations: Sequence[MovingIteration]) -> list[torch.Tensor]:
@@ -295,7 +282,6 @@ def models(draw: st.DrawFn) -> Model:
         grad_dtype=draw(st.sampled_from(DTYPES)),
         params_on_host=draw(st.booleans()),
         has_vectors=draw(st.booleans()),
-        may_split=draw(st.booleans()),
     )
 
 

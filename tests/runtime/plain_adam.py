@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
-import torch
-
-from deep_opt_states.device.kernels import split_form
 from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, ElementRange, OneRangePerCall, zero
 
 
 class PlainAdam(OneRangePerCall):
-    """AdamW by the formula (arXiv 1711.05101), of whole and of split masters. ``begun`` has the announced steps."""
+    """AdamW by the formula (arXiv 1711.05101). ``begun`` has the announced steps."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[AdamStep, ...]] = []
@@ -22,18 +18,6 @@ class PlainAdam(OneRangePerCall):
         self.begun.append(tuple(steps))
 
     def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
-        if tensors.master.dtype == torch.float32:
-            self._update(sub_group, tensors)
-            return
-        assert tensors.param is not None, "the upper halves of the masters"
-        memory = torch.cat([tensors.master, tensors.param.view(torch.int16)]).view(torch.float32)
-        split_form.join(memory, tensors.exp_avg_sq)
-        self._update(sub_group, replace(tensors, master=memory, param=None))
-        split_form.split(memory, tensors.exp_avg_sq)
-        for half, updated in zip((tensors.master, tensors.param), split_form.halves(memory), strict=True):
-            half.copy_(updated)
-
-    def _update(self, sub_group: int, tensors: AdamTensors) -> None:
         step = self.begun[-1][sub_group]
         master, exp_avg, exp_avg_sq = tensors.master, tensors.exp_avg, tensors.exp_avg_sq
         grad = tensors.grad.float() * step.grad_scale

@@ -17,7 +17,6 @@ from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.triton_adam import TritonAdam
 from tests.kernels.adam_steps import BETAS, GRADS, PARAMS, STEP, copied, differences, random_tensors, steps_of
-from tests.kernels.split_copy import SplitCopy
 from tests.software_gpu import device
 from tests.software_gpu.adam_kernel import SoftwareAdamKernel
 from tests.software_gpu.emulated_time import elapsed_ms, milliseconds
@@ -112,10 +111,6 @@ def the_speed_of_the_emulated_machine_is_that_of_the_kernel() -> None:
     with _triton_adam(Arithmetic(1, Tail.UNFUSED)) as gpu:
         gpu.begin_step([STEP])
         assert elapsed_ms(lambda: gpu.update(0, ours), rates, execute_first=True) == milliseconds(whole_ms)
-        ours = _on_device(SplitCopy.create(tensors).tensors)
-        # The copies of the halves and the checksums count with the kernel: 40 bytes per parameter instead of 28.
-        found_ms = elapsed_ms(lambda: gpu.update(0, ours), rates, execute_first=True)
-        assert found_ms == milliseconds(whole_ms * 40 / 28)
 
 
 def tensors_that_the_kernel_would_access_wrongly_are_refused() -> None:

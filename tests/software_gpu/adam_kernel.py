@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from deep_opt_states.device.kernels.adam import STATES
-from deep_opt_states.device.kernels.library import DTYPES, SPLIT, CScalars, CUpdate, library
+from deep_opt_states.device.kernels.library import DTYPES, CScalars, CUpdate, library
 from deep_opt_states.device.kernels.scalars import Scalars
-from perf_model.prediction.cost import SPLIT_GPU_STEP_BYTES, WHOLE_GPU_STEP_BYTES
 from tests.software_gpu import device
 from tests.software_gpu.settings import current
 
@@ -37,16 +36,12 @@ class SoftwareAdamKernel:
             numel=numel - skip,
             cut=cut - skip,
             grad_dtype=DTYPES[grad.dtype],
-            param_dtype=SPLIT if master.dtype == torch.int16 else DTYPES[None if param is None else param.dtype],
+            param_dtype=DTYPES[None if param is None else param.dtype],
             tail=TAIL,
             num_threads=1,
             cores=None,
         )
         gpu_s = (numel - skip) / current().rates.adam_params_per_s
-        if update.param_dtype == SPLIT:
-            # The copies of the halves within the device and the checksums take no time of their own here. All their
-            # bytes count with the kernel's, as in the predictions.
-            gpu_s *= SPLIT_GPU_STEP_BYTES / WHOLE_GPU_STEP_BYTES
         device.launch(lambda: library().update([update], library().instruction_set), "GPU Adam", gpu_s=gpu_s)
 
 

@@ -12,7 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 
 from deep_opt_states.device import cuda
-from deep_opt_states.device.kernels import choice, triton_adam, triton_checksum
+from deep_opt_states.device.kernels import choice, triton_adam
 from deep_opt_states.host import machine
 from deep_opt_states.zero import plugin
 from deep_opt_states.zero.start import devices
@@ -20,7 +20,6 @@ from deep_opt_states.zero.start.devices import AcceleratorChoice
 from tests.software_gpu import device
 from tests.software_gpu.accelerator import SoftwareAccelerator
 from tests.software_gpu.adam_kernel import SoftwareAdamKernel
-from tests.software_gpu.checksum_kernel import SoftwareChecksumKernel
 from tests.software_gpu.library import DEVICE_TYPE
 from tests.software_gpu.process_group import SoftwareProcessGroup
 from tests.software_gpu.settings import Settings, applied
@@ -68,9 +67,6 @@ def plugged(
         for module in (cuda, devices, choice):
             patches.enter_context(mock.patch.object(module, "torch", TORCH))
         patches.enter_context(mock.patch.object(triton_adam, "_import_kernel", return_value=adam_kernel))
-        patches.enter_context(
-            mock.patch.object(triton_checksum, "_import_kernel", return_value=SoftwareChecksumKernel())
-        )
         patches.enter_context(mock.patch.object(machine, "has_cuda", return_value=True))
         for name in ("current_device", "get_device_properties"):
             patches.enter_context(mock.patch.object(torch.cuda, name, getattr(device, name)))

@@ -69,9 +69,6 @@ class AdamTensors:
 
     ``master``, ``exp_avg`` and ``exp_avg_sq`` are fp32 and updated in place. ``grad`` is bf16, fp16 or fp32 and only
     read. ``param`` receives the updated parameters, rounded to its dtype. It is None if they are not needed.
-
-    Our kernels also take split master weights (``split_form.py``): ``master`` then has their lower halves, int16, and
-    ``param`` their upper halves, bf16. Both are read and written, as are the flags in ``exp_avg_sq``.
     """
 
     master: torch.Tensor
@@ -110,8 +107,7 @@ class AdamKernel(Protocol):
     All kernels have NaN in the same places, but IEEE 754 does not define the sign and the payload of a NaN. On x86, the
     C++ kernel has the same NaN as stock in the states: an invalid operation gives 0xffc00000, and the NaN of an operand
     is propagated. On a GPU every operation gives 0x7fffffff. Parameters rounded to bf16 have 0x7fc0 on both, while
-    PyTorch's own conversion on the CPU writes 0xffff in its vectors. Split masters have other NaN than stock on x86,
-    too: the sign of ``exp_avg_sq`` is a flag, which the loops clear where it is NaN, and a NaN master has other bits.
+    PyTorch's own conversion on the CPU writes 0xffff in its vectors.
     Stock skips a step whose norm is NaN, and so does the plugin: a NaN is updated only where the states or the
     parameters had it before.
     """

@@ -17,7 +17,6 @@ from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.device.kernels.probe_arithmetic import find_arithmetic
 from deep_opt_states.device.kernels.stock import StockAdam
 from deep_opt_states.device.kernels.triton_adam import TritonAdam
-from deep_opt_states.device.kernels.triton_checksum import TritonChecksum
 
 
 @dataclass(frozen=True)
@@ -59,14 +58,6 @@ def gpu_adam(betas: tuple[float, float], *, adamw: bool) -> TritonAdam:
     """
     device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
     return TritonAdam(known_arithmetic(), betas, adamw=adamw, device=device)
-
-
-def gpu_checksum() -> TritonChecksum:
-    """Return the kernel that sums parameters on the current CUDA device.
-
-    Raise ``KernelUnavailable`` if Triton cannot compile it.
-    """
-    return TritonChecksum(torch.device("cuda", torch.cuda.current_device()))
 
 
 def known_arithmetic() -> Arithmetic:

@@ -13,7 +13,7 @@ import torch
 
 from deep_opt_states.device.kernels.adam import STATES, AdamStep, AdamTensors, ElementRange, RangeUpdate
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
-from deep_opt_states.device.kernels.library import DTYPES, SPLIT, CScalars, CUpdate, InstructionSet, library
+from deep_opt_states.device.kernels.library import DTYPES, CScalars, CUpdate, InstructionSet, library
 from deep_opt_states.device.kernels.scalars import BetaPowers, Scalars
 
 
@@ -78,7 +78,6 @@ class FusedAdam:
     def _describe(self, tensors: AdamTensors, element_range: ElementRange) -> CUpdate:
         """Return the C struct of the update, without its scalars."""
         _check(tensors, element_range.numel)
-        is_split = tensors.master.dtype == torch.int16
         return CUpdate(
             **{name: getattr(tensors, name).data_ptr() for name in (*STATES, "grad")},
             param=None if tensors.param is None else tensors.param.data_ptr(),
@@ -86,7 +85,7 @@ class FusedAdam:
             # The cut may be outside the range. Then all of its elements are before the cut, or none is.
             cut=self._arithmetic.cut(element_range.sub_group_numel) - element_range.begin,
             grad_dtype=DTYPES[tensors.grad.dtype],
-            param_dtype=SPLIT if is_split else DTYPES[None if tensors.param is None else tensors.param.dtype],
+            param_dtype=DTYPES[None if tensors.param is None else tensors.param.dtype],
             tail=self._arithmetic.tail,
             num_threads=self.num_threads,
             cores=self._cores,
@@ -102,8 +101,5 @@ def _check(tensors: AdamTensors, numel: int) -> None:
         assert tensor.is_cpu, (name, tensor.device)
         assert tensor.is_contiguous(), name
         assert tensor.numel() == numel, (name, tensor.shape)
-        dtypes = (torch.float32, torch.int16) if name == "master" else (torch.float32,) if name in STATES else DTYPES
+        dtypes = (torch.float32,) if name in STATES else DTYPES
         assert tensor.dtype in dtypes, (name, tensor.dtype)
-    if tensors.master.dtype == torch.int16:
-        assert tensors.param is not None, "the upper halves of the masters"
-        assert tensors.param.dtype == torch.bfloat16, tensors.param.dtype

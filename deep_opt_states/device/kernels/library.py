@@ -159,6 +159,3 @@ def _summary(error: Exception, folder: str) -> str:
 
 DTYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 """The dtypes' values in ``csrc/update.h``."""
-
-SPLIT = 4
-"""The value of bf16 parameters that are the upper halves of split master weights."""

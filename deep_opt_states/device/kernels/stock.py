@@ -19,7 +19,6 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder import CPUAdamBuilder
 
 from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, ElementRange, OneRangePerCall, zero
-from deep_opt_states.device.kernels.library import KernelUnavailable
 
 
 class StockAdam(OneRangePerCall):
@@ -62,16 +61,10 @@ class StockAdam(OneRangePerCall):
         self._steps, self._runs, self._run_of = steps, runs, run_of
 
     def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
-        """Update the whole sub-group. Raise ``AssertionError`` for a smaller range, and ``KernelUnavailable`` for split
-        masters.
+        """Update the whole sub-group. Raise ``AssertionError`` for a smaller range.
 
         The op would compute the end of the range as a scalar tail, where the sub-group has none.
         """
-        if tensors.master.dtype != torch.float32:
-            raise KernelUnavailable(
-                "DeepSpeed's kernel on the CPU cannot update split masters: our own kernel must be available. Set "
-                '"split_masters": false, or run deep-opt-states doctor to see what our kernel lacks.'
-            )
         assert element_range is None or element_range.numel == element_range.sub_group_numel, element_range
         step = self._steps[sub_group]
         grad = self.scaled_gradient(tensors.grad, step.grad_scale)

@@ -71,19 +71,17 @@ class TritonAdam:
         self,
         grad_dtypes: Iterable[torch.dtype],
         param_dtypes: Iterable[torch.dtype | None],
-        master_dtype: torch.dtype = torch.float32,
     ) -> None:
         """Compile for every combination of dtypes and of alignments of gradients and parameters.
 
-        ``master_dtype`` is int16 if the masters are split. A launch without elements also loads each kernel onto the
-        device. This takes seconds the first time on a machine, and later milliseconds, from Triton's cache. Raise
-        ``KernelUnavailable`` if Triton cannot compile.
+        A launch without elements also loads each kernel onto the device. This takes seconds the first time on a
+        machine, and later milliseconds, from Triton's cache. Raise ``KernelUnavailable`` if Triton cannot compile.
         """
         numbers = {field.name: np.float32(0) for field in fields(Scalars) if field.name != "decay_kind"}
         zeros = Scalars(**numbers, decay_kind=Decay.NONE)
         try:
             for grad_dtype, param_dtype, *offsets in product(grad_dtypes, param_dtypes, (0, 1), (0, 1)):
-                example = self._example(master_dtype, grad_dtype, param_dtype, *offsets)
+                example = self._example(grad_dtype, param_dtype, *offsets)
                 self._launch(self._keywords(zeros), self._operands_of(example, numel=0, cut=0))
         except Exception as error:
             raise KernelUnavailable(
@@ -151,7 +149,6 @@ class TritonAdam:
 
     def _example(
         self,
-        master_dtype: torch.dtype,
         grad_dtype: torch.dtype,
         param_dtype: torch.dtype | None,
         grad_offset: int,
@@ -163,7 +160,7 @@ class TritonAdam:
             return torch.zeros(offset + 1, dtype=dtype, device=self._device)[offset:]
 
         return AdamTensors(
-            master=one(master_dtype),
+            master=one(torch.float32),
             exp_avg=one(torch.float32),
             exp_avg_sq=one(torch.float32),
             grad=one(grad_dtype, grad_offset),
@@ -185,7 +182,6 @@ def _extend_backward(tensor: torch.Tensor, skip: int) -> torch.Tensor:
 
 def _skipped(tensors: AdamTensors, element_range: ElementRange) -> int:
     """Return how many elements before the range a launch begins, so that the pointers to its states are aligned."""
-    # Split masters have the shortest elements of all states.
     return element_range.begin % (ALIGNMENT_BYTES // tensors.master.itemsize)
 
 
@@ -203,11 +199,7 @@ def _check(tensors: AdamTensors, device: torch.device, element_range: ElementRan
         assert tensor.numel() == element_range.numel, (name, tensor.shape)
         assert tensor.storage_offset() >= skip, (name, "has no elements before it")
         if name in STATES:
-            dtypes = (torch.float32, torch.int16) if name == "master" else (torch.float32,)
-            assert tensor.dtype in dtypes, (name, tensor.dtype)
+            assert tensor.dtype == torch.float32, (name, tensor.dtype)
             assert (tensor.data_ptr() - skip * tensor.element_size()) % ALIGNMENT_BYTES == 0, name
         else:
             assert tensor.dtype in DTYPES, (name, tensor.dtype)
-    if tensors.master.dtype == torch.int16:
-        assert tensors.param is not None, "the upper halves of the masters"
-        assert tensors.param.dtype == torch.bfloat16, tensors.param.dtype

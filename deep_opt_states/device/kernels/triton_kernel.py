@@ -52,8 +52,7 @@ def update(
     """Update with one program per block of BLOCK elements. The parameters are those of ``csrc/update.h``.
 
     ``param`` may be None. The first ``skip`` of the ``numel`` elements stay as they are. ``cut`` is at most ``numel``,
-    and may be negative. If ``master`` has 16-bit integers, the masters are split: it has their lower halves, and
-    ``param`` their upper halves (``split_form.py``).
+    and may be negative.
     """
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     state = (master, exp_avg, exp_avg_sq, grad, param)
@@ -104,8 +103,6 @@ def _update_block(
     p = tl.load(master + begin + at, mask=inside)
     m = tl.load(exp_avg + begin + at, mask=inside)
     v = tl.load(exp_avg_sq + begin + at, mask=inside)
-    if master.dtype.element_ty == tl.int16:
-        p, v = _joined(p, tl.load(param + begin + at, mask=inside), v)
 
     g = tl.where(decay_kind == _L2, _multiply_add(p, decay, g, before_cut, TAIL), g)
     if TAIL == _MOMENT_FUSED:
@@ -121,11 +118,7 @@ def _update_block(
     tl.store(exp_avg + begin + at, m, mask=inside)
     if param is not None:
         tl.store(param + begin + at, _rounded(p, param.dtype.element_ty), mask=inside)
-    if master.dtype.element_ty == tl.int16:
-        lower, v = _lower_half(p, v)
-        tl.store(master + begin + at, lower, mask=inside)
-    else:
-        tl.store(master + begin + at, p, mask=inside)
+    tl.store(master + begin + at, p, mask=inside)
     tl.store(exp_avg_sq + begin + at, v, mask=inside)
 
 
@@ -162,23 +155,3 @@ def _rounded(value, DTYPE: tl.constexpr):
     else:
         result = value.to(DTYPE, fp_downcast_rounding="rtne")
     return result
-
-
-@triton.jit
-def _joined(lower, upper, exp_avg_sq):
-    """Return split masters as fp32, and the second moments without flags, as ``join`` of ``csrc/element.h``."""
-    # The lower bits are a signed difference: as unsigned ones, they borrow from the upper bits.
-    bits = lower.to(tl.uint16, bitcast=True).to(tl.uint32)
-    moment = exp_avg_sq.to(tl.uint32, bitcast=True)
-    above = upper.to(tl.uint16, bitcast=True).to(tl.uint32) - (bits >> 15) + (moment >> 31)
-    master = ((above << 16) | bits).to(tl.float32, bitcast=True)
-    return master, (moment & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _lower_half(master, exp_avg_sq):
-    """Return the lower halves of split masters, and the second moments with a flag for each tie rounded down."""
-    bits = master.to(tl.uint32, bitcast=True)
-    moment = exp_avg_sq.to(tl.uint32, bitcast=True)
-    flagged = tl.where((bits & 0x1FFFF) == 0x8000, moment | 0x80000000, moment)
-    return bits.to(tl.uint16).to(tl.int16, bitcast=True), flagged.to(tl.float32, bitcast=True)

@@ -9,11 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 
 from deep_opt_states.config import Config
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.adam import AdamKernel, ElementRange
+from deep_opt_states.device.kernels.adam import AdamKernel
 from deep_opt_states.device.kernels.choice import ChosenKernel, cpu_adam
 from deep_opt_states.host import machine
 from deep_opt_states.host.affinity import LaunchBinding
@@ -42,12 +41,11 @@ from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
 from deep_opt_states.zero.step.gradients import Gradients
 from deep_opt_states.zero.step.running_plan import RunningPlan, max_intervals, splits_of
 from perf_model.prediction.memory import TrainingSetup, staging_numel
-from perf_model.schedule.cutting import WHOLE_SUB_GROUPS, names_in
+from perf_model.schedule.cutting import WHOLE_SUB_GROUPS
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import place_all
-from perf_model.schedule.workload import Partition, Unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +94,6 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
         optimizer.gradient_accumulation_dtype,
         accelerator.device,
         params_on_host=params_on_host,
-        splits_masters=config.split_masters,
     )
     sub_groups = partitions_by_name(optimizer)
     check_even_shards(sub_groups)
@@ -119,8 +116,6 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
                 f'Remove the cause, or use another "placement", for example "planned".'
             )
         config = config.model_copy(update={"unit_size": WHOLE_SUB_GROUPS})
-    if config.split_masters:
-        _check_split_masters(params[0].dtype, widths, updates_parts=updates_parts)
     budget = raise_together(lambda: accelerator.gpu_budget(config)) if config.may_plan else None
     planned = make_plan(config, sub_groups, setup, accelerator, budget, share)
     plan = planned.plan
@@ -179,7 +174,6 @@ def _build(
         grad_dtype,
         device,
         params_on_host=setup.params_on_host,
-        splits_masters=config.split_masters,
     )
     resources.callback(memory.close)
     memory.set_plan(plan)
@@ -196,7 +190,6 @@ def _build(
         optimizer.optimizer,
         grad_dtype,
         params[0].dtype,
-        splits_masters=config.split_masters,
     )
     kernels = [host_adam]
     # Where slots are host memory, the same kernel updates both.
@@ -212,8 +205,6 @@ def _build(
         device_adam,
         splits=splits_of(memory.units, early_ranges),
         span=ActionSpan,
-        checksum=accelerator.checksum() if config.split_masters and device_adam is not None else None,
-        names=partial(_names_in, partitions_by_name(optimizer)),
     )
     resources.callback(executor.close)
     executor.touch([tensors.adam_tensors for tensors in memory.sub_groups])
@@ -240,27 +231,6 @@ def _build(
             gradient_buffers=gradient_buffers,
         ),
     )
-
-
-def _names_in(sub_groups: Sequence[Sequence[Partition]], elements: ElementRange, sub_group: int) -> list[str]:
-    """Return the names of the parameters that have elements in the range, with the rank that holds them."""
-    unit = Unit(0, elements.numel, sub_group, elements.begin)
-    return [f"{name} on rank {dist.get_rank()}" for name in names_in(unit, sub_groups[sub_group])]
-
-
-def _check_split_masters(dtype: torch.dtype, widths: Widths, *, updates_parts: bool) -> None:
-    """Raise ``Unsupported`` if masters cannot be split, or if that gains nothing. The same on every rank."""
-    reasons = (
-        (dtype != torch.bfloat16, f"a model in {str(dtype).removeprefix('torch.')}"),
-        (not widths.publishes, "parameters in host memory, which the CPU updates in place"),
-        (not updates_parts, "that a rank has to use DeepSpeed's kernel on the CPU, as its log reports"),
-    )
-    for is_met, found in reasons:
-        if is_met:
-            raise Unsupported(
-                f"{CONFIG_KEY}.split_masters: needs a bf16 model, whose parameters are on a GPU, and the plugin's own "
-                f"CPU kernel on every rank; found {found}.\nRemove the key, or the cause."
-            )
 
 
 def _params_on_host(optimizer: Any, device: Device[Any]) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -17,8 +15,7 @@ from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel
-from deep_opt_states.device.kernels.checksum import Checksum
-from deep_opt_states.device.kernels.choice import gpu_adam, gpu_checksum
+from deep_opt_states.device.kernels.choice import gpu_adam
 from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.profiler.adam_kernels import training_gpu_adam
@@ -115,15 +112,12 @@ class AcceleratorChoice:
         optimizer: DeepSpeedCPUAdam,
         grad_dtype: torch.dtype,
         param_dtype: torch.dtype,
-        *,
-        splits_masters: bool,
     ) -> AdamKernel | None:
         """Return the kernel that updates the units that ``plan`` places on the accelerator.
 
         Return None if there are none, and the planner has no ``budget`` with which it might place some there later. The
         kernel is compiled for both dtypes of gradients here, so that no step compiles. ``optimizer`` supplies the
-        hyperparameters. Raise ``KernelUnavailable`` if the kernel cannot be used, and ``Unsupported`` if it cannot be
-        compiled for split masters: ``why_no_device_adam`` has compiled it for whole ones only.
+        hyperparameters. Raise ``KernelUnavailable`` if the kernel cannot be used.
         """
         if self.slots_on_host:
             return host_adam
@@ -131,19 +125,8 @@ class AcceleratorChoice:
             return None
         kernel = gpu_adam(optimizer.defaults["betas"], adamw=optimizer.adam_w_mode)
         # Gradients that the user has accessed are in fp32 (see ``Gradients.writable_fp32``).
-        master_dtype = torch.int16 if splits_masters else torch.float32
-        with _compiling_for_split_masters() if splits_masters else nullcontext():
-            kernel.compile({grad_dtype, torch.float32}, [param_dtype], master_dtype)
+        kernel.compile({grad_dtype, torch.float32}, [param_dtype])
         return kernel
-
-    def checksum(self) -> Checksum:
-        """Return the kernel that notices writes to parameters, compiled. Raise ``Unsupported`` if it cannot be.
-
-        The CPU needs none: where the accelerator has no memory of its own, masters are not split.
-        """
-        assert not self.slots_on_host
-        with _compiling_for_split_masters():
-            return gpu_checksum()
 
 
 def choose_device() -> AcceleratorChoice:
@@ -157,19 +140,6 @@ def choose_device() -> AcceleratorChoice:
         f'The accelerator must be "cuda" or "cpu", found {accelerator.device_name()!r}.\n'
         f'Set "enabled": false in "{CONFIG_KEY}" to train with stock DeepSpeed on it.'
     )
-
-
-@contextmanager
-def _compiling_for_split_masters() -> Iterator[None]:
-    """Raise ``Unsupported`` if a kernel that is compiled inside this context is unavailable."""
-    try:
-        yield
-    except KernelUnavailable as unavailable:
-        raise Unsupported(
-            f"{CONFIG_KEY}.split_masters: units on the GPU need two kernels for split masters, one that updates and "
-            f"one that sums parameters; found that one of them cannot be used.\n{unavailable}\n"
-            f'Or set "split_masters": false, or "placement": "cpu".'
-        ) from unavailable
 
 
 def _share_of_memory() -> int:

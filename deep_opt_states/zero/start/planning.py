@@ -87,12 +87,7 @@ def make_plan(
     profile = _load_profile(config, accelerator, share, notes.append) if config.predicts(workload) else None
     cost = None
     if profile is not None:
-        cost = CostModel.from_profile(
-            profile,
-            setup.widths.param,
-            params_on_host=setup.params_on_host,
-            splits_masters=setup.widths.splits_masters,
-        )
+        cost = CostModel.from_profile(profile, setup.widths.param, params_on_host=setup.params_on_host)
     request, why = None, ""
     if config.plans(workload):
         assert cost is not None

@@ -129,7 +129,6 @@ class Gathers:
             self._finish_update()
         if not self._is_in_step and any(is_its_own_partition(param) for param in self._own(params)):
             # The caller may write to the partition itself, before ``before_write`` is called.
-            self._update.give_params_back()
             self.direct_writes.allow(params)
 
     def before_all_gather_coalesced(self, params: Sequence[Parameter]) -> None:
@@ -140,7 +139,6 @@ class Gathers:
     def before_write(self, params: Sequence[Parameter]) -> None:
         """Let the caller write to the partitions, even in the middle of forward or backward, such as in a hook."""
         if self._own(params):
-            self._update.give_params_back()
             self.order_after_caller()
             self.direct_writes.allow(params)
 
@@ -151,7 +149,6 @@ class Gathers:
         """
         if self._own(params):
             self._update.synchronize_ranks()
-            self._update.give_params_back()
             self.direct_writes.allow(params)
 
     def _own(self, params: Iterable[Parameter]) -> list[Parameter]:

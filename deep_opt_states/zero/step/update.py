@@ -23,7 +23,6 @@ Call                      Caller                                     Collective 
                                                                                        the flushes
 ``wait``                  every reader of parameters or states,      no                this rank's part is done; the
                           also on one rank alone                                       phase is as before
-``give_params_back``      every writer of parameters                 no                as after ``wait``
 ``synchronize_ranks``     on every rank: the next ``step()``, a new  yes               IDLE; FAILED on every rank if the
                           engine, checkpoints, gathers outside                         update failed on any
                           forward
@@ -37,10 +36,10 @@ Call                      Caller                                     Collective 
 
 The phase is the same on every rank, because only calls that every rank makes at the same point change it. How far a
 rank's own part is, and whether it has failed, differs between ranks until they synchronize. A rank may also fail
-between two updates, alone and in any phase: a prefetch or a copy of resident states to host memory fails, or the rank
-notices that a split master is lost. So the ranks synchronize before each step and each collective use of the states,
-even if they have agreed on the last update. Prefetching is no phase of its own: it happens in backward, and the
-next step lets the ranks agree whether it has failed.
+between two updates, alone and in any phase: a prefetch or a copy of resident states to host memory fails. So the ranks
+synchronize before each step and each collective use of the states, even if they have agreed on the last update.
+Prefetching is no phase of its own: it happens in backward, and the next step lets the ranks agree whether it has
+failed.
 
 An exception that a signal handler raises, such as ``KeyboardInterrupt``, may end each of these calls. It is no failure:
 the update stays in flight, and the next call ends it (*Interrupts* in ``Executor``). The phase changes only after the
@@ -264,28 +263,17 @@ class Update:
         if states:
             self._executor.give_states_back()
 
-    def give_params_back(self) -> None:
-        """Let the caller write to parameters, which the next update forgets.
-
-        If parameters are a half of masters, block until this rank's part is done. Otherwise do nothing.
-        """
-        if self._executor.watches_params:
-            self.wait()
-            self._executor.give_params_back()
-
     def synchronize_ranks(self, *, raise_failure: bool = True, flushed: bool = True, states: bool = False) -> None:
         """Wait for the update, and let every rank know whether it failed on any. Every rank must call this.
 
         This is a collective over all ranks. Raise ``UpdateFailed`` if the states are inconsistent and
         ``raise_failure``. Without ``flushed``, states may still be copied to host memory afterwards, and only the
         current stream may use parameters and gradients. ``states``: the caller reads or writes optimizer states, as in
-        ``wait``. If that fails, or if the update has found that a script has written to a parameter that is a half of a
-        master, this rank fails before the ranks agree.
+        ``wait``. If that fails, this rank fails before the ranks agree.
         """
         self.wait_on_stream()
         if flushed:
             self.wait(states=states)
-        self._executor.check_params()
         # Before the collective: a rank that is interrupted in it must not repeat it alone in its next gather.
         self._phase = UpdatePhase.IDLE
         self.memory_is_short_anywhere = self._agreement.share(
@@ -299,7 +287,6 @@ class Update:
     def close(self) -> None:
         """Wait for the update, log a failure that was not raised, and report the updates that were not reported."""
         self.wait()
-        self._executor.check_params()
         self.log_unraised_failure()
         self.report()
 

@@ -1,7 +1,6 @@
 """Train on the lazy device, and print which waits the host makes in each step, and how many copies of each kind run.
 
-Argument: ``few`` or ``all``. Rank 0 prints one answer per dtype, placement of parameters, kind of masters, and config
-block.
+Argument: ``few`` or ``all``. Rank 0 prints one answer per dtype, placement of parameters, and config block.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ import torch.distributed as dist
 from deep_opt_states.device.cuda import CudaEvent
 from deep_opt_states.runtime.action_events import ActionEvents
 from deep_opt_states.runtime.exposure import UpdateWaits
-from deep_opt_states.runtime.split_masters import SplitRange
 from tests.launch import answer
 from tests.software_gpu import device
 from tests.software_gpu.plugged import plugged
 from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import Settings
-from tests.zero.parity.case import CPU, SPLIT_MASTERS, STREAMED, STRIDE_2, Case
+from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case
 from tests.zero.parity.training import Block, closing_engine, shared_folder, train
 from tests.zero.races.engine_race_ranks import NO_THROUGHPUT_TIMER
 from tests.zero.races.faults import RESIDENT, not_deferred
@@ -52,20 +50,19 @@ HELPERS = ("library.py", "device.py", "cuda.py", "accelerator.py", "compat.py", 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockingVariant:
-    """A training with stock, or with a config block: its placement, how the update ends, and whether masters split."""
+    """A training with stock, or with a config block: its placement, and how the update ends."""
 
     dtype: str
     offloads: bool
     placement: str = ""
     update: str = "stock"
-    splits: bool = False
 
     @property
     def block(self) -> Block:
         """Return the config block; None for stock."""
         if self.update == "stock":
             return None
-        return UPDATES[self.update]({**PLACEMENTS[self.placement], **(SPLIT_MASTERS if self.splits else {})})
+        return UPDATES[self.update](PLACEMENTS[self.placement])
 
 
 def variants(which: str) -> Iterator[BlockingVariant]:
@@ -73,13 +70,13 @@ def variants(which: str) -> Iterator[BlockingVariant]:
     for dtype, offloads in product(("bf16", "fp16", "fp32"), (False, True)):
         yield BlockingVariant(dtype=dtype, offloads=offloads)
         usual = (dtype, offloads) == ("bf16", False)
-        for splits, placement, update in product((False, True) if usual else (False,), PLACEMENTS, UPDATES):
+        for placement, update in product(PLACEMENTS, UPDATES):
             if (
                 which == "all"
                 or (usual and dist.get_world_size() == 1)
                 or (placement, update) == ("stride", "deferred")
             ):
-                yield BlockingVariant(dtype=dtype, offloads=offloads, placement=placement, update=update, splits=splits)
+                yield BlockingVariant(dtype=dtype, offloads=offloads, placement=placement, update=update)
 
 
 @contextmanager
@@ -115,20 +112,6 @@ def unreached_events_of_reports() -> Iterator[list[bool]]:
         yield unreached
 
 
-@contextmanager
-def recorded_halves() -> Iterator[list[int]]:
-    """Record the elements of each range whose upper halves are copied between the host and the device."""
-    numels: list[int] = []
-    upper = vars(SplitRange)["upper"]
-
-    def recorded(self: SplitRange) -> Any:
-        numels.append(self.elements.numel)
-        return upper.fget(self)
-
-    with mock.patch.object(SplitRange, "upper", property(recorded)):
-        yield numels
-
-
 def name_of(wait: device.Wait) -> list[str]:
     """Return the reason of the wait, the thread, and the nearest caller that waits for a purpose of its own."""
     caller = next(caller for caller in wait.callers if caller.partition(":")[0] not in HELPERS)
@@ -137,19 +120,14 @@ def name_of(wait: device.Wait) -> list[str]:
 
 
 def trained(case: Case, block: Block) -> dict[str, Any]:
-    """Train the case, and return the waits of each steady forward, backward and step, and the copies of all.
-
-    The copies of upper halves are those before and in the steady steps.
-    """
+    """Train the case, and return the waits of each steady forward, backward and step, and the copies of all."""
     steady: dict[str, list[list[list[str]]]] = {"forward": [], "backward": [], "step": []}
-    first_halves = 0
     with (
         plugged(LAZY),
         shared_folder() as folder,
         closing_engine(case, block) as engine,
         device.recorded_host_waits() as waits,
         unreached_events_of_reports() as unreached,
-        recorded_halves() as halves,
         ExitStack() as patches,
     ):
 
@@ -157,7 +135,6 @@ def trained(case: Case, block: Block) -> dict[str, Any]:
             original = getattr(engine, phase)
 
             def run(*args: Any) -> Any:
-                nonlocal first_halves
                 waits.clear()
                 result = original(*args)
                 if engine.global_steps - (phase == "step") >= STEADY_FROM:
@@ -165,7 +142,6 @@ def trained(case: Case, block: Block) -> dict[str, Any]:
                 if phase == "step" and engine.global_steps == STEADY_FROM:
                     device.call("drain")
                     device.take_spans()
-                    first_halves = len(halves)
                 return result
 
             return run
@@ -179,13 +155,11 @@ def trained(case: Case, block: Block) -> dict[str, Any]:
             engine.optimizer._update.wait()
         device.call("drain")
         copies = Counter(span.name for span in device.take_spans() if span.name.startswith("copy "))
-        copied_halves = [first_halves, len(halves) - first_halves]
         sub_groups = len(engine.optimizer.fp16_groups)
     return {
         "waits": steady,
         "unreached": sum(unreached),
         "copies": copies,
-        "halves": copied_halves,
         "sub-groups": sub_groups,
     }
 

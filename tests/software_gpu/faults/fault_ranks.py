@@ -83,7 +83,7 @@ def main(selected: str) -> None:
     keys = {fault.name: key_of(fault.case, fault.script) for fault in faults}
     if selected == "faults":
         for fault in faults:
-            adversary, key = adversary_of(fault), key_of(fault.seeded_case, fault.script)
+            adversary, key = adversary_of(fault), key_of(fault.case, fault.script)
             found = trained_on_device(key, adversary, EQUIVALENT.get(fault.name, fault.seeded))
             answer_on_rank_0({"fault": fault.name, "adversary": adversary, **found})
         return

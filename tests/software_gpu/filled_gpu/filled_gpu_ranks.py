@@ -29,8 +29,7 @@ from tests.launch import answer
 from tests.software_gpu.filled_gpu.growing_inputs import CASE, Step, memory_that_stock_needs, train_on_gpu
 from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import GIB
-from tests.zero.parity.case import SPLIT_MASTERS, Case
-from tests.zero.parity.split_numels import counted_splits
+from tests.zero.parity.case import Case
 from tests.zero.parity.training import Record, differences
 
 BLOCK = CASE.blocks[0]
@@ -166,9 +165,9 @@ def compare(
     stock = _STOCK[key]
     result: dict[str, Any] = {"name": name, "error": ""}
     try:
-        with fault or nullcontext(), counted_splits() as splits:
+        with fault or nullcontext():
             ours, seen = train_on_gpu(steps, case.blocks[0], memory_bytes, case, tries_again=tries_again)
-        result |= {"differences": differences(stock, ours), "split on": sorted(splits), **vars(seen)}
+        result |= {"differences": differences(stock, ours), **vars(seen)}
     except torch.OutOfMemoryError as error:
         result["error"] = type(error).__name__
     answer(result)
@@ -248,8 +247,6 @@ def demotions() -> None:
 
     compare("an allocation that fails", FILLED, MEMORY, mock.patch.object(Slot, "reserve", failing))
     compare("larger inputs of one rank", larger_on_one_rank(), MEMORY)
-    split = replace(CASE, blocks=({**BLOCK, **SPLIT_MASTERS},))
-    compare("larger inputs of one rank, split masters", larger_on_one_rank(), MEMORY, case=split)
 
 
 def restorations() -> None:

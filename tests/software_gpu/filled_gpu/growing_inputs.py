@@ -22,7 +22,6 @@ from tests.software_gpu.plugged import plugged
 from tests.software_gpu.settings import GIB, Settings
 from tests.zero.on_accelerator import on_accelerator
 from tests.zero.parity.case import Case
-from tests.zero.parity.split_numels import splits_masters_in
 from tests.zero.parity.training import DTYPES, Block, Record, collect
 
 BYTES_PER_TOKEN = 8192
@@ -146,31 +145,30 @@ def train_on_gpu(
         )
         try:
             losses = []
-            with splits_masters_in(case, engine):
-                for number, step in enumerate(steps):
-                    if step.evaluated is not None:
-                        with torch.no_grad():
-                            losses.append(engine(*batch(case, 10_000 + number, step.evaluated)))
-                    losses += generate(engine, batch(case, 20_000 + number, 1), step.generated)
-                    model.in_backward = step.in_backward
-                    failed = False
-                    for position, tokens in enumerate(step.tokens):
-                        inputs = batch(case, number * len(step.tokens) + position, tokens, step.busiest)
-                        try:
-                            losses.append(forward_and_backward(engine, inputs))
-                        except torch.OutOfMemoryError:
-                            if not tries_again:
-                                raise
-                            failed = True
-                        # After the exception, whose traceback refers to activations.
-                        if failed:
-                            losses.append(forward_and_backward(engine, inputs))
-                        engine.step()
-                    seen.failed.append(failed)
-                    if block is not None:
-                        seen.add(engine.optimizer._running)
-                    if after_step is not None:
-                        after_step(engine, number + 1)
+            for number, step in enumerate(steps):
+                if step.evaluated is not None:
+                    with torch.no_grad():
+                        losses.append(engine(*batch(case, 10_000 + number, step.evaluated)))
+                losses += generate(engine, batch(case, 20_000 + number, 1), step.generated)
+                model.in_backward = step.in_backward
+                failed = False
+                for position, tokens in enumerate(step.tokens):
+                    inputs = batch(case, number * len(step.tokens) + position, tokens, step.busiest)
+                    try:
+                        losses.append(forward_and_backward(engine, inputs))
+                    except torch.OutOfMemoryError:
+                        if not tries_again:
+                            raise
+                        failed = True
+                    # After the exception, whose traceback refers to activations.
+                    if failed:
+                        losses.append(forward_and_backward(engine, inputs))
+                    engine.step()
+                seen.failed.append(failed)
+                if block is not None:
+                    seen.add(engine.optimizer._running)
+                if after_step is not None:
+                    after_step(engine, number + 1)
             record.numbers["loss"] = [loss.item() for loss in losses]
             collect(engine.optimizer, record)
         finally:

@@ -116,7 +116,6 @@ class Training:
                 param=width,
                 grad=width,
                 publishes=not self.offload_param,
-                splits_masters=self.block.get("split_masters", False),
             ),
             accumulates=self.accumulation > 1,
             sums_on_accelerator=self.sums_of is None or plan in self.sums_of,
@@ -131,10 +130,6 @@ def planned(block: dict[str, Any], **changes: Any) -> Training:
 
 TRAININGS = {
     "few plans": Training(block=RULES, dtype="fp32", widths=SMALL, plans=("2 slots", "resident"), steps=3),
-    # Lower halves, gradients and the buffer of parameters have one size: these plans have as many as fill segments.
-    "split masters": Training(
-        block={**rules("layers.[23].*"), "num_slots": 1, "split_masters": True}, plans=("1 slot", "3 slots"), steps=3
-    ),
     "bf16": Training(block=RULES, clip=1e-3),
     "bf16, accumulation": Training(block=RULES, accumulation=3),
     "bf16, accumulation, few sums": Training(

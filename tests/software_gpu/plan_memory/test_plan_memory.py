@@ -14,7 +14,7 @@ PROGRAM = "tests.software_gpu.plan_memory.plan_memory_ranks"
 
 TOLERANCE = 0.05
 
-SHORT = ("few plans", "only sums", "split masters")
+SHORT = ("few plans", "only sums")
 LONG = tuple(name for name in TRAININGS if name not in SHORT)
 GROUPS = tuple(tuple(TRAININGS)[begin : begin + 3] for begin in range(0, len(TRAININGS), 3))
 """All trainings in groups of three. The host memory of a process grows with each engine of stock that it has trained

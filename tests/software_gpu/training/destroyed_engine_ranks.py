@@ -20,13 +20,12 @@ from tests.software_gpu import device
 from tests.software_gpu.filled_gpu.growing_inputs import slow_profile
 from tests.software_gpu.plugged import plugged
 from tests.software_gpu.ranks import software_process_group
-from tests.zero.parity.case import SPLIT_MASTERS, STREAMED, Case
+from tests.zero.parity.case import STREAMED, Case
 from tests.zero.parity.training import closing_engine, shared_folder, train
 
 RESIDENTS = {"placement": ["resident", "resident", "streamed"]}
 BLOCKS = (
     RESIDENTS,
-    {**RESIDENTS, **SPLIT_MASTERS},
     {**STREAMED, "unit_size": 100_000, "num_slots": 4},
     {"placement": "cpu"},
     {"placement": [{"match": "layers.0.*", "states": "resident"}, {"match": "*", "states": "planned"}]},

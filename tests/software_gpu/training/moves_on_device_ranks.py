@@ -25,7 +25,6 @@ from tests.zero.moves.move_counts import MoveCounts
 from tests.zero.moves.random_plans import random_moves
 from tests.zero.parity.case import STRIDE_2, Case
 from tests.zero.parity.case_runs import results_in_turn
-from tests.zero.parity.split_numels import counted_splits
 from tests.zero.parity.training import Block, Record, differences, run_resumed, run_variant
 
 BOTH = ("plain", "lazy")
@@ -33,7 +32,6 @@ CHOSEN = {
     "bf16, clipping, reload": BOTH,
     "from and to checkpoints of stock": ("lazy",),
     "accesses after moves": ("lazy",),
-    "split masters, clipping, reload": ("lazy",),
     "2 ranks, accumulation 3, clipping": BOTH,
 }
 """The cases of ``make test`` with their adversaries. Each of them is shortened."""
@@ -90,14 +88,12 @@ def compare(case: Case, adversaries: tuple[str, ...]) -> dict[str, Any]:
             with (
                 plugged(ADVERSARIES[adversary]),
                 random_moves(len(case.name), moved, change_after=1.0),
-                counted_splits() as splits,
             ):
                 record = record_of(case, saved_by, resumed_by)
             found[f"{adversary}{name}"] = {
                 "class": record.optimizer_class,
                 "differences": differences(expected, record),
                 "moved": moved.to_json_dict(),
-                "split on": sorted(splits),
             }
     return {"name": case.name, "arms": found, "losses": expected.numbers["loss"]}
 

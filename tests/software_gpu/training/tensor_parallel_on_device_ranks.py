@@ -1,7 +1,7 @@
 """Train beside tensor parallelism on the device, and print the differences from stock on the CPU accelerator.
 
 The argument is the name of a selection: ``CHOICE``, or an adversary. The device executes the collectives of the ranks
-that share a model on streams, too. Cases in bf16 have arms with split masters, which the CPU accelerator refuses.
+that share a model on streams, too.
 
 Stock trains on the CPU accelerator first. DeepSpeed makes AutoTP's ``DeviceMesh`` then, and keeps its groups: PyTorch
 makes none for the device, because the name of the device type is not of letters only.
@@ -25,38 +25,24 @@ from tests.software_gpu.plugged import plugged
 from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import ADVERSARIES
 from tests.software_gpu.training.parity_on_device_ranks import CHUNK_BYTES, MACHINE
-from tests.zero.parity.case import SPLIT_MASTERS, STRIDE_2
 from tests.zero.parity.case_runs import results_in_turn
-from tests.zero.parity.split_numels import ACCELERATOR, CPU, counted_splits
 from tests.zero.parity.training import Record, differences
 from tests.zero.tensor_parallel.cases import ARMS, BY_NAME, CASES, TensorParallelCase
 from tests.zero.tensor_parallel.layouts import SharedModel, layouts
 from tests.zero.tensor_parallel.tensor_parallel_ranks import block_of, run
 
 CHOICE = "choice"
-"""The selection of ``make test``: three cases in bf16 and in fp16, one of them with whole and with split masters."""
+"""The selection of ``make test``: three cases in bf16 and in fp16."""
 
 EVERY_CASE = ("plain", "lazy")
 """The adversaries under which every case trains with stock and with every placement."""
 
 STOCK = "stock"
 
-SPLIT = ", split masters"
-"""The end of the name of an arm with split masters."""
-
-SPLIT_ON = {
-    f"cpu{SPLIT}": [CPU],
-    f"streamed{SPLIT}": [ACCELERATOR],
-    f"planned{SPLIT}": [ACCELERATOR, CPU],
-    f"{BY_NAME}{SPLIT}": [ACCELERATOR, CPU],
-    f"stride 2{SPLIT}": [ACCELERATOR, CPU],
-}
-"""The arms with split masters, and the processors that update split masters. Rules by name place resident states."""
-
 _CHOSEN = {
     ("mpu", "fp16", "plain"): (BY_NAME,),
     ("mpu", "bf16", "clipping"): ("planned",),
-    ("AutoTP", "bf16", "clipping"): ("planned", f"{BY_NAME}{SPLIT}"),
+    ("AutoTP", "bf16", "clipping"): ("planned", BY_NAME),
 }
 
 
@@ -71,22 +57,15 @@ def selected(selection: str) -> Iterator[tuple[TensorParallelCase, str, tuple[st
     """Yield the cases of the selection, each with its adversary and the names of its arms."""
     for case in CASES:
         if selection in EVERY_CASE:
-            yield case, selection, (STOCK, *ARMS, *(SPLIT_ON if case.dtype == "bf16" else ()))
+            yield case, selection, (STOCK, *ARMS)
         elif (case.layout, case.dtype, case.setting) in _CHOSEN:
             yield case, "lazy", _CHOSEN[case.layout, case.dtype, case.setting]
-
-
-def block_on_device(arm: str, layout: SharedModel) -> dict[str, Any]:
-    """Return the plugin's block for an arm other than ``STOCK``."""
-    name = arm.removesuffix(SPLIT)
-    block = STRIDE_2 if name == "stride 2" else block_of(name, layout)
-    return {**block, **SPLIT_MASTERS} if arm.endswith(SPLIT) else block
 
 
 def train_on_device(case: TensorParallelCase, layout: SharedModel, adversary: str, arm: str) -> Record:
     """Train the case on the device. The quick profile has given rates, as in ``parity_on_device_ranks``."""
     settings = ADVERSARIES[adversary]
-    block = None if arm == STOCK else block_on_device(arm, layout)
+    block = None if arm == STOCK else block_of(arm, layout)
     plans = block is not None and Config(**block).may_plan
     with (
         plugged(replace(settings, rates=MACHINE)) if plans else plugged(settings, chunk_bytes=CHUNK_BYTES),
@@ -100,13 +79,11 @@ def compare(case: TensorParallelCase, layout: SharedModel, adversary: str, arms:
     expected = run(case, layout, None, STEPS)
     found = {}
     for arm in arms:
-        with counted_splits() as splits:
-            record = train_on_device(case, layout, adversary, arm)
+        record = train_on_device(case, layout, adversary, arm)
         found[arm] = {
             "class": record.optimizer_class,
             "deferred": record.deferred,
             "placements": sorted(record.placements),
-            "split on": sorted(splits),
             "differences": differences(expected, record),
         }
     return {"arms": found, "numbers": expected.numbers}

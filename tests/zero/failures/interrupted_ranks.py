@@ -44,7 +44,7 @@ from tests.alarm import alarm_after
 from tests.kernels.intercepted import before_each_update
 from tests.launch import answer
 from tests.zero.on_accelerator import on_accelerator, process_group_on_accelerator
-from tests.zero.parity.case import CPU, SERIAL, SPLIT_MASTERS, STREAMED, STRIDE_2, Case
+from tests.zero.parity.case import CPU, SERIAL, STREAMED, STRIDE_2, Case
 from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import Block, Record, collect, differences, make_engine, shared_folder
 from tests.zero.races.engine_race_ranks import NO_THROUGHPUT_TIMER
@@ -55,7 +55,6 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "stride": STRIDE_2,
     "streamed": {**STREAMED, "num_slots": 2},
     "resident": RESIDENT,
-    "split masters": {**STRIDE_2, **SPLIT_MASTERS},
     "serial": {**STRIDE_2, **SERIAL},
 }
 

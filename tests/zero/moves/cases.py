@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.zero.parity.case import CPU, SERIAL, SPLIT_MASTERS, STRIDE_2, WITHOUT_BACKWARD_OVERLAP, Case, ParamGroup
+from tests.zero.parity.case import CPU, SERIAL, STRIDE_2, WITHOUT_BACKWARD_OVERLAP, Case, ParamGroup
 
 TWO_GROUPS = (ParamGroup(), ParamGroup(lr=1e-3, weight_decay=0.2))
 
@@ -12,13 +12,6 @@ CASES = (
         name="fp16, overflows, accumulation 2", blocks=(CPU,), dtype="fp16", steps=16, accumulation=2, poisoned={3: 1e6}
     ),
     Case(name="fp32, two groups, serial", blocks=({**CPU, **SERIAL},), dtype="fp32", steps=30, groups=TWO_GROUPS),
-    Case(
-        name="split masters, clipping, reload",
-        blocks=({**CPU, **SPLIT_MASTERS},),
-        steps=40,
-        clip=0.5,
-        reload=(11, 17),
-    ),
     Case(name="missing gradients", blocks=(CPU,), steps=16, sometimes=True, unused=True, frozen=True),
     Case(name="from and to checkpoints of stock", blocks=(CPU,), steps=8, clip=0.5, resume=True),
     Case(name="offloaded parameters", blocks=(CPU,), steps=16, offload_param=True),
@@ -68,12 +61,6 @@ MOVED_OFTEN = (
 
 ACCESSED = (
     Case(name="accesses after moves", blocks=(STRIDE_2,), steps=20, clip=0.5),
-    Case(
-        name="accesses after moves, split masters",
-        blocks=({**STRIDE_2, **SPLIT_MASTERS},),
-        steps=20,
-        clip=0.5,
-    ),
     Case(name="accesses after moves, fp32, accumulation 2", blocks=(CPU,), steps=12, dtype="fp32", accumulation=2),
     Case(name="2 ranks, accesses after moves", blocks=({**CPU, **SERIAL},), world_size=2, steps=16, accumulation=2),
     Case(name="3 ranks, accesses after moves, fp16", blocks=(STRIDE_2,), world_size=3, steps=20, dtype="fp16"),

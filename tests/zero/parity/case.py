@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,19 +18,6 @@ WITHOUT_FORWARD_OVERLAP = {"overlap_forward": False}
 WITHOUT_BACKWARD_OVERLAP = {"overlap_backward": False}
 SERIAL = {**WITHOUT_FORWARD_OVERLAP, **WITHOUT_BACKWARD_OVERLAP}
 """Blocks without these keys overlap the update with forward and backward."""
-
-SPLIT_MASTERS = {"split_masters": True}
-"""Only for bf16 models whose parameters are on the accelerator."""
-
-WHOLE_MASTERS = {"split_masters": False}
-"""A part of a block that keeps masters whole also if ``SPLITS_EVERYWHERE``, for tests that split masters refuse."""
-
-VARIABLE = "TESTS_SPLIT_MASTERS"
-SPLITS_EVERYWHERE = os.environ.get(VARIABLE) == "1"
-"""Whether each case that can be trained with split masters is, unless a block decides: ``make test-split`` sets it.
-
-``split_numels.py`` checks that masters are split then.
-"""
 
 EVERY_PLACEMENT = (CPU, STREAMED, STREAMED_ONE_SLOT, STREAMED_MANY_SLOTS, STRIDE_2, STRIDE_3, STRIDE_BEYOND, FRACTION)
 
@@ -146,11 +132,5 @@ class Case:
                 },
             }
         if block is not None:
-            splits = {"split_masters": True} if SPLITS_EVERYWHERE and self.can_split_masters else {}
-            config["deep_optimizer_states"] = {**splits, **block}
+            config["deep_optimizer_states"] = block
         return config
-
-    @property
-    def can_split_masters(self) -> bool:
-        """Return whether the plugin does not refuse to split masters in this case."""
-        return self.dtype == "bf16" and not self.offload_param and not self.shares_host_memory

@@ -9,7 +9,6 @@ from tests.zero.parity.case import (
     EVERY_PLACEMENT,
     FRACTION,
     SERIAL,
-    SPLIT_MASTERS,
     STREAMED,
     STREAMED_ONE_SLOT,
     STRIDE_2,
@@ -63,20 +62,6 @@ CASES = (
         name="explicit list of placements",
         thorough=True,
         blocks=({"placement": ["streamed", "cpu", "cpu", "streamed", "streamed"], "num_slots": 1},),
-    ),
-    Case(
-        name="split masters, every kind of placement, reload in process",
-        blocks=tuple({**block, **SPLIT_MASTERS} for block in (CPU, STREAMED, STRIDE_3, {**STRIDE_2, **SERIAL}, RULES)),
-        clip=0.5,
-        reload=(3, 5),
-    ),
-    Case(
-        name="2 ranks, split masters, two groups, accumulation 2, resume",
-        blocks=({**STRIDE_2, **SPLIT_MASTERS},),
-        world_size=2,
-        groups=(BASE_GROUP, OTHER_BETAS_GROUP),
-        accumulation=2,
-        resume=True,
     ),
     Case(name="planned, from a quick profile", blocks=({},), shares_host_memory=True),
     Case(

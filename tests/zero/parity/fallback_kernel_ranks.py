@@ -1,7 +1,6 @@
 """Train with stock, and with the plugin while the C++ kernel cannot be compiled on the last rank.
 
-Every rank prints one answer per config block: the differences, and the number of forwards with a deferred update. The
-last answer is the refusal of split masters.
+Every rank prints one answer per config block: the differences, and the number of forwards with a deferred update.
 """
 
 from __future__ import annotations
@@ -15,16 +14,12 @@ from unittest import mock
 import torch.distributed as dist
 
 from deep_opt_states.device.kernels import library
-from deep_opt_states.zero.start.unsupported import Unsupported
 from tests.launch import answer
-from tests.zero.parity.case import CPU, SPLIT_MASTERS, STREAMED, STRIDE_2, WHOLE_MASTERS, Case
+from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case
 from tests.zero.parity.training import differences, run_variant
 from tests.zero.process_group import process_group
 
-BLOCKS = tuple({**block, **WHOLE_MASTERS} for block in (CPU, STREAMED, STRIDE_2))
-"""The fallback refuses split masters."""
-
-CASE = Case(name="fallback", blocks=BLOCKS, steps=4, clip=0.5)
+CASE = Case(name="fallback", blocks=(CPU, STREAMED, STRIDE_2), steps=4, clip=0.5)
 
 
 def main() -> None:
@@ -41,10 +36,6 @@ def main() -> None:
                     "deferred": ours.deferred,
                 }
             )
-        try:
-            run_variant(CASE, {**CPU, **SPLIT_MASTERS})
-        except Unsupported as error:
-            answer({"refused": str(error)})
 
 
 @contextmanager

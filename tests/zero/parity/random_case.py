@@ -15,7 +15,7 @@ def random_case(seed: int, world_size: int) -> Case:
     rng = random.Random(seed)
     dtype = rng.choice(("bf16", "bf16", "fp16", "fp32"))
     accumulation = rng.choice((1, 1, 2, 3))
-    case = Case(
+    return Case(
         name=f"random {seed}",
         blocks=(random_block(rng),),
         world_size=world_size,
@@ -43,9 +43,6 @@ def random_case(seed: int, world_size: int) -> Case:
         },
         shares_host_memory=rng.random() < 0.5,
     )
-    if not case.can_split_masters:
-        return case
-    return replace(case, blocks=tuple({**block, "split_masters": rng.random() < 0.5} for block in case.blocks))
 
 
 SIMPLER: dict[str, Callable[[Case], Case]] = {

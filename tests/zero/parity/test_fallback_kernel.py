@@ -15,8 +15,7 @@ RANKS = ["-m", "tests.zero.parity.fallback_kernel_ranks"]
 def test_the_fallback_gives_the_bits_of_stock_and_logs_its_reason() -> None:
     (finished,) = run_ranks(1, RANKS, timeout_s=120, fresh=True)
     assert finished.returncode == 0, finished.output[-4000:]
-    *found, refusal = finished.answers()
-    assert "found that a rank has to use DeepSpeed's kernel" in refusal["refused"]
+    found = finished.answers()
     assert [result["block"] for result in found] == list(CASE.blocks)
     for result in found:
         assert result["class"] == "DeepOptimizerStates_Stage3"
@@ -25,7 +24,7 @@ def test_the_fallback_gives_the_bits_of_stock_and_logs_its_reason() -> None:
 
     lines = finished.output.splitlines()
     starts = [number for number, line in enumerate(lines) if "The C++ Adam kernel cannot be compiled" in line]
-    assert len(starts) == len(CASE.blocks) + 1, "once per engine"
+    assert len(starts) == len(CASE.blocks), "once per engine"
     for start in starts:
         reason, remedy, fallback = lines[start : start + 3]
         assert "-fno-such-flag" in reason
@@ -39,8 +38,7 @@ def test_no_rank_defers_updates_if_one_rank_falls_back() -> None:
     ranks = run_ranks(2, RANKS, timeout_s=120, fresh=True)
     for finished in ranks:
         assert finished.returncode == 0, finished.output[-4000:]
-        *found, refusal = finished.answers()
+        found = finished.answers()
         assert [result["differences"] for result in found] == [[]] * len(CASE.blocks)
         assert [result["deferred"] for result in found] == [0] * len(CASE.blocks)
-        assert "split_masters: needs" in refusal["refused"], "every rank refuses"
     assert "fall back" not in ranks[0].output

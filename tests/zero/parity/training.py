@@ -16,13 +16,8 @@ import torch
 import torch.distributed as dist
 
 from deep_opt_states.device.cpu import HostDevice
-from deep_opt_states.device.kernels.checksum import Checksum
-from deep_opt_states.device.kernels.choice import gpu_checksum
-from deep_opt_states.zero.start.devices import AcceleratorChoice
-from tests.kernels.plain_checksum import PlainChecksum
 from tests.zero.parity.case import Case
 from tests.zero.parity.parity_model import ParityNet, batch, param_groups
-from tests.zero.parity.split_numels import splits_masters_in
 
 Block = dict[str, Any] | None
 """The plugin's config block; None is stock DeepSpeed."""
@@ -49,10 +44,6 @@ class Record:
     """The placements of the last plan's units, if the program records them."""
 
 
-def checksum_of(choice: AcceleratorChoice) -> Checksum:
-    return PlainChecksum() if choice.slots_on_host else gpu_checksum()
-
-
 def make_engine(case: Case, block: Block) -> Any:
     """Return an engine with the case's model, initialized the same whenever the case is the same."""
     torch.manual_seed(17)
@@ -62,11 +53,7 @@ def make_engine(case: Case, block: Block) -> Any:
             model = ParityNet(case)
     else:
         model = ParityNet(case)
-    with (
-        mock.patch.object(HostDevice, "shares_host_memory", case.shares_host_memory),
-        # Masters are split on the CPU accelerator only if its memory is not shared, which is so in tests alone.
-        mock.patch.object(AcceleratorChoice, "checksum", checksum_of),
-    ):
+    with mock.patch.object(HostDevice, "shares_host_memory", case.shares_host_memory):
         engine, *_ = deepspeed.initialize(model=model, model_parameters=param_groups(model, case), config=config)
     return engine
 
@@ -120,11 +107,6 @@ def shared_folder() -> Iterator[Path]:
 
 def train(engine: Any, case: Case, folder: Path) -> Record:
     """Train the case's steps, with checkpoints in ``folder`` for an in-process reload, and return the record."""
-    with splits_masters_in(case, engine):
-        return _trained(engine, case, folder)
-
-
-def _trained(engine: Any, case: Case, folder: Path) -> Record:
     record = Record(optimizer_class=type(engine.optimizer).__name__)
     # These are read at the end, because reading one waits for the accelerator, which would prevent the overlap.
     losses: list[torch.Tensor] = []

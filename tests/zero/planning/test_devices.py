@@ -11,7 +11,6 @@ import torch
 from deep_opt_states.config import Config
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.kernels.adam import AdamKernel
-from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.zero.start import devices
 from deep_opt_states.zero.start.devices import AcceleratorChoice
@@ -147,12 +146,8 @@ def test_a_gpu_kernel_is_made_only_if_the_gpu_may_update_a_unit(
         choice: AcceleratorChoice,
         update_plan: UpdatePlan,
         budget: GpuBudget | None = None,
-        *,
-        splits_masters: bool = False,
     ) -> AdamKernel | None:
-        return choice.device_adam(
-            update_plan, budget, host_adam, Optimizer(), torch.bfloat16, torch.bfloat16, splits_masters=splits_masters
-        )
+        return choice.device_adam(update_plan, budget, host_adam, Optimizer(), torch.bfloat16, torch.bfloat16)
 
     assert kernel(HOST, MIXED) is host_adam
     assert kernel(CUDA, ON_CPU) is None
@@ -161,40 +156,4 @@ def test_a_gpu_kernel_is_made_only_if_the_gpu_may_update_a_unit(
     assert isinstance(made, RecordingAdam)
     assert made.made_with == ((0.8, 0.9), False)
     grads = {torch.bfloat16, torch.float32}
-    assert made.compiled_for == (grads, [torch.bfloat16], torch.float32), "gradients read by users are fp32"
-    made = kernel(CUDA, MIXED, splits_masters=True)
-    assert isinstance(made, RecordingAdam)
-    assert made.compiled_for == (grads, [torch.bfloat16], torch.int16)
-
-
-class WholeMastersOnly(RecordingAdam):
-    """An Adam kernel that cannot be compiled for split masters."""
-
-    def compile(self, *dtypes: Any) -> None:
-        if dtypes[-1] == torch.int16:
-            raise KernelUnavailable("Triton cannot compile the kernel: apt-get install gcc.")
-
-
-def test_a_kernel_that_fails_for_split_masters_alone_is_an_error_that_names_the_key(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def no_checksum() -> None:
-        raise KernelUnavailable("Triton cannot compile the kernel: apt-get install gcc.")
-
-    monkeypatch.setattr(devices, "gpu_adam", WholeMastersOnly)
-    monkeypatch.setattr(devices, "gpu_checksum", no_checksum)
-    monkeypatch.setattr(devices, "_no_gpu_adam", lambda: "")
-
-    def device_adam(*, splits_masters: bool) -> AdamKernel | None:
-        return CUDA.device_adam(
-            MIXED, None, PlainAdam(), Optimizer(), torch.bfloat16, torch.bfloat16, splits_masters=splits_masters
-        )
-
-    assert device_adam(splits_masters=False) is not None
-    for make in (lambda: device_adam(splits_masters=True), CUDA.checksum):
-        with pytest.raises(Unsupported) as caught:
-            make()
-        rule, reason, remedy = str(caught.value).splitlines()
-        assert rule.startswith("deep_optimizer_states.split_masters: units on the GPU need two kernels")
-        assert reason == "Triton cannot compile the kernel: apt-get install gcc."
-        assert remedy == 'Or set "split_masters": false, or "placement": "cpu".'
+    assert made.compiled_for == (grads, [torch.bfloat16]), "gradients read by users are fp32"

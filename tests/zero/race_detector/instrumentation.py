@@ -22,7 +22,6 @@ from deep_opt_states.runtime.uninterrupted import Section
 from deep_opt_states.runtime.worker import Task, Worker
 from deep_opt_states.zero import plugin
 from deep_opt_states.zero.start.devices import AcceleratorChoice
-from tests.kernels.plain_checksum import PlainChecksum
 from tests.zero.race_detector.accelerator import RecordingAccelerator
 from tests.zero.race_detector.clocks import Clock
 from tests.zero.race_detector.collectives import recorded_collectives
@@ -57,9 +56,6 @@ def recording(worker_is_done: Iterable[bool] = (False, False, True)) -> Iterator
             for name, method in _recording_section(recorder).items():
                 patches.enter_context(mock.patch.object(Section, name, method))
             patches.enter_context(mock.patch.object(FusedAdam, "update_ranges", _recording_update(recorder)))
-            for name, num_read in (("record", 1), ("compare", 2)):
-                kernel = _recording_kernel(recorder, getattr(PlainChecksum, name), num_read)
-                patches.enter_context(mock.patch.object(PlainChecksum, name, kernel))
             patches.enter_context(recorded_collectives(recorder))
             patches.enter_context(views.patched_tensors())
             patches.enter_context(OperationRecorder(recorder))
@@ -201,21 +197,3 @@ def _recording_update(recorder: Recorder) -> Callable[..., None]:
         update_ranges(self, updates)
 
     return recording_update
-
-
-def _recording_kernel(recorder: Recorder, kernel: Callable[..., None], num_read: int) -> Callable[..., None]:
-    """Return the method ``kernel``, recorded as one kernel that reads ``num_read`` tensors and writes those after them.
-
-    It replaces a kernel of the accelerator, which runs on the current stream. Its own operations are not recorded:
-    unlike the kernel, they allocate memory, read factors that are kept in host memory, and wait for a result.
-    """
-
-    def recording_kernel(self: Any, *tensors: torch.Tensor) -> None:
-        for tensor in tensors:
-            if not recorder.on_accelerator(tensor):
-                recorder.add_finding(ILLEGAL, recorder.memory(tensor), (str(Place.HOST), kernel.__qualname__))
-        recorder.record_accesses(recorder.stream, tensors[:num_read], tensors[num_read:], kernel.__qualname__)
-        with recorder.paused():
-            kernel(self, *tensors)
-
-    return recording_kernel

@@ -26,7 +26,6 @@ from tests.zero.parity.case import (
     SERIAL,
     STREAMED,
     STRIDE_2,
-    WHOLE_MASTERS,
     WITHOUT_BACKWARD_OVERLAP,
     WITHOUT_FORWARD_OVERLAP,
     Case,
@@ -138,7 +137,7 @@ def measure_profile() -> None:
 
 
 def run_fault(fault: Fault) -> None:
-    case = fault.seeded_case
+    case = fault.case
     findings = record(case, case.blocks[0], combined(fault.script, fault.seeded)()).recorder.findings
     answer_on_rank_0({"fault": fault.name, "shown": sum(map(fault.is_shown_by, findings))})
 
@@ -158,9 +157,7 @@ def run_cases(cases: Sequence[Case], *, one_of: int = 1) -> None:
     for write, placement in zip(WRITES, cycle((CPU, STREAMED, {**STRIDE_2, **WITHOUT_FORWARD_OVERLAP})), strict=False):
         # After a skipped step, a write would conflict with the prefetch of that step, whose result is never read.
         writes = replace(first, name=f"{write.__name__} after each step", blocks=(), steps=4, poisoned={})
-        # Split masters are lost by a write behind DeepSpeed's interfaces, which ends the training.
-        masters = WHOLE_MASTERS if write is write_partitions else {}
-        run_case(writes, ({**placement, **masters},), reference=None, context=after_each_step(write))
+        run_case(writes, (placement,), reference=None, context=after_each_step(write))
     between = replace(
         first,
         name="partitions written between forward and backward",
@@ -170,8 +167,7 @@ def run_cases(cases: Sequence[Case], *, one_of: int = 1) -> None:
         # Backward gathers the parameters again that forward has gathered.
         zero={**first.zero, "stage3_max_reuse_distance": 0},
     )
-    block = {**STREAMED, **WHOLE_MASTERS}
-    run_case(between, (block,), reference=None, context=before_each_backward(write_partitions))
+    run_case(between, (STREAMED,), reference=None, context=before_each_backward(write_partitions))
     moved = MoveCounts()
     for number, block in enumerate(({**CPU, **WITHOUT_BACKWARD_OVERLAP}, STRIDE_2)):
         moving = replace(first, name=f"units move between steps, {number}", blocks=(), steps=MAX_STEPS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from tests.zero.parity.case import (
     STREAMED,
     STREAMED_MANY_SLOTS,
     STREAMED_ONE_SLOT,
-    WHOLE_MASTERS,
     WITHOUT_BACKWARD_OVERLAP,
     Case,
 )
@@ -102,15 +101,6 @@ class Fault:
             steps=self.steps,
             clip=0.3,
         )
-
-    @property
-    def seeded_case(self) -> Case:
-        """Return the case to train with the fault, always with whole masters.
-
-        ``expected`` names their memories and kernels. Split ones have other waits, which hide some of the faults:
-        ``tests/runtime/test_each_wait.py`` removes those. They are refused for offloaded parameters.
-        """
-        return replace(self.case, blocks=({**self.block, **WHOLE_MASTERS},))
 
     def is_shown_by(self, finding: RaceFinding) -> bool:
         """Return whether ``finding`` is the expected one."""

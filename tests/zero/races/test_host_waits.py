@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 
 from tests.tiers import thorough
-from tests.zero.parity.case import SPLITS_EVERYWHERE
 from tests.zero.races.host_wait_ranks import OVERFLOWS_IN, STEPS
 from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
@@ -32,9 +31,6 @@ parameters, and at the end one for each CPU_STEP, which may have failed."""
 
 UPDATE_IS_DONE = ["synchronize < wait_until_drained"] * 4
 """One wait per stream of an update that ends in the step, which the streams of the next forward do not wait for."""
-
-NO_WRITE_IS_FOUND = "synchronize < raise_if_found"
-"""If masters are split, the wait for the updates on the accelerator, which have ended long before."""
 
 RANKS_AGREE = {1: [], 2: ["share < synchronize_ranks"]}
 PERSISTENT_PARAMETERS = {1: "wait < wrapped_fn", 2: "synchronize < _allgather_params_coalesced"}
@@ -63,20 +59,16 @@ def test_a_step_waits_once_for_all_norms_and_then_for_each_update_on_the_cpu(
         assert at_once["units"] >= 4, "a wait per unit would be noticed"
         is_over = {LAST_UPDATE_IS_OVER} if on_cpu == at_once["units"] else {LAST_UPDATE_IS_OVER, FLUSHES_ARE_OVER}
         all_updated = [CPU_HAS_UPDATED] * (2 * on_cpu) + UPDATE_IS_DONE
-        splits = SPLITS_EVERYWHERE and at_once["dtype"] == "bf16" and on_cpu < at_once["units"]
-        # The first update reads the upper halves in host memory, and compares nothing.
-        ranks_agree = [[NO_WRITE_IS_FOUND] * (splits and step > 0) + RANKS_AGREE[world_size] for step in range(STEPS)]
+        ranks_agree = RANKS_AGREE[world_size]
         for how, found in (("at once", at_once), ("deferred", deferred)):
             label = f"{how}, {found['dtype']}, {found['block']}"
             for step, waits in enumerate(found["step"]):
                 # Before the norms, the ranks agree how a deferred update and the prefetches in backward have ended.
-                may_have_found = how == "deferred" and step - 1 in STEPS_THAT_UPDATE
-                agreement = ranks_agree[step - 1] if may_have_found else RANKS_AGREE[world_size]
-                in_step = [*all_updated, *ranks_agree[step]] if how == "at once" else [EARLY_RANGES_ARE_UPDATED]
+                in_step = [*all_updated, *ranks_agree] if how == "at once" else [EARLY_RANGES_ARE_UPDATED]
                 ends = [BACKWARD_IS_DONE, *in_step, PERSISTENT_PARAMETERS[world_size]]
                 updated = ends if step in STEPS_THAT_UPDATE else []
-                until_norms = len(agreement) + 1
-                assert waits[:until_norms] == [*agreement, norms_wait], f"{label}, step {step}"
+                until_norms = len(ranks_agree) + 1
+                assert waits[:until_norms] == [*ranks_agree, norms_wait], f"{label}, step {step}"
                 reported = waits[until_norms + len(updated) :]
                 assert waits[until_norms : until_norms + len(updated)] == updated, f"{label}, step {step}"
                 assert set(reported) == (is_over if step - 1 in STEPS_THAT_UPDATE else set()), f"{label}, step {step}"

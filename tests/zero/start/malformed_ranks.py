@@ -45,7 +45,6 @@ VALID = {
     "gpu_memory_margin_gb": 0.5,
     "overlap_backward": True,
     "overlap_forward": True,
-    "split_masters": False,
 }
 RULES = [{"match": ["*.weight"], "states": "cpu"}, {"match": "*", "states": "streamed"}]
 

@@ -94,7 +94,6 @@ def second_group(**hyperparameters: Any) -> Callable[[Any], torch.optim.Optimize
 
 NO_OPTIMIZER = {"optimizer": None}
 CLIENT = {"optimizer": None, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
-SPLIT_MASTERS = {"deep_optimizer_states": {"placement": "cpu", "split_masters": True}}
 FP16 = {"bf16": None, "fp16.enabled": True}
 
 ATTEMPTS: dict[str, tuple[dict[str, Any], dict[str, Any], AbstractContextManager[Any]]] = {
@@ -220,8 +219,6 @@ ATTEMPTS: dict[str, tuple[dict[str, Any], dict[str, Any], AbstractContextManager
         {},
         nullcontext(),
     ),
-    "split masters in fp16": ({**FP16, **SPLIT_MASTERS}, {}, nullcontext()),
-    "split masters on the CPU accelerator": (SPLIT_MASTERS, {}, nullcontext()),
     "placement list of another length": ({"deep_optimizer_states": {"placement": ["cpu"]}}, {}, nullcontext()),
 }
 

@@ -66,8 +66,6 @@ EXPECTED: dict[str, tuple[str, str]] = {
     "no beta": ("found betas=(None, 0.999) in param group 1", NUMBERS),
     "amsgrad": ("amsgrad and maximize must be false, found amsgrad=True in param group 1", "remove it"),
     "maximize": ("amsgrad and maximize must be false, found maximize=True in param group 1", "remove it"),
-    "split masters in fp16": ("split_masters: needs a bf16 model", "found a model in float16.\nRemove the key"),
-    "split masters on the CPU accelerator": ("split_masters: needs a bf16 model", "found parameters in host memory"),
     "placement list of another length": ("has 2 sub-groups, found 1 entries", "Change the list"),
 }
 
@@ -85,7 +83,6 @@ REFUSED_WITH_THE_OPTIMIZER = {
     *("torch adam", "sgd", "low-precision moments", "another accelerator", "streamed on a GPU", "step hooks"),
     *("no learning rate", "learning rate in a tensor", "eps of adafactor", "weight decay as a string", "three betas"),
     *("one beta", "no beta", "amsgrad", "maximize", "placement list of another length"),
-    *("split masters in fp16", "split masters on the CPU accelerator"),
 }
 """Attempts that are refused when DeepSpeed makes the optimizer: it has converted the model, but made no states yet."""
 

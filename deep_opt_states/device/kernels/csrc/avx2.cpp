@@ -36,39 +36,6 @@ struct Avx2 {
     return packed(halves);
   }
 
-  // The conversions of split masters (element.h). Flags are rare, so a vector without any is joined faster.
-  static Floats join(Halves upper, Halves lower, Floats& exp_avg_sq) {
-    // The lower bits as a signed difference: they borrow from the upper bits.
-    upper = _mm_add_epi16(upper, _mm_srai_epi16(lower, 15));
-    __m256i bits = _mm256_set_m128i(_mm_unpackhi_epi16(lower, upper), _mm_unpacklo_epi16(lower, upper));
-    if (__builtin_expect(_mm256_movemask_ps(exp_avg_sq), 0)) {
-      const __m256i sign = _mm256_srli_epi32(_mm256_castps_si256(exp_avg_sq), 31);
-      bits = _mm256_add_epi32(bits, _mm256_slli_epi32(sign, 16));
-      exp_avg_sq = _mm256_andnot_ps(set(-0.0f), exp_avg_sq);
-    }
-    return _mm256_castsi256_ps(bits);
-  }
-
-  // Ties, infinities and NaN are rare, so a vector without any is rounded faster.
-  static Halves split(Floats master, Halves& lower, Floats& exp_avg_sq) {
-    const __m256i bits = _mm256_castps_si256(master);
-    const __m256i grouped = _mm256_shuffle_epi8(
-        bits, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15)));
-    const __m128i first = _mm256_castsi256_si128(grouped), last = _mm256_extracti128_si256(grouped, 1);
-    lower = _mm_unpacklo_epi64(first, last);
-    const __m128i upper = _mm_unpackhi_epi64(first, last);
-    const __m128i is_tie = _mm_cmpeq_epi16(lower, _mm_set1_epi16(-0x8000));
-    const __m128i is_not_finite =
-        _mm_cmpgt_epi16(_mm_and_si128(upper, _mm_set1_epi16(0x7fff)), _mm_set1_epi16(0x7f7f));
-    if (__builtin_expect(_mm_movemask_epi8(_mm_or_si128(is_tie, is_not_finite)), 0)) {
-      const __m256i low17 = _mm256_and_si256(bits, _mm256_set1_epi32(0x1ffff));
-      const __m256i tie_rounded_down = _mm256_cmpeq_epi32(low17, _mm256_set1_epi32(0x8000));
-      exp_avg_sq = _mm256_or_ps(exp_avg_sq, _mm256_castsi256_ps(_mm256_slli_epi32(tie_rounded_down, 31)));
-      return to_bfloat16(master);
-    }
-    return _mm_sub_epi16(upper, _mm_srai_epi16(lower, 15));
-  }
-
  private:
   static Halves packed(__m256i halves) {
     return _mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));

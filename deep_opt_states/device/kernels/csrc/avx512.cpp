@@ -35,25 +35,6 @@ struct Avx512 {
     return _mm512_cvtepi32_epi16(
         _mm512_mask_mov_epi32(_mm512_srli_epi32(rounded, 16), is_nan, _mm512_set1_epi32(0x7fc0)));
   }
-
-  // The conversions of split masters (element.h).
-  static Floats join(Halves upper, Halves lower, Floats& exp_avg_sq) {
-    const __m512i rounded = _mm512_slli_epi32(_mm512_cvtepu16_epi32(upper), 16);
-    const __m512i bits = _mm512_add_epi32(rounded, _mm512_cvtepi16_epi32(lower));
-    const __mmask16 flags = _mm512_movepi32_mask(_mm512_castps_si512(exp_avg_sq));
-    exp_avg_sq = _mm512_abs_ps(exp_avg_sq);
-    return _mm512_castsi512_ps(_mm512_mask_add_epi32(bits, flags, bits, _mm512_set1_epi32(0x10000)));
-  }
-
-  static Halves split(Floats master, Halves& lower, Floats& exp_avg_sq) {
-    const __m512i bits = _mm512_castps_si512(master), moments = _mm512_castps_si512(exp_avg_sq);
-    lower = _mm512_cvtepi32_epi16(bits);
-    const __m512i low17 = _mm512_and_si512(bits, _mm512_set1_epi32(0x1ffff));
-    const __mmask16 tie_rounded_down = _mm512_cmpeq_epi32_mask(low17, _mm512_set1_epi32(0x8000));
-    exp_avg_sq = _mm512_castsi512_ps(
-        _mm512_mask_or_epi32(moments, tie_rounded_down, moments, _mm512_set1_epi32(INT32_MIN)));
-    return to_bfloat16(master);
-  }
 };
 
 }  // namespace

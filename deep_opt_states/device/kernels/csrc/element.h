@@ -59,17 +59,6 @@ inline float load(const void* from, std::int64_t at) {
   if constexpr (dtype == kFloat16) return from_float16(static_cast<const std::uint16_t*>(from)[at]);
 }
 
-// A split master weight is kept in 33 bits without any loss: `upper`, which is the weight rounded to bf16, the 16 lower
-// bits, and the sign bit of `exp_avg_sq`, which is never negative. The difference between the weight and `upper`, in
-// units of the last place of fp32, is between -32768 and 32768. Only the last of these values needs the sign bit: a tie
-// that was rounded down. A weight that is NaN stays NaN, with other bits.
-inline float join(std::uint16_t upper, std::uint16_t lower, float exp_avg_sq) {
-  const std::uint32_t difference = std::uint32_t(std::int16_t(lower));
-  return float_of((std::uint32_t(upper) << 16) + difference + (bits_of(exp_avg_sq) >> 31 << 16));
-}
-
-inline std::uint32_t tie_rounded_down(float master) { return (bits_of(master) & 0x1ffffu) == 0x8000u; }
-
 template <std::int32_t dtype>
 inline void store(void* to, std::int64_t at, float value) {
   if constexpr (dtype == kFloat32) static_cast<float*>(to)[at] = value;
@@ -93,15 +82,7 @@ inline void update_element(const Update& update, std::int64_t at) {
   float grad = load<grad_dtype>(update.grad, at) * s.grad_scale;
   float exp_avg = update.exp_avg[at];
   float exp_avg_sq = update.exp_avg_sq[at];
-  float master;
-  if constexpr (param_dtype == kSplit) {
-    const std::uint16_t upper = static_cast<const std::uint16_t*>(update.param)[at];
-    const std::uint16_t lower = static_cast<const std::uint16_t*>(update.master)[at];
-    master = join(upper, lower, exp_avg_sq);
-    exp_avg_sq = std::fabs(exp_avg_sq);
-  } else {
-    master = static_cast<float*>(update.master)[at];
-  }
+  float master = update.master[at];
   if (s.decay_kind == kL2) grad = multiply_add<fused>(master, s.decay, grad);
   if constexpr (tail == kMomentFused) {
     exp_avg = std::fma(exp_avg, s.beta1, grad * s.one_minus_beta1);
@@ -114,15 +95,9 @@ inline void update_element(const Update& update, std::int64_t at) {
   if (s.decay_kind == kDecoupled) master = multiply_add<fused>(master, s.decay, master);
   master = multiply_add<fused>(exp_avg / denominator, s.step_size, master);
   update.exp_avg[at] = exp_avg;
-  if constexpr (param_dtype == kSplit) {
-    static_cast<std::uint16_t*>(update.param)[at] = to_bfloat16(master);
-    static_cast<std::uint16_t*>(update.master)[at] = std::uint16_t(bits_of(master));
-    update.exp_avg_sq[at] = float_of(bits_of(exp_avg_sq) | (tie_rounded_down(master) << 31));
-  } else {
-    if constexpr (param_dtype != kNone) store<param_dtype>(update.param, at, master);
-    static_cast<float*>(update.master)[at] = master;
-    update.exp_avg_sq[at] = exp_avg_sq;
-  }
+  if constexpr (param_dtype != kNone) store<param_dtype>(update.param, at, master);
+  update.master[at] = master;
+  update.exp_avg_sq[at] = exp_avg_sq;
 }
 
 // Calls `body` with the dtypes as compile-time constants: body.template operator()<grad_dtype, param_dtype>().
@@ -135,7 +110,6 @@ inline void with_dtypes(const Update& update, const Body& body) {
       case kFloat32: return body(grad_dtype, std::integral_constant<std::int32_t, kFloat32>{});
       case kBFloat16: return body(grad_dtype, std::integral_constant<std::int32_t, kBFloat16>{});
       case kFloat16: return body(grad_dtype, std::integral_constant<std::int32_t, kFloat16>{});
-      case kSplit: return body(grad_dtype, std::integral_constant<std::int32_t, kSplit>{});
     }
     static_assert(grad != kNone);
   };

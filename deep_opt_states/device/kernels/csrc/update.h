@@ -4,9 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
-// The dtypes that gradients and parameters can have. Parameters that are kSplit are bf16 and read, too: they are the
-// upper halves of split master weights (element.h).
-enum Dtype : std::int32_t { kNone = 0, kFloat32 = 1, kBFloat16 = 2, kFloat16 = 3, kSplit = 4 };
+// The dtypes that gradients and parameters can have.
+enum Dtype : std::int32_t { kNone = 0, kFloat32 = 1, kBFloat16 = 2, kFloat16 = 3 };
 
 // The ways in which the compiler of stock's op may fuse `m = m * beta1; m = g * (1 - beta1) + m` in its scalar tail.
 enum Tail : std::int32_t { kUnfused = 0, kGradientFused = 1, kMomentFused = 2 };
@@ -28,11 +27,11 @@ struct Scalars {
 
 struct Update {
   Scalars scalars;
-  void* master;  // fp32, or the 16 lower bits of split master weights
+  float* master;
   float* exp_avg;
   float* exp_avg_sq;
   const void* grad;
-  void* param;  // written, may be null; read, too, if it is kSplit
+  void* param;  // written only, may be null
   std::int64_t numel;
   std::int64_t cut;  // elements from here on have the tail's arithmetic; may be outside [0, numel]
   std::int32_t grad_dtype, param_dtype;

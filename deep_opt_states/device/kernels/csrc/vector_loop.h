@@ -34,19 +34,10 @@ inline void update_full_vectors(const Update& update, std::int64_t begin, std::i
   const auto beta2 = V::set(s.beta2), one_minus_beta2 = V::set(s.one_minus_beta2);
   const auto bias_correction2 = V::set(s.bias_correction2), eps = V::set(s.eps);
   const auto step_size = V::set(s.step_size), decay = V::set(s.decay);
-  constexpr bool split = param_dtype == kSplit;
-  float* const masters = static_cast<float*>(update.master);
-  std::uint16_t* const lower = static_cast<std::uint16_t*>(update.master);
-  std::uint16_t* const params = static_cast<std::uint16_t*>(update.param);
   for (std::int64_t at = begin; at < end; at += V::width) {
     auto grad = V::multiply(load_vector<V, grad_dtype>(update.grad, at), grad_scale);
     auto exp_avg_sq = V::load(update.exp_avg_sq + at);
-    typename V::Floats master;
-    if constexpr (split) {
-      master = V::join(V::load_halves(params + at), V::load_halves(lower + at), exp_avg_sq);
-    } else {
-      master = V::load(masters + at);
-    }
+    auto master = V::load(update.master + at);
     if constexpr (decay_kind == kL2) grad = V::multiply_add(master, decay, grad);
     auto exp_avg = V::multiply(V::load(update.exp_avg + at), beta1);
     exp_avg = V::multiply_add(grad, one_minus_beta1, exp_avg);
@@ -56,14 +47,8 @@ inline void update_full_vectors(const Update& update, std::int64_t begin, std::i
     if constexpr (decay_kind == kDecoupled) master = V::multiply_add(master, decay, master);
     master = V::multiply_add(V::divide(exp_avg, denominator), step_size, master);
     V::store(update.exp_avg + at, exp_avg);
-    if constexpr (split) {
-      typename V::Halves lower_halves;
-      V::store_halves(params + at, V::split(master, lower_halves, exp_avg_sq));
-      V::store_halves(lower + at, lower_halves);
-    } else {
-      V::store(masters + at, master);
-      store_vector<V, param_dtype, stream>(update.param, at, master);
-    }
+    V::store(update.master + at, master);
+    store_vector<V, param_dtype, stream>(update.param, at, master);
     V::store(update.exp_avg_sq + at, exp_avg_sq);
   }
 }
