@@ -134,8 +134,12 @@ def ramp(seed: int, micro_batches: int = 1) -> list[Step]:
     return steps
 
 
+SMALL_UNITS = replace(CASE, blocks=({**BLOCK, "unit_size": 50_000},))
+"""A case whose states fill the free memory closely. Larger units leave a rest, in which a fault does not show."""
+
 RAMPS = {
-    f"ramp {seed}": Growth(ramp(seed, 1 + seed % 2), (KEPT,) if seed in (1, 2, 4, 6, 8) else ()) for seed in range(10)
+    f"ramp {seed}": Growth(ramp(seed, 1 + seed % 2), (KEPT,) if seed in (1, 2, 4, 6, 8) else (), SMALL_UNITS)
+    for seed in range(10)
 }
 """Trainings whose inputs grow by random amounts, each in a process of its own, too.
 
