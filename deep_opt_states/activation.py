@@ -95,20 +95,23 @@ def _hook_config(module: Any) -> None:
             from deep_opt_states.config import explain_misplaced
 
             raise explain_misplaced(error).with_traceback(error.__traceback__) from None
-        param_dict = _json_of(ds_config)
-        _report_ignored_blocks(param_dict)
-        if plugin := _plugin_for(param_dict):
+        if plugin := _plugin_for_config(ds_config):
             plugin.check_config(ds_config)
 
     def initialize(wrapped: Any, ds_config: Any, args: Any, kwargs: Any) -> None:
         wrapped(*args, **kwargs)
-        param_dict = _json_of(ds_config)
-        _report_ignored_blocks(param_dict)
-        _plugin_for(param_dict)
+        _plugin_for_config(ds_config)
 
     if not _wrap(module, "DeepSpeedConfig", "_initialize_params", initialize_params):
         # A release that lacks the method must not train with stock unnoticed: every class has this one.
         _wrap(module, "DeepSpeedConfig", "__init__", initialize)
+
+
+def _plugin_for_config(ds_config: Any) -> Any:
+    """Return the plugin for a config that was just read, as ``_plugin_for`` does, and report blocks without effect."""
+    param_dict = _json_of(ds_config)
+    _report_ignored_blocks(param_dict)
+    return _plugin_for(param_dict)
 
 
 def _plugin_for_engine(engine: Any) -> Any:

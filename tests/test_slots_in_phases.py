@@ -9,7 +9,7 @@ import pytest
 from benchmarks.planner.window_settings import WindowSetting
 from benchmarks.slots.emulated_slots import waits_for_slots_s
 from benchmarks.slots.phase_curve import ActivationMemory, exposed_with_activation_memory_s
-from perf_model.prediction.memory import SIXTEEN_BIT, resident_bytes_of
+from perf_model.prediction.memory import resident_bytes_of
 from perf_model.prediction.simulate import Simulator
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -45,7 +45,7 @@ def test_without_activation_memory_the_exposed_time_is_the_predicted_one(plan: U
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_slots_that_go_in_forward_gain_something_and_less_than_slots_that_stay(plan: UpdatePlan) -> None:
     number = 2
-    taken_bytes = number * resident_bytes_of(plan.schedule.slot_numel, SIXTEEN_BIT)
+    taken_bytes = number * resident_bytes_of(plan.schedule.slot_numel)
     without_s, going_s, staying_s = (
         exposed_with_activation_memory_s(candidate, SIMULATOR, memory)
         for candidate, memory in (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from perf_model.prediction.memory import SIXTEEN_BIT, resident_bytes_of
+from perf_model.prediction.memory import resident_bytes_of
 from perf_model.prediction.simulate import Simulator, _Simulation
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.placement import Placement
@@ -76,7 +76,7 @@ class _SlotsInPhases(_Simulation):
         self._windows = simulator.windows
         self._memory = memory
         self._permanent = plan.num_slots
-        self._slot_bytes = max(1, resident_bytes_of(plan.schedule.slot_numel, SIXTEEN_BIT))
+        self._slot_bytes = max(1, resident_bytes_of(plan.schedule.slot_numel))
         prefetches = [action.unit for action in self._actions if action.kind is ActionKind.PREFETCH]
         filling = prefetches[: plan.num_slots + memory.free_bytes // self._slot_bytes]
         fill_s = sum(simulator.load(ActionKind.PREFETCH, self._numels[unit]).total_s for unit in filling)

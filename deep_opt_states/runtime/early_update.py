@@ -209,7 +209,7 @@ class EarlyUpdate:
                 operations.staged.append((update, param, staged))
         on_host = [
             *self._streamed(operations),
-            *((state, state.update_of(elements, state.cpu_tensors)) for state, elements in self._ranges[Placement.CPU]),
+            *((state, state.cpu_update_of(elements)) for state, elements in self._ranges[Placement.CPU]),
         ]
         self._round_into_buffer(on_host, operations)
         for state, element_range in self._evicted:
@@ -231,7 +231,7 @@ class EarlyUpdate:
         updates = []
         for (state, element_range), on_accelerator, grad in zip(streamed, gathered, hosts, strict=True):
             operations.gathers.append((on_accelerator, state.view(state.grad, element_range)))
-            update = state.update_of(element_range, state.cpu_tensors)
+            update = state.cpu_update_of(element_range)
             updates.append((state, replace(update, tensors=replace(update.tensors, grad=grad))))
         operations.to_host.append(_first_bytes(layout, self.buffers.grads, self.buffers.on_accelerator))
         return updates

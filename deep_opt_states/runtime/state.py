@@ -130,7 +130,7 @@ class UnitState:
         )
 
     def cpu_update_of(self, element_range: ElementRange) -> RangeUpdate:
-        """Return the update on the CPU of a range that the schedule updates, or that is evicted."""
+        """Return the update of a range on the CPU."""
         return self.update_of(element_range, self.cpu_tensors)
 
     def copied_states(self, element_range: ElementRange, states: Slot) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

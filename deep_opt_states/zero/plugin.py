@@ -104,30 +104,26 @@ def check_engine(engine: Any, model: Any) -> None:
 
     With an optimizer, this is a collective over all ranks: if one rank refuses the engine, all ranks raise.
     """
-    has_optimizer = bool(engine.client_optimizer or engine.optimizer_name())
-    if not has_optimizer:
-        _check_engine(engine, model, has_optimizer)
-        return
-    # DeepSpeed sets the device of this rank only later, and NCCL needs it now.
-    get_accelerator().set_device(max(0, engine.local_rank))
-    raise_together(lambda: _check_engine(engine, model, has_optimizer))
-
-
-def _check_engine(engine: Any, model: Any, has_optimizer: bool) -> None:
-    config = enabled_config(param_dict(config_of(engine)))
-    if config is None:
-        return
-    if has_optimizer:
-        refuse_config(config_of(engine))
-        if model is not None:
-            # DeepSpeed compiles its kernels later. Then the names are checked again: only a part may be trained.
-            trained = [name for name, param in model.named_parameters() if param.requires_grad]
-            refuse_rules_without_effect(config, model, trained, may_train_fewer=True)
-        warn_of_untested_release()
-    else:
+    if engine.client_optimizer or engine.optimizer_name():
+        # DeepSpeed sets the device of this rank only later, and NCCL needs it now.
+        get_accelerator().set_device(max(0, engine.local_rank))
+        raise_together(lambda: _check_engine(engine, model))
+    elif enabled_config(param_dict(config_of(engine))) is not None:
         log_rank_0(
             f'an engine without an optimizer runs as stock DeepSpeed: "{CONFIG_KEY}" has no update to schedule there'
         )
+
+
+def _check_engine(engine: Any, model: Any) -> None:
+    config = enabled_config(param_dict(config_of(engine)))
+    if config is None:
+        return
+    refuse_config(config_of(engine))
+    if model is not None:
+        # DeepSpeed compiles its kernels later. Then the names are checked again: only a part may be trained.
+        trained = [name for name, param in model.named_parameters() if param.requires_grad]
+        refuse_rules_without_effect(config, model, trained, may_train_fewer=True)
+    warn_of_untested_release()
 
 
 def check_checkpoint(load: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> None:

@@ -155,7 +155,6 @@ class DeepOptimizerStates_Stage3(UserGradients):
             request=self._assembly.planned.request,
             budget=self._assembly.budget,
             slot_budget=self._assembly.slot_budget,
-            widths=self._assembly.widths,
             before_move=self._update.report,
             give_memory_back=self._give_memory_back,
             module=self.module,

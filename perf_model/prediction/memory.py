@@ -10,7 +10,7 @@ from enum import Enum
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import FP32_BYTES
+from perf_model.schedule.workload import FP32_BYTES, STATES
 from perf_model.units import DIGITS, GB, size
 
 MIB = 2**20
@@ -99,11 +99,7 @@ def reserved_by_the_runtime(plan: UpdatePlan, setup: TrainingSetup) -> list[Rese
     keeps_sums = setup.accumulates and setup.keeps_sums(updates_on_accelerator=bool(updated))
     states = Counter({max(streamed, default=0): min(plan.num_slots, streamed.total())}) + residents
     tensors = [
-        *(
-            (numel * width, copies * count)
-            for numel, count in states.items()
-            for width, copies in Counter(setup.widths.staged.values()).items()
-        ),
+        *((numel * FP32_BYTES, len(STATES) * count) for numel, count in states.items()),
         *((numel * setup.widths.grad, count) for numel, count in (updated + on_cpu if keeps_sums else updated).items()),
     ]
     if updated and setup.params_on_host:
@@ -283,9 +279,9 @@ def has_its_own_segment(size_bytes: int) -> bool:
     return size_bytes > 10 * MIB - 512
 
 
-def resident_bytes_of(numel: int, widths: Widths) -> int:
+def resident_bytes_of(numel: int) -> int:
     """Return the least bytes that p, m and v of that length take, in a slot or resident."""
-    return sum(block_bytes_of(numel * width) for width in widths.staged.values())
+    return len(STATES) * block_bytes_of(numel * FP32_BYTES)
 
 
 def _round_up(size_bytes: int, multiple: int) -> int:

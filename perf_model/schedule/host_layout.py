@@ -43,11 +43,6 @@ class Widths:
             widths["rounded"] = self.param
         return widths
 
-    @property
-    def staged(self) -> dict[str, int]:
-        """Return the states that the accelerator has in a slot or of a resident unit, with their bytes per element."""
-        return dict.fromkeys(STATES, FP32_BYTES)
-
     def slab_bytes(self, workload: Workload) -> int:
         """Return the size of one rank's slab."""
         return sum(_aligned(numel * width) for numel in workload.sub_group_numels for width in self.on_host.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from perf_model.plan_request import PlanRequest, SizedPlan
 from perf_model.planner import PlannedUpdate
@@ -62,7 +63,7 @@ class Forecast:
         """Return the windows that the plan was made for."""
         return self.request.windows
 
-    @property
+    @cached_property
     def bound(self) -> Bound:
         """Return the lower bound of the update's work."""
         return work_bound(self.planned.plan.workload, self.cost, self.budgets.gpu_bytes, self.request.setup)

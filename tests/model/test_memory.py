@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from perf_model.prediction.memory import (
     MIB,
-    SIXTEEN_BIT,
     MemoryKind,
     MemoryUse,
     Reservation,
@@ -105,7 +104,7 @@ def test_a_resident_unit_has_a_place_in_host_memory_to_which_it_can_return() -> 
     pinned = memory_of(plan(CPU)).pinned_bytes
     resident = MemoryUse(gpu_bytes=(3 * 4 + 2) * NUMEL, host_bytes=pinned, pinned_bytes=pinned)
     assert memory_of(plan(RESIDENT)) == resident
-    assert resident_bytes_of(NUMEL, SIXTEEN_BIT) == 12 * NUMEL, "without the gradient"
+    assert resident_bytes_of(NUMEL) == 12 * NUMEL, "without the gradient"
 
 
 def test_stock_pins_nothing() -> None:
@@ -216,7 +215,7 @@ def test_staging_buffers_take_at_most_192_kib_or_as_much_as_stock(
 @given(st.integers(1, 10**9), st.integers(1, 20), st.sampled_from(WIDTHS))
 def test_resident_bytes_of_is_a_lower_bound(numel: int, count: int, widths: Widths) -> None:
     memory = memory_of(plan(*[RESIDENT] * count, numel=numel), TrainingSetup(widths=widths))
-    assert memory.gpu_bytes >= count * resident_bytes_of(numel, widths)
+    assert memory.gpu_bytes >= count * resident_bytes_of(numel)
 
 
 @given(plans(10**6), st.sampled_from([*WIDTHS, SHARING]))

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from perf_model.planner import LITTLE, MAX_SIMULATED_UNITS, MAX_SLOTS
 from perf_model.prediction.cost import CostModel, Resource
 from perf_model.prediction.memory import (
-    SIXTEEN_BIT,
     Budgets,
     DoesNotFit,
     MemoryKind,
@@ -53,7 +52,7 @@ def gpu_budgets(draw: st.DrawFn) -> Budgets:
 def budget_for(slots: int, numel: int, units: int = 0) -> Budgets:
     """Return a GPU budget for ``slots`` slots or residents of ``numel`` parameters, and gradients of ``units``."""
     gradient_bytes = cuda_bytes_of([Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=2 * numel)])
-    return Budgets(gpu_bytes=slots * resident_bytes_of(numel, SIXTEEN_BIT) + units * gradient_bytes)
+    return Budgets(gpu_bytes=slots * resident_bytes_of(numel) + units * gradient_bytes)
 
 
 def exposed_s(plan: UpdatePlan, model: CostModel, overlap: Windows) -> float:

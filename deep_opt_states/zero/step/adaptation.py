@@ -24,7 +24,6 @@ from perf_model.prediction.memory import Budgets, DoesNotFit, memory_of
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.replanning.measurements import StepMeasurement, TrailingWindow, WindowMeasurement, slowest_rank
 from perf_model.replanning.policy import ReplanningPolicy
-from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.units import gigabytes
 
@@ -231,7 +230,6 @@ def make_adaptation(
     request: PlanRequest | None,
     budget: GpuBudget | None,
     slot_budget: GpuBudget | None,
-    widths: Widths,
     before_move: Callable[[], None],
     give_memory_back: Callable[[str], None],
     module: torch.nn.Module,
@@ -240,17 +238,16 @@ def make_adaptation(
     """Return the adaptation of the plan of one engine, which trains ``module``.
 
     ``request`` and ``budget`` are those of the planner; None if it has nothing to decide. ``slot_budget`` is for more
-    slots of placements that the config gives; None if it gives their number, too. ``widths`` are those of the states
-    in slots. ``before_move`` is that of ``Replanning``. ``give_memory_back`` waits until nothing uses the memory, and
-    calls the method of the adaptation with the same reason. ``resources`` receives the callback that removes the hooks
-    on ``module``.
+    slots of placements that the config gives; None if it gives their number as well. ``before_move`` is the one of
+    ``Replanning``. ``give_memory_back`` waits until nothing uses the memory, and calls the method of the adaptation
+    with the same reason. ``resources`` receives the callback that removes the hooks on ``module``.
     """
     if request is not None and budget is not None:
         replanning = Replanning(running, request, budget, first_uses, before_move)
         _watch_forwards(replanning.memory, give_memory_back, module, resources)
         return replanning
     if slot_budget is not None:
-        slots = SlotAdaptation(running, first_uses, slot_budget, widths)
+        slots = SlotAdaptation(running, first_uses, slot_budget)
         _watch_forwards(slots.memory, give_memory_back, module, resources)
         return slots
     return OrderAdaptation(running, first_uses)

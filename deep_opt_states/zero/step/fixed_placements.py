@@ -13,7 +13,6 @@ from deep_opt_states.zero.step.held_memory import HeldMemory
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from perf_model.prediction.memory import resident_bytes_of
 from perf_model.prediction.timeline import PhaseSpan, Timeline
-from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.order import forward_order
 from perf_model.schedule.placement import Placement
 from perf_model.units import gigabytes
@@ -98,11 +97,11 @@ class SlotAdaptation(OrderAdaptation):
     memory back. They are added again when the peak of that forward and its backward is known.
     """
 
-    def __init__(self, running: RunningPlan, first_uses: FirstUses | None, budget: GpuBudget, widths: Widths) -> None:
+    def __init__(self, running: RunningPlan, first_uses: FirstUses | None, budget: GpuBudget) -> None:
         super().__init__(running, first_uses)
         self._fewest = running.plan.schedule.num_slots
         self._most = max(self._fewest, running.plan.placements.count(Placement.STREAMED))
-        self._slot_bytes = resident_bytes_of(running.plan.schedule.slot_numel, widths)
+        self._slot_bytes = resident_bytes_of(running.plan.schedule.slot_numel)
         self._gave_back = False
         self._reported = self._fewest
         """The number of slots when ``adapt`` returned last whether the plan has changed."""
