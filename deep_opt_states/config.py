@@ -23,7 +23,7 @@ from perf_model.json_input import printable, shorten
 from perf_model.prediction.memory import GPU_MARGIN_BYTES
 from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.plan import DEFAULT_NUM_SLOTS, UpdatePlan
 from perf_model.schedule.rules import NO_RULES, PlacementRules, RulesError
 from perf_model.schedule.simple_placements import place_all, place_by_fraction, place_by_stride
 from perf_model.schedule.spellings import did_you_mean
@@ -32,9 +32,6 @@ from perf_model.units import GB
 
 DEFAULT_UNIT_SIZE = 50_000_000
 """The most parameters of a unit where neither the config nor the planner chooses."""
-
-FEWEST_SLOTS = 2
-"""The number of slots if neither the config nor the planner chooses, until the memory that is free is known."""
 
 MAX_MESSAGES = 5
 """The most invalid keys in one error."""
@@ -105,11 +102,10 @@ class Config(BaseModel):
     num_slots: int | None = Field(default=None, ge=1)
     """The number of staging slots on the accelerator, through which streamed units pass. Each slot has the size of the
     largest streamed unit, at 12 bytes per parameter. With 2 slots, transfers overlap with
-    updates; with more, more states are prefetched during one backward, and more flushes overlap with the next. By
-    default 2, and on a GPU, after the first steps, as many more as fit into the memory that was free at their peak,
-    less `gpu_memory_margin_gb`, up to one per streamed unit. When memory becomes short, there are fewer again. A number
-    in the config is never changed. `"placement": "planned"`, and rules by name that leave something to the planner,
-    refuse the key, because the planner chooses the number."""
+    updates; with more, more states are prefetched during one backward, and more flushes overlap with the next. Defaults
+    to 2. The number never changes in training: the slots must fit in addition to all that training needs. `"placement":
+    "planned"`, and rules by name that leave something to the planner, refuse the key, because the planner chooses the
+    number."""
 
     cpu_threads: int | None = Field(default=None, ge=1)
     """The number of threads with which each rank updates on the CPU. By default one per physical core of the rank's
@@ -130,9 +126,9 @@ class Config(BaseModel):
     the resident states. No effect on the CPU accelerator, which has no memory of its own."""
 
     gpu_memory_margin_gb: float = Field(default=GPU_MARGIN_BYTES / GB, ge=0.0, allow_inf_nan=False)
-    """The memory of each GPU that stays free when the planner, or slots that are added, use what was free in the first
-    steps, in GB (10^9 bytes). When training has taken half of it, memory counts as short: states move back to host
-    memory and added slots are freed, until the margin is free again. The log reports each change."""
+    """The memory of each GPU that stays free when the planner uses what was free in the first steps, in GB (10^9
+    bytes). When half of it is taken, memory counts as short: all states are evicted, and the planner plans once more
+    with what is left, so that the margin is free again. The log reports each change."""
 
     overlap_backward: bool = True
     """Whether to prefetch the states of streamed units into free staging slots during backward."""
@@ -237,7 +233,7 @@ class Config(BaseModel):
         """
         assert not self.plans(workload)
         return UpdatePlan(
-            workload=workload, placements=self._placements(workload), num_slots=self.num_slots or FEWEST_SLOTS
+            workload=workload, placements=self._placements(workload), num_slots=self.num_slots or DEFAULT_NUM_SLOTS
         )
 
     def _placements(self, workload: Workload) -> tuple[Placement, ...]:

@@ -28,13 +28,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "perf_model.schedule",
         "perf_model.units",
     },
-    "perf_model.replanning": {
-        "perf_model.prediction",
-        "perf_model.schedule",
-        "perf_model.plan_request",
-        "perf_model.planner",
-        "perf_model.units",
-    },
     "perf_model.training_run": {
         "perf_model.json_input",
         "perf_model.prediction",
@@ -114,7 +107,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.runtime",
         "deep_opt_states.zero.internals",
         "perf_model.prediction",
-        "perf_model.replanning",
         "perf_model.schedule",
         "perf_model.plan_request",
         "perf_model.units",

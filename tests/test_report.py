@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 import pytest
@@ -15,6 +16,7 @@ from deep_opt_states.report.monitor_events import Event, MonitorEvents
 from deep_opt_states.report.progress_line import ProgressLine
 from deep_opt_states.report.record import StepCounts, UpdateRecord, Work
 from deep_opt_states.report.reporter import WARM_UPDATES, ReportedPlan, ReportSink, UpdateReporter
+from deep_opt_states.report.slow_cpu import EVERY_UPDATES, SlowCpu
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline
 from perf_model.schedule.host_layout import Widths
@@ -209,3 +211,36 @@ def test_a_sink_that_fails_is_logged_once_and_disabled_while_the_others_continue
     assert message.startswith("the broken sink: the update cannot be reported there: OSError: no space left.")
     assert broken.calls == 1
     assert len(lines) == 3
+
+
+@pytest.mark.promise("P5")
+@pytest.mark.parametrize(("measured_s", "is_slow"), [(1.9, False), (2.1, True)])
+def test_updates_on_the_cpu_far_below_the_profile_are_logged_once(measured_s: float, is_slow: bool) -> None:
+    lines: list[str] = []
+    plan = ReportedPlan(work=WORK, predict=lambda _: PredictedUpdate(timeline(1.0), 7.0))
+    reporter = UpdateReporter(plan, [SlowCpu(lines.append)], lambda: StepCounts(step=0, samples=0), lambda _: None)
+    exposed = [PhaseSpan(Phase.EXPOSED, 0.0, 1.0)]
+    for _ in range(EVERY_UPDATES - 1):
+        reporter.updated(exposed, lambda: timeline(measured_s))
+    assert lines == []
+    for _ in range(4 * EVERY_UPDATES):
+        reporter.updated(exposed, lambda: timeline(measured_s))
+    reporter.close()
+    assert len(lines) == is_slow
+    if is_slow:
+        (line,) = lines
+        assert line.startswith("CPU updates run at 0.48 of the profile")
+        assert 'keep "bind_cores" enabled' in line
+        assert "deep-opt-states doctor" in line
+        assert line.endswith("measure a new profile: deep-opt-states profile")
+
+
+def test_a_few_slow_updates_on_the_cpu_are_not_logged() -> None:
+    lines: list[str] = []
+    plan = ReportedPlan(work=WORK, predict=lambda _: PredictedUpdate(timeline(1.0), 7.0))
+    reporter = UpdateReporter(plan, [SlowCpu(lines.append)], lambda: StepCounts(step=0, samples=0), lambda _: None)
+    for number in range(4 * EVERY_UPDATES):
+        measured = timeline(50.0 if number % 3 == 0 else 1.0)
+        reporter.updated([PhaseSpan(Phase.EXPOSED, 0.0, 1.0)], partial(replace, measured))
+    reporter.close()
+    assert lines == []

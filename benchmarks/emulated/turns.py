@@ -21,8 +21,8 @@ from benchmarks.emulated.run import EmulatedRun
 from benchmarks.harness.interleaved_runs import batch_for, engine_for, weights_digest
 from benchmarks.harness.variants import Variant
 from deep_opt_states.report.comparison import MeasuredUpdate
+from deep_opt_states.zero.step.gpu_memory import GpuMemory
 from perf_model.prediction.timeline import PhaseSpan, Timeline
-from perf_model.replanning.policy import ReplanningPolicy
 from perf_model.schedule.plan import UpdatePlan
 from tests.software_gpu import device, settings
 
@@ -175,7 +175,7 @@ def train_in_turns(run: EmulatedRun, variants: Sequence[Variant], passes: HostPa
     with ExitStack() as engines:
         # The planned arms keep their first plan. The iterations after the start, whose forward and backward take no
         # emulated time, would lead to another one.
-        engines.enter_context(mock.patch.object(ReplanningPolicy, "observe", return_value=None))
+        engines.enter_context(mock.patch.object(GpuMemory, "_plan", return_value=False))
         passes.take_time = False
         with settings.changed(rates=settings.MachineRates()):
             arms = []

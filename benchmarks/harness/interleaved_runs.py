@@ -31,10 +31,10 @@ from benchmarks.harness.setting import TrainingSetting
 from benchmarks.harness.sizes import Repetitions
 from benchmarks.harness.variants import Variant
 from deep_opt_states.report.comparison import ComparisonRow
+from deep_opt_states.zero.step.gpu_memory import FIRST_STEPS
 from examples.common.byte_gpt import ByteGPT, StdlibText
 from perf_model.prediction.memory import MemoryKind
 from perf_model.prediction.timeline import Phase
-from perf_model.replanning.measurements import FIRST_STEPS
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -173,18 +173,6 @@ class AllocatorMark:
     freed_bytes: int
 
 
-def empty_cache() -> None:
-    """Give unused memory in PyTorch's cache back to the GPU."""
-    torch.cuda.empty_cache()
-
-
-def mark_emptied_allocator() -> AllocatorMark:
-    """Give unused memory in PyTorch's cache back to the GPU, and return the mark from which a new peak counts."""
-    empty_cache()
-    stats = torch.cuda.memory_stats()
-    return AllocatorMark(stats.get("reserved_bytes.all.peak", 0), stats.get("reserved_bytes.all.freed", 0))
-
-
 def allocated_bytes() -> int:
     """Return the bytes of the GPU that tensors of this process use now, without those in PyTorch's cache."""
     return int(torch.cuda.memory_stats().get("allocated_bytes.all.current", 0))
@@ -206,7 +194,7 @@ def failed_allocations() -> int:
     return int(torch.cuda.memory_stats().get("num_ooms", 0))
 
 
-def free_and_retries(since: AllocatorMark | None = None) -> tuple[int, int]:
+def free_and_retries(since: AllocatorMark | None) -> tuple[int, int]:
     """Return the bytes of the GPU that were free at PyTorch's peak, and the number of allocations that were retried.
 
     PyTorch retries an allocation after it has emptied its cache. A script may empty the cache, too, so the memory that
@@ -222,3 +210,49 @@ def free_and_retries(since: AllocatorMark | None = None) -> tuple[int, int]:
     if since is not None and peak_bytes == since.peak_bytes:
         peak_bytes = min(peak_bytes, held_bytes + stats.get("reserved_bytes.all.freed", 0) - since.freed_bytes)
     return free_bytes - (peak_bytes - held_bytes), stats.get("num_alloc_retries", 0)
+
+
+class AllocatorWatch:
+    """The GPU memory that training takes from PyTorch's allocator, without that of the optimizer's plans."""
+
+    def __init__(self) -> None:
+        self._changed: AllocatorMark | None = None
+        """When a plan last took or freed memory; None if none ever did."""
+        self._taken_bytes = 0
+        """The bytes that plans have allocated since the start, less those that they have freed."""
+        self._retries_of_plans = 0
+        self._failed = failed_allocations()
+
+    @contextmanager
+    def changing_plan(self) -> Iterator[None]:
+        """Attribute allocations in this context to the plan, and measure peaks anew afterwards.
+
+        PyTorch's cache is emptied before and after. States inside cached blocks of training would split them, and the
+        next peak would not show the need of training if memory of the plan hid in the cache.
+        """
+        torch.cuda.empty_cache()
+        allocated, (_, retries), failed = allocated_bytes(), free_and_retries(None), failed_allocations()
+        yield
+        self._taken_bytes += allocated_bytes() - allocated
+        torch.cuda.empty_cache()
+        stats = torch.cuda.memory_stats()
+        self._changed = AllocatorMark(stats.get("reserved_bytes.all.peak", 0), stats.get("reserved_bytes.all.freed", 0))
+        self._retries_of_plans += free_and_retries(None)[1] - retries
+        self._failed += failed_allocations() - failed
+
+    def free_and_retries(self) -> tuple[int, int]:
+        """Return the bytes that were free at the peak since the plan changed, and the retries of training so far."""
+        free, retries = free_and_retries(self._changed)
+        return free, retries - self._retries_of_plans
+
+    def bytes_in_use(self) -> int:
+        """Return the bytes that tensors use now. Those of the first plan count, too: only the growth matters."""
+        return allocated_bytes() - self._taken_bytes
+
+    def has_failed(self) -> bool:
+        """Return whether an allocation of training has failed since ``forget_failures``."""
+        return failed_allocations() > self._failed
+
+    def forget_failures(self) -> None:
+        """Do not count the allocations that have failed so far."""
+        self._failed = failed_allocations()

@@ -69,33 +69,18 @@ class Actions:
             ActionKind.PUBLISH: self._publish,
         }
 
-    @property
-    def num_slots(self) -> int:
-        """Return the number of slots that are reserved."""
-        return len(self._slots)
-
     def set_units(self, schedule: Schedule, states: Sequence[UnitState], splits: Sequence[Split]) -> None:
-        """Update ``states`` from now on, with the slots that ``schedule`` needs. See ``reserve_slots_for``."""
-        before = self._states, self._splits
-        self._states, self._splits = states, splits
-        try:
-            self.reserve_slots_for(schedule)
-        except BaseException:
-            self._states, self._splits = before
-            raise
-
-    def reserve_slots_for(self, schedule: Schedule) -> None:
-        """Reserve the slots that ``schedule`` needs in addition, and free the slots that it does not need.
+        """Update ``states`` from now on, with the slots that ``schedule`` needs; slots of the same length are kept.
 
         Raise the device's out-of-memory error if memory is short; then nothing has changed. The caller makes sure that
         no stream still copies from or to a slot that is freed here.
         """
-        uses_slots = any(action.slot is not None and self._splits[action.unit].rest for action in schedule.actions)
+        uses_slots = any(action.slot is not None and splits[action.unit].rest for action in schedule.actions)
         num_slots = schedule.num_slots if uses_slots else 0
         kept = [slot for slot in self._slots if slot.master.numel() == schedule.slot_numel]
         added = range(len(kept), num_slots)
         slots = [*kept, *(Slot.reserve(self._device, schedule.slot_numel) for _ in added)]
-        self._slots = slots[:num_slots]
+        self._states, self._splits, self._slots = states, splits, slots[:num_slots]
         self._shift = 0
         self._forget_views()
 

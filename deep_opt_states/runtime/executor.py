@@ -59,9 +59,9 @@ class Executor:
     **Order of calls.** One thread makes all calls. ``begin`` starts an update and ``finish`` ends it; ``run`` does
     both. ``finish_on_stream`` ends it, too, but leaves its flushes in flight. Between them the caller may call
     ``publish``, ``publish_early_ranges``, ``mark_requested``, ``may_block``, ``may_advance`` and ``advance``, in any
-    order and any number of times. ``prefetch``, ``give_states_back``, ``write_back``, ``set_units``, ``set_schedule``,
-    ``forget_replaced_tensors`` and ``touch`` are called only while no update is pending. ``forget_failure`` is called
-    after a failure, and ``close`` comes last.
+    order and any number of times. ``prefetch``, ``give_states_back``, ``give_params_back``, ``write_back``,
+    ``check_params``, ``set_units``, ``forget_replaced_tensors`` and ``touch`` are called only while
+    no update is pending. ``forget_failure`` is called after a failure, and ``close`` comes last.
 
     **Memory.** Between updates gradients and parameters belong to the caller: on every stream and thread after
     ``finish``, and on the stream that was current in ``finish_on_stream`` after that. Optimizer states do so after
@@ -151,8 +151,9 @@ class Executor:
     def set_units(self, schedule: Schedule, states: Sequence[UnitState], splits: Sequence[Split] | None = None) -> None:
         """Update ``states`` by ``schedule`` from the next update on, and reserve the slots that it needs.
 
-        The caller has called ``write_back`` for units that are no longer resident, or were cut elsewhere. The rules and
-        errors are those of ``set_schedule``.
+        The caller has called ``write_back``, unless the units and their memory are the same as before. Raise
+        ``ScheduleError`` if ``schedule`` is not safe to execute, or the device's out-of-memory error; then nothing has
+        changed.
         """
         assert not self._pending
         check_executable(schedule, states)
@@ -178,26 +179,7 @@ class Executor:
         self._states, self._splits = states, splits
         self._residents.set_units(states)
         self._issuer.reserve_events(schedule)
-        self._adopt(schedule)
-
-    @section
-    def set_schedule(self, schedule: Schedule) -> None:
-        """Execute ``schedule`` from the next update on, and reserve or free slots as it needs them.
-
-        ``schedule`` must have the same units and placements, and the same order on every rank. Raise ``ScheduleError``
-        if it is not safe to execute, or the device's out-of-memory error; then nothing has changed.
-        """
-        assert not self._pending
-        check_executable(schedule, self._states)
-        self.finish()
-        if schedule.num_slots < self._actions.num_slots:
-            # A lane may still copy into a slot that is freed here. The next owner of the memory must not receive it.
-            self._lanes.drain()
-        self._actions.reserve_slots_for(schedule)
-        self._adopt(schedule)
-
-    def _adopt(self, schedule: Schedule) -> None:
-        """Issue ``schedule``, whose slots are reserved, from the next update on."""
+        # The new memory is used on other streams than the one that it was reserved on.
         self._lanes.wait_for_new_memory()
         self._issuer.set_schedule(schedule)
 
@@ -243,18 +225,17 @@ class Executor:
         self._residents.invalidate()
 
     @section
-    def write_back(self, units: Sequence[UnitState] | None = None) -> None:
-        """Make the states of the resident ``units`` in host memory those of the last update, as ``set_units`` requires.
+    def write_back(self) -> None:
+        """Make the states of resident units in host memory those of the last update, as ``set_units`` requires.
 
-        None stands for all units. Nothing is loaded again: the caller neither reads nor writes them. After a failure,
-        nothing is written.
+        Nothing is loaded again: the caller neither reads nor writes them. After a failure, nothing is written.
         """
         assert not self._pending
         # The states are copied on another stream than the one that updates them.
         self.finish()
         if self._failure is None:
             with self._keep_failure():
-                self._residents.write_back(units)
+                self._residents.write_back()
 
     @section
     def begin(self, steps: Sequence[AdamStep], prepare: Callable[[], object] = lambda: None) -> None:

@@ -7,7 +7,7 @@ optimizer states, and before the unit is updated elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from deep_opt_states.device.interface import Device, Stream
@@ -32,7 +32,7 @@ class ResidentStates:
         self._units: list[tuple[UnitState, Resident]] = []
 
     def set_units(self, states: Sequence[UnitState]) -> None:
-        """Keep the resident units among ``states`` from now on. The caller has written back all others."""
+        """Keep the resident units among ``states`` from now on. The caller has written back those before."""
         self._units = [(state, state.resident) for state in states if state.resident is not None]
 
     def load(self) -> None:
@@ -53,16 +53,9 @@ class ResidentStates:
         for _, resident in self._units:
             resident.is_updated = resident.is_loaded
 
-    def write_back(self, units: Container[UnitState] | None = None) -> None:
-        """Copy the updated states to host memory, and block the host until they are there.
-
-        ``units``: only of these; None stands for all.
-        """
-        updated = [
-            (state, resident)
-            for state, resident in self._units
-            if resident.is_updated and (units is None or state in units)
-        ]
+    def write_back(self) -> None:
+        """Copy the updated states to host memory, and block the host until they are there."""
+        updated = [(state, resident) for state, resident in self._units if resident.is_updated]
         if not updated:
             return
         with self._d2h.issue():

@@ -84,7 +84,6 @@ class StateMemory:
         self._params = list(params)
         self._publishes = widths.publishes
         self._params_on_host = params_on_host and not device.shares_host_memory
-        self._staging: torch.Tensor | None = None
         self._slab: HostSlab = device.host_slab(widths.slab_bytes(workload))
         dtypes = {**dict.fromkeys(STATES, torch.float32), "grad": grad_dtype, "rounded": params[0].dtype}
         tensors: list[dict[str, torch.Tensor]] = [{} for _ in params]
@@ -98,19 +97,17 @@ class StateMemory:
     def set_plan(self, plan: UpdatePlan, *, is_evicted: bool = False) -> None:
         """Make ``units`` those of ``plan``, with the memory on the accelerator that their placements need.
 
-        If ``is_evicted``, they get none there: that memory is given back to training, and the gradients go to host
-        memory. Otherwise, units that have the same elements and need memory as before keep it with its contents,
-        gradients included, and gradients of the others are copied to their new place. The caller has written back
-        resident states. Raise the device's out-of-memory error if memory is short; then nothing has changed.
+        If ``is_evicted``, they get none there: it is training's, and the gradients go to host memory. Gradients are
+        copied to their new place. The caller has written back resident states. Raise the device's out-of-memory error
+        if memory is short; then nothing has changed.
         """
-        before = {(state.sub_group, state.elements): state for state in self.units}
         staging = None if is_evicted else self._reserve_staging(plan)
         units = [
-            self._unit(unit, placement, staging, before.get((unit.sub_group, self._elements(unit))), is_evicted)
+            self._unit(unit, placement, staging, is_evicted)
             for unit, placement in zip(plan.workload.units, plan.placements, strict=True)
         ]
         self._move_gradients(units)
-        self.units, self._staging = units, staging
+        self.units = units
 
     def release_params(self) -> None:
         """Drop the references to the parameters: DeepSpeed frees its flat buffers in ``offload_states()``.
@@ -138,22 +135,14 @@ class StateMemory:
         """Drop the states and close the slab. No operation that reads or writes the states may be in flight."""
         self.units = []
         self.sub_groups = []
-        self._staging = None
         self._slab.close()
 
     def _elements(self, unit: Unit) -> ElementRange:
         numel = self._params[unit.sub_group].numel()
         return ElementRange(begin=unit.begin, end=unit.end, sub_group_numel=numel)
 
-    def _unit(
-        self,
-        unit: Unit,
-        placement: Placement,
-        staging: torch.Tensor | None,
-        before: UnitState | None,
-        is_evicted: bool,
-    ) -> UnitState:
-        """Return the state of ``unit``. ``before`` is its state so far, None if there was no unit of these elements."""
+    def _unit(self, unit: Unit, placement: Placement, staging: torch.Tensor | None, is_evicted: bool) -> UnitState:
+        """Return the state of ``unit``, with new memory on the accelerator if its placement needs it."""
         tensors, param = self.sub_groups[unit.sub_group], self._params[unit.sub_group]
         elements = self._elements(unit)
         master, narrowed_param = elements.view(tensors.master), elements.view(param)
@@ -176,15 +165,11 @@ class StateMemory:
         )
         if not state.is_on_accelerator:
             return state
-        if before is not None and before.is_on_accelerator:
-            state.grad = before.grad
-        else:
-            state.grad = self._device.empty(unit.numel, tensors.grad.dtype)
+        state.grad = self._device.empty(unit.numel, tensors.grad.dtype)
         if staging is not None:
             state.staged = staging.narrow(0, 0, unit.numel)
         if placement is Placement.RESIDENT:
-            kept = None if before is None else before.resident
-            state.resident = kept or Resident(Slot.reserve(self._device, unit.numel))
+            state.resident = Resident(Slot.reserve(self._device, unit.numel))
         return state
 
     def _reserve_staging(self, plan: UpdatePlan) -> torch.Tensor | None:
@@ -192,8 +177,6 @@ class StateMemory:
         numel = plan.largest_on_accelerator if self._params_on_host else 0
         if numel == 0:
             return None
-        if self._staging is not None and self._staging.numel() == numel:
-            return self._staging
         return self._device.empty(numel, self._params[0].dtype)
 
     def _move_gradients(self, units: Sequence[UnitState]) -> None:
@@ -202,13 +185,11 @@ class StateMemory:
         No gradient is being reduced. These are the gradients of the last step, which users may still read, or the sums
         of a window that is open while ``RunningPlan.evict`` gives memory back.
         """
-        kept = {id(state.grad) for state in units}
         for state in self.units:
-            if state.is_on_accelerator and id(state.grad) not in kept:
+            if state.is_on_accelerator:
                 self._device.copy(self._slab_grad(state), state.grad)
-        kept = {id(state.grad) for state in self.units}
         for state in units:
-            if state.is_on_accelerator and id(state.grad) not in kept:
+            if state.is_on_accelerator:
                 self._device.copy(state.grad, self._slab_grad(state))
         moved = self._device.event()
         self._device.current_stream().record(moved)

@@ -83,7 +83,7 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
         super().offload_states(include=include, **kwargs)
         if OffloadStateTypeEnum.lp_params in self.offloaded_states:
             # Our views would keep the memory of the parameters on the accelerator.
-            self._give_memory_back("while parameters are offloaded")
+            self._evict("while parameters are offloaded")
             self._running.memory.release_params()
             self._running.executor.forget_replaced_tensors()
 
@@ -91,8 +91,8 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
         super().reload_states(*args, **kwargs)
         self._running.memory.replace_params(flat_parameters(self))
 
-    def _give_memory_back(self, reason: str) -> None:
-        """Give the accelerator memory that the plan can spare to other users, and log the ``reason``."""
+    def _evict(self, reason: str) -> None:
+        """Free the accelerator memory that the planner has given to states, and log the ``reason``."""
         raise NotImplementedError
 
     # --- Checkpoints ---

@@ -45,10 +45,9 @@ from deep_opt_states.zero.internals.compat import (
 from deep_opt_states.zero.start.assembly import Assembly, assemble
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.reporting import EngineProgress
-from deep_opt_states.zero.step.adaptation import make_adaptation
 from deep_opt_states.zero.step.buckets import Buckets
-from deep_opt_states.zero.step.fixed_placements import FirstUses
 from deep_opt_states.zero.step.gathers import Gathers
+from deep_opt_states.zero.step.gpu_memory import GpuMemory, WatchedForwards
 from deep_opt_states.zero.step.norms import Norms
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from deep_opt_states.zero.step.update import Update
@@ -146,20 +145,12 @@ class DeepOptimizerStates_Stage3(UserGradients):
             self._running,
         )
         self._resources.callback(self._gathers.release)
-        first_uses = None
-        if self._assembly.defers:
-            first_uses = FirstUses(names=self._gathers.used_names, units=self._gathers.first_uses)
-        self._adaptation = make_adaptation(
-            running=self._running,
-            first_uses=first_uses,
-            request=self._assembly.planned.request,
-            budget=self._assembly.budget,
-            slot_budget=self._assembly.slot_budget,
-            before_move=self._update.report,
-            give_memory_back=self._give_memory_back,
-            module=self.module,
-            resources=self._resources,
-        )
+        self._gpu_memory: GpuMemory | None = None
+        request, budget = self._assembly.planned.request, self._assembly.budget
+        if request is not None and budget is not None:
+            self._gpu_memory = memory = GpuMemory(self._running, request, budget, before_move=self._update.report)
+            memory.log_failure_at_exit(self._resources)
+            WatchedForwards(self.module, memory, self._evict, self._resources)
 
     def _before_eviction(self) -> None:
         """Wait until nothing uses the states and the gradients of units on the accelerator."""
@@ -167,15 +158,17 @@ class DeepOptimizerStates_Stage3(UserGradients):
         self._wait_for_reduction()
         self._forget_fp32_copies()
 
-    def _give_memory_back(self, reason: str) -> None:
+    def _evict(self, reason: str) -> None:
+        """Free all accelerator memory that the planner has given to states. Placements of the config stay."""
         self._before_eviction()
-        self._running.executor.run_uninterrupted(lambda: self._adaptation.give_memory_back(reason))
+        if (memory := self._gpu_memory) is not None:
+            self._running.executor.run_uninterrupted(lambda: memory.evict(reason))
 
     def _updated(self, phases: Sequence[PhaseSpan], read_timeline: Callable[[], Timeline]) -> None:
-        """Report one update, and let the adaptation measure it."""
-        read_once = cache(read_timeline)
-        self._adaptation.measure(self._progress.progress().step, phases, read_once)
-        self.report.updated(phases, read_once)
+        """Report one update, and let the planner measure it."""
+        if self._gpu_memory is not None:
+            self._gpu_memory.measure(phases)
+        self.report.updated(phases, cache(read_timeline))
 
     # --- Backward ---
 
@@ -227,7 +220,15 @@ class DeepOptimizerStates_Stage3(UserGradients):
         super().backward_prologue()
 
     def _adapt(self) -> None:
-        if self._adaptation.adapt(memory_is_short_anywhere=self._update.memory_is_short_anywhere):
+        running, memory, changed = self._running, self._gpu_memory, False
+        if self._assembly.defers and running.uses is None and (names := self._gathers.used_names()) is not None:
+            # Predictions of the updates depend on it, although the plan may not.
+            running.uses, changed = tuple(names), True
+            if memory is None:
+                running.order_by(self._gathers.first_uses() or ())
+        if memory is not None:
+            changed |= memory.adapt(is_short_anywhere=self._update.memory_is_short_anywhere)
+        if changed:
             self._progress.plan_changed(self.report, self._assembly)
 
     def _forget_fp32_copies(self) -> None:
@@ -253,8 +254,9 @@ class DeepOptimizerStates_Stage3(UserGradients):
     def _pre_step(self) -> None:
         # First: if an interrupt ends this step, the next backward begins another window, as with stock.
         super()._pre_step()
-        self._adaptation.observe_memory(self._progress.progress().step + 1)
-        self._update.memory_is_short = self._adaptation.memory_is_short
+        if self._gpu_memory is not None:
+            self._gpu_memory.observe()
+            self._update.memory_is_short = self._gpu_memory.is_short
         self._update.refusal = self._states.refusal()
         self._update.synchronize_ranks(raise_failure=False, flushed=False)
         # Before the window is complete: the caller can repair the states and take this step again.

@@ -14,6 +14,9 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
 
+DEFAULT_NUM_SLOTS = 2
+"""The number of slots if neither the config nor the planner chooses: transfers then overlap with updates."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan:

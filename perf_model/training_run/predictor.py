@@ -28,7 +28,7 @@ from perf_model.schedule.action import ActionKind
 from perf_model.schedule.lowering import serial_schedule
 from perf_model.schedule.order import forward_order
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.plan import DEFAULT_NUM_SLOTS, UpdatePlan
 from perf_model.schedule.simple_placements import place_all, place_by_stride
 from perf_model.schedule.workload import Workload
 from perf_model.training_run.host_reserve import reserved_host_bytes
@@ -292,24 +292,18 @@ class Predictor:
         """Return the iteration of our runtime with these placements.
 
         As training does with placements of the config, units are updated in the order in which forward first uses them,
-        through as many slots as fit. The sums of accumulated gradients of units of the CPU are in host memory if they
-        do not fit.
+        through the default number of slots. The sums of accumulated gradients of units of the CPU are in host memory if
+        they do not fit.
         """
         request = self._request_of_all_memory(())
         order = forward_order(workload, placements, request.first_use_of(workload))
 
-        def plan_with(num_slots: int) -> UpdatePlan:
-            return UpdatePlan(workload=workload, placements=placements, num_slots=num_slots, order=order)
-
-        def missing(num_slots: int, setup: TrainingSetup) -> dict[str, int]:
-            return budgets.missing(memory_of(plan_with(num_slots), setup))
-
-        setup = _without_sums(self._setup) if missing(1, self._setup) else self._setup
-        if excess := missing(1, setup):
+        plan = UpdatePlan(workload=workload, placements=placements, num_slots=DEFAULT_NUM_SLOTS, order=order)
+        setup = self._setup
+        if budgets.missing(memory_of(plan, setup)):
+            setup = _without_sums(setup)
+        if excess := budgets.missing(memory_of(plan, setup)):
             return Infeasible(reason=f"does not fit: it exceeds {excess_of(excess)}")
-        most = max(1, placements.count(Placement.STREAMED))
-        num_slots = bisect_left(range(1, most + 1), True, key=lambda num_slots: bool(missing(num_slots, setup)))
-        plan = plan_with(num_slots)
         update = request.evaluate(plan)
         return self.iteration(update.update_s, update.exposed_s, GradientPath.for_plan(plan, setup))
 

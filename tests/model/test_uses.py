@@ -11,11 +11,8 @@ from perf_model.plan_request import PlanRequest
 from perf_model.prediction.memory import Budgets
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import simulate
-from perf_model.replanning.decision import describe_moves
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.cutting import cut_into_units
-from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.uses import ParameterUses
 from perf_model.schedule.workload import Partition
 from tests.model.costs import cost
@@ -61,16 +58,6 @@ def test_biases_in_a_sub_group_of_their_own_do_not_delay_the_need_of_their_layer
 def test_a_model_that_uses_each_parameter_once_has_the_units_that_it_had() -> None:
     units = cut_into_units(SUB_GROUPS, 1600)
     assert ParameterUses(SUB_GROUPS, uses_of_shared(1)).count(units) is units
-
-
-def test_a_decision_names_the_moves_of_units_whose_uses_became_known() -> None:
-    units = cut_into_units(SUB_GROUPS, 1600)
-    counted = ParameterUses(SUB_GROUPS, uses_of_shared(5)).count(units)
-    before = UpdatePlan(workload=units, placements=(Placement.CPU,) * 3, num_slots=1)
-    placements = (Placement.CPU, Placement.RESIDENT, Placement.CPU)
-    after = UpdatePlan(workload=counted, placements=placements, num_slots=1)
-    assert before.workload != after.workload
-    assert describe_moves(before, after) == "1 unit from cpu to resident"
 
 
 @given(st.data())

@@ -183,18 +183,14 @@ class MovingTraining:
     def change(self, plan: UpdatePlan) -> None:
         """Use ``plan`` from the next update on. Units move unless only the order or the number of slots is another."""
         if (plan.workload, plan.placements) == (self.plan.workload, self.plan.placements):
-            self.executor.set_schedule(plan.schedule)
+            self.executor.set_units(plan.schedule, self.memory.units, self._splits())
             self.plan = plan
         else:
             self.move(plan)
 
     def move(self, plan: UpdatePlan) -> None:
-        """Use ``plan`` from the next update on. Only units that are not resident any more are written back first."""
-        placed = zip(plan.workload.units, plan.placements, strict=True)
-        kept = {(unit.sub_group, unit.begin, unit.end) for unit, where in placed if where is Placement.RESIDENT}
-        self.executor.write_back(
-            [unit for unit in self.memory.units if (unit.sub_group, unit.elements.begin, unit.elements.end) not in kept]
-        )
+        """Use ``plan`` from the next update on. Resident units are written back first."""
+        self.executor.write_back()
         self.set_plan(plan)
 
     def set_plan(self, plan: UpdatePlan) -> None:

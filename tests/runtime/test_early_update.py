@@ -215,7 +215,8 @@ def test_prefetches_and_flushes_in_flight_hold_back_neither_the_host_nor_early_r
     count, streams = len(states), executor._lanes.streams
     placements = tuple(state.placement for state in states)
     workload = Workload.from_numels([NUMEL] * count)
-    executor.set_schedule(UpdatePlan(workload=workload, placements=placements, num_slots=3).schedule)
+    plan = UpdatePlan(workload=workload, placements=placements, num_slots=3)
+    executor.set_units(plan.schedule, states, [Split.create(state.elements, EARLY) for state in states])
     expected = make_states([NUMEL] * count, torch.bfloat16)
     is_open = False
     for step in (1, 2):

@@ -22,7 +22,6 @@ from deep_opt_states.profiler.ranks import training_ranks
 from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.exposure import Exposure
-from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.runtime.staging import Staging
 from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.state_memory import StateMemory, widths_of
@@ -37,6 +36,7 @@ from deep_opt_states.zero.start.model_shards import check_even_shards
 from deep_opt_states.zero.start.planning import PlannedRun, make_plan
 from deep_opt_states.zero.start.refusals import refuse_rules_without_effect
 from deep_opt_states.zero.start.unsupported import Unsupported
+from deep_opt_states.zero.step.gpu_memory import GpuBudget
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
 from deep_opt_states.zero.step.gradients import Gradients
 from deep_opt_states.zero.step.running_plan import RunningPlan, max_intervals, splits_of
@@ -59,8 +59,6 @@ class Assembly:
     """The plan, with the function that predicts how long an update takes."""
     budget: GpuBudget | None
     """The accelerator memory that the planner may use; None if there is none or the config gives the placements."""
-    slot_budget: GpuBudget | None
-    """The accelerator memory for more slots than ``planned`` has; None if nothing may add slots."""
     widths: Widths
     """Bytes per parameter of the model's parameters and gradients."""
     device: AccountingDevice
@@ -215,7 +213,6 @@ def _build(
     return Assembly(
         planned=planned,
         budget=budget,
-        slot_budget=accelerator.slot_budget(config, plan),
         widths=setup.widths,
         device=device,
         masters=masters,

@@ -19,8 +19,8 @@ from deep_opt_states.device.kernels.choice import gpu_adam
 from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.profiler.adam_kernels import training_gpu_adam
-from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.zero.start.unsupported import Unsupported
+from deep_opt_states.zero.step.gpu_memory import GpuBudget
 from perf_model.prediction.memory import TrainingSetup, memory_of
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -56,17 +56,6 @@ class AcceleratorChoice:
             margin_bytes=int(config.gpu_memory_margin_gb * GB),
             fills=limit is None,
         )
-
-    def slot_budget(self, config: Config, plan: UpdatePlan) -> GpuBudget | None:
-        """Return how much accelerator memory slots may use in addition to those of ``plan``, after the first steps.
-
-        Return None if the planner or the config chooses the number of slots, if more would not be used, and for the
-        CPU, which has no memory of its own.
-        """
-        is_fixed = config.plans(plan.workload) or config.num_slots is not None
-        if self.slots_on_host or is_fixed or plan.placements.count(Placement.STREAMED) <= plan.num_slots:
-            return None
-        return GpuBudget(start_bytes=0, margin_bytes=int(config.gpu_memory_margin_gb * GB), fills=True)
 
     def fits_accumulators(self, plan: UpdatePlan, setup: TrainingSetup, budget: GpuBudget | None) -> bool:
         """Return whether all gradients fit on the accelerator in addition to the states that ``plan`` places there.

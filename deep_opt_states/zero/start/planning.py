@@ -16,10 +16,10 @@ from deep_opt_states.profiler.cache import quick_profile
 from deep_opt_states.profiler.provenance import smallest_node
 from deep_opt_states.profiler.ranks import training_ranks
 from deep_opt_states.report.comparison import PredictedUpdate
-from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.zero.internals.agreement import raise_together, same_on_all_ranks
 from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.start.devices import AcceleratorChoice
+from deep_opt_states.zero.step.gpu_memory import GpuBudget
 from perf_model.plan_request import PlanRequest
 from perf_model.planner import UNIT_SIZES
 from perf_model.prediction.cost import CostModel

@@ -22,8 +22,9 @@ from deep_opt_states.report.record import StepCounts, Work
 from deep_opt_states.report.reporter import ReportedPlan, ReportSink, UpdateReporter
 from deep_opt_states.report.run_data import RunInfo
 from deep_opt_states.report.run_writer import RunWriter
+from deep_opt_states.report.slow_cpu import SlowCpu
 from deep_opt_states.runtime.accounting import AccountingDevice
-from deep_opt_states.zero.internals.log import log_rank_0
+from deep_opt_states.zero.internals.log import log_rank_0, log_this_rank
 from deep_opt_states.zero.start.assembly import Assembly
 from deep_opt_states.zero.step.running_plan import splits_of
 from perf_model.prediction.memory import MemoryKind, Reservation
@@ -74,14 +75,15 @@ class EngineProgress:
         return self._progress
 
     def make_report(self, config: Config, assembly: Assembly) -> UpdateReporter:
-        """Return the reporter of the updates that run on ``assembly``. Only on rank 0 it has sinks to report to."""
+        """Return the reporter of the updates that run on ``assembly``. Ranks above 0 only log slow CPU updates."""
         began = datetime.now().astimezone().isoformat(timespec="seconds")
         self._plan = assembly.running.plan
-        sinks: list[ReportSink] = []
+        sinks: list[ReportSink] = [SlowCpu(log_this_rank)]
         log = _log_nothing
         # At exit, the script may have destroyed the process group. DeepSpeed's logger then logs on every rank.
         if dist.get_rank() == 0:
-            sinks, log = self._sinks(config, partial(self._describe, assembly.device, began)), log_rank_0
+            sinks += self._sinks(config, partial(self._describe, assembly.device, began))
+            log = log_rank_0
         return UpdateReporter(_reported_plan(assembly), sinks, self.progress, log)
 
     def plan_changed(self, report: UpdateReporter, assembly: Assembly) -> None:

@@ -16,12 +16,11 @@ from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.exposure import Exposure
 from deep_opt_states.runtime.state import Split, UnitState
 from deep_opt_states.runtime.state_memory import StateMemory
-from deep_opt_states.zero.internals.agreement import gather_values, raise_together
+from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
 from deep_opt_states.zero.step.gradients import Gradients
-from perf_model.schedule.placement import Placement
+from perf_model.schedule.order import forward_order
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import Unit
 
 GradientBuffers = Callable[[UpdatePlan, Sequence[UnitState], bool], list[GradientBuffer]]
 
@@ -33,9 +32,9 @@ class RunningPlan:
     ``early_ranges`` has the ranges of each sub-group that are updated before ``step()`` returns. ``gradient_buffers``
     returns where the gradients of the units of a plan are kept, given whether their memory is evicted.
 
-    ``is_evicted``: on this rank, all memory that the plan needs on the accelerator is given back to training. The
-    schedule stays the same on every rank, but its actions on streamed and resident units do nothing here: the CPU
-    updates these units before ``step()`` returns.
+    ``is_evicted``: on this rank, training has all memory that the plan needs on the accelerator. The schedule stays the
+    same on every rank, but its actions on streamed and resident units do nothing here: the CPU updates these units
+    before ``step()`` returns.
 
     ``uses`` has the names of the parameters in the order in which forward uses them, each as often as it does. It is
     None while that is unknown, and where no update overlaps with forward.
@@ -52,76 +51,53 @@ class RunningPlan:
     uses: tuple[str, ...] | None = None
 
     def evict(self) -> None:
-        """Give all accelerator memory of the plan back to training, until ``restore``. This is no collective.
+        """Free all accelerator memory of the plan, until ``restore``. This is no collective.
 
         The caller calls this while no update is in flight, and no gradient is being reduced. A window may be open. If
         the plan needs no memory there, nothing changes.
         """
         if self.is_evicted or not self.holds_memory:
             return
-        self.executor.write_back()
         self.gradients.copy_open_sums_to_host()
+        self.adopt(self.plan)
+
+    def adopt(self, plan: UpdatePlan) -> None:
+        """Run ``plan``, the same on every rank, from the next update on, but evicted until ``restore``.
+
+        No update is in flight, and no gradient of the next window exists.
+        """
+        self.executor.write_back()
         self.is_evicted = True
-        self._set(self.plan)
+        self._set(plan)
 
     def restore(self) -> bool:
-        """Reserve the memory that ``evict`` has given back, and return whether there is enough.
+        """Reserve the accelerator memory of the plan, and return whether there is enough; otherwise it stays evicted.
 
         This is no collective. No update is in flight and no window is open.
         """
         self.is_evicted = False
-        self._set_or_evict(self.plan)
-        return not self.is_evicted
-
-    def adopt(self, plan: UpdatePlan) -> bool:
-        """Run ``plan``, the same on every rank, from the next update on, and return whether memory allows it.
-
-        This is a collective over all ranks. Every rank calls this while no update is in flight and no gradient of the
-        next window exists. If memory is short on any rank, all ranks run ``plan`` without the units that would need
-        more memory on the accelerator: the CPU updates these. A rank that is evicted remains so with the new plan.
-        """
-        without_new = _without_new_memory(plan, self.plan)
-
-        def try_here() -> bool:
-            # First give memory back, so that what is taken next may use it.
-            kept = {(unit.sub_group, unit.begin, unit.end) for unit in _residents(without_new)}
-            self.executor.write_back(
-                [
-                    unit
-                    for unit in self.memory.units
-                    if (unit.sub_group, unit.elements.begin, unit.elements.end) not in kept
-                ]
-            )
-            self._set_or_evict(without_new)
-            return self._try(plan)
-
-        # Page-locked memory may be short, too. That is an error, which every rank must raise.
-        fits = raise_together(try_here)
-        if all(gather_values(fits)):
-            return True
-        if fits:
-            self._set_or_evict(without_new)
-        return False
-
-    def _try(self, plan: UpdatePlan) -> bool:
-        before = self.plan
         try:
-            self._set(plan)
+            self._set(self.plan)
             return True
         except torch.OutOfMemoryError:
             pass
         # After the exception: its traceback refers to the memory that was reserved so far.
-        self._set_or_evict(before)
+        self.adopt(self.plan)
         return False
 
-    def _set_or_evict(self, plan: UpdatePlan) -> None:
-        """Run ``plan``, with its memory if there is enough."""
-        try:
-            self._set(plan)
-        except torch.OutOfMemoryError:
-            self.executor.write_back()
-            self.is_evicted = True
-            self._set(plan)
+    def order_by(self, first_uses: Sequence[int]) -> None:
+        """Update the units in the order in which forward first uses them, as far as placements allow it.
+
+        They are numbered by param group and registration, and forward may use them in another order. No update is in
+        flight. The order is the same on every rank.
+        """
+        plan, units = self.plan, self.memory.units
+        every_unit = list(dict.fromkeys([*first_uses, *range(len(units))]))
+        ordered = replace(plan, order=forward_order(plan.workload, plan.placements, every_unit))
+        if ordered.schedule != plan.schedule:
+            self.executor.set_units(ordered.schedule, units, splits_of(units, self.early_ranges))
+            self.plan = ordered
+            log_rank_0(f"updates in the order in which forward uses the parameters from now on: {ordered}")
 
     def _set(self, plan: UpdatePlan) -> None:
         """Run ``plan``. If evicted, this reserves nothing on the accelerator; otherwise that may fail.
@@ -165,16 +141,3 @@ def max_intervals(plan: UpdatePlan) -> int:
     itself.
     """
     return 2 + len(plan.schedule.actions) + 3 * len(plan.placements)
-
-
-def _without_new_memory(plan: UpdatePlan, before: UpdatePlan) -> UpdatePlan:
-    """Return ``plan`` with only those residents that are resident before, too. The CPU updates all other units."""
-    known = {(unit.sub_group, unit.begin, unit.end) for unit in _residents(before)}
-    kept = {unit.index for unit in _residents(plan) if (unit.sub_group, unit.begin, unit.end) in known}
-    placements = tuple(Placement.RESIDENT if unit.index in kept else Placement.CPU for unit in plan.workload.units)
-    return replace(plan, placements=placements)
-
-
-def _residents(plan: UpdatePlan) -> list[Unit]:
-    placed = zip(plan.workload.units, plan.placements, strict=True)
-    return [unit for unit, placement in placed if placement is Placement.RESIDENT]

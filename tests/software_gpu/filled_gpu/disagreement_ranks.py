@@ -18,11 +18,11 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _create_process_group_wrapper
 
-from deep_opt_states.device.cuda import free_and_retries
+from deep_opt_states.device import cuda
 from deep_opt_states.device.kernels.adam import RangeUpdate
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.zero.internals.agreement import StepAgreement, same_on_all_ranks
-from deep_opt_states.zero.step import adaptation, held_memory
+from deep_opt_states.zero.step import gpu_memory
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import place_all
@@ -84,21 +84,21 @@ def other_on_last_rank(find: Find) -> Find:
 def other_plan(agree: Callable[[Find, Describe], UpdatePlan]) -> AbstractContextManager[object]:
     """Return a context in which the last rank finds another plan when a plan is replaced, and the ranks ``agree``."""
     return mock.patch.object(
-        adaptation, "same_on_all_ranks", lambda find, describe: agree(other_on_last_rank(find), describe)
+        gpu_memory, "same_on_all_ranks", lambda find, describe: agree(other_on_last_rank(find), describe)
     )
 
 
 def short_memory() -> AbstractContextManager[object]:
     """Return a context in which memory is short on the last rank from the 8th step on."""
-    calls = 0
+    calls, observed = 0, cuda.free_and_retries
 
     def with_retries(*mark: Any) -> tuple[int, int]:
         nonlocal calls
         calls += 1
-        free_bytes, retries = free_and_retries(*mark)
+        free_bytes, retries = observed(*mark)
         return free_bytes, retries + (is_last_rank() and calls > 7)
 
-    return mock.patch.object(held_memory, "free_and_retries", with_retries)
+    return mock.patch.object(cuda, "free_and_retries", with_retries)
 
 
 def failing_update() -> AbstractContextManager[object]:
@@ -125,9 +125,9 @@ def share_no_short_memory(self: StepAgreement, executor: Executor, *, memory_is_
 
 def share_no_failure(self: StepAgreement, executor: Executor, *, memory_is_short: bool, refuses: bool) -> bool:
     """Share only whether memory is short."""
-    failure, executor.failure = executor.failure, None
+    failure, executor._failure = executor.failure, None
     short = _share(self, executor, memory_is_short=memory_is_short, refuses=refuses)
-    executor.failure = failure
+    executor._failure = failure
     return short
 
 

@@ -17,13 +17,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from deep_opt_states.device.cuda import free_and_retries
+from deep_opt_states.device import cuda
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.runtime.state import Slot
-from deep_opt_states.zero.step import held_memory
+from deep_opt_states.zero.step.gpu_memory import GpuBudget, GpuMemory, WatchedForwards
 from deep_opt_states.zero.step.gradients import Gradients
-from deep_opt_states.zero.step.larger_forwards import LargerForwards
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from tests.launch import answer
 from tests.software_gpu.filled_gpu.growing_inputs import CASE, Step, memory_that_stock_needs, train_on_gpu
@@ -46,9 +44,21 @@ _STOCK: dict[str, Record] = {}
 """The records of stock by the steps of all ranks, the memory and the case. Faults and blocks do not change them."""
 
 
-def _no_larger_inputs(forwards: LargerForwards, inputs: object) -> bool:
+_evict = GpuMemory.evict
+
+
+def _evict_with_known_need(memory: GpuMemory, reason: str) -> None:
+    _evict(memory, reason)
+    memory._need_is_known = True
+
+
+_may_need_more = WatchedForwards._may_need_more
+
+
+def _no_larger_inputs(forwards: WatchedForwards, inputs: object) -> bool:
+    """Compare only the memory in use."""
     forwards._largest[()] = (0, 0)
-    return False
+    return _may_need_more(forwards, ())
 
 
 KEPT = "memory is kept before larger inputs"
@@ -57,10 +67,10 @@ UNKNOWN_NEED = "a plan takes memory before the need is known"
 USE_IGNORED = "memory in use before a forward is ignored"
 
 FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
-    KEPT: (LargerForwards, "_has_larger_inputs", _no_larger_inputs),
-    USE_IGNORED: (held_memory.HeldMemory, "bytes_in_use", lambda _: 0),
-    UNHELD_IGNORES_NEED: (GpuBudget, "_follow_need", lambda *_: None),
-    UNKNOWN_NEED: (held_memory.HeldMemory, "gave_back", lambda _: None),
+    KEPT: (WatchedForwards, "_may_need_more", _no_larger_inputs),
+    USE_IGNORED: (cuda.AllocatorWatch, "bytes_in_use", lambda _: 0),
+    UNHELD_IGNORES_NEED: (GpuBudget, "limit", lambda *_: None),
+    UNKNOWN_NEED: (GpuMemory, "evict", _evict_with_known_need),
     "evicted states are not written back": (Executor, "write_back", lambda *_: None),
     "open sums are not copied": (Gradients, "copy_open_sums_to_host", lambda *_: None),
 }
@@ -80,13 +90,13 @@ class Growth:
     spare_bytes: int = 0
 
 
-STREAMED = replace(CASE, blocks=({**BLOCK, "placement": "streamed", "unit_size": 250_000},))
-"""A case in which the config gives the placements, and the number of slots follows from the free memory."""
-
 GROWTH = {
     "inputs": Growth([*FIRST, *[Step((LONGEST,))] * 3], (KEPT, "evicted states are not written back")),
     "inputs in a window": Growth(
-        [*[Step((SHORT, SHORT))] * len(FIRST), *[Step((SHORT, LONGEST))] * 3], ("open sums are not copied",)
+        [*[Step((SHORT, SHORT))] * len(FIRST), *[Step((SHORT, LONGEST))] * 3],
+        ("open sums are not copied",),
+        # Only units that the CPU updates have sums on the GPU that an eviction frees.
+        replace(CASE, blocks=({**BLOCK, "placement": [{"match": "layers.1.*", "states": "cpu"}]},)),
     ),
     "cache": Growth(
         # The first forward without gradients has larger inputs than all before.
@@ -107,12 +117,6 @@ GROWTH = {
     ),
     "inputs while the plan takes memory": Growth(
         [*FIRST[:5], *[Step((LONGEST,))] * 3, *FIRST[:3], Step((LONGEST,))], (UNKNOWN_NEED,), spare_bytes=SPARE
-    ),
-    "inputs before slots are added": Growth(
-        [*FIRST[:3], Step((LONGEST,)), *FIRST[:2], *[Step((LONGEST,))] * 2],
-        (UNKNOWN_NEED,),
-        STREAMED,
-        SPARE,
     ),
 }
 """Trainings whose need grows at once.
@@ -138,12 +142,12 @@ SMALL_UNITS = replace(CASE, blocks=({**BLOCK, "unit_size": 50_000},))
 """A case whose states fill the free memory closely. Larger units leave a rest, in which a fault does not show."""
 
 RAMPS = {
-    f"ramp {seed}": Growth(ramp(seed, 1 + seed % 2), (KEPT,) if seed in (1, 2, 4, 6, 8) else (), SMALL_UNITS)
+    f"ramp {seed}": Growth(ramp(seed, 1 + seed % 2), (KEPT,) if seed in (1, 2, 4, 6) else (), SMALL_UNITS)
     for seed in range(10)
 }
 """Trainings whose inputs grow by random amounts, each in a process of its own, too.
 
-Where no fault is given, the growth is slow enough for the budget to shrink in time.
+Where no fault is given, the growth is slow enough for the budget to shrink in time, or shows in the memory in use.
 """
 
 
@@ -185,7 +189,7 @@ def grow(name: str, growth: Growth) -> None:
         with ExitStack() as faults:
             if fault in (KEPT, USE_IGNORED):
                 # Otherwise the growth is noticed between two layers.
-                faults.enter_context(mock.patch.object(held_memory.HeldMemory, "is_short_now", return_value=False))
+                faults.enter_context(mock.patch.object(GpuMemory, "is_short_now", return_value=False))
             compare(fault, growth.steps, need, mock.patch.object(*FAULTS[fault]), growth.case)
 
 
@@ -224,16 +228,16 @@ def demotions() -> None:
 
     def scripted(*, taken_bytes: int = 0, retries: int = 0) -> AbstractContextManager[Any]:
         """Return a context in which memory is short from the 11th step on, on the last rank only."""
-        calls = 0
+        calls, observed = 0, cuda.free_and_retries
 
         def with_less(*mark: Any) -> tuple[int, int]:
             nonlocal calls
             calls += 1
-            free, before = free_and_retries(*mark)
+            free, before = observed(*mark)
             short = last_rank() and calls > 10
             return free - (taken_bytes if short else 0), before + (retries if short else 0)
 
-        return mock.patch.object(held_memory, "free_and_retries", with_less)
+        return mock.patch.object(cuda, "free_and_retries", with_less)
 
     compare("default", FILLED, MEMORY)
     if dist.get_world_size() > 1:
@@ -265,36 +269,9 @@ def restorations() -> None:
         compare("no memory afterwards, without a limit", larger, MEMORY, without_memory_once())
 
 
-def added_slots() -> None:
-    """Let slots be added in free memory, without an error and with one, and then train larger inputs."""
-    steps = [*FIRST[:5], *[Step((LONGEST,))] * 2]
-    # All states and the activations of larger inputs do not fit together.
-    memory = 200 * 2**20
-    compare("added slots", steps, memory, case=STREAMED)
-    with mock.patch.object(held_memory.HeldMemory, "is_short_now", return_value=False):
-        compare(KEPT, steps, memory, mock.patch.object(*FAULTS[KEPT]), STREAMED)
-    reserve, calls = Slot.reserve, 0
-
-    def failing(*args: Any, **kwargs: Any) -> Slot:
-        nonlocal calls
-        calls += 1
-        if calls == 10:
-            raise torch.OutOfMemoryError("no memory")
-        return reserve(*args, **kwargs)
-
-    compare("an added slot that fails", steps[:5], memory, mock.patch.object(Slot, "reserve", failing), STREAMED)
-
-
-def slots_of_each_rank() -> None:
-    """Let each rank add as many slots as fit into the memory of its own GPU; the last rank's has less."""
-    compare("slots of each rank", [*FIRST, *FIRST], 200 * 2**20 - 120 * 2**20 * last_rank(), case=STREAMED)
-
-
 SELECTIONS: dict[str, Callable[[], None]] = {
     "demotions": demotions,
     "restorations": restorations,
-    "added slots": added_slots,
-    "slots of each rank": slots_of_each_rank,
     **{name: partial(grow, name, growth) for name, growth in (GROWTH | RAMPS).items()},
 }
 

@@ -103,7 +103,6 @@ class Seen:
     placed: list[dict[str, int]] = field(default_factory=list)
     """The units by placement."""
     evicted: list[bool] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
     failed: list[bool] = field(default_factory=list)
     """Whether the step was trained again after an out-of-memory error."""
 
@@ -113,7 +112,6 @@ class Seen:
         self.fingerprints.append(running.plan.fingerprint)
         self.placed.append({placement.value: placements.count(placement) for placement in Placement})
         self.evicted.append(running.is_evicted)
-        self.slots.append(running.plan.schedule.num_slots)
 
 
 def train_on_gpu(

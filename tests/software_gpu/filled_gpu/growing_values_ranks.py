@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from deep_opt_states.runtime.gpu_budget import GpuBudget
-from deep_opt_states.zero.step.held_memory import HeldMemory
+from deep_opt_states.device.cuda import AllocatorWatch
+from deep_opt_states.zero.step.gpu_memory import GpuBudget, GpuMemory
 from tests.software_gpu.filled_gpu.filled_gpu_ranks import compare
 from tests.software_gpu.filled_gpu.growing_inputs import BYTES_PER_TOKEN, CASE, Step
 from tests.software_gpu.ranks import software_process_group
@@ -59,9 +59,9 @@ class GrowthByValues:
 
 
 NOT_NOTICED = (
-    (HeldMemory, "has_failed", False),
+    (GpuMemory, "has_failed", False),
     # What the failed attempt has gathered is in use when the next one begins.
-    (HeldMemory, "bytes_in_use", lambda _: 0),
+    (AllocatorWatch, "bytes_in_use", lambda _: 0),
 )
 
 GROWTH = {
@@ -77,7 +77,7 @@ GROWTH = {
         WIDE_MARGIN_MIB,
         MEMORY_MIB + 40,
         (*WIDTHS, *[64] * 6),
-        fault=((HeldMemory, "is_short_now", lambda _: False),),
+        fault=((GpuMemory, "is_short_now", lambda _: False),),
     ),
     "at once in forward": GrowthByValues([unbalanced(46)] * 2, NARROW_MARGIN_MIB, tries_again=True, fault=NOT_NOTICED),
     "at once in backward": GrowthByValues(

@@ -55,13 +55,16 @@ def test_states_fill_the_gpu_and_leave_it_on_all_ranks_when_memory_is_short_on_o
     for name in ("shrinking memory", "retries"):
         cpu = on_cpu(answers[0][name])
         assert min(cpu) == filled < cpu[-1], name
-    assert set(on_cpu(answers[0]["an allocation that fails"])) == {at_start}
+    # All states are evicted on that rank, and the next plan takes at most half of the memory.
+    cpu = on_cpu(answers[0]["an allocation that fails"])
+    assert min(cpu) == filled < cpu[-1]
+    assert any(answers[-1]["an allocation that fails"]["evicted"])
     assert_evicted_on_the_last_rank("larger inputs of one rank", answers)
     assert on_cpu(answers[0]["larger inputs of one rank"])[-1] == filled
     log = ranks[0].output
     assert "GPU memory for states 0.0 GB -> " in log
-    assert "units from cpu to resident" in log
-    assert log.count("The CPU updates what does not fit.") == 1
+    assert "of GPU memory hold optimizer states from now on" in log
+    assert ranks[-1].output.count("could not be reserved: a larger gpu_memory_margin_gb") == 1
 
 
 @pytest.mark.promise("P1", "P6")
@@ -117,7 +120,6 @@ def test_a_need_that_grows_at_once_is_met_and_not_with_a_fault(
     [
         "inputs before the plan holds memory",
         thorough("inputs while the plan takes memory"),
-        thorough("inputs before slots are added"),
     ],
 )
 def test_a_need_that_grows_between_the_first_steps_and_the_first_plan_is_met(growth: str) -> None:
@@ -131,31 +133,8 @@ def test_a_need_that_grows_between_the_first_steps_and_the_first_plan_is_met(gro
 
 
 def takes_memory(answer: dict[str, Any]) -> bool:
-    """Return whether units or slots took memory of the GPU that they did not have after the first step."""
-    return min(on_cpu(answer)) < on_cpu(answer)[0] or max(answer["slots"]) > answer["slots"][0]
-
-
-@pytest.mark.promise("P1", "P6")
-def test_slots_are_added_in_free_memory_and_leave_it_before_a_forward_that_needs_it() -> None:
-    answers = by_name(trained("added slots", 1)[0])
-    assert answers.pop("memory is kept before larger inputs")["error"] == "OutOfMemoryError"
-    for name, answer in answers.items():
-        assert (answer["error"], answer["differences"]) == ("", []), name
-    streamed = answers["added slots"]["placed"][0]["streamed"]
-    assert answers["added slots"]["slots"] == [2, 2, 2, streamed, streamed, 2, 2]
-    fewer = answers["an added slot that fails"]["slots"][-1]
-    assert 2 < fewer < streamed, "an allocation that fails means fewer slots"
-
-
-@pytest.mark.promise("P1")
-@pytest.mark.thorough
-def test_ranks_with_different_numbers_of_slots_have_the_bits_of_stock() -> None:
-    """Check that the ranks call the same collectives in the same order, although they issue actions at other times."""
-    first, second = (by_name(finished)["slots of each rank"] for finished in trained("slots of each rank", 2))
-    for answer in (first, second):
-        assert (answer["error"], answer["differences"]) == ("", [])
-    assert first["slots"][0] == second["slots"][0] == 2
-    assert 2 < second["slots"][-1] < first["slots"][-1]
+    """Return whether units took memory of the GPU that they did not have after the first step."""
+    return min(on_cpu(answer)) < on_cpu(answer)[0]
 
 
 @pytest.mark.promise("P1", "P6")

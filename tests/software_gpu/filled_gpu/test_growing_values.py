@@ -57,6 +57,6 @@ def test_after_growth_beyond_the_margin_the_same_batch_succeeds_with_the_bits_of
     answer = answers[growth]
     assert answer["failed"] == answer["evicted"] == [step == BALANCED for step in range(len(answer["failed"]))]
     assert residents(answer)[BALANCED] > residents(answer)[BALANCED + 1]
-    assert "given back after an allocation has failed." in log
+    assert "evicted after an allocation has failed." in log
     # The second attempt fails if the memory is kept.
     assert answers["fault"]["error"] == "OutOfMemoryError"

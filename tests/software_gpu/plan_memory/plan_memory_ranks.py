@@ -16,8 +16,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from deep_opt_states.device import cuda
 from deep_opt_states.zero.internals.compat import partitions_by_name
-from deep_opt_states.zero.step import held_memory
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from perf_model.prediction.memory import MemoryKind, TrainingSetup, memory_of, reserved_by_the_runtime, staging_buffers
 from perf_model.schedule.cutting import cut_into_units
@@ -198,7 +198,7 @@ def allocated_plan(training: Training, name: str, engine: Any) -> Answer:
         "allocated": allocated,
         "gradients": gradients,
         "gradients_of_units": {placement.value: setup.widths.grad * plan.numel(placement) for placement in Placement},
-        "held": getattr(getattr(optimizer._adaptation, "memory", None), "bytes", None),
+        "held": getattr(optimizer._gpu_memory, "bytes", None),
     }
 
 
@@ -207,14 +207,15 @@ def adopt(plan: str, engine: Any) -> None:
     optimizer = engine.optimizer
     optimizer._before_eviction()
     units = cut_into_units(partitions_by_name(optimizer), LARGE_LAYER)
-    assert optimizer._running.adopt(PLANS[plan](units))
+    optimizer._running.adopt(PLANS[plan](units))
+    assert optimizer._running.restore()
 
 
 def retries(after: int | None) -> AbstractContextManager[Any]:
     """Return a context in which allocations are retried after so many steps."""
     if after is None:
         return nullcontext()
-    calls, observed = 0, held_memory.free_and_retries
+    calls, observed = 0, cuda.free_and_retries
 
     def with_retries(*mark: Any) -> tuple[int, int]:
         nonlocal calls
@@ -222,7 +223,7 @@ def retries(after: int | None) -> AbstractContextManager[Any]:
         free_bytes, before = observed(*mark)
         return free_bytes, before + (calls > after)
 
-    return mock.patch.object(held_memory, "free_and_retries", with_retries)
+    return mock.patch.object(cuda, "free_and_retries", with_retries)
 
 
 def train(training: Training, block: Block) -> tuple[Record, list[Answer], list[int]]:

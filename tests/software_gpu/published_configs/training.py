@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from benchmarks.emulated.host_passes import HostPasses
 from deep_opt_states.report.reporter import UpdateReporter
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
+from deep_opt_states.zero.step.running_plan import RunningPlan
 from examples.common.byte_gpt import StdlibText
 from perf_model.plan_request import PlanRequest, SizedPlan
 from perf_model.prediction.timeline import Timeline
-from perf_model.replanning.decision import Decision
-from perf_model.replanning.policy import ReplanningPolicy
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
 from tests.software_gpu import device, settings
 from tests.software_gpu.published_configs.emulated_h100 import H100Run
 from tests.zero.parity.training import Record, collect
@@ -224,17 +224,16 @@ class _ObservedEngine:
 def _observed() -> Iterator[_ObservedEngine]:
     """Observe the engine that is created and trained inside this context."""
     observed = _ObservedEngine()
-    plan, adopt, updated = PlanRequest.plan, ReplanningPolicy._adopt, UpdateReporter.updated
+    plan, adopt, updated = PlanRequest.plan, RunningPlan.adopt, UpdateReporter.updated
 
     def observed_plan(request: PlanRequest) -> SizedPlan:
         found = plan(request)
         observed.planned.append(found.plan.fingerprint)
         return found
 
-    def observed_adoption(policy: ReplanningPolicy, *args: Any) -> Decision:
-        decision = adopt(policy, *args)
-        observed.adopted.append(str(decision))
-        return decision
+    def observed_adoption(running: RunningPlan, adopted: UpdatePlan) -> None:
+        adopt(running, adopted)
+        observed.adopted.append(adopted.fingerprint)
 
     def observed_update(reporter: UpdateReporter, phases: Any, timeline: Any) -> None:
         observed.timeline = timeline()
@@ -242,7 +241,7 @@ def _observed() -> Iterator[_ObservedEngine]:
 
     with (
         mock.patch.object(PlanRequest, "plan", observed_plan),
-        mock.patch.object(ReplanningPolicy, "_adopt", observed_adoption),
+        mock.patch.object(RunningPlan, "adopt", observed_adoption),
         mock.patch.object(UpdateReporter, "updated", observed_update),
     ):
         yield observed

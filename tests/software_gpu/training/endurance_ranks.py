@@ -160,9 +160,8 @@ class Endurance:
         self.engine.load_checkpoint(str(self.folder))
         self.engine.optimizer._before_eviction()
         running = self.engine.optimizer._running
-        if running.is_evicted:
-            assert running.restore()
-        assert running.adopt(self.plan)
+        running.adopt(self.plan)
+        assert running.restore()
         device.synchronize()
         self.samples.append(counted(page_locked))
 

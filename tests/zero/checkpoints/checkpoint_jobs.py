@@ -28,10 +28,11 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from torch.utils._pytree import tree_flatten
 
 from deep_opt_states.config import Config
-from deep_opt_states.runtime.gpu_budget import GpuBudget
+from deep_opt_states.device import cuda
 from deep_opt_states.zero.start import planning
 from deep_opt_states.zero.start.devices import AcceleratorChoice
-from deep_opt_states.zero.step import held_memory
+from deep_opt_states.zero.step import gpu_memory
+from deep_opt_states.zero.step.gpu_memory import GpuBudget
 from tests.fork_server import import_all
 from tests.launch import answer
 from tests.model.profiles import RATES, profile
@@ -215,8 +216,8 @@ def planned_for_a_gpu() -> Iterator[None]:
     with (
         mock.patch.object(planning, "_refuse_other_machine"),
         mock.patch.object(AcceleratorChoice, "gpu_budget", gpu_budget),
-        mock.patch.object(held_memory, "free_and_retries", return_value=(10**12, 0)),
-        mock.patch.object(held_memory, "free_bytes", return_value=10**12),
+        mock.patch.object(cuda, "free_and_retries", return_value=(10**12, 0)),
+        mock.patch.object(gpu_memory, "free_bytes", return_value=10**12),
     ):
         yield
 

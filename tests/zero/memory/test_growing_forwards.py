@@ -1,14 +1,16 @@
-"""Check between which modules a growing forward gives memory back, and that backward never does."""
+"""Check between which modules a growing forward evicts states, and that backward never does."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from deep_opt_states.zero.step.growing_forwards import GrowingForwards, layers_of
+from deep_opt_states.zero.step.gpu_memory import WatchedForwards, layers_of
 
 
 class Layer(torch.nn.Module):
@@ -47,13 +49,14 @@ class Hooked:
         self.asked = 0
         self.resources = ExitStack()
         self._short_at = short_at
-        GrowingForwards(
-            model,
-            lambda: self.calls.append("begin"),
-            self._is_short,
-            lambda: self.calls.append("give back"),
-            self.resources,
+        memory: Any = SimpleNamespace(
+            has_failed=False,
+            budget=SimpleNamespace(margin_bytes=0),
+            of_training=SimpleNamespace(bytes_in_use=lambda: 0),
+            begin_forward=lambda: self.calls.append("begin"),
+            is_short_now=self._is_short,
         )
+        WatchedForwards(model, memory, lambda reason: self.calls.append("evict"), self.resources)
 
     def _is_short(self) -> bool:
         self.asked += 1
@@ -73,7 +76,7 @@ def test_memory_is_asked_for_before_each_layer_and_after_the_last(short_at: int)
     hooked = Hooked(model, short_at)
     model(torch.ones(2))
     expected = ["begin", "ask", "ask", "ask"]
-    expected.insert(1 + short_at, "give back")
+    expected.insert(1 + short_at, "evict")
     assert hooked.calls == expected
     hooked.resources.close()
     model(torch.ones(2))

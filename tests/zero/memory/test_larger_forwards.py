@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from deep_opt_states.zero.step.larger_forwards import LargerForwards
+from deep_opt_states.zero.step.gpu_memory import WatchedForwards
 
 TOLERANCE = 100
 
@@ -19,25 +21,41 @@ class Batch:
     ids: torch.Tensor
 
 
+class AnyInputs(torch.nn.Module):
+    """A model that ignores its inputs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
 @dataclass
 class HookedModel:
     """A model with the hook, and the memory that training uses."""
 
     bytes_in_use: int = 1000
-    given_back: int = 0
-    hook: LargerForwards = field(init=False)
+    evictions: int = 0
+    model: AnyInputs = field(default_factory=AnyInputs)
+    resources: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
-        self.hook = LargerForwards(self._give_memory_back, lambda: self.bytes_in_use, TOLERANCE)
+        memory: Any = SimpleNamespace(
+            has_failed=False,
+            budget=SimpleNamespace(margin_bytes=4 * TOLERANCE),
+            of_training=SimpleNamespace(bytes_in_use=lambda: self.bytes_in_use),
+            begin_forward=lambda: None,
+            is_short_now=lambda: False,
+        )
+        WatchedForwards(self.model, memory, self._evict, self.resources)
 
-    def _give_memory_back(self) -> None:
-        self.given_back += 1
+    def _evict(self, reason: str) -> None:
+        assert reason == "before a forward that may need more than any before"
+        self.evictions += 1
 
     def is_larger(self, *args: Any, **kwargs: Any) -> bool:
-        """Return whether memory is given back before a forward with these inputs."""
-        before = self.given_back
-        self.hook(torch.nn.Identity(), args, kwargs)
-        return self.given_back > before
+        """Return whether memory is evicted before a forward with these inputs."""
+        before = self.evictions
+        self.model(*args, **kwargs)
+        return self.evictions > before
 
 
 def ids(*shape: int) -> torch.Tensor:

@@ -14,8 +14,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deep_opt_states.zero.internals.compat import partitions_by_name
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
-from deep_opt_states.zero.step.adaptation import Replanning
-from deep_opt_states.zero.step.fixed_placements import OrderAdaptation
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.placement import Placement
@@ -114,8 +112,9 @@ def _adapting(
     """
     forward = DeepSpeedEngine.forward
 
-    def adapted(adaptation: OrderAdaptation | Replanning, *, memory_is_short_anywhere: bool) -> bool:
-        return adapt(adaptation._running)
+    def adapted(optimizer: DeepOptimizerStates_Stage3) -> None:
+        if adapt(optimizer._running):
+            optimizer._progress.plan_changed(optimizer.report, optimizer._assembly)
 
     def act_and_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.optimizer, DeepOptimizerStates_Stage3):
@@ -123,8 +122,7 @@ def _adapting(
         return forward(self, *args, **kwargs)
 
     with (
-        mock.patch.object(OrderAdaptation, "adapt", adapted),
-        mock.patch.object(Replanning, "adapt", adapted),
+        mock.patch.object(DeepOptimizerStates_Stage3, "_adapt", adapted),
         mock.patch.object(DeepSpeedEngine, "forward", act_and_forward),
     ):
         yield
@@ -132,7 +130,9 @@ def _adapting(
 
 def _adopt(running: RunningPlan, plan: UpdatePlan, moved: MoveCounts) -> None:
     moved.add(running.plan, plan)
-    assert running.adopt(plan)
+    was_evicted = running.is_evicted
+    running.adopt(plan)
+    assert was_evicted or running.restore()
     assert running.plan == plan
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.issuer import Issuer
 from perf_model.schedule.schedule import Schedule
 from tests.launch import answer
 from tests.zero.parity.case import Case
@@ -31,15 +31,15 @@ def main(overlap: bool) -> None:
         sub_group_size=1000,
     )
     published: list[list[int]] = []
-    adopt = Executor._adopt
+    set_schedule = Issuer.set_schedule
 
-    def recorded_adopt(self: Executor, schedule: Schedule) -> None:
+    def recorded(self: Issuer, schedule: Schedule) -> None:
         kinds = ("PUBLISH", "GPU_STEP")
         published.append([action.unit for action in schedule.actions if action.kind.value in kinds])
-        adopt(self, schedule)
+        set_schedule(self, schedule)
 
     expected = run_variant(case, None)
-    with mock.patch.object(Executor, "_adopt", recorded_adopt):
+    with mock.patch.object(Issuer, "set_schedule", recorded):
         found = run_variant(case, block)
     result: dict[str, Any] = {"differences": differences(expected, found), "published": published}
     answer(result)

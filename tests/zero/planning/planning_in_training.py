@@ -1,7 +1,7 @@
 """Let the planning of a training run plan for models and machines that are too large for a test.
 
-The code that plans at start and between steps is the engine's own: ``make_plan``, ``GpuBudget``, ``HeldMemory``,
-``Replanning``. DeepSpeed's code forms the sub-groups. Parameters have names and lengths but no elements, and the
+The code that plans at start and between steps is the engine's own: ``make_plan``, ``GpuBudget``, ``GpuMemory``.
+DeepSpeed's code forms the sub-groups. Parameters have names and lengths but no elements, and the
 measurements of the first steps are given: the windows, and the memory that is free at the peak.
 """
 
@@ -18,6 +18,7 @@ from unittest import mock
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from deep_opt_states.config import Config
+from deep_opt_states.device import cuda
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.host.cores import CoreShare
 from deep_opt_states.report.comparison import PredictedUpdate
@@ -25,14 +26,12 @@ from deep_opt_states.zero.internals.compat import partitions_by_name
 from deep_opt_states.zero.start import devices, planning
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.planning import make_plan
-from deep_opt_states.zero.step import adaptation, held_memory
-from deep_opt_states.zero.step.adaptation import Replanning
-from deep_opt_states.zero.step.fixed_placements import FirstUses
+from deep_opt_states.zero.step import gpu_memory
+from deep_opt_states.zero.step.gpu_memory import FIRST_STEPS, GpuMemory
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import TrainingSetup
 from perf_model.prediction.overlap_windows import Windows
-from perf_model.prediction.timeline import Phase, PhaseSpan
-from perf_model.replanning.measurements import FIRST_STEPS, StepMeasurement
+from perf_model.prediction.timeline import Phase, PhaseSpan, seconds_of
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Partition
@@ -73,10 +72,14 @@ class RunningWithoutStates:
         """Return whether a plan has been adopted: the first one has no memory."""
         return bool(self.adopted)
 
-    def adopt(self, plan: UpdatePlan) -> bool:
+    def adopt(self, plan: UpdatePlan) -> None:
         """Run ``plan`` from the next step on."""
-        self.plan = plan
+        self.plan, self.is_evicted = plan, True
         self.adopted.append(plan)
+
+    def restore(self) -> bool:
+        """Reserve the memory of the plan."""
+        self.is_evicted = False
         return True
 
 
@@ -132,15 +135,15 @@ class TrainingRun:
             assert planned.request is not None
             assert planned.predict is not None
             assert budget is not None
-            running: Any = RunningWithoutStates(planned.plan)
-            first_uses = FirstUses(names=lambda: self.uses, units=lambda: None)
-            replanning = Replanning(running, planned.request, budget, first_uses, before_move=lambda: None)
-            measured = planned.predict(planned.plan, None, Windows()).timeline
-            for step in range(1, FIRST_STEPS + 1):
-                replanning.observe_memory(step)
-                replanning.measure(step, self._phases, lambda: measured)
-                replanning.adapt(memory_is_short_anywhere=replanning.memory_is_short)
-            windows = StepMeasurement.from_update(1, measured, self._phases).windows
+            running: Any = RunningWithoutStates(planned.plan, tuple(self.uses))
+            memory = GpuMemory(running, planned.request, budget, before_move=lambda: None)
+            for _ in range(FIRST_STEPS):
+                memory.observe()
+                memory.measure(self._phases)
+                memory.adapt(is_short_anywhere=memory.is_short)
+            windows = Windows(
+                backward_s=seconds_of(Phase.BACKWARD, self._phases), forward_s=seconds_of(Phase.FORWARD, self._phases)
+            )
             return running.plan, planned.predict(running.plan, running.uses, windows)
 
     @property
@@ -157,21 +160,19 @@ class TrainingRun:
         ranks = SimpleNamespace(rank=0, size=self.ranks, gather=lambda value: [value] * self.ranks)
         replaced: list[tuple[Any, dict[str, Any]]] = [
             (planning, {"training_ranks": lambda: ranks}),
-            (adaptation, {"gather_values": ranks.gather, "dist": SimpleNamespace(get_rank=lambda: 0)}),
+            (gpu_memory, {"gather_values": ranks.gather, "dist": SimpleNamespace(get_rank=lambda: 0)}),
             (devices, {"_no_gpu_adam": lambda: ""}),
             (
-                held_memory,
+                cuda,
                 {
                     "free_and_retries": lambda *_: (self.free_bytes, 0),
                     "allocated_bytes": lambda: 0,
                     "failed_allocations": lambda: 0,
-                    "empty_cache": lambda: None,
-                    "mark_emptied_allocator": lambda: None,
                 },
             ),
         ]
         with ExitStack() as patches:
-            for module in (planning, adaptation):
+            for module in (planning, gpu_memory):
                 patches.enter_context(mock.patch.object(module, "raise_together", lambda action: action()))
                 patches.enter_context(mock.patch.object(module, "same_on_all_ranks", lambda find, describe: find()))
             for module, values in replaced:

@@ -11,10 +11,10 @@ import torch
 from deep_opt_states.config import Config
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.kernels.adam import AdamKernel
-from deep_opt_states.runtime.gpu_budget import GpuBudget
 from deep_opt_states.zero.start import devices
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.unsupported import Unsupported
+from deep_opt_states.zero.step.gpu_memory import GpuBudget
 from perf_model.prediction.memory import TrainingSetup, memory_of
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from deep_opt_states.runtime.gpu_budget import OBSERVED_STEPS, GpuBudget
+from deep_opt_states.zero.step.gpu_memory import OBSERVED_STEPS, GpuBudget
 
 MARGIN = 100
 
@@ -88,17 +88,6 @@ def test_memory_that_grows_after_an_eviction_makes_memory_short() -> None:
     assert training.step(600, evicts=True) == 300
     assert training.step(600 + MARGIN // 2) == 300
     assert training.step(600 + MARGIN // 2 + 1) == 1000 - 600 - MARGIN // 2 - 1 - MARGIN
-
-
-def test_retries_of_allocations_for_the_optimizer_do_not_count() -> None:
-    training = filling()
-    for _ in range(OBSERVED_STEPS):
-        training.step(200)
-    training.retries = 3
-    training.budget.ignore_retries(3)
-    assert training.step(200) == 700
-    training.retries = 4
-    assert training.step(200) == 350
 
 
 def test_the_budget_grows_once_only() -> None:

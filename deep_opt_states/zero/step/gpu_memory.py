@@ -1,0 +1,350 @@
+"""Hold optimizer states in the GPU memory that training leaves free, and evict them when training needs it.
+
+1. **Plan once.** In the first steps the CPU updates all units that no rule places. The memory that was free at their
+   peak, less a margin, is for states. Rank 0 plans, with the least of all ranks and the measured backward and forward.
+2. **When memory is short on a rank, evict, and plan once with what is left**, on all ranks. It is short when training
+   or another process has taken half of the margin, when PyTorch had to retry an allocation, and when the memory of a
+   plan could not be reserved. The memory for plans never grows again, so there are few such plans.
+3. **Evict before training needs the memory**, on one rank alone: before a forward that may need more than any before,
+   and between two layers of a forward that has taken half of the margin. Then training has as much memory as in stock.
+   The plan stays, and its memory is reserved again when the need is known.
+
+So training does not run out of memory where stock does not, unless its need grows by more than the margin inside one
+layer or in backward: gradients are being reduced then, and the memory of a plan must not change.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import is_dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+
+from deep_opt_states.device.cuda import AllocatorWatch, free_bytes, reserved_bytes
+from deep_opt_states.zero.internals.agreement import gather_values, raise_together, same_on_all_ranks
+from deep_opt_states.zero.internals.log import log_error, log_rank_0, log_this_rank
+from deep_opt_states.zero.step.running_plan import RunningPlan
+from perf_model.plan_request import PlanRequest
+from perf_model.prediction.memory import Budgets, memory_of
+from perf_model.prediction.timeline import Phase, PhaseSpan, seconds_of
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.units import gigabytes, seconds
+
+OBSERVED_STEPS = 3
+"""The steps after which the free memory is known: allocators and communication take theirs in the first ones."""
+
+FIRST_STEPS = 5
+"""The steps whose median times of backward and forward are planned with."""
+
+REMEDY = (
+    "If stock DeepSpeed has enough memory for this step, its need has grown at once by more than the margin, without a "
+    "larger input: a larger gpu_memory_margin_gb leaves more memory free"
+)
+
+
+class GpuBudget:
+    """The ``bytes`` of this rank's accelerator that a plan may hold: at first ``start_bytes``, then all that is free.
+
+    Memory is free if, at the peak, neither a process nor PyTorch's cache held it. ``margin_bytes`` of it stay free;
+    when half of them are taken, memory is short. After a retried allocation, at most half of the held bytes are
+    allowed, and nothing if there were none. Memory that no plan holds yet follows every growth of the need. The budget
+    grows once, after ``OBSERVED_STEPS``, and not even then if ``fills`` is false, because the user has set it.
+    """
+
+    def __init__(self, *, start_bytes: int, margin_bytes: int, fills: bool) -> None:
+        self.bytes = start_bytes
+        self.margin_bytes = margin_bytes
+        self._fills = fills
+        self._required_bytes = 0
+        self._least_free_bytes = 2**63
+        """The least memory that was free at a peak so far, if the optimizer had held nothing."""
+        self._steps = self._alloc_retries = 0
+
+    def require(self, required_bytes: int) -> None:
+        """Allow at least ``required_bytes``, for units that rules place on the accelerator, until memory is short."""
+        self._required_bytes = required_bytes
+        self.bytes = max(self.bytes, required_bytes)
+
+    def observe(self, free_bytes: int, alloc_retries: int, held_bytes: int, *, is_evicted: bool = False) -> None:
+        """Update the budget from the peak of the last step: the free memory while the optimizer held ``held_bytes``.
+
+        ``alloc_retries`` counts the allocations that PyTorch has retried since the process started. ``is_evicted``: the
+        ``held_bytes`` belonged to training during that peak.
+        """
+        self._steps += 1
+        free_bytes += 0 if is_evicted else held_bytes
+        self._least_free_bytes = min(free_bytes, self._least_free_bytes)
+        for_states = self._least_free_bytes - self.margin_bytes
+        if self._steps == OBSERVED_STEPS and self._fills:
+            self.bytes = max(self._required_bytes, for_states)
+        self.count_retries(alloc_retries, 0 if is_evicted else held_bytes)
+        if self._steps >= OBSERVED_STEPS:
+            is_short = self._least_free_bytes - self.margin_bytes // 2 < held_bytes
+            self.limit(for_states if is_short else max(self._required_bytes, held_bytes, for_states))
+
+    def count_retries(self, alloc_retries: int, held_bytes: int) -> None:
+        """Limit the budget if an allocation was retried since the last call, while ``held_bytes`` were held."""
+        was_retried, self._alloc_retries = alloc_retries > self._alloc_retries, alloc_retries
+        if was_retried and self._steps >= OBSERVED_STEPS:
+            self.limit(held_bytes // 2)
+
+    def is_short_with(self, free_bytes: int) -> bool:
+        """Return whether memory will be short after this step, given that ``free_bytes`` are free now."""
+        return self._steps >= OBSERVED_STEPS - 1 and free_bytes < self.margin_bytes // 2
+
+    def limit(self, limit_bytes: int) -> None:
+        """Allow no more than ``limit_bytes`` from now on, because memory was short."""
+        self.bytes = min(self.bytes, max(0, limit_bytes))
+
+
+class GpuMemory:
+    """The accelerator memory of the plan that ``running`` runs, under the rule at the top of this file.
+
+    ``request`` is the planner's request at start, and ``before_move`` is called before units move.
+    """
+
+    def __init__(
+        self, running: RunningPlan, request: PlanRequest, budget: GpuBudget, before_move: Callable[[], None]
+    ) -> None:
+        self.budget, self._running, self._request, self._before_move = budget, running, request, before_move
+        self.of_training = AllocatorWatch()
+        self.bytes = self._bytes_of_running()
+        self._steps = 0
+        self._times_s: list[tuple[float, float]] = []
+        """The seconds of backward and forward around the first updates."""
+        self._has_planned, self._planned_for = False, -1
+        """Whether the first plan was made, and this rank's budget at the last one, which rules by name may exceed."""
+        self._may_restore = True
+        """False after memory could not be reserved, until the next plan."""
+        self._need_is_known = False
+        """Whether a forward and its backward have shown, since an eviction, how much memory training needs."""
+        self._available_bytes: int | None = None
+        """The bytes that PyTorch held or could take when a forward began; None if the plan held no memory then."""
+
+    def measure(self, phases: Sequence[PhaseSpan]) -> None:
+        """Add the times of backward and forward around one update, until ``FIRST_STEPS`` are known."""
+        if len(self._times_s) < FIRST_STEPS:
+            self._times_s.append((seconds_of(Phase.BACKWARD, phases), seconds_of(Phase.FORWARD, phases)))
+
+    def adapt(self, *, is_short_anywhere: bool) -> bool:
+        """Plan if that is due, and reserve the memory of an evicted plan if it fits. Return whether the plan is new.
+
+        Every rank calls this before each backward but the first, while no update is in flight and no window is open.
+        It is a collective when a plan is due. ``is_short_anywhere`` is the same on every rank.
+        """
+        self._steps += 1
+        is_due = not self._has_planned and self._steps >= FIRST_STEPS
+        changed = (is_due or is_short_anywhere) and self._plan(is_short_anywhere)
+        self._restore()
+        return changed
+
+    def observe(self) -> None:
+        """Update the budget from the peak of memory use so far. Call this after backward, before the update."""
+        free, retries = self.of_training.free_and_retries()
+        self.budget.observe(free, retries, self.bytes, is_evicted=self._running.is_evicted)
+        self._need_is_known = True
+
+    @property
+    def is_short(self) -> bool:
+        """Return whether this rank must free memory, and another plan may do so."""
+        return self.budget.bytes < self.bytes and self.budget.bytes != self._planned_for
+
+    def _plan(self, is_short_anywhere: bool) -> bool:
+        """Plan with the least memory of all ranks, and evict for that plan; return whether it runs from now on."""
+        times_s = tuple(map(median, zip(*self._times_s, strict=True)))
+        seen = gather_values((self.budget.bytes, self._need_is_known, times_s))
+        all_times_s = [times_s for _, _, times_s in seen]
+        if not is_short_anywhere and not (all(all_times_s) and all(is_known for _, is_known, _ in seen)):
+            # A forward that may need more memory than any before is running: its backward may need the memory.
+            return False
+        before = self._request
+        if all(all_times_s):
+            self._has_planned = True
+            backward_s, forward_s = map(min, zip(*all_times_s, strict=True))
+            self._request = replace(before, windows=replace(before.windows, backward_s=backward_s, forward_s=forward_s))
+        gpu_bytes = max(before.fixed_bytes, min(budget_bytes for budget_bytes, _, _ in seen))
+        self._request = replace(self._request, budgets=Budgets(gpu_bytes=gpu_bytes), uses=self._running.uses)
+        self._planned_for = self.budget.bytes
+        memory = f"{gigabytes(before.budgets.gpu_bytes or 0)} -> {gigabytes(gpu_bytes)}"
+        plan = self._plan_on_rank_0(f"GPU memory for states {memory}")
+        if plan.fingerprint == self._running.plan.fingerprint and not is_short_anywhere:
+            return False
+        self._before_move()
+        # Page-locked memory may be short: an error that every rank must raise.
+        raise_together(lambda: self._move(plan))
+        return True
+
+    def _move(self, plan: UpdatePlan) -> None:
+        with self.of_training.changing_plan():
+            self._running.adopt(plan)
+        self._may_restore = True
+        self.bytes = self._bytes_of_running()
+        self._restore()
+
+    def _plan_on_rank_0(self, reason: str) -> UpdatePlan:
+        """Return the plan that rank 0 finds, or the running one if it finds none; the same on every rank."""
+        decisions = None
+        if dist.get_rank() == 0:
+            try:
+                found = self._request.plan()
+                before_s = self._request.evaluate(self._running.plan).exposed_s
+                times = f"{seconds(before_s)} -> {seconds(found.planned.exposed_s)}"
+                log_rank_0(f"{reason}, predicted exposed time {times}: {found.plan}")
+                decisions = found.to_json_dict()
+            except Exception as error:  # noqa: BLE001 (the running plan is valid, and training goes on with it)
+                log_error(error)
+        decisions = gather_values(decisions)[0]
+        if decisions is None:
+            return self._running.plan
+        return same_on_all_ranks(lambda: self._request.restore(decisions), lambda plan: plan.fingerprint)
+
+    def _restore(self) -> None:
+        """Reserve the memory of an evicted plan, if it fits."""
+        if not (self._running.is_evicted and self._need_is_known and self._may_restore) or self.is_short:
+            return
+        with self.of_training.changing_plan():
+            fits = self._running.restore()
+        self.bytes = self._bytes_of_running()
+        held = f"{gigabytes(self.bytes)} of GPU memory"
+        if not fits:
+            self._may_restore = False
+            self.budget.limit(self.bytes // 2)
+            log_this_rank(f"{held} could not be reserved: a larger gpu_memory_margin_gb leaves more free at start")
+        elif self.bytes:
+            log_this_rank(f"{held} hold optimizer states from now on")
+
+    def _bytes_of_running(self) -> int:
+        """Return the memory of the running plan; if it is evicted, as the planner assumes."""
+        keeps_sums = None if self._running.is_evicted else self._running.gradients.have_device_accumulators
+        return memory_of(self._running.plan, replace(self._request.setup, sums_on_accelerator=keeps_sums)).gpu_bytes
+
+    # Evict on this rank alone, around and inside a forward
+
+    def evict(self, reason: str) -> None:
+        """Free all accelerator memory of the plan until the need of training is known. No update is in flight here."""
+        # A plan without memory has nothing to free. Training then keeps PyTorch's cache, as it does in stock.
+        if self._running.holds_memory:
+            self.budget.count_retries(self.of_training.free_and_retries()[1], self.bytes)
+            with self.of_training.changing_plan():
+                self._running.evict()
+            log_this_rank(f"{gigabytes(self.bytes)} of GPU memory are evicted {reason}. The CPU updates these states")
+        self._available_bytes = None
+        self._need_is_known = False
+
+    def begin_forward(self) -> None:
+        """Remember the free memory before a forward, so that ``is_short_now`` is fast."""
+        self.of_training.forget_failures()
+        self._available_bytes = free_bytes() + reserved_bytes() if self._running.holds_memory else None
+
+    def is_short_now(self) -> bool:
+        """Return whether this forward, other processes aside, has taken so much that memory will be short after it."""
+        # A plan that exceeds the budget already is kept for rules by name.
+        if self._available_bytes is None or self.budget.bytes < self.bytes:
+            return False
+        return self.budget.is_short_with(self._available_bytes - reserved_bytes())
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether an allocation has failed since the last forward while the plan holds memory."""
+        return self._running.holds_memory and self.of_training.has_failed()
+
+    def log_failure_at_exit(self, resources: ExitStack) -> None:
+        """Log the remedy if training ends by a failed allocation, also without ``destroy()``. Keep no engine for it."""
+        resources.callback(atexit.unregister, atexit.register(_call_if_alive, weakref.WeakMethod(self._log_failure)))
+        resources.callback(self._log_failure)
+
+    def _log_failure(self) -> None:
+        if self.has_failed:
+            held = gigabytes(self.bytes)
+            log_this_rank(f"an allocation has failed while optimizer states hold {held} of GPU memory. {REMEDY}")
+
+
+def _call_if_alive(reference: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (method := reference()) is not None:
+        method()
+
+
+class WatchedForwards:
+    """The hooks that call ``evict`` before and in forwards of ``module`` that may need the memory of ``memory``.
+
+    A larger batch or a longer sequence is noticed before the forward, and so is a cache that has grown since. Other
+    needs depend on values, such as the capacity of experts. They accumulate from layer to layer, hence the hooks before
+    each layer and after the last one. Layers that backward recomputes do not count.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, memory: GpuMemory, evict: Callable[[str], None], resources: ExitStack
+    ) -> None:
+        self._memory, self._evict = memory, evict
+        self._largest: dict[tuple[Any, ...], tuple[int, int]] = {}
+        """The most elements and the longest dimension so far of each argument, with gradients and without."""
+        self._most_bytes, self._is_in_forward = 0, False
+        before_layer = torch.compiler.disable(self._before_layer)
+        for hook in (
+            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
+            # Also after an error: backward must not find that a forward is running.
+            module.register_forward_hook(self._after_forward, always_call=True),
+            # Before DeepSpeed's own hook, which gathers the parameters of the layer.
+            *(layer.register_forward_pre_hook(before_layer, prepend=True) for layer in layers_of(module)),
+        ):
+            resources.callback(hook.remove)
+
+    def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if self._memory.has_failed:
+            self._evict(f"after an allocation has failed. {REMEDY}")
+        if self._may_need_more((args, kwargs)):
+            self._evict("before a forward that may need more than any before")
+        self._memory.begin_forward()
+        self._is_in_forward = True
+
+    def _before_layer(self, layer: torch.nn.Module, args: Any) -> None:
+        if self._is_in_forward and self._memory.is_short_now():
+            self._evict("in a forward that has taken half of gpu_memory_margin_gb")
+
+    def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        # After an error there is no output, and the next forward finds the failed allocation.
+        if output is not None:
+            self._before_layer(module, args)
+        self._is_in_forward = False
+
+    def _may_need_more(self, inputs: Any) -> bool:
+        """Return whether a tensor, or all of them together, is larger than before, or more memory is in use.
+
+        The first forward does not count: the plan then holds no memory, or as much as the config asks for.
+        """
+        sizes = _sizes(inputs, ())
+        sizes[("all",)] = sum(numel for numel, _ in sizes.values()), 0
+        is_first, is_larger = not self._largest, False
+        for path, (numel, length) in sizes.items():
+            # Attention may need memory that grows with the square of the length.
+            key = (torch.is_grad_enabled(), *path)
+            most, longest = self._largest.get(key, (-1, -1))
+            is_larger |= numel > most or length > longest
+            self._largest[key] = max(numel, most), max(length, longest)
+        in_use = self._memory.of_training.bytes_in_use()
+        has_grown = in_use > self._most_bytes + self._memory.budget.margin_bytes // 4
+        self._most_bytes = in_use if is_first or has_grown else self._most_bytes
+        return not is_first and (is_larger or has_grown)
+
+
+def layers_of(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the modules in the outermost lists inside ``module``, which are the layers of nearly every model."""
+    for child in module.children():
+        is_list = isinstance(child, torch.nn.ModuleList | torch.nn.Sequential)
+        yield from child.children() if is_list else layers_of(child)
+
+
+def _sizes(value: Any, path: tuple[Any, ...]) -> dict[tuple[Any, ...], tuple[int, int]]:
+    """Return the elements and the longest dimension of each tensor in ``value``, by its path in it."""
+    if isinstance(value, torch.Tensor):
+        return {path: (value.numel(), max(value.shape, default=0))}
+    if is_dataclass(value) and not isinstance(value, type):
+        value = vars(value)
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value if isinstance(value, tuple | list) else ())
+    return {found: size for name, entry in pairs for found, size in _sizes(entry, (*path, name)).items()}

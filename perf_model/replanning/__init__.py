@@ -1,1 +1,0 @@
-"""Decide while training runs whether another plan is better: with measured windows and rates, and with free memory."""

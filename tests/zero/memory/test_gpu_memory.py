@@ -1,0 +1,237 @@
+"""Check when a rank plans, evicts and reserves memory again, and that a failed allocation is logged at the end."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from deep_opt_states.device import cuda
+from deep_opt_states.zero.step import gpu_memory
+from deep_opt_states.zero.step.gpu_memory import FIRST_STEPS, GpuBudget, GpuMemory
+from perf_model.plan_request import PlanRequest
+from perf_model.prediction.memory import Budgets, memory_of
+from perf_model.prediction.overlap_windows import Windows
+from perf_model.prediction.timeline import Phase, PhaseSpan
+from perf_model.schedule.cutting import BORDER_MULTIPLE
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.rules import PlacementRule, PlacementRules
+from perf_model.schedule.workload import Partition
+from tests.model.costs import cost
+
+GB = 10**9
+NUMEL = BORDER_MULTIPLE * 4_000_000
+PHASES = (PhaseSpan(Phase.BACKWARD, -0.05, 0.0), PhaseSpan(Phase.FORWARD, 0.0, 0.1))
+REQUEST = PlanRequest(
+    sub_groups=[[Partition(f"layers.{layer}.weight", NUMEL) for layer in range(16)]],
+    unit_sizes=(NUMEL,),
+    cost=cost(cpu=1.5e9, h2d=25e9, d2h=26e9, both=42e9, dram=90e9, gpu=8e10, latency=1e-5),
+    budgets=Budgets(gpu_bytes=0),
+    windows=Windows(),
+)
+
+
+@dataclass
+class RecordedPlan:
+    """A ``RunningPlan`` without states, which lists its calls. ``failures``: whether the next restorations fail."""
+
+    plan: UpdatePlan
+    is_evicted: bool = False
+    uses: None = None
+    calls: list[str] = field(default_factory=list)
+    failures: list[bool] = field(default_factory=list)
+    gradients: Any = field(default_factory=lambda: SimpleNamespace(have_device_accumulators=False))
+
+    @property
+    def holds_memory(self) -> bool:
+        return not self.is_evicted and self.plan.numel(Placement.CPU) < self.plan.workload.numel
+
+    def evict(self) -> None:
+        self.calls.append("evict")
+        self.is_evicted = True
+
+    def adopt(self, plan: UpdatePlan) -> None:
+        self.calls.append("adopt")
+        self.plan, self.is_evicted = plan, True
+
+    def restore(self) -> bool:
+        self.calls.append("restore")
+        self.is_evicted = self.failures.pop(0) if self.failures else False
+        return not self.is_evicted
+
+
+class TrainingOfOneRank:
+    """A training run whose GPU has ``free_bytes`` at each peak while no plan holds anything."""
+
+    def __init__(self, request: PlanRequest = REQUEST, *, free_bytes: int = 10 * GB) -> None:
+        self.free_bytes, self.retries, self.failed = free_bytes, 0, 0
+        self.peers: list[tuple[Any, ...]] = []
+        """The values that other ranks exchange when this rank plans."""
+        self.running = RecordedPlan(request.plan().plan)
+        self.budget = GpuBudget(start_bytes=0, margin_bytes=GB, fills=True)
+        self.budget.require(request.fixed_bytes)
+        running: Any = self.running
+        self.memory = GpuMemory(running, request, self.budget, before_move=lambda: None)
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self.running.is_evicted else memory_of(self.running.plan, REQUEST.setup).gpu_bytes
+
+    def step(self) -> bool:
+        """Train one step, and return whether its border changed the plan."""
+        self.memory.begin_forward()
+        changed = self.memory.adapt(is_short_anywhere=self.memory.is_short)
+        self.memory.observe()
+        self.memory.measure(PHASES)
+        return changed
+
+
+@pytest.fixture(autouse=True)
+def training() -> Iterator[TrainingOfOneRank]:
+    """Return a training run. The GPU and the other ranks are those of the run that was created last."""
+    with ExitStack() as patches:
+        run: Any = SimpleNamespace(now=None)
+        create = TrainingOfOneRank.__init__
+
+        def remember(self: TrainingOfOneRank, *args: Any, **kwargs: Any) -> None:
+            run.now = self
+            create(self, *args, **kwargs)
+
+        for owner, name, replacement in (
+            (TrainingOfOneRank, "__init__", remember),
+            (cuda, "free_and_retries", lambda _: (run.now.free_bytes - run.now.held_bytes, run.now.retries)),
+            (cuda, "failed_allocations", lambda: run.now.failed),
+            (gpu_memory, "free_bytes", lambda: run.now.free_bytes - run.now.held_bytes),
+            (
+                gpu_memory,
+                "gather_values",
+                lambda value: [value, *run.now.peers] if isinstance(value, tuple) else [value],
+            ),
+            (gpu_memory, "raise_together", lambda action: action()),
+            (gpu_memory, "same_on_all_ranks", lambda find, _: find()),
+            (gpu_memory.dist, "get_rank", lambda: 0),
+        ):
+            patches.enter_context(mock.patch.object(owner, name, replacement))
+        yield TrainingOfOneRank()
+
+
+def filled(training: TrainingOfOneRank) -> TrainingOfOneRank:
+    """Return ``training`` after its first plan."""
+    assert [training.step() for _ in range(FIRST_STEPS + 1)] == [False] * (FIRST_STEPS - 1) + [True, False]
+    return training
+
+
+@pytest.mark.promise("P5")
+def test_what_is_free_after_the_first_steps_is_planned_with_once(training: TrainingOfOneRank) -> None:
+    filled(training)
+    assert training.running.calls == ["adopt", "restore"]
+    assert 0 < training.held_bytes <= 9 * GB
+    expected = memory_of(training.running.plan, REQUEST.setup).gpu_bytes
+    assert training.memory.bytes == expected
+    assert not any(training.step() for _ in range(200)), "nothing else leads to a plan"
+
+
+def test_no_plan_is_made_before_all_ranks_know_their_windows_and_their_need(training: TrainingOfOneRank) -> None:
+    unknown_need, unmeasured = (5 * GB, False, (0.05, 0.1)), (5 * GB, True, ())
+    for peer in (unknown_need, unmeasured):
+        training.peers = [peer]
+        assert not any(training.step() for _ in range(FIRST_STEPS + 3))
+    training.peers = [(5 * GB, True, (0.05, 0.1))]
+    assert training.step()
+    assert 0 < training.held_bytes <= 5 * GB, "the least of all ranks"
+
+
+@pytest.mark.promise("P6")
+@pytest.mark.parametrize("cause", ["a larger peak or another process", "a retried allocation"])
+def test_when_memory_is_short_a_plan_is_made_once_with_what_is_left(training: TrainingOfOneRank, cause: str) -> None:
+    before = filled(training).held_bytes
+    if cause == "a retried allocation":
+        training.retries += 1
+    else:
+        training.free_bytes = 4 * GB
+    assert not training.step()
+    assert training.memory.is_short
+    training.running.calls.clear()
+    assert [training.step() for _ in range(20)] == [True] + [False] * 19
+    assert training.running.calls == ["adopt", "restore"]
+    assert 0 < training.held_bytes <= (before // 2 if training.retries else 3 * GB)
+
+
+@pytest.mark.promise("P6")
+def test_evicted_states_return_when_the_need_is_known_and_the_plan_stays(training: TrainingOfOneRank) -> None:
+    plan = filled(training).running.plan
+    training.running.calls.clear()
+    training.memory.evict("in a test")
+    assert not training.memory.adapt(is_short_anywhere=False)
+    assert training.running.is_evicted, "the backward of this forward has not shown its need"
+    training.memory.observe()
+    assert not training.step()
+    assert training.running.calls == ["evict", "restore"]
+    assert training.running.plan is plan
+
+
+@pytest.mark.promise("P6")
+def test_memory_that_cannot_be_reserved_halves_what_is_planned_with(training: TrainingOfOneRank) -> None:
+    training.running.failures = [True]
+    assert [training.step() for _ in range(FIRST_STEPS)][-1]
+    assert training.running.is_evicted
+    filled_bytes = training.memory.bytes
+    training.running.calls.clear()
+    assert [training.step() for _ in range(10)] == [True] + [False] * 9
+    assert training.running.calls == ["adopt", "restore"]
+    assert 0 < training.held_bytes <= filled_bytes // 2
+
+
+@pytest.mark.promise("P6")
+def test_states_that_rules_keep_are_planned_for_once_and_stay(training: TrainingOfOneRank) -> None:
+    request = replace(REQUEST, rules=PlacementRules((PlacementRule(("*",), "resident"),)))
+    request = replace(request, budgets=Budgets(gpu_bytes=request.fixed_bytes))
+    ruled = TrainingOfOneRank(request, free_bytes=20 * GB)
+    for _ in range(FIRST_STEPS + 2):
+        ruled.step()
+    plan = ruled.running.plan
+    assert set(plan.placements) == {Placement.RESIDENT}
+    ruled.free_bytes = 2 * GB
+    assert sum(ruled.step() for _ in range(20)) == 1
+    assert ruled.running.plan.placements == plan.placements
+
+
+def test_retries_and_failures_of_allocations_for_a_plan_do_not_count(training: TrainingOfOneRank) -> None:
+    watch = cuda.AllocatorWatch()
+    with watch.changing_plan():
+        training.retries += 3
+        training.failed += 1
+    assert watch.free_and_retries() == (training.free_bytes, 0)
+    assert not watch.has_failed()
+    training.retries += 1
+    training.failed += 1
+    assert watch.free_and_retries() == (training.free_bytes, 1)
+    assert watch.has_failed()
+
+
+@pytest.mark.promise("P6")
+def test_a_failed_allocation_is_logged_without_a_process_group(training: TrainingOfOneRank) -> None:
+    filled(training)
+    with mock.patch("deep_opt_states.zero.internals.log.log_dist") as log, ExitStack() as resources:
+        training.memory.log_failure_at_exit(resources)
+        training.failed += 1
+    assert "an allocation has failed while optimizer states hold" in log.call_args.args[0]
+
+
+def test_the_callback_at_exit_does_not_keep_the_memory(training: TrainingOfOneRank) -> None:
+    running: Any = training.running
+    resources = ExitStack()
+    memory = GpuMemory(running, REQUEST, training.budget, before_move=lambda: None)
+    memory.log_failure_at_exit(resources)
+    known = weakref.ref(memory)
+    del resources, memory
+    gc.collect()
+    assert known() is None
