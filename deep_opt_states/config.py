@@ -249,7 +249,11 @@ class Config(BaseModel):
                         f'Change the list, or "sub_group_size" in "zero_optimization", or name a rule '
                         f'such as "placement": "stride".'
                     )
-                return tuple(Placement(entries[unit.sub_group]) for unit in workload.units)
+                placements = [Placement(entries[unit.ranges[0].sub_group]) for unit in workload.units]
+                return tuple(
+                    Placement.CPU if unit.is_persistent else placement
+                    for unit, placement in zip(workload.units, placements, strict=True)
+                )
             case "stride":
                 assert self.update_stride is not None
                 return place_by_stride(workload, self.update_stride)

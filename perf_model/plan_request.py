@@ -115,7 +115,10 @@ class PlanRequest:
             return ""
         if unavailable:
             why = unavailable
-        elif set(plan.placements) == {Placement.RESIDENT}:
+        elif all(
+            placement is Placement.RESIDENT or unit.is_persistent
+            for unit, placement in zip(plan.workload.units, plan.placements, strict=True)
+        ):
             why = "the states of all units fit into GPU memory, and stay there."
         elif all(unit.fixed is not None for unit in plan.workload.units):
             why = "rules give every unit another placement."

@@ -81,7 +81,8 @@ def test_placements_by_rule_are_of_units_and_a_list_is_of_sub_groups() -> None:
         config = parse({"unit_size": 1024, **block})
         plan = config.plan(config.workload(SUB_GROUPS))
         return [
-            (unit.sub_group, placement) for unit, placement in zip(plan.workload.units, plan.placements, strict=True)
+            (unit.ranges[0].sub_group, placement)
+            for unit, placement in zip(plan.workload.units, plan.placements, strict=True)
         ]
 
     assert placements(placement="stride", update_stride=2) == [

@@ -76,7 +76,7 @@ def test_the_exposed_time_is_predicted_for_the_measured_windows() -> None:
 
 
 WORK = Work(numel=40, gpu_share=0.5, numels=[10, 10, 8, 10], widths=Widths(param=2, grad=2))
-"""The work of four units, the third of which has an early range of two parameters."""
+"""The work of four units."""
 
 
 def reported(predicted: Timeline | None, updates: Sequence[float], sinks: Sequence[ReportSink] = ()) -> list[str]:

@@ -26,7 +26,7 @@ from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.kernels.adam import DEFAULT_BETAS, AdamKernel, AdamStep
 from deep_opt_states.device.kernels.choice import cpu_adam
 from deep_opt_states.device.kernels.fused import FusedAdam
-from deep_opt_states.runtime.state import UnitState
+from deep_opt_states.runtime.state import UnitPart
 from deep_opt_states.runtime.state_memory import StateMemory
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -76,7 +76,7 @@ def fresh_state(numel: int) -> AdamState:
     )
 
 
-def in_slab(state: AdamState, gradient: torch.Tensor, kernel: AdamKernel) -> UnitState:
+def in_slab(state: AdamState, gradient: torch.Tensor, kernel: AdamKernel) -> UnitPart:
     """Return a copy of ``state`` as our training allocates it: in one slab, first touched by the kernel's threads."""
     numel = gradient.numel()
     plan = UpdatePlan(workload=Workload.from_numels([numel]), placements=(Placement.CPU,), num_slots=1)
@@ -84,9 +84,10 @@ def in_slab(state: AdamState, gradient: torch.Tensor, kernel: AdamKernel) -> Uni
     memory.set_plan(plan)
     (tensors,), (unit,) = memory.sub_groups, memory.units
     kernel.zero(tensors.adam_tensors)
-    unit.master.copy_(state.master)
-    unit.grad.copy_(gradient)
-    return unit
+    (part,) = unit.parts
+    part.master.copy_(state.master)
+    part.grad.copy_(gradient)
+    return part
 
 
 class ThreePassUpdate:
@@ -141,7 +142,7 @@ class FusedUpdate:
 
     def __init__(self, state: AdamState, gradient: torch.Tensor, threads: int) -> None:
         self._kernel = fused_adam(threads)
-        self._tensors = tensors = in_slab(state, gradient, self._kernel).cpu_tensors
+        self._tensors = tensors = in_slab(state, gradient, self._kernel).cpu_update().tensors
         assert tensors.param is not None
         self.state = AdamState(
             master=tensors.master, exp_avg=tensors.exp_avg, exp_avg_sq=tensors.exp_avg_sq, param=tensors.param

@@ -33,9 +33,8 @@ from that of Adam.
 class Work:
     """The work of each update on this rank.
 
-    ``numel`` parameters are updated, ``gpu_share`` of them on the accelerator. ``numels`` has the parameters of each
-    unit that the schedule's actions update; they are fewer than the unit has if early ranges are updated before
-    ``step()`` returns. ``widths`` are the bytes per parameter of the tensors that are copied.
+    ``numel`` parameters are updated, ``gpu_share`` of them on the accelerator. ``numels`` holds the parameters of each
+    unit. ``widths`` are the bytes per parameter of the tensors that are copied.
     """
 
     numel: int

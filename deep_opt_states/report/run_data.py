@@ -17,9 +17,9 @@ from perf_model.json_input import parse_json, read_text, shorten
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import Unit, Workload
+from perf_model.schedule.workload import Range, Unit, Workload
 
-FORMAT = 2
+FORMAT = 3
 
 INFO, STEPS, MEASURED, PREDICTED = "run.json", "steps.jsonl", "timeline.json", "predicted.json"
 PAGE = "report.html"
@@ -56,7 +56,10 @@ class RunInfo:
             "accelerator": self.accelerator,
             "software": dict(self.software),
             "plan": {
-                "units": [[unit.numel, unit.sub_group, unit.begin, unit.label] for unit in plan.workload.units],
+                "units": [
+                    [[[run.sub_group, run.begin, run.numel] for run in unit.ranges], unit.label]
+                    for unit in plan.workload.units
+                ],
                 "placements": [placement.value for placement in plan.placements],
                 "num_slots": plan.num_slots,
                 "order": None if plan.order is None else list(plan.order),
@@ -79,8 +82,8 @@ class RunInfo:
             plan=UpdatePlan(
                 workload=Workload(
                     tuple(
-                        Unit(index, int(numel), sub_group=int(sub_group), begin=int(begin), label=str(label))
-                        for index, (numel, sub_group, begin, label) in enumerate(plan["units"])
+                        Unit(index, tuple(Range(*map(int, run)) for run in ranges), str(label))
+                        for index, (ranges, label) in enumerate(plan["units"])
                     )
                 ),
                 placements=tuple(map(Placement, plan["placements"])),

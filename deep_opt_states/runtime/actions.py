@@ -1,8 +1,5 @@
 """Execute each kind of action by one method, which a dispatch table selects, and hold the slots that actions use.
 
-The actions update and publish only the rest of each unit. They do not write to the early ranges, whose parameters
-the model may already read or write. An action of a unit without a rest does nothing, and needs no slot.
-
 The views that an action works on are made once for each slot that it uses, and not in each step: the host issues
 hundreds of copies there.
 """
@@ -11,34 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from operator import is_
+from typing import Any
 
 import torch
 
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel, RangeUpdate
-from deep_opt_states.runtime.state import Slot, Split, UnitState
+from deep_opt_states.runtime.state import Copies, Slot, UnitState
 from perf_model.schedule.action import Action, ActionKind, Lane
 from perf_model.schedule.schedule import Schedule
-
-Copies: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
-"""Destinations and sources, in the order in which they are copied."""
 
 
 @dataclass(frozen=True)
 class UnitOperations:
-    """The update and the publication of one unit, for the gradient and the parameters that it has at present."""
+    """The update and the publication of one unit, for the gradients and the parameters that it has at present."""
 
-    grad: torch.Tensor
-    param: torch.Tensor
+    tensors: list[torch.Tensor]
+    """The gradient and the parameters of each part."""
     updates: dict[int | None, list[RangeUpdate]]
-    """The updates by the index of the slot that has the states; None if they are in no slot."""
+    """The updates by the index of the slot that holds the states; None if they are in no slot."""
     publications: Copies
     """The copies of updated parameters."""
+    distributed: Copies
+    """The copies within the accelerator that follow them."""
 
     def is_current(self, state: UnitState) -> bool:
-        """Return whether the unit of this ``state`` still has this gradient and these parameters."""
-        return self.grad is state.grad and self.param is state.param
+        """Return whether the unit of this ``state`` still has these gradients and parameters."""
+        return all(map(is_, self.tensors, _tensors_of(state)))
+
+
+def _tensors_of(state: UnitState) -> list[torch.Tensor]:
+    return [tensor for part in state.parts for tensor in (part.grad, part.param)]
 
 
 class Actions:
@@ -50,7 +51,6 @@ class Actions:
 
     def __init__(self, device: Device[Any], host_adam: AdamKernel, device_adam: AdamKernel | None) -> None:
         self._states: Sequence[UnitState] = ()
-        self._splits: Sequence[Split] = ()
         self._device = device
         self._host_adam = host_adam
         self._device_adam = device_adam
@@ -69,18 +69,16 @@ class Actions:
             ActionKind.PUBLISH: self._publish,
         }
 
-    def set_units(self, schedule: Schedule, states: Sequence[UnitState], splits: Sequence[Split]) -> None:
+    def set_units(self, schedule: Schedule, states: Sequence[UnitState]) -> None:
         """Update ``states`` from now on, with the slots that ``schedule`` needs; slots of the same length are kept.
 
         Raise the device's out-of-memory error if memory is short; then nothing has changed. The caller makes sure that
         no stream still copies from or to a slot that is freed here.
         """
-        uses_slots = any(action.slot is not None and splits[action.unit].rest for action in schedule.actions)
-        num_slots = schedule.num_slots if uses_slots else 0
         kept = [slot for slot in self._slots if slot.master.numel() == schedule.slot_numel]
-        added = range(len(kept), num_slots)
+        added = range(len(kept), schedule.num_slots)
         slots = [*kept, *(Slot.reserve(self._device, schedule.slot_numel) for _ in added)]
-        self._states, self._splits, self._slots = states, splits, slots[:num_slots]
+        self._states, self._slots = states, slots[: schedule.num_slots]
         self._shift = 0
         self._forget_views()
 
@@ -91,8 +89,7 @@ class Actions:
 
     def run(self, action: Action) -> None:
         """Issue ``action`` on the current stream, or run it on the current thread if it is a CPU step."""
-        if self._splits[action.unit].rest:
-            self._bodies[action.kind](action)
+        self._bodies[action.kind](action)
 
     def forget_replaced_tensors(self) -> None:
         """Drop the references to gradients and parameters that units have no more. No update is running."""
@@ -131,7 +128,10 @@ class Actions:
         self._host_adam.update_ranges(self._updates_of(action))
 
     def _publish(self, action: Action) -> None:
-        self._copy(self._operations_of(action).publications)
+        operations = self._operations_of(action)
+        self._copy(operations.publications)
+        if operations.distributed:
+            self._device.copy_each(operations.distributed)
 
     def _copy(self, copies: Copies) -> None:
         for destination, source in copies:
@@ -147,13 +147,9 @@ class Actions:
         return self._state_copies[key]
 
     def _derive_copies(self, action: Action, slot: Slot) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        state, narrowed = self._states[action.unit], slot.narrow(self._states[action.unit].numel)
-        rest = self._splits[action.unit].rest
-        # All ranges of one tensor after the other, as they are in memory.
-        for pairs in zip(*(state.copied_states(element_range, narrowed) for element_range in rest), strict=True):
-            for on_host, on_accelerator in pairs:
-                is_prefetch = action.kind is ActionKind.PREFETCH
-                yield (on_accelerator, on_host) if is_prefetch else (on_host, on_accelerator)
+        for on_host, on_accelerator in self._states[action.unit].copied_states(slot):
+            is_prefetch = action.kind is ActionKind.PREFETCH
+            yield (on_accelerator, on_host) if is_prefetch else (on_host, on_accelerator)
 
     def _updates_of(self, action: Action) -> list[RangeUpdate]:
         """Return the updates of the action's unit, in the slot that it uses now."""
@@ -170,32 +166,14 @@ class Actions:
         state = self._states[action.unit]
         known = self._operations.get(action.unit)
         if known is None or not known.is_current(state):
-            publications = self._derive_publications(action, state)
-            known = self._operations[action.unit] = UnitOperations(state.grad, state.param, {}, publications)
+            known = self._operations[action.unit] = UnitOperations(_tensors_of(state), {}, *state.publications())
         return known
 
     def _derive_updates(self, action: Action, slot: int | None) -> list[RangeUpdate]:
-        state, rest = self._states[action.unit], self._splits[action.unit].rest
+        state = self._states[action.unit]
         if action.lane is not Lane.COMPUTE:
-            return [state.cpu_update_of(element_range) for element_range in rest]
-        if slot is not None:
-            states = self._slots[slot].narrow(state.numel)
-        else:
+            return [part.cpu_update() for part in state.parts]
+        if slot is None:
             assert state.resident is not None
-            states = state.resident.states
-        tensors = state.accelerator_tensors(states)
-        return [state.update_of(element_range, tensors) for element_range in rest]
-
-    def _derive_publications(self, action: Action, state: UnitState) -> Copies:
-        """Return the copies of updated parameters; none if the update writes the model's own parameters."""
-        rest = self._splits[action.unit].rest
-        if action.lane is Lane.COMPUTE:
-            if state.staged is None:
-                return []
-            sources = [state.view(state.staged, element_range) for element_range in rest]
-        elif state.cpu_writes_param:
-            return []
-        else:
-            sources = [state.view(state.rounded, element_range) for element_range in rest]
-        params = [state.view(state.param, element_range) for element_range in rest]
-        return list(zip(params, sources, strict=True))
+            return [part.accelerator_update(state.resident.states) for part in state.parts]
+        return [part.accelerator_update(self._slots[slot]) for part in state.parts]

@@ -17,7 +17,7 @@ def check_executable(schedule: Schedule, states: Sequence[UnitState]) -> None:
     The worker issues the actions that wait for a CPU step, so these must be the publications, each with its own wait.
     Nothing else may wait for them, because a stream can wait only for an event that was recorded before.
     """
-    placements = check(schedule, Workload.from_numels(state.numel for state in states))
+    placements = check(schedule, Workload.from_numels(state.length for state in states))
     of_cpu_units = {action.name for action in schedule.actions if action.lane in (Lane.CPU, Lane.PUBLISH)}
     for action in schedule.actions:
         expected = [f"{ActionKind.CPU_STEP.value} {action.unit}"] if action.kind is ActionKind.PUBLISH else []

@@ -17,13 +17,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
 from deep_opt_states.runtime.actions import Actions
-from deep_opt_states.runtime.early_update import EarlyBuffers, EarlyUpdate
 from deep_opt_states.runtime.executable import check_executable
 from deep_opt_states.runtime.failure import UpdateFailed
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.runtime.resident_states import ResidentStates
-from deep_opt_states.runtime.state import Split, UnitState
+from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.uninterrupted import Uninterrupted
 from deep_opt_states.runtime.worker import CpuLane, Worker
 from perf_model.prediction.timeline import Timeline
@@ -49,28 +48,25 @@ def section(
 class Executor:
     """The runtime that executes one schedule per optimizer step, on the accelerator's streams and one worker thread.
 
-    Streams and threads are reserved in the constructor, events and slots there, in ``set_units`` and in
-    ``set_schedule``. An update allocates nothing. ``host_adam`` updates in host memory, and ``device_adam`` on the
-    accelerator; it may be None if every unit is updated on the CPU. ``worker`` is the cpu lane, a new ``Worker`` by
-    default. ``splits`` has the ranges of each unit that ``begin`` updates early; by default there are none. Every
-    action is issued, or run by the worker, inside the context ``span(name)``. Raise ``ScheduleError`` if the schedule
-    is not safe to execute.
+    Streams and threads are reserved in the constructor, events and slots there and in ``set_units``. An update
+    allocates nothing. ``host_adam`` updates in host memory, and ``device_adam`` on the accelerator; it may be None if
+    every unit is updated on the CPU. ``worker`` is the cpu lane, a new ``Worker`` by default. Every action is issued,
+    or run by the worker, inside the context ``span(name)``. Raise ``ScheduleError`` if the schedule is not safe to
+    execute.
 
     **Order of calls.** One thread makes all calls. ``begin`` starts an update and ``finish`` ends it; ``run`` does
     both. ``finish_on_stream`` ends it, too, but leaves its flushes in flight. Between them the caller may call
-    ``publish``, ``publish_early_ranges``, ``mark_requested``, ``may_block``, ``may_advance`` and ``advance``, in any
-    order and any number of times. ``prefetch``, ``give_states_back``, ``give_params_back``, ``write_back``,
-    ``check_params``, ``set_units``, ``forget_replaced_tensors`` and ``touch`` are called only while
+    ``publish``, ``may_advance`` and ``advance``, in any order and any number of times. ``prefetch``,
+    ``give_states_back``, ``write_back``, ``set_units``, ``forget_replaced_tensors`` and ``touch`` are called only while
     no update is pending. ``forget_failure`` is called after a failure, and ``close`` comes last.
 
     **Memory.** Between updates gradients and parameters belong to the caller: on every stream and thread after
     ``finish``, and on the stream that was current in ``finish_on_stream`` after that. Optimizer states do so after
     ``finish`` and ``give_states_back``, until ``prefetch`` or ``begin``. From ``begin`` to ``finish`` gradients,
     optimizer states and parameters belong to the executor: the caller must neither write to gradients and states nor
-    read parameters. There are two exceptions: the parameters of early ranges may be read and written once ``begin`` has
-    returned, and the parameters of a unit may be read after ``publish``, both only on the stream that is current in
-    ``begin`` or ``publish``. On any other stream, call ``publish_early_ranges`` or ``publish`` first. ``finish`` blocks
-    the host until nothing is in flight, so that afterwards every stream and thread may use the tensors.
+    read parameters. The exception are the parameters of a unit, which may be read and written after ``publish``, on the
+    stream that is current there. On any other stream, call ``publish`` first. ``finish`` blocks the host until nothing
+    is in flight, so that afterwards every stream and thread may use the tensors.
 
     **Failure.** Any exception in any lane is fatal for the update: parameters and states may already be updated for
     some units and not for others. The executor stops, waits for the operations in flight and keeps the exception
@@ -94,7 +90,6 @@ class Executor:
         host_adam: AdamKernel,
         device_adam: AdamKernel | None,
         worker: CpuLane | None = None,
-        splits: Sequence[Split] | None = None,
         span: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         check_executable(schedule, states)
@@ -105,22 +100,18 @@ class Executor:
         # Where slots are host memory, both are the same kernel, whose step begins once.
         self._kernels = tuple({id(adam): adam for adam in (host_adam, device_adam) if adam is not None}.values())
         self._host_adam = host_adam
-        self._device_adam = device_adam
         self._actions = Actions(device, host_adam, device_adam)
-        self._early_buffers: EarlyBuffers | None = None
         self._pending = self._flushing = False
         self._failure: BaseException | None = None
         self._worker = worker or Worker(device.enter_thread)
         self._uninterrupted = Uninterrupted(device)
         self._issuer = Issuer(device, self._lanes, self._worker, self._actions.run, span)
         try:
-            self._use(schedule, states, splits)
+            self._use(schedule, states)
         except BaseException:
             self._worker.close()
             self._uninterrupted.close()
             raise
-        self._requested = 0
-        """The position in the schedule before which every rank has requested each PUBLISH."""
 
     @property
     def pending(self) -> bool:
@@ -148,7 +139,7 @@ class Executor:
         return self._uninterrupted.run(run)
 
     @section
-    def set_units(self, schedule: Schedule, states: Sequence[UnitState], splits: Sequence[Split] | None = None) -> None:
+    def set_units(self, schedule: Schedule, states: Sequence[UnitState]) -> None:
         """Update ``states`` by ``schedule`` from the next update on, and reserve the slots that it needs.
 
         The caller has called ``write_back``, unless the units and their memory are the same as before. Raise
@@ -160,23 +151,12 @@ class Executor:
         self.finish()
         # A lane may still copy into a slot or into resident memory that is freed here, for an update that never began.
         self._lanes.drain()
-        self._use(schedule, states, splits)
+        self._use(schedule, states)
 
-    def _use(self, schedule: Schedule, states: Sequence[UnitState], splits: Sequence[Split] | None) -> None:
+    def _use(self, schedule: Schedule, states: Sequence[UnitState]) -> None:
         """Update ``states`` by ``schedule``, which is safe. If memory is short, nothing has changed."""
-        splits = splits or [Split.create(state.elements) for state in states]
-        # These are for this rank only. ``self._splits`` is the same on every rank, because it decides which collectives
-        # forward calls.
-        local_splits = [
-            Split.all_early(state.elements) if state.is_evicted else split
-            for state, split in zip(states, splits, strict=True)
-        ]
-        early_update = EarlyUpdate(
-            states, local_splits, self._device, self._lanes.streams, self._worker, self._early_buffers
-        )
-        self._actions.set_units(schedule, states, local_splits)
-        self._early_update, self._early_buffers = early_update, early_update.buffers
-        self._states, self._splits = states, splits
+        self._actions.set_units(schedule, states)
+        self._states = states
         self._residents.set_units(states)
         self._issuer.reserve_events(schedule)
         # The new memory is used on other streams than the one that it was reserved on.
@@ -239,19 +219,17 @@ class Executor:
 
     @section
     def begin(self, steps: Sequence[AdamStep], prepare: Callable[[], object] = lambda: None) -> None:
-        """Begin an update: update and publish the early ranges, and submit the first actions of the worker.
+        """Start an update: submit the first actions of the worker.
 
         ``steps`` has one entry per sub-group. ``prepare`` gives each unit the gradients of this update. The host waits
-        for the caller's stream, and for the early ranges that are updated in host memory. Nothing else is issued before
-        ``advance``, ``publish`` or ``finish``, because the caller may have to wait for the whole device before it
-        continues. A failure is kept in ``failure``, not raised.
+        for the caller's stream. Nothing else is issued before ``advance``, ``publish`` or ``finish``, because the
+        caller may have to wait for the whole device before it continues. A failure is kept in ``failure``, not raised.
 
         The class docstring has the rules for reading and writing tensors until ``finish``.
         """
         assert not self._pending
         assert self._failure is None
         self._issuer.begin()
-        self._requested = 0
         self._pending, self._flushing = True, False
         with self._keep_failure():
             # Inside, because it may allocate: if memory is short on this rank, the other ranks must know.
@@ -263,7 +241,6 @@ class Executor:
                 kernel.begin_step(steps)
             self._residents.load()
             self._residents.mark_updated()
-            self._early_update.update(self._host_adam, self._device_adam)
             self._issuer.issue(self._issuer.first_of_caller)
 
     @property
@@ -285,9 +262,9 @@ class Executor:
         """
         # While the flushes are in flight, another stream than the one that has waited may still be ahead of the update.
         ended = not (self.pending or self.flushing)
-        if ended or self._failure is not None or not self._splits[unit].rest:
+        if ended or self._failure is not None:
             return
-        position = self._issuer.publishing[unit]
+        position = self._issuer.schedule.publishing[unit]
         # Forward calls this for each module. A section takes some tens of microseconds.
         if not self._issuer.is_brought_out(position):
             self._bring_out(position)
@@ -299,29 +276,6 @@ class Executor:
     def _bring_out(self, position: int) -> None:
         with self._keep_failure():
             self._issuer.bring_out(position)
-
-    def publish_early_ranges(self) -> None:
-        """Make the current stream wait for the parameters of all early ranges."""
-        if self.pending or self.flushing:
-            self._early_update.wait()
-
-    def may_block(self, unit: int) -> bool:
-        """Return whether the host may have to wait in ``publish(unit)`` while an update is pending.
-
-        That is so for a CPU unit unless every rank has requested it, or a unit that the worker updates after it. The
-        result is the same on every rank: it depends only on the placements, the order, and the units that were passed
-        to ``mark_requested``. The progress of this rank's worker, a failure or an end of the update on this rank, and
-        the number of slots do not matter.
-        """
-        position = self._issuer.publishing[unit]
-        on_cpu = self._issuer.schedule.actions[position].lane is Lane.PUBLISH
-        return on_cpu and bool(self._splits[unit].rest) and position >= self._requested
-
-    def mark_requested(self, unit: int) -> None:
-        """Record that every rank is about to publish the parameters of ``unit``."""
-        position = self._issuer.publishing[unit]
-        if self._issuer.schedule.actions[position].lane is Lane.PUBLISH:
-            self._requested = max(self._requested, position + 1)
 
     @section
     def finish_on_stream(self) -> None:
@@ -378,7 +332,6 @@ class Executor:
         """
         assert not self.pending
         self._actions.forget_replaced_tensors()
-        self._early_update.forget_replaced_tensors()
 
     @section
     def touch(self, tensors: Sequence[AdamTensors]) -> None:
@@ -451,8 +404,6 @@ class Executor:
         with suppress(Exception):
             self._lanes.drain()
         self._actions.close()
-        self._early_update.close()
-        self._early_buffers = None
         self._residents.close()
         self._states = ()
 

@@ -24,9 +24,6 @@ from perf_model.schedule.action import Action, ActionKind, Lane
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.slots_between_updates import flushes_before, slot_shift
 
-PUBLISHING = (ActionKind.GPU_STEP, ActionKind.PUBLISH)
-"""The kinds of action that write a unit's 16-bit parameters. Each unit has exactly one such action."""
-
 
 class Issuer:
     """The issue of the actions of a schedule, which ``run`` executes on the current stream, or on the worker's thread.
@@ -38,8 +35,6 @@ class Issuer:
     events: ActionEvents
     """The events of the update that has begun last."""
     schedule: Schedule
-    publishing: dict[int, int]
-    """The position in the schedule of the action that writes the parameters of each unit."""
     first_of_caller: int
     """The number of actions of the worker that precede the first action that the caller issues."""
     flushes_before: dict[str, str]
@@ -85,9 +80,6 @@ class Issuer:
         """Issue ``schedule`` from the next update on. Its events are reserved."""
         self.forget_prefetches()
         self.schedule = schedule
-        self.publishing = {
-            action.unit: position for position, action in enumerate(schedule.actions) if action.kind in PUBLISHING
-        }
         self.first_of_caller = next(
             (
                 position

@@ -42,7 +42,7 @@ class ResidentStates:
             return
         with self._h2d.issue():
             for state, resident in missing:
-                for on_host, on_accelerator in state.copied_states(state.elements, resident.states):
+                for on_host, on_accelerator in state.copied_states(resident.states):
                     self._device.copy(on_accelerator, on_host)
                 resident.is_loaded = True
         self._h2d.record(self._loaded)
@@ -60,7 +60,7 @@ class ResidentStates:
             return
         with self._d2h.issue():
             for state, resident in updated:
-                for on_host, on_accelerator in state.copied_states(state.elements, resident.states):
+                for on_host, on_accelerator in state.copied_states(resident.states):
                     self._device.copy(on_host, on_accelerator)
         self._d2h.record(self._written)
         self._written.synchronize()

@@ -1,14 +1,14 @@
-"""Hold the tensors of one unit on one rank, and the ranges in which they are updated.
+"""Hold the tensors of one unit on one rank, and of each of its ranges.
 
-``UnitState`` has the unit's optimizer states, gradient and parameters. ``Slot`` is accelerator memory for the states of
-one unit: that of the streamed units that pass through it, or of one resident unit. ``Split`` separates the ranges that
-are updated before ``step()`` returns from the rest, which the schedule updates. Only ``Slot.reserve`` allocates, and
-none of them copies or waits.
+``UnitState`` holds the parts of a unit, one per range, with the optimizer states, gradient and parameters of each.
+``Slot`` is accelerator memory for the states of one unit: of the streamed units that pass through it, or of one
+resident unit. The parts are one behind the other in it. Only ``Slot.reserve`` allocates, and nothing here copies or
+waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ import torch
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange, RangeUpdate
 from perf_model.schedule.placement import Placement
+
+Copies = list[tuple[torch.Tensor, torch.Tensor]]
+"""Destinations and sources, in the order in which they are copied."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,10 @@ class Slot:
         """Allocate the slot's tensors, of ``numel`` elements each. Raise the device's error if memory is short."""
         return cls(*(device.empty(numel, torch.float32) for _ in range(3)))
 
-    def narrow(self, numel: int) -> Slot:
-        """Return views of the first ``numel`` elements, which a unit of that size uses."""
-        tensors = (self.master, self.exp_avg, self.exp_avg_sq)
-        return Slot(*(tensor.narrow(0, 0, numel) for tensor in tensors))
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the tensors in the order of ``STATES``."""
+        return self.master, self.exp_avg, self.exp_avg_sq
 
 
 @dataclass(eq=False)
@@ -53,54 +56,38 @@ class Resident:
 
 
 @dataclass(eq=False)
-class UnitState:
-    """The tensors of one unit, of shape [numel] each.
+class UnitPart:
+    """The tensors of one range of a unit, of shape [numel] each: ``elements`` of the sub-group ``sub_group``.
 
-    The unit consists of ``elements`` of the sub-group with index ``sub_group``. ``placement`` is where it is updated.
+    ``offset`` is the position of the first element in the unit's memory on the accelerator.
 
     ``master``, ``exp_avg`` and ``exp_avg_sq`` are fp32, in host memory: views of the sub-group's tensors in the slab.
 
-    ``grad`` has the dtype in which it was accumulated. It is on the accelerator if the unit is updated there, which
-    means streamed or resident, else in host memory.
-
-    ``is_evicted``: the unit is streamed or resident, but its memory on the accelerator is given back to training. The
-    CPU updates it before ``step()`` returns.
+    ``grad`` has the dtype in which it was accumulated. It is on the accelerator if the unit is streamed or resident,
+    else in host memory.
 
     ``param`` is a view of the flat buffer that the model's parameters are views of, in the model's dtype. It is on the
     accelerator, or in page-locked host memory if DeepSpeed offloads parameters.
 
     ``rounded``, in that dtype in host memory, is the source that a CPU update is published from. It is ``param`` itself
-    where the CPU can write ``param``, so that publishing copies nothing. For an fp32 model it is ``master``.
+    where the CPU can write ``param``, so that publishing copies nothing. For an fp32 model it is ``master``, except in
+    the persistent unit.
 
     ``staged``, in that dtype on the accelerator, receives the parameters of an update on the accelerator if ``param``
     is in host memory; they are copied to ``param`` from there. It is None otherwise. All units share this memory, which
     is safe because one stream both updates and copies.
-
-    ``resident`` is the accelerator memory of a resident unit; None otherwise.
     """
 
+    sub_group: int
+    elements: ElementRange
+    offset: int
     master: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     grad: torch.Tensor
     param: torch.Tensor
     rounded: torch.Tensor
-    placement: Placement
-    sub_group: int
-    elements: ElementRange
     staged: torch.Tensor | None = None
-    resident: Resident | None = None
-    is_evicted: bool = False
-
-    @property
-    def numel(self) -> int:
-        """Return the number of elements."""
-        return self.elements.numel
-
-    @property
-    def is_on_accelerator(self) -> bool:
-        """Return whether the gradient is on the accelerator, and the unit is updated there."""
-        return self.placement is not Placement.CPU and not self.is_evicted
 
     @property
     def cpu_writes_param(self) -> bool:
@@ -113,84 +100,80 @@ class UnitState:
             self.rounded = param
         self.param = param
 
-    def view(self, tensor: torch.Tensor, element_range: ElementRange) -> torch.Tensor:
-        """Return the view of ``element_range``, in elements of the sub-group, of one of the unit's tensors."""
-        return element_range.view(tensor, self.elements.begin)
+    def of_unit(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the view of this part of ``tensor``, memory of the whole unit on the accelerator."""
+        numel = self.elements.numel
+        # A schedule makes many views per action. Most of the time to issue is saved if a whole tensor needs no view.
+        return tensor if numel == tensor.numel() else tensor.narrow(0, self.offset, numel)
 
-    @property
-    def cpu_tensors(self) -> AdamTensors:
-        """Return the tensors of an update on the CPU."""
-        return AdamTensors(
-            master=self.master,
-            exp_avg=self.exp_avg,
-            exp_avg_sq=self.exp_avg_sq,
-            grad=self.grad,
-            # The parameters of an fp32 model on the accelerator are published from the master weights.
-            param=None if self.rounded is self.master else self.rounded,
-        )
+    def cpu_update(self) -> RangeUpdate:
+        """Return the update on the CPU."""
+        # The parameters of an fp32 model on the accelerator are published from the master weights.
+        param = None if self.rounded is self.master else self.rounded
+        return self._update((self.master, self.exp_avg, self.exp_avg_sq), param)
 
-    def cpu_update_of(self, element_range: ElementRange) -> RangeUpdate:
-        """Return the update of a range on the CPU."""
-        return self.update_of(element_range, self.cpu_tensors)
+    def accelerator_update(self, states: Slot) -> RangeUpdate:
+        """Return the update on the accelerator, where ``states`` holds the optimizer states of the unit."""
+        param = self.param if self.staged is None else self.staged
+        return self._update([self.of_unit(tensor) for tensor in states.tensors], param)
 
-    def copied_states(self, element_range: ElementRange, states: Slot) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the tensors in host memory and those in ``states`` that are copied between the two for a range."""
-        on_host = [self.view(tensor, element_range) for tensor in (self.master, self.exp_avg, self.exp_avg_sq)]
-        on_accelerator = (states.master, states.exp_avg, states.exp_avg_sq)
-        yield from zip(on_host, (self.view(tensor, element_range) for tensor in on_accelerator), strict=True)
-
-    def accelerator_tensors(self, states: Slot) -> AdamTensors:
-        """Return the tensors of an update on the accelerator, where ``states`` has the optimizer states."""
-        return AdamTensors(
-            master=states.master,
-            exp_avg=states.exp_avg,
-            exp_avg_sq=states.exp_avg_sq,
-            grad=self.grad,
-            param=self.param if self.staged is None else self.staged,
-        )
-
-    def update_of(self, element_range: ElementRange, tensors: AdamTensors) -> RangeUpdate:
-        """Return the update of ``element_range``, in elements of the sub-group, of ``tensors``, those of the unit."""
-        return RangeUpdate(
-            sub_group=self.sub_group,
-            tensors=tensors.narrow(element_range, self.elements.begin),
-            element_range=element_range,
-        )
+    def _update(self, states: Sequence[torch.Tensor], param: torch.Tensor | None) -> RangeUpdate:
+        master, exp_avg, exp_avg_sq = states
+        tensors = AdamTensors(master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=self.grad, param=param)
+        return RangeUpdate(sub_group=self.sub_group, tensors=tensors, element_range=self.elements)
 
 
 @dataclass(frozen=True)
-class Split:
-    """The ranges of one unit, in order: those that are updated early, and the rest.
+class Packing:
+    """Memory that the parameters of the persistent unit are published through, of shape [numel] in the model's dtype.
 
-    The early ranges hold DeepSpeed's persistent parameters, which are updated before ``step()`` returns. Together the
-    ranges cover the unit exactly once. None of them is empty. They count in elements of the sub-group.
+    A model has hundreds of such parameters, and each copy costs the host and the link some microseconds. So the CPU
+    writes all of them to ``on_host``, one copy brings them to ``on_accelerator``, and a kernel distributes them.
     """
 
-    early: tuple[ElementRange, ...]
-    rest: tuple[ElementRange, ...]
+    on_host: torch.Tensor
+    on_accelerator: torch.Tensor
 
-    @classmethod
-    def all_early(cls, elements: ElementRange) -> Split:
-        """Return the split of a unit that is updated early as a whole."""
-        return cls(early=(elements,), rest=())
 
-    @classmethod
-    def create(cls, elements: ElementRange, early: Iterable[tuple[int, int]] = ()) -> Split:
-        """Split the unit of ``elements`` by the ``early`` ranges [begin, end) of its sub-group, which must not overlap.
+@dataclass(eq=False)
+class UnitState:
+    """The ``parts`` of one unit, one per range. ``placement`` is where they are updated.
 
-        They may be in any order, and only their parts inside the unit count. Adjacent ranges are merged, and empty ones
-        are dropped.
+    ``resident`` is the accelerator memory of a resident unit; None otherwise. ``packing`` is that of the persistent
+    unit if its parameters are published; None otherwise.
+    """
+
+    placement: Placement
+    parts: Sequence[UnitPart]
+    resident: Resident | None = None
+    packing: Packing | None = None
+
+    @property
+    def length(self) -> int:
+        """Return the elements of the unit's memory on the accelerator."""
+        return self.parts[-1].offset + self.parts[-1].elements.numel
+
+    @property
+    def is_on_accelerator(self) -> bool:
+        """Return whether the gradient is on the accelerator, and the unit is updated there."""
+        return self.placement is not Placement.CPU
+
+    def copied_states(self, states: Slot) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the tensors in host memory and those in ``states`` that are copied between the two.
+
+        They are in the order of memory: all ranges of one tensor come before those of the next.
         """
-        merged: list[tuple[int, int]] = []
-        for whole_begin, whole_end in sorted(early):
-            begin, end = max(whole_begin, elements.begin), min(whole_end, elements.end)
-            if merged and merged[-1][1] == begin:
-                begin, _ = merged.pop()
-            if begin < end:
-                merged.append((begin, end))
-        borders = [elements.begin, *(border for early_range in merged for border in early_range), elements.end]
-        between = zip(borders[::2], borders[1::2], strict=True)
-        return cls(
-            early=tuple(elements.part(begin, end) for begin, end in merged),
-            rest=tuple(elements.part(begin, end) for begin, end in between if begin < end),
-        )
+        for name, on_accelerator in zip(("master", "exp_avg", "exp_avg_sq"), states.tensors, strict=True):
+            yield from ((getattr(part, name), part.of_unit(on_accelerator)) for part in self.parts)
+
+    def publications(self) -> tuple[Copies, Copies]:
+        """Return the copies that publish the parameters after an update, and those that distribute them afterwards.
+
+        There are none if the update writes the model's own parameters. The second ones are within the accelerator.
+        """
+        if self.is_on_accelerator:
+            return [(part.param, part.staged) for part in self.parts if part.staged is not None], []
+        if self.packing is None:
+            return [(part.param, part.rounded) for part in self.parts if not part.cpu_writes_param], []
+        distributed = [(part.param, part.of_unit(self.packing.on_accelerator)) for part in self.parts]
+        return [(self.packing.on_accelerator, self.packing.on_host)], distributed

@@ -11,11 +11,11 @@ import torch
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange
 from deep_opt_states.device.slab import HostSlab
-from deep_opt_states.runtime.state import Resident, Slot, UnitState
+from deep_opt_states.runtime.state import Packing, Resident, Slot, UnitPart, UnitState
 from perf_model.schedule.host_layout import Widths, slab_tensors
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import STATES, Unit, Workload
+from perf_model.schedule.workload import STATES, Range, Unit, Workload
 
 
 def widths_of(
@@ -93,21 +93,24 @@ class StateMemory:
             )
         self.sub_groups = [SubGroupTensors(**named) for named in tensors]
         self.units: list[UnitState] = []
+        self._packing: Packing | None = None
 
-    def set_plan(self, plan: UpdatePlan, *, is_evicted: bool = False) -> None:
+    def set_plan(self, plan: UpdatePlan) -> None:
         """Make ``units`` those of ``plan``, with the memory on the accelerator that their placements need.
 
-        If ``is_evicted``, they get none there: it is training's, and the gradients go to host memory. Gradients are
-        copied to their new place. The caller has written back resident states. Raise the device's out-of-memory error
-        if memory is short; then nothing has changed.
+        Gradients are copied to their new place. The caller has written back resident states. Raise the device's
+        out-of-memory error if memory is short; then nothing has changed.
         """
-        staging = None if is_evicted else self._reserve_staging(plan)
-        units = [
-            self._unit(unit, placement, staging, is_evicted)
-            for unit, placement in zip(plan.workload.units, plan.placements, strict=True)
-        ]
+        staging = self._reserve_staging(plan)
+        placed = zip(plan.workload.units, plan.placements, strict=True)
+        units = [self._unit(unit, placement, staging) for unit, placement in placed]
         self._move_gradients(units)
         self.units = units
+
+    @property
+    def parts(self) -> list[UnitPart]:
+        """Return the parts of all units, in the order of the units."""
+        return [part for unit in self.units for part in unit.parts]
 
     def release_params(self) -> None:
         """Drop the references to the parameters: DeepSpeed frees its flat buffers in ``offload_states()``.
@@ -121,8 +124,8 @@ class StateMemory:
         if all(param is known for param, known in zip(params, self._params, strict=True)):
             return
         self._params = list(params)
-        for unit in self.units:
-            unit.replace_param(unit.elements.view(self._params[unit.sub_group]))
+        for part in self.parts:
+            part.replace_param(part.elements.view(self._params[part.sub_group]))
 
     def lock(self) -> None:
         """Lock the slab's pages in memory. Call this once the threads that will use its pages have touched them.
@@ -135,42 +138,56 @@ class StateMemory:
         """Drop the states and close the slab. No operation that reads or writes the states may be in flight."""
         self.units = []
         self.sub_groups = []
+        self._packing = None
         self._slab.close()
 
-    def _elements(self, unit: Unit) -> ElementRange:
-        numel = self._params[unit.sub_group].numel()
-        return ElementRange(begin=unit.begin, end=unit.end, sub_group_numel=numel)
-
-    def _unit(self, unit: Unit, placement: Placement, staging: torch.Tensor | None, is_evicted: bool) -> UnitState:
+    def _unit(self, unit: Unit, placement: Placement, staging: torch.Tensor | None) -> UnitState:
         """Return the state of ``unit``, with new memory on the accelerator if its placement needs it."""
-        tensors, param = self.sub_groups[unit.sub_group], self._params[unit.sub_group]
-        elements = self._elements(unit)
+        packing = self._reserve_packing(unit) if unit.is_persistent and self._publishes else None
+        parts = [self._part(*placed, packing) for placed in zip(unit.ranges, unit.offsets, strict=True)]
+        state = UnitState(placement=placement, parts=parts, packing=packing)
+        if not state.is_on_accelerator:
+            return state
+        grad = self._device.empty(unit.length, parts[0].grad.dtype)
+        for part in parts:
+            part.grad = part.of_unit(grad)
+            part.staged = None if staging is None else part.of_unit(staging.narrow(0, 0, unit.length))
+        if placement is Placement.RESIDENT:
+            state.resident = Resident(Slot.reserve(self._device, unit.length))
+        return state
+
+    def _part(self, run: Range, offset: int, packing: Packing | None) -> UnitPart:
+        tensors, param = self.sub_groups[run.sub_group], self._params[run.sub_group]
+        elements = ElementRange(begin=run.begin, end=run.end, sub_group_numel=param.numel())
         master, narrowed_param = elements.view(tensors.master), elements.view(param)
-        if not self._publishes:
+        if packing is not None:
+            rounded = packing.on_host.narrow(0, offset, run.numel)
+        elif not self._publishes:
             rounded = narrowed_param
         else:
             # The parameters of an fp32 model are published from the master weights.
             rounded = master if tensors.rounded is None else elements.view(tensors.rounded)
-        state = UnitState(
-            placement=placement,
-            sub_group=unit.sub_group,
+        return UnitPart(
+            sub_group=run.sub_group,
             elements=elements,
+            offset=offset,
             master=master,
             exp_avg=elements.view(tensors.exp_avg),
             exp_avg_sq=elements.view(tensors.exp_avg_sq),
             grad=elements.view(tensors.grad),
             param=narrowed_param,
             rounded=rounded,
-            is_evicted=is_evicted and placement is not Placement.CPU,
         )
-        if not state.is_on_accelerator:
-            return state
-        state.grad = self._device.empty(unit.numel, tensors.grad.dtype)
-        if staging is not None:
-            state.staged = staging.narrow(0, 0, unit.numel)
-        if placement is Placement.RESIDENT:
-            state.resident = Resident(Slot.reserve(self._device, unit.numel))
-        return state
+
+    def _reserve_packing(self, unit: Unit) -> Packing:
+        """Return the memory that persistent parameters are published through. It is the same for every plan."""
+        if self._packing is None:
+            dtype = self._params[0].dtype
+            on_host, on_accelerator = (
+                empty(unit.length, dtype) for empty in (self._device.empty_host, self._device.empty)
+            )
+            self._packing = Packing(on_host, on_accelerator)
+        return self._packing
 
     def _reserve_staging(self, plan: UpdatePlan) -> torch.Tensor | None:
         """Return memory on the accelerator for the parameters of its largest unit, if updates do not write in place."""
@@ -183,17 +200,20 @@ class StateMemory:
         """Copy the gradients to where ``units`` have them, by way of the slab, and block the host until they are there.
 
         No gradient is being reduced. These are the gradients of the last step, which users may still read, or the sums
-        of a window that is open while ``RunningPlan.evict`` gives memory back.
+        of a window that is open while ``RunningPlan.evict`` frees memory.
         """
-        for state in self.units:
-            if state.is_on_accelerator:
-                self._device.copy(self._slab_grad(state), state.grad)
-        for state in units:
-            if state.is_on_accelerator:
-                self._device.copy(state.grad, self._slab_grad(state))
+        for part in _on_accelerator(self.units):
+            self._device.copy(self._slab_grad(part), part.grad)
+        for part in _on_accelerator(units):
+            self._device.copy(part.grad, self._slab_grad(part))
         moved = self._device.event()
         self._device.current_stream().record(moved)
         moved.synchronize()
 
-    def _slab_grad(self, state: UnitState) -> torch.Tensor:
-        return state.elements.view(self.sub_groups[state.sub_group].grad)
+    def _slab_grad(self, part: UnitPart) -> torch.Tensor:
+        return part.elements.view(self.sub_groups[part.sub_group].grad)
+
+
+def _on_accelerator(units: Sequence[UnitState]) -> list[UnitPart]:
+    """Return the parts of ``units`` whose gradients are on the accelerator."""
+    return [part for unit in units if unit.is_on_accelerator for part in unit.parts]

@@ -111,8 +111,7 @@ class DeepOptimizerStates_Stage3(UserGradients):
         self._states = AssignedStates(self, running.memory)
         self.report = self._progress.make_report(self._config, assembly)
         self._update = Update(
-            running.executor,
-            running.exposure,
+            running,
             defers=assembly.defers,
             on_finished=self._updated,
         )
@@ -233,8 +232,8 @@ class DeepOptimizerStates_Stage3(UserGradients):
 
     def _forget_fp32_copies(self) -> None:
         """Free the temporary fp32 copies of gradients that the update has read if the user had set some."""
-        for index, unit in enumerate(self._running.memory.units):
-            unit.grad = self._gradients.buffer_of(index)
+        for index, part in enumerate(self._running.memory.parts):
+            part.grad = self._gradients.buffer_of(index)
         self._running.executor.forget_replaced_tensors()
 
     def partition_grads(self, params_to_release: Any, grad_partitions: Any) -> Any:
@@ -357,8 +356,8 @@ class DeepOptimizerStates_Stage3(UserGradients):
         self.optimizer.step()
 
     def _set_gradients_of_units(self) -> None:
-        for unit, grad in zip(self._running.memory.units, self._gradients.grads_for_update(), strict=True):
-            unit.grad = grad
+        for part, grad in zip(self._running.memory.parts, self._gradients.grads_for_update(), strict=True):
+            part.grad = grad
 
     def _post_step(self, timer_names: Any) -> None:
         # Prefetches may be in flight. If the host waited for them, the actions that follow them would be issued late.

@@ -17,7 +17,7 @@ from perf_model.training_run.job import Job
 from perf_model.training_run.predictor import Infeasible, Outcome
 from perf_model.units import GB
 
-FORMAT = 2
+FORMAT = 3
 """The version of the JSON format. It changes if a key is removed or gets another meaning."""
 
 
@@ -27,16 +27,15 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
     units = [
         {
             "index": unit.index,
-            "sub_group": unit.sub_group,
-            "begin": unit.begin,
+            "ranges": [[run.sub_group, run.begin, run.numel] for run in unit.ranges],
             "numel": unit.numel,
             "forward_numel": unit.forward_numel,
             "label": unit.label,
-            "placement": run.placement.value,
-            "why": run.why,
+            "placement": together.placement.value,
+            "why": together.why,
         }
-        for run in unit_runs(found)
-        for unit in run.units
+        for together in unit_runs(found)
+        for unit in together.units
     ]
     return {
         "versions": versions(),

@@ -120,7 +120,7 @@ def _rules_of(unit: Unit, job: Job) -> tuple[PlacementRule, ...]:
     """Return the rules that fix ``unit``; none if the planner places it."""
     if unit.fixed is None:
         return ()
-    rules = map(job.rules.rule_for, names_in(unit, job.sub_groups[unit.sub_group]))
+    rules = map(job.rules.rule_for, names_in(unit, job.sub_groups))
     # The last name may be that of a parameter which begins a few elements before the next unit does.
     return tuple(dict.fromkeys(rule for rule in rules if rule is not None and rule.placement is unit.fixed))
 

@@ -94,7 +94,7 @@ def reserved_by_the_runtime(plan: UpdatePlan, setup: TrainingSetup) -> list[Rese
     Memory that stock takes as well is not included: parameters, those that are gathered, gradients until they are
     reduced, and DeepSpeed's buckets.
     """
-    on_cpu, streamed, residents = (plan.numels[placement] for placement in Placement)
+    on_cpu, streamed, residents = (plan.lengths[placement] for placement in Placement)
     updated = streamed + residents
     keeps_sums = setup.accumulates and setup.keeps_sums(updates_on_accelerator=bool(updated))
     states = Counter({max(streamed, default=0): min(plan.num_slots, streamed.total())}) + residents
@@ -129,7 +129,7 @@ def staging_numel(plan: UpdatePlan, grad_bytes: int, longest_partition_numel: in
     of 4 bytes per parameter whose norm it computes (``stage3.py``, ``partition_grads``). The runtime computes the same
     norm from the reduced gradient, without the copy back.
     """
-    longest_unit = max(plan.numels[Placement.CPU], default=0)
+    longest_unit = max(plan.lengths[Placement.CPU], default=0)
     share = longest_partition_numel // NUM_STAGING_BUFFERS
     smallest, largest = (
         size_bytes // grad_bytes for size_bytes in (SMALLEST_STAGING_BUFFER_BYTES, LARGEST_STAGING_BUFFER_BYTES)
@@ -138,14 +138,21 @@ def staging_numel(plan: UpdatePlan, grad_bytes: int, longest_partition_numel: in
 
 
 def staging_buffers(plan: UpdatePlan, setup: TrainingSetup) -> list[Reservation]:
-    """Return the buffers that ``staging_numel`` describes; none if the accelerator shares host memory."""
+    """Return the buffers that ``staging_numel`` describes, and those that persistent parameters are published through.
+
+    There are none if the accelerator shares host memory.
+    """
     shares_host_memory = not setup.widths.publishes and not setup.params_on_host
     if setup.longest_partition_numel is None or shares_host_memory:
         return []
-    each_bytes = setup.widths.grad * staging_numel(plan, setup.widths.grad, setup.longest_partition_numel)
-    if each_bytes == 0:
-        return []
-    return [Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=each_bytes, count=NUM_STAGING_BUFFERS)]
+    buffers = []
+    if each_bytes := setup.widths.grad * staging_numel(plan, setup.widths.grad, setup.longest_partition_numel):
+        buffers.append(Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=each_bytes, count=NUM_STAGING_BUFFERS))
+    if (unit := plan.workload.persistent_unit) is not None and setup.widths.publishes:
+        packed_bytes = plan.workload.units[unit].length * setup.widths.param
+        kinds = (MemoryKind.ACCELERATOR, MemoryKind.PINNED)
+        buffers += [Reservation(kind=kind, each_bytes=packed_bytes) for kind in kinds]
+    return buffers
 
 
 def reserved_by_stock(plan: UpdatePlan, param_bytes: int) -> list[Reservation]:
@@ -156,7 +163,7 @@ def reserved_by_stock(plan: UpdatePlan, param_bytes: int) -> list[Reservation]:
     (``grad_partitions_flat_buffer``). In host memory they are pageable, unless ``offload_optimizer.pin_memory`` is set.
     """
     reservations = [Reservation(kind=MemoryKind.HOST, each_bytes=plan.workload.numel * param_bytes)]
-    for placement, numels in plan.numels.items():
+    for placement, numels in plan.lengths.items():
         kind = MemoryKind.ACCELERATOR if placement is Placement.RESIDENT else MemoryKind.HOST
         for numel, count in numels.items():
             reservations.append(Reservation(kind=kind, each_bytes=numel * FP32_BYTES, count=4 * count))

@@ -8,6 +8,7 @@ from functools import lru_cache
 from perf_model.prediction.cost import CostModel, relative_speeds
 from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline
 from perf_model.schedule.action import ActionKind
+from perf_model.schedule.schedule import PUBLISHING
 from perf_model.schedule.workload import Unit, Workload
 
 ALLOWED_IN_BACKWARD = ActionKind.PREFETCH
@@ -105,11 +106,7 @@ class Windows:
 
 def _ready_s(timeline: Timeline) -> dict[int, float]:
     """Return, by unit, when its parameters are ready for forward."""
-    return {
-        span.action.unit: span.end_s
-        for span in timeline.spans
-        if span.action.kind in (ActionKind.GPU_STEP, ActionKind.PUBLISH)
-    }
+    return {span.action.unit: span.end_s for span in timeline.spans if span.action.kind in PUBLISHING}
 
 
 def _uses_of_slots(timeline: Timeline) -> list[tuple[float, float]]:

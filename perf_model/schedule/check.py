@@ -116,9 +116,9 @@ def _check_slots(schedule: Schedule, workload: Workload, placements: tuple[Place
             raise ScheduleError(schedule, action, f"{action.kind.value} needs one of {schedule.num_slots} slots.")
         if slot_of.setdefault(action.unit, action.slot) != action.slot:
             raise ScheduleError(schedule, action, "A unit stays in the slot that it was prefetched to.")
-        numel = workload.units[action.unit].numel
-        if numel > schedule.slot_numel:
-            rule = f"A slot holds {schedule.slot_numel} parameters; unit {action.unit} has {numel}."
+        length = workload.units[action.unit].length
+        if length > schedule.slot_numel:
+            rule = f"A slot holds {schedule.slot_numel} parameters; unit {action.unit} has {length}."
             raise ScheduleError(schedule, action, rule)
 
 

@@ -4,6 +4,9 @@ A unit never spans two sub-groups, because DeepSpeed keeps, checkpoints and redu
 tensor. For example, with units of at most 500 parameters (e: embedding of 700; layers 0 to 3 of 200 each)::
 
     sub-group 0  [eeeeeee|00|11|22|33]    units  [eeee] [eee] [00 11] [22 33]
+
+Persistent parameters, such as norms between the layers' matrices, are left out, so that a unit may have several ranges.
+They are the first unit, which alone spans sub-groups.
 """
 
 from __future__ import annotations
@@ -13,10 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import accumulate, chain, groupby
 
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.workload import Partition, Unit, Workload
+from perf_model.schedule.workload import Partition, Range, Unit, Workload
 
 BORDER_MULTIPLE = 16
 """Units begin at multiples of this many elements: fp32 states then begin at cache lines, and all tensors of a unit are
@@ -57,36 +60,63 @@ def cut_into_units(
     ``SLIVER`` or ``unit_size`` is ``WHOLE_SUB_GROUPS``.
 
     ``placement_of`` maps the name of a parameter to the placement that a rule gives it, or to None. A unit ends where
-    that changes, and it is the placement to which the unit is fixed.
+    that changes, and it is the placement to which the unit is fixed. Persistent parameters are on the CPU in any case.
     """
     units: list[Unit] = []
+    persistent = tuple(chain.from_iterable(_ranges(*group, True) for group in enumerate(sub_groups)))
+    if persistent:
+        units.append(Unit(0, persistent, "persistent parameters", Placement.CPU, is_persistent=True))
     whole: Counter[str] = Counter()
     for partition in chain.from_iterable(sub_groups):
-        whole[layer_of(partition.name)] += partition.numel
+        whole[layer_of(partition.name)] += 0 if partition.is_persistent else partition.numel
     for sub_group, partitions in enumerate(sub_groups):
-        total = sum(partition.numel for partition in partitions)
+        ranges = _ranges(sub_group, partitions, False)
+        total = sum(run.numel for run in ranges)
         begin = end = 0
-        for fixed, together in groupby(partitions, key=lambda partition: placement_of(partition.name)):
+        others = (partition for partition in partitions if not partition.is_persistent)
+        for fixed, together in groupby(others, key=lambda partition: placement_of(partition.name)):
             for run in _runs(together, unit_size, {} if unit_size >= WHOLE_SUB_GROUPS else whole):
                 for numel, label in _pieces(run, unit_size):
                     end += numel
                     border = min(-(-end // BORDER_MULTIPLE) * BORDER_MULTIPLE, total)
                     if border > begin:
-                        units.append(Unit(len(units), border - begin, sub_group, begin, label, fixed))
+                        units.append(Unit(len(units), tuple(_part(ranges, begin, border)), label, fixed))
                         begin = border
     return Workload(tuple(units))
 
 
-def names_in(unit: Unit, partitions: Iterable[Partition]) -> Iterator[str]:
-    """Yield the names of the parameters that are in ``unit``, wholly or in part, given those of its sub-group.
+def names_in(unit: Unit, sub_groups: Sequence[Sequence[Partition]]) -> Iterator[str]:
+    """Yield the names of the parameters that are in ``unit``, wholly or in part.
 
     The last one may have less than ``BORDER_MULTIPLE`` elements in the unit.
     """
+    for run in unit.ranges:
+        begin = 0
+        for partition in sub_groups[run.sub_group]:
+            if begin < run.end and begin + partition.numel > run.begin:
+                yield partition.name
+            begin += partition.numel
+
+
+def _ranges(sub_group: int, partitions: Sequence[Partition], is_persistent: bool) -> list[Range]:
+    """Return the longest runs of elements of parameters that are persistent, or of those that are not."""
+    ranges: list[Range] = []
     begin = 0
-    for partition in partitions:
-        if begin < unit.end and begin + partition.numel > unit.begin:
-            yield partition.name
-        begin += partition.numel
+    for found, together in groupby(partitions, key=lambda partition: partition.is_persistent):
+        numel = sum(partition.numel for partition in together)
+        if found is is_persistent and numel > 0:
+            ranges.append(Range(sub_group, begin, numel))
+        begin += numel
+    return ranges
+
+
+def _part(ranges: Sequence[Range], begin: int, end: int) -> Iterator[Range]:
+    """Yield the elements [begin, end) of ``ranges``, counted without the gaps between these."""
+    for run, after in zip(ranges, accumulate(run.numel for run in ranges), strict=True):
+        before = after - run.numel
+        first, last = max(begin, before), min(end, after)
+        if first < last:
+            yield Range(run.sub_group, run.begin + first - before, last - first)
 
 
 @dataclass

@@ -30,7 +30,7 @@ def lower(workload: Workload, placements: Sequence[Placement], num_slots: int, o
 def needed_slots(workload: Workload, placements: Sequence[Placement], num_slots: int) -> tuple[int, int]:
     """Return the number of slots, at most one per streamed unit, and the length of each in parameters."""
     placed = zip(workload.units, placements, strict=True)
-    streamed = [unit.numel for unit, placement in placed if placement is Placement.STREAMED]
+    streamed = [unit.length for unit, placement in placed if placement is Placement.STREAMED]
     return min(num_slots, len(streamed)), max(streamed, default=0)
 
 

@@ -21,7 +21,11 @@ def forward_order(
     ``first_use`` names every unit once, in the order in which forward uses them; None stands for the order of the
     indices. Resident units come first: they are ready immediately.
     """
-    in_order = range(len(placements)) if first_use is None else first_use
+    in_order = list(range(len(placements)) if first_use is None else first_use)
+    if (persistent := workload.persistent_unit) is not None:
+        # First: ``step()`` waits for it.
+        in_order.remove(persistent)
+        in_order.insert(0, persistent)
     by_placement = {
         placement: [index for index in in_order if placements[index] is placement] for placement in Placement
     }

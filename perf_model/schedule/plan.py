@@ -24,7 +24,7 @@ class UpdatePlan:
 
     ``order`` is the order in which the host processes the units; None stands for ``order.forward_order``. The
     actions of the plan are in ``schedule``, which is derived on first use. Raise ``ValueError`` unless there is exactly
-    one placement per unit, at least one slot, and an order that names each unit once.
+    one placement per unit, at least one slot, an order that names each unit once, and a persistent unit on the CPU.
     """
 
     workload: Workload
@@ -38,6 +38,9 @@ class UpdatePlan:
                 f"A plan has one placement per unit: {len(self.workload.units)} units, "
                 f"found {len(self.placements)} placements."
             )
+        persistent = self.workload.persistent_unit
+        if persistent is not None and self.placements[persistent] is not Placement.CPU:
+            raise ValueError(f"The CPU updates persistent parameters, found {self.placements[persistent].value}.")
         if self.num_slots < 1:
             raise ValueError(f"A plan has at least 1 slot, found {self.num_slots}.")
         if self.order is not None and sorted(self.order) != list(range(len(self.placements))):
@@ -60,25 +63,28 @@ class UpdatePlan:
 
         It is equal on two ranks if and only if they execute the same actions on the same runs of elements.
         """
-        borders = " ".join(f"{unit.sub_group}:{unit.begin}:{unit.end}" for unit in self.workload.units)
+        borders = " ".join(
+            "+".join(f"{run.sub_group}:{run.begin}:{run.end}" for run in unit.ranges) for unit in self.workload.units
+        )
         return hashlib.sha256(f"{borders}\n{self.schedule}".encode()).hexdigest()[:16]
 
     @cached_property
-    def numels(self) -> Mapping[Placement, Counter[int]]:
-        """Return by placement how many units there are of each length."""
+    def lengths(self) -> Mapping[Placement, Counter[int]]:
+        """Return by placement how many units there are of each length in memory."""
         counts: dict[Placement, Counter[int]] = {placement: Counter() for placement in Placement}
         for unit, placement in zip(self.workload.units, self.placements, strict=True):
-            counts[placement][unit.numel] += 1
+            counts[placement][unit.length] += 1
         return counts
 
     def numel(self, placement: Placement) -> int:
         """Return the number of this rank's parameters with that placement."""
-        return sum(numel * count for numel, count in self.numels[placement].items())
+        placed = zip(self.workload.units, self.placements, strict=True)
+        return sum(unit.numel for unit, found in placed if found is placement)
 
     @property
     def largest_on_accelerator(self) -> int:
         """Return the length of the largest unit that is updated on the accelerator, 0 if there is none."""
-        return max([0, *self.numels[Placement.STREAMED], *self.numels[Placement.RESIDENT]])
+        return max([0, *self.lengths[Placement.STREAMED], *self.lengths[Placement.RESIDENT]])
 
     def __str__(self) -> str:
         counts = ", ".join(

@@ -6,10 +6,15 @@ A schedule is executed, simulated, checked and drawn. None of these consumers ch
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
-from perf_model.schedule.action import Action, Lane
+from perf_model.schedule.action import Action, ActionKind, Lane
 from perf_model.schedule.workload import FP32_BYTES, STATES
+
+PUBLISHING = (ActionKind.GPU_STEP, ActionKind.PUBLISH)
+"""The kinds of action that write a unit's 16-bit parameters. Each unit has exactly one such action."""
 
 _HEADER = re.compile(r"schedule slots (?P<slots>\d+) slot_numel (?P<numel>\d+) staging_bytes (?P<bytes>\d+)")
 
@@ -36,6 +41,11 @@ class Schedule:
     slot_numel: int
     staging_bytes: int
     actions: tuple[Action, ...]
+
+    @cached_property
+    def publishing(self) -> Mapping[int, int]:
+        """Return by unit the position of the action that writes its parameters."""
+        return {action.unit: position for position, action in enumerate(self.actions) if action.kind in PUBLISHING}
 
     def __str__(self) -> str:
         header = f"schedule slots {self.num_slots} slot_numel {self.slot_numel} staging_bytes {self.staging_bytes}"

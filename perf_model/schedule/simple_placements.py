@@ -7,8 +7,8 @@ from perf_model.schedule.workload import Workload
 
 
 def place_all(workload: Workload, placement: Placement) -> tuple[Placement, ...]:
-    """Return ``placement`` for every unit."""
-    return tuple(placement for _ in workload.units)
+    """Return ``placement`` for every unit except the persistent one, which is on the CPU."""
+    return tuple(Placement.CPU if unit.is_persistent else placement for unit in workload.units)
 
 
 def keep_fixed(workload: Workload, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
@@ -17,8 +17,12 @@ def keep_fixed(workload: Workload, placements: tuple[Placement, ...]) -> tuple[P
 
 
 def place_by_stride(workload: Workload, stride: int) -> tuple[Placement, ...]:
-    """Stream every ``stride``-th unit: index i with (i + 1) % stride == 0 (arXiv 2410.21316)."""
-    return tuple(Placement.STREAMED if (unit.index + 1) % stride == 0 else Placement.CPU for unit in workload.units)
+    """Stream every ``stride``-th unit: index i with (i + 1) % stride == 0, without the persistent unit (2410.21316)."""
+    first = 0 if workload.persistent_unit is None else 1
+    return tuple(
+        Placement.STREAMED if unit.index >= first and (unit.index - first + 1) % stride == 0 else Placement.CPU
+        for unit in workload.units
+    )
 
 
 def place_by_fraction(workload: Workload, gpu_fraction: float) -> tuple[Placement, ...]:
@@ -32,7 +36,7 @@ def place_by_fraction(workload: Workload, gpu_fraction: float) -> tuple[Placemen
     owed = 0.0
     for unit in workload.units:
         owed += gpu_fraction * unit.numel
-        streamed = owed > unit.numel / 2
+        streamed = owed > unit.numel / 2 and not unit.is_persistent
         owed -= unit.numel if streamed else 0
         placements.append(Placement.STREAMED if streamed else Placement.CPU)
     return tuple(placements)

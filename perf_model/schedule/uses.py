@@ -56,11 +56,14 @@ class ParameterUses:
 
     def _needed_after(self, unit: Unit) -> int:
         """Return the elements that forward has used when it first needs the unit: all if it never does."""
+        if unit.is_persistent:
+            return 0
         least = self._used_numel
-        begin = 0
-        for partition in self._sub_groups[unit.sub_group]:
-            if begin < unit.end and begin + partition.numel > unit.begin and partition.name in self._used_before:
-                # A part of a parameter counts as needed when forward has come to that part.
-                least = min(least, self._used_before[partition.name] + max(0, unit.begin - begin))
-            begin += partition.numel
+        for run in unit.ranges:
+            begin = 0
+            for partition in self._sub_groups[run.sub_group]:
+                if begin < run.end and begin + partition.numel > run.begin and partition.name in self._used_before:
+                    # A part of a parameter counts as needed when forward has come to that part.
+                    least = min(least, self._used_before[partition.name] + max(0, run.begin - begin))
+                begin += partition.numel
         return least

@@ -13,37 +13,73 @@ STATES = ("master", "exp_avg", "exp_avg_sq")
 
 FP32_BYTES = 4
 
+ALIGNMENT = 16
+"""The elements at multiples of which wide loads begin. In each memory, a range begins as far after one of them."""
+
 
 @dataclass(frozen=True)
 class Partition:
-    """One rank's part of a parameter: ``numel`` elements, padding included."""
+    """One rank's part of a parameter: ``numel`` elements, padding included.
+
+    ``is_persistent``: DeepSpeed keeps the parameter gathered, so it must be updated when ``step()`` returns.
+    """
 
     name: str
     numel: int
+    is_persistent: bool = False
 
 
 @dataclass(frozen=True)
-class Unit:
-    """A run of elements of one ZeRO-3 sub-group: the piece of the optimizer states that a schedule places and updates.
+class Range:
+    """A run of ``numel`` elements of this rank's partition of a ZeRO-3 sub-group, from element ``begin`` on."""
 
-    It has ``numel`` elements of this rank's partition of the sub-group with index ``sub_group``, from element ``begin``
-    on, padding included. ``label`` names the layers that it is from. ``fixed`` is the placement that a rule gives it,
-    None if the planner decides. ``used_numel`` are the elements that forward uses from its first use of this unit until
-    that of the next one; None stands for ``numel``, if it uses no parameter again in between.
-    """
-
-    index: int
-    numel: int
     sub_group: int
-    begin: int = 0
-    label: str = ""
-    fixed: Placement | None = None
-    used_numel: int | None = None
+    begin: int
+    numel: int
 
     @property
     def end(self) -> int:
         """Return the position in the sub-group after the last element."""
         return self.begin + self.numel
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The piece of the optimizer states that a schedule places and updates: ``ranges``, padding included.
+
+    The ranges belong to one sub-group, except those of the *persistent unit*, which holds all persistent parameters. It
+    is the first unit, the CPU updates it, and ``step()`` waits until it is published.
+
+    ``label`` names the layers that the unit is from. ``fixed`` is the placement that a rule gives it, None if the
+    planner decides. ``used_numel`` are the elements that forward uses from its first use of this unit until it first
+    uses the next one; it defaults to ``numel``, as if no parameter were used again in between.
+    """
+
+    index: int
+    ranges: tuple[Range, ...]
+    label: str = ""
+    fixed: Placement | None = None
+    used_numel: int | None = None
+    is_persistent: bool = False
+
+    @cached_property
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return sum(run.numel for run in self.ranges)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Return where each range begins in the memory of the unit on the accelerator, in elements."""
+        offsets, end = [], 0
+        for run in self.ranges:
+            offsets.append(end + (run.begin - end) % ALIGNMENT)
+            end = offsets[-1] + run.numel
+        return tuple(offsets)
+
+    @property
+    def length(self) -> int:
+        """Return the elements of that memory: ``numel``, and the gaps before ranges."""
+        return self.offsets[-1] + self.ranges[-1].numel
 
     @property
     def forward_numel(self) -> int:
@@ -55,7 +91,7 @@ class Unit:
 class Workload:
     """The units of one rank, in the order of their elements.
 
-    The units of one sub-group cover all of its elements, and the sub-groups are in DeepSpeed's order
+    Their ranges cover all elements of each sub-group, and the sub-groups are in DeepSpeed's order
     (``optimizer.fp16_groups``).
     """
 
@@ -64,7 +100,7 @@ class Workload:
     @classmethod
     def from_numels(cls, numels: Iterable[int]) -> Workload:
         """Return the workload of sub-groups of these lengths, in parameters, of which each is one unit."""
-        return cls(tuple(Unit(index, numel, sub_group=index) for index, numel in enumerate(numels)))
+        return cls(tuple(Unit(index, (Range(index, 0, numel),)) for index, numel in enumerate(numels)))
 
     @classmethod
     def from_parameters(cls, parameters: Iterable[int], world_size: int, sub_group_size: int) -> Workload:
@@ -79,10 +115,16 @@ class Workload:
     @cached_property
     def sub_group_numels(self) -> tuple[int, ...]:
         """Return the length of this rank's partition of each sub-group."""
-        numels = [0] * (1 + max((unit.sub_group for unit in self.units), default=-1))
-        for unit in self.units:
-            numels[unit.sub_group] += unit.numel
+        ranges = [run for unit in self.units for run in unit.ranges]
+        numels = [0] * (1 + max((run.sub_group for run in ranges), default=-1))
+        for run in ranges:
+            numels[run.sub_group] += run.numel
         return tuple(numels)
+
+    @property
+    def persistent_unit(self) -> int | None:
+        """Return the index of the persistent unit, None if DeepSpeed keeps no parameter gathered."""
+        return 0 if self.units and self.units[0].is_persistent else None
 
     @cached_property
     def numel(self) -> int:

@@ -19,7 +19,7 @@ from perf_model.prediction.simulate import Simulator
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.rules import NO_RULES, PlacementRules
-from perf_model.schedule.workload import Unit, Workload
+from perf_model.schedule.workload import Range, Unit, Workload
 from perf_model.training_run.forecast import Forecast, forecast
 from perf_model.training_run.job import PARAM_BYTES, Job
 from perf_model.training_run.micro_batch import Overheads
@@ -106,7 +106,9 @@ def test_the_units_placements_order_and_slots_give_the_same_plan_and_exposed_sec
     workload = Workload(
         tuple(
             Unit(
-                *(unit[key] for key in ("index", "numel", "sub_group", "begin", "label")),
+                unit["index"],
+                tuple(Range(*run) for run in unit["ranges"]),
+                unit["label"],
                 used_numel=unit["forward_numel"],
             )
             for unit in units

@@ -14,7 +14,7 @@ from perf_model.cli.plan_screen import MAX_ROWS, WHY
 from perf_model.cli.unit_runs import UnitRun, show_change
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.workload import Unit
+from perf_model.schedule.workload import Range, Unit
 from perf_model.training_run.job import Job
 from tests.cli.test_planning_commands import job, planned
 
@@ -194,7 +194,7 @@ def test_a_rule_for_the_head_of_a_model_with_tied_embeddings_is_refused_with_the
     ],
 )
 def test_the_layers_of_a_run_name_the_parts_of_layers_that_are_not_whole(labels: list[str], layers: str) -> None:
-    units = [Unit(index, 10, 0, 10 * index, label) for index, label in enumerate(labels)]
+    units = [Unit(index, (Range(0, 10 * index, 10),), label) for index, label in enumerate(labels)]
     run = UnitRun(units=units, placement=Placement.CPU, why="")
     assert run.layers == layers
     assert run.indices == ("0" if len(labels) == 1 else f"0 to {len(labels) - 1}")

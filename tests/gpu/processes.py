@@ -71,7 +71,11 @@ def forking(engine: Any) -> Iterator[dict[str, Any]]:
 
     def forking_batch(case: Case, rank: int, micro_batch: int, dtype: torch.dtype) -> Any:
         if micro_batch == FORKS_AT:
-            on_host = [state.master for state in engine.optimizer._running.memory.units if state.master.is_cpu]
+            on_host = [
+                state.parts[0].master
+                for state in engine.optimizer._running.memory.units
+                if state.parts[0].master.is_cpu
+            ]
             child["pid"] = pid = os.fork()
             if pid == 0:
                 own = bytearray(2**20)

@@ -39,7 +39,7 @@ def test_every_plan_gives_the_serial_bits_while_forward_gathers(seed: int) -> No
 
 @pytest.mark.parametrize("seed", range(100, 112))
 def test_gradients_of_two_dtypes_give_the_serial_bits(seed: int) -> None:
-    """Check this also for the early ranges, whose gradients are copied to the host in one buffer."""
+    """Check this also for persistent parameters, which are in one unit."""
     plan = random_plan(seed)
     chosen = random.Random(seed)
     grad_dtypes = [chosen.choice((torch.bfloat16, torch.float32)) for _ in plan.placements]
@@ -47,7 +47,7 @@ def test_gradients_of_two_dtypes_give_the_serial_bits(seed: int) -> None:
     assert same(deferred(plan, torch.bfloat16, grad_dtypes, seed), expected), f"{plan.schedule}, {grad_dtypes}"
 
 
-def test_an_fp32_gradient_among_bf16_gradients_of_early_ranges_gives_the_serial_bits() -> None:
+def test_an_fp32_gradient_among_bf16_gradients_gives_the_serial_bits() -> None:
     workload = Workload.from_numels([64, 4096, 700_001, 33])
     plan = UpdatePlan(workload=workload, placements=place_all(workload, Placement.STREAMED), num_slots=2)
     for at in range(4):

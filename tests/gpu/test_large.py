@@ -9,7 +9,7 @@ import torch
 from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.state import UnitState
+from deep_opt_states.runtime.state import UnitPart, UnitState
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import place_all
@@ -48,19 +48,18 @@ def test_a_unit_of_a_billion_parameters_is_streamed() -> None:
             begin += size
         assert tensors.param is not None
         param = tensors.param.clone()
-        states.append(
-            UnitState(
-                master=on_host["master"],
-                exp_avg=on_host["exp_avg"],
-                exp_avg_sq=on_host["exp_avg_sq"],
-                grad=tensors.grad,
-                param=param,
-                rounded=param,  # no unit is updated on the CPU
-                placement=Placement.STREAMED,
-                sub_group=len(states),
-                elements=ElementRange.whole(param.numel()),
-            )
+        part = UnitPart(
+            sub_group=len(states),
+            elements=ElementRange.whole(param.numel()),
+            offset=0,
+            master=on_host["master"],
+            exp_avg=on_host["exp_avg"],
+            exp_avg_sq=on_host["exp_avg_sq"],
+            grad=tensors.grad,
+            param=param,
+            rounded=param,  # no unit is updated on the CPU
         )
+        states.append(UnitState(placement=Placement.STREAMED, parts=[part]))
     kernel, in_place = triton_adam(), triton_adam()
     kernel.compile([torch.bfloat16], [torch.bfloat16])
     executor = Executor(plan.schedule, states, device, host_adam(), kernel)
@@ -74,9 +73,10 @@ def test_a_unit_of_a_billion_parameters_is_streamed() -> None:
         torch.cuda.synchronize()
         for index, (state, tensors) in enumerate(zip(states, reference, strict=True)):
             assert tensors.param is not None
-            assert torch.equal(state.param, tensors.param), f"param of unit {index}"
+            assert torch.equal(state.parts[0].param, tensors.param), f"param of unit {index}"
             for name in STATES:
-                assert torch.equal(getattr(state, name).cuda(), getattr(tensors, name)), f"{name} of unit {index}"
+                on_host = getattr(state.parts[0], name)
+                assert torch.equal(on_host.cuda(), getattr(tensors, name)), f"{name} of unit {index}"
     finally:
         executor.close()
         states.clear()

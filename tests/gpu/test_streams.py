@@ -81,12 +81,12 @@ def streamed(count: int, numel: int, num_slots: int) -> Iterator[tuple[Executor,
     workload = Workload.from_numels([numel] * count)
     plan = UpdatePlan(workload=workload, placements=place_all(workload, Placement.STREAMED), num_slots=num_slots)
     device = CudaDevice(torch.cuda.current_device())
-    states = cuda_states(device, plan, torch.bfloat16, torch.bfloat16, seed=0)
+    _, states = cuda_states(device, plan, plan, torch.bfloat16, torch.bfloat16, seed=0)
     kernel = triton_adam()
     kernel.compile([torch.bfloat16], [torch.bfloat16])
     executor = Executor(plan.schedule, states, device, host_adam(), kernel)
     try:
-        late_backward(states, 1)
+        late_backward(plan, states, 1)
         executor.run(steps_for(plan, 1)[0])
         yield executor, plan
     finally:

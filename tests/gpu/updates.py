@@ -9,17 +9,26 @@ from typing import TypeAlias
 
 import torch
 
+from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.cuda import CudaDevice
-from deep_opt_states.device.kernels.adam import AdamStep, ElementRange
+from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.state import Split, UnitState
+from deep_opt_states.runtime.state import UnitState
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import STATES, Workload
 from tests.gpu.kernels import triton_adam
 from tests.kernels.adam_steps import BETAS, machine_arithmetic, steps_of
-from tests.runtime.random_states import NAMES, gradients, make_states, place, update_serially
+from tests.runtime.random_states import (
+    cut,
+    gradients,
+    make_states,
+    place,
+    tensors_of,
+    update_serially,
+    with_persistent,
+)
 
 GATHER_CYCLES = 20_000_000
 """Cycles of the GPU's clock, about ten milliseconds: longer than the host needs to issue an update."""
@@ -54,22 +63,28 @@ def dtypes_of(plan: UpdatePlan, grad_dtypes: GradDtypes) -> list[torch.dtype]:
 
 
 def cuda_states(
-    device: CudaDevice, plan: UpdatePlan, dtype: torch.dtype, grad_dtypes: GradDtypes, seed: int
-) -> list[UnitState]:
-    """Return states in host memory, with memory on the device where units are resident.
+    device: CudaDevice, plan: UpdatePlan, units: UpdatePlan, dtype: torch.dtype, grad_dtypes: GradDtypes, seed: int
+) -> tuple[list[UnitState], list[UnitState]]:
+    """Return the sub-groups, which are the units of ``plan``, and the states of ``units``, which are views of them.
 
-    Gradients are in the memory where their unit is updated.
+    The states are in host memory, with memory on the device where units are resident. Gradients are in the memory where
+    their unit is updated.
     """
-    states = make_states(numels_of(plan), dtype, seed)
-    place(states, plan.schedule, device)
-    for state, grad_dtype in zip(states, dtypes_of(plan, grad_dtypes), strict=True):
+    whole = make_states(numels_of(plan), dtype, seed)
+    for state in whole:
+        (part,) = state.parts
         for name in STATES:
-            setattr(state, name, device.empty_host(state.numel, torch.float32).copy_(getattr(state, name)))
-        on_cpu = state.placement is Placement.CPU
-        state.grad = (device.empty_host if on_cpu else device.empty)(state.numel, grad_dtype).fill_(torch.nan)
-        state.param = device.empty(state.numel, dtype).copy_(state.param)
-        state.rounded = state.master if dtype == torch.float32 else device.empty_host(state.numel, dtype)
-    return states
+            setattr(part, name, device.empty_host(state.length, torch.float32).copy_(getattr(part, name)))
+        part.param = device.empty(state.length, dtype).copy_(part.param)
+        part.rounded = part.master if dtype == torch.float32 else device.empty_host(state.length, dtype)
+    states = cut(whole, units.workload, device)
+    place(states, units.schedule, device)
+    of_sub_group = dtypes_of(plan, grad_dtypes)
+    for state in states:
+        reserve = device.empty_host if state.placement is Placement.CPU else device.empty
+        for part in state.parts:
+            part.grad = reserve(part.elements.numel, of_sub_group[part.sub_group]).fill_(torch.nan)
+    return whole, states
 
 
 def numels_of(plan: UpdatePlan) -> list[int]:
@@ -82,15 +97,13 @@ def steps_for(plan: UpdatePlan, count: int) -> list[list[AdamStep]]:
     return [[step] * len(plan.placements) for step in steps_of(count)]
 
 
-def late_backward(states: Sequence[UnitState], step: int) -> None:
-    """Issue writes of the step's gradients that take long to finish."""
-    arrived = [
-        gradient.to(state.grad.dtype).pin_memory().to("cuda", non_blocking=True)
-        for state, gradient in zip(states, gradients([state.numel for state in states], step), strict=True)
-    ]
+def late_backward(plan: UpdatePlan, states: Sequence[UnitState], step: int) -> None:
+    """Issue writes of the step's gradients that take long to finish. Units of ``plan`` are whole sub-groups."""
+    arrived = [gradient.pin_memory().to("cuda", non_blocking=True) for gradient in gradients(numels_of(plan), step)]
     torch.cuda._sleep(GATHER_CYCLES)
-    for state, gradient in zip(states, arrived, strict=True):
-        state.grad.copy_(gradient, non_blocking=True)
+    for state in states:
+        for part in state.parts:
+            part.grad.copy_(part.elements.view(arrived[part.sub_group]), non_blocking=True)
 
 
 def executed(
@@ -102,7 +115,7 @@ def executed(
     ``overlap_comm``. Backward writes the gradients late. The tensors are in host memory.
     """
     device = CudaDevice(torch.cuda.current_device())
-    states = cuda_states(device, plan, dtype, grad_dtypes, seed)
+    _, states = cuda_states(device, plan, plan, dtype, grad_dtypes, seed)
     kernel = triton_adam()
     kernel.compile({torch.float32, *dtypes_of(plan, grad_dtypes)}, [dtype])
     executor = Executor(plan.schedule, states, device, host_adam(), kernel)
@@ -111,14 +124,14 @@ def executed(
     try:
         for number, steps in enumerate(steps_for(plan, count), start=1):
             with torch.cuda.stream(gather):
-                gathered = [state.param.clone() for state in states]
+                gathered = [param.clone() for param in tensors_of(states, ["param"])]
             torch.cuda.current_stream().wait_stream(gather)
-            late_backward(states, number)
+            late_backward(plan, states, number)
             executor.run(steps)
             found.extend(gathered)
         executor.give_states_back()
         with torch.cuda.stream(gather):
-            found.extend(getattr(state, name).clone() for state in states for name in NAMES)
+            found.extend(tensor.clone() for tensor in tensors_of(states))
         gather.synchronize()
     finally:
         executor.close()
@@ -133,19 +146,19 @@ def deferred(
     count: int = 4,
     issuing: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[torch.Tensor]:
-    """Execute the plan with deferred updates, and return early ranges, gathered parameters and the final states.
+    """Execute the plan with deferred updates, and return persistent and gathered parameters, and the final states.
 
-    For each step, these are the parameters of the early ranges directly after the update has begun, and the parameters
-    that the next forward gathers unit by unit while the update continues. Half of the steps are prefetched;
+    For each step, these are the persistent parameters directly after the update has started, and the parameters that
+    the next forward gathers unit by unit while the update continues. Half of the steps are prefetched;
     in the other half ``advance`` issues all actions that it can. Calls that training makes during an update are made
     inside ``issuing``.
     """
     device = CudaDevice(torch.cuda.current_device())
-    states = cuda_states(device, plan, dtype, grad_dtypes, seed)
-    splits = early_ranges(plan, seed)
+    units = with_persistent(plan, persistent_ranges(plan, seed))
+    whole, states = cuda_states(device, plan, units, dtype, grad_dtypes, seed)
     kernel = triton_adam()
     kernel.compile({torch.float32, *dtypes_of(plan, grad_dtypes)}, [dtype])
-    executor = Executor(plan.schedule, states, device, host_adam(), kernel, splits=splits)
+    executor = Executor(units.schedule, states, device, host_adam(), kernel)
     gather = torch.cuda.Stream()
     found: list[torch.Tensor] = []
     try:
@@ -153,59 +166,61 @@ def deferred(
             if number % 2:
                 with issuing():
                     executor.prefetch()
-            late_backward(states, number)
+            late_backward(plan, states, number)
             with issuing():
                 executor.begin(steps)
                 if number % 2 == 0:
                     executor.advance()
-            found.extend(
-                element_range.view(state.param).clone()
-                for state, split in zip(states, splits, strict=True)
-                for element_range in split.early
-            )
+            if units.workload.persistent_unit is not None:
+                with issuing():
+                    executor.publish(0)
+                found.extend(part.param.clone() for part in states[0].parts)
             with torch.cuda.stream(gather), issuing():
-                executor.publish_early_ranges()
                 for index, state in enumerate(states):
                     executor.publish(index)
-                    found.append(state.param.clone())
+                    found.extend(part.param.clone() for part in state.parts)
             torch.cuda.current_stream().wait_stream(gather)
             executor.finish()
             assert executor.failure is None, executor.failure
         executor.give_states_back()
-        found.extend(getattr(state, name).clone() for state in states for name in NAMES)
+        found.extend(tensor.clone() for tensor in tensors_of(whole))
         torch.cuda.synchronize()
     finally:
         executor.close()
     return [tensor.cpu() for tensor in found]
 
 
-def early_ranges(plan: UpdatePlan, seed: int) -> list[Split]:
-    """Return up to two early ranges per unit, with arbitrary borders."""
-    chosen = random.Random(f"early ranges {seed}")
-    splits = []
+def persistent_ranges(plan: UpdatePlan, seed: int) -> list[list[tuple[int, int]]]:
+    """Return up to two ranges of persistent parameters per unit, with arbitrary borders."""
+    chosen = random.Random(f"persistent ranges {seed}")
+    ranges = []
     for numel in numels_of(plan):
         borders = sorted(chosen.randint(0, numel) for _ in range(4))
-        splits.append(Split.create(ElementRange.whole(numel), zip(borders[::2], borders[1::2], strict=True)))
-    return splits
+        ranges.append(list(zip(borders[::2], borders[1::2], strict=True)))
+    return ranges
 
 
 def serial_of_deferred(
     plan: UpdatePlan, dtype: torch.dtype, grad_dtypes: GradDtypes, seed: int, count: int = 4
 ) -> list[torch.Tensor]:
     """Return the tensors that ``deferred`` must return, from updates of one unit after another on the CPU."""
-    states = make_states(numels_of(plan), dtype, seed)
-    splits, adam = early_ranges(plan, seed), host_adam()
+    whole = make_states(numels_of(plan), dtype, seed)
+    workload, adam = with_persistent(plan, persistent_ranges(plan, seed)).workload, host_adam()
     found: list[torch.Tensor] = []
     for number, steps in enumerate(steps_for(plan, count), start=1):
-        given = zip(gradients(numels_of(plan), number), dtypes_of(plan, grad_dtypes), strict=True)
-        for state, (gradient, grad_dtype) in zip(states, given, strict=True):
-            state.grad = gradient.to(grad_dtype)
-        update_serially(states, adam, steps)
-        for state, split in zip(states, splits, strict=True):
-            found.extend(element_range.view(state.param).clone() for element_range in split.early)
-        found.extend(state.param.clone() for state in states)
-    found.extend(getattr(state, name) for state in states for name in NAMES)
-    return found
+        _set_gradients(plan, whole, grad_dtypes, number)
+        update_serially(whole, adam, steps)
+        states = cut(whole, workload, HostDevice())
+        if workload.persistent_unit is not None:
+            found.extend(part.param.clone() for part in states[0].parts)
+        found.extend(param.clone() for param in tensors_of(states, ["param"]))
+    return [*found, *tensors_of(whole)]
+
+
+def _set_gradients(plan: UpdatePlan, whole: Sequence[UnitState], grad_dtypes: GradDtypes, step: int) -> None:
+    given = zip(gradients(numels_of(plan), step), dtypes_of(plan, grad_dtypes), strict=True)
+    for state, (gradient, grad_dtype) in zip(whole, given, strict=True):
+        state.parts[0].grad = gradient.to(grad_dtype)
 
 
 def serial(
@@ -216,10 +231,7 @@ def serial(
     adam = host_adam()
     found: list[torch.Tensor] = []
     for number, steps in enumerate(steps_for(plan, count), start=1):
-        found.extend(state.param.clone() for state in states)
-        given = zip(gradients(numels_of(plan), number), dtypes_of(plan, grad_dtypes), strict=True)
-        for state, (gradient, grad_dtype) in zip(states, given, strict=True):
-            state.grad = gradient.to(grad_dtype)
+        found.extend(state.parts[0].param.clone() for state in states)
+        _set_gradients(plan, states, grad_dtypes, number)
         update_serially(states, adam, steps)
-    found.extend(getattr(state, name) for state in states for name in NAMES)
-    return found
+    return [*found, *tensors_of(states)]

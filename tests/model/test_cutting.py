@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from perf_model.presets.models import MODELS
 from perf_model.schedule.cutting import BORDER_MULTIPLE, PIECE_MULTIPLE, cut_into_units, layer_of
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.workload import Partition, Unit, Workload, form_sub_groups
+from perf_model.schedule.workload import ALIGNMENT, Partition, Unit, Workload, form_sub_groups
 from perf_model.training_run.families.decoder import gpt
 from perf_model.training_run.model import ModelShape
 
@@ -37,7 +39,8 @@ def numel_by_name(unit: Unit, group: Sequence[Partition]) -> Counter[str]:
     """Return how many elements ``unit`` has of each parameter."""
     found, begin = Counter[str](), 0
     for partition in group:
-        found[partition.name] += max(0, min(unit.end, begin + partition.numel) - max(unit.begin, begin))
+        for run in unit.ranges:
+            found[partition.name] += max(0, min(run.end, begin + partition.numel) - max(run.begin, begin))
         begin += partition.numel
     return +found
 
@@ -54,11 +57,12 @@ def check_tiles(workload: Workload, groups: Sequence[Sequence[Partition]]) -> No
     assert [unit.index for unit in workload.units] == list(range(len(workload.units)))
     assert workload.sub_group_numels == tuple(map(length, groups))
     for index, group in enumerate(groups):
-        of_group = [unit for unit in workload.units if unit.sub_group == index]
+        of_group = [run for unit in workload.units for run in unit.ranges if run.sub_group == index]
+        of_group.sort(key=lambda run: run.begin)
         assert of_group[0].begin == 0
         assert of_group[-1].end == length(group)
         assert all(before.end == after.begin for before, after in pairwise(of_group))
-        assert min(unit.numel for unit in of_group) > 0
+        assert min(run.numel for run in of_group) > 0
 
 
 @given(unaligned_groups, unit_sizes)
@@ -67,7 +71,7 @@ def test_units_tile_each_sub_group_and_are_no_longer_than_the_size(groups: list[
     check_tiles(workload, groups)
     longest = -(-size // PIECE_MULTIPLE) * PIECE_MULTIPLE
     assert max(unit.numel for unit in workload.units) < longest + BORDER_MULTIPLE
-    assert all(unit.begin % BORDER_MULTIPLE == 0 for unit in workload.units)
+    assert all(run.begin % BORDER_MULTIPLE == 0 for unit in workload.units for run in unit.ranges)
 
 
 @given(groups_of_partitions, unit_sizes, st.integers(2, 4))
@@ -80,13 +84,37 @@ def test_units_never_mix_parameters_of_different_placements(
     workload = cut_into_units(groups, size, placement_of)
     check_tiles(workload, groups)
     for unit in workload.units:
-        assert {placement_of(name) for name in numel_by_name(unit, groups[unit.sub_group])} == {unit.fixed}
+        assert {placement_of(name) for name in numel_by_name(unit, groups[unit.ranges[0].sub_group])} == {unit.fixed}
+
+
+@given(unaligned_groups, unit_sizes, st.randoms(use_true_random=False))
+def test_persistent_parameters_are_the_first_unit_and_in_no_other(
+    groups: list[list[Partition]], size: int, chance: random.Random
+) -> None:
+    groups = [[replace(partition, is_persistent=chance.random() < 0.4) for partition in group] for group in groups]
+    workload = cut_into_units(groups, size)
+    check_tiles(workload, groups)
+    persistent = sum(partition.numel for group in groups for partition in group if partition.is_persistent)
+    assert workload.persistent_unit == (0 if persistent > 0 else None)
+    assert sum(unit.numel for unit in workload.units if unit.is_persistent) == persistent
+    assert [unit.index for unit in workload.units if unit.is_persistent] == [0] * (persistent > 0)
+    longest = -(-size // PIECE_MULTIPLE) * PIECE_MULTIPLE
+    for unit in workload.units[1 if persistent > 0 else 0 :]:
+        assert unit.numel < longest + BORDER_MULTIPLE
+        assert len({run.sub_group for run in unit.ranges}) == 1
+    # In memory, ranges neither overlap nor lose their alignment.
+    for unit in workload.units:
+        placed = zip(unit.ranges, unit.offsets, strict=True)
+        assert all((offset - run.begin) % ALIGNMENT == 0 for run, offset in placed)
+        ends = [0, *(offset + run.numel for run, offset in zip(unit.ranges, unit.offsets, strict=True))]
+        assert all(end <= offset for end, offset in zip(ends, unit.offsets, strict=False))
+        assert unit.length == ends[-1]
 
 
 @given(groups_of_partitions, unit_sizes)
 def test_a_layer_that_fits_is_never_cut(groups: list[list[Partition]], size: int) -> None:
     workload = cut_into_units(groups, size)
-    borders = {(unit.sub_group, unit.begin) for unit in workload.units}
+    borders = {(run.sub_group, run.begin) for unit in workload.units for run in unit.ranges}
     for sub_group, group in enumerate(groups):
         begin = 0
         while group:
@@ -159,7 +187,7 @@ def least_share_of_a_layer(shape: ModelShape, ranks: int, sub_group_size: int, u
     for part in parts:
         whole[layer_of(part.name)] += part.numel
     for unit in cut_into_units(groups, unit_size).units:
-        by_layer = numel_by_layer(unit, groups[unit.sub_group])
+        by_layer = numel_by_layer(unit, groups[unit.ranges[0].sub_group])
         # A unit begins up to 15 elements after its first layer.
         by_layer = Counter({layer: numel for layer, numel in by_layer.items() if numel >= BORDER_MULTIPLE})
         for layer, numel in by_layer.items():

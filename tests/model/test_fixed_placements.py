@@ -19,7 +19,7 @@ from perf_model.schedule.happens_before import CHAINS
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import keep_fixed, place_all
-from perf_model.schedule.workload import Unit, Workload
+from perf_model.schedule.workload import Range, Unit, Workload
 from tests.model.costs import cost, costs
 from tests.model.planned import plan_updates
 
@@ -31,7 +31,7 @@ setups = st.builds(TrainingSetup, accumulates=st.booleans())
 
 def workload_with(units: list[tuple[int, Placement | None]]) -> Workload:
     return Workload(
-        tuple(Unit(index, numel, sub_group=index, fixed=fixed) for index, (numel, fixed) in enumerate(units))
+        tuple(Unit(index, (Range(index, 0, numel),), fixed=fixed) for index, (numel, fixed) in enumerate(units))
     )
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from perf_model.schedule.cutting import BORDER_MULTIPLE, PIECE_MULTIPLE, cut_into_units, names_in
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.rules import PlacementRule, PlacementRules, RulesError, States, nearest_names
-from perf_model.schedule.workload import Partition
+from perf_model.schedule.workload import Partition, Range
 
 LAYERS, EXPERTS = 3, 2
 NAMES = [
@@ -74,18 +74,19 @@ def test_units_tile_each_sub_group_and_end_where_the_placement_changes(
     workload = cut_into_units(sub_groups, unit_size, rules.placement_of)
     assert [unit.index for unit in workload.units] == list(range(len(workload.units)))
     for number, partitions in enumerate(sub_groups):
-        units = [unit for unit in workload.units if unit.sub_group == number]
-        assert [unit.begin for unit in units] == [0, *(unit.end for unit in units[:-1])]
-        assert units[-1].end == sum(partition.numel for partition in partitions)
+        units = [unit for unit in workload.units if unit.ranges[0].sub_group == number]
+        runs = [run for unit in units for run in unit.ranges]
+        assert [run.begin for run in runs] == [0, *(run.end for run in runs[:-1])]
+        assert runs[-1].end == sum(partition.numel for partition in partitions)
         for unit in units:
             assert 0 < unit.numel <= -(-unit_size // PIECE_MULTIPLE) * PIECE_MULTIPLE
-            names = list(names_in(unit, partitions))
+            names = list(names_in(unit, sub_groups))
             assert names
             assert {rules.placement_of(name) for name in names} == {unit.fixed}
         ends = [sum(partition.numel for partition in partitions[: count + 1]) for count in range(len(partitions))]
         for end, before, after in zip(ends, partitions, partitions[1:], strict=False):
             if rules.placement_of(before.name) is not rules.placement_of(after.name):
-                assert end in {unit.end for unit in units}
+                assert end in {run.end for run in runs}
 
 
 @given(rules, st.sampled_from(NAMES))
@@ -109,7 +110,10 @@ def test_neighbours_with_the_same_placement_share_a_unit_whatever_the_rule() -> 
 def test_a_unit_ends_at_the_next_border_after_the_place_where_the_placement_changes() -> None:
     rules = PlacementRules.from_json([{"match": "a.*", "states": "cpu"}])
     workload = cut_into_units([[Partition(f"{name}.w", 20) for name in "ab"]], 100, rules.placement_of)
-    assert [(unit.begin, unit.end, unit.fixed) for unit in workload.units] == [(0, 32, Placement.CPU), (32, 40, None)]
+    assert [(unit.ranges, unit.fixed) for unit in workload.units] == [
+        ((Range(0, 0, 32),), Placement.CPU),
+        ((Range(0, 32, 8),), None),
+    ]
 
 
 def test_the_example_places_experts_and_the_ends_of_the_model_and_leaves_the_rest_to_the_planner() -> None:

@@ -13,6 +13,9 @@ from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import simulate
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.cutting import cut_into_units
+from perf_model.schedule.order import forward_order
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.simple_placements import place_all
 from perf_model.schedule.uses import ParameterUses
 from perf_model.schedule.workload import Partition
 from tests.model.costs import cost
@@ -73,7 +76,7 @@ def test_units_share_the_uses_of_all_parameters_that_are_in_them(data: st.DataOb
     known = [partition.numel for name in uses for partition in partitions if partition.name == name]
     if len(set(uses) - {"frozen.weight"}) < len(known):
         assert counted.forward_numel == sum(known)
-    assert [unit.end for unit in counted.units] == [unit.end for unit in workload.units]
+    assert [unit.ranges for unit in counted.units] == [unit.ranges for unit in workload.units]
     used = parameter_uses.first_use(workload)
     assert sorted(used) == list(range(len(workload.units)))
 
@@ -103,3 +106,14 @@ def test_shared_layers_expose_more_of_an_update_than_as_many_layers_of_their_own
     ready_s = {span.action.unit: span.end_s for span in timeline.spans if span.action.kind in makes_ready}
     # Unit i is needed after i of 48 layers.
     assert found.planned.exposed_s >= max(ready_s[unit] - 0.5 * unit / 48 for unit in range(8)) - 1e-9
+
+
+def test_step_waits_for_the_persistent_unit_before_forward_uses_anything() -> None:
+    partitions = [Partition("embedding", 1000), Partition("norm", 100, is_persistent=True), Partition("head", 500)]
+    workload = cut_into_units([partitions], 10**6)
+    used = ParameterUses([partitions], ["embedding", "norm", "embedding", "head"])
+    assert workload.units[0].label == "persistent parameters"
+    assert used.first_use(workload)[0] == 0
+    assert [unit.forward_numel for unit in used.count(workload).units] == [0, 2600]
+    placements = place_all(workload, Placement.CPU)
+    assert forward_order(workload, placements, first_use=(1, 0)) == (0, 1)

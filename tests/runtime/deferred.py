@@ -8,15 +8,25 @@ from dataclasses import dataclass, field
 
 import torch
 
+from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.state import Split, UnitState
+from deep_opt_states.runtime.state import UnitState
 from perf_model.schedule.plan import UpdatePlan
 from tests.fake_device.device import FakeDevice, FakeStream
 from tests.fake_device.fake_worker import FakeWorker
 from tests.fake_device.timing import Timing
 from tests.runtime.hostile import LateAdam, pinned_states
 from tests.runtime.plain_adam import PlainAdam, adam_step
-from tests.runtime.random_states import NAMES, fill_gradients, gradients, make_states, place, update_serially
+from tests.runtime.random_states import (
+    cut,
+    fill_gradients,
+    gradients,
+    make_states,
+    place,
+    tensors_of,
+    update_serially,
+    with_persistent,
+)
 
 WRITTEN = 0.5
 """The value that a user writes to a parameter in place, after a step."""
@@ -29,11 +39,11 @@ class Habits:
     seed: int
     prefetches: bool = True
     writes: bool = True
-    """Whether the script writes to the parameters of early ranges after each step. The next update overwrites them."""
-    splits: list[list[tuple[int, int]]] = field(default_factory=list)
-    """The early ranges of each unit, in elements of its sub-group."""
+    """Whether the script writes to persistent parameters after each step. The next update overwrites them."""
+    persistent: list[list[tuple[int, int]]] = field(default_factory=list)
+    """The ranges of the persistent parameters in each sub-group."""
     grad_dtypes: list[torch.dtype] = field(default_factory=list)
-    """The dtype of each unit's gradients, fp32 if users set them. If the list is empty, all gradients are fp32."""
+    """The dtype of each sub-group's gradients, fp32 if users set them. If the list is empty, all gradients are fp32."""
     params_on_host: bool = False
     overlaps_flushes: bool = True
     """Whether some updates end on the caller's stream only, with flushes in flight."""
@@ -42,12 +52,16 @@ class Habits:
 def deferred(
     plan: UpdatePlan, timing: Timing, habits: Habits, steps: int = 3, dtype: torch.dtype = torch.bfloat16
 ) -> list[torch.Tensor]:
-    """Return all parameters that were read, in order, and all states at the end, with deferred updates."""
+    """Return all parameters that were read, in order, and all states at the end, with deferred updates.
+
+    Each unit of ``plan`` is a whole sub-group, from which the persistent ranges are taken.
+    """
     numels = [unit.numel for unit in plan.workload.units]
+    plan = with_persistent(plan, habits.persistent)
     device = FakeDevice(timing)
     gathers = device.stream()
-    states = pinned_states(device, numels, dtype, grad_dtypes=habits.grad_dtypes, params_on_host=habits.params_on_host)
-    splits = [Split.create(state.elements, early) for state, early in zip(states, habits.splits, strict=True)]
+    whole = pinned_states(device, numels, dtype, grad_dtypes=habits.grad_dtypes, params_on_host=habits.params_on_host)
+    states = cut(whole, plan.workload, device)
     place(states, plan.schedule, device)
     executor = Executor(
         plan.schedule,
@@ -56,20 +70,22 @@ def deferred(
         PlainAdam(),
         LateAdam(device, PlainAdam()),
         worker=FakeWorker(device),
-        splits=splits,
     )
     chance = random.Random(habits.seed)
     read: list[torch.Tensor] = []
     for step in range(1, steps + 1):
-        for state, gradient in zip(states, gradients(numels, step), strict=True):
-            read.append(on_device_copy(device, state.param))
-            device.copy(state.grad, device.empty(state.numel, torch.float32).copy_(gradient))
+        for state, gradient in zip(whole, gradients(numels, step), strict=True):
+            (part,) = state.parts
+            read.append(on_device_copy(device, part.param))
+            device.copy(part.grad, device.empty(state.length, torch.float32).copy_(gradient))
         if habits.prefetches:
             executor.prefetch()
             if chance.random() < 0.2:
                 executor.give_states_back()
         executor.begin([adam_step(step)] * len(numels))
-        read.extend(touch_early_ranges(device, states, splits, habits))
+        if plan.workload.persistent_unit is not None:
+            executor.publish(0)
+            read.extend(touch_persistent_params(device, states[0], habits))
         read.extend(forward(executor, device, gathers, states, chance, habits.writes))
         if habits.overlaps_flushes and (habits.seed + step) % 3 > 0:
             executor.finish_on_stream()
@@ -80,19 +96,15 @@ def deferred(
     all_read = device.event()
     device.current_stream().record(all_read)
     all_read.synchronize()
-    return [*read, *(getattr(state, name) for state in states for name in NAMES)]
+    return [*read, *tensors_of(whole)]
 
 
-def touch_early_ranges(
-    device: FakeDevice, states: Sequence[UnitState], splits: Sequence[Split], habits: Habits
-) -> Iterator[torch.Tensor]:
-    """Yield copies of the early ranges' parameters, and write to the parameters if ``habits.writes``."""
-    for state, split in zip(states, splits, strict=True):
-        for element_range in split.early:
-            param = element_range.view(state.param)
-            yield on_device_copy(device, param)
-            if habits.writes:
-                device.launch(lambda written: written.fill_(WRITTEN), param)
+def touch_persistent_params(device: FakeDevice, state: UnitState, habits: Habits) -> Iterator[torch.Tensor]:
+    """Yield copies of the persistent parameters, and write to them if ``habits.writes``."""
+    for part in state.parts:
+        yield on_device_copy(device, part.param)
+        if habits.writes:
+            device.launch(lambda written: written.fill_(WRITTEN), part.param)
 
 
 def forward(
@@ -117,13 +129,13 @@ def forward(
         if chance.random() < 0.5:
             executor.advance()
         with gathers.issue():
-            executor.publish_early_ranges()
             executor.publish(index)
-            gathered = on_device_copy(device, states[index].param)
+            gathered = [on_device_copy(device, part.param) for part in states[index].parts]
         gathers.record(done)
         device.current_stream().wait(done)
-        device.record_stream(gathered, device.current_stream())
-        yield on_device_copy(device, gathered)
+        for tensor in gathered:
+            device.record_stream(tensor, device.current_stream())
+            yield on_device_copy(device, tensor)
 
 
 def on_device_copy(device: FakeDevice, tensor: torch.Tensor) -> torch.Tensor:
@@ -136,23 +148,23 @@ def on_device_copy(device: FakeDevice, tensor: torch.Tensor) -> torch.Tensor:
 def serial(plan: UpdatePlan, habits: Habits, steps: int = 3, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
     """Return the tensors that ``deferred`` returns, with every update finished before training continues."""
     numels = [unit.numel for unit in plan.workload.units]
-    states = make_states(numels, dtype, grad_dtypes=habits.grad_dtypes)
-    splits = [Split.create(state.elements, early) for state, early in zip(states, habits.splits, strict=True)]
+    whole = make_states(numels, dtype, grad_dtypes=habits.grad_dtypes)
+    workload = with_persistent(plan, habits.persistent).workload
+    states = cut(whole, workload, HostDevice())
     chance = random.Random(habits.seed)
     read: list[torch.Tensor] = []
     for step in range(1, steps + 1):
-        read.extend(state.param.clone() for state in states)
-        fill_gradients(states, step)
+        read.extend(param.clone() for param in tensors_of(whole, ["param"]))
+        fill_gradients(whole, step)
         if habits.prefetches:
             chance.random()
-        update_serially(states, PlainAdam(), [adam_step(step)] * len(numels))
-        for state, split in zip(states, splits, strict=True):
-            for element_range in split.early:
-                read.append(element_range.view(state.param).clone())
-                if habits.writes:
-                    element_range.view(state.param).fill_(WRITTEN)
+        update_serially(whole, PlainAdam(), [adam_step(step)] * len(numels))
+        for part in states[0].parts if workload.persistent_unit is not None else ():
+            read.append(part.param.clone())
+            if habits.writes:
+                part.param.fill_(WRITTEN)
         order = chance.choices(range(len(states)), k=len(states))
         for index in order if chance.random() < 0.5 else sorted(order):
             chance.random()
-            read.append(states[index].param.clone())
-    return [*read, *(getattr(state, name) for state in states for name in NAMES)]
+            read.extend(part.param.clone() for part in states[index].parts)
+    return [*read, *tensors_of(whole)]

@@ -21,7 +21,7 @@ from tests.fake_device.device import FakeDevice, LateAdam
 from tests.fake_device.fake_worker import FakeWorker
 from tests.fake_device.timing import Late, Seeded, Timing
 from tests.runtime.plain_adam import PlainAdam, adam_step
-from tests.runtime.random_states import NAMES, fill_gradients, gradients, make_states, place, update_serially
+from tests.runtime.random_states import fill_gradients, gradients, make_states, place, tensors_of, update_serially
 
 ORDERS = [
     (first, *(lane for lane in range(len(Lane)) if lane not in (first, last)), last)
@@ -48,15 +48,16 @@ def pinned_states(
     states = make_states(numels, dtype, grad_dtypes=grad_dtypes)
     staging = device.empty(max(numels, default=0), dtype) if params_on_host else None
     for state in states:
+        (part,) = state.parts
         for name in ("master", "exp_avg", "exp_avg_sq", "grad"):
-            plain = getattr(state, name)
-            setattr(state, name, device.empty_host(plain.numel(), plain.dtype).copy_(plain))
+            plain = getattr(part, name)
+            setattr(part, name, device.empty_host(plain.numel(), plain.dtype).copy_(plain))
         if staging is not None:
-            state.param = state.rounded = device.empty_host(state.numel, dtype).copy_(state.param)
-            state.staged = staging.narrow(0, 0, state.numel)
+            part.param = part.rounded = device.empty_host(state.length, dtype).copy_(part.param)
+            part.staged = staging.narrow(0, 0, state.length)
             continue
-        state.rounded = state.master if dtype == torch.float32 else device.empty_host(state.numel, dtype)
-        state.param = device.empty(state.numel, dtype).copy_(state.param)
+        part.rounded = part.master if dtype == torch.float32 else device.empty_host(state.length, dtype)
+        part.param = device.empty(state.length, dtype).copy_(part.param)
     return states
 
 
@@ -93,9 +94,9 @@ def run(
     executor = hostile_executor(schedule, trained.states, device)
     for step in range(1, steps + 1):
         for state, gradient in zip(trained.states, gradients(numels, step), strict=True):
-            trained.read.append(device.empty(state.numel, dtype))
-            device.copy(trained.read[-1], state.param)
-            device.copy(state.grad, device.empty(state.numel, torch.float32).copy_(gradient))
+            trained.read.append(device.empty(state.length, dtype))
+            device.copy(trained.read[-1], state.parts[0].param)
+            device.copy(state.parts[0].grad, device.empty(state.length, torch.float32).copy_(gradient))
         executor.run([adam_step(step)] * len(numels))
     trained.last = executor.timeline_reader()
     executor.give_states_back()
@@ -106,7 +107,7 @@ def serial(numels: Sequence[int], steps: int = 2, dtype: torch.dtype = torch.bfl
     """Return the results of training in which one unit is updated after the other, without a device."""
     trained = Trained(make_states(numels, dtype), [])
     for step in range(1, steps + 1):
-        trained.read.extend(state.param.clone() for state in trained.states)
+        trained.read.extend(state.parts[0].param.clone() for state in trained.states)
         fill_gradients(trained.states, step)
         update_serially(trained.states, PlainAdam(), [adam_step(step)] * len(numels))
     return trained
@@ -118,8 +119,7 @@ def same(found: Trained, expected: Trained) -> bool:
     Memory that was read before it was written, or after it was freed, is NaN, which equals nothing.
     """
     pairs = list(zip(found.read, expected.read, strict=True))
-    for ours, theirs in zip(found.states, expected.states, strict=True):
-        pairs.extend((getattr(ours, name), getattr(theirs, name)) for name in NAMES)
+    pairs += zip(tensors_of(found.states), tensors_of(expected.states), strict=True)
     return all(torch.equal(one, other) for one, other in pairs)
 
 

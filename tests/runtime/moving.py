@@ -13,18 +13,17 @@ from hypothesis import strategies as st
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.state import Split
 from deep_opt_states.runtime.state_memory import StateMemory
 from deep_opt_states.runtime.worker import CpuLane
 from perf_model.schedule.cutting import BORDER_MULTIPLE
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import STATES, Unit, Workload
+from perf_model.schedule.workload import STATES, Range, Unit, Workload
 from tests.fake_device.device import FakeDevice, LateAdam
 from tests.fake_device.fake_worker import FakeWorker
 from tests.kernels.adam_steps import fused
 from tests.runtime.plain_adam import PlainAdam, adam_step
-from tests.runtime.random_states import NAMES, gradients, make_states
+from tests.runtime.random_states import NAMES, gradients, make_states, tensors_of, with_persistent
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WRITTEN = 0.5
@@ -33,10 +32,10 @@ WRITTEN = 0.5
 
 @dataclass(kw_only=True)
 class Model:
-    """The sub-groups of one rank, with their early ranges, and the kernel that updates them."""
+    """The sub-groups of one rank, with their persistent ranges, and the kernel that updates them."""
 
     numels: tuple[int, ...]
-    early: list[list[tuple[int, int]]]
+    persistent: list[list[tuple[int, int]]]
     dtype: torch.dtype = torch.bfloat16
     grad_dtype: torch.dtype = torch.float32
     params_on_host: bool = False
@@ -79,7 +78,7 @@ class MovingTraining:
         self.model, self.plan, self.device = model, plan, device
         initial = make_states(model.numels, model.dtype)
         reserve = device.empty_host if model.params_on_host else device.empty
-        self.params = [reserve(state.numel, model.dtype).copy_(state.param) for state in initial]
+        self.params = [reserve(state.length, model.dtype).copy_(state.parts[0].param) for state in initial]
         self.memory = StateMemory(
             plan.workload,
             self.params,
@@ -89,7 +88,7 @@ class MovingTraining:
         )
         for tensors, state in zip(self.memory.sub_groups, initial, strict=True):
             for name in STATES:
-                getattr(tensors, name).copy_(getattr(state, name))
+                getattr(tensors, name).copy_(getattr(state.parts[0], name))
         self.memory.set_plan(plan)
         self._kernels = [model.kernel(), model.device_kernel()]
         host_adam, device_adam = self._kernels
@@ -103,7 +102,6 @@ class MovingTraining:
             host_adam,
             device_adam,
             worker,
-            self._splits(),
         )
 
     def train(self, iterations: Sequence[MovingIteration]) -> list[torch.Tensor]:
@@ -150,9 +148,8 @@ class MovingTraining:
         for position in iteration.forward:
             index = position % len(self.memory.units)
             self.executor.advance()
-            self.executor.publish_early_ranges()
             self.executor.publish(index)
-            yield self._copy_of(self.memory.units[index].param)
+            yield from (self._copy_of(part.param) for part in self.memory.units[index].parts)
         if iteration.overlaps_flushes:
             self.executor.finish_on_stream()
         else:
@@ -165,25 +162,28 @@ class MovingTraining:
             self.device.empty(gradient.numel(), gradient.dtype).copy_(gradient)
             for gradient in self.model.gradients(number)
         ]
-        for unit in self.memory.units:
-            self.device.copy(unit.grad, unit.elements.view(whole[unit.sub_group]))
+        for part in self.memory.parts:
+            self.device.copy(part.grad, part.elements.view(whole[part.sub_group]))
 
     def read_gradients(self) -> torch.Tensor:
         """Return a copy of the gradients of all sub-groups, one after the other.
 
         The host reads those in host memory at once.
         """
-        parts = [
-            unit.grad.clone() if unit.placement is Placement.CPU else self._copy_of(unit.grad)
-            for unit in self.memory.units
-        ]
+        found = [torch.empty(numel, dtype=self.model.grad_dtype) for numel in self.model.numels]
+        copied = []
+        for unit in self.memory.units:
+            on_host = unit.placement is Placement.CPU
+            copied += [(part, part.grad.clone() if on_host else self._copy_of(part.grad)) for part in unit.parts]
         self._wait_for_caller()
-        return torch.cat(parts)
+        for part, grad in copied:
+            part.elements.view(found[part.sub_group]).copy_(grad)
+        return torch.cat(found)
 
     def change(self, plan: UpdatePlan) -> None:
         """Use ``plan`` from the next update on. Units move unless only the order or the number of slots is another."""
         if (plan.workload, plan.placements) == (self.plan.workload, self.plan.placements):
-            self.executor.set_units(plan.schedule, self.memory.units, self._splits())
+            self.executor.set_units(plan.schedule, self.memory.units)
             self.plan = plan
         else:
             self.move(plan)
@@ -196,11 +196,8 @@ class MovingTraining:
     def set_plan(self, plan: UpdatePlan) -> None:
         """Use ``plan`` from the next update on. The caller has written back all units that it moves."""
         self.memory.set_plan(plan)
-        self.executor.set_units(plan.schedule, self.memory.units, self._splits())
+        self.executor.set_units(plan.schedule, self.memory.units)
         self.plan = plan
-
-    def _splits(self) -> list[Split]:
-        return [Split.create(unit.elements, self.model.early[unit.sub_group]) for unit in self.memory.units]
 
     def _copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
         copied = self.device.empty(tensor.numel(), tensor.dtype)
@@ -223,25 +220,25 @@ def train_serially(model: Model, iterations: Sequence[MovingIteration]) -> list[
             read.append(torch.cat(model.gradients(number - 1)))
         if iteration.writes_states:
             for state in states:
-                state.master.mul_(WRITTEN)
-        read.extend(state.param.clone() for state in states)
+                state.parts[0].master.mul_(WRITTEN)
+        read.extend(state.parts[0].param.clone() for state in states)
         if iteration.is_skipped:
             continue
         kernel.begin_step([adam_step(1 + number)] * len(states))
         for index, (state, gradient) in enumerate(zip(states, model.gradients(number), strict=True)):
-            state.grad, state.rounded = gradient, state.param
-            kernel.update(index, state.cpu_tensors)
+            part = replace(state.parts[0], grad=gradient, rounded=state.parts[0].param)
+            kernel.update(index, part.cpu_update().tensors)
         units = iteration.plan.workload.units
         for position in iteration.forward:
             unit = units[position % len(units)]
-            read.append(states[unit.sub_group].param[unit.begin : unit.end].clone())
+            read += [states[run.sub_group].parts[0].param[run.begin : run.end].clone() for run in unit.ranges]
     kernel.close()
-    found = [getattr(state, name) for state in states for name in NAMES if name != "param"]
-    return [*read, *found, *(state.param for state in states)]
+    found = tensors_of(states, [name for name in NAMES if name != "param"])
+    return [*read, *found, *tensors_of(states, ["param"])]
 
 
 def random_plan(
-    chance: random.Random, numels: Sequence[int], *, placements: Sequence[Placement] = tuple(Placement)
+    chance: random.Random, model: Model, *, placements: Sequence[Placement] = tuple(Placement)
 ) -> UpdatePlan:
     """Return a plan with random cuts, placements, slots and order.
 
@@ -250,30 +247,31 @@ def random_plan(
     """
     multiple = chance.choice((1, BORDER_MULTIPLE))
     units: list[Unit] = []
-    for sub_group, numel in enumerate(numels):
+    for sub_group, numel in enumerate(model.numels):
         possible = range(multiple, numel, multiple)
         cuts = sorted(chance.sample(possible, min(len(possible), chance.randint(0, 4))))
         for begin, end in zip([0, *cuts], [*cuts, numel], strict=True):
-            units.append(Unit(len(units), end - begin, sub_group, begin))
-    return UpdatePlan(
+            units.append(Unit(len(units), (Range(sub_group, begin, end - begin),)))
+    plan = UpdatePlan(
         workload=Workload(tuple(units)),
         placements=tuple(chance.choice(placements) for _ in units),
         num_slots=chance.randint(1, 3),
         order=tuple(chance.sample(range(len(units)), len(units))),
     )
+    return with_persistent(plan, model.persistent)
 
 
 @st.composite
 def models(draw: st.DrawFn) -> Model:
-    """Draw up to three sub-groups with early ranges that cross the borders of units."""
+    """Draw up to three sub-groups with persistent ranges that cross the borders of units."""
     numels = tuple(draw(st.lists(st.integers(1, 150), min_size=1, max_size=3)))
-    early = []
+    persistent = []
     for numel in numels:
         borders = sorted(draw(st.lists(st.integers(0, numel), max_size=4)))
-        early.append(list(zip(borders[::2], borders[1::2], strict=False)))
+        persistent.append(list(zip(borders[::2], borders[1::2], strict=False)))
     return Model(
         numels=numels,
-        early=early,
+        persistent=persistent,
         dtype=draw(st.sampled_from(DTYPES)),
         grad_dtype=draw(st.sampled_from(DTYPES)),
         params_on_host=draw(st.booleans()),
@@ -281,14 +279,12 @@ def models(draw: st.DrawFn) -> Model:
     )
 
 
-def random_iterations(
-    chance: random.Random, numels: Sequence[int], count: int, *, moves: bool
-) -> list[MovingIteration]:
+def random_iterations(chance: random.Random, model: Model, count: int, *, moves: bool) -> list[MovingIteration]:
     """Return iterations whose plan changes at random if ``moves``; otherwise all have the same plan.
 
     The plan sometimes returns to an earlier one, or only its order and its number of slots change.
     """
-    plans = [random_plan(chance, numels) for _ in range(3 if moves else 1)]
+    plans = [random_plan(chance, model) for _ in range(3 if moves else 1)]
     if moves:
         order = tuple(chance.sample(range(len(plans[0].placements)), len(plans[0].placements)))
         plans += [replace(plans[0], num_slots=number, order=order) for number in (1, 3)]

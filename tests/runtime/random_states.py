@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors, ElementRange
-from deep_opt_states.runtime.state import Resident, Slot, UnitState
+from deep_opt_states.runtime.state import Packing, Resident, Slot, UnitPart, UnitState
 from perf_model.schedule.happens_before import CHAINS
 from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import Schedule
+from perf_model.schedule.workload import Range, Unit, Workload
 
 NAMES = ("master", "exp_avg", "exp_avg_sq", "param")
 
@@ -28,20 +31,76 @@ def make_states(
     states = []
     for index, (numel, grad_dtype) in enumerate(zip(numels, grad_dtypes or [torch.float32] * len(numels), strict=True)):
         master = torch.randn(numel, generator=generator)
-        states.append(
-            UnitState(
-                placement=Placement.CPU,
-                sub_group=index,
-                elements=ElementRange.whole(numel),
-                master=master,
-                exp_avg=torch.randn(numel, generator=generator),
-                exp_avg_sq=torch.rand(numel, generator=generator),
-                grad=torch.empty(numel, dtype=grad_dtype),
-                param=master.to(dtype).clone(),
-                rounded=master if dtype == torch.float32 else torch.empty(numel, dtype=dtype),
-            )
+        part = UnitPart(
+            sub_group=index,
+            elements=ElementRange.whole(numel),
+            offset=0,
+            master=master,
+            exp_avg=torch.randn(numel, generator=generator),
+            exp_avg_sq=torch.rand(numel, generator=generator),
+            grad=torch.empty(numel, dtype=grad_dtype),
+            param=master.to(dtype).clone(),
+            rounded=master if dtype == torch.float32 else torch.empty(numel, dtype=dtype),
         )
+        states.append(UnitState(placement=Placement.CPU, parts=[part]))
     return states
+
+
+def cut(states: Sequence[UnitState], workload: Workload, device: Device[Any]) -> list[UnitState]:
+    """Return the units of ``workload``, views of ``states``, each of which holds a whole sub-group."""
+    units = []
+    for unit in workload.units:
+        parts = []
+        for run, offset in zip(unit.ranges, unit.offsets, strict=True):
+            (whole,) = states[run.sub_group].parts
+            part = replace(whole, elements=whole.elements.part(run.begin, run.end), offset=offset)
+            for name in (*NAMES, "grad", "rounded", "staged"):
+                tensor = getattr(whole, name)
+                setattr(part, name, None if tensor is None else part.elements.view(tensor))
+            # What was one tensor remains one.
+            for other in ("param", "master"):
+                if whole.rounded is getattr(whole, other):
+                    part.rounded = getattr(part, other)
+            parts.append(part)
+        state = UnitState(placement=Placement.CPU, parts=parts)
+        if unit.is_persistent and not parts[0].cpu_writes_param:
+            dtype = parts[0].param.dtype
+            state.packing = Packing(device.empty_host(unit.length, dtype), device.empty(unit.length, dtype))
+            for part in parts:
+                part.rounded = part.of_unit(state.packing.on_host)
+        units.append(state)
+    return units
+
+
+def with_persistent(plan: UpdatePlan, persistent: Sequence[Sequence[tuple[int, int]]]) -> UpdatePlan:
+    """Return ``plan`` with the ``persistent`` ranges [begin, end) of each sub-group in a persistent unit, if any."""
+    ranges = [Range(index, begin, end - begin) for index, runs in enumerate(persistent) for begin, end in runs]
+    ranges = [run for run in ranges if run.numel > 0]
+    if not ranges:
+        return plan
+    units = [Unit(0, tuple(ranges), fixed=Placement.CPU, is_persistent=True)]
+    placements, moved = [Placement.CPU], {}
+    for unit, placement in zip(plan.workload.units, plan.placements, strict=True):
+        if rest := tuple(part for run in unit.ranges for part in _without(run, persistent[run.sub_group])):
+            moved[unit.index] = len(units)
+            units.append(Unit(len(units), rest))
+            placements.append(placement)
+    order = None if plan.order is None else (0, *(moved[index] for index in plan.order if index in moved))
+    return replace(plan, workload=Workload(tuple(units)), placements=tuple(placements), order=order)
+
+
+def _without(run: Range, taken: Sequence[tuple[int, int]]) -> Iterator[Range]:
+    """Yield the elements of ``run`` that are not in ``taken``, ranges [begin, end) in order."""
+    begin = run.begin
+    for first, end in (*taken, (run.end, run.end)):
+        if begin < min(first, run.end):
+            yield Range(run.sub_group, begin, min(first, run.end) - begin)
+        begin = max(begin, end)
+
+
+def tensors_of(states: Sequence[UnitState], names: Sequence[str] = ()) -> list[torch.Tensor]:
+    """Return the tensors of ``states``, by default those that an update writes."""
+    return [getattr(part, name) for state in states for part in state.parts for name in names or NAMES]
 
 
 def place(states: Sequence[UnitState], schedule: Schedule, device: Device[Any]) -> None:
@@ -54,7 +113,7 @@ def place(states: Sequence[UnitState], schedule: Schedule, device: Device[Any]) 
         kinds = frozenset(action.kind for action in schedule.actions if action.unit == index)
         state.placement = placements[kinds]
         is_resident = state.placement is Placement.RESIDENT
-        state.resident = Resident(Slot.reserve(device, state.numel)) if is_resident else None
+        state.resident = Resident(Slot.reserve(device, state.length)) if is_resident else None
 
 
 def gradients(numels: Sequence[int], step: int) -> list[torch.Tensor]:
@@ -64,8 +123,8 @@ def gradients(numels: Sequence[int], step: int) -> list[torch.Tensor]:
 
 
 def fill_gradients(states: Sequence[UnitState], step: int) -> None:
-    for state, gradient in zip(states, gradients([state.numel for state in states], step), strict=True):
-        state.grad.copy_(gradient)
+    for state, gradient in zip(states, gradients([state.length for state in states], step), strict=True):
+        state.parts[0].grad.copy_(gradient)
 
 
 def update_serially(states: Sequence[UnitState], adam: AdamKernel, steps: Sequence[AdamStep]) -> None:
@@ -78,19 +137,20 @@ def update_serially(states: Sequence[UnitState], adam: AdamKernel, steps: Sequen
         adam.update(
             index,
             AdamTensors(
-                master=state.master,
-                exp_avg=state.exp_avg,
-                exp_avg_sq=state.exp_avg_sq,
-                grad=state.grad,
-                param=state.param,
+                master=state.parts[0].master,
+                exp_avg=state.parts[0].exp_avg,
+                exp_avg_sq=state.parts[0].exp_avg_sq,
+                grad=state.parts[0].grad,
+                param=state.parts[0].param,
             ),
         )
 
 
 def assert_equal(found: Sequence[UnitState], expected: Sequence[UnitState]) -> None:
-    for index, (ours, reference) in enumerate(zip(found, expected, strict=True)):
-        for name in NAMES:
-            assert torch.equal(getattr(ours, name), getattr(reference, name)), f"{name} of unit {index}"
+    for name in NAMES:
+        tensors = zip(tensors_of(found, [name]), tensors_of(expected, [name]), strict=True)
+        for index, (ours, reference) in enumerate(tensors):
+            assert torch.equal(ours, reference), f"{name} of part {index}"
 
 
 def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:

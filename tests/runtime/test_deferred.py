@@ -17,11 +17,10 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from deep_opt_states.device.cpu import HostDevice
-from deep_opt_states.device.kernels.adam import ElementRange
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.lanes import LaneStreams
-from deep_opt_states.runtime.state import Split, UnitState
+from deep_opt_states.runtime.state import UnitState
 from perf_model.schedule import check
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -35,7 +34,17 @@ from tests.model.strategies import plans
 from tests.runtime.deferred import Habits, deferred, serial
 from tests.runtime.hostile import hostile_executor, pinned_states
 from tests.runtime.plain_adam import PlainAdam, adam_step
-from tests.runtime.random_states import assert_equal, fill_gradients, make_states, place, same, update_serially
+from tests.runtime.random_states import (
+    assert_equal,
+    cut,
+    fill_gradients,
+    make_states,
+    place,
+    same,
+    tensors_of,
+    update_serially,
+    with_persistent,
+)
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,7 +68,7 @@ def habits_of(draw: st.DrawFn, plan: UpdatePlan) -> Habits:
         seed=draw(st.integers(0, 2**32)),
         prefetches=draw(st.booleans()),
         writes=draw(st.booleans()),
-        splits=[draw(cut_up(unit.numel)) for unit in plan.workload.units],
+        persistent=[draw(cut_up(unit.numel)) for unit in plan.workload.units],
         grad_dtypes=[draw(st.sampled_from(GRAD_DTYPES)) for _ in plan.workload.units],
         params_on_host=draw(st.booleans()),
     )
@@ -79,27 +88,33 @@ def test_a_deferred_update_gives_the_serial_bits_whatever_the_timing(
 def test_the_cpu_writes_parameters_in_host_memory_where_they_are(params_on_host: bool, dtype: torch.dtype) -> None:
     """Check that parameters in host memory are not copied, while those on the accelerator are published.
 
-    The latter holds for early ranges and for the rest.
+    The latter holds for persistent parameters, all of which take one copy and one kernel, and for the others.
     """
     plan = UpdatePlan(workload=Workload.from_numels([9, 7]), placements=(CPU, CPU), num_slots=1)
+    plan = with_persistent(plan, [[(0, 2)], [(3, 5)]])
     device = FakeDevice(Late())
-    states = pinned_states(device, [9, 7], dtype, params_on_host=params_on_host)
-    splits = [Split.create(states[0].elements, [(0, 2)]), Split.create(states[1].elements, [(3, 5)])]
-    executor = Executor(plan.schedule, states, device, PlainAdam(), None, worker=FakeWorker(device), splits=splits)
-    before = [state.param.clone() for state in states]
-    for state in states:
-        state.grad.fill_(1)
-    with mock.patch.object(device, "copy", wraps=device.copy) as copy:
+    whole = pinned_states(device, [9, 7], dtype, params_on_host=params_on_host)
+    states = cut(whole, plan.workload, device)
+    executor = Executor(plan.schedule, states, device, PlainAdam(), None, worker=FakeWorker(device))
+    before = [param.clone() for param in tensors_of(whole, ["param"])]
+    for grad in tensors_of(whole, ["grad"]):
+        grad.fill_(1)
+    with (
+        mock.patch.object(device, "copy", wraps=device.copy) as copy,
+        mock.patch.object(device, "copy_each", wraps=device.copy_each) as copy_each,
+    ):
         executor.run([adam_step(1)] * 2)
-    # One copy for both early ranges. The first unit has a rest after its early range, the second also one before.
+    # The first unit has one range after its persistent parameters, the second also one before.
     assert copy.call_count == (0 if params_on_host else 1 + 1 + 2)
-    assert not any(torch.equal(state.param, old) for state, old in zip(states, before, strict=True))
+    assert copy_each.call_count == (0 if params_on_host else 1)
+    params = zip(tensors_of(whole, ["param"]), before, strict=True)
+    assert not any(torch.equal(param, old) for param, old in params)
 
 
 PLAN = UpdatePlan(
     workload=Workload.from_numels([9, 7, 8, 6, 5]), placements=(CPU, STREAMED, RESIDENT, STREAMED, CPU), num_slots=1
 )
-EARLY = [[(0, 2), (5, 6)], [(3, 7)], [(2, 4)], [], [(0, 5)]]
+PERSISTENT = [[(0, 2), (5, 6)], [(3, 7)], [(2, 4)], [], [(0, 5)]]
 TIMINGS: list[Timing] = [
     *late_lanes(LANES),
     *(Seeded(seed) for seed in range(60)),
@@ -107,11 +122,11 @@ TIMINGS: list[Timing] = [
 
 
 def gives_a_wrong_number(
-    splits: list[list[tuple[int, int]]] = EARLY, plan: UpdatePlan = PLAN, timings: Sequence[Timing] = TIMINGS
+    persistent: list[list[tuple[int, int]]] = PERSISTENT, plan: UpdatePlan = PLAN, timings: Sequence[Timing] = TIMINGS
 ) -> bool:
     """Return whether some timing gives a wrong number."""
     for number, timing in enumerate(timings):
-        habits = Habits(seed=number, splits=splits, writes=number % 2 == 0)
+        habits = Habits(seed=number, persistent=persistent, writes=number % 2 == 0)
         if not same(deferred(plan, timing, habits), serial(plan, habits)):
             return True
     return False
@@ -133,7 +148,6 @@ def test_states_that_are_given_back_have_the_flushes_that_were_in_flight() -> No
         (LaneStreams, "wait_for_caller"),
         (LaneStreams, "wait_until_drained"),
         (Executor, "publish"),
-        (Executor, "publish_early_ranges"),
     ],
 )
 def test_leaving_out_a_wait_of_the_executor_gives_a_wrong_number(owner: type, method: str) -> None:
@@ -163,7 +177,7 @@ def test_prefetches_that_do_not_wait_for_flushes_in_flight_give_a_wrong_number()
 
 
 THREE_IN_TWO_SLOTS = replace(PLAN, placements=(CPU, STREAMED, STREAMED, STREAMED, CPU), num_slots=2)
-"""A plan whose units use other slots in the next update. No unit has early ranges with it."""
+"""A plan whose units use other slots in the next update. It is used without persistent parameters."""
 
 
 def flushes_of_the_same_units(schedule: Schedule) -> dict[str, str]:
@@ -185,7 +199,7 @@ def test_a_prefetch_that_does_not_wait_for_the_flush_out_of_its_shifted_slot_giv
 
 
 def test_caller_that_does_not_wait_for_published_parameters_reads_a_wrong_number() -> None:
-    """Check it for the units that the caller gathers, and for the early ranges."""
+    """Check it for the units that the caller gathers, and for persistent parameters."""
     waits = FakeStream.wait
 
     def wait(self: FakeStream, event: Any) -> None:
@@ -203,19 +217,19 @@ def test_a_write_to_the_states_after_a_prefetch_needs_the_states_back() -> None:
     for gives_back in (True, False):
         device = FakeDevice()
         states = make_states([4], torch.bfloat16)
-        states[0].master = device.empty_host(4, torch.float32).copy_(states[0].master)
+        states[0].parts[0].master = device.empty_host(4, torch.float32).copy_(states[0].parts[0].master)
         for name in ("exp_avg", "exp_avg_sq", "grad"):
-            setattr(states[0], name, device.empty_host(4, torch.float32).zero_())
+            setattr(states[0].parts[0], name, device.empty_host(4, torch.float32).zero_())
         plan = UpdatePlan(workload=Workload.from_numels([4]), placements=(STREAMED,), num_slots=1)
         place(states, plan.schedule, HostDevice())
         executor = Executor(plan.schedule, states, HostDevice(), PlainAdam(), PlainAdam())
         executor.prefetch()
-        states[0].master.fill_(7.0)
+        states[0].parts[0].master.fill_(7.0)
         if gives_back:
             executor.give_states_back()
         executor.run([adam_step(1)])
         executor.close()
-        found.append(bool((states[0].master > 6).all()))
+        found.append(bool((states[0].parts[0].master > 6).all()))
     assert found == [True, False]
 
 
@@ -231,10 +245,10 @@ class FailsOnce(PlainAdam):
 def load(states: Sequence[UnitState]) -> None:
     """Load the states as from a checkpoint: the host writes to them at once."""
     for state, loaded in zip(
-        states, make_states([state.numel for state in states], torch.bfloat16, seed=7), strict=True
+        states, make_states([state.length for state in states], torch.bfloat16, seed=7), strict=True
     ):
         for name in ("master", "exp_avg", "exp_avg_sq"):
-            getattr(state, name).copy_(getattr(loaded, name))
+            getattr(state.parts[0], name).copy_(getattr(loaded.parts[0], name))
 
 
 def assert_next_update_starts_from_loaded_states(executor: Executor, states: Sequence[UnitState]) -> None:
@@ -281,66 +295,3 @@ def test_states_are_loaded_after_flushes_in_flight_if_the_update_has_failed_on_a
         executor.fail(ZeroDivisionError())
         executor.finish()
         assert_next_update_starts_from_loaded_states(executor, states)
-
-
-def test_may_block_depends_only_on_the_schedule_and_the_calls() -> None:
-    """Check that forward may gather streamed and resident units ahead, and CPU units up to the last one requested."""
-    placements = (RESIDENT, STREAMED, CPU, STREAMED, CPU)
-    plan = UpdatePlan(workload=Workload.from_numels([4] * 5), placements=placements, num_slots=2, order=(0, 1, 2, 3, 4))
-    states = make_states([4] * 5, torch.bfloat16)
-    place(states, plan.schedule, HostDevice())
-    splits = [Split.create(state.elements, [(0, 4)] if index == 4 else []) for index, state in enumerate(states)]
-    executor = Executor(plan.schedule, states, HostDevice(), PlainAdam(), PlainAdam(), splits=splits)
-    fill_gradients(states, 1)
-
-    def blocking() -> list[bool]:
-        return [executor.may_block(index) for index in range(5)]
-
-    def publish(unit: int) -> None:
-        executor.mark_requested(unit)
-        executor.publish(unit)
-
-    executor.begin([adam_step(1)] * 5)
-    assert blocking() == [False, False, True, False, False]
-    publish(3)
-    executor.advance()
-    assert blocking() == [False, False, True, False, False]
-    publish(2)
-    assert blocking() == [False] * 5
-    executor.finish()
-    executor.begin([adam_step(2)] * 5)
-    executor.finish()
-    assert blocking() == [False, False, True, False, False], (
-        "another rank, which has not waited, would gather other units"
-    )
-    executor.begin([adam_step(3)] * 5)
-    executor.fail(ZeroDivisionError())
-    assert blocking() == [False, False, True, False, False], (
-        "another rank, which has not failed, would gather other units"
-    )
-    publish(2)
-    assert blocking() == [False] * 5
-    executor.finish()
-    executor.close()
-
-
-def ranges(numel: int, *borders: tuple[int, int]) -> tuple[ElementRange, ...]:
-    return tuple(ElementRange(begin=begin, end=end, sub_group_numel=numel) for begin, end in borders)
-
-
-def test_split_covers_the_whole_unit() -> None:
-    whole = ElementRange.whole(10)
-    split = Split.create(whole, [(6, 8), (2, 4), (4, 5), (9, 9)])
-    assert split.early == ranges(10, (2, 5), (6, 8))
-    assert split.rest == ranges(10, (0, 2), (5, 6), (8, 10))
-    assert Split.create(whole).rest == (whole,)
-    assert Split.create(whole, [(0, 10)]).rest == ()
-    assert Split.create(ElementRange.whole(0)) == Split((), ())
-
-
-def test_split_has_the_part_of_each_early_range_that_is_inside_the_unit() -> None:
-    early = [(0, 3), (5, 9), (12, 20), (20, 30)]
-    (unit,) = ranges(40, (8, 20))
-    assert Split.create(unit, early) == Split(early=ranges(40, (8, 9), (12, 20)), rest=ranges(40, (9, 12)))
-    (after,) = ranges(40, (30, 40))
-    assert Split.create(after, early) == Split(early=(), rest=(after,))

@@ -27,14 +27,14 @@ import deep_opt_states.runtime
 from deep_opt_states.runtime.lanes import LaneStreams
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import Unit, Workload
+from perf_model.schedule.workload import Range, Unit, Workload
 from tests.fake_device.device import FakeDevice, FakeEvent, FakeStream
 from tests.fake_device.fake_worker import LateFuture
 from tests.fake_device.timing import Seeded, Timing, late_lanes
 from tests.runtime.deferred import Habits, deferred, serial
 from tests.runtime.moving import Model, MovingIteration, MovingTraining, random_iterations, train_serially
 from tests.runtime.random_states import same
-from tests.runtime.test_deferred import EARLY, PLAN, THREE_IN_TWO_SLOTS
+from tests.runtime.test_deferred import PERSISTENT, PLAN, THREE_IN_TWO_SLOTS
 from tests.runtime.test_staging import sent_down
 
 RUNTIME = Path(deep_opt_states.runtime.__file__).parent
@@ -85,7 +85,7 @@ def waits_in_source() -> dict[str, Place]:
 
 def _waits(call: ast.Attribute) -> bool:
     # Methods of these names of the runtime's own classes contain waits, but are none.
-    of_runtime = ("self", "self._early_update", "self._staging")
+    of_runtime = ("self", "self._staging")
     return call.attr in WAITS and ast.unparse(call.value) not in of_runtime
 
 
@@ -129,16 +129,19 @@ class RuntimeWaits:
 
 
 def updates_in_forward() -> Iterator[Scenario]:
-    """Yield training whose updates overlap with the next forward, with early ranges or none."""
+    """Yield training whose updates overlap with the next forward, with persistent parameters or none."""
     none: list[list[tuple[int, int]]] = [[]] * 5
     settings = [
-        (EARLY, PLAN),
+        (PERSISTENT, PLAN),
         (none, THREE_IN_TWO_SLOTS),
-        (EARLY, UpdatePlan(workload=PLAN.workload, placements=(STREAMED, RESIDENT, CPU, STREAMED, CPU), num_slots=2)),
+        (
+            PERSISTENT,
+            UpdatePlan(workload=PLAN.workload, placements=(STREAMED, RESIDENT, CPU, STREAMED, CPU), num_slots=2),
+        ),
     ]
-    for splits, plan in settings:
+    for persistent, plan in settings:
         for number, timing in enumerate([*late_lanes(7), *map(Seeded, range(20))]):
-            habits = Habits(seed=number, splits=splits, writes=number % 2 == 0)
+            habits = Habits(seed=number, persistent=persistent, writes=number % 2 == 0)
             yield partial(_updates_in_forward, plan, timing, habits)
 
 
@@ -157,15 +160,15 @@ class MovingInUsedMemory(MovingTraining):
         self.device.reuses_memory = False
 
 
-TWO_UNITS = Workload((Unit(0, 20, 0, 0), Unit(1, 40, 0, 20)))
+TWO_UNITS = Workload((Unit(0, (Range(0, 0, 20),)), Unit(1, (Range(0, 20, 40),))))
 
 
 def moves() -> Iterator[Scenario]:
     """Yield training in which units move between updates."""
     for seed in range(60):
-        early = [[(3, 9)], []] if seed % 2 else [[], [(0, 5)]]
-        model = Model(numels=(40, 25), early=early, params_on_host=seed % 3 == 0)
-        iterations = random_iterations(random.Random(seed), model.numels, 6, moves=True)
+        persistent = [[(3, 9)], []] if seed % 2 else [[], [(0, 5)]]
+        model = Model(numels=(40, 25), persistent=persistent, params_on_host=seed % 3 == 0)
+        iterations = random_iterations(random.Random(seed), model, 6, moves=True)
         for timing in [*late_lanes(8), Seeded(seed)]:
             yield partial(_moves, model, iterations, timing)
 
@@ -181,7 +184,7 @@ def _prefetches_into_used_memory(timing: Timing) -> bool:
         UpdatePlan(workload=TWO_UNITS, placements=placements, num_slots=1)
         for placements in ((CPU, CPU), (STREAMED, CPU))
     )
-    model = Model(numels=(60,), early=[[]])
+    model = Model(numels=(60,), persistent=[[]])
     training = MovingInUsedMemory(model, cpu, FakeDevice(timing))
     iterations = [MovingIteration(plan=cpu), MovingIteration(plan=streamed, prefetches=True)]
     list(training.run(0, iterations[0]))

@@ -65,7 +65,7 @@ def test_every_plan_gives_what_a_serial_update_gives(plan: UpdatePlan, dtype: to
             executor.run(steps)
             update_serially(reference, PlainAdam(), steps)
             for state, expected in zip(states, reference, strict=True):
-                assert torch.equal(state.param, expected.param)
+                assert torch.equal(state.parts[0].param, expected.parts[0].param)
         executor.give_states_back()
         assert_equal(states, reference)
 
@@ -161,15 +161,15 @@ def test_states_are_touched_by_the_thread_that_will_update_them() -> None:
     for those in (states, untouched):
         fill_gradients(those, 1)
         for state in those:
-            state.rounded.fill_(1)
+            state.parts[0].rounded.fill_(1)
     with executor_of(MIXED, states, adam=adam) as executor:
-        executor.touch([states[index].cpu_tensors for index in (0, 3)])
+        executor.touch([states[index].parts[0].cpu_update().tensors for index in (0, 3)])
         for index, (state, original) in enumerate(zip(states, untouched, strict=True)):
             for name in ("master", "exp_avg", "exp_avg_sq", "grad", "rounded"):
-                before = getattr(original, name)
+                before = getattr(original.parts[0], name)
                 expected = torch.zeros_like(before) if index in (0, 3) else before
-                assert torch.equal(getattr(state, name), expected), (name, index)
-            assert torch.equal(state.param, original.param), "the parameters are the model's"
+                assert torch.equal(getattr(state.parts[0], name), expected), (name, index)
+            assert torch.equal(state.parts[0].param, original.parts[0].param), "the parameters are the model's"
         executor.run([adam_step(1)] * 5)
     assert adam.zeroed_by == [adam.updated_by[0], adam.updated_by[3]]
     assert threading.get_ident() not in adam.zeroed_by
@@ -244,7 +244,7 @@ def test_a_step_reserves_nothing_and_allocates_nothing() -> None:
         ):
             for step in range(1, 4):
                 for state in states:
-                    state.grad.fill_(1)
+                    state.parts[0].grad.fill_(1)
                 executor.run([adam_step(step)] * 5)
     assert in_sections.found == on_worker.found == []
     assert device.reserved == []

@@ -21,7 +21,7 @@ from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.runtime import uninterrupted, worker
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.failure import UpdateFailed
-from deep_opt_states.runtime.state import Split, UnitState
+from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.uninterrupted import Section, Uninterrupted
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -31,8 +31,18 @@ from tests.fake_device.timing import Seeded, Timing, late_lanes
 from tests.runtime import deferred
 from tests.runtime.deferred import Habits, serial
 from tests.runtime.plain_adam import PlainAdam, adam_step
-from tests.runtime.random_states import assert_equal, fill_gradients, make_states, place, same, update_serially
-from tests.runtime.test_deferred import EARLY, PLAN, THREE_IN_TWO_SLOTS
+from tests.runtime.random_states import (
+    assert_equal,
+    cut,
+    fill_gradients,
+    make_states,
+    place,
+    same,
+    tensors_of,
+    update_serially,
+    with_persistent,
+)
+from tests.runtime.test_deferred import PERSISTENT, PLAN, THREE_IN_TWO_SLOTS
 
 
 class Interrupt(Exception):
@@ -44,7 +54,6 @@ METHODS = (
     "give_states_back",
     "advance",
     "publish",
-    "publish_early_ranges",
     "finish_on_stream",
     "finish",
 )
@@ -105,7 +114,7 @@ def interrupted_waits(chance: Callable[[], float]) -> Iterator[list[str]]:
 def test_interrupted_and_repeated_waits_give_the_serial_bits_whatever_the_timing(seed: int, plan: UpdatePlan) -> None:
     chance = random.Random(seed)
     timing: Timing = chance.choice([*late_lanes(7), Seeded(seed)])
-    habits = Habits(seed=seed, splits=EARLY if chance.random() < 0.5 else [[]] * 5, writes=seed % 2 == 0)
+    habits = Habits(seed=seed, persistent=PERSISTENT if chance.random() < 0.5 else [[]] * 5, writes=seed % 2 == 0)
     with mock.patch.object(deferred, "Executor", RepeatingExecutor), interrupted_waits(chance.random) as found:
         read = deferred.deferred(plan, timing, habits)
     assert same(read, serial(plan, habits))
@@ -232,13 +241,14 @@ NUMELS = (9, 7, 8, 6, 5)
 
 @contextmanager
 def slow_executor() -> Iterator[tuple[Executor, list[UnitState], list[UnitState]]]:
-    """Yield an executor with slow updates in all lanes, its states, and equal ones that are updated serially."""
-    states, reference = (make_states(NUMELS, torch.bfloat16) for _ in range(2))
-    place(states, PLAN.schedule, HostDevice())
-    splits = [Split.create(state.elements, early) for state, early in zip(states, EARLY, strict=True)]
-    executor = Executor(PLAN.schedule, states, HostDevice(), SlowAdam(), SlowAdam(), splits=splits)
+    """Yield an executor with slow updates in all lanes, the sub-groups, and equal ones that are updated serially."""
+    whole, reference = (make_states(NUMELS, torch.bfloat16) for _ in range(2))
+    plan = with_persistent(PLAN, PERSISTENT)
+    states = cut(whole, plan.workload, HostDevice())
+    place(states, plan.schedule, HostDevice())
+    executor = Executor(plan.schedule, states, HostDevice(), SlowAdam(), SlowAdam())
     try:
-        yield executor, states, reference
+        yield executor, whole, reference
     finally:
         executor.close()
 
@@ -250,7 +260,7 @@ def raise_interrupt(*_: object) -> None:
 def update_once(executor: Executor, step: int) -> None:
     executor.prefetch()
     executor.begin([adam_step(step)] * len(NUMELS))
-    for unit in range(len(NUMELS)):
+    for unit in executor._issuer.schedule.publishing:
         executor.publish(unit)
     executor.finish_on_stream()
     executor.give_states_back()
@@ -287,9 +297,7 @@ def test_a_signal_handler_may_end_the_update_that_the_host_waits_for() -> None:
         def save(*_: object) -> None:
             executor.finish()
             executor.give_states_back()
-            found.append(
-                all(torch.equal(state.master, other.master) for state, other in zip(states, reference, strict=True))
-            )
+            found.append(same(tensors_of(states, ["master"]), tensors_of(reference, ["master"])))
 
         for those in (states, reference):
             fill_gradients(those, 1)

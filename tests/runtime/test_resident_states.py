@@ -20,18 +20,20 @@ from deep_opt_states.runtime.resident_states import ResidentStates
 from deep_opt_states.runtime.state import Slot
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import STATES, Unit, Workload
+from perf_model.schedule.workload import STATES, Range, Unit, Workload
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.timing import Late, Seeded, late_lanes
 from tests.runtime.moving import WRITTEN, Model, MovingIteration, MovingTraining, train_serially
 from tests.runtime.plain_adam import PlainAdam, adam_step
-from tests.runtime.random_states import same
+from tests.runtime.random_states import same, with_persistent
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
-MODEL = Model(numels=(20, 9), early=[[(14, 18)], []])
-WORKLOAD = Workload((Unit(0, 16, 0), Unit(1, 4, 0, begin=16), Unit(2, 9, 1)))
-PLAN = UpdatePlan(workload=WORKLOAD, placements=(RESIDENT, CPU, RESIDENT), num_slots=1)
-OTHER_PLAN = UpdatePlan(workload=WORKLOAD, placements=(RESIDENT, STREAMED, CPU), num_slots=1)
+MODEL = Model(numels=(20, 9), persistent=[[(14, 18)], []])
+WORKLOAD = Workload((Unit(0, (Range(0, 0, 16),)), Unit(1, (Range(0, 16, 4),)), Unit(2, (Range(1, 0, 9),))))
+PLAN, OTHER_PLAN = (
+    with_persistent(UpdatePlan(workload=WORKLOAD, placements=placements, num_slots=1), MODEL.persistent)
+    for placements in ((RESIDENT, CPU, RESIDENT), (RESIDENT, STREAMED, CPU))
+)
 TIMINGS = [*late_lanes(6), *map(Seeded, range(60))]
 
 

@@ -22,7 +22,7 @@ from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.interface import Device
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import Unit, Workload
+from perf_model.schedule.workload import Range, Unit, Workload
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.timing import Late, Timing
 from tests.runtime.hostile import ORDERS, timings
@@ -50,31 +50,31 @@ def assert_serial_results(model: Model, iterations: list[MovingIteration], devic
 @given(models(), seeds, timings)
 def test_units_give_the_bits_of_updating_whole_sub_groups(model: Model, seed: int, timing: Timing) -> None:
     chance = random.Random(seed)
-    assert_serial_results(model, random_iterations(chance, model.numels, 3, moves=False), FakeDevice(timing))
+    assert_serial_results(model, random_iterations(chance, model, 3, moves=False), FakeDevice(timing))
 
 
 @given(models(), seeds)
 def test_units_give_the_bits_of_whole_sub_groups_on_the_host(model: Model, seed: int) -> None:
-    assert_serial_results(model, random_iterations(random.Random(seed), model.numels, 3, moves=False), HostDevice())
+    assert_serial_results(model, random_iterations(random.Random(seed), model, 3, moves=False), HostDevice())
 
 
 @pytest.mark.promise("P1", "P2")
 @given(models(), seeds, timings)
 def test_units_that_move_between_updates_give_the_serial_bits(model: Model, seed: int, timing: Timing) -> None:
     chance = random.Random(seed)
-    assert_serial_results(model, random_iterations(chance, model.numels, 6, moves=True), FakeDevice(timing))
+    assert_serial_results(model, random_iterations(chance, model, 6, moves=True), FakeDevice(timing))
 
 
 @given(models(), seeds)
 def test_units_that_move_give_the_serial_bits_on_the_host(model: Model, seed: int) -> None:
-    assert_serial_results(model, random_iterations(random.Random(seed), model.numels, 6, moves=True), HostDevice())
+    assert_serial_results(model, random_iterations(random.Random(seed), model, 6, moves=True), HostDevice())
 
 
 def test_a_move_that_does_not_wait_for_the_update_gives_a_wrong_number() -> None:
     """Check that states which are updated on one stream are written back on another stream after that."""
-    model = Model(numels=(40,), early=[[]])
+    model = Model(numels=(40,), persistent=[[]])
     resident, on_cpu = (
-        UpdatePlan(workload=Workload((Unit(0, 40, sub_group=0),)), placements=(placement,), num_slots=1)
+        UpdatePlan(workload=Workload((Unit(0, (Range(0, 0, 40),)),)), placements=(placement,), num_slots=1)
         for placement in (Placement.RESIDENT, Placement.CPU)
     )
     iterations = [MovingIteration(plan=resident, overlaps_flushes=True), MovingIteration(plan=on_cpu)]
@@ -118,7 +118,7 @@ def test_a_move_that_lacks_memory_changes_nothing(
 ) -> None:
     """Check that training goes on with the plan before, and that no memory is lost."""
     chance = random.Random(seed)
-    before, after = (random_plan(chance, model.numels) for _ in range(2))
+    before, after = (random_plan(chance, model) for _ in range(2))
     device = FakeDevice(timing)
     training = MovingTraining(model, before, device)
     iterations = [
@@ -146,7 +146,7 @@ def test_the_plan_before_can_be_set_again_after_a_move_that_lacks_slots(
     model: Model, seed: int, timing: Timing
 ) -> None:
     chance = random.Random(seed)
-    before, after = (random_plan(chance, model.numels) for _ in range(2))
+    before, after = (random_plan(chance, model) for _ in range(2))
     training = MovingTraining(model, before, FakeDevice(timing))
     iterations = [MovingIteration(plan=before), MovingIteration(plan=before)]
     read = list(training.run(0, iterations[0]))
@@ -161,9 +161,9 @@ def test_the_plan_before_can_be_set_again_after_a_move_that_lacks_slots(
 
 
 def test_gradients_are_readable_after_each_kind_of_move() -> None:
-    model = Model(numels=(40,), early=[[]])
+    model = Model(numels=(40,), persistent=[[]])
     plans = [
-        UpdatePlan(workload=Workload((Unit(0, 40, sub_group=0),)), placements=(placement,), num_slots=1)
+        UpdatePlan(workload=Workload((Unit(0, (Range(0, 0, 40),)),)), placements=(placement,), num_slots=1)
         for placement in Placement
     ]
     for before, after in itertools.permutations(plans, 2):

@@ -9,18 +9,18 @@ from perf_model.schedule.placement import Placement
 
 
 def placements_by_name(optimizer: Any) -> dict[str, Placement]:
-    """Return the placement of each parameter of this rank by its name: that of the unit with its middle element.
+    """Return the placement of each parameter of this rank by its name: of the unit with its middle element.
 
     Units begin at multiples of several elements, so the ends of a parameter may be in other units.
     """
     plan = optimizer._running.plan
     found = {}
     for sub_group, partitions in enumerate(partitions_by_name(optimizer)):
-        units = [unit for unit in plan.workload.units if unit.sub_group == sub_group]
+        runs = [(run, unit.index) for unit in plan.workload.units for run in unit.ranges if run.sub_group == sub_group]
         begin = 0
         for partition in partitions:
             middle = begin + partition.numel // 2
-            (index,) = (unit.index for unit in units if unit.begin <= middle < unit.end)
+            (index,) = (index for run, index in runs if run.begin <= middle < run.end)
             found[partition.name] = plan.placements[index]
             begin += partition.numel
     return found

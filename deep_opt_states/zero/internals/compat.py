@@ -226,26 +226,15 @@ def model_parallel_all_reduce(optimizer: Any, tensor: torch.Tensor, op: Any) -> 
 def partitions_by_name(optimizer: Any) -> list[list[Partition]]:
     """Return this rank's partition of each parameter, by sub-group and in the order of the flat buffers.
 
-    A parameter that the model has under several names has the first of them.
+    A parameter that the model holds under several names is listed by the first of them. Persistent parameters are small
+    ones that DeepSpeed keeps gathered, by ``stage3_param_persistence_threshold``.
     """
     names = {param.ds_id: name for name, param in optimizer.module.named_parameters()}
-    return [
-        [Partition(names[param.ds_id], param.partition_numel()) for param in group] for group in optimizer.fp16_groups
-    ]
-
-
-# Persistent parameters: small ones that DeepSpeed keeps gathered, by ``stage3_param_persistence_threshold``. They may
-# be read at any time, so they are updated before ``step()`` returns.
-
-
-def persistent_ranges(optimizer: Any) -> list[list[tuple[int, int]]]:
-    """Return per sub-group the ranges [begin, end) of this rank's partition that hold persistent parameters."""
     persistent = _persistent_ids(optimizer)
-    ranges: list[list[tuple[int, int]]] = [[] for _ in optimizer.fp16_groups]
-    for param, sub_group, begin, end in _placed(optimizer):
-        if param.ds_id in persistent:
-            ranges[sub_group].append((begin, end))
-    return ranges
+    return [
+        [Partition(names[param.ds_id], param.partition_numel(), param.ds_id in persistent) for param in group]
+        for group in optimizer.fp16_groups
+    ]
 
 
 def ranges_of_partitioned_params(optimizer: Any) -> dict[int, tuple[int, int, int]]:

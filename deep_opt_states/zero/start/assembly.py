@@ -26,7 +26,7 @@ from deep_opt_states.runtime.staging import Staging
 from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.state_memory import StateMemory, widths_of
 from deep_opt_states.zero.internals.agreement import raise_together
-from deep_opt_states.zero.internals.compat import partitions_by_name, persistent_ranges
+from deep_opt_states.zero.internals.compat import partitions_by_name
 from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.internals.spans import ActionSpan
 from deep_opt_states.zero.start.core_share import share_cores
@@ -39,13 +39,14 @@ from deep_opt_states.zero.start.unsupported import Unsupported
 from deep_opt_states.zero.step.gpu_memory import GpuBudget
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
 from deep_opt_states.zero.step.gradients import Gradients
-from deep_opt_states.zero.step.running_plan import RunningPlan, max_intervals, splits_of
+from deep_opt_states.zero.step.running_plan import RunningPlan, max_intervals
 from perf_model.prediction.memory import TrainingSetup, staging_numel
 from perf_model.schedule.cutting import WHOLE_SUB_GROUPS
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import place_all
+from perf_model.schedule.workload import Partition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ class Assembly:
     kernels: tuple[AdamKernel, ...]
     """The kernels that update: the CPU's first, then the accelerator's if it has one of its own."""
     defers: bool
-    """Whether the rest may be updated while the next forward runs; the same on every rank."""
+    """Whether updates may run while the next forward does; the same on every rank."""
 
 
 def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, resources: ExitStack) -> Assembly:
@@ -114,6 +115,12 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
                 f'Remove the cause, or use another "placement", for example "planned".'
             )
         config = config.model_copy(update={"unit_size": WHOLE_SUB_GROUPS})
+    defers = config.overlap_forward and updates_parts
+    if not defers:
+        # ``step()`` waits for all units, and no unit need be published before the others.
+        sub_groups = [[replace(partition, is_persistent=False) for partition in group] for group in sub_groups]
+    else:
+        _log_overruled(config, sub_groups)
     budget = raise_together(lambda: accelerator.gpu_budget(config)) if config.may_plan else None
     planned = make_plan(config, sub_groups, setup, accelerator, budget, share)
     plan = planned.plan
@@ -141,7 +148,7 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
             setup=setup,
             share=share,
             host_adam=choice.kernel,
-            defers=config.overlap_forward and updates_parts,
+            defers=defers,
         )
 
     return raise_together(build)
@@ -194,14 +201,12 @@ def _build(
     if device_adam is not None and device_adam is not host_adam:
         resources.callback(device_adam.close)
         kernels.append(device_adam)
-    early_ranges = persistent_ranges(optimizer) if defers else [[] for _ in params]
     executor = Executor(
         plan.schedule,
         memory.units,
         device,
         host_adam,
         device_adam,
-        splits=splits_of(memory.units, early_ranges),
         span=ActionSpan,
     )
     resources.callback(executor.close)
@@ -224,10 +229,20 @@ def _build(
             executor=executor,
             gradients=gradients,
             exposure=exposure,
-            early_ranges=early_ranges,
             gradient_buffers=gradient_buffers,
         ),
     )
+
+
+def _log_overruled(config: Config, sub_groups: Sequence[Sequence[Partition]]) -> None:
+    """Log the persistent parameters that rules by name place elsewhere than on the CPU."""
+    persistent = [partition.name for group in sub_groups for partition in group if partition.is_persistent]
+    overruled = [name for name in persistent if config.rules.placement_of(name) not in (None, Placement.CPU)]
+    if overruled:
+        log_rank_0(
+            f"rules do not apply to persistent parameters, which the CPU updates before step() returns: "
+            f"{len(overruled)} such as {overruled[0]}"
+        )
 
 
 def _params_on_host(optimizer: Any, device: Device[Any]) -> bool:
@@ -265,7 +280,7 @@ def _gradient_buffers(
     units: Sequence[UnitState],
     is_evicted: bool,
 ) -> list[GradientBuffer]:
-    """Return where each unit's gradients are kept.
+    """Return where the gradients of each range of the units are kept.
 
     If the accelerator has enough free memory, sums over micro-batches stay there, also for units that the CPU updates.
     """
@@ -273,15 +288,19 @@ def _gradient_buffers(
     sums_stay = accumulates and accelerator.fits_accumulators(plan, setup, budget)
     buffers = []
     for unit in units:
-        accumulator = None
+        sums = None
         if sums_stay and unit.placement is Placement.CPU:
             # Padding of a partition is never written, and it counts in the norm: it must be zero.
-            accumulator = device.empty(unit.numel, optimizer.gradient_accumulation_dtype).zero_()
-        buffers.append(
+            sums = device.empty(unit.length, optimizer.gradient_accumulation_dtype).zero_()
+        buffers += [
             GradientBuffer(
-                sub_group=unit.sub_group, elements=unit.elements, grad=unit.grad, device_accumulator=accumulator
+                sub_group=part.sub_group,
+                elements=part.elements,
+                grad=part.grad,
+                device_accumulator=None if sums is None else part.of_unit(sums),
             )
-        )
+            for part in unit.parts
+        ]
     return buffers
 
 

@@ -26,7 +26,6 @@ from deep_opt_states.report.slow_cpu import SlowCpu
 from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.zero.internals.log import log_rank_0, log_this_rank
 from deep_opt_states.zero.start.assembly import Assembly
-from deep_opt_states.zero.step.running_plan import splits_of
 from perf_model.prediction.memory import MemoryKind, Reservation
 from perf_model.prediction.memory_summary import total_reserved
 from perf_model.schedule.placement import Placement
@@ -111,12 +110,12 @@ def _log_nothing(message: str) -> None:
 
 def _reported_plan(assembly: Assembly) -> ReportedPlan:
     planned, running, reserved = assembly.planned, assembly.running, assembly.device.reserved
-    plan, splits = running.plan, splits_of(running.memory.units, running.early_ranges)
+    plan = running.plan
     return ReportedPlan(
         work=Work(
             numel=plan.workload.numel,
             gpu_share=1 - plan.numel(Placement.CPU) / max(1, plan.workload.numel),
-            numels=[sum(part.numel for part in split.rest) for split in splits],
+            numels=[unit.numel for unit in plan.workload.units],
             widths=assembly.widths,
         ),
         predict=None if planned.predict is None else partial(planned.predict, plan, running.uses),

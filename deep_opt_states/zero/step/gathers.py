@@ -25,7 +25,7 @@ from deep_opt_states.zero.internals.coordinator import Coordinator
 from deep_opt_states.zero.step.direct_writes import DirectWrites, checks_direct_writes
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from deep_opt_states.zero.step.update import Update
-from perf_model.schedule.workload import Unit, Workload
+from perf_model.schedule.workload import Range, Workload
 
 
 class Gathers:
@@ -90,11 +90,14 @@ class Gathers:
         """Return the units that hold each parameter, by ``ds_id``. They change with the plan."""
         workload = self._running.plan.workload
         if self._units_of_workload is None or self._units_of_workload[0] is not workload:
-            by_sub_group: dict[int, list[Unit]] = {}
+            by_sub_group: dict[int, list[tuple[Range, int]]] = {}
             for unit in workload.units:
-                by_sub_group.setdefault(unit.sub_group, []).append(unit)
+                for run in unit.ranges:
+                    by_sub_group.setdefault(run.sub_group, []).append((run, unit.index))
             units = {
-                ds_id: tuple(unit.index for unit in by_sub_group[sub_group] if unit.begin < end and begin < unit.end)
+                ds_id: tuple(
+                    dict.fromkeys(unit for run, unit in by_sub_group[sub_group] if run.begin < end and begin < run.end)
+                )
                 for ds_id, (sub_group, begin, end) in self._ranges.items()
             }
             self._units_of_workload = workload, units

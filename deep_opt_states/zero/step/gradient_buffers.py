@@ -1,4 +1,4 @@
-"""Define the gradient buffers of units, and find the segments of them that hold the gradient of one parameter."""
+"""Define the gradient buffers of units' ranges, and find the segments of them that hold one parameter's gradient."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from deep_opt_states.zero.internals.compat import Parameter, place_of_gradient
 
 @dataclass(frozen=True, kw_only=True)
 class GradientBuffer:
-    """The memory of the gradients of one unit: tensors of shape [numel] in the accumulation dtype."""
+    """The memory of the gradients of one range of a unit: tensors of shape [numel] in the accumulation dtype."""
 
     sub_group: int
     elements: ElementRange
-    """The unit's elements in the sub-group."""
+    """The elements of the sub-group."""
     grad: torch.Tensor
     """The gradients as the update reads them."""
     device_accumulator: torch.Tensor | None = None
@@ -33,12 +33,13 @@ class GradientBuffer:
 
 @dataclass(frozen=True)
 class Segment:
-    """The elements of one parameter's partition that are in the buffer of one unit.
+    """The elements of one parameter's partition that are in one buffer.
 
     They are ``numel`` elements of the partition from element ``begin`` on, and of the buffer from ``offset`` on.
     """
 
-    unit: int
+    index: int
+    """The position of the buffer."""
     buffer: GradientBuffer
     begin: int
     offset: int
@@ -59,10 +60,10 @@ class Segments:
     def __init__(self, optimizer: Any, buffers: Sequence[GradientBuffer]) -> None:
         self._optimizer = optimizer
         self._buffers = buffers
-        self._units: dict[int, list[int]] = {}
-        """The units of each sub-group."""
-        for unit, buffer in enumerate(buffers):
-            self._units.setdefault(buffer.sub_group, []).append(unit)
+        self._in_sub_group: dict[int, list[int]] = {}
+        """The buffers of each sub-group, in the order of their elements."""
+        for index in sorted(range(len(buffers)), key=lambda index: buffers[index].elements.begin):
+            self._in_sub_group.setdefault(buffers[index].sub_group, []).append(index)
         self._found: dict[int, tuple[Segment, ...]] = {}
         """The segments of the parameters that were looked up, by ``ds_id``."""
 
@@ -81,8 +82,8 @@ class Segments:
 
     def _find(self, param: Parameter) -> Iterator[Segment]:
         sub_group, begin, numel = place_of_gradient(self._optimizer, param)
-        for unit in self._units[sub_group]:
-            elements = self._buffers[unit].elements
+        for index in self._in_sub_group[sub_group]:
+            elements = self._buffers[index].elements
             first, end = max(begin, elements.begin), min(begin + numel, elements.end)
             if first < end:
-                yield Segment(unit, self._buffers[unit], first - begin, first - elements.begin, end - first)
+                yield Segment(index, self._buffers[index], first - begin, first - elements.begin, end - first)

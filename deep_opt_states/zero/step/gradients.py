@@ -29,13 +29,14 @@ from deepspeed.accelerator import get_accelerator
 from deep_opt_states.runtime.staging import GradientTraffic, Staging
 from deep_opt_states.zero.internals.compat import Parameter, has_gradient_here, is_boundary, l2_norm, place_of_gradient
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer, Segment, Segments
+from perf_model.schedule.workload import ALIGNMENT
 
 
 class Gradients:
     """The gradients of one rank, from their reduction to the update.
 
-    ``buffers`` holds one buffer per unit, in their order and initially zero. ``staging`` copies gradients to host
-    memory; None if the accelerator shares host memory, or if no gradients go to it.
+    ``buffers`` holds one buffer per range of a unit, in the order of the units, initially zero. ``staging`` copies
+    gradients to host memory; None if the accelerator shares host memory, or if no gradients go to it.
     """
 
     def __init__(self, optimizer: Any, buffers: Sequence[GradientBuffer], staging: Staging | None) -> None:
@@ -184,12 +185,12 @@ class Gradients:
         if grad_scale != 1.0:
             self._unscaled.update((param.ds_id, grad_scale) for param in self._optimizer.fp16_groups[sub_group])
 
-    def buffer_of(self, unit: int) -> torch.Tensor:
-        """Return the unit's gradients in the accumulation dtype, shape [numel]."""
-        return self._buffers[unit].grad
+    def buffer_of(self, index: int) -> torch.Tensor:
+        """Return the gradients of one range in the accumulation dtype, shape [numel]."""
+        return self._buffers[index].grad
 
     def grads_for_update(self) -> list[torch.Tensor]:
-        """Return the gradients of each unit that the update reads, shape [numel].
+        """Return the gradients of each range that the update reads, shape [numel].
 
         These are the gradient buffer itself, or an fp32 copy of it that includes the gradients that the user may have
         set.
@@ -198,9 +199,9 @@ class Gradients:
         for param in self._params() if self._in_fp32 else ():
             if param.ds_id in self._in_fp32:
                 for segment in self._segments.of_param(param):
-                    if grads[segment.unit] is segment.buffer.grad:
-                        grads[segment.unit] = segment.buffer.grad.to(torch.float32, copy=True)
-                    segment.view(grads[segment.unit]).copy_(segment.part(self._in_fp32[param.ds_id]))
+                    if grads[segment.index] is segment.buffer.grad:
+                        grads[segment.index] = _in_fp32(segment.buffer)
+                    segment.view(grads[segment.index]).copy_(segment.part(self._in_fp32[param.ds_id]))
         return grads
 
     def close(self) -> None:
@@ -351,3 +352,10 @@ class Gradients:
         if len({part.device for part in parts}) > 1:
             parts = [part.cpu() for part in parts]
         return torch.cat(parts).to(torch.float32)
+
+
+def _in_fp32(buffer: GradientBuffer) -> torch.Tensor:
+    """Return an fp32 copy of the gradients of one range, which begins in memory as far after a wide load."""
+    skip = buffer.elements.begin % ALIGNMENT
+    memory = torch.empty(skip + buffer.elements.numel, dtype=torch.float32, device=buffer.grad.device)
+    return memory[skip:].copy_(buffer.grad)

@@ -14,13 +14,15 @@ import torch
 
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.exposure import Exposure
-from deep_opt_states.runtime.state import Split, UnitState
+from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.state_memory import StateMemory
 from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
 from deep_opt_states.zero.step.gradients import Gradients
 from perf_model.schedule.order import forward_order
+from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.simple_placements import place_all
 
 GradientBuffers = Callable[[UpdatePlan, Sequence[UnitState], bool], list[GradientBuffer]]
 
@@ -29,12 +31,11 @@ GradientBuffers = Callable[[UpdatePlan, Sequence[UnitState], bool], list[Gradien
 class RunningPlan:
     """The plan of one engine, and the parts of it that depend on the plan.
 
-    ``early_ranges`` has the ranges of each sub-group that are updated before ``step()`` returns. ``gradient_buffers``
-    returns where the gradients of the units of a plan are kept, given whether their memory is evicted.
+    ``gradient_buffers`` returns where the gradients of the ranges of the units of a plan are kept, given whether their
+    memory is evicted.
 
-    ``is_evicted``: on this rank, training has all memory that the plan needs on the accelerator. The schedule stays the
-    same on every rank, but its actions on streamed and resident units do nothing here: the CPU updates these units
-    before ``step()`` returns.
+    ``is_evicted``: on this rank, training has all memory that the plan needs on the accelerator, and the CPU updates
+    every unit. ``plan`` stays the same on every rank: it decides which collectives forward calls.
 
     ``uses`` has the names of the parameters in the order in which forward uses them, each as often as it does. It is
     None while that is unknown, and where no update overlaps with forward.
@@ -45,7 +46,6 @@ class RunningPlan:
     executor: Executor
     gradients: Gradients
     exposure: Exposure
-    early_ranges: Sequence[list[tuple[int, int]]]
     gradient_buffers: GradientBuffers
     is_evicted: bool = False
     uses: tuple[str, ...] | None = None
@@ -95,7 +95,7 @@ class RunningPlan:
         every_unit = list(dict.fromkeys([*first_uses, *range(len(units))]))
         ordered = replace(plan, order=forward_order(plan.workload, plan.placements, every_unit))
         if ordered.schedule != plan.schedule:
-            self.executor.set_units(ordered.schedule, units, splits_of(units, self.early_ranges))
+            self.executor.set_units(ordered.schedule, units)
             self.plan = ordered
             log_rank_0(f"updates in the order in which forward uses the parameters from now on: {ordered}")
 
@@ -105,13 +105,14 @@ class RunningPlan:
         After an out-of-memory error, the caller sets a plan for which there is enough memory. After any other error,
         the states are inconsistent until a checkpoint is loaded.
         """
+        here = replace(plan, placements=place_all(plan.workload, Placement.CPU)) if self.is_evicted else plan
         try:
             # First, so that the new ones may use their memory.
             self.gradients.free_device_accumulators()
-            self.memory.set_plan(plan, is_evicted=self.is_evicted)
+            self.memory.set_plan(here)
             units = self.memory.units
-            self.executor.set_units(plan.schedule, units, splits_of(units, self.early_ranges))
-            self.gradients.set_buffers(self.gradient_buffers(plan, units, self.is_evicted))
+            self.executor.set_units(here.schedule, units)
+            self.gradients.set_buffers(self.gradient_buffers(here, units, self.is_evicted))
             if plan is not self.plan:
                 self.exposure.reserve(max_intervals(plan))
         except torch.OutOfMemoryError:
@@ -128,16 +129,11 @@ class RunningPlan:
         return any(unit.is_on_accelerator for unit in self.memory.units) or self.gradients.have_device_accumulators
 
 
-def splits_of(units: Sequence[UnitState], early_ranges: Sequence[list[tuple[int, int]]]) -> list[Split]:
-    """Return the split of each unit by the early ranges of its sub-group."""
-    return [Split.create(unit.elements, early_ranges[unit.sub_group]) for unit in units]
-
-
 def max_intervals(plan: UpdatePlan) -> int:
     """Return how many waits for one update with ``plan`` are measured at most.
 
-    There is one at the step, one before backward, and one for each action that is issued in between. Each unit is
-    waited for by the stream that gathers it ahead, by the computing stream for that stream, and by the computing stream
-    itself.
+    There is one at the step, one before backward, and one for each action that is issued in between: at most three per
+    unit, wherever it is updated. Each unit is waited for by the stream that gathers it ahead, by the computing stream
+    for that stream, and by the computing stream itself.
     """
-    return 2 + len(plan.schedule.actions) + 3 * len(plan.placements)
+    return 2 + (3 + 3) * len(plan.placements)

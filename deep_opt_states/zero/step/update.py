@@ -4,9 +4,9 @@ The life of an update, as ``UpdatePhase``::
 
     IDLE --run--> DEFERRED --wait_on_stream--> FINISHED --synchronize_ranks--> IDLE, or FAILED on every rank
 
-If the update may be deferred, the early ranges are updated when ``run`` returns, and the rest is updated while the next
-forward runs. If it must end within ``step()``, ``run`` goes through all of these phases. ``synchronize_ranks`` may also
-follow ``DEFERRED`` directly, for example before a checkpoint is saved.
+If the update may be deferred, the persistent unit is updated when ``run`` returns, and the others are updated while the
+next forward runs. If it must end within ``step()``, ``run`` goes through all of these phases. ``synchronize_ranks`` may
+also follow ``DEFERRED`` directly, for example before a checkpoint is saved.
 
 ========================= ========================================== ================= =================================
 Call                      Caller                                     Collective        Afterwards
@@ -58,12 +58,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from deep_opt_states.device.kernels.adam import AdamStep
-from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.exposure import Exposure, UpdateWaits
+from deep_opt_states.runtime.exposure import UpdateWaits
 from deep_opt_states.runtime.worker import EXIT_TIMEOUT_S
 from deep_opt_states.zero.internals.agreement import RanksDisagree, StepAgreement
 from deep_opt_states.zero.internals.log import log_error
+from deep_opt_states.zero.step.running_plan import RunningPlan
 from perf_model.prediction.timeline import PhaseSpan, Timeline
+from perf_model.schedule.action import Lane
 
 OnFinished = Callable[[tuple[PhaseSpan, ...], Callable[[], Timeline]], None]
 
@@ -114,14 +115,13 @@ class Update:
 
     def __init__(
         self,
-        executor: Executor,
-        exposure: Exposure,
+        running: RunningPlan,
         *,
         defers: bool,
         on_finished: OnFinished,
     ) -> None:
-        self._executor = executor
-        self._exposure = exposure
+        self._running = running
+        self._executor, self._exposure = running.executor, running.exposure
         self._defers = defers
         self._on_finished = on_finished
         self._agreement = StepAgreement()
@@ -135,6 +135,8 @@ class Update:
         """Units whose parameters the computing stream has waited for."""
         self._gathered: set[int] = set()
         """Units that only the gathering stream has waited for."""
+        self._requested = 0
+        """The position in the schedule of the plan before which every rank has requested each PUBLISH."""
         self._unreported: MeasuredTimes | None = None
         """The times of the last update, unless it failed or was reported."""
         self._previous_unreported: MeasuredTimes | None = None
@@ -179,10 +181,13 @@ class Update:
         self._exposure.begin_update()
         self._waited_for.clear()
         self._gathered.clear()
+        self._requested = 0
         self._phase = UpdatePhase.DEFERRED
         with self._exposure.waits.direct():
             self._executor.begin(steps, prepare)
-            if not self._defers:
+            if self._defers:
+                self._publish_persistent_unit()
+            else:
                 self._executor.finish()
         self._record_times()
         if not self._defers:
@@ -196,20 +201,20 @@ class Update:
     # While forward runs
 
     def wait_for(self, units: Iterable[int]) -> None:
-        """Make the current stream, which computes, wait for the early ranges and the parameters of ``units``."""
-        self._executor.publish_early_ranges()
+        """Make the current stream, which computes, wait for the parameters of ``units`` and the persistent ones."""
+        self._publish_persistent_unit()
         for unit in units:
-            self._executor.mark_requested(unit)
+            self._mark_requested(unit)
             if unit not in self._waited_for:
                 with self._exposure.waits.direct():
                     self._executor.publish(unit)
                 self._waited_for.add(unit)
 
     def publish(self, units: Iterable[int]) -> None:
-        """Make the current stream, which gathers, wait for the early ranges and the parameters of ``units``."""
-        self._executor.publish_early_ranges()
+        """Make the current stream, which gathers, wait for the parameters of ``units`` and the persistent ones."""
+        self._publish_persistent_unit()
         for unit in units:
-            self._executor.mark_requested(unit)
+            self._mark_requested(unit)
             if not self._executor.pending or unit in self._waited_for or unit in self._gathered:
                 # One of the two streams has waited for the unit already: no time is lost here.
                 self._executor.publish(unit)
@@ -230,8 +235,28 @@ class Update:
                 self._executor.advance()
 
     def may_block(self, unit: int) -> bool:
-        """Return whether gathering the unit's parameters now could make a host wait; the same on every rank."""
-        return self.is_deferred and self._executor.may_block(unit)
+        """Return whether gathering the unit's parameters now could make a host wait; the same on every rank.
+
+        That is so for a CPU unit unless every rank has requested it, or a unit that the worker updates after it. It
+        depends only on the plan, and on the units that forward has requested. How far the worker of this rank is, a
+        failure, an eviction and the number of slots do not matter.
+        """
+        schedule = self._running.plan.schedule
+        position = schedule.publishing[unit]
+        return self.is_deferred and schedule.actions[position].lane is Lane.PUBLISH and position >= self._requested
+
+    def _mark_requested(self, unit: int) -> None:
+        """Record that every rank is about to publish the parameters of ``unit``."""
+        schedule = self._running.plan.schedule
+        position = schedule.publishing[unit]
+        if schedule.actions[position].lane is Lane.PUBLISH:
+            self._requested = max(self._requested, position + 1)
+
+    def _publish_persistent_unit(self) -> None:
+        """Make the current stream wait for the parameters that DeepSpeed keeps gathered: any module may read them."""
+        unit = self._running.plan.workload.persistent_unit
+        if unit is not None:
+            self._executor.publish(unit)
 
     # End an update
 

@@ -88,10 +88,8 @@ def by_row(variant: dict[str, Any], world_size: int) -> Iterator[Counter[tuple[s
             for reason, thread, caller in waits[step]:
                 if caller == REPORT:
                     continue
-                if thread == "worker":
-                    assert caller == "early_update.py:update_on_host"
-                    counted["worker", "gradients of the early ranges"] += 1
-                elif caller.startswith(GATHERS) and (phase != "step" or reason == COPY_OF_OFFLOADED):
+                assert thread != "worker", caller
+                if caller.startswith(GATHERS) and (phase != "step" or reason == COPY_OF_OFFLOADED):
                     assert reason != COPY_OF_OFFLOADED or (variant["offloads"] and world_size > 1)
                 else:
                     counted[ROWS[caller]] += 1
@@ -152,10 +150,7 @@ WORLD_SIZES = [pytest.param(1, marks=on_one_worker(PROGRAM, 1)), thorough(2, on_
 
 
 def test_the_table_of_waits_in_the_documentation_has_every_row() -> None:
-    assert table().keys() == {
-        *ROWS.values(),
-        ("worker", "gradients of the early ranges"),
-    }
+    assert table().keys() == set(ROWS.values())
     assert {condition for condition, _ in table().values()} <= CONDITIONS.keys()
 
 

@@ -9,7 +9,6 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from deep_opt_states.runtime.early_update import EarlyUpdate
 from deep_opt_states.zero.step.gradients import Gradients
 from tests.software_gpu import device
 from tests.software_gpu.accelerator import SoftwareAccelerator
@@ -20,7 +19,7 @@ from tests.software_gpu.faults.adversaries import (
     LAZY_WORKER,
 )
 from tests.software_gpu.process_group import SoftwareProcessGroup, SoftwareWork
-from tests.zero.races.missing_order import early_update_with, on_an_unawaited_stream, patched
+from tests.zero.races.missing_order import on_an_unawaited_stream, patched
 
 SHOWN_IN = {
     # The default stream reads parameters or adds to gradients too early, and everything else is late.
@@ -30,7 +29,6 @@ SHOWN_IN = {
     # The default stream reuses memory while the reduction is late.
     "a gradient is not recorded on the stream that reduces it": LAZY_SIDE_STREAMS,
     # The host or a copy reads values that the worker has not written yet.
-    "the publication of the early ranges does not wait for the worker": LAZY_WORKER,
     "readers of masters do not wait for the worker": LAZY_WORKER,
     "neither forward nor backward waits for the worker, which reads the gradients that backward overwrites": (
         LAZY_WORKER
@@ -39,7 +37,7 @@ SHOWN_IN = {
     # The slot's memory must have been used just before, and its last kernels must be late.
     "PREFETCH into a new slot does not wait for the stream that used its memory": LAZY_KERNELS_WITHOUT_FREE_MEMORY,
     "forward waits for the units that held the parameters before a move": LAZY_WORKER,
-    # Backward prefetches at once. Later, the update of the early ranges waits for the d2h stream, and so for flushes.
+    # Backward prefetches at once. Later, the update of the persistent unit waits for the gradients, and so for flushes.
     "prefetches do not wait for flushes: backward prefetches into a slot while FLUSH_STATES reads it": (
         LAZY_COPIES_TO_THE_HOST
     ),
@@ -61,11 +59,6 @@ class IndependentStream(device.Stream):
 
     def wait_stream(self, stream: Any) -> None:
         """Replace the wait."""
-
-
-def does_not_wait_at_all_for_the_worker(early_update: EarlyUpdate) -> None:
-    submit = early_update._worker.submit
-    early_update._worker = mock.Mock(submit=lambda task: submit(task) and mock.Mock())
 
 
 class UnawaitedWork(SoftwareWork):
@@ -93,10 +86,6 @@ EQUIVALENT: dict[str, Callable[[], AbstractContextManager[object]]] = {
         SoftwareAccelerator, "Stream", property(lambda _: IndependentStream)
     ),
     "users of gathered parameters do not wait for the all-gather": all_gathers_are_not_awaited,
-    # There, the numbers are waited for, and only the order is missing.
-    "the publication of the early ranges does not wait for the worker": lambda: early_update_with(
-        does_not_wait_at_all_for_the_worker
-    ),
     # There, the prefetch is issued on the unawaited stream, too. The report would raise an error for its events.
     "the reduction does not wait until the bucket is staged": on_an_unawaited_stream(Gradients, "add_reduced_bucket"),
 }

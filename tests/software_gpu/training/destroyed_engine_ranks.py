@@ -31,7 +31,7 @@ BLOCKS = (
     {"placement": [{"match": "layers.0.*", "states": "resident"}, {"match": "*", "states": "planned"}]},
 )
 
-# The biases are persistent parameters, so that all units have early ranges.
+# The biases are persistent parameters, so that all units have several ranges.
 CASE = Case(
     name="destroyed engine",
     blocks=BLOCKS,

@@ -12,7 +12,7 @@ from tests.zero.parity.case import Case
 from tests.zero.parity.training import differences, run_variant
 
 BLOCK = {"placement": ["streamed", "resident", "cpu", "streamed", "resident"], "num_slots": 1}
-CASE = Case(name="interpreted Adam", blocks=(BLOCK,), clip=0.5, steps=3)
+CASE = Case(name="interpreted Adam", blocks=(BLOCK,), clip=0.5, steps=3, zero={"stage3_param_persistence_threshold": 0})
 
 
 def main() -> None:

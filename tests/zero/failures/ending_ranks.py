@@ -65,13 +65,14 @@ def run(child: Child) -> None:
     deepspeed.init_distributed()
     case = Case(name="ending", blocks=(), world_size=child.world_size)
     engine = make_engine(case, CPU)
-    rest = engine.optimizer._running.executor._splits[1].rest[0]
+    # The second sub-group, without its persistent parameters.
+    part = next(part for part in engine.optimizer._running.memory.units[2].parts if part.sub_group == 1)
 
     def delay_or_fail(update: RangeUpdate) -> None:
         time.sleep(UPDATE_S)
-        if child.way == "update fails" and update.sub_group == 1 and update.element_range == rest:
+        if child.way == "update fails" and (update.sub_group, update.element_range) == (1, part.elements):
             raise ValueError("injected failure")
-        if child.way == "update hangs" and update.sub_group == 1 and update.element_range == rest:
+        if child.way == "update hangs" and (update.sub_group, update.element_range) == (1, part.elements):
             time.sleep(1000)
 
     before_each_update(delay_or_fail).__enter__()

@@ -73,7 +73,7 @@ def gather(engine: Any) -> None:
 
 @contextmanager
 def failing_update(engine: Any, lane: str) -> Iterator[None]:
-    """Let rank 1 fail in the updates inside the block, at the first rest range of the second unit of ``lane``.
+    """Let rank 1 fail in the updates inside the block, at the first range of the second unit of ``lane``.
 
     An update that was in flight before succeeds: it is waited for.
     """
@@ -81,11 +81,10 @@ def failing_update(engine: Any, lane: str) -> Iterator[None]:
     placement = {"cpu": Placement.CPU, "compute": Placement.STREAMED}[lane]
     placements = engine.optimizer.plan.placements
     victim = [index for index, candidate in enumerate(placements) if candidate is placement][1]
-    unit = engine.optimizer._running.memory.units[victim]
-    rest = engine.optimizer._running.executor._splits[victim].rest[0]
+    part = engine.optimizer._running.memory.units[victim].parts[0]
 
     def fail_on_rank_1(update: RangeUpdate) -> None:
-        if dist.get_rank() == 1 and update.sub_group == unit.sub_group and update.element_range == rest:
+        if dist.get_rank() == 1 and (update.sub_group, update.element_range) == (part.sub_group, part.elements):
             raise InjectedFailure("by this test")
 
     with before_each_update(fail_on_rank_1):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -38,17 +40,18 @@ def run_to_end(running: Update) -> None:
 @pytest.mark.parametrize("defers", [False, True])
 def test_the_gradient_of_a_failed_update_is_freed_when_the_failure_is_forgotten(defers: bool) -> None:
     (state,) = states = make_states([20], torch.bfloat16)
-    schedule = UpdatePlan(workload=Workload.from_numels([20]), placements=(Placement.STREAMED,), num_slots=1).schedule
-    place(states, schedule, HostDevice())
-    executor = Executor(schedule, states, HostDevice(), PlainAdam(), RaisingAdam())
+    plan = UpdatePlan(workload=Workload.from_numels([20]), placements=(Placement.STREAMED,), num_slots=1)
+    place(states, plan.schedule, HostDevice())
+    executor = Executor(plan.schedule, states, HostDevice(), PlainAdam(), RaisingAdam())
     with mock.patch.object(update, "StepAgreement"):
-        running = Update(executor, Exposure(HostDevice(), 10), defers=defers, on_finished=lambda *_: None)
+        of_plan: Any = SimpleNamespace(plan=plan, executor=executor, exposure=Exposure(HostDevice(), 10))
+        running = Update(of_plan, defers=defers, on_finished=lambda *_: None)
     fill_gradients(states, 1)
-    gradient = weakref.ref(state.grad)
+    gradient = weakref.ref(state.parts[0].grad)
     with pytest.raises(UpdateFailed):
         run_to_end(running)
     running.forget_failure()
-    state.grad = torch.zeros_like(state.grad)
+    state.parts[0].grad = torch.zeros_like(state.parts[0].grad)
     executor.forget_replaced_tensors()
     gc.collect()
     assert gradient() is None

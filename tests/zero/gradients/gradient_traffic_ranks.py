@@ -57,7 +57,6 @@ def traffic(recorder: Recorder | None, block: dict[str, Any], accumulation: int)
         reserved = [
             (reservation.kind.value, reservation.each_bytes) for reservation in optimizer.accounting_device.reserved
         ]
-        early = optimizer._running.executor._early_update.buffers
         allocated: list[str] = []
         if recorder is None:
             train(engine, case, folder)
@@ -67,7 +66,6 @@ def traffic(recorder: Recorder | None, block: dict[str, Any], accumulation: int)
             assert len(allocated) > 0, "DeepSpeed allocates memory for the norms, at least"
         return {
             "reserved": reserved,
-            "early bytes": 0 if early is None else early.on_accelerator.nbytes,
             "reserved while training": len(optimizer.accounting_device.reserved) - len(reserved),
             "allocated": [caller for caller in allocated if caller.startswith(GRADIENT_FILES)],
             "longest": max(param.partition_numel() for group in optimizer.fp16_groups for param in group),

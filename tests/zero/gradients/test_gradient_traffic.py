@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from deep_opt_states.config import Config, parse_config
@@ -43,10 +44,8 @@ def check_traffic(block: dict[str, Any], accumulation: int, found: dict[str, Any
         assert (found["d2h_bytes"], found["h2d_bytes"]) == (accumulation * once, (accumulation - 1) * once), label
     else:
         assert (found["d2h_bytes"], found["h2d_bytes"], found["h2d_copies"]) == (once, 0, 0), label
-    if block == STREAMED:
-        assert found["d2h_copies"] == 0, label
-    else:
-        assert 0 < found["d2h_copies"] < found["parameters"] * found["steps"] * accumulation, "copied together"
+    # If everything else is streamed, the gradients of persistent parameters are copied.
+    assert 0 < found["d2h_copies"] < found["parameters"] * found["steps"] * accumulation, "copied together"
 
 
 def check_memory(block: dict[str, Any], accumulation: int, found: dict[str, Any]) -> None:
@@ -54,7 +53,8 @@ def check_memory(block: dict[str, Any], accumulation: int, found: dict[str, Any]
     label = f"{block}, {accumulation} micro-batches"
     config = parse_config({"deep_optimizer_states": block})
     assert isinstance(config, Config)
-    plan = config.plan(Workload.from_numels(found["numels"]))
+    units = Workload.from_numels(found["numels"]).units
+    plan = config.plan(Workload((replace(units[0], is_persistent=True), *units[1:])))
     width = found["element_bytes"]
     setup = TrainingSetup(
         widths=Widths(param=width, grad=width),
@@ -66,9 +66,6 @@ def check_memory(block: dict[str, Any], accumulation: int, found: dict[str, Any]
     for reservation in declared:
         if reservation.kind is MemoryKind.ACCELERATOR:
             expected[reservation.each_bytes] += reservation.count
-    # The plan does not know which parameters DeepSpeed keeps gathered. They are few and small.
-    assert 0 < found["early bytes"] < 0.1 * setup.widths.slab_bytes(plan.workload), label
-    expected[found["early bytes"]] += 1
     reserved = Counter(each_bytes for kind, each_bytes in found["reserved"] if kind == MemoryKind.ACCELERATOR.value)
     assert reserved == +expected, label
     assert found["reserved while training"] == 0, label

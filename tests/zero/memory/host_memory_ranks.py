@@ -46,7 +46,7 @@ def check_that_a_rank_without_memory_stops_all_ranks() -> None:
 
 def check_that_the_ranks_of_a_node_share_its_memory() -> None:
     with closing_engine(CASE, CPU) as engine:
-        # The largest page-locked memory is the slab; buffers for the early ranges are page-locked, too.
+        # The largest page-locked memory is the slab; that of persistent parameters is also page-locked.
         slab_bytes = max(
             item.each_bytes for item in engine.optimizer.accounting_device.reserved if item.kind is MemoryKind.PINNED
         )
@@ -86,7 +86,7 @@ def check_that_a_driver_may_ignore_the_memlock_limit() -> None:
         return lambda: locked.remove(size_bytes)
 
     with memlock_limit(LIMIT_BYTES), locked_with(register), closing_engine(CASE, CPU) as engine:
-        # The largest page-locked memory is the slab; buffers for the early ranges are page-locked, too.
+        # The largest page-locked memory is the slab; that of persistent parameters is also page-locked.
         slab_bytes = max(
             item.each_bytes for item in engine.optimizer.accounting_device.reserved if item.kind is MemoryKind.PINNED
         )

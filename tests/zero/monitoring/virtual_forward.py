@@ -165,12 +165,12 @@ class VirtualTraining:
         self.reported: list[tuple[tuple[PhaseSpan, ...], Timeline]] = []
         self.exposure = Exposure(device, max_intervals=100)
         with mock.patch.object(update_module, "StepAgreement"):
-            self._update = Update(self._executor, self.exposure, defers=True, on_finished=self._append_report)
+            running: Any = SimpleNamespace(plan=plan, executor=self._executor, exposure=self.exposure)
+            self._update = Update(running, defers=True, on_finished=self._append_report)
         self._modules = [self._module(index) for index in range(count)]
         root = torch.nn.Sequential(*self._modules)
         self._coordinator = FakeCoordinator(device, self._modules, ahead, one_by_one)
         ranges = {index: (index, 0, NUMEL) for index in range(count)}
-        running: Any = SimpleNamespace(plan=plan)
         self._gathers = Gathers(root, self._coordinator, self._update, ranges, running)
 
     @classmethod

@@ -9,6 +9,7 @@ from typing import Any
 
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Range
 
 TOWARDS_ACCELERATOR = (Placement.CPU, Placement.STREAMED, Placement.RESIDENT)
 """The placements by how much of the states is on the accelerator. A move to a later one is a promotion."""
@@ -41,8 +42,12 @@ class MoveCounts:
     def add(self, before: UpdatePlan, plan: UpdatePlan) -> None:
         """Count the moves from the plan ``before`` to ``plan``."""
         placed = _placements(before)
-        for (sub_group, begin, _), placement in _placements(plan).items():
-            (old,) = (old for (other, first, end), old in placed.items() if other == sub_group and first <= begin < end)
+        for (first, *_), placement in _placements(plan).items():
+            (old,) = (
+                old
+                for runs, old in placed.items()
+                if any(run.sub_group == first.sub_group and run.begin <= first.begin < run.end for run in runs)
+            )
             if old is not placement:
                 self.kinds[f"{old.value} to {placement.value}"] += 1
         new_units = _placements(plan).keys() - placed.keys()
@@ -84,6 +89,6 @@ def assert_many_moves(counts: MoveCounts, *, least: int = 1000, recut_plans: int
     assert min(counts.evictions, counts.restorations) >= max(1, recut_plans // 10), counts
 
 
-def _placements(plan: UpdatePlan) -> dict[tuple[int, int, int], Placement]:
+def _placements(plan: UpdatePlan) -> dict[tuple[Range, ...], Placement]:
     placed = zip(plan.workload.units, plan.placements, strict=True)
-    return {(unit.sub_group, unit.begin, unit.end): placement for unit, placement in placed}
+    return {unit.ranges: placement for unit, placement in placed if not unit.is_persistent}

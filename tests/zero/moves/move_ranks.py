@@ -30,7 +30,7 @@ def with_moves(case: Case, change_after: float) -> Result:
     (block,) = case.blocks
     if case.resume:
         stock = run_resumed(case, None, None)
-        with random_moves(len(case.name), moved, change_after):
+        with random_moves(2 + len(case.name), moved, change_after):
             variants = {
                 "checkpoint of stock": run_resumed(case, None, block),
                 "checkpoint for stock": run_resumed(case, block, None),
@@ -38,7 +38,7 @@ def with_moves(case: Case, change_after: float) -> Result:
             }
     else:
         stock = run_variant(case, None)
-        with random_moves(len(case.name), moved, change_after):
+        with random_moves(2 + len(case.name), moved, change_after):
             variants = {"moving": run_variant(case, block)}
     return {
         "differences": {name: differences(stock, variant) for name, variant in variants.items()},
@@ -59,7 +59,7 @@ def with_accesses(case: Case) -> Result:
 
     moved = MoveCounts()
     stock = run(None)
-    with random_moves(len(case.name), moved, change_after=1.0):
+    with random_moves(2 + len(case.name), moved, change_after=1.0):
         ours = run(case.blocks[0])
     return {
         "differences": {"accessed": differences(stock, ours)},

@@ -96,7 +96,7 @@ def random_plan(rng: random.Random, sub_groups: list[list[Partition]]) -> Update
     rng.shuffle(order)
     return UpdatePlan(
         workload=workload,
-        placements=tuple(rng.choice(allowed) for _ in workload.units),
+        placements=tuple(Placement.CPU if unit.is_persistent else rng.choice(allowed) for unit in workload.units),
         num_slots=rng.randint(1, 3),
         order=rng.choice((None, tuple(order))),
     )

@@ -35,7 +35,6 @@ def running_plan(gradient_buffers: Callable[..., list[GradientBuffer]]) -> Runni
         executor=mock.create_autospec(Executor, instance=True),
         gradients=Gradients(None, [buffer()], None),
         exposure=mock.create_autospec(Exposure, instance=True),
-        early_ranges=[[]],
         gradient_buffers=gradient_buffers,
     )
 

@@ -20,7 +20,7 @@ def test_the_fallback_gives_the_bits_of_stock_and_logs_its_reason() -> None:
     for result in found:
         assert result["class"] == "DeepOptimizerStates_Stage3"
         assert result["differences"] == [], result["block"]
-        assert result["deferred"] == 0, "the fallback cannot update early ranges, so no update may be deferred"
+        assert result["deferred"] == 0, "the fallback cannot update ranges, so no update may be deferred"
 
     lines = finished.output.splitlines()
     starts = [number for number, line in enumerate(lines) if "The C++ Adam kernel cannot be compiled" in line]

@@ -16,6 +16,7 @@ def test_updates_follow_the_order_of_forward_and_keep_the_bits_of_stock() -> Non
         assert sorted(as_used) == sorted(by_index)
         # The second param group's first layers come before the first group's last ones.
         assert as_used != by_index
-        # Without overlap no forward waits for the update, so the order is not changed.
-        assert at_once["published"] == [by_index]
+        # Without overlap no forward waits for the update, so the order is not changed, and no unit is persistent.
+        assert by_index[0] == 0
+        assert at_once["published"] == [[unit - 1 for unit in by_index[1:]]]
         assert overlapped["published"] == ranks[0].answers()[0]["published"], "the orders of the ranks differ"

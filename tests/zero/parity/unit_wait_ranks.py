@@ -59,7 +59,7 @@ def units_of_layers(optimizer: Any) -> list[list[int]]:
         found.append(
             sorted({
                 unit.index for _, begin, numel in ranges for unit in units
-                if unit.begin < begin + numel and begin < unit.end
+                if any(run.begin < begin + numel and begin < run.end for run in unit.ranges)
             })
         )  # fmt: skip
     return found
@@ -84,7 +84,7 @@ def recorded_waits(engine: Any, *, held_back: bool) -> Iterator[Waits]:
             return
         (unit,) = (
             index for index, state in enumerate(units)
-            if state.elements.begin <= update.element_range.begin < state.elements.end
+            if update.element_range in [part.elements for part in state.parts]
         )  # fmt: skip
         first = min(layer for layer, held in enumerate(needed) if unit in held)
         assert first == 0 or computed[first - 1].wait(STUCK_S), f"forward waits for unit {unit} before layer {first}"

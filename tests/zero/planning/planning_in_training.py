@@ -117,7 +117,7 @@ class TrainingRun:
             for sub_group in optimizer._create_fp16_sub_groups([by_name[name] for name in names])
         ]
         module = SimpleNamespace(named_parameters=lambda: by_name.items())
-        return partitions_by_name(SimpleNamespace(module=module, fp16_groups=fp16_groups))
+        return partitions_by_name(SimpleNamespace(module=module, fp16_groups=fp16_groups, persistent_parameters=[]))
 
     def plan(self, folder: Path) -> tuple[UpdatePlan, PredictedUpdate]:
         """Return the plan that the ranks run after the first steps, and the prediction that they report for it.

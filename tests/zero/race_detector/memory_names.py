@@ -31,18 +31,18 @@ def name_memories(recorder: Recorder, optimizer: DeepOptimizerStates_Stage3) -> 
             name(tensors.rounded, f"rounded copy of sub-group {index}")
     for index, unit in enumerate(memory.units):
         if unit.placement is not Placement.CPU:
-            name(unit.grad, f"gradient of unit {index}")
+            name(unit.parts[0].grad, f"gradient of unit {index}")
         if unit.resident is not None:
             for attribute in STATES:
                 name(getattr(unit.resident.states, attribute), f"resident {attribute} of unit {index}")
-        name(unit.param, "16-bit parameters")
+        for part in unit.parts:
+            name(part.param, "16-bit parameters")
+        if unit.packing is not None:
+            name(unit.packing.on_host, "rounded persistent parameters")
+            name(unit.packing.on_accelerator, "persistent parameters on the accelerator")
     for slot in executor._actions._slots:
         for attribute in STATES:
             name(getattr(slot, attribute), f"slot, {attribute}")
-    if (buffers := executor._early_update.buffers) is not None:
-        name(buffers.grads, "gradients of early ranges")
-        name(buffers.rounded, "rounded parameters of early ranges")
-        name(buffers.on_accelerator, "early ranges on the accelerator")
     if (staging := optimizer._gradients._staging) is not None:
         for buffer in staging._buffers:
             name(buffer, "staging buffer")

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from deep_opt_states.runtime.early_update import EarlyUpdate
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.runtime.staging import Staging
@@ -21,6 +20,7 @@ from deep_opt_states.zero.start import assembly
 from deep_opt_states.zero.step.buckets import Buckets
 from deep_opt_states.zero.step.gathers import Gathers
 from deep_opt_states.zero.step.gradients import Gradients
+from deep_opt_states.zero.step.update import Update
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.placement import Placement
 from tests.zero.moves.random_plans import moves_in_turn
@@ -41,10 +41,7 @@ from tests.zero.races.missing_order import (
     combined,
     compute_does_not_wait_for_the_load,
     do_nothing,
-    does_not_wait_for_gradients,
-    does_not_wait_for_the_worker,
     does_not_wait_for_the_write_back,
-    early_update_with,
     forward_does_not_wait,
     gathers_keep_their_first_units,
     on_an_unawaited_stream,
@@ -245,49 +242,18 @@ FAULTS = (
     ),
     # Persistent parameters are updated and published before step() returns.
     Fault(
-        name="the gather in step() does not wait until the early ranges are published",
-        seeded=patched(EarlyUpdate, "wait", do_nothing),
+        name="the gather in step() does not wait until the persistent unit is published",
+        seeded=patched(Update, "_publish_persistent_unit", do_nothing),
         block=CPU,
         world_size=2,
-        expected=(UNORDERED, "16-bit parameters", "early_update.py", "all_gather_into_tensor"),
+        expected=(UNORDERED, "16-bit parameters", "_publish", "all_gather_into_tensor"),
     ),
     Fault(
-        name="the gather in step() does not wait until the early ranges are updated on the accelerator",
-        seeded=patched(EarlyUpdate, "wait", do_nothing),
-        block=RESIDENT,
-        world_size=2,
-        expected=(UNORDERED, "16-bit parameters", "fused Adam in early_update.py", "all_gather_into_tensor"),
-    ),
-    Fault(
-        name="readers of persistent parameters do not wait until the early ranges are published",
-        seeded=patched(EarlyUpdate, "wait", do_nothing),
+        name="readers of persistent parameters do not wait until they are published",
+        seeded=patched(Update, "_publish_persistent_unit", do_nothing),
         script=after_each_step(read_persistent),
         block=CPU,
-        expected=(UNORDERED, "16-bit parameters", "early_update.py", "aten::sum in reads_between_steps.py"),
-    ),
-    Fault(
-        name="readers of persistent parameters do not wait until the early ranges are updated on the accelerator",
-        seeded=patched(EarlyUpdate, "wait", do_nothing),
-        script=after_each_step(read_persistent),
-        block=RESIDENT,
-        expected=(
-            UNORDERED,
-            "16-bit parameters",
-            "fused Adam in early_update.py",
-            "aten::sum in reads_between_steps.py",
-        ),
-    ),
-    Fault(
-        name="the update of the early ranges does not wait for their gradients",
-        seeded=lambda: early_update_with(does_not_wait_for_gradients),
-        block=STREAMED,
-        expected=(UNORDERED, "gradients of early ranges", "_copy_gradients_to_host", "fused Adam in early_update.py"),
-    ),
-    Fault(
-        name="the publication of the early ranges does not wait for the worker",
-        seeded=lambda: early_update_with(does_not_wait_for_the_worker),
-        block=STREAMED,
-        expected=(UNORDERED, "rounded parameters of early ranges", "fused Adam in early_update.py", "copy"),
+        expected=(UNORDERED, "16-bit parameters", "_publish", "aten::sum in reads_between_steps.py"),
     ),
     # Flushes are in flight during backward.
     Fault(
@@ -389,7 +355,7 @@ FAULTS = (
         block=CPU,
         accumulation=2,
         # With one copy per micro-batch, no wait for a free buffer orders the second micro-batch.
-        zero={**ONE_BUCKET, "sub_group_size": 10**9},
+        zero={**ONE_BUCKET, **NO_PERSISTENT_PARAMETERS, "sub_group_size": 10**9},
         expected=(UNORDERED, "gradient of sub-group", "flush", "add_to"),
     ),
     # Autograd adds to a gradient that is in the bucket already.
@@ -461,22 +427,16 @@ FAULTS = (
         name="FLUSH_STATES does not wait for GPU_STEP",
         seeded=actions_do_not_wait(ActionKind.FLUSH_STATES),
         block=STREAMED,
-        expected=(UNORDERED, "slot, exp_avg_sq", "write on stream 4 by fused Adam", "_flush_states"),
+        expected=(UNORDERED, "slot, exp_avg_sq", "write on stream 5 by fused Adam", "_flush_states"),
     ),
     # Resident states are loaded before their first update, and written back before others read them.
     Fault(
         name="GPU_STEP does not wait until resident states are loaded",
         seeded=lambda: resident_states_with(compute_does_not_wait_for_the_load),
         block=RESIDENT,
-        # The update of the early ranges would wait, too.
+        # Without them, nothing else is waited for in the step.
         zero=NO_PERSISTENT_PARAMETERS,
         expected=(UNORDERED, "resident exp_avg_sq of unit", "load", "_gpu_step"),
-    ),
-    Fault(
-        name="the update of the early ranges does not wait until resident states are loaded",
-        seeded=lambda: resident_states_with(compute_does_not_wait_for_the_load),
-        block=RESIDENT,
-        expected=(UNORDERED, "resident master of unit", "load", "fused Adam in early_update.py"),
     ),
     Fault(
         name="readers of masters do not wait until resident states are written back",
@@ -495,7 +455,7 @@ FAULTS = (
         script=moves_in_turn((Placement.RESIDENT, 10**9), (Placement.CPU, 300)),
         block=RESIDENT,
         steps=4,
-        # The update of the early ranges would wait, too.
+        # Without them, nothing else is waited for in the step.
         zero=NO_PERSISTENT_PARAMETERS,
         expected=(UNORDERED, "master of sub-group", "write_back", "_cpu_step"),
     ),

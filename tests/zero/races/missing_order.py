@@ -12,7 +12,6 @@ from unittest import mock
 from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.runtime import executor
-from deep_opt_states.runtime.early_update import EarlyUpdate
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.lanes import LaneStreams
@@ -186,34 +185,6 @@ def _prefetch_anyway(prefetch: Callable[[Executor], None]) -> Callable[[Executor
         self._pending = pending
 
     return prefetched
-
-
-@contextmanager
-def early_update_with(fault: Callable[[EarlyUpdate], object]) -> Iterator[None]:
-    """Apply ``fault`` to each ``EarlyUpdate`` that is created inside this context."""
-    original = EarlyUpdate.__init__
-
-    def initialize(self: EarlyUpdate, *args: Any) -> None:
-        original(self, *args)
-        fault(self)
-
-    with mock.patch.object(EarlyUpdate, "__init__", initialize):
-        yield
-
-
-def does_not_wait_for_gradients(early_update: EarlyUpdate) -> None:
-    early_update._copied_to_host.synchronize = do_nothing  # type: ignore[method-assign, assignment]
-
-
-def does_not_wait_for_the_worker(early_update: EarlyUpdate) -> None:
-    """Wait until the worker's numbers are there, but do not order the caller after the worker."""
-    submit = early_update._worker.submit
-
-    def submit_without_ordering(task: Callable[[], None]) -> Any:
-        future = submit(task)
-        return mock.Mock(result=future.exception)
-
-    early_update._worker = mock.Mock(submit=submit_without_ordering)
 
 
 @contextmanager

@@ -21,13 +21,12 @@ BACKWARD_IS_DONE = "synchronize < wait_for_caller"
 LAST_UPDATE_IS_OVER, FLUSHES_ARE_OVER = "synchronize < phases", "synchronize < timeline"
 """The report of an update waits for its events, at the end of the next step. The update has ended long before."""
 
-EARLY_RANGES_ARE_UPDATED = "update < begin"
-"""The wait for our worker, which updates the early ranges."""
-
 CPU_HAS_UPDATED = "wait_for_worker < finish"
 PARAMETERS_ARE_UPDATED = "wait_for_worker < bring_out"
 """The waits for our worker: one for the PUBLISH of each unit, at the end of the update or where forward needs the
 parameters, and at the end one for each CPU_STEP, which may have failed."""
+
+PERSISTENT_UNIT_IS_PUBLISHED = [PARAMETERS_ARE_UPDATED] * 2
 
 UPDATE_IS_DONE = ["synchronize < wait_until_drained"] * 4
 """One wait per stream of an update that ends in the step, which the streams of the next forward do not wait for."""
@@ -64,7 +63,7 @@ def test_a_step_waits_once_for_all_norms_and_then_for_each_update_on_the_cpu(
             label = f"{how}, {found['dtype']}, {found['block']}"
             for step, waits in enumerate(found["step"]):
                 # Before the norms, the ranks agree how a deferred update and the prefetches in backward have ended.
-                in_step = [*all_updated, *ranks_agree] if how == "at once" else [EARLY_RANGES_ARE_UPDATED]
+                in_step = [*all_updated, *ranks_agree] if how == "at once" else PERSISTENT_UNIT_IS_PUBLISHED
                 ends = [BACKWARD_IS_DONE, *in_step, PERSISTENT_PARAMETERS[world_size]]
                 updated = ends if step in STEPS_THAT_UPDATE else []
                 until_norms = len(ranks_agree) + 1
@@ -99,7 +98,8 @@ def test_a_deferred_update_makes_forward_wait_for_the_cpu_only_and_ends_before_b
                 assert forward == backward == [], label
                 continue
             assert set(forward) <= {PARAMETERS_ARE_UPDATED}, label
-            left = 2 * deferred["on the CPU"] - len(forward)
+            # The persistent unit was waited for in the step.
+            left = 2 * (deferred["on the CPU"] - 1) - len(forward)
             assert backward == [CPU_HAS_UPDATED] * left, label
             in_forward.append(len(forward))
     assert max(in_forward) >= 3, "nothing was deferred"
