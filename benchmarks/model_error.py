@@ -22,7 +22,7 @@ from benchmarks.harness.setting import measured_profile
 from benchmarks.harness.sizes import Repetitions, default_setting
 from benchmarks.harness.variants import NO_OVERLAP, Variant, ours, planned
 from benchmarks.update_phase import lower_bound
-from deep_opt_states.report.comparison import UPDATE
+from deep_opt_states.report.record import UPDATE
 from perf_model.prediction.hardware import HardwareProfile
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -11,11 +11,24 @@ from itertools import count
 
 import pytest
 
-from deep_opt_states.report.comparison import ComparisonRow, MeasuredUpdate, PredictedUpdate, compare
-from deep_opt_states.report.monitor_events import Event, MonitorEvents
-from deep_opt_states.report.progress_line import ProgressLine
-from deep_opt_states.report.record import StepCounts, UpdateRecord, Work
-from deep_opt_states.report.reporter import WARM_UPDATES, ReportedPlan, ReportSink, UpdateReporter
+from deep_opt_states.report.line import (
+    WARM_UPDATES,
+    Event,
+    MonitorEvents,
+    ProgressLine,
+    ReportedPlan,
+    ReportSink,
+    UpdateReporter,
+)
+from deep_opt_states.report.record import (
+    ComparisonRow,
+    MeasuredUpdate,
+    PredictedUpdate,
+    StepCounts,
+    UpdateRecord,
+    Work,
+    compare,
+)
 from deep_opt_states.report.slow_cpu import EVERY_UPDATES, SlowCpu
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline
@@ -134,7 +147,7 @@ def test_nothing_is_logged_without_a_prediction_or_without_an_update() -> None:
 
 
 def test_rates_divide_the_bytes_moved_by_the_time_that_the_lane_was_busy() -> None:
-    record = UpdateRecord(1, StepCounts(1, 8), [PhaseSpan(Phase.EXPOSED, 0.0, 5.0)], WORK, lambda: timeline(2.0))
+    record = UpdateRecord(StepCounts(1, 8), [PhaseSpan(Phase.EXPOSED, 0.0, 5.0)], WORK, lambda: timeline(2.0))
     numbers = record.numbers
     # Two PREFETCH actions of 12 bytes per parameter and two PUBLISH actions of 2 take 2 s each.
     assert numbers.h2d_bytes_per_s == (12 * (10 + 10) + 2 * (10 + 8)) / 8.0
@@ -146,13 +159,13 @@ def test_rates_divide_the_bytes_moved_by_the_time_that_the_lane_was_busy() -> No
 
 def test_rates_count_only_the_bytes_that_are_copied() -> None:
     in_host_memory = replace(WORK, widths=Widths(param=2, grad=2, publishes=False))
-    record = UpdateRecord(1, StepCounts(1, 8), [], in_host_memory, lambda: timeline(2.0))
+    record = UpdateRecord(StepCounts(1, 8), [], in_host_memory, lambda: timeline(2.0))
     assert record.numbers.h2d_bytes_per_s == 12 * (10 + 10) / 8.0
     assert record.numbers.d2h_bytes_per_s == 12 * (10 + 10) / 4.0
 
 
 def test_there_is_no_rate_for_a_time_of_zero_seconds() -> None:
-    record = UpdateRecord(1, StepCounts(1, 8), [PhaseSpan(Phase.EXPOSED, 0.0, 0.0)], WORK, lambda: timeline(0.0))
+    record = UpdateRecord(StepCounts(1, 8), [PhaseSpan(Phase.EXPOSED, 0.0, 0.0)], WORK, lambda: timeline(0.0))
     numbers = record.numbers
     assert (numbers.h2d_bytes_per_s, numbers.d2h_bytes_per_s, numbers.params_per_s) == (None, None, None)
 

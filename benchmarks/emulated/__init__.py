@@ -42,7 +42,7 @@ from benchmarks.harness.targets import (
     EMULATED_SPEEDUP,
 )
 from benchmarks.harness.variants import NO_OVERLAP
-from deep_opt_states.report.comparison import median_windows
+from deep_opt_states.report.record import median_windows
 from perf_model.prediction.simulate import NO_WINDOWS
 from tests.software_gpu import device
 from tests.software_gpu.process_group import BACKEND, register_backend

@@ -20,7 +20,7 @@ from benchmarks.emulated.host_passes import HostPasses
 from benchmarks.emulated.run import EmulatedRun
 from benchmarks.harness.interleaved_runs import batch_for, engine_for, weights_digest
 from benchmarks.harness.variants import Variant
-from deep_opt_states.report.comparison import MeasuredUpdate
+from deep_opt_states.report.record import MeasuredUpdate
 from deep_opt_states.zero.step.gpu_memory import GpuMemory
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.schedule.plan import UpdatePlan

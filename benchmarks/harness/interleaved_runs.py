@@ -30,7 +30,7 @@ from benchmarks.harness.overrides import deterministic_algorithms, restored_proc
 from benchmarks.harness.setting import TrainingSetting
 from benchmarks.harness.sizes import Repetitions
 from benchmarks.harness.variants import Variant
-from deep_opt_states.report.comparison import ComparisonRow
+from deep_opt_states.report.record import ComparisonRow
 from deep_opt_states.zero.step.gpu_memory import FIRST_STEPS
 from examples.common.byte_gpt import ByteGPT, StdlibText
 from perf_model.prediction.memory import MemoryKind

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deep_opt_states.report.page import render
-from deep_opt_states.report.run_data import PAGE, RecordedRun, RunError
+from deep_opt_states.report.run import PAGE, RecordedRun, RunError
 
 
 def run(folder: Path, output: Path | None) -> int:

@@ -1,16 +1,28 @@
-"""Derive the reported numbers of one update from its phases and its timeline."""
+"""Derive the seconds and rates of one update, and compare a number of updates with their prediction."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 
-from deep_opt_states.report.comparison import MeasuredUpdate
 from perf_model.prediction.cost import traffic_by_action
+from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline, seconds_of
-from perf_model.schedule.action import Lane
+from perf_model.schedule.action import ActionKind, Lane
 from perf_model.schedule.host_layout import Widths
+from perf_model.units import seconds
+
+UPDATE = "update"
+EXPOSED = "exposed"
+
+LANES_OF_DIRECTION = {"h2d": (Lane.H2D, Lane.PUBLISH), "d2h": (Lane.D2H,)}
+"""The lanes that only copy, by their direction.
+
+The compute lane copies parameters down if DeepSpeed offloads them, but the time of these copies is not measured apart
+from that of Adam.
+"""
 
 
 @dataclass(frozen=True)
@@ -19,14 +31,6 @@ class StepCounts:
 
     step: int
     samples: int
-
-
-LANES_OF_DIRECTION = {"h2d": (Lane.H2D, Lane.PUBLISH), "d2h": (Lane.D2H,)}
-"""The lanes that only copy, by their direction.
-
-The compute lane copies parameters down if DeepSpeed offloads them, but the time of these copies is not measured apart
-from that of Adam.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,24 +46,46 @@ class Work:
     numels: Sequence[int]
     widths: Widths
 
-    def bytes_moved(self, direction: str, timeline: Timeline) -> float:
-        """Return the bytes that the actions moved in ``direction`` of PCIe, a key of ``LANES_OF_DIRECTION``."""
+    def bytes_per_s(self, direction: str, timeline: Timeline) -> float | None:
+        """Return the bytes that were copied in ``direction``, "h2d" or "d2h", per second in which it was busy."""
+        lanes = LANES_OF_DIRECTION[direction]
         traffic = traffic_by_action(self.widths.param, params_on_host=not self.widths.publishes)
-        moved = 0.0
-        for span in timeline.spans:
-            if span.action.lane in LANES_OF_DIRECTION[direction]:
-                moved += getattr(traffic[span.action.kind], direction) * self.numels[span.action.unit]
-        return moved
+        actions = [span.action for span in timeline.spans if span.action.lane in lanes]
+        moved = sum(getattr(traffic[action.kind], direction) * self.numels[action.unit] for action in actions)
+        return _rate(moved, timeline.busy_s(*lanes))
+
+
+@dataclass(frozen=True)
+class MeasuredUpdate:
+    """The seconds of one update.
+
+    ``by_kind`` sums the actions of each kind. ``update_s`` is the time from the decision that the step is not skipped
+    to the end of the update, ``exposed_s`` the time that the model waited for the update, and ``windows`` the backward
+    and forward time that it overlapped with.
+    """
+
+    by_kind: Mapping[ActionKind, float]
+    update_s: float
+    exposed_s: float
+    windows: Windows
+
+    @classmethod
+    def from_timeline(cls, timeline: Timeline, phases: Sequence[PhaseSpan]) -> MeasuredUpdate:
+        """Return the seconds of the update with this timeline, during which the model was in ``phases``."""
+        exposed_s = seconds_of(Phase.EXPOSED, phases)
+        windows = Windows(backward_s=seconds_of(Phase.BACKWARD, phases), forward_s=seconds_of(Phase.FORWARD, phases))
+        # An update that does not overlap with the next forward ends when the model stops waiting for it.
+        update_s = timeline.end_s if windows.forward_s > 0 else exposed_s
+        return cls(timeline.seconds_by_kind(), update_s, exposed_s, windows)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """The numbers of one update. Rates are None if nothing was moved or the time was too short to measure.
+    """The reported numbers of one update. Rates are None if nothing was moved or the time was too short to measure.
 
-    ``exposed_s`` is the time that the model waited for the update, ``hidden_s`` the time of its work that overlapped
-    with backward and forward, and ``update_s`` the time from the decision that the step is not skipped to the end of
-    the update, which ``params_per_s`` is relative to. ``cpu_adam_s`` is the time of the CPU's updates. Each direction's
-    bytes are divided by the seconds in which that direction was busy.
+    ``update_s`` and ``exposed_s`` are those of ``MeasuredUpdate``. ``hidden_s`` is the time of work that overlapped
+    with backward and forward, ``cpu_adam_s`` the time of the CPU's updates. ``params_per_s`` is relative to
+    ``update_s``.
     """
 
     update_s: float
@@ -74,28 +100,21 @@ class Numbers:
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """One update that ran.
+    """One update that ran, in the step of ``counts``.
 
-    ``number`` counts the updates of this process from 1, and ``counts`` belongs to the step of the update. ``phases``
-    gives the times when the model waited for the update and when it computed concurrently with it.
+    ``phases`` are the times when the model waited for the update and when it computed concurrently with it.
+    ``read_timeline`` reads two device events per action; it is only called if a number needs the timeline.
     """
 
-    number: int
     counts: StepCounts
     phases: Sequence[PhaseSpan]
     work: Work
     read_timeline: Callable[[], Timeline]
-    """The function that reads two device events per action; it is only called if a number needs the timeline."""
 
     @cached_property
     def timeline(self) -> Timeline:
         """Return the measured timeline, which is read once."""
         return self.read_timeline()
-
-    @cached_property
-    def exposed_s(self) -> float:
-        """Return the seconds that the model waited for the update."""
-        return seconds_of(Phase.EXPOSED, self.phases)
 
     @cached_property
     def measured(self) -> MeasuredUpdate:
@@ -105,19 +124,15 @@ class UpdateRecord:
     @cached_property
     def numbers(self) -> Numbers:
         """Return the reported numbers."""
-        timeline, work = self.timeline, self.work
-
-        def bytes_per_s(direction: str) -> float | None:
-            return _rate(work.bytes_moved(direction, timeline), timeline.busy_s(*LANES_OF_DIRECTION[direction]))
-
+        measured, timeline, work = self.measured, self.timeline, self.work
         return Numbers(
-            update_s=self.measured.update_s,
-            exposed_s=self.exposed_s,
-            hidden_s=timeline.hidden_s(self.exposed_s),
+            update_s=measured.update_s,
+            exposed_s=measured.exposed_s,
+            hidden_s=timeline.hidden_s(measured.exposed_s),
             cpu_adam_s=timeline.busy_s(Lane.CPU),
-            params_per_s=_rate(work.numel, self.measured.update_s),
-            h2d_bytes_per_s=bytes_per_s("h2d"),
-            d2h_bytes_per_s=bytes_per_s("d2h"),
+            params_per_s=_rate(work.numel, measured.update_s),
+            h2d_bytes_per_s=work.bytes_per_s("h2d", timeline),
+            d2h_bytes_per_s=work.bytes_per_s("d2h", timeline),
             gpu_share=work.gpu_share,
         )
 
@@ -128,3 +143,61 @@ class UpdateRecord:
 
 def _rate(amount: float, duration_s: float) -> float | None:
     return amount / duration_s if amount > 0 and duration_s > 0 else None
+
+
+@dataclass(frozen=True)
+class PredictedUpdate:
+    """The timeline of an update, its exposed seconds, and the phases of the model during the update."""
+
+    timeline: Timeline
+    exposed_s: float
+    phases: tuple[PhaseSpan, ...] = ()
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """The predicted and the measured seconds of ``name``.
+
+    ``name`` is a kind of action, for the sum of all its actions, ``UPDATE`` for the whole update, or ``EXPOSED`` for
+    the part of it that the model waited for.
+    """
+
+    name: str
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        """Return the error relative to the measured seconds; it is positive if the prediction was too high."""
+        return self.predicted_s / self.measured_s - 1 if self.measured_s > 0 else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name:<13} predicted {seconds(self.predicted_s):>8}, measured {seconds(self.measured_s):>8}, "
+            f"error {self.error:+.0%}"
+        )
+
+
+def median_windows(measured: Sequence[MeasuredUpdate]) -> Windows:
+    """Return the medians of the backward and the forward time that the updates overlapped with."""
+    return Windows(
+        backward_s=median(update.windows.backward_s for update in measured),
+        forward_s=median(update.windows.forward_s for update in measured),
+    )
+
+
+def compare(predict: Callable[[Windows], PredictedUpdate], measured: Sequence[MeasuredUpdate]) -> list[ComparisonRow]:
+    """Return the medians of the measured updates next to the prediction for the medians of their windows."""
+    windows = median_windows(measured)
+    predicted = predict(windows)
+    rows = [ComparisonRow(UPDATE, predicted.timeline.end_s, median(update.update_s for update in measured))]
+    if windows.forward_s > 0:
+        rows.append(ComparisonRow(EXPOSED, predicted.exposed_s, median(update.exposed_s for update in measured)))
+    by_kind = predicted.timeline.seconds_by_kind()
+    rows.extend(
+        ComparisonRow(kind.value, by_kind[kind], median(update.by_kind[kind] for update in measured))
+        for kind in ActionKind
+        # A kind without predicted seconds has no error, such as PUBLISH if the CPU updates the model's parameters.
+        if by_kind.get(kind, 0.0) > 0
+    )
+    return rows

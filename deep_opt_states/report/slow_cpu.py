@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from deep_opt_states.report.line import UpdateReporter
 from deep_opt_states.report.record import UpdateRecord
-from deep_opt_states.report.reporter import UpdateReporter
 from perf_model.schedule.action import ActionKind
 from perf_model.units import seconds
 
@@ -39,8 +39,8 @@ class SlowCpu:
                     f"CPU updates run at {row.predicted_s / row.measured_s:.2f} of the profile, and should be near 1: "
                     f"{seconds(row.measured_s)} per update instead of {seconds(row.predicted_s)} (median of "
                     f"{reporter.compared_updates} updates). Other processes or ranks may use the cores of this rank: "
-                    f'keep "bind_cores" enabled, and let deep-opt-states doctor show the cores of each rank. If the '
-                    f"machine has changed, measure a new profile: deep-opt-states profile"
+                    f'keep "bind_cores" enabled. If the machine has changed, measure a new profile: '
+                    f"deep-opt-states profile"
                 )
 
     def close(self, reporter: UpdateReporter) -> None:

@@ -31,7 +31,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.config import Config
 from deep_opt_states.device.kernels.adam import AdamStep
-from deep_opt_states.report.reporter import UpdateReporter
+from deep_opt_states.report.line import UpdateReporter
 from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.zero.assigned_states import AssignedStates
 from deep_opt_states.zero.internals.compat import (

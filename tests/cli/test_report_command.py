@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 
 from deep_opt_states.cli.main import main
-from deep_opt_states.report.comparison import PredictedUpdate
-from deep_opt_states.report.record import StepCounts, UpdateRecord, Work
-from deep_opt_states.report.reporter import WARM_UPDATES, ReportedPlan, UpdateReporter
-from deep_opt_states.report.run_data import RecordedRun, RunError, RunInfo
-from deep_opt_states.report.run_writer import RunWriter
+from deep_opt_states.report.line import WARM_UPDATES, ReportedPlan, UpdateReporter
+from deep_opt_states.report.record import PredictedUpdate, StepCounts, UpdateRecord, Work
+from deep_opt_states.report.run import RecordedRun, RunError, RunInfo, RunWriter
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import simulate
@@ -258,7 +256,7 @@ def test_one_engine_at_a_time_writes_to_a_folder_and_a_new_run_replaces_the_file
     first = train(tmp_path)
     (tmp_path / "report.html").write_text("the page of another run")
     second = RunWriter(tmp_path, EVERY, lambda: INFO)
-    nothing = UpdateRecord(1, StepCounts(1, 8), [], WORK_OF_NOTHING, lambda: Timeline(()))
+    nothing = UpdateRecord(StepCounts(1, 8), [], WORK_OF_NOTHING, lambda: Timeline(()))
     with pytest.raises(FileExistsError, match="must be a folder of its own for each engine"):
         second.updated(nothing, first)
     first.close()
@@ -277,9 +275,7 @@ def test_a_folder_is_free_for_the_next_engine_after_a_write_has_failed(failing_c
             raise OSError("no space left")
         return INFO
 
-    record = UpdateRecord(
-        1, StepCounts(1, 8), [PhaseSpan(Phase.EXPOSED, 0.0, 1.0)], WORK_OF_NOTHING, lambda: Timeline(())
-    )
+    record = UpdateRecord(StepCounts(1, 8), [PhaseSpan(Phase.EXPOSED, 0.0, 1.0)], WORK_OF_NOTHING, lambda: Timeline(()))
     reporter = train(tmp_path / "other", updates=0)
     with pytest.raises(OSError, match="no space left"):
         RunWriter(tmp_path, 1, describe).updated(record, reporter)

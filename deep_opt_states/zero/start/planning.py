@@ -15,7 +15,7 @@ from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.profiler.cache import quick_profile
 from deep_opt_states.profiler.provenance import smallest_node
 from deep_opt_states.profiler.ranks import training_ranks
-from deep_opt_states.report.comparison import PredictedUpdate
+from deep_opt_states.report.record import PredictedUpdate
 from deep_opt_states.zero.internals.agreement import raise_together, same_on_all_ranks
 from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.start.devices import AcceleratorChoice

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -16,41 +15,17 @@ from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.config import Config
 from deep_opt_states.names import __version__
-from deep_opt_states.report.monitor_events import MonitorEvents
-from deep_opt_states.report.progress_line import ProgressLine
+from deep_opt_states.report.line import MonitorEvents, ProgressLine, ReportedPlan, ReportSink, UpdateReporter
 from deep_opt_states.report.record import StepCounts, Work
-from deep_opt_states.report.reporter import ReportedPlan, ReportSink, UpdateReporter
-from deep_opt_states.report.run_data import RunInfo
-from deep_opt_states.report.run_writer import RunWriter
+from deep_opt_states.report.run import RunInfo, RunWriter
 from deep_opt_states.report.slow_cpu import SlowCpu
 from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.zero.internals.log import log_rank_0, log_this_rank
 from deep_opt_states.zero.start.assembly import Assembly
-from perf_model.prediction.memory import MemoryKind, Reservation
+from perf_model.prediction.memory import MemoryKind
 from perf_model.prediction.memory_summary import total_reserved
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-
-
-def describe_run(plan: UpdatePlan, reserved: Sequence[Reservation], began: str) -> RunInfo:
-    """Return the facts about this run, with the plan and the memory that it has now. It ``began`` at that time."""
-    memory_bytes = dict.fromkeys((kind.value for kind in (MemoryKind.PINNED, MemoryKind.ACCELERATOR)), 0)
-    for reservation in reserved:
-        memory_bytes[reservation.kind.value] += reservation.count * reservation.each_bytes
-    accelerator = get_accelerator()
-    name = accelerator.device_name()
-    return RunInfo(
-        began=began,
-        world_size=dist.get_world_size(),
-        accelerator=f"{name} ({torch.cuda.get_device_name()})" if name == "cuda" else name,
-        software={
-            "deep_opt_states": __version__,
-            "deepspeed": deepspeed.__version__,
-            "torch": str(torch.__version__),
-        },
-        plan=plan,
-        memory_bytes=memory_bytes,
-    )
 
 
 class EngineProgress:
@@ -75,15 +50,20 @@ class EngineProgress:
 
     def make_report(self, config: Config, assembly: Assembly) -> UpdateReporter:
         """Return the reporter of the updates that run on ``assembly``. Ranks above 0 only log slow CPU updates."""
-        began = datetime.now().astimezone().isoformat(timespec="seconds")
         self._plan = assembly.running.plan
         sinks: list[ReportSink] = [SlowCpu(log_this_rank)]
-        log = _log_nothing
         # At exit, the script may have destroyed the process group. DeepSpeed's logger then logs on every rank.
-        if dist.get_rank() == 0:
-            sinks += self._sinks(config, partial(self._describe, assembly.device, began))
-            log = log_rank_0
-        return UpdateReporter(_reported_plan(assembly), sinks, self.progress, log)
+        if dist.get_rank() > 0:
+            return UpdateReporter(_reported_plan(assembly), sinks, self.progress, lambda message: None)
+        if self._steps_per_print is not None:
+            sinks.append(ProgressLine(self._steps_per_print, log_rank_0))
+        if self._monitor.enabled:
+            sinks.append(MonitorEvents(self._steps_per_print, self._monitor.write_events))
+        if config.report is not None:
+            began = datetime.now().astimezone().isoformat(timespec="seconds")
+            describe = partial(self._describe, assembly.device, began)
+            sinks.append(RunWriter(Path(config.report), self._steps_per_print, describe))
+        return UpdateReporter(_reported_plan(assembly), sinks, self.progress, log_rank_0)
 
     def plan_changed(self, report: UpdateReporter, assembly: Assembly) -> None:
         """Report the updates from now on with the plan that ``assembly`` runs now."""
@@ -91,21 +71,23 @@ class EngineProgress:
         report.change_plan(_reported_plan(assembly))
 
     def _describe(self, device: AccountingDevice, began: str) -> RunInfo:
-        return describe_run(self._plan, device.reserved, began)
-
-    def _sinks(self, config: Config, describe: Callable[[], RunInfo]) -> list[ReportSink]:
-        sinks: list[ReportSink] = []
-        if self._steps_per_print is not None:
-            sinks.append(ProgressLine(self._steps_per_print, log_rank_0))
-        if self._monitor.enabled:
-            sinks.append(MonitorEvents(self._steps_per_print, self._monitor.write_events))
-        if config.report is not None:
-            sinks.append(RunWriter(Path(config.report), self._steps_per_print, describe))
-        return sinks
-
-
-def _log_nothing(message: str) -> None:
-    """Log nothing, on the ranks that do not report."""
+        """Return the facts about this run, with the plan and the memory that it uses now. It ``began`` at that time."""
+        memory_bytes = {MemoryKind.PINNED.value: 0, MemoryKind.ACCELERATOR.value: 0}
+        for reservation in device.reserved:
+            memory_bytes[reservation.kind.value] += reservation.count * reservation.each_bytes
+        name = get_accelerator().device_name()
+        return RunInfo(
+            began=began,
+            world_size=dist.get_world_size(),
+            accelerator=f"{name} ({torch.cuda.get_device_name()})" if name == "cuda" else name,
+            software={
+                "deep_opt_states": __version__,
+                "deepspeed": deepspeed.__version__,
+                "torch": str(torch.__version__),
+            },
+            plan=self._plan,
+            memory_bytes=memory_bytes,
+        )
 
 
 def _reported_plan(assembly: Assembly) -> ReportedPlan:

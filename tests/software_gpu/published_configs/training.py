@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.emulated.host_passes import HostPasses
-from deep_opt_states.report.reporter import UpdateReporter
+from deep_opt_states.report.line import UpdateReporter
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from examples.common.byte_gpt import StdlibText

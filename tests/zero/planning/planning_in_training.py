@@ -21,7 +21,7 @@ from deep_opt_states.config import Config
 from deep_opt_states.device import cuda
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.host.cores import CoreShare
-from deep_opt_states.report.comparison import PredictedUpdate
+from deep_opt_states.report.record import PredictedUpdate
 from deep_opt_states.zero.internals.compat import partitions_by_name
 from deep_opt_states.zero.start import devices, planning
 from deep_opt_states.zero.start.devices import AcceleratorChoice

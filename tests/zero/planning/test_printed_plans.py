@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deep_opt_states.report.comparison import PredictedUpdate
+from deep_opt_states.report.record import PredictedUpdate
 from perf_model.__main__ import main
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.overlap_windows import Windows

@@ -1,32 +1,37 @@
-"""Report each update to all sinks, and compare the updates with the prediction at the end of training."""
+"""Report each update to a log line, DeepSpeed's monitor and a folder, and its prediction at the end of training."""
 
 from __future__ import annotations
 
 import atexit
 import os
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
+from statistics import median
 from typing import Protocol
 
-from deep_opt_states.report.comparison import (
+from deep_opt_states.report.record import (
+    EXPOSED,
+    UPDATE,
     ComparisonRow,
     MeasuredUpdate,
     PredictedUpdate,
+    StepCounts,
+    UpdateRecord,
+    Work,
     compare,
     median_windows,
 )
-from deep_opt_states.report.record import StepCounts, UpdateRecord, Work
 from perf_model.prediction.overlap_windows import Windows
-from perf_model.prediction.timeline import PhaseSpan, Timeline
+from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline, seconds_of
+from perf_model.units import GB, gigabytes_per_second, params_per_second, percent, seconds
 
 WARM_UPDATES = 2
 """The number of first updates, which touch memory and wake threads, that are not compared."""
 
 COMPARED_UPDATES = 100
-"""The number of last updates that are compared."""
+"""The number of last updates that are compared, and the most since the last line that its median is taken of."""
 
 
 class ReportSink(Protocol):
@@ -40,6 +45,7 @@ class ReportSink(Protocol):
 
     def close(self, reporter: UpdateReporter) -> None:
         """Finish the report at the end of training; ``updated`` was never called if nothing was updated."""
+        return
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +81,14 @@ class UpdateReporter:
         self._measured: deque[MeasuredUpdate] = deque(maxlen=COMPARED_UPDATES)
         self._updates = 0
         self.change_plan(plan)
-        self._closed = False
+        # A forked child that runs its exit callbacks must not write its parent's report.
+        self._open_in_process: int | None = os.getpid()
         # A script may end without destroying its engine.
         atexit.register(self.close)
-        _ALIVE.add(self)
 
     def change_plan(self, plan: ReportedPlan) -> None:
         """Report ``plan`` from now on, and compare it with the updates from now on."""
-        self._work, self._planned = plan.work, plan.description
+        self._plan = plan
         # A prediction is a simulation. The sinks and the end of training request the same one.
         self._predict = None if plan.predict is None else lru_cache(maxsize=1)(plan.predict)
         self._measured.clear()
@@ -94,7 +100,7 @@ class UpdateReporter:
         timeline; it is called only if a reported number needs it.
         """
         self._updates += 1
-        record = UpdateRecord(self._updates, self._read_counts(), phases, self._work, timeline)
+        record = UpdateRecord(self._read_counts(), phases, self._plan.work, timeline)
         if self._predict is not None and self._updates > WARM_UPDATES:
             self._measured.append(record.measured)
         self._call_sinks(lambda sink: sink.updated(record, self))
@@ -106,24 +112,20 @@ class UpdateReporter:
 
     def comparison(self) -> list[ComparisonRow]:
         """Compare the updates so far with the prediction; the list is empty without prediction or measurement."""
-        if self._predict is None or not self._measured:
-            return []
-        return compare(self._predict, self._measured)
+        return compare(self._predict, self._measured) if self._predict is not None and self._measured else []
 
     def prediction(self) -> PredictedUpdate | None:
         """Return the prediction that ``comparison`` uses, or None without prediction or measurement."""
-        if self._predict is None or not self._measured:
-            return None
-        return self._predict(median_windows(self._measured))
+        return self._predict(median_windows(self._measured)) if self._predict is not None and self._measured else None
 
     def close(self) -> None:
         """Log the plan and the accuracy of the prediction at the end of training; later calls do nothing."""
-        if self._closed:
+        if self._open_in_process != os.getpid():
             return
-        self._closed = True
+        self._open_in_process = None
         atexit.unregister(self.close)
-        if self._planned and self._updates:
-            self._log(self._planned)
+        if self._plan.description and self._updates:
+            self._log(self._plan.description)
         if rows := self.comparison():
             lines = "\n".join(f"  {row}" for row in rows)
             self._log(
@@ -143,13 +145,65 @@ class UpdateReporter:
                 )
 
 
-_ALIVE: weakref.WeakSet[UpdateReporter] = weakref.WeakSet()
+class ProgressLine(ReportSink):
+    """A sink that logs one line about the update at every step that is a multiple of ``every_n_steps``."""
+
+    name = '"steps_per_print"'
+
+    def __init__(self, every_n_steps: float, log: Callable[[str], None]) -> None:
+        self._every_n_steps = every_n_steps
+        self._log = log
+        self._exposed_s: deque[float] = deque(maxlen=COMPARED_UPDATES)
+
+    def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None:
+        """Log the line if it is due."""
+        self._exposed_s.append(seconds_of(Phase.EXPOSED, record.phases))
+        if not record.is_due(self._every_n_steps):
+            return
+        numbers = record.numbers
+        rates = (
+            ("", numbers.params_per_s, params_per_second),
+            ("h2d=", numbers.h2d_bytes_per_s, gigabytes_per_second),
+            ("d2h=", numbers.d2h_bytes_per_s, gigabytes_per_second),
+        )
+        parts = [
+            f"step={record.counts.step}",
+            f"update exposed={seconds(numbers.exposed_s)} (median of {len(self._exposed_s)}: "
+            f"{seconds(median(self._exposed_s))})",
+            f"hidden={seconds(numbers.hidden_s)}",
+            *(f"{name}{unit(rate)}" for name, rate, unit in rates if rate is not None),
+            f"CPU Adam={seconds(numbers.cpu_adam_s)}",
+            f"GPU share={percent(numbers.gpu_share)}",
+        ]
+        self._log(", ".join(parts))
+        self._exposed_s.clear()
 
 
-def _close_in_forked_child() -> None:
-    """Prevent a forked child that runs its exit callbacks from writing its parent's report."""
-    for reporter in _ALIVE:
-        reporter._closed = True
+Event = tuple[str, float, int]
+"""A name, a value, and the number of samples that training had seen, which is the axis of DeepSpeed's own events."""
 
 
-os.register_at_fork(after_in_child=_close_in_forked_child)
+class MonitorEvents(ReportSink):
+    """A sink for DeepSpeed's monitor: TensorBoard, W&B, Comet, CSV files.
+
+    ``write`` gets the numbers of every update, and predictions when DeepSpeed prints.
+    """
+
+    name = "monitor"
+
+    def __init__(self, every_n_steps: float | None, write: Callable[[Sequence[Event]], None]) -> None:
+        self._every_n_steps = every_n_steps
+        self._write = write
+
+    def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None:
+        """Write the events of one update."""
+        values: dict[str, float] = {}
+        for name, value in asdict(record.numbers).items():
+            if value is not None:
+                in_gb = name.endswith("_bytes_per_s")
+                values[name.replace("_bytes_", "_gb_")] = value / GB if in_gb else value
+        # A prediction is a simulation, which is too slow for every step.
+        for row in reporter.comparison() if record.is_due(self._every_n_steps) else []:
+            if row.name in (UPDATE, EXPOSED):
+                values |= {f"predicted_{row.name}_s": row.predicted_s, f"predicted_{row.name}_error": row.error}
+        self._write([(f"Train/Update/{name}", value, record.counts.samples) for name, value in values.items()])
