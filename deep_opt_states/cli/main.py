@@ -48,10 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     delink = commands.add_parser("delink", help=about, description=_sentence(about))
     delink.add_argument("pseudo", type=Path, metavar="PSEUDO", help="the folder that ds_to_universal has written")
     delink.add_argument("real", type=Path, metavar="REAL", help="the folder to write; it must not exist")
-    names = delink.add_mutually_exclusive_group(required=True)
-    names.add_argument("--share", metavar="LAYER", help="the layer whose parameters were shared: model.layers.0")
-    names.add_argument("--map", type=Path, metavar="FILE", help="a JSON object: lists of new names by old names")
-    delink.add_argument("--into", nargs="+", metavar="LAYERS", help='the other layers: "model.layers.{1..47}"')
+    share = "the layer whose parameters were shared: model.layers.0"
+    delink.add_argument("--share", required=True, metavar="LAYER", help=share)
+    into = 'the other layers: "model.layers.{1..47}"'
+    delink.add_argument("--into", required=True, nargs="+", metavar="LAYERS", help=into)
     delink.add_argument("--every", type=int, default=1, metavar="N", help="the number of layers with parameters")
     moments = "mean: exp_avg / L and exp_avg_sq / L^2 (layers shared by scale='sum'); copy (scale='mean'); zero"
     delink.add_argument("--moments", required=True, choices=("mean", "copy", "zero"), help=moments)
@@ -59,7 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     delink.add_argument("--dry-run", action="store_true", help="write nothing")
     model = "compare the names with those of the model in a Hugging Face config.json"
     delink.add_argument("--model", type=Path, metavar="FILE", help=model)
-    delink.add_argument("--json", action="store_true", help="print the result as JSON")
     delink.set_defaults(run=_delink)
 
     options = parser.parse_args(arguments)

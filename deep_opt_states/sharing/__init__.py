@@ -1,7 +1,4 @@
-"""How do layers share their parameters, and how do they get their own? For Pseudo-to-Real training.
-
-``share_layers`` prepares the model of the first stage. ``delink`` makes the checkpoint of the second stage.
-"""
+"""How do layers share their parameters, and how do they get their own? For Pseudo-to-Real training."""
 
 from deep_opt_states.sharing.layers import SharingError, share_layers
 

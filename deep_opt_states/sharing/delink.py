@@ -1,68 +1,73 @@
-"""Make the universal checkpoint of a model whose layers have parameters of their own from that of shared layers."""
+"""Make the universal checkpoint of a model whose layers have parameters of their own from that of shared layers.
+
+``zero/`` of a universal checkpoint contains a folder per parameter, with ``fp32.pt``, ``exp_avg.pt`` and
+``exp_avg_sq.pt``, and ``optimizer_state.pt`` with the step count (deepspeed/checkpoint/ds_to_universal.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deep_opt_states.sharing.renaming import DelinkError, Prefixes, rename
-from deep_opt_states.sharing.universal import FilePlacer, UniversalCheckpoint, new_checkpoint, sync
-
-Moments = Literal["mean", "copy", "zero"]
+from deep_opt_states.files import replace_file
+from deep_opt_states.sharing.renaming import DelinkError, rename
 
 _POWERS = {"exp_avg.pt": 1, "exp_avg_sq.pt": 2}
 """The moments by their files: the power of the gradient that they are the running mean of."""
 
+_NO_LINKS = frozenset((errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP))
+"""Errors of file systems that do not make this hard link."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Delink:
-    """A checkpoint with the files of ``source`` under new names.
+    """A checkpoint with the files of another one under new names.
 
-    ``names`` has the new names by the old name. The moments of a parameter with L > 1 new names follow ``moments``:
+    ``parameters`` are the files of each parameter by their names, ``others`` all other files by their paths in the
+    checkpoint, and ``names`` the new names by the old name. The moments of a parameter with L > 1 new names follow
+    ``moments``:
 
     - ``mean``: exp_avg / L and exp_avg_sq / L^2. The gradient of a shared parameter is the sum over its L uses, and
-      that of each new parameter is one of these terms, on average the L-th part of the sum.
+      the gradient of each new parameter is one of these terms, on average the L-th part of the sum.
     - ``copy``: unchanged, for gradients that were divided by L in training (``share_layers`` with ``scale="mean"``).
     - ``zero``: zeros.
     """
 
-    source: UniversalCheckpoint
+    parameters: Mapping[str, Mapping[str, Path]]
+    others: Mapping[Path, Path]
     names: Mapping[str, Sequence[str]]
-    moments: Moments
+    moments: str
 
     @classmethod
-    def read(cls, folder: Path, prefixes: Prefixes, moments: Moments) -> Delink:
-        """Read the names of the checkpoint in ``folder``, and rename them. Raise ``DelinkError`` if that fails."""
-        source = UniversalCheckpoint.read(folder)
-        return cls(source=source, names=rename(list(source.parameters), prefixes), moments=moments)
+    def read(cls, folder: Path, layers: Mapping[str, Sequence[str]], moments: str) -> Delink:
+        """List the files of the checkpoint in ``folder``, with their names in the new ``layers``.
 
-    @property
-    def new_names(self) -> list[str]:
-        """Return all names of the new checkpoint, in alphabetical order."""
-        return sorted(name for names in self.names.values() for name in names)
-
-    def apparent_bytes(self) -> int:
-        """Return the size of the new checkpoint if each file counts, also those that are one file on the disk."""
-        parameters = sum(
-            len(self.names[name]) * path.stat().st_size
-            for name, files in self.source.parameters.items()
-            for path in files.values()
-        )
-        return parameters + sum(path.stat().st_size for path in self.source.others.values())
-
-    def rewritten_bytes(self) -> int:
-        """Return the size of the moments that are written anew. All other files can be links."""
-        return sum(
-            path.stat().st_size
-            for name, files in self.source.parameters.items()
-            for file, path in files.items()
-            if self._is_rewritten(name, file)
+        Raise ``DelinkError`` if it is no universal checkpoint, or if ``rename`` refuses the names.
+        """
+        zero = folder / "zero"
+        if not (zero / "optimizer_state.pt").is_file():
+            raise DelinkError(
+                f"PSEUDO: must be a universal checkpoint, found {folder} without zero/optimizer_state.pt.\n"
+                f"Convert a checkpoint first: python -m deepspeed.checkpoint.ds_to_universal --input_folder "
+                f"CHECKPOINT/TAG --output_folder {folder}"
+            )
+        folders = [path for path in sorted(zero.iterdir()) if (path / "fp32.pt").is_file()]
+        return cls(
+            parameters={path.name: {file.name: file for file in sorted(path.iterdir())} for path in folders},
+            others={path.relative_to(folder): path for path in (*folder.iterdir(), *zero.iterdir()) if path.is_file()},
+            names=rename([path.name for path in folders], layers),
+            moments=moments,
         )
 
     def write(self, folder: Path, *, copies: bool = False) -> str:
@@ -70,55 +75,111 @@ class Delink:
 
         It is written to a temporary folder, which is renamed when it is complete, and then ``latest_universal`` next to
         it names it. Memory holds one moment of one parameter, twice. Raise ``DelinkError`` if ``folder`` exists, or if
-        a file has other content than tensors; raise ``OSError`` if the file system fails.
+        a file contains something else than tensors; raise ``OSError`` if the file system fails.
         """
-        placer = FilePlacer(copies=copies)
-        with new_checkpoint(folder) as unfinished:
+        with _new_checkpoint(folder) as unfinished:
             (unfinished / "zero").mkdir()
-            for path, source in self.source.others.items():
-                placer.place(source, [unfinished / path])
-            for old, files in self.source.parameters.items():
-                folders = [unfinished / "zero" / new for new in self.names[old]]
-                for new_folder in folders:
+            reasons = [_place(source, [unfinished / path], copies) for path, source in self.others.items()]
+            for old, files in self.parameters.items():
+                new_folders = [unfinished / "zero" / new for new in self.names[old]]
+                for new_folder in new_folders:
                     new_folder.mkdir()
                 for name, source in files.items():
-                    self._write_file(old, name, source, [new_folder / name for new_folder in folders], placer)
-        return placer.copied_because
-
-    def _write_file(self, old: str, name: str, source: Path, targets: Sequence[Path], placer: FilePlacer) -> None:
-        if not self._is_rewritten(old, name):
-            placer.place(source, targets)
-            return
-        divisor = len(targets) ** _POWERS[name]
-        rule = torch.zeros_like if self.moments == "zero" else partial(torch.div, other=divisor)
-        torch.save(_changed(_load(source), rule, source), targets[0])
-        sync(targets[0])
-        # The new file belongs to this checkpoint alone, so links to it are safe also where copies are wanted.
-        FilePlacer(copies=False).place(targets[0], targets[1:])
-
-    def _is_rewritten(self, old: str, name: str) -> bool:
-        return self.moments != "copy" and len(self.names[old]) > 1 and name in _POWERS
+                    targets = [new_folder / name for new_folder in new_folders]
+                    if self.moments != "copy" and len(targets) > 1 and name in _POWERS:
+                        divisor = len(targets) ** _POWERS[name]
+                        rule = torch.zeros_like if self.moments == "zero" else partial(torch.div, other=divisor)
+                        torch.save(_changed(source, rule), targets[0])
+                        _sync(targets[0])
+                        # The new file belongs to this checkpoint alone, so links to it are safe.
+                        reasons.append(_place(targets[0], targets[1:], copies=False))
+                    else:
+                        reasons.append(_place(source, targets, copies))
+        return next(filter(None, reasons), "")
 
 
-def _load(path: Path) -> Any:
-    """Return the tensor, or the dict with it, in a file, without unpickling other objects."""
+def _changed(path: Path, rule: Callable[[Tensor], Tensor]) -> Any:
+    """Return the tensor in a file, or the dict that contains it, changed by ``rule``. Unpickle no other objects."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        # ZeRO stages 1 and 2, and tensor parallelism, save the tensor with a description of how it was split.
+        return {**content, "param": rule(content["param"])} if isinstance(content, dict) else rule(content)
     except Exception as error:  # noqa: BLE001 (torch raises errors of many classes for files that it cannot read)
         raise DelinkError(
             f"The moments in a checkpoint must be tensors that torch.load(weights_only=True) reads, found {path}: "
-            f"{str(error).splitlines()[0]}\nConvert the checkpoint again, or use --moments copy, which reads no file."
+            f"{next(iter(str(error).splitlines()), '')}\n"
+            f"Convert the checkpoint again, or use --moments copy, which reads no file."
         ) from None
 
 
-def _changed(content: Any, rule: Callable[[Tensor], Tensor], path: Path) -> Any:
-    """Return ``content`` with the tensor in it replaced by what ``rule`` makes of it."""
-    if isinstance(content, Tensor):
-        return rule(content)
-    # ZeRO stages 1 and 2, and tensor parallelism, save the tensor with a description of how it was split.
-    if isinstance(content, dict) and isinstance(content.get("param"), Tensor):
-        return {**content, "param": rule(content["param"])}
-    raise DelinkError(
-        f'A moment must be a tensor or a dict with a tensor "param", found {type(content).__name__} in {path}.\n'
-        "Convert the checkpoint again, with the release of DeepSpeed that has saved it."
-    )
+def _place(source: Path, targets: Sequence[Path], copies: bool) -> str:
+    """Make ``targets`` files with the content of ``source``, and return why it was copied; empty if all are links.
+
+    ``copies``: the first path gets a copy, so that later changes of ``source`` do not reach the new files.
+    """
+    copied_because, first = "", source
+    for target in targets:
+        reason = "--copy" if copies and first is source else _link(first, target)
+        if reason:
+            shutil.copyfile(first, target)
+            _sync(target)
+        copied_because, first = copied_because or reason, targets[0]
+    return copied_because
+
+
+def _link(source: Path, target: Path) -> str:
+    """Link ``target`` to ``source``. Return the reason if the file system does not make this link."""
+    try:
+        os.link(source.resolve(), target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return f"no hard link: {error.strerror}"
+    return ""
+
+
+def _sync(path: Path) -> None:
+    """Wait until the file or the entries of the folder are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _new_checkpoint(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder next to ``folder``, and rename it to ``folder`` when the block has succeeded.
+
+    ``latest_universal`` names it then. A process that is killed leaves no ``folder``, and at most ``.NAME.partial``,
+    which the next call with the same ``folder`` removes. Raise ``DelinkError`` if ``folder`` exists, or if another
+    process writes it.
+    """
+    unfinished = folder.with_name(f".{folder.name}.partial")
+    unfinished.mkdir(exist_ok=True)
+    descriptor = os.open(unfinished, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise DelinkError(
+                f"REAL: must be written by one process at a time, found another one that writes {folder}.\n"
+                f"Wait for it, or name another folder."
+            ) from None
+        try:
+            if folder.exists():
+                raise DelinkError(f"REAL: must be a new folder, found {folder}.\nRemove it, or name another folder.")
+            # The process that wrote these has been killed, as its lock is free.
+            for path in unfinished.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            yield unfinished
+            for name, _, _ in os.walk(unfinished):
+                _sync(Path(name))
+            os.rename(unfinished, folder)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+    finally:
+        os.close(descriptor)
+    replace_file(folder.with_name("latest_universal"), folder.name)
+    _sync(folder.parent)

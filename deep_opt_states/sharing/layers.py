@@ -6,15 +6,14 @@ The strategy is that of M6-10T (arXiv 2110.03888). ``scale="mean"`` is Algorithm
 from __future__ import annotations
 
 import hashlib
-import warnings
-from collections import Counter
+import itertools
 from collections.abc import Iterable
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 Scale = Literal["mean", "sum"]
 
@@ -27,12 +26,9 @@ _REFUSED_SETTINGS = {
 }
 """Settings of Hugging Face configs with which a shared layer does not compute what a layer of its own does."""
 
-_CONFIGS = ("config", "generation_config")
-"""The attributes of Hugging Face models that hold such settings."""
-
 
 class SharingError(ValueError):
-    """The error for layers that cannot share parameters. The message has the rule, the value found and the remedy."""
+    """The error for layers that cannot share parameters: the rule, the value found and the remedy."""
 
 
 def share_layers(model: nn.Module, path: str, *, every: int = 1, scale: Scale = "mean") -> None:
@@ -43,7 +39,7 @@ def share_layers(model: nn.Module, path: str, *, every: int = 1, scale: Scale = 
     model.
 
     Autograd adds up the gradients of all uses of a parameter. ``scale="mean"`` divides this sum by the number of uses,
-    by a tensor hook, so that clipping and the moments have the size of those of one layer. ``"sum"`` leaves the sum.
+    by a tensor hook, so that clipping and the moments have the size of one layer's. ``"sum"`` leaves the sum.
     Parameters that replace those of a layer later, as AutoTP does under ``zero.Init``, get the hook in their first
     forward, unless that is compiled.
 
@@ -57,33 +53,28 @@ def share_layers(model: nn.Module, path: str, *, every: int = 1, scale: Scale = 
     _check_settings(model)
     for index in range(every, len(layers)):
         _check_same(layers[index % every], layers[index], f"{path}.{index % every}", f"{path}.{index}")
-    tied_before = _tied_names(model)
-    _warn_about_reentrant_checkpointing(model)
-
-    uses = Counter(index % every for index in range(len(layers)))
     for index in range(every, len(layers)):
         layers[index] = layers[index % every]
-    if scale == "mean":
-        for index in range(every):
-            _divide_gradients_of(layers[index], uses[index])
+    for index in range(every if scale == "mean" else 0):
+        uses = len(range(index, len(layers), every))
+        if uses > 1:
+            _divide_gradients(uses, layers[index])
+            layers[index].register_forward_pre_hook(partial(_divide_gradients, uses))
     if hasattr(model, "_tied_weights_keys"):
-        _declare_tied(model, tied_before, path, len(layers), every)
+        _declare_tied(model, path, len(layers), every)
 
 
 def _find_layers(model: nn.Module, path: str) -> Any:
     """Return the list of layers; raise ``SharingError`` if there is none."""
-    try:
-        layers = model.get_submodule(path)
-    except AttributeError:
-        layers = None
-    if isinstance(layers, nn.ModuleList | nn.Sequential):
-        return layers
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
-    found = "no module of this name" if layers is None else f"a {type(layers).__name__}"
-    raise SharingError(
-        f"path: must name an nn.ModuleList or nn.Sequential of layers, found {path!r}, which is {found}.\n"
-        f"The model has {', '.join(lists) or 'none'}."
-    )
+    modules = dict(model.named_modules(remove_duplicate=False))
+    lists = {name: module for name, module in modules.items() if isinstance(module, nn.ModuleList | nn.Sequential)}
+    if path not in lists:
+        found = f"a {type(modules[path]).__name__}" if path in modules else "no module of this name"
+        raise SharingError(
+            f"path: must name an nn.ModuleList or nn.Sequential of layers, found {path!r}, which is {found}.\n"
+            f"The model has {', '.join(lists) or 'none'}."
+        )
+    return lists[path]
 
 
 def _check_arguments(layers: Any, path: str, every: int, scale: str) -> None:
@@ -106,11 +97,14 @@ def _check_settings(model: nn.Module) -> None:
 
     ``generate`` reads ``use_cache`` from a config of its own, which is made together with the model.
     """
-    places = ((path, module, kind) for path, module in model.named_modules() for kind in _CONFIGS)
-    for path, module, kind in places:
-        config = getattr(module, kind, None)
-        for name, reason in _REFUSED_SETTINGS.items():
-            if getattr(config, name, False):
+    if isinstance(getattr(model, "_tied_weights_keys", None), list):
+        raise SharingError(
+            f"_tied_weights_keys: must be a dict, as in transformers 5, found a list in {type(model).__name__}.\n"
+            f"Update transformers and the model's code."
+        )
+    for path, module in model.named_modules():
+        for kind, (name, reason) in itertools.product(("config", "generation_config"), _REFUSED_SETTINGS.items()):
+            if getattr(getattr(module, kind, None), name, False):
                 setting = f"{path + '.' if path else ''}{kind}.{name}"
                 raise SharingError(
                     f"{setting}: must be False with shared layers, found True. {reason}\nSet model.{setting} = False."
@@ -143,7 +137,10 @@ def _structure(layer: nn.Module) -> Iterable[tuple[str, object]]:
         shape = tuple(getattr(param, "ds_shape", param.shape))
         yield f"{name} (shape, dtype, requires_grad)", (shape, param.dtype, param.requires_grad)
     for name, buffer in layer.named_buffers(remove_duplicate=False):
-        yield f"{name} (shape, dtype, digest of the values)", (tuple(buffer.shape), buffer.dtype, _digest(buffer))
+        # There are no values on the meta device.
+        values = torch.empty(0) if buffer.is_meta else buffer.detach().cpu().contiguous()
+        digest = hashlib.sha256(values.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+        yield f"{name} (shape, dtype, digest of the values)", (tuple(buffer.shape), buffer.dtype, digest)
 
 
 def _compared(value: object) -> object:
@@ -160,72 +157,22 @@ def _compared(value: object) -> object:
     return None
 
 
-def _digest(buffer: Tensor) -> str:
-    """Return a digest of the values, or an empty text on the meta device, where there are none."""
-    if buffer.is_meta:
-        return ""
-    values = buffer.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
+def _divide_gradients(uses: int, layer: nn.Module, args: object = ()) -> None:
+    """Divide the gradients of the layer's trainable parameters by ``uses``, unless that was requested before.
 
-
-def _warn_about_reentrant_checkpointing(model: nn.Module) -> None:
-    """Warn where a Hugging Face model is set to reentrant checkpointing.
-
-    It is no error: the plugin adds up the gradients that then arrive once per use. This function does not know whether
-    the plugin or stock DeepSpeed will train the model.
+    As a hook before forward, this finds parameters that were replaced, copied or made trainable after ``share_layers``.
     """
-    for module in model.modules():
-        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-        if getattr(checkpoint, "keywords", {}).get("use_reentrant"):
-            warnings.warn(
-                "Shared layers under reentrant activation checkpointing: stock DeepSpeed loses gradients or fails, "
-                'because they arrive several times; with "deep_optimizer_states" they are added up. Use '
-                'gradient_checkpointing_kwargs={"use_reentrant": False} to be right with both.',
-                stacklevel=3,
-            )
-            return
-
-
-def _divide_gradients_of(layer: nn.Module, uses: int) -> None:
-    """Divide the gradients of the layer's trainable parameters by ``uses``, also of those that it will have later."""
-    if uses > 1:
-        _add_missing_hooks(layer, uses)
-        layer.register_forward_pre_hook(partial(_before_forward, uses))
-
-
-def _before_forward(uses: int, layer: nn.Module, args: object) -> None:
-    """Add the hooks of parameters that were replaced, copied or made trainable after ``share_layers``."""
-    if not torch.compiler.is_compiling():
-        _add_missing_hooks(layer, uses)
-
-
-def _add_missing_hooks(layer: nn.Module, uses: int) -> None:
-    def divided(gradient: Tensor) -> Tensor:
-        return torch.div(gradient, uses)
-
+    if torch.compiler.is_compiling():
+        return
     params: Iterable[Any] = layer.parameters()
     for param in params:
         # A copy of a parameter has neither its hooks nor its attributes.
         if param.requires_grad and not hasattr(param, "shared_uses"):
-            param.register_hook(divided)
+            param.register_hook(partial(torch.div, other=uses))
             param.shared_uses = uses
 
 
-def _tied_names(model: Any) -> dict[str, str]:
-    """Return the tied names of a Hugging Face model, and the name that each of them is tied to.
-
-    Raise ``SharingError`` if they are a list, as before transformers 5.
-    """
-    tied = getattr(model, "_tied_weights_keys", None) or {}
-    if isinstance(tied, dict):
-        return tied
-    raise SharingError(
-        f"_tied_weights_keys: must be a dict, as in transformers 5, found a {type(tied).__name__} in "
-        f"{type(model).__name__}.\nUpdate transformers and the model's code."
-    )
-
-
-def _declare_tied(model: Any, tied_before: dict[str, str], path: str, num_layers: int, every: int) -> None:
+def _declare_tied(model: Any, path: str, num_layers: int, every: int) -> None:
     """Add the further names of shared tensors to the names that ``save_pretrained`` of Hugging Face leaves out."""
     tied = {
         f"{path}.{index}.{name}": f"{path}.{index % every}.{name}"
@@ -233,5 +180,5 @@ def _declare_tied(model: Any, tied_before: dict[str, str], path: str, num_layers
         for name in model.get_submodule(f"{path}.{index}").state_dict()
     }
     # A dict of the class would be shared with other models, so the instance gets one of its own.
-    model._tied_weights_keys = {**tied_before, **tied}
+    model._tied_weights_keys = {**(model._tied_weights_keys or {}), **tied}
     model.all_tied_weights_keys = {**getattr(model, "all_tied_weights_keys", {}), **tied}

@@ -1,81 +1,49 @@
-"""Give the parameters of one model the names of another: a parameter gets one new name, several or none."""
+"""Name the parameters of layers of their own after the layers that shared them."""
 
 from __future__ import annotations
 
 import difflib
-import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from perf_model.json_input import parse_json, shorten
+from perf_model.json_input import shorten
 
-Prefixes = Mapping[str, Sequence[str]]
-"""The new names by an old name. A name is that of a parameter, or of a module for all parameters inside it."""
-
-MAX_NAMES = 100_000
-"""The largest number of names that one pattern may stand for."""
-
-_BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+# Five digits keep a typo from standing for more names than fit into memory.
+_RANGE = re.compile(r"(.*)\{(\d{1,5})\.\.(\d{1,5})\}(.*)")
+_LAST_NUMBER = re.compile(r"\d+(?=\D*$)")
 
 
 class DelinkError(ValueError):
-    """The error for a checkpoint that cannot be made. The message has the rule, the value found and the remedy."""
+    """The error for a checkpoint that cannot be made. The message contains the rule, the value found and the remedy."""
 
 
-def expand_braces(pattern: str) -> list[str]:
-    """Return the names that ``pattern`` stands for: ``{1..3}`` is 1, 2 and 3, and ``{a,b}`` is a and b.
+def expand_range(pattern: str) -> list[str]:
+    """Return the names that a pattern with one range stands for: ``a.1`` and ``a.2`` for ``a.{1..2}``."""
+    found = _RANGE.fullmatch(pattern)
+    if found is None:
+        return [pattern]
+    before, first, last, after = found.groups()
+    return [f"{before}{number}{after}" for number in range(int(first), int(last) + 1)]
 
-    Several braces stand for all combinations. Raise ``DelinkError`` for another use of braces.
+
+def names_of_layers(share: str, into: Sequence[str], every: int) -> dict[str, list[str]]:
+    """Return the layers that get the parameters of each shared layer, which is the first of them.
+
+    ``share`` is the first of ``every`` layers with parameters, and layer ``i`` of the patterns ``into`` gets those of
+    layer ``first + (i - first) % every``. Raise ``DelinkError`` if a layer's name then contains no number.
     """
-    parts = _BRACES.split(pattern)
-    # The parts at odd positions are those in braces.
-    choices = [_choices(part, pattern) if position % 2 else [part] for position, part in enumerate(parts)]
-    number = 1
-    for alternatives in choices:
-        number *= len(alternatives)
-    if number > MAX_NAMES:
-        raise DelinkError(
-            f"A pattern must stand for at most {MAX_NAMES:,} names, found {number:,} in {shorten(pattern)}.\n"
-            f"Correct the ranges in the braces."
-        )
-    return ["".join(combination) for combination in itertools.product(*choices)]
-
-
-def _choices(text: str, pattern: str) -> Sequence[str]:
-    found = _RANGE.fullmatch(text)
-    if found is not None:
-        first, last = int(found[1]), int(found[2])
-        if first <= last < first + MAX_NAMES:
-            return [str(number) for number in range(first, last + 1)]
-    elif "," in text:
-        return text.split(",")
-    raise DelinkError(
-        f"Braces must have a range such as {{1..47}}, of at most {MAX_NAMES:,} numbers, or names such as {{a,b}}, "
-        f"found {shorten(pattern)}.\nWrite the pattern in quotes, so that the shell does not change it."
-    )
-
-
-def prefixes_of_layers(share: str, into: Iterable[str], every: int) -> dict[str, list[str]]:
-    """Return the new names of layers that share parameters: those of ``share`` and of the patterns ``into``.
-
-    With ``every`` above 1, ``share`` is the first of ``every`` layers with parameters, and layer ``i`` of ``into`` gets
-    those of layer ``first + (i - first) % every``. Raise ``DelinkError`` if a layer's name then has no number.
-    """
-    names = [name for pattern in into for name in expand_braces(pattern)]
+    names = [name for pattern in into for name in expand_range(pattern)]
     if every == 1:
         return {share: list(dict.fromkeys([share, *names]))}
-    first = _number(share)
-    sources = [_with_number(share, first + offset) for offset in range(every)]
-    prefixes = {source: [source] for source in sources}
-    for name in names:
-        source = sources[(_number(name) - first) % every]
-        if name not in prefixes[source]:
-            prefixes[source].append(name)
-    return prefixes
-
-
-_LAST_NUMBER = re.compile(r"\d+(?=\D*$)")
+    if every < 1:
+        raise DelinkError(f"--every: must be at least 1, found {every}.\nCorrect the number.")
+    first, *numbers = map(_number, [share, *names])
+    layers = {}
+    for offset in range(every):
+        source = _LAST_NUMBER.sub(str(first + offset), share)
+        new = [name for name, number in zip(names, numbers, strict=True) if (number - first) % every == offset]
+        layers[source] = list(dict.fromkeys([source, *new]))
+    return layers
 
 
 def _number(name: str) -> int:
@@ -83,78 +51,40 @@ def _number(name: str) -> int:
     if found is None:
         raise DelinkError(
             f"With --every, the names of layers must have a number, found {shorten(name)}.\n"
-            f'Write --share model.layers.0 --into "model.layers.{{1..47}}", or use --map.'
+            f'Write --share model.layers.0 --into "model.layers.{{1..47}}".'
         )
     return int(found[0])
 
 
-def _with_number(name: str, number: int) -> str:
-    return _LAST_NUMBER.sub(str(number), name)
+def rename(names: Sequence[str], layers: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Return the new names of each of ``names``: one for each new layer, or its old name outside of ``layers``.
 
-
-def parse_prefixes(text: str) -> dict[str, list[str]]:
-    """Return the prefixes in a JSON object whose values are lists of names or patterns; raise ``DelinkError``."""
-    rule = 'A map must be a JSON object such as {"model.layers.0": ["model.layers.0", "model.layers.{1..47}"]}'
-    try:
-        found = parse_json(text)
-    except ValueError as error:
-        raise DelinkError(f"{rule}, found no JSON: {error}.\nCorrect the file.") from None
-    if not isinstance(found, dict):
-        raise DelinkError(f"{rule}, found {shorten(found)}.\nWrite an object.")
-    for key, names in found.items():
-        if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-            raise DelinkError(f"{rule}, found {shorten(key)}: {shorten(names)}.\nWrite a list of names.")
-    return {key: [new for name in names for new in expand_braces(name)] for key, names in found.items()}
-
-
-def rename(names: Sequence[str], prefixes: Prefixes) -> dict[str, list[str]]:
-    """Return the new names of each of ``names``. A name that ``prefixes`` does not cover is kept.
-
-    The longest prefix counts. Raise ``DelinkError`` if a prefix covers no parameter, if two parameters get one name,
-    or if a new name cannot be that of a folder.
+    Raise ``DelinkError`` if a layer contains none of ``names``, if two parameters get one name, or if a new name cannot
+    be that of a folder.
     """
-    renamed: dict[str, list[str]] = {}
-    used = set()
-    for name in names:
-        prefix = max((prefix for prefix in prefixes if _covers(prefix, name)), key=len, default=None)
-        if prefix is None:
-            renamed[name] = [name]
-        else:
-            used.add(prefix)
-            renamed[name] = [new + name[len(prefix) :] for new in prefixes[prefix]]
-    for prefix in prefixes:
-        if prefix not in used and not any(_covers(prefix, name) for name in names):
-            near = difflib.get_close_matches(prefix, [*names, *_modules(names)], n=3, cutoff=0.3)
+    renamed = {name: [name] for name in names}
+    for layer, new_layers in layers.items():
+        inside = [name for name in names if f"{name}.".startswith(f"{layer}.")]
+        if not inside:
+            modules = {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
+            near = difflib.get_close_matches(layer, [*names, *modules], n=3, cutoff=0.3)
             raise DelinkError(
-                f"Each old name must be that of a parameter, or of a module with parameters, in the checkpoint; found "
-                f"{shorten(prefix)}, which is neither. Frozen parameters are in no universal checkpoint.\n"
-                f"Similar names are {', '.join(near) or 'none'}."
+                f"--share: must be a module or a parameter in the checkpoint, found {shorten(layer)}.\n"
+                f"Similar names are {', '.join(near) or 'none'}. Frozen parameters are in no universal checkpoint."
             )
-    _check_new_names(renamed)
-    return renamed
-
-
-def _covers(prefix: str, name: str) -> bool:
-    return name == prefix or name.startswith(f"{prefix}.")
-
-
-def _modules(names: Iterable[str]) -> set[str]:
-    return {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
-
-
-def _check_new_names(renamed: Mapping[str, Sequence[str]]) -> None:
+        renamed |= {name: [new + name[len(layer) :] for new in new_layers] for name in inside}
     old_names: dict[str, str] = {}
-    for old, names in renamed.items():
-        for name in names:
-            # Each name becomes a folder, which must be inside the checkpoint.
-            if not name or name in (".", "..") or re.search(r"[/\\\0]", name):
-                raise DelinkError(
-                    f"A new name must be that of a parameter, without slashes, found {shorten(name)} for {old}.\n"
-                    f"Separate modules by dots."
-                )
-            if name in old_names:
-                raise DelinkError(
-                    f"Each new name must have one old name, found {name}, which is to be made of {old_names[name]} and "
-                    f"of {old}.\nLeave one of them out. A parameter that no old name covers keeps its name."
-                )
-            old_names[name] = old
+    for name, new in ((name, new) for name, new_names in renamed.items() for new in new_names):
+        # Each name becomes a folder, which must be inside the checkpoint.
+        if not new or new in (".", "..") or re.search(r"[/\\\0{}]", new):
+            raise DelinkError(
+                f"--into: must be names of layers, without slashes, and with one range at most, found {shorten(new)} "
+                f'for {name}.\nSeparate modules by dots, and write a range in quotes: "model.layers.{{1..47}}".'
+            )
+        if new in old_names:
+            raise DelinkError(
+                f"Each new name must have one old name, found {new}, which is to be made of {old_names[new]} and of "
+                f"{name}.\nLeave one of them out. A parameter outside of the layers keeps its name."
+            )
+        old_names[new] = name
+    return renamed

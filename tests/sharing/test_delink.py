@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from deep_opt_states.cli.main import main
-from deep_opt_states.sharing.renaming import DelinkError, expand_braces, parse_prefixes, prefixes_of_layers, rename
+from deep_opt_states.sharing.renaming import expand_range, names_of_layers, rename
 from tests.forked_child import exit_code_of_child
 
 NAMES = ("embed.weight", "model.layers.0.mlp.weight", "model.layers.0.norm.weight", "model.layers.1.mlp.weight")
@@ -82,23 +82,6 @@ def test_weights_are_links_and_moments_follow_the_rule(moments: str, pseudo: Pat
     assert sorted(path.name for path in real.parent.iterdir()) == ["latest_universal", "pseudo", "real"]
 
 
-def test_a_map_of_nothing_gives_the_same_files(pseudo: Path) -> None:
-    (pseudo.parent / "map.json").write_text("{}")
-    real = delink(pseudo, "--map", str(pseudo.parent / "map.json"), "--moments", "mean")
-    assert digests(real) == digests(pseudo)
-    assert len(digests(real)) == 3 * len(NAMES) + 2
-
-
-def test_a_map_makes_experts_of_a_dense_layer_and_leaves_parameters_out(pseudo: Path) -> None:
-    new = {"model.layers.0.mlp": ["model.layers.0.experts.{0..3}"], "model.layers.0.norm.weight": [], "embed": ["e"]}
-    (pseudo.parent / "map.json").write_text(json.dumps(new))
-    real = delink(pseudo, "--map", str(pseudo.parent / "map.json"), "--moments", "mean")
-    experts = [f"model.layers.0.experts.{expert}.weight" for expert in range(4)]
-    assert {path.name for path in (real / "zero").iterdir() if path.is_dir()} == {"e.weight", NAMES[3], *experts}
-    for expert in experts:
-        assert torch.equal(load(real, expert, "exp_avg_sq"), load(pseudo, NAMES[1], "exp_avg_sq") / 16)
-
-
 def test_moments_with_a_description_of_their_shards_keep_it(pseudo: Path) -> None:
     path = pseudo / "zero" / NAMES[1] / "exp_avg.pt"
     torch.save({"param": torch.ones(2, 3), "cat_dim": 1}, path)
@@ -138,20 +121,21 @@ def test_a_dry_run_writes_nothing_and_names_what_is_missing(pseudo: Path, capsys
         "vocab_size": 32,
     }
     (pseudo.parent / "config.json").write_text(json.dumps(config))
-    options = ["--dry-run", "--json", "--model", str(pseudo.parent / "config.json")]
     before = digests(pseudo.parent)
+    options = ["--dry-run", "--model", str(pseudo.parent / "config.json")]
     real = delink(pseudo, *LAYERS, "--moments", "mean", *options)
-    found = json.loads(capsys.readouterr().out)
+    found = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines() if ": " in line)
     assert not real.exists()
     assert digests(pseudo.parent) == before
-    assert found["names"][NAMES[1]] == [f"model.layers.{layer}.mlp.weight" for layer in (0, 2, 3)]
-    assert "model.layers.0.self_attn.q_proj.weight" in found["missing"]
-    assert "model.layers.3.mlp.weight" in found["unexpected"]
-    assert found["written"] is False
-    sizes = {kind: (pseudo / "zero" / NAMES[0] / f"{kind}.pt").stat().st_size for kind in KINDS}
-    assert found["rewritten_bytes"] == 2 * (sizes["exp_avg"] + sizes["exp_avg_sq"])
-    real = delink(pseudo, *LAYERS, "--moments", "mean")
-    assert found["apparent_bytes"] == sum(path.stat().st_size for path in real.rglob("*.pt"))
+    assert "model.layers.0.self_attn.q_proj.weight" in found["Missing in the checkpoint"].split(", ")
+    assert "model.layers.3.mlp.weight" in found["Not in the model"].split(", ")
+
+
+def test_the_new_names_are_printed(pseudo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    delink(pseudo, *LAYERS, "--moments", "mean", "--dry-run")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{NAMES[1]} -> {NAMES[1]} ... model.layers.3.mlp.weight (3)"
+    assert lines[-1] == "Nothing was written (--dry-run)."
 
 
 class Untrusted:
@@ -176,41 +160,29 @@ def test_nothing_untrusted_is_unpickled(pseudo: Path, capsys: pytest.CaptureFixt
     assert made.exists(), "the object does what the test is afraid of"
 
 
-MAP = ["--map", "map.json"]
-
-
 @pytest.mark.promise("P6")
 @pytest.mark.parametrize(
-    ("options", "text", "message"),
+    ("options", "message"),
     [
-        (["--share", "model.layers.5", "--into", "a"], "", "found 'model.layers.5', which is neither"),
-        (["--share", "model.layers.0"], "", "--share: needs --into"),
-        (["--share", "model.layers.0", "--into", "model.layers.1"], "", "found model.layers.1.mlp.weight"),
-        (["--share", "model.layers.0", "--into", "../{1..2}"], "", "without slashes"),
-        (["--share", "model.layers.0", "--into", "a{1..}"], "", "Braces must have a range"),
-        (["--share", "model.layers.0", "--into", "a{1..99999999999}"], "", "Braces must have a range"),
-        (["--share", "model.layers.0", "--into", "{1..999}{1..999}"], "", "at most 100,000 names"),
-        ([*LAYERS, "--every", "0"], "", "--every: must be at least 1"),
-        (["--share", "embed", "--into", "a", "--every", "2"], "", "must have a number"),
-        ([*MAP, "--into", "a"], "{}", "need --share, found --map"),
-        (MAP, "[1]", "must be a JSON object"),
-        (MAP, "{", "found no JSON"),
-        (MAP, '{"embed": "a"}', "Write a list of names"),
-        (MAP, '{"embed": ["a", "a"]}', "Each new name must have one old name"),
-        (MAP, '{"embed.weight": [""]}', "without slashes"),
-        (["--map", "nowhere.json"], "", "No such file"),
+        (["--share", "model.layers.5", "--into", "a"], "found 'model.layers.5'. Similar names"),
+        (["--share", "model.layers.0", "--into", "model.layers.1"], "found model.layers.1.mlp.weight"),
+        (["--share", "model.layers.0", "--into", "../{1..2}"], "without slashes"),
+        (["--share", "model.layers.0", "--into", "a{1..}"], "with one range at most"),
+        (["--share", "model.layers.0", "--into", "a{1..99999999999}"], "with one range at most"),
+        (["--share", "model.layers.0", "--into", "{1..999}{1..999}"], "with one range at most"),
+        (["--share", "model.layers.0", "--into", "a{1,2}"], "with one range at most"),
+        ([*LAYERS, "--every", "0"], "--every: must be at least 1"),
+        (["--share", "embed", "--into", "a", "--every", "2"], "must have a number"),
     ],
 )
 def test_bad_names_are_refused_and_nothing_is_written(
     options: list[str],
-    text: str,
     message: str,
     pseudo: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(pseudo.parent)
-    Path("map.json").write_text(text)
     before = digests(pseudo.parent)
     assert main(["delink", "pseudo", "real", *options, "--moments", "mean"]) == 1
     assert message in " ".join(capsys.readouterr().err.split())
@@ -294,21 +266,17 @@ def test_another_process_that_writes_the_same_folder_is_noticed(pseudo: Path) ->
     assert codes == [1]
 
 
-def test_braces_and_every() -> None:
-    assert expand_braces("a.{1..3}.b") == ["a.1.b", "a.2.b", "a.3.b"]
-    assert expand_braces("{x,y}.{9..10}") == ["x.9", "x.10", "y.9", "y.10"]
-    assert expand_braces("plain") == ["plain"]
-    assert prefixes_of_layers("h.2", ["h.{4..7}"], every=2) == {
+def test_ranges_and_every() -> None:
+    assert expand_range("a.{1..3}.b") == ["a.1.b", "a.2.b", "a.3.b"]
+    assert expand_range("plain") == ["plain"]
+    assert names_of_layers("h.2", ["h.{4..7}"], every=2) == {
         "h.2": ["h.2", "h.4", "h.6"],
         "h.3": ["h.3", "h.5", "h.7"],
     }
-    assert prefixes_of_layers("h.0", ["h.{0..3}"], every=2) == {"h.0": ["h.0", "h.2"], "h.1": ["h.1", "h.3"]}
-    assert prefixes_of_layers("h.0", ["h.{0..2}"], every=1) == {"h.0": ["h.0", "h.1", "h.2"]}
+    assert names_of_layers("h.0", ["h.{0..3}"], every=2) == {"h.0": ["h.0", "h.2"], "h.1": ["h.1", "h.3"]}
+    assert names_of_layers("h.0", ["h.{0..2}"], every=1) == {"h.0": ["h.0", "h.1", "h.2"]}
 
 
-def test_the_longest_prefix_counts_and_ends_at_a_dot() -> None:
+def test_a_layer_ends_at_a_dot() -> None:
     names = ["m.1.w", "m.10.w", "m.1.x.w"]
-    assert rename(names, {"m.1": ["n"], "m.1.x": ["y"]}) == {"m.1.w": ["n.w"], "m.10.w": ["m.10.w"], "m.1.x.w": ["y.w"]}
-    with pytest.raises(DelinkError, match=r"found 'm\.', which is neither"):
-        rename(names, {"m": ["a"], "m.": ["b"]})
-    assert parse_prefixes('{"a": ["b{0..1}"]}') == {"a": ["b0", "b1"]}
+    assert rename(names, {"m.1": ["n"]}) == {"m.1.w": ["n.w"], "m.10.w": ["m.10.w"], "m.1.x.w": ["n.x.w"]}

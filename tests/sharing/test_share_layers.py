@@ -262,13 +262,6 @@ def test_layers_whose_attributes_are_tensors_or_functions_of_their_own_share() -
     assert model.model.layers[2] is model.model.layers[0]
 
 
-def test_reentrant_checkpointing_is_warned_about() -> None:
-    model = llama()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    with pytest.warns(UserWarning, match="stock DeepSpeed loses gradients"):
-        share_layers(model, "model.layers")
-
-
 def test_shared_layers_stay_modules_of_their_list() -> None:
     model = torch.nn.Sequential(*(StackLayer() for _ in range(3)))
     wrapper = torch.nn.ModuleDict({"layers": model})
