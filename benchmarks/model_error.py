@@ -25,7 +25,12 @@ from benchmarks.update_phase import lower_bound
 from deep_opt_states.report.record import UPDATE
 from perf_model.prediction.hardware import HardwareProfile
 
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "0% streamed": {"placement": "cpu"},
+    "25% streamed": {"placement": "stride", "update_stride": 4},
+    "50% streamed": {"placement": "stride", "update_stride": 2},
+    "100% streamed": {"placement": "streamed"},
+}
 SIZE_FACTORS = (1, 4)
 """Sizes of sub-groups, and of units unless they are planned, as multiples of the usual one."""
 
@@ -62,9 +67,8 @@ def _rows(
 
 
 def _variants(profile: Path, unit_size: int) -> list[Variant]:
-    """Return the planned variant, then one variant per share of streamed parameters, in units of that size."""
+    """Return the planned variant, then one variant per simple placement, in units of that size."""
     variants = [planned("planned", profile=str(profile), **NO_OVERLAP)]
-    for share in SHARES:
-        block = {"placement": "fraction", "gpu_fraction": share, "profile": str(profile), "unit_size": unit_size}
-        variants.append(ours(f"{share:.0%} streamed", **block, **NO_OVERLAP))
+    for name, block in PLACEMENTS.items():
+        variants.append(ours(name, **block, profile=str(profile), unit_size=unit_size, **NO_OVERLAP))
     return variants

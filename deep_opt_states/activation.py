@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from deep_opt_states.names import ACCELERATE_FIELDS, CONFIG_KEY, ignored_blocks, is_about_our_block
+from deep_opt_states.names import ACCELERATE_FIELDS, CONFIG_KEY, ignored_blocks, is_our_block
 
 _state = {"tried": False, "active": False}
 _warned_of: set[tuple[str, str]] = set()
@@ -87,31 +87,20 @@ def _hook_config(module: Any) -> None:
     """Wrap the method that reads a config. The wrapper only checks the config, and the release of DeepSpeed."""
 
     def initialize_params(wrapped: Any, ds_config: Any, args: Any, kwargs: Any) -> None:
-        try:
-            wrapped(*args, **kwargs)
-        except ValueError as error:
-            if not _is_misplaced(error):
-                raise
-            from deep_opt_states.config import explain_misplaced
-
-            raise explain_misplaced(error).with_traceback(error.__traceback__) from None
-        if plugin := _plugin_for_config(ds_config):
+        # Before DeepSpeed refuses our block inside one of its own blocks, with an error that does not name its place.
+        _report_ignored_blocks(_json_of(ds_config))
+        wrapped(*args, **kwargs)
+        if plugin := _plugin_for(_json_of(ds_config)):
             plugin.check_config(ds_config)
 
     def initialize(wrapped: Any, ds_config: Any, args: Any, kwargs: Any) -> None:
         wrapped(*args, **kwargs)
-        _plugin_for_config(ds_config)
+        _report_ignored_blocks(_json_of(ds_config))
+        _plugin_for(_json_of(ds_config))
 
     if not _wrap(module, "DeepSpeedConfig", "_initialize_params", initialize_params):
         # A release that lacks the method must not train with stock unnoticed: every class has this one.
         _wrap(module, "DeepSpeedConfig", "__init__", initialize)
-
-
-def _plugin_for_config(ds_config: Any) -> Any:
-    """Return the plugin for a config that was just read, as ``_plugin_for`` does, and report blocks without effect."""
-    param_dict = _json_of(ds_config)
-    _report_ignored_blocks(param_dict)
-    return _plugin_for(param_dict)
 
 
 def _plugin_for_engine(engine: Any) -> Any:
@@ -159,13 +148,6 @@ def _json_of(ds_config: Any) -> dict[str, Any]:
     return next((value for value in attributes.values() if isinstance(value, dict) and CONFIG_KEY in value), {})
 
 
-def _is_misplaced(error: ValueError) -> bool:
-    """Return whether ``error`` is a pydantic error that refuses our block inside one of DeepSpeed's blocks."""
-    # Only pydantic's validation errors have this method; importing their class here would be slow.
-    refused: list[dict[str, Any]] = error.errors() if hasattr(error, "errors") else []
-    return any(is_about_our_block(line["loc"]) for line in refused)
-
-
 def _report_ignored_blocks(param_dict: dict[str, Any]) -> None:
     """Raise ``ConfigError`` for our block in a wrong place, and warn of misspelled names: stock would train unnoticed.
 
@@ -173,7 +155,7 @@ def _report_ignored_blocks(param_dict: dict[str, Any]) -> None:
     """
     blocks = [block for block in ignored_blocks(param_dict) if not block.is_switched_off]
     # Accelerate's launcher passes on the names of these keys without their values.
-    in_yaml = [key for key in os.environ.get(ACCELERATE_FIELDS, "").split(",") if is_about_our_block((key,))]
+    in_yaml = [key for key in os.environ.get(ACCELERATE_FIELDS, "").split(",") if is_our_block(key)]
     if CONFIG_KEY in in_yaml or not all(block.is_misspelled for block in blocks):
         from deep_opt_states.config import misplaced_error
 

@@ -4,7 +4,7 @@ They are here and not in the modules that use them, because importing ``activati
 """
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 __version__ = "0.2.0"
@@ -37,12 +37,9 @@ def resembles_config_key(key: object) -> bool:
     )
 
 
-def is_about_our_block(location: Sequence[object]) -> bool:
-    """Return whether a validation error at ``location``, a path of keys, is about our block, however it is spelled.
-
-    ``location`` is empty if the error is about several keys.
-    """
-    return any(key == CONFIG_KEY or resembles_config_key(key) for key in location[-1:])
+def is_our_block(key: object) -> bool:
+    """Return whether ``key`` is the name of our block, however it is spelled."""
+    return key == CONFIG_KEY or resembles_config_key(key)
 
 
 class IgnoredBlock(NamedTuple):
@@ -75,7 +72,7 @@ def ignored_blocks(config: Mapping[str, object]) -> Iterator[IgnoredBlock]:
     # The list grows while it is read.
     for path, container in containers:
         for key, value in container.items() if isinstance(container, Mapping) else enumerate(container):
-            if is_about_our_block((key,)):
+            if is_our_block(key):
                 if path or key != CONFIG_KEY:
                     yield IgnoredBlock((*path, key), value, container)
             elif isinstance(value, Mapping | list | tuple) and not _is_disabled(key) and id(value) not in seen:

@@ -192,7 +192,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.sharing",
         "deep_opt_states.zero.start",
         "perf_model.cli",
-        "perf_model.json_input",
         "perf_model.prediction",
         "perf_model.training_run",
     },
@@ -202,7 +201,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 THIRD_PARTY: dict[str, set[str]] = {
     "perf_model": {"numpy", "matplotlib", "rich"},
     "deep_opt_states.activation": {"wrapt"},
-    "deep_opt_states.config": {"pydantic", "pydantic_core"},
+    "deep_opt_states.config": {"pydantic"},
     "deep_opt_states.device": {"torch", "deepspeed", "numpy", "triton"},
     "deep_opt_states.runtime": {"torch"},
     "deep_opt_states.report": {"jinja2"},

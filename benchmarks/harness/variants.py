@@ -176,7 +176,7 @@ ABLATION = {
 }
 """Variants by the part that each has in addition to the one before it."""
 
-STREAMED_AND_OVERLAPPED = ours("ours, 70% streamed, both overlaps", placement="fraction", gpu_fraction=0.7)
+STREAMED_AND_OVERLAPPED = ours("ours, every second unit streamed, both overlaps", placement="stride", update_stride=2)
 
 TWIN_FLOW_BYTES = 16
 """Bytes per parameter that Twin-Flow updates on the accelerator: p, m, v and the gradient in fp32."""

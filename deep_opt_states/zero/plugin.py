@@ -122,7 +122,7 @@ def _check_engine(engine: Any, model: Any) -> None:
     if model is not None:
         # DeepSpeed compiles its kernels later. Then the names are checked again: only a part may be trained.
         trained = [name for name, param in model.named_parameters() if param.requires_grad]
-        refuse_rules_without_effect(config, model, trained, may_train_fewer=True)
+        refuse_rules_without_effect(config, model, trained)
     warn_of_untested_release()
 
 

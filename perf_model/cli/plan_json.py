@@ -113,8 +113,8 @@ def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
     planned = any(unit.fixed is None for unit in plan.workload.units)
     if "unit_size" in inputs.given or not planned:
         block["unit_size"] = found.unit_size
-    # A rule may leave only parameters to the planner that lie in the rounding of another unit.
-    if not planned and all(rule.placement is not None for rule in job.rules.rules):
+    # Rules without a last one for all names may leave parameters to the planner, which then refuses the key.
+    if job.rules.rules and not job.rules.may_plan:
         block["num_slots"] = plan.num_slots
     if inputs.profile_path is not None:
         block["profile"] = str(inputs.profile_path.resolve())

@@ -23,20 +23,3 @@ def place_by_stride(workload: Workload, stride: int) -> tuple[Placement, ...]:
         Placement.STREAMED if unit.index >= first and (unit.index - first + 1) % stride == 0 else Placement.CPU
         for unit in workload.units
     )
-
-
-def place_by_fraction(workload: Workload, gpu_fraction: float) -> tuple[Placement, ...]:
-    """Stream about ``gpu_fraction`` of the *parameters*, spread evenly over the units.
-
-    The rule is error diffusion: a unit is streamed if that brings the parameters streamed so far nearer to their
-    share of the parameters seen so far. At every prefix, and so overall, the streamed parameters differ from their
-    share by at most half of the largest unit.
-    """
-    placements = []
-    owed = 0.0
-    for unit in workload.units:
-        owed += gpu_fraction * unit.numel
-        streamed = owed > unit.numel / 2 and not unit.is_persistent
-        owed -= unit.numel if streamed else 0
-        placements.append(Placement.STREAMED if streamed else Placement.CPU)
-    return tuple(placements)

@@ -21,7 +21,7 @@ from tests.gpu.one_by_one import Answers, answer_each, run_each
 from tests.gpu.time_left import seconds_left
 from tests.zero.gradients.gradient_traffic_ranks import traffic
 from tests.zero.gradients.test_gradient_traffic import CASES as TRAFFIC_CASES
-from tests.zero.parity.case import CPU, EVERY_PLACEMENT, SERIAL, STREAMED, STRIDE_2, Case
+from tests.zero.parity.case import CPU, EVERY_PLACEMENT, SERIAL, STREAMED, STRIDE_2, Case, by_sub_group
 from tests.zero.parity.cases import CASES
 from tests.zero.parity.parity_ranks import result, same_as_stock
 from tests.zero.parity.training import Record, closing_engine, differences, run_variant, shared_folder, train
@@ -29,8 +29,8 @@ from tests.zero.process_group import process_group
 
 OVERLAP = {"overlap_comm": True}
 
-RESIDENTS = {"placement": ["resident"] * 5}
-MIXED = {"placement": ["streamed", "resident", "cpu", "resident", "streamed"], "num_slots": 1}
+RESIDENTS = {"placement": [{"match": "*", "states": "resident"}]}
+MIXED = {**by_sub_group("streamed", "resident", "cpu", "resident", "streamed"), "num_slots": 1}
 
 CPU_SUITE_CASES = (
     "residents, clipping, reload in process",
@@ -56,7 +56,7 @@ LONG_UNITS = {"unit_size": 200_000}
 LONG = Case(
     name="200 steps",
     blocks=(
-        {"placement": ["streamed", "cpu", "streamed", "resident", "streamed", "cpu"], "num_slots": 1},
+        {**by_sub_group("streamed", "cpu", "streamed", "resident", "streamed", "cpu"), "num_slots": 1},
         {**STREAMED, **LONG_UNITS, "num_slots": 2},
         {**STRIDE_2, **LONG_UNITS},
         CPU,

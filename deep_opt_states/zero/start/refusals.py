@@ -180,7 +180,7 @@ _CONFIG = (
     Rule(
         "zero_optimization.offload_optimizer.ratio",
         "must be 1 (all optimizer states in host memory)",
-        f'Twin-Flow splits them permanently: remove "ratio" and use "placement" and "gpu_fraction" in "{CONFIG_KEY}".',
+        f'Twin-Flow splits them permanently: remove "ratio". "placement" in "{CONFIG_KEY}" places them by unit.',
         lambda config: config.zero_config.offload_optimizer.ratio,
         lambda ratio: ratio == 1.0,
     ),
@@ -315,17 +315,12 @@ _HYPERPARAMETERS = (
 )
 
 
-def refuse_rules_without_effect(
-    config: Config, model: torch.nn.Module, trained: Sequence[str], *, may_train_fewer: bool = False
-) -> None:
-    """Raise ``ConfigError`` if a rule by name has no effect on ``model``, whose ``trained`` parameters have states.
-
-    ``may_train_fewer``: only some of them may have states.
-    """
+def refuse_rules_without_effect(config: Config, model: torch.nn.Module, trained: Sequence[str]) -> None:
+    """Raise ``ConfigError`` if a rule by name has no effect on ``model``, whose ``trained`` parameters have states."""
     names: dict[Any, str] = {}
     aliases: dict[str, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if names.setdefault(param, name) != name:
             aliases[name] = names[param]
     frozen = set(names.values()).difference(trained)
-    config.check_names(trained, frozen, aliases, may_train_fewer=may_train_fewer)
+    config.check_names(trained, frozen, aliases)

@@ -19,10 +19,10 @@ from tests.launch import answer
 from tests.software_gpu.plugged import plugged
 from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import LAZY
-from tests.zero.parity.case import Case
+from tests.zero.parity.case import Case, by_sub_group
 from tests.zero.parity.training import Block, Record, closing_engine, differences, shared_folder, train
 
-MIXED = {"placement": ["resident", "cpu", "streamed", "cpu", "streamed"]}
+MIXED = by_sub_group("resident", "cpu", "streamed", "cpu", "streamed")
 VARIANTS: dict[str, Block] = {"stock": None, "ours": MIXED}
 PLACES: dict[str, Callable[[], AbstractContextManager[None]]] = {"CPU": nullcontext, "device": lambda: plugged(LAZY)}
 

@@ -23,7 +23,7 @@ from tests.software_gpu.ranks import software_process_group
 from tests.zero.parity.case import STREAMED, Case
 from tests.zero.parity.training import closing_engine, shared_folder, train
 
-RESIDENTS = {"placement": ["resident", "resident", "streamed"]}
+RESIDENTS = {"placement": [{"match": "layers.[0-3].*", "states": "resident"}, {"match": "*", "states": "streamed"}]}
 BLOCKS = (
     RESIDENTS,
     {**STREAMED, "unit_size": 100_000, "num_slots": 4},

@@ -8,10 +8,10 @@ from tests.software_gpu.interpreted_adam_kernel import InterpretedAdamKernel
 from tests.software_gpu.plugged import plugged
 from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import LAZY
-from tests.zero.parity.case import Case
+from tests.zero.parity.case import Case, by_sub_group
 from tests.zero.parity.training import differences, run_variant
 
-BLOCK = {"placement": ["streamed", "resident", "cpu", "streamed", "resident"], "num_slots": 1}
+BLOCK = {**by_sub_group("streamed", "resident", "cpu", "streamed", "resident"), "num_slots": 1}
 CASE = Case(name="interpreted Adam", blocks=(BLOCK,), clip=0.5, steps=3, zero={"stage3_param_persistence_threshold": 0})
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.launch import run_ranks
 from tests.software_gpu.training.interpreted_adam_ranks import BLOCK, CASE
 
-ON_DEVICE = sum(placement != "cpu" for placement in BLOCK["placement"])
+ON_DEVICE = sum(rule["states"] != "cpu" for rule in BLOCK["placement"])
 
 
 @pytest.mark.promise("P1", "P2")

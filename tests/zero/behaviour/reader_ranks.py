@@ -34,7 +34,7 @@ from tests.zero.parity.training import make_engine, real_numel
 
 CASE = Case(
     name="readers",
-    blocks=({"placement": "fraction", "gpu_fraction": 0.6},),
+    blocks=({"placement": "stride", "update_stride": 2},),
     clip=0.2,
     world_size=2,
     widths=(20, 53, 42, 37, 24),

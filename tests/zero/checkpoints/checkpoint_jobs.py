@@ -36,7 +36,7 @@ from deep_opt_states.zero.step.gpu_memory import GpuBudget
 from tests.fork_server import import_all
 from tests.launch import answer
 from tests.model.profiles import RATES, profile
-from tests.zero.parity.case import CPU, STREAMED_ONE_SLOT, STRIDE_2, Case
+from tests.zero.parity.case import CPU, STREAMED_ONE_SLOT, STRIDE_2, Case, by_sub_group
 from tests.zero.parity.cases import OTHER_RULES, PLANNED_REST, RULES
 from tests.zero.parity.training import Block, Record, closing_engine, collect, differences, run_resumed, train
 from tests.zero.rank_group import Group
@@ -49,7 +49,7 @@ CASE = Case(
     zero={"stage3_gather_16bit_weights_on_model_save": True},
 )
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
-MIXED = {"placement": ["resident", "cpu", "streamed", "cpu", "streamed"]}
+MIXED = by_sub_group("resident", "cpu", "streamed", "cpu", "streamed")
 VARIANTS: dict[str, Block] = {"stock": None, "ours": STRIDE_2}
 
 SLOW_CPU = dict.fromkeys((name for name in RATES if name.startswith("cpu_adam")), 1e7)

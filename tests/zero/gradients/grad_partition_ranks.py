@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from tests.launch import answer
-from tests.zero.parity.case import Case
+from tests.zero.parity.case import Case, by_sub_group
 from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import Block, Record, closing_engine, collect, differences
 from tests.zero.process_group import process_group
 from tests.zero.race_detector.instrumentation import recording
 
-MIXED: Block = {"placement": ["streamed", "resident", "cpu", "resident", "streamed"], "num_slots": 1}
+MIXED: Block = {**by_sub_group("streamed", "resident", "cpu", "resident", "streamed"), "num_slots": 1}
 CASE = Case(name="gradient partitions", blocks=(MIXED,), clip=0.3)
 
 

@@ -14,14 +14,22 @@ from deep_opt_states.config import Config, parse_config
 from perf_model.prediction.memory import Reservation, TrainingSetup, reserved_by_stock, reserved_by_the_runtime
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import Workload
+from perf_model.schedule.workload import Partition
 from tests.launch import run_ranks
 from tests.tiers import thorough
+from tests.zero.memory.process_memory_ranks import LAYERS_PER_SUB_GROUP
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "all on the CPU": {"placement": "cpu"},
     "all streamed, 3 slots": {"placement": "streamed", "num_slots": 3},
-    "all three": {"placement": ["resident", "cpu", "streamed", "streamed", "cpu", "resident"], "num_slots": 1},
+    "all three": {
+        "placement": [
+            {"match": ["[01].weight", "1[01].weight"], "states": "resident"},
+            {"match": ["[23].weight", "[89].weight"], "states": "cpu"},
+            {"match": "*", "states": "streamed"},
+        ],
+        "num_slots": 1,
+    },
 }
 
 
@@ -48,7 +56,16 @@ def stock() -> dict[str, Any]:
 def planned(block: dict[str, Any], numels: list[int]) -> UpdatePlan:
     config = parse_config({"deep_optimizer_states": block})
     assert isinstance(config, Config)
-    return config.plan(Workload.from_numels(numels))
+    layers = LAYERS_PER_SUB_GROUP
+    names = [[f"{layers * index + layer}.weight" for layer in range(layers)] for index in range(len(numels))]
+    return config.plan(
+        config.workload(
+            [
+                [Partition(name, numel // layers) for name in in_sub_group]
+                for in_sub_group, numel in zip(names, numels, strict=True)
+            ]
+        )
+    )
 
 
 def total_bytes(reservations: Iterable[Reservation]) -> int:

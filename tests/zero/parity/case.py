@@ -12,14 +12,34 @@ STREAMED_MANY_SLOTS = {"placement": "streamed", "num_slots": 64}
 STRIDE_2 = {"placement": "stride", "update_stride": 2, "unit_size": 700}
 STRIDE_3 = {"placement": "stride", "update_stride": 3, "num_slots": 3, "unit_size": 500}
 STRIDE_BEYOND = {"placement": "stride", "update_stride": 1000}
-FRACTION = {"placement": "fraction", "gpu_fraction": 0.4}
+STRIDE_OF_SUB_GROUPS = {"placement": "stride", "update_stride": 2}
+"""A block whose units are whole sub-groups."""
 
 WITHOUT_FORWARD_OVERLAP = {"overlap_forward": False}
 WITHOUT_BACKWARD_OVERLAP = {"overlap_backward": False}
 SERIAL = {**WITHOUT_FORWARD_OVERLAP, **WITHOUT_BACKWARD_OVERLAP}
 """Blocks without these keys overlap the update with forward and backward."""
 
-EVERY_PLACEMENT = (CPU, STREAMED, STREAMED_ONE_SLOT, STREAMED_MANY_SLOTS, STRIDE_2, STRIDE_3, STRIDE_BEYOND, FRACTION)
+EVERY_PLACEMENT = (
+    CPU,
+    STREAMED,
+    STREAMED_ONE_SLOT,
+    STREAMED_MANY_SLOTS,
+    STRIDE_2,
+    STRIDE_3,
+    STRIDE_BEYOND,
+    STRIDE_OF_SUB_GROUPS,
+)
+
+
+def by_sub_group(*states: str) -> dict[str, Any]:
+    """Return the block that places the sub-groups of a ``ParityNet`` in order: a bias and the next layer's weight each.
+
+    That is how DeepSpeed divides layers whose weights are larger than a sub-group. The last rule is for all names, so
+    that nothing is left to the planner.
+    """
+    names = ["layers.0.weight", *([f"layers.{i}.bias", f"layers.{i + 1}.weight"] for i in range(len(states) - 2)), "*"]
+    return {"placement": [{"match": match, "states": state} for match, state in zip(names, states, strict=True)]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,23 +7,24 @@ from dataclasses import replace
 from tests.zero.parity.case import (
     CPU,
     EVERY_PLACEMENT,
-    FRACTION,
     SERIAL,
     STREAMED,
     STREAMED_ONE_SLOT,
     STRIDE_2,
     STRIDE_3,
+    STRIDE_OF_SUB_GROUPS,
     WITHOUT_BACKWARD_OVERLAP,
     WITHOUT_FORWARD_OVERLAP,
     Case,
     ParamGroup,
+    by_sub_group,
 )
 
 BASE_GROUP = ParamGroup()
 DECAYING_GROUP = ParamGroup(lr=1e-3, weight_decay=0.2)
 OTHER_BETAS_GROUP = ParamGroup(lr=2e-3, betas=(0.8, 0.95), weight_decay=0.0)
 OFFLOADED_MIX = {
-    "placement": ["resident", "streamed", "cpu", "streamed", "resident"],
+    **by_sub_group("resident", "streamed", "cpu", "streamed", "resident"),
     "num_slots": 1,
     "unit_size": 600,
 }
@@ -59,9 +60,9 @@ CASES = (
         clip=0.5,
     ),
     Case(
-        name="explicit list of placements",
+        name="a placement for each sub-group",
         thorough=True,
-        blocks=({"placement": ["streamed", "cpu", "cpu", "streamed", "streamed"], "num_slots": 1},),
+        blocks=({**by_sub_group("streamed", "cpu", "cpu", "streamed", "streamed"), "num_slots": 1},),
     ),
     Case(name="planned, from a quick profile", blocks=({},), shares_host_memory=True),
     Case(
@@ -78,8 +79,8 @@ CASES = (
     Case(
         name="residents, clipping, reload in process",
         blocks=(
-            {"placement": ["streamed", "resident", "cpu", "resident", "streamed"], "num_slots": 1, "unit_size": 400},
-            {"placement": ["resident"] * 5, **WITHOUT_BACKWARD_OVERLAP},
+            {**by_sub_group("streamed", "resident", "cpu", "resident", "streamed"), "num_slots": 1, "unit_size": 400},
+            {"placement": [{"match": "*", "states": "resident"}], **WITHOUT_BACKWARD_OVERLAP},
         ),
         steps=20,
         reload=(5, 9),
@@ -88,7 +89,7 @@ CASES = (
     Case(
         name="2 ranks, planned, residents, fp16",
         thorough=True,
-        blocks=({}, {"placement": ["resident", "cpu", "streamed", "resident", "cpu"]}),
+        blocks=({}, by_sub_group("resident", "cpu", "streamed", "resident", "cpu")),
         world_size=2,
         dtype="fp16",
         poisoned={1: 1e6},
@@ -140,7 +141,7 @@ CASES = (
     ),
     Case(
         name="fp16, overflow, clipping",
-        blocks=(FRACTION, STREAMED_ONE_SLOT, CPU, {**STREAMED_ONE_SLOT, **WITHOUT_FORWARD_OVERLAP}),
+        blocks=(STRIDE_OF_SUB_GROUPS, STREAMED_ONE_SLOT, CPU, {**STREAMED_ONE_SLOT, **WITHOUT_FORWARD_OVERLAP}),
         dtype="fp16",
         clip=0.5,
         steps=12,
@@ -241,7 +242,7 @@ CASES = (
     ),
     Case(
         name="offloaded parameters",
-        blocks=(FRACTION, CPU, OFFLOADED_MIX, {**OFFLOADED_MIX, **SERIAL}),
+        blocks=(STRIDE_OF_SUB_GROUPS, CPU, OFFLOADED_MIX, {**OFFLOADED_MIX, **SERIAL}),
         offload_param=True,
         clip=0.5,
     ),
@@ -262,7 +263,7 @@ CASES = (
     ),
     Case(
         name="2 ranks, clipping, accumulation 3, two groups",
-        blocks=(STRIDE_2, {**FRACTION, **SERIAL}, CPU),
+        blocks=(STRIDE_2, {**STRIDE_OF_SUB_GROUPS, **SERIAL}, CPU),
         world_size=2,
         clip=0.5,
         accumulation=3,
@@ -312,7 +313,7 @@ CASES = (
     ),
     Case(
         name="2 ranks, reload, a parameter without any gradient",
-        blocks=(FRACTION,),
+        blocks=(STRIDE_OF_SUB_GROUPS,),
         world_size=2,
         reload=(3, 5),
         unused=True,
@@ -330,7 +331,7 @@ CASES = (
     Case(
         name="3 ranks, fp16, accumulation 3",
         thorough=True,
-        blocks=(FRACTION, {**FRACTION, **SERIAL}),
+        blocks=(STRIDE_OF_SUB_GROUPS, {**STRIDE_OF_SUB_GROUPS, **SERIAL}),
         world_size=3,
         dtype="fp16",
         accumulation=3,
@@ -362,7 +363,14 @@ CASES = (
         clip=0.5,
         groups=(BASE_GROUP, OTHER_BETAS_GROUP),
     ),
-    Case(name="2 ranks, resume, fp16", blocks=(FRACTION,), world_size=2, dtype="fp16", resume=True, poisoned={1: 1e6}),
+    Case(
+        name="2 ranks, resume, fp16",
+        blocks=(STRIDE_OF_SUB_GROUPS,),
+        world_size=2,
+        dtype="fp16",
+        resume=True,
+        poisoned={1: 1e6},
+    ),
 )
 """Cases whose bits must be those of stock."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tests.zero.parity.case import SERIAL, Case, ParamGroup
+from tests.zero.parity.case import SERIAL, Case, ParamGroup, by_sub_group
 
 
 def random_case(seed: int, world_size: int) -> Case:
@@ -74,7 +74,7 @@ def random_block(rng: random.Random) -> dict[str, Any]:
             {"placement": "cpu"},
             {"placement": "streamed"},
             {"placement": "stride", "update_stride": rng.randint(2, 4)},
-            {"placement": "fraction", "gpu_fraction": round(rng.random(), 2)},
+            by_sub_group(rng.choice(("cpu", "streamed")), "resident"),
         )
     )
     switches = {f"overlap_{window}": rng.random() < 0.7 for window in ("forward", "backward")}

@@ -37,6 +37,10 @@ def one_rank_with_a_gpu_of_80_gb(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 80 * 10**9))
 
 
+def by_layer(first: str, second: str) -> list[dict[str, str]]:
+    return [{"match": "layers.0.*", "states": first}, {"match": "*", "states": second}]
+
+
 def planned(widths: Widths = BF16, **block: Any) -> PlannedRun:
     setup = TrainingSetup(widths=widths, accumulates=True)
     config, share = Config(**block), CoreShare(threads=1, reason="a test")
@@ -83,14 +87,14 @@ def test_no_reason_is_logged_if_something_is_streamed_or_the_config_decides() ->
 
 
 def test_the_memory_of_each_placement_is_logged() -> None:
-    found = planned(placement=["streamed", "cpu"], num_slots=1, **WHOLE)
+    found = planned(placement=by_layer("streamed", "cpu"), num_slots=1, **WHOLE)
     assert found.at_end(found.plan, BF16).splitlines() == [
         "planned for rank 0:",
         "  cpu: 1 unit, 500,000,000 parameters, 8.00 GB of host memory",
         "  streamed: 1 unit, 1,000,000,000 parameters, 16.0 GB of host memory, on the accelerator 1 slot of "
         "12.0 GB and 2.00 GB of gradients",
     ]
-    found = planned(placement=["resident", "streamed"], **WHOLE)
+    found = planned(placement=by_layer("resident", "streamed"), **WHOLE)
     assert found.at_end(found.plan, BF16_SUMMED_IN_FP32).splitlines()[1:] == [
         "  streamed: 1 unit, 500,000,000 parameters, 9.00 GB of host memory, on the accelerator 1 slot of 6.00 GB "
         "and 2.00 GB of gradients",

@@ -27,7 +27,7 @@ from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.zero.internals.coordinator import Coordinator
 from tests.kernels.intercepted import before_each_update
 from tests.launch import answer
-from tests.zero.parity.case import Case
+from tests.zero.parity.case import Case, by_sub_group
 from tests.zero.parity.training import Record, differences, run_variant
 from tests.zero.process_group import process_group
 
@@ -150,7 +150,7 @@ def one_rank_reads_states() -> Iterator[None]:
 
 def main(seeds: list[int]) -> None:
     # There are several units of each placement, and the prefetch reaches over some of them.
-    block = {"placement": ["cpu", "streamed", "cpu", "cpu", "resident", "streamed", "cpu", "cpu"], "num_slots": 1}
+    block = {**by_sub_group("cpu", "streamed", "cpu", "cpu", "resident", "streamed", "cpu", "cpu"), "num_slots": 1}
     case = Case(
         name="delayed",
         blocks=(block,),

@@ -107,7 +107,7 @@ class Fault:
         return finding.rule == rule and memory in finding.memory and either
 
 
-RESIDENT = {"placement": ["resident"] * 5}
+RESIDENT = {"placement": [{"match": "*", "states": "resident"}]}
 SINGLE_PARAMETER_BUCKETS = {"reduce_bucket_size": 1}
 CONTIGUOUS_BUCKETS = {"reduce_bucket_size": 4000, "reduce_scatter": False}
 ONE_BUCKET = {"reduce_bucket_size": 100_000}

@@ -23,7 +23,7 @@ CASE = Case(name="disagreeing", blocks=(), world_size=3)
 BLOCKS = {
     "plans": (STRIDE_2, STRIDE_3, STRIDE_2),
     "one off": (CPU, CPU, CPU),
-    "one impossible": (CPU, CPU, {"placement": ["cpu"]}),
+    "one impossible": (CPU, CPU, {"placement": [{"match": "nothing", "states": "cpu"}]}),
     "one disabled": (CPU, {"enabled": False}, CPU),
     "one refused": (CPU, CPU, CPU),
     "off for one, disabled for all": ({"enabled": False},) * 3,

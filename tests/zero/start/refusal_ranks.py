@@ -219,7 +219,6 @@ ATTEMPTS: dict[str, tuple[dict[str, Any], dict[str, Any], AbstractContextManager
         {},
         nullcontext(),
     ),
-    "placement list of another length": ({"deep_optimizer_states": {"placement": ["cpu"]}}, {}, nullcontext()),
 }
 
 
@@ -316,9 +315,9 @@ def attempt_rules_without_effect() -> None:
 
 
 def attempt_rules_for_the_optimized_parameters() -> None:
-    """Print the optimizer of an engine that trains one of two layers, with rules and slots for that layer only."""
+    """Print the optimizer of an engine that trains one of two layers, with rules for that layer only."""
     model = torch.nn.ModuleDict({"trained": torch.nn.Linear(4, 4), "other": torch.nn.Linear(4, 4)})
-    block = {"placement": [{"match": "trained.*", "states": "streamed"}], "num_slots": 2}
+    block = {"placement": [{"match": "trained.*", "states": "streamed"}]}
     config = {**BASE, "deep_optimizer_states": block}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model["trained"].parameters(), config=config)
     answer({"name": "rules: only for the optimized", "type": type(engine.optimizer).__name__})

@@ -102,49 +102,18 @@ def read(zero: dict[str, Any], **others: Any) -> None:
     DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, **others})
 
 
-@pytest.mark.parametrize("key", [CONFIG_KEY, "deep_opt_states"])
-@pytest.mark.parametrize("inside", ["zero_optimization", "offload_optimizer"])
-def test_a_misplaced_block_is_refused_with_the_remedy(inside: str, key: str) -> None:
-    block = {"placement": "cpu"}
-    offload = {"device": "cpu"}
-    zero = {"stage": 3, "offload_optimizer": offload}
-    (offload if inside == "offload_optimizer" else zero)[key] = block
-    with pytest.raises(ValidationError) as caught:
+@pytest.mark.parametrize("inside", ["zero_optimization", "zero_optimization.offload_optimizer"])
+def test_a_misplaced_block_is_refused_with_the_remedy(inside: str) -> None:
+    offload: dict[str, Any] = {"device": "cpu"}
+    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": offload}
+    (zero if inside == "zero_optimization" else offload)[CONFIG_KEY] = {"placement": "cpu"}
+    with pytest.raises(ConfigError) as caught:
         read(zero)
-    (line,) = caught.value.errors(include_url=False)
-    assert line["type"] == "extra_forbidden"
-    assert line["loc"] == ((key,) if inside == "zero_optimization" else (inside, key))
-    assert line["input"] == block
-    assert line["msg"] == (
-        '"deep_optimizer_states" must be at the top level of the DeepSpeed config, found inside another block. Move it '
-        'out, next to "zero_optimization": {"zero_optimization": {"stage": 3, ...}, "deep_optimizer_states": {...}}'
-    )
-    assert str(block) in str(caught.value)
-
-
-def test_the_other_errors_next_to_a_misplaced_block_stay_as_they_are() -> None:
-    wrong = {
-        "stage": 9,
-        "unknown": 1,
-        "sub_group_size": "many",
-        "reduce_bucket_size": -1,
-        "offload_optimizer": {"device": "disk"},
-    }
-    with pytest.raises(ValidationError) as stocks:
-        read(wrong)
-    with pytest.raises(ValidationError) as ours:
-        read({**wrong, CONFIG_KEY: {}})
-
-    def lines(error: ValidationError) -> list[tuple[Any, ...]]:
-        return [
-            (line["type"], line["loc"], line["msg"], line["input"])
-            for line in error.errors()
-            if line["loc"] != (CONFIG_KEY,)
-        ]
-
-    assert len(lines(stocks.value)) == 5
-    assert lines(ours.value) == lines(stocks.value)
-    assert ours.value.title == stocks.value.title
+    assert str(caught.value).splitlines() == [
+        f'{CONFIG_KEY}: must be at the top level of the DeepSpeed config, found inside "{inside}".',
+        'Move it out, next to "zero_optimization": '
+        '{"zero_optimization": {"stage": 3, ...}, "deep_optimizer_states": {...}}.',
+    ]
 
 
 def test_other_errors_of_deepspeed_do_not_mention_the_plugin() -> None:
