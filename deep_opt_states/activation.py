@@ -59,7 +59,7 @@ def _hook_engine(module: Any) -> None:
 
     def load_checkpoint(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
         if plugin := _plugin_for_engine(engine):
-            plugin.check_checkpoint(wrapped, engine, args, kwargs)
+            plugin.check_checkpoint(engine, args, kwargs)
         return wrapped(*args, **kwargs)
 
     def init_engine(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> None:

@@ -126,13 +126,13 @@ def _check_engine(engine: Any, model: Any) -> None:
     warn_of_untested_release()
 
 
-def check_checkpoint(load: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> None:
-    """Check the files that ``load(*args, **kwargs)`` would read, if the engine has our optimizer.
+def check_checkpoint(engine: Any, args: Any, kwargs: Any) -> None:
+    """Check the files that ``engine.load_checkpoint(*args, **kwargs)`` would read, if the engine has our optimizer.
 
     This is a collective over all ranks. Raise ``CheckpointError`` on all of them.
     """
     if isinstance(engine.optimizer, DeepOptimizerStates_Stage3):
-        check_before_loading(load, engine, args, kwargs)
+        check_before_loading(engine, args, kwargs)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
+from operator import attrgetter
 from typing import Any
 
 import deepspeed
@@ -20,7 +21,7 @@ from deep_opt_states.zero.internals.releases import TESTED_DEEPSPEED, is_at_leas
 from deep_opt_states.zero.start.unsupported import Unsupported
 
 _INSTALL_NEWEST = f"Install it with pip install deepspeed=={TESTED_DEEPSPEED[-1]}"
-"""The beginning of the remedy where this release of DeepSpeed lacks something."""
+"""The start of the remedy where this release of DeepSpeed lacks something."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,21 @@ _LATER_FEATURES = (
     ),
 )
 
+_BLOCKS = {
+    "bf16": "bfloat16_config",
+    "compile": "compile_config",
+    "fp16": "float16_config",
+    "zero_optimization": "zero_config",
+}
+"""The attributes of a ``DeepSpeedConfig`` that contain the blocks of the user's JSON."""
+
+
+def _off(key: str, remedy: str, must: str = "must be false") -> Rule:
+    """Return the rule that a dotted key of the DeepSpeed config is false or absent."""
+    block, _, path = key.partition(".")
+    return Rule(key, must, remedy, attrgetter(f"{_BLOCKS[block]}.{path}"), lambda found: not found)
+
+
 _LATER_METHODS = {"coalesce_grad_reduction": "0.19.1"}
 
 _STAGE = (
@@ -184,19 +200,14 @@ _CONFIG = (
         lambda config: config.zero_config.offload_optimizer.ratio,
         lambda ratio: ratio == 1.0,
     ),
-    Rule(
+    _off(
         "zero_optimization.offload_optimizer.super_offload",
-        "must be false",
         'SuperOffload replaces the update that the plugin schedules: remove "super_offload".',
-        lambda config: config.zero_config.offload_optimizer.super_offload,
-        lambda enabled: not enabled,
     ),
-    Rule(
+    _off(
         "zero_optimization.zenflow",
-        "must be absent",
         "ZenFlow updates with stale gradients, which cannot give the same bits as stock DeepSpeed. Remove it.",
-        lambda config: config.zero_config.zenflow,
-        lambda zenflow: zenflow is None,
+        must="must be absent",
     ),
     Rule(
         "zero_optimization.offload_param.device",
@@ -205,34 +216,13 @@ _CONFIG = (
         lambda config: _device(config.zero_config.offload_param),
         lambda device: device != "nvme",
     ),
-    Rule(
+    _off(
         "compile.deepcompile",
-        "must be false",
         'DeepCompile schedules the optimizer states in its own graph passes: remove "deepcompile".',
-        lambda config: config.compile_config.deepcompile,
-        lambda enabled: not enabled,
     ),
-    Rule(
-        "bf16.bf16_master_weights_and_grads",
-        "must be false",
-        _FP32_STATES,
-        lambda config: config.bfloat16_config.bf16_master_weights_and_grads,
-        lambda enabled: not enabled,
-    ),
-    Rule(
-        "bf16.bf16_optimizer_states",
-        "must be false",
-        _FP32_STATES,
-        lambda config: config.bfloat16_config.bf16_optimizer_states,
-        lambda enabled: not enabled,
-    ),
-    Rule(
-        "fp16.fp16_master_weights_and_grads",
-        "must be false",
-        _FP32_STATES,
-        lambda config: config.float16_config.fp16_master_weights_and_grads,
-        lambda enabled: not enabled,
-    ),
+    _off("bf16.bf16_master_weights_and_grads", _FP32_STATES),
+    _off("bf16.bf16_optimizer_states", _FP32_STATES),
+    _off("fp16.fp16_master_weights_and_grads", _FP32_STATES),
     Rule(
         "torch_autocast.dtype",
         "must not be float16",
@@ -249,14 +239,11 @@ _CONFIG = (
         lambda name: name in (None, "adam", "adamw"),
     ),
     *(
-        Rule(
-            f"zero_optimization.{key}",
-            "must be false",
+        _off(
+            f"zero_optimization.zero_quantized_{what}",
             "Quantised ZeRO++ has not been tested to be bit-identical with interleaved offloading: remove it.",
-            lambda config, key=key: getattr(config.zero_config, key),
-            lambda enabled: not enabled,
         )
-        for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+        for what in ("weights", "nontrainable_weights", "gradients")
     ),
     Rule(
         # Before a step, DeepSpeed 0.19.8 waits for DataStates only if it finds a commit_info, but it always finds none.

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from functools import wraps
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch.ao.quantization import PerChannelMinMaxObserver
 from torch.optim import lr_scheduler
 
-from deep_opt_states.zero import checkpoint_check
-from deep_opt_states.zero.checkpoint_check import CheckpointError, check_before_loading
 from deep_opt_states.zero.checkpoint_contents import shown
 from deep_opt_states.zero.internals.compat import has_custom_loading
 from deep_opt_states.zero.internals.lr_schedulers import problem_of_scheduler
@@ -164,23 +159,3 @@ class Textless(Exception):
 @pytest.mark.parametrize("value", [Textless(), [Textless()], {Textless(): 1}])
 def test_an_object_without_text_is_described_by_its_type(value: object) -> None:
     assert shown(value) == f"an object of type {type(value).__name__} whose text raises KeyError"
-
-
-def test_the_remedy_names_the_checkpoints_that_are_not_removed_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for tag in ("kept", "removed"):
-        (tmp_path / tag).mkdir()
-    (tmp_path / "latest").write_text("gone")
-    stat = Path.stat
-
-    def stat_after_removal(path: Path, **options: bool) -> os.stat_result:
-        if path.name == "removed":
-            raise FileNotFoundError(path)
-        return stat(path, **options)
-
-    monkeypatch.setattr(Path, "stat", stat_after_removal)
-    engine = mock.Mock(load_universal_checkpoint=lambda: False)
-    monkeypatch.setattr(checkpoint_check, "gather_values", lambda value: [value])
-    with pytest.raises(CheckpointError, match=r"such as 'kept'\. \(Found by rank 0"):
-        check_before_loading(lambda *args: None, engine, (str(tmp_path),), {})
