@@ -1,8 +1,8 @@
-"""Give malformed configs, profiles and checkpoints to the programs and to the engine: ``python -m tests.malformed``.
+"""Give malformed configs, profiles and checkpoints to the engine: ``python -m tests.malformed``.
 
-Half of the inputs are files for the commands, a quarter are blocks and profiles for an engine, and a quarter are
-checkpoints on two ranks. Each must be used, or refused by an error with the rule, the value found and the remedy, and
-nothing may be lost: files are as they were, and training goes on with the bits of stock.
+Half of the inputs are blocks and profiles for an engine, and half are checkpoints on two ranks. Each must be used, or
+refused by an error with the rule, the value found and the remedy, and nothing may be lost: files are as they were, and
+training goes on with the bits of stock.
 """
 
 from __future__ import annotations
@@ -10,20 +10,9 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import tempfile
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from unittest import mock
 
-from hypothesis import given
-from hypothesis import seed as seeded
-from hypothesis import strategies as st
-
-from perf_model.training_run import meta_model
-from tests.cli.test_bad_input import check_fuzzed
-from tests.hypothesis_profiles import generated
 from tests.launch import run_ranks
 
 SECONDS_PER_INPUT = 20
@@ -38,26 +27,6 @@ class Tried:
     tried: int
     refused: int
     problems: tuple[str, ...]
-
-
-def commands(count: int, seed: int) -> Tried:
-    """Run commands with malformed profiles, models, rules, machines and tables of runs."""
-    refused: list[bool] = []
-    problems: list[str] = []
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(meta_model, "_run", return_value={"error": "none"}):
-
-        @generated(count)
-        @seeded(seed)
-        @given(st.data())
-        def check_each(data: st.DataObject) -> None:
-            try:
-                refused.append(check_fuzzed(Path(folder), data))
-            except Exception:  # noqa: BLE001 (any exception of a command, or of the check, is a problem)
-                refused.append(False)
-                problems.append(traceback.format_exc()[-2000:])
-
-        check_each()
-    return Tried("files for commands", len(refused), sum(refused), tuple(problems))
 
 
 def configs(count: int, seed: int) -> Tried:
@@ -80,7 +49,7 @@ def _on_ranks(kind: str, world_size: int, program: str, count: int, seed: int) -
     return Tried(kind, max(0, len(found) - 1), sum(bool(answer["message"]) for answer in found), tuple(problems))
 
 
-PARTS: tuple[tuple[Callable[[int, int], Tried], float], ...] = ((commands, 0.5), (configs, 0.25), (checkpoints, 0.25))
+PARTS: tuple[tuple[Callable[[int, int], Tried], float], ...] = ((configs, 0.5), (checkpoints, 0.5))
 """The parts with their shares of the inputs."""
 
 

@@ -1,30 +1,11 @@
-"""Check that malformed files, blocks and profiles are refused or used, and that a problem is reported."""
+"""Check that malformed blocks and profiles are refused or used, and that a problem is reported."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 
 from tests import malformed
 from tests.zero.start.malformed_ranks import problems_of
-
-
-def test_malformed_files_of_commands_are_refused_or_used() -> None:
-    found = malformed.commands(30, seed=1)
-    assert found.problems == ()
-    assert found.tried >= 20
-    assert found.refused > found.tried / 2
-
-
-def test_a_command_that_raises_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    def raising(*_: Any) -> bool:
-        raise KeyError("h2d_bytes_per_s")
-
-    monkeypatch.setattr(malformed, "check_fuzzed", raising)
-    found = malformed.commands(3, seed=1)
-    assert len(found.problems) == found.tried >= 1
-    assert "KeyError: 'h2d_bytes_per_s'" in found.problems[0]
 
 
 @pytest.mark.promise("P6")

@@ -144,7 +144,6 @@ def test_without_recomputation_the_layers_count_three_times_instead_of_four() ->
         ("{}", "model_type: must name the family of the model, found None"),
         (json.dumps({"model_type": ["llama"]}), "model_type: must name the family of the model, found "),
         ('{"model_type": "llama", "model_type": "qwen2"}', "the key 'model_type' occurs twice in one object"),
-        ("[" * 100_000, "A model's config must be JSON, found a text that is not: it is nested too deeply"),
         (json.dumps({"model_type": "llama"}), "hidden_size: must be an integer from 1 to 1,000,000, found None"),
         *(
             (json.dumps({"model_type": "llama", **SMALL, key: value}), f"{key}: must be an integer from 1 to")
