@@ -224,7 +224,7 @@ def test_the_error_for_a_misspelt_key_suggests_the_right_one() -> None:
             'Did you mean [{"match": "*", "states": "resident"}], which keeps the states on the GPU, or "streamed",',
         ),
         ("unheard", "Leave it out"),
-        ({"match": "*", "states": "cpu"}, 'Put it into a list: [{"match": "*", "states": "cpu"}].'),
+        ({"match": "*", "states": "cpu"}, 'Give a list of objects. For example: {"match": '),
     ],
 )
 def test_an_invalid_placement_is_answered_with_the_one_that_was_meant(placement: Any, question: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,8 @@ class Timeline:
                 start_s, name, args = event["ts"] / 1e6, event["name"], event["args"]
                 end_s = start_s + event["dur"] / 1e6
                 if "slot" in args:
-                    action = replace(Action.parse(name), slot=args["slot"], waits=tuple(args["after"]))
+                    kind, unit = name.split()
+                    action = Action(ActionKind[kind], int(unit), args["slot"], tuple(args["after"]))
                     spans.append(Span(action, start_s, end_s))
                 else:
                     phases.append(PhaseSpan(Phase(name), start_s, end_s))

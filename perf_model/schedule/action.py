@@ -1,11 +1,7 @@
-"""Define the actions of a schedule: the steps of the update of one unit, and the lane that runs each of them.
-
-The text of an action can be parsed again: ``PREFETCH 3 slot 0 after FLUSH_STATES 1``.
-"""
+"""Define the actions of a schedule: the steps of the update of one unit, and the lane that runs each of them."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -58,8 +54,6 @@ _LANES = {
     ActionKind.PUBLISH: Lane.PUBLISH,
 }
 
-_TEXT = re.compile(r"(?P<kind>[A-Z_]+) (?P<unit>\d+)( slot (?P<slot>\d+))?( after (?P<waits>.+))?")
-
 
 @dataclass(frozen=True)
 class Action:
@@ -88,19 +82,3 @@ class Action:
         slot = "" if self.slot is None else f" slot {self.slot}"
         waits = f" after {', '.join(self.waits)}" if self.waits else ""
         return f"{self.name}{slot}{waits}"
-
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        """Return the action that ``text`` describes; the inverse of ``str``. Raise ``ValueError`` for other text."""
-        match = _TEXT.fullmatch(text.strip())
-        if match is None or match["kind"] not in ActionKind.__members__:
-            raise ValueError(
-                f"An action has the form 'KIND unit [slot N] [after NAME, NAME]', where KIND is one of "
-                f"{', '.join(ActionKind.__members__)}; found {text.strip()!r}."
-            )
-        return cls(
-            kind=ActionKind[match["kind"]],
-            unit=int(match["unit"]),
-            slot=None if match["slot"] is None else int(match["slot"]),
-            waits=() if match["waits"] is None else tuple(match["waits"].split(", ")),
-        )

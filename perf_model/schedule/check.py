@@ -9,7 +9,7 @@ from dataclasses import replace
 from perf_model.schedule.action import Action, ActionKind
 from perf_model.schedule.happens_before import CHAINS, Clocks, dependencies
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.schedule import Schedule, bytes_of_slots, format_grid
+from perf_model.schedule.schedule import Schedule, format_grid
 from perf_model.schedule.slots_between_updates import flushes_before, slot_shift
 from perf_model.schedule.workload import Workload
 
@@ -32,7 +32,6 @@ def check(schedule: Schedule, workload: Workload) -> tuple[Placement, ...]:
     - Waits name actions of other lanes that were issued before, so that nothing deadlocks.
     - Every action starts after the data that it reads was written.
     - A slot exists, is large enough, and is reused only after the states of its previous occupant were flushed.
-    - The slots fit the declared memory. An occupant stays in its slot, so this holds for all staged data at any moment.
     - The first prefetches of an update also wait for the flushes of the update before, which may be in flight.
     """
     placements = _check_chains(schedule, workload)
@@ -99,13 +98,6 @@ def _check_chains(schedule: Schedule, workload: Workload) -> tuple[Placement, ..
 
 
 def _check_slots(schedule: Schedule, workload: Workload, placements: tuple[Placement, ...]) -> None:
-    needed_bytes = bytes_of_slots(schedule.num_slots, schedule.slot_numel)
-    if needed_bytes > schedule.staging_bytes:
-        rule = (
-            f"The slots must fit the memory that the schedule declares: {schedule.num_slots} of {schedule.slot_numel} "
-            f"parameters take {needed_bytes} bytes, {schedule.staging_bytes} are declared."
-        )
-        raise ScheduleError(schedule, None, rule)
     slot_of: dict[int, int | None] = {}
     for action in schedule.actions:
         if placements[action.unit] is not Placement.STREAMED:

@@ -11,27 +11,19 @@ from collections.abc import Sequence
 from perf_model.schedule.action import Action, ActionKind
 from perf_model.schedule.happens_before import CHAINS, Clocks, dependencies
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.schedule import Schedule, bytes_of_slots
+from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
 
 
 def lower(workload: Workload, placements: Sequence[Placement], num_slots: int, order: Sequence[int]) -> Schedule:
     """Return the schedule that executes ``placements``, with the units processed in ``order``."""
-    num_slots, slot_numel = needed_slots(workload, placements, num_slots)
-    slots = assign_slots([index for index in order if placements[index] is Placement.STREAMED], num_slots)
+    streamed = [index for index in order if placements[index] is Placement.STREAMED]
+    num_slots = min(num_slots, len(streamed))
     return Schedule(
         num_slots=num_slots,
-        slot_numel=slot_numel,
-        staging_bytes=bytes_of_slots(num_slots, slot_numel),
-        actions=tuple(insert_waits(issue_order(order, placements, slots))),
+        slot_numel=max((workload.units[index].length for index in streamed), default=0),
+        actions=tuple(insert_waits(issue_order(order, placements, assign_slots(streamed, num_slots)))),
     )
-
-
-def needed_slots(workload: Workload, placements: Sequence[Placement], num_slots: int) -> tuple[int, int]:
-    """Return the number of slots, at most one per streamed unit, and the length of each in parameters."""
-    placed = zip(workload.units, placements, strict=True)
-    streamed = [unit.length for unit, placement in placed if placement is Placement.STREAMED]
-    return min(num_slots, len(streamed)), max(streamed, default=0)
 
 
 def assign_slots(streamed: Sequence[int], num_slots: int) -> dict[int, int]:
@@ -97,4 +89,4 @@ def serial_schedule(placements: Sequence[Placement]) -> Schedule:
             # An earlier action of the same lane needs no wait.
             waits = tuple(before.name for before in actions[-1:] if before.lane is not kind.lane)
             actions.append(Action(kind, unit, waits=waits))
-    return Schedule(num_slots=0, slot_numel=0, staging_bytes=0, actions=tuple(actions))
+    return Schedule(num_slots=0, slot_numel=0, actions=tuple(actions))

@@ -6,46 +6,28 @@ effect is an error, because it is most often a misspelt name.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase, translate
-from functools import cached_property
+from difflib import SequenceMatcher, get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 from perf_model.json_input import printable, shorten
 from perf_model.schedule.cutting import layer_of
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.spellings import did_you_mean, rules_as_list, shell_pattern_of
 
 States = Literal["cpu", "streamed", "resident", "planned"]
 """The choices of a rule: a placement, or ``"planned"``, with which the planner chooses it."""
 
-MATCHES_ALL = "*"
-
-NEAREST = 3
-"""The number of names that an error suggests."""
-
-COMMON_LETTERS = 3
-"""The least number of letters in a row that count as common to a pattern and a name."""
-
-MAX_PATTERNS = 1_000
-"""The largest number of rules, and of patterns in a rule: each is compared with the name of every parameter."""
-
-MAX_PATTERN = 1_000
-"""The most characters of a pattern."""
-
-_FEWER = "With the pattern *, a rule matches many names at once."
 _KEYS = ("match", "states")
-_EXAMPLE = '{"match": "lm_head.*", "states": "resident"}'
+_ON_ACCELERATOR = ("gpu", "cuda", "device", "accelerator", "vram", "hbm")
+_OTHER_WORDS = {"cpu": ("host", "ram", "offload", "pinned"), "planned": ("auto", "default", "fastest", "best")}
+_EXAMPLE = 'For example: {"match": "lm_head.*", "states": "resident"}.'
 
 
 class RulesError(ValueError):
-    """The error for rules that are invalid or have no effect.
-
-    Its message has two lines: the key with the rule and the value found, and the remedy.
-    """
+    """The error for rules that are invalid or without effect: the key with the rule and the value, and the remedy."""
 
     def __init__(self, key: str, rule: str, found: str, remedy: str) -> None:
         super().__init__(f"placement{key}: {rule}, found {found}.\n{remedy}")
@@ -55,7 +37,7 @@ class RulesError(ValueError):
 class PlacementRule:
     """The states of the parameters whose names match one of the patterns ``match``.
 
-    Patterns are those of ``fnmatch``, case-sensitive, for the full name in the module.
+    Patterns are as in ``fnmatch``, case-sensitive, for the full name in the module.
     """
 
     match: tuple[str, ...]
@@ -66,18 +48,9 @@ class PlacementRule:
         """Return the placement; None if the planner decides."""
         return None if self.states == "planned" else Placement(self.states)
 
-    @property
-    def matches_all(self) -> bool:
-        """Return whether a pattern matches every name."""
-        return MATCHES_ALL in self.match
-
-    @cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(translate, self.match)))
-
     def matches(self, name: str) -> bool:
         """Return whether the rule is for the parameter ``name``, unless an earlier rule is."""
-        return self._pattern.match(name) is not None
+        return any(fnmatchcase(name, pattern) for pattern in self.match)
 
     def __str__(self) -> str:
         return "rule " + " or ".join(map(repr, self.match))
@@ -93,11 +66,7 @@ class PlacementRules:
     def from_json(cls, value: object) -> PlacementRules:
         """Return the rules that a list of JSON objects defines. Raise ``RulesError`` unless each of them is valid."""
         if not isinstance(value, list) or not value:
-            in_list = rules_as_list(value) if isinstance(value, Mapping) else ""
-            remedy = f"Put it into a list: {in_list}." if in_list else f"For example: [{_EXAMPLE}]."
-            raise RulesError("", "must be a list of rules", shorten(value), remedy)
-        if len(value) > MAX_PATTERNS:
-            raise RulesError("", f"must have at most {MAX_PATTERNS:,} rules", f"{len(value):,}", _FEWER)
+            raise RulesError("", "must be a list of rules", shorten(value), f"Give a list of objects. {_EXAMPLE}")
         return cls(tuple(_parse(f"[{number}]", rule) for number, rule in enumerate(value)))
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -110,27 +79,16 @@ class PlacementRules:
     @property
     def may_plan(self) -> bool:
         """Return whether there are names whose placement the planner would choose, be they of this model or not."""
-        return any(rule.placement is None for rule in self.rules) or not any(rule.matches_all for rule in self.rules)
+        return any(rule.placement is None for rule in self.rules) or not any("*" in rule.match for rule in self.rules)
 
     def rule_for(self, name: str) -> PlacementRule | None:
         """Return the first rule that matches ``name``, or None."""
-        number = self._number_of(name)
-        return None if number is None else self.rules[number]
+        return next((rule for rule in self.rules if rule.matches(name)), None)
 
     def placement_of(self, name: str) -> Placement | None:
         """Return the placement of the parameter ``name``; None if the planner decides."""
         rule = self.rule_for(name)
         return None if rule is None else rule.placement
-
-    def _number_of(self, name: str) -> int | None:
-        if name not in self._numbers:
-            self._numbers[name] = next((number for number, rule in enumerate(self.rules) if rule.matches(name)), None)
-        return self._numbers[name]
-
-    @cached_property
-    def _numbers(self) -> dict[str, int | None]:
-        """Return the results of ``_number_of`` so far: a model has many names, and is cut into units of many sizes."""
-        return {}
 
     def check(
         self, trained: Sequence[str], frozen: Collection[str] = (), aliases: Mapping[str, str] | None = None
@@ -140,23 +98,22 @@ class PlacementRules:
         ``trained`` and ``frozen`` are the names of the model's parameters. ``aliases`` maps each further name of a tied
         parameter to the first one, which is in ``trained`` or ``frozen``.
         """
+        free = list(trained)
         for number, rule in enumerate(self.rules):
             key = f"[{number}].match"
             for pattern in rule.match:
-                _check_pattern(key, pattern, trained, frozen, aliases or {})
-            matched = [name for name in trained if rule.matches(name)]
-            if not matched:
-                found = f"{', '.join(map(repr, rule.match))}, which matches only frozen parameters"
+                _check_pattern(key, pattern, [*trained, *frozen], aliases or {})
+            found = ", ".join(map(repr, rule.match))
+            if not any(map(rule.matches, trained)):
                 remedy = "Frozen parameters have no optimizer states. Remove the rule."
+                found += ", which matches only frozen parameters"
                 raise RulesError(key, "must match a parameter that is trained", found, remedy)
-            takers = sorted({taker for name in matched if (taker := self._number_of(name)) is not None})
-            if number not in takers:
-                earlier = " and ".join(f"{self.rules[taker]} (placement[{taker}])" for taker in takers)
-                found = (
-                    f"{', '.join(map(repr, rule.match))}, whose {len(matched)} parameters are all taken by {earlier}"
-                )
+            if not any(map(rule.matches, free)):
+                takers = {self.rule_for(name): name for name in trained if rule.matches(name)}
+                found += f", whose parameters are all taken by {' and '.join(map(str, takers))}"
                 remedy = "The first rule that matches counts. Put this rule before it, or remove one of them."
                 raise RulesError(key, "must match a parameter that no earlier rule matches", found, remedy)
+            free = [name for name in free if not rule.matches(name)]
 
 
 NO_RULES = PlacementRules()
@@ -165,25 +122,20 @@ NO_RULES = PlacementRules()
 def _parse(key: str, rule: object) -> PlacementRule:
     """Return the rule that one JSON object defines. Raise ``RulesError`` unless it is valid."""
     if not isinstance(rule, Mapping):
-        raise RulesError(key, "must be an object if another entry is one", shorten(rule), f"For example: {_EXAMPLE}.")
+        raise RulesError(key, "must be an object if another entry is one", shorten(rule), _EXAMPLE)
     for unknown in rule.keys() - set(_KEYS):
-        spelled = printable(unknown, 100)
-        close = difflib.get_close_matches(spelled, _KEYS, n=1)
-        remedy = f'Did you mean "{close[0]}"?' if close else f"A rule has the keys {' and '.join(_KEYS)}."
-        raise RulesError(f"{key}.{spelled}", "is not a known key of a rule", shorten(rule[unknown]), remedy)
+        remedy = did_you_mean(unknown, {name: f'"{name}"' for name in _KEYS}) or "A rule has the keys match and states."
+        raise RulesError(
+            f"{key}.{printable(unknown, 100)}", "is not a known key of a rule", shorten(rule[unknown]), remedy
+        )
     for required in _KEYS:
         if required not in rule:
-            raise RulesError(f"{key}.{required}", "is required", "nothing", f"For example: {_EXAMPLE}.")
+            raise RulesError(f"{key}.{required}", "is required", "nothing", _EXAMPLE)
     match, states = rule["match"], rule["states"]
     patterns = match if isinstance(match, list) else [match]
     if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
         remedy = 'It matches full names of parameters; * stands for any text. For example: "match": "*.mlp.experts.*".'
         raise RulesError(f"{key}.match", "must be a pattern or a list of patterns", shorten(match), remedy)
-    if len(patterns) > MAX_PATTERNS:
-        raise RulesError(f"{key}.match", f"must have at most {MAX_PATTERNS:,} patterns", f"{len(patterns):,}", _FEWER)
-    if (longest := max(map(len, patterns))) > MAX_PATTERN:
-        rule = f"must have patterns of at most {MAX_PATTERN:,} characters"
-        raise RulesError(f"{key}.match", rule, f"{longest:,}", "No name of a parameter is as long: shorten it.")
     known = get_args(States)
     if states not in known:
         remedy = did_you_mean(states, {choice: f'"{choice}"' for choice in known})
@@ -192,39 +144,54 @@ def _parse(key: str, rule: object) -> PlacementRule:
     return PlacementRule(tuple(patterns), states)
 
 
-def _check_pattern(
-    key: str, pattern: str, trained: Iterable[str], frozen: Iterable[str], aliases: Mapping[str, str]
-) -> None:
-    """Raise ``RulesError`` if ``pattern`` matches no parameter, or only further names of tied parameters."""
-    if any(fnmatchcase(name, pattern) for names in (trained, frozen) for name in names):
+def _check_pattern(key: str, pattern: str, names: Sequence[str], aliases: Mapping[str, str]) -> None:
+    """Raise ``RulesError`` if ``pattern`` matches none of the ``names``, or only further names of tied parameters."""
+    if any(fnmatchcase(name, pattern) for name in names):
         return
     for alias, first in aliases.items():
         if fnmatchcase(alias, pattern):
             found = f'{pattern!r}, which matches "{alias}", another name of "{first}"'
             remedy = f'A tied parameter has one name, the first. Match "{first}".'
             raise RulesError(key, "must match a parameter by the name that counts", found, remedy)
-    names = [*trained, *frozen]
-    remedy = f"The nearest names: {', '.join(nearest_names(pattern, names))}."
-    if shell_pattern := shell_pattern_of(pattern, names):
-        remedy = f'Patterns are those of a shell and match whole names: did you mean "{shell_pattern}"? {remedy}'
+    nearest = ", ".join(nearest_names(pattern, names))
+    remedy = f"The nearest names: {nearest}. Patterns are as in a shell, for whole names: * stands for any text."
     raise RulesError(key, "must match a parameter of the model", repr(pattern), remedy)
 
 
-def nearest_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the names of parameters and layers that are most similar to ``pattern``, the nearest first.
+def did_you_mean(word: object, choices: Mapping[str, str]) -> str:
+    """Return a question that names the ``choices`` which are most like ``word``; empty if none is.
 
-    The nearest have most of the pattern's letters in common with it, in order; of these, the shortest come first. Of
-    names that differ only in numbers, such as those of equal layers, only the first is returned.
+    ``choices`` maps "cpu", "streamed" and so on to the text that the user has to write for it.
+    """
+    letters = str(word).lower()
+    meant = [choice for choice in choices if choice in letters]
+    if not meant and "resident" in choices and any(other in letters for other in _ON_ACCELERATOR):
+        return (
+            f"Did you mean {choices['resident']}, which keeps the states on the GPU, or {choices['streamed']}, which "
+            f"keeps them in host memory and copies them to the GPU for each update?"
+        )
+    others = (choice for choice, words in _OTHER_WORDS.items() if any(other in letters for other in words))
+    meant = meant or [choice for choice in others if choice in choices]
+    meant = meant or get_close_matches(letters, choices, n=1)
+    return f"Did you mean {choices[meant[0]]}?" if meant else ""
+
+
+def nearest_names(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the three names of parameters and layers that are most similar to ``pattern``, the nearest first.
+
+    The nearest have most of the pattern's letters in common with it, in runs of at least three; of these, the shortest
+    come first. Of names that differ only in numbers, such as those of equal layers, only the first is returned.
     """
     candidates: dict[str, str] = {}
     for name in names:
         for text in (name, layer_of(name)):
             candidates.setdefault(re.sub(r"\d+", "0", text), text)
-    spelled = re.sub(r"[*?\[\]!]+", "", pattern).strip(".")
+    # The letters of a regular expression count as well: *, \. and .* are no letters of a name.
+    spelled = re.sub(r"[*?\[\]!^$\\+]+", "", pattern).strip(".")
 
     def distance(name: str) -> tuple[int, float]:
-        matcher = difflib.SequenceMatcher(None, spelled, name, autojunk=False)
-        common = sum(block.size for block in matcher.get_matching_blocks() if block.size >= COMMON_LETTERS)
+        matcher = SequenceMatcher(None, spelled, name, autojunk=False)
+        common = sum(block.size for block in matcher.get_matching_blocks() if block.size >= 3)
         return -common, -matcher.ratio()
 
-    return sorted(candidates.values(), key=distance)[:NEAREST]
+    return sorted(candidates.values(), key=distance)[:3]

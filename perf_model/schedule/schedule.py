@@ -5,7 +5,6 @@ A schedule is executed, simulated, checked and drawn. None of these consumers ch
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,30 +15,20 @@ from perf_model.schedule.workload import FP32_BYTES, STATES
 PUBLISHING = (ActionKind.GPU_STEP, ActionKind.PUBLISH)
 """The kinds of action that write a unit's 16-bit parameters. Each unit has exactly one such action."""
 
-_HEADER = re.compile(r"schedule slots (?P<slots>\d+) slot_numel (?P<numel>\d+) staging_bytes (?P<bytes>\d+)")
-
 STAGED_BYTES_PER_PARAM = len(STATES) * FP32_BYTES
 """Bytes per parameter that a slot holds: fp32 p, m and v. The gradient is already on the accelerator."""
 
 
-def bytes_of_slots(num_slots: int, slot_numel: int) -> int:
-    """Return the bytes of ``num_slots`` staging slots of ``slot_numel`` parameters each."""
-    return num_slots * slot_numel * STAGED_BYTES_PER_PARAM
-
-
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The actions in the order in which the host issues them, and the staging memory that they need.
+    """The actions in the order in which the host issues them, and the staging slots that they use.
 
-    ``slot_numel`` is the length, in parameters, of each of the ``num_slots`` staging slots. ``staging_bytes`` is the
-    accelerator memory of these slots with whole masters, within which ``check`` requires the actions to stay. The
-    runtime reserves the slots once, and its other reservations follow from the plan (``prediction/memory.py``). The
-    text form (``str``) can be parsed again with ``parse``.
+    ``slot_numel`` is the length, in parameters, of each of the ``num_slots`` staging slots. The runtime reserves the
+    slots once, and its other reservations follow from the plan (``prediction/memory.py``).
     """
 
     num_slots: int
     slot_numel: int
-    staging_bytes: int
     actions: tuple[Action, ...]
 
     @cached_property
@@ -47,25 +36,14 @@ class Schedule:
         """Return by unit the position of the action that writes its parameters."""
         return {action.unit: position for position, action in enumerate(self.actions) if action.kind in PUBLISHING}
 
+    @property
+    def staging_bytes(self) -> int:
+        """Return the accelerator memory of the slots, in bytes."""
+        return self.num_slots * self.slot_numel * STAGED_BYTES_PER_PARAM
+
     def __str__(self) -> str:
         header = f"schedule slots {self.num_slots} slot_numel {self.slot_numel} staging_bytes {self.staging_bytes}"
         return "\n".join([header, *map(str, self.actions)])
-
-    @classmethod
-    def parse(cls, text: str) -> Schedule:
-        """Return the schedule that ``text`` describes; the inverse of ``str``. Raise ``ValueError`` for other text."""
-        header, *lines = text.strip().splitlines() or [""]
-        match = _HEADER.fullmatch(header)
-        if match is None:
-            raise ValueError(
-                f"A schedule starts with 'schedule slots N slot_numel M staging_bytes B'; found {header!r}."
-            )
-        return cls(
-            num_slots=int(match["slots"]),
-            slot_numel=int(match["numel"]),
-            staging_bytes=int(match["bytes"]),
-            actions=tuple(map(Action.parse, lines)),
-        )
 
 
 def format_grid(schedule: Schedule, failing: Action | None = None) -> str:

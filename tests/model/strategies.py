@@ -11,7 +11,7 @@ from perf_model.schedule.happens_before import CHAINS
 from perf_model.schedule.lowering import insert_waits
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.schedule import Schedule, bytes_of_slots
+from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
 
 
@@ -87,7 +87,6 @@ def schedules(draw: st.DrawFn, max_numel: int = 10**6) -> tuple[Schedule, Worklo
     schedule = Schedule(
         num_slots=plan.num_slots,
         slot_numel=slot_numel,
-        staging_bytes=bytes_of_slots(plan.num_slots, slot_numel),
         actions=tuple(insert_waits(actions)),
     )
     return schedule, plan.workload

@@ -131,7 +131,9 @@ def test_the_example_places_experts_and_the_ends_of_the_model_and_leaves_the_res
 
 @pytest.mark.parametrize("value", [None, {}, "cpu", [], 1])
 def test_rules_must_be_a_list_with_an_entry(value: object) -> None:
-    with pytest.raises(RulesError, match=re.escape(f"placement: must be a list of rules, found {value!r}.\nFor ex")):
+    with pytest.raises(
+        RulesError, match=re.escape(f"placement: must be a list of rules, found {value!r}.\nGive a list")
+    ):
         PlacementRules.from_json(value)
 
 
@@ -167,43 +169,11 @@ def test_a_word_for_the_accelerator_is_answered_with_the_two_placements_on_it(st
     )
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ({"match": "*", "states": "cpu"}, '[{"match": "*", "states": "cpu"}]'),
-        ({"match": ["a", "b"], "states": "gpu"}, '[{"match": ["a", "b"], "states": "gpu"}]'),
-        ({"*.mlp.*": "cpu", "*": "planned"}, '[{"match": "*.mlp.*", "states": "cpu"}, {"match": "*", "states": "pla'),
-        ({"rules": EXAMPLE[:1]}, '[{"match": "*.mlp.experts.*", "states": "cpu"}]'),
-    ],
-)
-def test_a_dictionary_of_rules_is_answered_with_the_list_that_it_stands_for(value: Any, expected: str) -> None:
-    with pytest.raises(RulesError) as caught:
-        PlacementRules.from_json(value)
-    assert f".\nPut it into a list: {expected}" in str(caught.value)
-
-
-@pytest.mark.parametrize("value", [{"a": {"b": 1}}, {"match": 1}, {"rules": []}, {1: "cpu"}, {"rules": [{}]}])
-def test_a_dictionary_that_is_no_rule_is_answered_with_an_example(value: Any) -> None:
-    with pytest.raises(RulesError, match=r"placement: must be a list of rules, found .*\nFor example: "):
-        PlacementRules.from_json(value)
-
-
-@pytest.mark.parametrize(
-    ("expression", "pattern"),
-    [
-        (r".*\.mlp\..*", "*.mlp.*"),
-        (r"^lm_head\.", "lm_head.*"),
-        (r"model\.layers\.\d+\.mlp\..+", "model.layers.*.mlp.*"),
-        (r"model\.layers\.[0-9]+\..*weight$", "model.layers.*.*weight"),
-        ("mlp.gate", "*mlp.gate*"),
-        ("lm_head", "lm_head*"),
-        (r"layers\.\d\.mlp", r"*layers.?.mlp*"),
-    ],
-)
-def test_a_regular_expression_is_answered_with_the_shell_pattern(expression: str, pattern: str) -> None:
+@pytest.mark.parametrize("expression", [r".*\.mlp\..*", r"^model\.layers\.\d+\.mlp\..+", "mlp.gate$"])
+def test_a_regular_expression_is_answered_with_the_names_of_its_layer(expression: str) -> None:
     message = error_of({"match": expression, "states": "cpu"})
-    assert f'Patterns are those of a shell and match whole names: did you mean "{pattern}"? The nearest' in message
-    PlacementRules.from_json([{"match": pattern, "states": "cpu"}]).check(NAMES)
+    assert message.endswith("Patterns are as in a shell, for whole names: * stands for any text.")
+    assert "model.layers.0.mlp" in message
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names() -> None:
@@ -226,15 +196,15 @@ def test_a_rule_behind_one_that_takes_all_of_its_parameters_is_refused_with_the_
     message = error_of(EXAMPLE[2], EXAMPLE[0])
     assert message.startswith(
         "placement[1].match: must match a parameter that no earlier rule matches, found '*.mlp.experts.*', whose "
-        "6 parameters are all taken by rule '*' (placement[0]).\nThe first rule that matches counts. "
+        "parameters are all taken by rule '*'.\nThe first rule that matches counts. "
     )
     halves = [{"match": f"*.experts.{expert}.*", "states": "cpu"} for expert in range(EXPERTS)]
     message = error_of(*halves, {"match": "*.experts.*", "states": "streamed"})
-    assert "rule '*.experts.0.*' (placement[0]) and rule '*.experts.1.*' (placement[1])" in message
+    assert "rule '*.experts.0.*' and rule '*.experts.1.*'" in message
 
 
 def test_equal_rules_are_refused_too() -> None:
-    assert "taken by rule '*' (placement[0])" in error_of(EXAMPLE[2], EXAMPLE[2])
+    assert "taken by rule '*'" in error_of(EXAMPLE[2], EXAMPLE[2])
 
 
 def test_a_rule_that_matches_only_frozen_parameters_is_refused_as_such() -> None:

@@ -19,6 +19,7 @@ from perf_model.schedule.simple_placements import place_all, place_by_stride
 from perf_model.schedule.workload import Workload
 from tests.model.costs import cost, costs, makespan_s, windows
 from tests.model.profiles import profile
+from tests.model.schedule_text import parse_schedule
 from tests.model.strategies import plans, schedules
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
@@ -70,14 +71,13 @@ def test_each_copy_adds_its_latency() -> None:
 
 def test_a_publish_that_waits_for_the_cpu_holds_no_other_lane_back() -> None:
     text = """
-        schedule slots 1 slot_numel 1000000000 staging_bytes 12000000000
         CPU_STEP 0
         PUBLISH 0 after CPU_STEP 0
         PREFETCH 1 slot 0
         GPU_STEP 1 slot 0 after PREFETCH 1
         FLUSH_STATES 1 slot 0 after GPU_STEP 1
     """
-    timeline = simulate(Schedule.parse(text), Workload.from_numels([10**9] * 2), cost())
+    timeline = simulate(parse_schedule(text, 1, 10**9), Workload.from_numels([10**9] * 2), cost())
     starts = {span.action.name: span.start_s for span in timeline.spans}
     assert starts["PREFETCH 1"] == 0
     assert starts["PUBLISH 0"] == pytest.approx(1)

@@ -12,6 +12,7 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.slots_between_updates import flushes_before, slot_shift
 from perf_model.schedule.workload import Workload
+from tests.model.schedule_text import parse_schedule
 from tests.model.strategies import plans, schedules_with_more_waits
 
 STREAMED = Placement.STREAMED
@@ -75,9 +76,8 @@ def test_a_prefetch_waits_for_the_flush_of_its_unit_if_that_is_later() -> None:
         check_next_update(NOT_IN_TURN, first_slot_only)
 
 
-NOT_IN_TURN = Schedule.parse(
+NOT_IN_TURN = parse_schedule(
     """\
-schedule slots 2 slot_numel 4 staging_bytes 96
 PREFETCH 0 slot 0
 PREFETCH 1 slot 1
 GPU_STEP 0 slot 0 after PREFETCH 0
@@ -87,7 +87,9 @@ FLUSH_STATES 1 slot 1 after GPU_STEP 1
 PREFETCH 2 slot 1 after FLUSH_STATES 1
 GPU_STEP 2 slot 1 after PREFETCH 2
 FLUSH_STATES 2 slot 1 after GPU_STEP 2
-"""
+""",
+    num_slots=2,
+    slot_numel=4,
 )
 
 

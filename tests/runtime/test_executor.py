@@ -27,9 +27,9 @@ from perf_model.schedule.action import ActionKind, Lane
 from perf_model.schedule.check import ScheduleError, check
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
 from tests.kernels.adam_steps import BETAS, fused
+from tests.model.schedule_text import parse_schedule
 from tests.model.strategies import plans
 from tests.runtime.plain_adam import PlainAdam, adam_step
 from tests.runtime.random_states import assert_equal, fill_gradients, make_states, place, update_serially
@@ -285,7 +285,7 @@ def test_an_unsafe_schedule_is_refused_before_anything_is_reserved() -> None:
     ],
 )
 def test_a_safe_schedule_that_no_stream_can_execute_is_refused(text: str) -> None:
-    schedule = Schedule.parse(f"schedule slots 0 slot_numel 0 staging_bytes 0\n{text}")
+    schedule = parse_schedule(text, num_slots=0, slot_numel=0)
     states = make_states([4, 4], torch.bfloat16)
     for state, placement in zip(states, check(schedule, Workload.from_numels([4, 4])), strict=True):
         state.placement = placement
