@@ -59,6 +59,17 @@ class BytesPerParam:
     pageable: float = 0.0
     dram: float = 0.0
 
+    @property
+    def amounts(self) -> dict[Resource, float]:
+        """Return the bytes of each resource."""
+        return {
+            Resource.H2D: self.h2d,
+            Resource.D2H: self.d2h,
+            Resource.BOTH: self.h2d + self.d2h,
+            Resource.PAGEABLE: self.pageable,
+            Resource.DRAM: self.dram,
+        }
+
 
 def traffic_by_action(param_bytes: int, *, params_on_host: bool = False) -> dict[ActionKind, BytesPerParam]:
     """Return the bytes per parameter that our runtime moves in each kind of action.
@@ -148,19 +159,17 @@ class CostModel:
     """The capacities of one rank, and the amounts of them that each kind of action uses.
 
     ``capacities`` are per second, and ``per_param`` are amounts per parameter. CPU and GPU are counted in seconds of
-    the rank's whole share, so that their capacity is 1; the other resources are counted in bytes. ``blocks``: the host
-    itself executes the actions that it issues on a stream, and issues nothing meanwhile.
+    the rank's whole share, so that their capacity is 1; the other resources are counted in bytes.
     """
 
     capacities: Mapping[Resource, float]
     per_param: Mapping[ActionKind, Mapping[Resource, float]]
     copy_latency_s: float = 0.0
-    blocks: bool = False
 
     def __hash__(self) -> int:
         """Return a hash, so that what depends on nothing but the cost is computed once."""
         per_param = frozenset((kind, frozenset(amounts.items())) for kind, amounts in self.per_param.items())
-        return hash((frozenset(self.capacities.items()), per_param, self.copy_latency_s, self.blocks))
+        return hash((frozenset(self.capacities.items()), per_param, self.copy_latency_s))
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -182,7 +191,7 @@ class CostModel:
         ``capacities``, in bytes per second, are those of the resources that ``traffic`` counts. Without
         ``gpu_adam_params_per_s`` nothing can be updated on the accelerator.
         """
-        per_param = {kind: _amounts(moved) for kind, moved in traffic.items()}
+        per_param = {kind: moved.amounts for kind, moved in traffic.items()}
         per_param[ActionKind.CPU_STEP][Resource.CPU] = 1 / cpu_adam_params_per_s
         if gpu_adam_params_per_s is None:
             del per_param[ActionKind.GPU_STEP]
@@ -198,40 +207,39 @@ class CostModel:
     def for_stock(cls, profile: HardwareProfile, param_bytes: int = 2, *, params_on_host: bool = False) -> CostModel:
         """Return the cost model of stock DeepSpeed's update. Raise ``ProfileError`` as ``from_profile`` does."""
         traffic = stock_traffic_by_action(param_bytes, params_on_host=params_on_host)
-        gpu = profile.get("gpu_adam_params_per_s")
-        return cls._from_traffic(profile, traffic, profile.rate("stock_cpu_adam_params_per_s"), gpu)
+        return cls._from_traffic(profile, traffic, profile.rate("stock_cpu_adam_params_per_s"))
 
     @classmethod
-    def from_profile(
-        cls,
-        profile: HardwareProfile,
-        param_bytes: int = 2,
-        *,
-        params_on_host: bool = False,
-    ) -> CostModel:
+    def from_profile(cls, profile: HardwareProfile, param_bytes: int = 2, *, params_on_host: bool = False) -> CostModel:
         """Return the cost model of our update.
 
-        If the profile has no rate of an accelerator at all, the accelerator is the CPU itself. Raise ``ProfileError``
-        if it has some of these rates and lacks others that are needed.
+        If the profile contains no rate of an accelerator at all, the accelerator is the CPU itself. Raise
+        ``ProfileError`` if it contains some of these rates and lacks others that are needed.
         """
         # Where the accelerator is the CPU, all parameters are in host memory.
-        traffic = traffic_by_action(
-            param_bytes,
-            params_on_host=params_on_host or not profile.has_accelerator,
-        )
-        gpu = profile.get("gpu_adam_params_per_s")
-        return cls._from_traffic(profile, traffic, profile.rate("cpu_adam_params_per_s"), gpu)
+        on_host = params_on_host or not profile.has_accelerator
+        traffic = traffic_by_action(param_bytes, params_on_host=on_host)
+        return cls._from_traffic(profile, traffic, profile.rate("cpu_adam_params_per_s"))
 
     @classmethod
     def _from_traffic(
-        cls, profile: HardwareProfile, traffic: Mapping[ActionKind, BytesPerParam], cpu: float, gpu: float | None
+        cls, profile: HardwareProfile, traffic: Mapping[ActionKind, BytesPerParam], cpu: float
     ) -> CostModel:
+        latency_s = profile.get("copy_latency_s") or 0.0
         if not profile.has_accelerator:
-            return cls._for_cpu_accelerator(profile, traffic, cpu)
+            # Slots are host memory: copies, which read and write each byte, and Adam share the same cores. The CPU
+            # writes the 16-bit parameters of the model itself as it updates, so there is nothing to publish.
+            byte_s = 2 / (profile.get("dram_copy_bytes_per_s") or profile.rate("dram_update_bytes_per_s"))
+            seconds = {kind: byte_s * (moved.h2d + moved.d2h) for kind, moved in traffic.items()}
+            seconds |= dict.fromkeys((ActionKind.CPU_STEP, ActionKind.GPU_STEP), 1 / cpu)
+            if traffic[ActionKind.PUBLISH].h2d < FP32_BYTES:
+                seconds[ActionKind.PUBLISH] = 0.0
+            per_param = {kind: {Resource.CPU: param_s} for kind, param_s in seconds.items()}
+            return cls(capacities={Resource.CPU: 1.0}, per_param=per_param, copy_latency_s=latency_s)
         h2d = profile.rate("h2d_bytes_per_s")
         return cls.from_rates(
             cpu_adam_params_per_s=cpu,
-            gpu_adam_params_per_s=gpu,
+            gpu_adam_params_per_s=profile.get("gpu_adam_params_per_s"),
             capacities={
                 Resource.H2D: h2d,
                 Resource.D2H: profile.rate("d2h_bytes_per_s"),
@@ -240,35 +248,7 @@ class CostModel:
                 Resource.DRAM: max(_dram_capacity(profile), traffic[ActionKind.CPU_STEP].dram * cpu),
             },
             traffic=traffic,
-            copy_latency_s=profile.get("copy_latency_s") or 0.0,
-        )
-
-    @classmethod
-    def _for_cpu_accelerator(
-        cls, profile: HardwareProfile, traffic: Mapping[ActionKind, BytesPerParam], cpu: float
-    ) -> CostModel:
-        """Return the cost model for an accelerator that is the CPU itself, at ``cpu`` parameters per second.
-
-        Slots are host memory, and the host executes every action, so that copies and Adam take turns on the same cores.
-        A copied byte is one byte read and one written. GPU_STEP does in a slot the work that CPU_STEP does in place.
-        The CPU writes the parameters of the model itself as it updates, so there is nothing to publish.
-        """
-        adam_s = 1 / cpu
-        copied_byte_s = 2 / (profile.get("dram_copy_bytes_per_s") or profile.rate("dram_update_bytes_per_s"))
-        seconds = {
-            kind: adam_s
-            if kind in (ActionKind.CPU_STEP, ActionKind.GPU_STEP)
-            else copied_byte_s * (moved.h2d + moved.d2h)
-            for kind, moved in traffic.items()
-        }
-        if traffic[ActionKind.PUBLISH].h2d < FP32_BYTES:
-            seconds[ActionKind.PUBLISH] = 0.0
-        per_param = {kind: {Resource.CPU: param_s} for kind, param_s in seconds.items()}
-        return cls(
-            capacities={Resource.CPU: 1.0},
-            per_param=per_param,
-            copy_latency_s=profile.get("copy_latency_s") or 0.0,
-            blocks=True,
+            copy_latency_s=latency_s,
         )
 
     def load(self, kind: ActionKind, numel: int) -> Load:
@@ -294,16 +274,6 @@ class CostModel:
     def without_accelerator(self) -> CostModel:
         """Return the costs of a rank on which nothing can be updated on an accelerator."""
         return replace(self, per_param={kind: self.per_param[kind] for kind in CHAINS[Placement.CPU]})
-
-
-def _amounts(moved: BytesPerParam) -> dict[Resource, float]:
-    return {
-        Resource.H2D: moved.h2d,
-        Resource.D2H: moved.d2h,
-        Resource.BOTH: moved.h2d + moved.d2h,
-        Resource.PAGEABLE: moved.pageable,
-        Resource.DRAM: moved.dram,
-    }
 
 
 def _dram_capacity(profile: HardwareProfile) -> float:

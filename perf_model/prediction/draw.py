@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perf_model.prediction.timeline import MODEL, Phase, PhaseSpan, Timeline, seconds_of
-from perf_model.schedule.action import Action, ActionKind, Lane
+from perf_model.schedule.action import ActionKind, Lane
 from perf_model.units import seconds
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ def draw_svg(timeline: Timeline, title: str, phases: Sequence[PhaseSpan] = ()) -
 def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figure:
     """Return the figure of ``timeline``.
 
-    A bar is labelled with its unit and, in brackets, its slot, as far as they fit. ``phases`` are in order of
-    time. The background of the bars has the colour of the phase, which distinguishes exposed from hidden actions.
+    A bar is labelled with its unit, if that fits. ``phases`` are in order of time. The background of the bars has the
+    colour of the phase, which distinguishes exposed from hidden actions.
     """
     # Importing matplotlib takes a second, which planning must not take.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -69,13 +69,13 @@ def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figu
     start_ms, end_ms = _shown_ms(timeline, phases)
     ms_per_point = (end_ms - start_ms) / (0.9 * _WIDTH_INCHES * _POINTS_PER_INCH)
 
-    def bar(row: int, left_ms: float, right_ms: float, colour: str, labels: Sequence[str]) -> None:
+    def bar(row: int, left_ms: float, right_ms: float, colour: str, label: str) -> None:
         width_points = (right_ms - left_ms) / ms_per_point
         # The edge would cover a bar that is hardly wider than it.
         edge = 0.5 if width_points > 3 else 0.0
         # If bars were snapped to whole pixels, those thinner than a pixel would disappear.
         axes.barh(row, right_ms - left_ms, 0.6, left_ms, color=colour, edgecolor="white", linewidth=edge, snap=edge > 0)
-        if label := _fitting(labels, width_points):
+        if len(label) * _CHARACTER_POINTS <= width_points:
             axes.text((left_ms + right_ms) / 2, row, label, ha="center", va="center", fontsize=_LABEL_POINTS)
 
     for phase_span in phases:
@@ -83,11 +83,12 @@ def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figu
         name, colour = phase_span.phase.value, _COLOURS[phase_span.phase]
         axes.axvspan(left_ms, right_ms, color=colour, alpha=0.2, linewidth=0, zorder=0)
         # The label gives the length of the whole phase, also where only a part of it is shown.
-        bar(0, left_ms, right_ms, colour, [f"{name} {seconds(phase_span.end_s - phase_span.start_s)}", name])
+        bar(0, left_ms, right_ms, colour, f"{name} {seconds(phase_span.end_s - phase_span.start_s)}")
     for span in timeline.spans:
         row, colour = rows.index(span.action.lane), _COLOURS[span.action.kind]
-        bar(row, span.start_s * 1e3, span.end_s * 1e3, colour, _labels(span.action))
-    axes.set_yticks(range(len(rows)), [_row_label(row, timeline) for row in rows])
+        bar(row, span.start_s * 1e3, span.end_s * 1e3, colour, str(span.action.unit))
+    busy = [f"{lane.value}\n{timeline.busy_s(lane) / max(timeline.active_s, 1e-9):.0%} busy" for lane in Lane]
+    axes.set_yticks(range(len(rows)), [*rows[: -len(Lane)], *busy])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(start_ms, end_ms)
     if start_ms < 0:
@@ -121,21 +122,3 @@ def _heading(timeline: Timeline, phases: Sequence[PhaseSpan]) -> str:
         return update
     exposed_s = seconds_of(Phase.EXPOSED, phases)
     return f"{update}: {exposed_s * 1e3:.1f} ms exposed, {timeline.hidden_s(exposed_s) * 1e3:.1f} ms hidden"
-
-
-def _row_label(row: Lane | str, timeline: Timeline) -> str:
-    if isinstance(row, str):
-        return row
-    share = timeline.busy_s(row) / timeline.active_s if timeline.active_s > 0 else 0.0
-    return f"{row.value}\n{share:.0%} busy"
-
-
-def _labels(action: Action) -> list[str]:
-    """Return the labels of a bar, the longest first."""
-    unit = str(action.unit)
-    return [unit] if action.slot is None else [f"{unit} [{action.slot}]", unit]
-
-
-def _fitting(labels: Sequence[str], width_points: float) -> str:
-    """Return the first label that fits the width, or an empty string."""
-    return next((label for label in labels if len(label) * _CHARACTER_POINTS <= width_points), "")

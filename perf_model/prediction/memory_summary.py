@@ -1,8 +1,8 @@
-"""Summarize the memory that a plan needs, one line per placement, for the log of a training run."""
+"""Summarize the memory that a plan needs, for the log of a training run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from perf_model.prediction.memory import MemoryKind, Reservation
 from perf_model.schedule.host_layout import Widths
@@ -14,12 +14,20 @@ from perf_model.units import size
 
 def summary_by_placement(plan: UpdatePlan, widths: Widths) -> list[str]:
     """Return one line per placement of the plan, with the bytes of one rank."""
-    return [
-        f"{placement.value}: {_counted(plan.placements.count(placement), 'unit')}, "
-        f"{plan.numel(placement):,} parameters, {', '.join(_taken(plan, widths, placement))}"
-        for placement in Placement
-        if placement in plan.placements
-    ]
+    lines = []
+    for placement in Placement:
+        numel, count, schedule = plan.numel(placement), plan.placements.count(placement), plan.schedule
+        if count == 0:
+            continue
+        line = f"{placement.value}: {_counted(count, 'unit')}, {numel:,} parameters, "
+        line += f"{size(sum(widths.on_host.values()) * numel)} of host memory"
+        if placement is Placement.STREAMED:
+            slot = size(STAGED_BYTES_PER_PARAM * schedule.slot_numel)
+            line += f", on the accelerator {_counted(schedule.num_slots, 'slot')} of {slot}"
+        elif placement is Placement.RESIDENT:
+            line += f", on the accelerator {size(STAGED_BYTES_PER_PARAM * numel)} of states"
+        lines.append(line if placement is Placement.CPU else f"{line} and {size(widths.grad * numel)} of gradients")
+    return lines
 
 
 def total_reserved(reservations: Iterable[Reservation]) -> str:
@@ -32,19 +40,6 @@ def total_reserved(reservations: Iterable[Reservation]) -> str:
         taken_bytes[reservation.kind] += reservation.count * reservation.each_bytes
     names = {MemoryKind.PINNED: "of page-locked host memory", MemoryKind.ACCELERATOR: "on the accelerator"}
     return ", ".join(f"{size(taken_bytes[kind])} {name}" for kind, name in names.items())
-
-
-def _taken(plan: UpdatePlan, widths: Widths, placement: Placement) -> Iterator[str]:
-    yield f"{size(sum(widths.on_host.values()) * plan.numel(placement))} of host memory"
-    if placement is Placement.CPU:
-        return
-    numel, schedule = plan.numel(placement), plan.schedule
-    if placement is Placement.STREAMED:
-        slots = _counted(schedule.num_slots, "slot")
-        states = f"{slots} of {size(STAGED_BYTES_PER_PARAM * schedule.slot_numel)}"
-    else:
-        states = f"{size(STAGED_BYTES_PER_PARAM * numel)} of states"
-    yield f"on the accelerator {states} and {size(widths.grad * numel)} of gradients"
 
 
 def _counted(count: int, noun: str) -> str:

@@ -48,15 +48,8 @@ class Network:
     def _ring_s(self, whole_bytes: float, ranks: int, in_node_bytes_per_s: float) -> float:
         assert ranks >= 1
         on_node = min(ranks, self.ranks_per_node)
-        passed_bytes = whole_bytes * ring_share(ranks)
+        # A rank of a ring sends this share of the whole (arXiv 2104.04473, section 3.3.1).
+        passed_bytes = whole_bytes * (ranks - 1) / ranks
         in_node_s = passed_bytes / in_node_bytes_per_s if on_node > 1 else 0.0
         across_s = passed_bytes / (on_node * self.inter_node_bytes_per_s) if ranks > on_node else 0.0
         return max(in_node_s, across_s)
-
-
-def ring_share(ranks: int) -> float:
-    """Return the share of the whole that a rank of a ring all-gather or reduce-scatter sends.
-
-    The source is arXiv 2104.04473, section 3.3.1.
-    """
-    return (ranks - 1) / ranks

@@ -1,12 +1,11 @@
 """Simulate a schedule event by event: the actions that the executor runs, with the costs of a ``CostModel``.
 
 The rules are those of the executor. A lane runs its actions one at a time, in issue order. An action starts when its
-waits are over. Speeds are recomputed whenever an action starts or ends. The host issues all actions ahead of time,
-unless it executes them itself (``CostModel.blocks``).
+waits are over. Speeds are recomputed whenever an action starts or ends. The host issues all actions ahead of time.
 
-An action is *waiting* until the host has *issued* it on its lane, the earlier actions of the lane have ended, and its
-waits are over. Then it is *running*, and finally it has *ended*. (SimPy calls the corresponding states of an event *not
-triggered*, *triggered* and *processed*.)
+An action is *waiting* until the earlier actions of its lane have ended and its waits are over. Then it is *running*,
+and finally it has *ended*. (SimPy calls the corresponding states of an event *not triggered*, *triggered* and
+*processed*.)
 
 Second 0 is the moment at which the step is decided. Everything may start from then on; with a window in backward,
 prefetches start earlier, in the tail of backward, by no more than the time that it takes to fill the slots.
@@ -39,7 +38,6 @@ class Simulator:
 
     def __init__(self, cost: CostModel, windows: Windows = NO_WINDOWS) -> None:
         self.windows = windows
-        self.blocks = cost.blocks
         self.load = cache(cost.load)
         self.relative_speeds = cache(
             lambda *kinds: relative_speeds([cost.load(kind, 1) for kind in kinds], cost.capacities)
@@ -68,8 +66,8 @@ class _Running:
 class _Simulation:
     """One simulation. Actions are identified by their positions in the schedule.
 
-    Positions below ``_issued`` are issued. ``_waiting`` holds, per lane, the positions that have not started, with the
-    next one last. ``_running`` holds the action that each lane runs. ``_ended_s`` is finite for ended actions.
+    ``_waiting`` holds, per lane, the positions that have not started, with the next one last. ``_running`` holds the
+    action that each lane runs. ``_ended_s`` is finite for ended actions.
     """
 
     def __init__(self, schedule: Schedule, workload: Workload, simulator: Simulator) -> None:
@@ -77,7 +75,6 @@ class _Simulation:
         self._simulator = simulator
         self._numels = {unit.index: unit.numel for unit in workload.units}
         self._now_s = 0.0 - min(simulator.windows.backward_s, self._fill_s())
-        self._issued = 0
         self._started_s = [_NEVER_S] * len(self._actions)
         self._ended_s = [_NEVER_S] * len(self._actions)
         self._running: dict[Lane, _Running] = {}
@@ -93,7 +90,6 @@ class _Simulation:
 
     def run(self) -> Timeline:
         while True:
-            self._issue()
             self._start()
             if not self._running and self._now_s >= 0.0:
                 break
@@ -110,17 +106,6 @@ class _Simulation:
         filling = takewhile(lambda action: action.kind is ALLOWED_IN_BACKWARD and not action.waits, on_lane)
         return sum(self._simulator.load(ALLOWED_IN_BACKWARD, self._numels[action.unit]).total_s for action in filling)
 
-    def _issue(self) -> None:
-        """Issue actions until the host blocks."""
-        while self._issued < len(self._actions):
-            if self._simulator.blocks and self._issued and self._is_blocked_by(self._issued - 1):
-                return
-            self._issued += 1
-
-    def _is_blocked_by(self, position: int) -> bool:
-        """Return whether a host that executes its actions itself is still executing the one at ``position``."""
-        return self._ended_s[position] == _NEVER_S and self._actions[position].lane not in (Lane.CPU, Lane.PUBLISH)
-
     def _start(self) -> None:
         """Start the next action of each free lane, if it may start."""
         for lane, waiting in self._waiting.items():
@@ -132,7 +117,7 @@ class _Simulation:
                 self._started_s[position] = self._now_s
 
     def _may_start(self, position: int) -> bool:
-        if position >= self._issued or (self._now_s < 0.0 and self._actions[position].kind is not ALLOWED_IN_BACKWARD):
+        if self._now_s < 0.0 and self._actions[position].kind is not ALLOWED_IN_BACKWARD:
             return False
         # A generator here would cost a fifth of the simulation's time.
         for producer in self._waits[position]:  # noqa: SIM110

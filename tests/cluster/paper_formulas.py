@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from math import sqrt
 
 from perf_model.cluster.pipeline import batch_s, bubble_share
-from perf_model.prediction.network import ring_share
 
 
 def gpt_numel(layers: int, hidden: int, vocab: int, sequence: int) -> float:
@@ -66,7 +65,7 @@ def tensor_parallel_elements(micro_batch: int, sequence: int, hidden: int, tenso
 
 def gradient_all_reduce_elements(numel: float, data_parallel: int) -> float:
     """Return the elements of the all-reduce of ``numel`` gradients, which runs once per iteration (section 3.3.1)."""
-    return 2 * numel * ring_share(data_parallel)
+    return 2 * numel * (data_parallel - 1) / data_parallel
 
 
 def zero3_elements(numel: float, data_parallel: int) -> float:
@@ -74,7 +73,7 @@ def zero3_elements(numel: float, data_parallel: int) -> float:
 
     Parameters are gathered in forward and in backward, and gradients are reduced (arXiv 1910.02054, section 7.2.2).
     """
-    return 3 * numel * ring_share(data_parallel)
+    return 3 * numel * (data_parallel - 1) / data_parallel
 
 
 def activation_bytes(layers: int, checkpoints: float, input_bytes: float, intermediate_bytes: float) -> float:

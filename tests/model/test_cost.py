@@ -90,7 +90,6 @@ def test_without_a_rate_of_adam_on_the_gpu_everything_is_updated_on_the_cpu() ->
 def test_without_any_rate_of_an_accelerator_the_accelerator_is_the_cpu() -> None:
     host_rates = {name: rate for name, rate in RATES.items() if name not in ACCELERATOR_RATES}
     assert set(CostModel.from_profile(profile(host_rates)).capacities) == {Resource.CPU}
-    assert CostModel.from_profile(profile(host_rates)).blocks
     assert {
         kind: CostModel.from_profile(profile(host_rates)).load(kind, NUMEL).total_s for kind in ActionKind
     } == pytest.approx(
