@@ -41,7 +41,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "perf_model.training_run",
         "perf_model.units",
     },
-    "perf_model.presets": {"perf_model.prediction", "perf_model.schedule", "perf_model.training_run"},
+    "perf_model.presets": {
+        "perf_model.prediction",
+        "perf_model.schedule",
+        "perf_model.training_run",
+        "perf_model.units",
+    },
     "perf_model.published": {
         "perf_model.json_input",
         "perf_model.prediction",
