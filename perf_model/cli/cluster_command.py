@@ -130,7 +130,7 @@ def _with_network(
         if given is not None:
             check_figure(option, given, FIGURES["network_gb_per_s"])
     if cluster.gpus > cluster.ranks_on_node:
-        origins["inter_node_bytes_per_s"] = _GIVEN if "network_gb_per_s" in inputs.given_figures else known
+        origins["inter_node_bytes_per_s"] = known
         if across is not None:
             rates["inter_node_bytes_per_s"] = across * GB
             origins["inter_node_bytes_per_s"] = _GIVEN

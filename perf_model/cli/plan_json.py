@@ -44,6 +44,7 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
         "baselines": {name: _outcome(outcome, found) for name, outcome in found.baselines.items()},
         "work_lower_bound_s": found.bound.seconds,
         "ratio_to_work_bound": found.planned.update_s / found.bound.seconds,
+        "busy_s": _busy_s(found),
         "memory": {
             "gpu_peak_bytes": found.memory.gpu_bytes,
             "host_bytes": found.memory.host_bytes,
@@ -139,6 +140,16 @@ def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
         "bf16": {"enabled": True},
         "zero_optimization": zero,
         "deep_optimizer_states": block,
+    }
+
+
+def _busy_s(found: Forecast) -> dict[str, float]:
+    """Return for how many seconds the update keeps each resource busy, whatever the order."""
+    per_param = {placement: found.cost.busy_s_per_param(placement) for placement in found.cost.placements}
+    numel = found.planned.plan.numel
+    return {
+        resource.value: sum(numel(placement) * busy_s[resource] for placement, busy_s in per_param.items())
+        for resource in found.cost.capacities
     }
 
 

@@ -12,7 +12,6 @@ from perf_model.cli.plan_answer import fixed_seconds
 from perf_model.json_input import printable, reason
 from perf_model.prediction.memory import DoesNotFit
 from perf_model.schedule.placement import Placement
-from perf_model.training_run.forecast import Forecast
 from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.model import ModelError
 from perf_model.training_run.predictor import Infeasible
@@ -53,16 +52,12 @@ def _row(inputs: Inputs) -> SweepRow:
     row: SweepRow = dict.fromkeys(COLUMNS)
     row.update(world_size=inputs.job.world_size, micro_batch=inputs.job.micro_batch)
     try:
-        row.update(_values(inputs.forecast()))
+        found = inputs.forecast()
     except DoesNotFit as error:
-        row["why"] = error.rule
-    return row
-
-
-def _values(found: Forecast) -> SweepRow:
-    placements = found.planned.plan.placements
-    stock = found.baselines["stock"]
+        return {**row, "why": error.rule}
+    placements, stock = found.planned.plan.placements, found.baselines["stock"]
     return {
+        **row,
         **{placement.value: placements.count(placement) for placement in Placement},
         **{key: value for key, value in found.predicted.to_json_dict().items() if key in COLUMNS},
         "unit_size": found.unit_size,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +17,6 @@ from perf_model.training_run.predictor import Infeasible
 from perf_model.units import DIGITS, seconds
 
 ALL_FIT = "GPU memory is enough for the states of all units"
-
-_ANY_PIECE = re.compile(r" \(\d+/\d+\)$")
-_FIRST_PIECE = re.compile(r" \(1/\d+\)$")
-_LAST_PIECE = re.compile(r" \((\d+)/\1\)$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,32 +35,14 @@ class UnitRun:
 
     @property
     def layers(self) -> str:
-        """Return the first and the last layer, each with the number of the part if only a part of it is in the run."""
-        if len(self.units) == 1:
-            return self.units[0].label
+        """Return the first and the last layer, each with the number of the part if it is a part of one."""
         first, last = self.units[0].label.partition(" to ")[0], self.units[-1].label.rpartition(" to ")[2]
-        begins, ends = _FIRST_PIECE.sub("", first), _LAST_PIECE.sub("", last)
-        if _ANY_PIECE.sub("", first) == _ANY_PIECE.sub("", last):
-            return begins if begins == ends else f"{first} to {last}"
-        return f"{begins} to {ends}"
+        return self.units[0].label if len(self.units) == 1 else f"{first} to {last}"
 
     @property
     def numel(self) -> int:
         """Return the number of parameters."""
         return sum(unit.numel for unit in self.units)
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitGroup:
-    """The units with the same placement and the same length.
-
-    ``changes_s`` holds, for each other placement, by how many seconds the exposed time changes if the unit ``middle``
-    has it; None if it does not fit.
-    """
-
-    indices: Sequence[int]
-    middle: int
-    changes_s: Mapping[Placement, float | None]
 
 
 def unit_runs(found: Forecast) -> list[UnitRun]:
@@ -77,21 +54,24 @@ def unit_runs(found: Forecast) -> list[UnitRun]:
         ([unit for unit, _, _ in run], placement, rules)
         for (placement, rules), run in groupby(keyed, key=lambda item: (item[1], item[2]))
     ]
-    groups = unit_groups(found)
+    changes = _changes(found)
     return [
         UnitRun(
             units=units,
             placement=placement,
             why=", ".join(map(str, rules))
             if rules
-            else _why(found, units, groups[placement, units[len(units) // 2].numel]),
+            else _why(found, units, *changes[placement, units[len(units) // 2].numel]),
         )
         for units, placement, rules in grouped
     ]
 
 
-def unit_groups(found: Forecast) -> dict[tuple[Placement, int], UnitGroup]:
-    """Return the units with each placement and length."""
+def _changes(found: Forecast) -> dict[tuple[Placement, int], tuple[int, dict[Placement, float | None]]]:
+    """Return, for the units with each placement and length, the middle one and what moving it would change.
+
+    That is, for each other placement, by how many seconds the exposed time changes; None if that does not fit.
+    """
     indices: dict[tuple[Placement, int], list[int]] = defaultdict(list)
     for unit, placement in zip(found.planned.plan.workload.units, found.planned.plan.placements, strict=True):
         indices[placement, unit.numel].append(unit.index)
@@ -99,11 +79,7 @@ def unit_groups(found: Forecast) -> dict[tuple[Placement, int], UnitGroup]:
     moves = [(middle, other) for middle in middles.values() for other in found.cost.placements]
     changes_s = found.request.changes_of_exposed_s(found.planned, moves)
     return {
-        key: UnitGroup(
-            indices=indices[key],
-            middle=middle,
-            changes_s={other: changes_s[middle, other] for other in found.cost.placements if other is not key[0]},
-        )
+        key: (middle, {other: changes_s[middle, other] for other in found.cost.placements if other is not key[0]})
         for key, middle in middles.items()
     }
 
@@ -125,7 +101,7 @@ def _rules_of(unit: Unit, job: Job) -> tuple[PlacementRule, ...]:
     return tuple(dict.fromkeys(rule for rule in rules if rule is not None and rule.placement is unit.fixed))
 
 
-def _why(found: Forecast, units: Sequence[Unit], group: UnitGroup) -> str:
+def _why(found: Forecast, units: Sequence[Unit], middle: int, changes_s: Mapping[Placement, float | None]) -> str:
     """Return the reason for a placement of the planner: the place in forward, and the change if a unit is moved."""
     streamed = found.baselines["all_streamed"]
     if Placement.STREAMED not in found.cost.placements and isinstance(streamed, Infeasible):
@@ -138,5 +114,5 @@ def _why(found: Forecast, units: Sequence[Unit], group: UnitGroup) -> str:
     if found.windows.forward_s > 0.0 and len(units) < len(plan.placements):
         where = "first in forward: " if found.first_use[0] in indices else ""
         where = "last in forward: " if found.first_use[-1] in indices else where
-    moved = ", ".join(f"{other.value} {show_change(change_s)}" for other, change_s in group.changes_s.items())
-    return f"{where}{moved}" + (f" (unit {group.middle})" if indices != [group.middle] else "")
+    moved = ", ".join(f"{other.value} {show_change(change_s)}" for other, change_s in changes_s.items())
+    return f"{where}{moved}" + (f" (unit {middle})" if indices != [middle] else "")

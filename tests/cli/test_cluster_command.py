@@ -174,17 +174,6 @@ def test_a_preset_has_rates_of_the_network_and_the_number_of_nodes_gives_that_of
     assert found["layouts"][0]["data_parallel"] == 8
 
 
-def test_a_rate_of_the_network_in_the_file_of_the_machine_is_one_that_was_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "machine.toml"
-    file.write_text('preset = "h100"\nnetwork_gb_per_s = 3\n')
-    more = {"tensor_parallel": 1, "micro_batches": 4, "node_gb_per_s": None, "network_gb_per_s": None}
-    found = compared(capsys, **more, profile=None, machine=file)
-    assert found["network"]["inter_node_bytes_per_s"] == {"value": 3e9, "origin": "given, not measured"}
-    assert found["network"]["all_gather_bytes_per_s"]["origin"] == "of the preset, not measured"
-
-
 def test_layouts_without_memory_are_listed_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     found = compared(capsys, gpu_memory_gb=24, tensor_parallel="1,4")
     unfit = [layout for layout in found["layouts"] if not layout["fits"]]
@@ -219,7 +208,6 @@ def test_rules_that_do_not_fit_together_with_sums_fit_with_the_sums_in_host_memo
         ({"network_gb_per_s": -1}, "--network-gb-per-s: must be a number from 0.001 to 10000"),
         ({"network_gb_per_s": -1, "gpus": 8}, "--network-gb-per-s: must be a number from 0.001 to 10000"),
         ({"node_gb_per_s": "nan", "ranks_per_node": 1}, "--node-gb-per-s: must be a number from 0.001 to 10000"),
-        ({"gpus": None}, "--world-size: is needed"),
         ({"global_batch": 0}, "global_batch: must be an integer from 1 to"),
     ],
 )

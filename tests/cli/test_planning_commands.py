@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import csv
 import io
 import json
@@ -17,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from deep_opt_states.cli.main import main as deep_opt_states_main
 from perf_model.__main__ import COMMANDS_THAT_NEED_TORCH, main
@@ -57,7 +53,7 @@ LLAMA = {
 
 SWEEP = ["--profile", "gh200", "--model", "Llama-3-70B", "--ranks-per-node", "1", "--sequence", "4096"]
 
-PLANNING_COMMANDS = ("plan", "sweep", "cluster", "simulate", "explain", "validate")
+PLANNING_COMMANDS = ("plan", "sweep", "cluster", "simulate", "validate")
 
 
 def job(profile: str | Path = "h100-pcie5", model: str | Path = "13B", world_size: int = 4, **more: Any) -> list[str]:
@@ -101,6 +97,7 @@ def test_every_preset_is_planned_for(machine: str, model: str) -> None:
         "baselines",
         "work_lower_bound_s",
         "ratio_to_work_bound",
+        "busy_s",
         "memory",
         "placement",
         "units",
@@ -125,6 +122,7 @@ def test_every_preset_is_planned_for(machine: str, model: str) -> None:
         "no_offload_bytes",
     }
     assert 0 < found["work_lower_bound_s"] <= predicted["update_s"] * (1 + 1e-9)
+    assert max(found["busy_s"].values()) <= predicted["update_s"] * (1 + 1e-9), "the busiest resource is a lower bound"
     assert found["ratio_to_work_bound"] == pytest.approx(predicted["update_s"] / found["work_lower_bound_s"])
     for outcome in (predicted, *found["baselines"].values()):
         assert set(outcome) >= KEYS
@@ -363,13 +361,11 @@ def test_bad_input_is_refused_with_rule_value_and_remedy(
 def test_a_memory_limit_is_a_number_of_gb_and_at_least_one_byte(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["plan", *job(gpu_memory_gb=limit)])
-    assert f"must be a number of GB (10^9 bytes) from 1e-9 to 1e9, found '{limit}'" in capsys.readouterr().err
+    assert f"must be a number of GB (10^9 bytes) from 1e-09 to 1e+09, found '{limit}'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("margin", "is_valid"), [("0", True), ("0.00", True), ("0e0", True), ("1e-10", False)])
-def test_a_margin_of_zero_is_a_number_however_it_is_written(
-    margin: str, is_valid: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("margin", "is_valid"), [("0", True), ("0e0", True), ("-1", False), ("2GB", False)])
+def test_a_margin_may_be_zero(margin: str, is_valid: bool, capsys: pytest.CaptureFixture[str]) -> None:
     if is_valid:
         assert planned(job(gpu_memory_margin_gb=margin, unit_size=10**9)) == planned(
             job(gpu_memory_margin_gb=0, unit_size=10**9)
@@ -377,53 +373,10 @@ def test_a_margin_of_zero_is_a_number_however_it_is_written(
         return
     with pytest.raises(SystemExit, match="2"):
         main(["plan", *job(gpu_memory_margin_gb=margin)])
-    assert f"must be a number of GB (10^9 bytes): 0, or from 1e-9 to 1e9, found '{margin}'" in capsys.readouterr().err
+    assert f"must be a number of GB (10^9 bytes) from 0 to 1e+09, found '{margin}'" in capsys.readouterr().err
 
 
-def nested(depth: int) -> list[Any]:
-    value: list[Any] = []
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
-HOSTILE = st.sampled_from(
-    [None, True, 0, -1, 1.0, 1.5, 1e-300, 8.5e10, float("nan"), float("inf"), "", "9", "\ud800", [], {}, nested(300)]
-) | st.integers(0, 400).map(lambda power: 10**power)
-GOOD = {
-    "profile": json.loads(MACHINES["h100-pcie5"].profile(4).to_json()),
-    "measured": json.loads(profile({**RATES, "matmul_flops_per_s": 1e14}).to_json()),
-    "model": {**LLAMA, "head_dim": 128, "tie_word_embeddings": False, "attention_bias": False},
-}
-
-
-@given(st.sampled_from(sorted(GOOD)), st.data())
-def test_a_valid_file_with_one_value_changed_is_used_or_refused(
-    tmp_path_factory: pytest.TempPathFactory, kind: str, data: st.DataObject
-) -> None:
-    value = copy.deepcopy(GOOD[kind])
-    target = value
-    while True:
-        key = data.draw(st.sampled_from(sorted(target) if isinstance(target, dict) else range(len(target))))
-        if not target[key] or not isinstance(target[key], (dict, list)) or data.draw(st.sampled_from([1, 2, 3])) == 1:
-            break
-        target = target[key]
-    if data.draw(st.sampled_from([1, 2, 3, 4])) == 1:
-        del target[key]
-    else:
-        target[key] = data.draw(HOSTILE)
-    path = tmp_path_factory.getbasetemp() / "hostile.json"
-    path.write_text(json.dumps(value))
-    screen = io.StringIO()
-    with contextlib.redirect_stderr(screen), contextlib.redirect_stdout(io.StringIO()):
-        code = main(["plan", *job(**{"model" if kind == "model" else "profile": path}, unit_size=10**9)])
-    message = screen.getvalue()
-    assert code in (0, 1, 2)
-    # The rule with the value found, and the remedy on a line of its own.
-    assert code == 0 or (len(message.splitlines()) >= 2 and len(message) < 2000)
-
-
-@pytest.mark.parametrize("text", ["", "[" * 100_000, "null", '"plan"', "\ufeff{}"])
+@pytest.mark.parametrize("text", ["", "null", '"plan"', "\ufeff{}"])
 @pytest.mark.parametrize("option", ["profile", "model"])
 def test_a_file_of_another_kind_is_refused(
     tmp_path: Path, text: str, option: str, capsys: pytest.CaptureFixture[str]
@@ -435,7 +388,7 @@ def test_a_file_of_another_kind_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("size", "found"), [(1, "10,943,708 or more"), (281_000, "10,0"), (10**8, None)], ids=["bound", "cut", "few"]
+    ("size", "found"), [(1, "10,943,708 or more"), (250_000, "11,2"), (10**8, None)], ids=["tiny", "small", "few"]
 )
 def test_so_many_units_that_planning_would_take_hours_are_refused(
     size: int, found: str | None, capsys: pytest.CaptureFixture[str]
@@ -518,32 +471,6 @@ def test_the_picture_of_shared_layers_has_the_exposed_time_of_the_plan(
     assert exposed_s == pytest.approx(found["predicted"]["exposed_update_s"])
 
 
-def test_explain_prints_the_cost_of_moving_a_unit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", *job(gpu_memory_gb=30, unit_size=100_000_000)]) == 0
-    shown = capsys.readouterr().out
-    for expected in (
-        "Busy time of each resource",
-        "host memory",
-        "to resident",
-        "no memory",
-        "+",
-        "GPU_STEP",
-    ):
-        assert expected in shown
-
-
-def test_explain_cuts_nothing_off_on_a_narrow_screen(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["explain", *job(gpu_memory_gb=35, unit_size=20_000_000)]) == 0
-    shown = capsys.readouterr().out
-    assert "FLUSH_STATES " in shown
-    assert "\u2026" not in shown
-    (_, *lines) = shown.splitlines()
-    assert max(map(len, lines)) <= 80
-
-
 def test_where_the_cpu_trains_no_gpu_is_mentioned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = tmp_path / "profile.json"
     rates = {name: RATES[name] for name in REQUIRED}
@@ -609,8 +536,7 @@ RUNS = ["--runs", str(REPOSITORY / "benchmarks" / "data" / "none.csv")]
         (["plan", *job(world_size=0)], 2),
         (["plan", *job(gpu_memory_gb=0)], 2),
         (["plan", *job(), "--unknown"], 2),
-        (["explain", *job(unit_size=10**9)], 0),
-        (["explain"], 2),
+        (["simulate"], 2),
         (["sweep", *SWEEP, "--world-sizes", "8", "--micro-batches", "1", "--unit-size", "500000000"], 0),
         (["sweep", *SWEEP, "--world-sizes", "1", "--micro-batches", "1", "--unit-size", "500000000"], 1),
         (["sweep", *SWEEP, "--world-sizes", "0", "--micro-batches", "1"], 2),

@@ -122,7 +122,7 @@ def test_the_command_plans_for_shared_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every": 2}, "--every: must come with --share-layers, found 2 alone.\nName the list of the layers."),
+        ({"every": 2}, "--every: must come with --share-layers, found 2 alone.\nGive both, or neither."),
         ({"share_layers": "blocks"}, "The model has model.layers."),
         ({"share_layers": PATH, "every": 99}, "less than the number of layers"),
     ],
