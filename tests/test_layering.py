@@ -47,19 +47,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "perf_model.training_run",
         "perf_model.units",
     },
-    "perf_model.published": {
-        "perf_model.json_input",
-        "perf_model.prediction",
-        "perf_model.presets",
-        "perf_model.schedule",
-        "perf_model.training_run",
-    },
     "perf_model.cli": {
         "perf_model.cluster",
         "perf_model.json_input",
         "perf_model.prediction",
         "perf_model.presets",
-        "perf_model.published",
         "perf_model.schedule",
         "perf_model.planner",
         "perf_model.training_run",
@@ -204,7 +196,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 """The packages that each package may import. A package may always import itself."""
 
 THIRD_PARTY: dict[str, set[str]] = {
-    "perf_model": {"numpy", "matplotlib", "rich"},
+    "perf_model": {"matplotlib", "rich"},
     "deep_opt_states.activation": {"wrapt"},
     "deep_opt_states.config": {"pydantic"},
     "deep_opt_states.device": {"torch", "deepspeed", "numpy", "triton"},

@@ -41,6 +41,7 @@ BENCHMARKS = {
     "trace": "Where does the time of a step go?",
     "exactness": "Are losses and weights identical to stock's over hundreds of steps?",
     "model_error": "How accurate are the predictions, by placement?",
+    "published": "How near are predictions to the published runs of the original artifact?",
     "planner": "How good are the plans, and how long does planning take?",
     "overhead": "How much does the plugin cost where it cannot gain anything?",
     "scaling": "How does the gain change with more ranks?",

@@ -1,7 +1,6 @@
 """Build the parsers of the planning commands, and run the command that was chosen.
 
-Building the parsers imports neither numpy nor the planner: ``deep-opt-states doctor`` has to start, and to report the
-missing package, if numpy cannot be imported. The module of a command is imported when the command runs.
+Building the parsers does not import the planner. The module of a command is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from perf_model.prediction.hardware import ProfileError
 from perf_model.prediction.memory import GPU_MARGIN_BYTES, DoesNotFit
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
-from perf_model.published.runs import RunsError
 from perf_model.training_run.activations import SCORE_BYTES
 from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE
 from perf_model.training_run.model import ModelError
@@ -64,22 +62,6 @@ def add_planning_commands(commands: argparse._SubParsersAction[CommandParser]) -
     _add_limits(simulate)
     folder = "the folder for timeline.json and timeline.png; default: simulation"
     simulate.add_argument("--output", type=Path, default=Path("simulation"), help=folder)
-
-    about = "fit rates on a few measured runs, predict the other runs, and compare"
-    validate = _add_command(commands, "validate", about)
-    runs = "measured runs, with the columns of benchmarks/data/published_runs.csv"
-    validate.add_argument("--runs", type=Path, required=True, metavar="CSV", help=runs)
-    splits = validate.add_mutually_exclusive_group()
-    across_models = (
-        "fit the smaller models of each machine and predict its larger models; by default, a few strides of each sweep "
-        "are fitted, and its other strides are predicted"
-    )
-    splits.add_argument("--across-models", action="store_true", help=across_models)
-    across_nodes = (
-        "fit the runs on the smaller half of the numbers of nodes of each machine, and predict those on more nodes"
-    )
-    splits.add_argument("--across-nodes", action="store_true", help=across_nodes)
-    validate.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_command(
@@ -207,7 +189,7 @@ def _exit_code(name: str, options: argparse.Namespace) -> int:
         code = run(options)
         # Otherwise the rest of the buffer would be written at exit, where an error cannot be caught.
         sys.stdout.flush()
-    except (DoesNotFit, ModelError, ProfileError, RunsError) as error:
+    except (DoesNotFit, ModelError, ProfileError) as error:
         print(error, file=sys.stderr)
         return 1 if isinstance(error, DoesNotFit) else 2
     except BrokenPipeError:

@@ -15,7 +15,7 @@ def paper_model(name: str, layers: int, hidden: int, heads: int, numel: float) -
     """Return a model of the paper, with the layers, hidden size and heads that the logs of its artifact print.
 
     It has as many parameters as the logs print (``published_runs.csv``), with the feed-forward width that this takes.
-    The runs trained Llama-like models, whose feed-forward is gated; ``published/placements.py`` cuts their sub-groups.
+    The runs trained Llama-like models, whose feed-forward is gated; ``benchmarks/published`` cuts their sub-groups.
     GPT's differ from them in the cuts and by a few percent in activations, and plans for these names stay comparable.
     """
     shape = gpt(name, layers=layers, hidden=hidden, heads=heads, vocab=_PAPER_VOCAB, positions=0)

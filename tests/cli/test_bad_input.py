@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import io
 import json
 from dataclasses import dataclass
@@ -26,21 +25,6 @@ SWEEP = ["--ranks-per-node", "4", "--sequence", "2048", "--world-sizes", "4", "-
 CLUSTER_SIZES = ["--gpus", "8", "--ranks-per-node", "4", "--global-batch", "16", "--sequence", "2048"]
 ONE_LAYOUT = ["--tensor-parallel", "1", "--micro-batches", "1", *FEW_UNITS]
 CLUSTER = ["cluster", *job()[:4], *CLUSTER_SIZES, *ONE_LAYOUT]
-
-RUN = {
-    "machine": "a",
-    "sweep": "b",
-    "model_name": "c",
-    "real_params": "1000000000",
-    "tp": "1",
-    "dp": "4",
-    "hidden": "1024",
-    "cpu_ratio": "1",
-    "sub_group_size": "100000000",
-    "interleaved": "1",
-    "update_stride": "2",
-    "update_s": "1.5",
-}
 
 
 def cluster(option: str, value: object) -> list[str]:
@@ -83,14 +67,6 @@ def assert_refused(screen: Screen, expected: str = "") -> None:
 
 def profile_json(**changes: Any) -> bytes:
     return dumped({**json.loads(MACHINES["h100-pcie5"].profile(4).to_json()), **changes})
-
-
-def csv_of(*rows: dict[str, str]) -> bytes:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, RUN)
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue().encode()
 
 
 def dumped(value: object) -> bytes:
@@ -139,18 +115,6 @@ FILES: dict[str, dict[str, bytes]] = {
         "rule without effect": dumped([{"match": "*", "states": "cpu"}, {"match": "lm_head.*", "states": "cpu"}]),
         "an object": dumped({"match": "*", "states": "cpu"}),
     },
-    "runs": {
-        "empty": b"",
-        "binary": bytes(range(256)),
-        "only names": csv_of(),
-        "no column": b"machine,sweep\na,b\n",
-        "column twice": csv_of(RUN).replace(b"sweep", b"machine"),
-        "field is missing": csv_of(RUN) + b"a,b\n",
-        "number is text": csv_of({**RUN, "tp": "one"}),
-        "nan": csv_of({**RUN, "update_s": "nan"}),
-        "blank": csv_of({**RUN, "update_s": ""}),
-        "stride 0": csv_of({**RUN, "update_stride": "0"}),
-    },
 }
 
 PARAMS = [*job()[:2], *job()[4:], "--params"]
@@ -185,8 +149,6 @@ OPTIONS: dict[str, list[str]] = {
     "world sizes": ["sweep", *job()[:4], *SWEEP[:4], "--world-sizes", "1,,2", "--micro-batches", "1"],
     "csv in no folder": ["sweep", *job()[:4], *SWEEP, *FEW_UNITS, "--csv", "none/rows.csv"],
     "output below a device": ["simulate", *job(output="/dev/null/folder", unit_size=10**9)],
-    "runs are missing": ["validate", "--runs", "none.csv"],
-    "runs are a folder": ["validate", "--runs", str(REPOSITORY)],
     "cluster without options": ["cluster"],
     "cluster without sizes": CLUSTER[:5],
     "cluster and accumulation": cluster("--accumulation", 2),
@@ -221,8 +183,7 @@ def test_a_file_that_cannot_be_used_gets_one_short_error(
 ) -> None:
     path = tmp_path / "input"
     path.write_bytes(content)
-    commands = [["validate"]] if option == "runs" else [["plan", *job()], CLUSTER]
-    for arguments in commands:
+    for arguments in (["plan", *job()], CLUSTER):
         assert_refused(run_command([*arguments, f"--{option}", str(path)]))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from perf_model.__main__ import main
-from perf_model.published.past_errors import LARGER_MODELS
+from perf_model.cli.plan_answer import LARGER_MODELS
 from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS
 from perf_model.units import significant
 from tests.cli.test_planning_commands import job, planned
@@ -54,9 +54,10 @@ def test_the_answer_is_in_the_first_three_lines(capsys: pytest.CaptureFixture[st
 
 
 def test_the_sentence_on_past_errors_has_the_figures_of_the_validation(capsys: pytest.CaptureFixture[str]) -> None:
+    runs, median, p90 = LARGER_MODELS
     assert (
-        f"Iterations of {LARGER_MODELS.runs} published runs, predicted by the same rules, were off by "
-        f"{LARGER_MODELS.median:.0%} in the median and by at most {LARGER_MODELS.p90:.0%} in nine of ten"
+        f"Iterations of {runs} published runs, predicted by the same rules, were off by "
+        f"{median:.0%} in the median and by at most {p90:.0%} in nine of ten"
     ) in sentences(capsys, job("h100", "Llama-3-8B", unit_size=10**9))
 
 

@@ -53,7 +53,7 @@ LLAMA = {
 
 SWEEP = ["--profile", "gh200", "--model", "Llama-3-70B", "--ranks-per-node", "1", "--sequence", "4096"]
 
-PLANNING_COMMANDS = ("plan", "sweep", "cluster", "simulate", "validate")
+PLANNING_COMMANDS = ("plan", "sweep", "cluster", "simulate")
 
 
 def job(profile: str | Path = "h100-pcie5", model: str | Path = "13B", world_size: int = 4, **more: Any) -> list[str]:
@@ -524,9 +524,6 @@ def without_program(text: str, program: str) -> str:
     return re.sub(r"\(choose from .*\)", "", " ".join(text.split()))
 
 
-RUNS = ["--runs", str(REPOSITORY / "benchmarks" / "data" / "none.csv")]
-
-
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
@@ -541,7 +538,6 @@ RUNS = ["--runs", str(REPOSITORY / "benchmarks" / "data" / "none.csv")]
         (["sweep", *SWEEP, "--world-sizes", "1", "--micro-batches", "1", "--unit-size", "500000000"], 1),
         (["sweep", *SWEEP, "--world-sizes", "0", "--micro-batches", "1"], 2),
         (["simulate", *job(output="/proc/nowhere", unit_size=10**9)], 2),
-        (["validate", *RUNS], 2),
         *(([command, "--help"], 0) for command in PLANNING_COMMANDS),
         (["unknown"], 2),
         ([], 2),

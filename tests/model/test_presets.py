@@ -5,22 +5,27 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.published.phases import SEQUENCE
+from benchmarks.published.runs import GPUS_PER_NODE, MeasuredRun, read_runs
+from benchmarks.published.updates import (
+    STREAMED_BYTES,
+    link_bytes_per_s,
+    placements_of,
+    priors_of,
+    update_s,
+    workload_of,
+)
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.simulate import simulate
 from perf_model.presets.machines import ALIASES, MACHINES, find_machine
 from perf_model.presets.models import MODELS
-from perf_model.published.phase_rates import SEQUENCE
-from perf_model.published.placements import placements_of, workload_of
-from perf_model.published.runs import GPUS_PER_NODE, MeasuredRun, read_runs
-from perf_model.published.update_rates import STREAMED_BYTES, link_bytes_per_s, priors_of, update_s
 from perf_model.schedule.lowering import serial_schedule
 from perf_model.training_run.forecast import forecast
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS
 from perf_model.training_run.predictor import MemoryLimits, Overlap, PredictedIteration
 from perf_model.training_run.training_memory import PARAM_BYTES
-from tests.model.test_published_runs import PUBLISHED
 
 
 def predicted_s(run: MeasuredRun, profile: HardwareProfile) -> float:
@@ -44,22 +49,21 @@ def predicted_s(run: MeasuredRun, profile: HardwareProfile) -> float:
 def test_a_preset_agrees_with_each_run_that_it_names_within_5_percent(preset: str, machine: str) -> None:
     assert machine in MACHINES[preset].source
     profile = MACHINES[preset].profile(ranks=4)
-    runs = [run for run in read_runs(PUBLISHED) if run.machine == machine]
+    runs = [run for run in read_runs() if run.machine == machine]
     assert {run.setting.update_stride is None for run in runs} == {True, False}
     for run in runs:
-        assert predicted_s(run, profile) == pytest.approx(run.measured_s, rel=0.05), run
+        assert predicted_s(run, profile) == pytest.approx(run.measured_s["update"], rel=0.05), run
 
 
 def stock_iteration_s(run: MeasuredRun, preset: str) -> float:
     """Return the iteration of stock that ``plan`` predicts on ``preset`` for ``run``."""
-    assert run.batch is not None
     job = Job(
         shape=MODELS[run.model_name],
-        world_size=run.dp,
+        world_size=run.setting.ranks,
         ranks_per_node=GPUS_PER_NODE,
-        micro_batch=run.batch.micro_batch,
+        micro_batch=run.micro_batch,
         sequence=SEQUENCE,
-        accumulation=run.batch.accumulation,
+        accumulation=run.accumulation,
         sub_group_size=run.setting.sub_group_size,
     )
     profile, unlimited = MACHINES[preset].profile(job.ranks_on_node), MemoryLimits(gpu=None, host=None)
@@ -73,15 +77,14 @@ def test_plan_predicts_the_published_stock_iterations() -> None:
     # Today's DeepSpeed never blocks for the gradients, and a ratio below 1 is Twin-Flow.
     runs = [
         run
-        for run in read_runs(PUBLISHED)
-        if run.setting.update_stride is None and run.setting.cpu_ratio == 1 and run.batch and not run.batch.blocking
+        for run in read_runs()
+        if run.setting.update_stride is None and run.setting.cpu_ratio == 1 and not run.blocking
     ]
     assert {run.machine for run in runs} == set(presets)
     assert max(run.nodes for run in runs) == 4
     errors = []
     for run in runs:
-        assert run.iteration_s is not None
-        errors.append(abs(stock_iteration_s(run, presets[run.machine]) / run.iteration_s - 1))
+        errors.append(abs(stock_iteration_s(run, presets[run.machine]) / run.measured_s["iteration"] - 1))
     assert len(errors) == 21
     assert np.median(errors) < 0.055
     assert max(errors) < 0.11

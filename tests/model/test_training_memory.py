@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from benchmarks.published.runs import GPUS_PER_NODE, read_runs
 from perf_model.prediction.memory import MemoryUse, reserved_by_stock
 from perf_model.presets.models import MODELS, paper_model
-from perf_model.published.runs import GPUS_PER_NODE, read_runs
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
@@ -26,7 +26,6 @@ from perf_model.units import GB
 from tests.launch import REPOSITORY
 from tests.model.llama_shapes import llama_shape
 from tests.model.profiles import RATES, profile
-from tests.model.test_published_runs import PUBLISHED as PUBLISHED_RUNS
 
 GIB = 2**30
 
@@ -131,8 +130,8 @@ def test_the_predicted_peak_is_that_of_the_published_run(peak: PublishedPeak) ->
 def test_the_published_peaks_are_of_stock_runs_in_the_file_of_runs() -> None:
     assert len(PUBLISHED) == 23
     runs = {
-        (run.sweep, run.model_name, run.dp, run.setting.cpu_ratio)
-        for run in read_runs(PUBLISHED_RUNS)
+        (run.sweep, run.model_name, run.setting.ranks, run.setting.cpu_ratio)
+        for run in read_runs()
         if run.setting.update_stride is None
     }
     rows = list(csv.DictReader(PEAKS.read_text().splitlines()))

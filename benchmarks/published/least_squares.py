@@ -26,14 +26,9 @@ class Prior(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FittedRates:
-    """The most probable rates.
-
-    ``sigmas`` are the standard deviations of their logarithms, and ``determined`` names the rates that the runs, and
-    not the priors, determine.
-    """
+    """The most probable rates. ``determined`` names those that the runs, and not the priors, determine."""
 
     values: Mapping[str, float]
-    sigmas: Mapping[str, float]
     determined: tuple[str, ...]
 
 
@@ -43,9 +38,11 @@ def fit_rates(residuals: Residuals, priors: Mapping[str, Prior]) -> FittedRates:
     centers = np.log([prior.median for prior in priors.values()])
     widths = np.array([prior.sigma for prior in priors.values()])
 
+    def rates_of(logs: Vector) -> dict[str, float]:
+        return dict(zip(names, map(float, np.exp(logs)), strict=True))
+
     def at(logs: Vector) -> Vector:
-        rates = dict(zip(names, map(float, np.exp(logs)), strict=True))
-        return np.concatenate([residuals(rates), (logs - centers) / widths])
+        return np.concatenate([residuals(rates_of(logs)), (logs - centers) / widths])
 
     def slopes(logs: Vector, current: Vector) -> Vector:
         width = 1e-4
@@ -67,10 +64,6 @@ def fit_rates(residuals: Residuals, priors: Mapping[str, Prior]) -> FittedRates:
             break
     jacobian = slopes(logs, current)
     sigmas = np.sqrt(np.diag(np.linalg.inv(jacobian.T @ jacobian)))
-    return FittedRates(
-        values=dict(zip(names, map(float, np.exp(logs)), strict=True)),
-        sigmas=dict(zip(names, map(float, sigmas), strict=True)),
-        determined=tuple(
-            name for name, sigma, width in zip(names, sigmas, widths, strict=True) if sigma <= DETERMINED_SHARE * width
-        ),
-    )
+    is_determined = sigmas <= DETERMINED_SHARE * widths
+    determined = tuple(name for name, found in zip(names, is_determined, strict=True) if found)
+    return FittedRates(values=rates_of(logs), determined=determined)
