@@ -68,7 +68,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.zero.plugin",
         "deep_opt_states.zero.start",
     },
-    "deep_opt_states.meta_model": set(),
     "deep_opt_states.names": set(),
     "deep_opt_states.config": {
         "deep_opt_states.names",
@@ -197,6 +196,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 THIRD_PARTY: dict[str, set[str]] = {
     "perf_model": {"matplotlib", "rich"},
+    # The model of a config.json is built by transformers, when one is read.
+    "perf_model.training_run": {"torch", "transformers"},
     "deep_opt_states.activation": {"wrapt"},
     "deep_opt_states.config": {"pydantic"},
     "deep_opt_states.device": {"torch", "deepspeed", "numpy", "triton"},
@@ -208,8 +209,6 @@ THIRD_PARTY: dict[str, set[str]] = {
     # The profiler uses DeepSpeed's Adam op, which no training has constructed yet.
     "deep_opt_states.profiler": {"torch", "deepspeed"},
     "deep_opt_states.doctor": {"torch", "deepspeed", "packaging"},
-    # A program of its own, which perf_model runs.
-    "deep_opt_states.meta_model": {"torch", "transformers"},
     "deep_opt_states.cli": {"rich", "deepspeed"},
 }
 """The third-party packages that each package, or the packages inside it, may import."""
@@ -285,6 +284,18 @@ def test_only_the_triton_kernels_import_triton() -> None:
     assert found == {
         "deep_opt_states.device.kernels.triton_kernel",
     }
+
+
+def test_only_the_model_of_a_config_needs_torch_in_perf_model() -> None:
+    names = ("torch", "transformers")
+    found = {module for module, path in modules() if module.startswith("perf_model") and imports(path) & {*names}}
+    assert found == {"perf_model.training_run.hf_config"}
+
+
+def test_perf_model_starts_no_program() -> None:
+    for module, path in modules():
+        if module.startswith("perf_model"):
+            assert not imports(path) & {"subprocess", "multiprocessing"}, module
 
 
 def test_perf_model_imports_neither_torch_nor_matplotlib_nor_deepspeed() -> None:

@@ -17,8 +17,8 @@ from perf_model.presets.models import MODELS
 from perf_model.schedule.cutting import PIECE_MULTIPLE
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.rules import NO_RULES, PlacementRules, RulesError
+from perf_model.training_run.decoder import generic_model
 from perf_model.training_run.forecast import Forecast, forecast
-from perf_model.training_run.generic_model import generic_model
 from perf_model.training_run.hf_config import read_hf_config
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import NO_OVERHEADS, PUBLISHED_OVERHEADS, Overheads

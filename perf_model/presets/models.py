@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from perf_model.training_run.families.config_values import HuggingFaceConfig
-from perf_model.training_run.families.decoder import gpt
-from perf_model.training_run.families.dense import llama, qwen2
+from perf_model.training_run.decoder import gpt, llama
 from perf_model.training_run.model import ModelShape
 
 _PAPER_VOCAB = 51_200
@@ -24,16 +22,27 @@ def paper_model(name: str, layers: int, hidden: int, heads: int, numel: float) -
     return gpt(name, layers, hidden, heads, _PAPER_VOCAB, positions=0, intermediate=width)
 
 
-def _config(layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, vocab: int) -> HuggingFaceConfig:
-    return HuggingFaceConfig(
-        {
-            "num_hidden_layers": layers,
-            "hidden_size": hidden,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "intermediate_size": intermediate,
-            "vocab_size": vocab,
-        }
+def _llama(
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    *,
+    intermediate: int,
+    vocab: int,
+    qkv_bias: bool = False,
+) -> ModelShape:
+    return llama(
+        name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        intermediate=intermediate,
+        vocab=vocab,
+        qkv_bias=qkv_bias,
     )
 
 
@@ -45,8 +54,8 @@ MODELS: dict[str, ModelShape] = {
         paper_model("10B", layers=50, hidden=4096, heads=32, numel=9.92e9),
         paper_model("13B", layers=40, hidden=5120, heads=40, numel=11.25e9),
         paper_model("20B", layers=40, hidden=5120, heads=64, numel=15.33e9),
-        llama(_config(32, 4096, 32, 8, 14336, 128256), "Llama-3-8B"),
-        qwen2(_config(28, 3584, 28, 4, 18944, 152064), "Qwen2.5-7B"),
-        llama(_config(80, 8192, 64, 8, 28672, 128256), "Llama-3-70B"),
+        _llama("Llama-3-8B", 32, 4096, 32, 8, intermediate=14336, vocab=128256),
+        _llama("Qwen2.5-7B", 28, 3584, 28, 4, intermediate=18944, vocab=152064, qkv_bias=True),
+        _llama("Llama-3-70B", 80, 8192, 64, 8, intermediate=28672, vocab=128256),
     )
 }

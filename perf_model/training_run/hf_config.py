@@ -1,46 +1,40 @@
-"""Read a ``ModelShape`` from a Hugging Face ``config.json``.
+"""Count the parameters of the model of a Hugging Face ``config.json``: transformers builds it without its weights.
 
-The count of parameters is exact for the families that have a formula here. The model of any other family is built by
-transformers, if it is installed.
+torch and transformers are imported only when a config is read. No code of the model's author is executed, and nothing
+is downloaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
 from perf_model.json_input import parse_json, printable, read_text, reason, shorten
-from perf_model.training_run.families import dense, mixture
-from perf_model.training_run.families.config_values import HuggingFaceConfig
-from perf_model.training_run.meta_model import shape_from_transformers
-from perf_model.training_run.model import ModelError, ModelShape
-
-FAMILIES: dict[str, Callable[[HuggingFaceConfig, str], ModelShape]] = {
-    "llama": dense.llama,
-    "mistral": dense.mistral,
-    "qwen2": dense.qwen2,
-    "qwen3": dense.qwen3,
-    "gemma": dense.gemma,
-    "gemma2": dense.gemma2,
-    "gemma3_text": dense.gemma3,
-    "phi": dense.phi,
-    "phi3": dense.phi3,
-    "olmo": dense.olmo,
-    "olmo2": dense.olmo2,
-    "gpt2": dense.gpt2,
-    "gpt_neox": dense.gpt_neox,
-    "mixtral": mixture.mixtral,
-    "qwen2_moe": mixture.qwen2_moe,
-    "qwen3_moe": mixture.qwen3_moe,
-    "gpt_oss": mixture.gpt_oss,
-    "deepseek_v2": mixture.deepseek_v2,
-    "deepseek_v3": mixture.deepseek_v3,
-}
-"""The families that need no transformers, by ``model_type``."""
+from perf_model.training_run.model import (
+    LAST_PRODUCTS,
+    MAX_SIZES,
+    ModelError,
+    ModelShape,
+    ParameterShape,
+    require_integer,
+)
 
 _REMEDY = "Give the config.json of a Hugging Face model, a preset, or --params with the number of parameters."
+_WITHOUT_CONFIG = "Give --params with the number of parameters, in place of --model."
+
+_MODEL_CLASSES = (
+    ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "AutoModelForImageTextToText"),
+    ("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", "AutoModelForSpeechSeq2Seq"),
+    ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "AutoModelForSeq2SeqLM"),
+    ("MODEL_FOR_CAUSAL_LM_MAPPING", "AutoModelForCausalLM"),
+    ("MODEL_FOR_MASKED_LM_MAPPING", "AutoModelForMaskedLM"),
+)
+"""The classes that are tried, the first with most parameters: a text model is a part of a model for images and text."""
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
 
 
 def read_hf_config(path: Path) -> ModelShape:
@@ -54,22 +48,148 @@ def read_hf_config(path: Path) -> ModelShape:
 
 
 def parse_hf_config(text: str, name: str) -> ModelShape:
-    """Return the shape of the model ``text``, named ``name``. Raise ``ModelError`` as ``read_hf_config``."""
+    """Return the shape of the model with the config ``text``. Raise ``ModelError`` as ``read_hf_config``."""
     try:
-        config = parse_json(text)
+        values = parse_json(text)
     except ValueError as error:
         raise ModelError(f"A model's config must be JSON, found a text that is not: {error}.\n{_REMEDY}") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"A model's config must be an object, found {shorten(config)}.\n{_REMEDY}")
-    return shape_of(config, printable(name))
-
-
-def shape_of(config: dict[str, Any], name: str) -> ModelShape:
-    """Return the shape of the model with the values ``config``. Raise ``ModelError`` if it cannot be planned for."""
-    family = config.get("model_type")
+    if not isinstance(values, dict):
+        raise ModelError(f"A model's config must be an object, found {shorten(values)}.\n{_REMEDY}")
+    family = values.get("model_type")
     if not isinstance(family, str) or not family:
         raise ModelError(f"model_type: must name the family of the model, found {shorten(family)}.\n{_REMEDY}")
-    if family in FAMILIES:
-        shape = FAMILIES[family](HuggingFaceConfig(config), name)
-        return replace(shape, source=f"counted by the formula of {family}")
-    return shape_from_transformers(config, family, name)
+    try:
+        return _shape_of(values, printable(name))
+    except ModelError:
+        raise
+    except ImportError as error:
+        rule = f"--model: needs torch and transformers for a config.json, found none: {printable(error, most=300)}"
+        raise ModelError(f"{rule}.\nInstall both. Or give --params with the number of parameters.") from None
+    except Exception as error:  # noqa: BLE001 (any error of a model's class is a reason)
+        found = printable(" ".join(f"{type(error).__name__}: {error}".split()), most=300).rstrip(".")
+        rule = f"model_type: transformers must be able to build {shorten(family)}, found {found}"
+        if "auto_map" in values:
+            rule += ". Its auto_map names code of the model's author, which is not executed"
+        raise ModelError(f"{rule}.\n{_WITHOUT_CONFIG}") from None
+
+
+def _shape_of(values: dict[str, Any], name: str) -> ModelShape:
+    """Return the shape of the model that transformers builds. Raise whatever transformers raises.
+
+    Operations are those of a text: encoders for images and sound count as parameters, and no token passes them. Each
+    other matrix is multiplied by each token; of experts, the share that a token is routed to. Sizes that the config
+    does not name are 0.
+    """
+    # Models with a backbone would look it up on the hub.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import torch
+    import transformers
+
+    # A warning for a config of which only the sizes are used would be read as an error of the plan.
+    transformers.logging.set_verbosity(logging.ERROR)
+    config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    text = config.get_text_config()
+    sizes: dict[str, Any] = {
+        "layers": _size(text, "num_hidden_layers"),
+        "hidden": _size(text, "hidden_size"),
+        "vocab": _size(text, "vocab_size"),
+    }
+    for key, size in sizes.items():
+        require_integer(f"{key} of {shorten(values['model_type'])}", size, 1, MAX_SIZES[key], _WITHOUT_CONFIG)
+    with torch.device("meta"):
+        model = _model_class(config).from_config(config, trust_remote_code=False)
+    tensors, tied = _parameters_of(model, text)
+    heads = _size(text, "num_attention_heads")
+    kv_heads = _size(text, "num_key_value_heads") or heads
+    if heads % (kv_heads or 1):
+        rule = f"num_key_value_heads: must divide the number of heads, {heads}, found {kv_heads}"
+        raise ModelError(f"{rule}.\nCorrect the config.json.")
+    # In latent attention, the values of all heads have a width of their own, and the queries another one.
+    value_dim = _size(text, "v_head_dim")
+    head_dim = value_dim or _size(text, "head_dim") or (sizes["hidden"] // heads if heads else 0)
+    query_dim = _size(text, "qk_nope_head_dim") + _size(text, "qk_rope_head_dim") if value_dim else head_dim
+    return ModelShape(
+        name=name,
+        **sizes,
+        heads=heads,
+        kv_heads=heads if value_dim else kv_heads,
+        head_dim=head_dim,
+        intermediate=_active_width(tensors, sizes["hidden"]) or _size(text, "intermediate_size"),
+        scores_width=sizes["layers"] * heads * (query_dim + head_dim),
+        tensors=tuple(tensors),
+        tied=tuple(tied),
+        source=f"counted by {type(model).__name__} of transformers {transformers.__version__}",
+    )
+
+
+def _model_class(config: Any) -> Any:
+    import transformers
+
+    for mapping, name in _MODEL_CLASSES:
+        if type(config) in getattr(transformers, mapping):
+            return getattr(transformers, name)
+    return transformers.AutoModel
+
+
+def _parameters_of(model: Any, text: Any) -> tuple[list[ParameterShape], list[tuple[str, str]]]:
+    """Return the parameters of ``model``, and each further name of a tied one with its first name."""
+    import torch
+
+    chosen, count = _active_share(text)
+    not_multiplied = _other_modalities(model, text)
+    not_multiplied |= {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is not None:
+        # A tied embedding is looked up, and multiplied for the logits.
+        not_multiplied -= {id(head.weight)}
+    found, first_names, tied = [], dict[int, str](), []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first_names:
+            tied.append((name, first_names[id(parameter)]))
+            continue
+        first_names[id(parameter)] = name
+        numel = parameter.numel()
+        active = numel * chosen // count if ".experts." in name else numel
+        # The biases of experts form a matrix, too.
+        matrix = parameter.dim() >= 2 and not name.endswith("bias")
+        found.append(ParameterShape(name, numel, active, matrix and id(parameter) not in not_multiplied))
+    return found, tied
+
+
+def _active_share(text: Any) -> tuple[int, int]:
+    """Return how many experts a token is routed to, and how many there are; the same numbers if it is not known."""
+    count = next((size for key in _EXPERTS if (size := _size(text, key))), 0)
+    chosen = next((size for key in _EXPERTS_PER_TOKEN if (size := _size(text, key))), 0)
+    if 0 < count < chosen:
+        rule = f"experts per token: must be at most the number of experts, {count}, found {chosen}"
+        raise ModelError(f"{rule}.\nCorrect the config.json.")
+    return (chosen, count) if chosen and count else (1, 1)
+
+
+def _active_width(tensors: list[ParameterShape], hidden: int) -> int:
+    """Return the largest width of a feed-forward that a token passes: of layers with experts, where there are any."""
+    widths: dict[str, int] = {}
+    for tensor in tensors:
+        layer, dot, part = tensor.name.partition(".mlp.")
+        if dot and tensor.multiplied and any(name in part for name in LAST_PRODUCTS):
+            widths[layer] = widths.get(layer, 0) + tensor.active_numel // hidden
+    with_experts = {tensor.name.partition(".mlp.")[0] for tensor in tensors if ".experts." in tensor.name}
+    return max((widths[layer] for layer in with_experts & widths.keys() or widths), default=0)
+
+
+def _other_modalities(model: Any, text: Any) -> set[int]:
+    """Return the identities of the parameters of encoders for images and sound, which no token of a text passes."""
+    import transformers
+
+    kinds = {type(model.config), type(text)}
+    return {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, transformers.PreTrainedModel) and type(module.config) not in kinds
+        for parameter in module.parameters()
+    }
+
+
+def _size(config: Any, key: str) -> int:
+    value = getattr(config, key, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

@@ -191,6 +191,9 @@ def iteration_flops(forward_flops: float, logits_flops: float, recompute: bool) 
     return 3 * forward_flops + (forward_flops - logits_flops if recompute else 0.0)
 
 
+LAST_PRODUCTS = ("down_proj", "c_proj", "dense_4h_to_h", "fc2")
+"""Parts of the names of the matrices at the end of a feed-forward."""
+
 _LAYER = re.compile(r"(.*?\.(?:layers|h))\.([0-9]+)\.([^.]+)")
 
 _NORM_BIASES = ("norm.bias", "layernorm.bias", "ln_1.bias", "ln_f.bias", "layer_norm.bias")

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from perf_model.prediction.memory import SIXTEEN_BIT
 from perf_model.training_run.activations import Activations
-from perf_model.training_run.model import layer_and_module
+from perf_model.training_run.model import LAST_PRODUCTS, layer_and_module
 from perf_model.training_run.shards import shard_numel
 
 PARAM_BYTES = SIXTEEN_BIT.param
@@ -45,7 +45,6 @@ NORM_BYTES, NORM_CHUNK = 8, 250_000_000
 """DeepSpeed computes the norm of a partition in fp64, in chunks of so many elements (``_constant_buffered_norm2``)."""
 
 BEFORE_FEED_FORWARD = ("input_layernorm", "self_attn", "attention", "attn", "ln_1")
-LAST_PRODUCTS = ("down_proj", "c_proj", "dense_4h_to_h", "fc2")
 TABLES = ("embed", "wte", "wpe")
 """Parts of the names of parameters, by the time at which backward computes their gradients."""
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from perf_model.__main__ import main
 from perf_model.json_input import MAX_FILE_BYTES, parse_json, printable, shorten
 from perf_model.presets.machines import MACHINES
-from perf_model.training_run import meta_model
 from tests.cli.test_planning_commands import LLAMA, job
 from tests.launch import REPOSITORY
 
@@ -98,7 +97,6 @@ FILES: dict[str, dict[str, bytes]] = {
     },
     "model": {
         **ANY_FILE,
-        "no width": dumped({name: value for name, value in LLAMA.items() if name != "hidden_size"}),
         "negative layers": dumped({**LLAMA, "num_hidden_layers": -1}),
         "width is text": dumped({**LLAMA, "hidden_size": "4096"}),
         "heads do not divide": dumped({**LLAMA, "num_attention_heads": 7, "num_key_value_heads": 7}),
@@ -165,12 +163,6 @@ OPTIONS: dict[str, list[str]] = {
     "network inside a node is text": cluster("--node-gb-per-s", "fast"),
     "cluster with the profile of a folder": cluster("--profile", REPOSITORY),
 }
-
-
-@pytest.fixture(autouse=True)
-def _no_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no config start transformers: it takes seconds, and is tested elsewhere."""
-    monkeypatch.setattr(meta_model, "_run", lambda config: {"error": "not started"})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from perf_model.cluster.layouts import Cluster
 from perf_model.cluster.megatron_layout import PipelineLayout, best_pipeline_layout
 from perf_model.cluster.pipeline import bubble_share
 from perf_model.prediction.network import Network
-from perf_model.training_run.families.decoder import gpt
+from perf_model.training_run.decoder import gpt
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import MatrixRate, PhaseRates
 from tests.cluster.paper_tables import PEAK_TFLOPS, SEQUENCE, VOCAB, ThroughputRow, table_1

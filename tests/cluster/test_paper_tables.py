@@ -8,7 +8,7 @@ import pytest
 
 from perf_model.cluster.pipeline import batch_s, bubble_share
 from perf_model.prediction.network import Network
-from perf_model.training_run.families.decoder import gpt
+from perf_model.training_run.decoder import gpt
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import MatrixRate, PhaseRates
 from tests.cluster.paper_formulas import (

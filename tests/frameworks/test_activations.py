@@ -5,7 +5,7 @@ The tensors are fake: no memory is allocated and no arithmetic is done, so that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,17 +14,16 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from perf_model.training_run.activations import Activations
-from perf_model.training_run.families.decoder import DecoderWidths
+from perf_model.training_run.decoder import llama
 from perf_model.training_run.model import ModelShape
-from tests.model.llama_shapes import llama_shape
 from tests.tiers import thorough
 
 TOLERANCE = 0.05
 
 SEQUENCE = 2048
 
-WIDTHS = DecoderWidths(layers=2, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=64)
-WIDE = llama_shape("layers of Llama-3-8B", WIDTHS)
+SIZES = {"layers": 2, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "intermediate": 14336, "vocab": 64}
+WIDE = llama("layers of Llama-3-8B", **SIZES)
 """Layers as in Llama-3-8B. Attention is not fused: fake tensors have no flash attention."""
 
 
@@ -37,7 +36,7 @@ class Tracked:
 
 
 TRACKED = {
-    "logits": Tracked(shape=llama_shape("logits of Llama-3-8B", replace(WIDTHS, vocab=128_256))),
+    "logits": Tracked(shape=llama("logits of Llama-3-8B", **{**SIZES, "vocab": 128_256})),
     "layers": Tracked(),
     "kept": Tracked(recompute=False),
 }

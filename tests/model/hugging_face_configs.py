@@ -7,8 +7,6 @@ from typing import Any
 import torch
 import transformers
 
-from perf_model.training_run.model import ParameterShape
-
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Llama-3-8B": {
         "model_type": "llama",
@@ -325,11 +323,3 @@ def built(values: dict[str, Any]) -> Any:
 def parameters_of(model: Any) -> list[tuple[str, int]]:
     """Return the name and the number of elements of each parameter."""
     return [(name, parameter.numel()) for name, parameter in model.named_parameters()]
-
-
-def unequal(expected: list[tuple[str, int]], found: tuple[ParameterShape, ...]) -> list[tuple[object, object]]:
-    """Return the first few parameters that differ, each with the one that was expected in its place."""
-    pairs = [(tensor.name, tensor.numel) for tensor in found]
-    longest = max(len(expected), len(pairs))
-    padded = [[*values, *[None] * (longest - len(values))] for values in (expected, pairs)]
-    return [(one, other) for one, other in zip(*padded, strict=True) if one != other][:5]

@@ -16,7 +16,7 @@ from perf_model.presets.models import MODELS
 from perf_model.schedule.cutting import BORDER_MULTIPLE, PIECE_MULTIPLE, cut_into_units, layer_of
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.workload import ALIGNMENT, Partition, Unit, Workload, form_sub_groups
-from perf_model.training_run.families.decoder import gpt
+from perf_model.training_run.decoder import gpt
 from perf_model.training_run.model import ModelShape
 
 NAMES = ("embed.weight", "layers.0.q", "layers.0.mlp.up", "layers.1.q", "layers.1.mlp.experts.3.up", "norm.weight", "x")

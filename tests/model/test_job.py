@@ -14,7 +14,7 @@ from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.rules import PlacementRule, PlacementRules
-from perf_model.training_run.families.decoder import gpt
+from perf_model.training_run.decoder import gpt
 from perf_model.training_run.forecast import Forecast, forecast
 from perf_model.training_run.host_reserve import reserved_host_bytes
 from perf_model.training_run.job import GradientPath, Job

@@ -14,7 +14,7 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
 from perf_model.training_run.activations import SCORE_BYTES
-from perf_model.training_run.families.decoder import DecoderWidths
+from perf_model.training_run.decoder import llama
 from perf_model.training_run.forecast import forecast
 from perf_model.training_run.host_reserve import reserved_host_bytes
 from perf_model.training_run.job import Job
@@ -24,7 +24,6 @@ from perf_model.training_run.remedies import limits_to_lift
 from perf_model.training_run.training_memory import PARAM_BYTES, WORKSPACE_BYTES, TrainingMemory, ZeroSizes
 from perf_model.units import GB
 from tests.launch import REPOSITORY
-from tests.model.llama_shapes import llama_shape
 from tests.model.profiles import RATES, profile
 
 GIB = 2**30
@@ -155,8 +154,7 @@ def test_a_micro_batch_that_went_out_of_memory_leaves_no_room_for_the_cache_with
     assert held_bytes(replace(job, attention="flash")) < limit
 
 
-WIDTHS = DecoderWidths(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=100)
-TINY = llama_shape("tiny", WIDTHS)
+TINY = llama("tiny", layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=100)
 
 
 def training(sizes: ZeroSizes, *, ranks: int = 1, recompute: bool = True, attention: str = "flash") -> TrainingMemory:

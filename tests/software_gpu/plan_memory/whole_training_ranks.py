@@ -18,12 +18,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from deep_opt_states.zero.start import planning
 from perf_model.prediction.memory import MemoryKind, TrainingSetup, reserved_by_the_runtime
-from perf_model.training_run.families.decoder import DecoderWidths
+from perf_model.training_run.decoder import llama
 from perf_model.training_run.job import Job
 from perf_model.training_run.model import ModelShape
 from perf_model.training_run.training_memory import TrainingMemory, ZeroSizes
 from tests.launch import answer
-from tests.model.llama_shapes import llama_shape
 from tests.software_gpu import device
 from tests.software_gpu.filled_gpu.growing_inputs import slow_profile
 from tests.software_gpu.library import DEVICE_TYPE
@@ -33,8 +32,8 @@ from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import GIB, Settings
 from tests.zero.parity.training import Block
 
-WIDTHS = DecoderWidths(layers=3, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=896, vocab=512)
-LLAMA = llama_shape("small Llama", WIDTHS)
+WIDTHS = {"layers": 3, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 896, "vocab": 512}
+LLAMA = llama("small Llama", **WIDTHS)
 
 SIZES = ZeroSizes(reduce_bucket=500_000, prefetch_bucket=50_000, max_live=1_000_000, persistence_threshold=1000)
 """DeepSpeed's sizes, in about the ratio to the model that its defaults have to a model of some billion parameters."""
@@ -109,8 +108,8 @@ class WholeTraining:
 
 
 STREAMED = {"placement": "streamed", "num_slots": 2}
-DEEP = llama_shape("deeper Llama", replace(WIDTHS, layers=6, intermediate=512))
-WIDE = llama_shape("wider Llama", replace(WIDTHS, layers=2, hidden=384, heads=6, kv_heads=6, intermediate=1024))
+DEEP = llama("deeper Llama", **{**WIDTHS, "layers": 6, "intermediate": 512})
+WIDE = llama("wider Llama", **{**WIDTHS, "layers": 2, "hidden": 384, "heads": 6, "kv_heads": 6, "intermediate": 1024})
 
 TRAININGS = {
     "stock": WholeTraining(),

@@ -1,0 +1,129 @@
+"""Test the model of a ``config.json``: built by transformers, without weights and without code of its author."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from perf_model.training_run.hf_config import parse_hf_config
+from perf_model.training_run.model import ModelError, ModelShape
+from tests.model.hugging_face_configs import parameters_of
+
+GRANITE_MOE = {
+    "model_type": "granitemoe",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 300,
+}
+
+GEMMA3 = {
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 48,
+        "intermediate_size": 100,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 211,
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 28,
+        "patch_size": 14,
+    },
+    "mm_tokens_per_image": 4,
+}
+
+T5 = {"model_type": "t5", "d_model": 64, "d_ff": 128, "d_kv": 16, "num_heads": 4, "num_layers": 2, "vocab_size": 300}
+
+
+def shape_of(values: dict[str, Any]) -> ModelShape:
+    return parse_hf_config(json.dumps(values), "tested")
+
+
+def test_all_experts_are_counted_and_those_of_a_token_are_active() -> None:
+    shape = shape_of(GRANITE_MOE)
+    config = transformers.GraniteMoeConfig.from_dict(GRANITE_MOE)
+    with torch.device("meta"):
+        model = transformers.GraniteMoeForCausalLM(config)
+    assert shape.parameters() == parameters_of(model)
+    experts = sum(numel for name, numel in shape.parameters() if ".experts." in name)
+    assert experts == 3 * 8 * 3 * 64 * 96
+    assert shape.numel - shape.active_numel == experts * 6 // 8
+    assert (shape.layers, shape.hidden, shape.vocab, shape.heads, shape.kv_heads) == (3, 64, 300, 4, 2)
+    assert shape.source == f"counted by GraniteMoeForCausalLM of transformers {transformers.__version__}"
+    assert shape.aliases == {}
+
+
+def test_a_model_for_images_is_counted_whole_and_its_encoder_computes_nothing_for_a_text() -> None:
+    shape = shape_of(GEMMA3)
+    rows = {tensor.name: (tensor.numel, tensor.multiplied) for tensor in shape.tensors}
+    encoder = {name for name in rows if "vision_tower" in name}
+    with torch.device("meta"):
+        model = transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config.from_dict(GEMMA3))
+    assert shape.parameters() == parameters_of(model)
+    assert len(encoder) > 10
+    assert not any(rows[name][1] for name in encoder)
+    assert rows["model.language_model.layers.1.mlp.up_proj.weight"] == (48 * 100, True)
+    assert (shape.layers, shape.hidden, shape.vocab) == (2, 48, 211)
+
+
+def test_an_encoder_with_a_decoder_is_counted_whole() -> None:
+    shape = shape_of(T5)
+    expected = transformers.T5ForConditionalGeneration(transformers.T5Config.from_dict(T5)).num_parameters()
+    assert shape.numel == expected
+    assert all(tensor.multiplied for tensor in shape.tensors if tensor.name.endswith((".q.weight", ".wo.weight")))
+
+
+REMEDY = "Give --params with the number of parameters, in place of --model."
+
+
+def test_no_code_of_a_models_author_is_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a config of an unknown family, with a reference to code, is refused without the code."""
+    monkeypatch.setattr(transformers.dynamic_module_utils, "get_class_from_dynamic_module", pytest.fail)
+    code = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    with pytest.raises(ModelError) as caught:
+        shape_of({"model_type": "mine", "auto_map": code})
+    rule, remedy = str(caught.value).splitlines()
+    assert rule == (
+        "model_type: transformers must be able to build 'mine', found KeyError: 'mine'. "
+        "Its auto_map names code of the model's author, which is not executed."
+    )
+    assert remedy == REMEDY
+    assert shape_of({**GRANITE_MOE, "auto_map": code}).source.startswith("counted by GraniteMoeForCausalLM")
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers"])
+def test_a_missing_package_is_named_with_the_remedy(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ModelError) as caught:
+        shape_of(GRANITE_MOE)
+    rule, remedy = str(caught.value).splitlines()
+    assert rule.startswith("--model: needs torch and transformers for a config.json, found none: import of")
+    assert remedy == "Install both. Or give --params with the number of parameters."
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 0}, {"num_hidden_layers": 10**6}, {"vocab_size": 10**9}])
+def test_impossible_sizes_are_refused_before_a_model_is_built(
+    changes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", pytest.fail)
+    with pytest.raises(ModelError, match=r"of 'granitemoe': must be an integer from 1 to") as caught:
+        shape_of({**GRANITE_MOE, **changes})
+    assert str(caught.value).endswith(REMEDY)
