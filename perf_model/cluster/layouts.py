@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from perf_model.training_run.job import MAX_TOKENS
 from perf_model.training_run.model import ModelError, ModelShape, require_integer
@@ -12,8 +13,7 @@ MAX_MICRO_BATCH = 64
 """The largest micro-batch that is tried, in sequences."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
+class Layout(NamedTuple):
     """A way to train one global batch.
 
     Each of ``data_parallel`` groups of ``tensor_parallel`` ranks trains ``accumulation`` micro-batches of
@@ -28,7 +28,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A model, a global batch in sequences, and the GPUs that train it. Raise ``ModelError`` for impossible numbers."""
+    """A model, a global batch in sequences, and the GPUs that train it, which are those of a ``Job``."""
 
     shape: ModelShape
     gpus: int
@@ -37,9 +37,7 @@ class Cluster:
     sequence: int
 
     def __post_init__(self) -> None:
-        maxima = {"gpus": 10**6, "ranks_per_node": 10**4, "global_batch": 10**9, "sequence": MAX_TOKENS}
-        for key, most in maxima.items():
-            require_integer(key, getattr(self, key), 1, most, f"Correct --{key.replace('_', '-')}.")
+        require_integer("global_batch", self.global_batch, 1, 10**9, "Correct --global-batch.")
 
     @property
     def ranks_on_node(self) -> int:
@@ -47,14 +45,9 @@ class Cluster:
         return min(self.ranks_per_node, self.gpus)
 
     @property
-    def tokens(self) -> int:
-        """Return the tokens of a global batch."""
-        return self.global_batch * self.sequence
-
-    @property
-    def largest_micro_batch(self) -> int:
-        """Return the largest micro-batch that is tried if the user names none."""
-        return max(1, min(MAX_MICRO_BATCH, MAX_TOKENS // self.sequence))
+    def micro_batches(self) -> range:
+        """Return the micro-batches that are tried if the user names none."""
+        return range(1, max(1, min(MAX_MICRO_BATCH, MAX_TOKENS // self.sequence)) + 1)
 
     def tensor_parallel_sizes(self) -> list[int]:
         """Return the powers of two that divide the ranks of a node and the key-value heads of the model."""
@@ -70,38 +63,21 @@ class Cluster:
         found = []
         for size in sorted(set(tensor_parallel)):
             if self.ranks_on_node % size:
-                raise ModelError(
-                    f"tensor_parallel: must divide the number of ranks of a node, {self.ranks_on_node}, found {size}.\n"
-                    "Correct --tensor-parallel."
-                )
-            data_parallel = self.gpus // size
-            sequences, rest = divmod(self.global_batch, data_parallel)
-            if rest or not sequences:
-                continue
-            for micro_batch in sorted(set(micro_batches or range(1, self.largest_micro_batch + 1))):
-                if sequences % micro_batch == 0:
-                    found.append(
-                        Layout(
-                            tensor_parallel=size,
-                            data_parallel=data_parallel,
-                            micro_batch=micro_batch,
-                            accumulation=sequences // micro_batch,
-                        )
-                    )
+                rule = f"tensor_parallel: must divide the number of ranks of a node, {self.ranks_on_node}, found {size}"
+                raise ModelError(f"{rule}.\nCorrect --tensor-parallel.")
+            sequences, rest = divmod(self.global_batch, self.gpus // size)
+            if not rest and sequences:
+                sizes = [each for each in sorted(set(micro_batches or self.micro_batches)) if sequences % each == 0]
+                found += [Layout(size, self.gpus // size, micro, sequences // micro) for micro in sizes]
         if not found:
-            raise ModelError(self._indivisible(tensor_parallel, micro_batches))
+            units = {self.gpus // size * micro for size in tensor_parallel for micro in micro_batches or [1]}
+            least = sorted(unit for unit in units if not any(unit % other == 0 for other in units - {unit}))
+            below = max(self.global_batch // unit * unit for unit in units)
+            above = min(-(-self.global_batch // unit) * unit for unit in units)
+            times = " times the micro-batch" if micro_batches else ""
+            raise ModelError(
+                f"global_batch: must be a multiple of the data-parallel size{times}, here of "
+                f"{' or '.join(map(str, least))}, found {self.global_batch}.\n"
+                f"Give --global-batch {f'{below} or {above}' if below else above}, or another number of --gpus."
+            )
         return found
-
-    def _indivisible(self, tensor_parallel: Sequence[int], micro_batches: Sequence[int] | None) -> str:
-        """Return the error of a global batch that no layout divides, with the nearest batches that one divides."""
-        units = {self.gpus // size * micro for size in tensor_parallel for micro in micro_batches or [1]}
-        below = max(self.global_batch // unit * unit for unit in units)
-        above = min(-(-self.global_batch // unit) * unit for unit in units)
-        nearest = f"{below} or {above}" if below else str(above)
-        divisor = "the data-parallel size times the micro-batch" if micro_batches else "the data-parallel size"
-        least = (unit for unit in units if not any(unit % other == 0 for other in units - {unit}))
-        multiples = " or ".join(map(str, sorted(least)))
-        return (
-            f"global_batch: must be a multiple of {divisor}, here of {multiples}, found {self.global_batch}.\n"
-            f"Give --global-batch {nearest}, or another number of --gpus."
-        )

@@ -1,11 +1,40 @@
-"""Compute the costs of pipeline parallelism (arXiv 2104.04473, sections 2.2, 3.3 and 3.4).
+"""Estimate the layout and the speed that Megatron-LM's pipeline would have on the same cluster, as a comparison.
 
-DeepSpeed has no pipeline with ZeRO-3, so these functions serve as a comparison.
+DeepSpeed runs no pipeline with ZeRO-3 (``deepspeed/runtime/pipe/engine.py``, line 77). The sections are those of arXiv
+2104.04473.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+from perf_model.cluster.layouts import Cluster
+from perf_model.training_run.job import Job
+from perf_model.training_run.micro_batch import PhaseRates
+from perf_model.training_run.training_memory import PARAM_BYTES
+
+GRADIENT_BYTES_PER_PARAM = 4
+"""Bytes per gradient: Megatron-LM accumulates and reduces those of bf16 models in fp32."""
+
+TRAINED_BYTES_PER_PARAM = GRADIENT_BYTES_PER_PARAM + 12
+"""Bytes per trained parameter on the GPU in addition to the bf16 parameter: the gradient, and fp32 master, ``exp_avg``
+and ``exp_avg_sq``, without a distributed optimizer (Megatron-LM, ``docs/source/api-guide/dist_optimizer.md``)."""
+
+
+class PipelineLayout(NamedTuple):
+    """A layout of Megatron-LM with its predicted iteration. ``bubble`` is the idle share of the compute time."""
+
+    tensor_parallel: int
+    stages: int
+    data_parallel: int
+    micro_batch: int
+    micro_batches: int
+    bubble: float
+    iteration_s: float
+    tokens_per_s: float
 
 
 def bubble_share(stages: int, micro_batches: int) -> float:
@@ -19,9 +48,66 @@ def micro_batches_in_flight(stages: int, micro_batches: int) -> int:
 
 
 def batch_s(sequences: int, micro_batch: int, stages: int, micro_batch_s: Callable[[int], float]) -> float:
-    """Return the seconds of a batch of ``sequences`` per pipeline (section 3.4, equation 1).
+    """Return the seconds of a batch of ``sequences`` per pipeline (section 3.4, equation 1), without communication.
 
     ``micro_batch_s`` returns the seconds of forward and backward of one stage for a micro-batch of a given size.
-    Communication is not included.
     """
     return (sequences / micro_batch + stages - 1) * micro_batch_s(micro_batch)
+
+
+def best_pipeline_layout(
+    cluster: Cluster,
+    job: Job,
+    rates: PhaseRates,
+    gpu_bytes: int | None,
+    sizes: Sequence[int] | None = None,
+    micro_batches: Sequence[int] | None = None,
+) -> PipelineLayout | None:
+    """Return the fastest layout by the paper's takeaways (sections 3.2 to 3.4), or None if none fits.
+
+    ``job`` has everything but the layout. ``sizes`` are tensor-parallel sizes. If they or ``micro_batches`` are None,
+    all that the cluster permits are tried. There are several stages only if the tensor-parallel size is the largest of
+    those. Their number is the smallest with which the model and its activations fit into ``gpu_bytes``, with 1F1B. All
+    states are on the GPU. Communication between stages is assumed to be hidden; the all-reduces of tensor parallelism
+    and of the gradients are not. No time is counted for the update.
+    """
+    found, sizes = [], sizes or cluster.tensor_parallel_sizes()
+    for tensor_parallel, micro_batch in product(sizes, micro_batches or cluster.micro_batches):
+        laid_out = replace(job, accumulation=1, offload_param=False, micro_batch=micro_batch)
+        laid_out = replace(laid_out, tensor_parallel=tensor_parallel)
+        for stages in range(1, cluster.shape.layers + 1 if tensor_parallel == max(sizes) else 2):
+            data_parallel, rest = divmod(cluster.gpus, tensor_parallel * stages)
+            if rest or cluster.shape.layers % stages or cluster.global_batch % (data_parallel * micro_batch):
+                continue
+            count = cluster.global_batch // (data_parallel * micro_batch)
+            if gpu_bytes is None or _gpu_bytes(laid_out, stages, count) <= gpu_bytes:
+                iteration_s = _iteration_s(laid_out, stages, data_parallel, rates, cluster.global_batch)
+                speed = (
+                    bubble_share(stages, count),
+                    iteration_s,
+                    cluster.global_batch * cluster.sequence / iteration_s,
+                )
+                found.append(PipelineLayout(tensor_parallel, stages, data_parallel, micro_batch, count, *speed))
+                break
+    return min(found, key=lambda layout: layout.iteration_s, default=None)
+
+
+def _gpu_bytes(job: Job, stages: int, micro_batches: int) -> float:
+    """Return the peak GPU memory of the first stage: its states, and the activations of micro-batches in flight."""
+    in_flight = micro_batches_in_flight(stages, micro_batches)
+    states_bytes = (PARAM_BYTES + TRAINED_BYTES_PER_PARAM * job.trainable_share) * job.shard_numel / stages
+    return job.memory.context_bytes + states_bytes + job.activation_bytes * in_flight / stages
+
+
+def _iteration_s(job: Job, stages: int, data_parallel: int, rates: PhaseRates, global_batch: int) -> float:
+    # The whole model is on the GPUs of the stages, so nothing is gathered.
+    work = replace(job.work, gathered_bytes=0.0, reduced_bytes=0.0)
+    stage_s = (work.forward_s(rates) + work.backward_s(rates)) / stages
+    pipelined_s = batch_s(global_batch // data_parallel, job.micro_batch, stages, lambda _: stage_s)
+    # Tensor-parallel ranks are on one node, and so are the stages that it has room for.
+    on_node = max(1, job.ranks_on_node // (job.tensor_parallel * stages))
+    network = replace(rates.network, ranks_per_node=on_node)
+    gradients_bytes = GRADIENT_BYTES_PER_PARAM * job.trainable_share * job.shard_numel / stages
+    # Without a distributed optimizer, the gradients are all-reduced.
+    reduce_s = network.reduce_scatter_s(gradients_bytes, data_parallel)
+    return pipelined_s + reduce_s + network.all_gather_s(gradients_bytes, data_parallel)

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perf_model.cluster.layouts import Cluster
-from perf_model.cluster.megatron_layout import PipelineLayout, best_pipeline_layout
-from perf_model.cluster.pipeline import bubble_share
+from perf_model.cluster.pipeline import PipelineLayout, best_pipeline_layout, bubble_share
 from perf_model.prediction.network import Network
 from perf_model.training_run.decoder import gpt
 from perf_model.training_run.job import Job
