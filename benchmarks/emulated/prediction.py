@@ -58,7 +58,7 @@ def predict(
         timeline = simulate(plan.schedule, workload, cost, windows)
         update_s, exposed_s = timeline.end_s, windows.exposed_s(timeline, workload, cost)
         gradients = GradientPath.for_plan(plan)
-    backward_s = _backward_s(run, run.job.gradients_s(gradients, run.profile))
+    backward_s = _backward_s(run, gradients.seconds(run.profile)[0])
     return PredictedArm(
         update_s=run.slowdown * update_s,
         exposed_s=run.slowdown * exposed_s,

@@ -93,14 +93,15 @@ def micro_batch_seconds(run: MeasuredRun, rates: Mapping[str, float]) -> tuple[f
     tokens = run.micro_batch * SEQUENCE
     forward_flops = tokens * (2 * setting.real_params + 4 * SEQUENCE * setting.hidden * setting.layers)
     logits_flops = 2 * tokens * setting.hidden * VOCAB
-    work = MicroBatch.from_model(
+    model_bytes = PARAM_BYTES * setting.real_params
+    work = MicroBatch(
         layers=setting.layers,
-        hidden=setting.hidden,
-        tokens=tokens,
+        elements=tokens * setting.hidden,
         forward_flops=forward_flops,
         backward_flops=iteration_flops(forward_flops, logits_flops, recompute=True) - forward_flops,
-        shard_bytes=PARAM_BYTES * setting.real_params,
         ranks=setting.ranks,
+        gathered_bytes=model_bytes,
+        reduced_bytes=model_bytes,
     )
     phase_rates = PhaseRates(
         matrix=MatrixRate(limit_flops_per_s=rates["training_flops_per_s"], half_elements=HALF_ELEMENTS),

@@ -126,7 +126,7 @@ def _simulate(setting: WindowSetting, plan: UpdatePlan) -> SimulatedSlots:
     best = min(at_peak, key=lambda candidate: at_peak[candidate])
     in_phases_s = [exposed_s(best, share) for share in SHARES] if streamed else []
     profile = MACHINES[setting.machine].profile(setting.job.ranks_on_node)
-    backward_s = max(setting.windows.backward_s, setting.job.gradients_s(GradientPath.for_plan(plan), profile))
+    backward_s = max(setting.windows.backward_s, GradientPath.for_plan(plan).seconds(profile)[0])
     return SimulatedSlots(
         micro_batch=setting.micro_batch,
         iteration_s=setting.windows.forward_s + backward_s + at_peak[plan],

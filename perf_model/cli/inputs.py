@@ -11,7 +11,7 @@ from perf_model.cli.machine_options import read_machine
 from perf_model.json_input import parse_json, printable, read_text, reason
 from perf_model.planner import UNIT_SIZES
 from perf_model.prediction.hardware import HardwareProfile
-from perf_model.prediction.memory import GPU_MARGIN_BYTES, DoesNotFit
+from perf_model.prediction.memory import GPU_MARGIN_BYTES
 from perf_model.presets.machines import MachinePreset
 from perf_model.presets.models import MODELS
 from perf_model.schedule.cutting import PIECE_MULTIPLE
@@ -24,7 +24,6 @@ from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import NO_OVERHEADS, PUBLISHED_OVERHEADS, Overheads
 from perf_model.training_run.model import ModelError, ModelShape, require_integer
 from perf_model.training_run.predictor import MemoryLimits, Overlap
-from perf_model.training_run.remedies import find_remedy, limits_to_lift
 
 MAX_UNITS = 10_000
 """Planning for this many units takes seconds; for many more it would take hours."""
@@ -56,12 +55,8 @@ class Inputs:
         return PUBLISHED_OVERHEADS if self.profile.has_accelerator else NO_OVERHEADS
 
     def forecast(self) -> Forecast:
-        """Return the forecast of the best plan. Raise ``DoesNotFit``, with a remedy that fits, if no plan does."""
-        try:
-            return forecast(self.job, self.profile, self.limits, self.overlap, self.unit_sizes, self.overheads)
-        except DoesNotFit as error:
-            remedy = find_remedy(self.job, self.profile, self.limits)
-            raise DoesNotFit(error.missing, f"{limits_to_lift(error.missing)}\n{remedy}") from None
+        """Return the forecast of the best plan. Raise ``DoesNotFit``, with the remedy, if none fits."""
+        return forecast(self.job, self.profile, self.limits, self.overlap, self.unit_sizes, self.overheads)
 
 
 def read_inputs(options: argparse.Namespace, world_size: int | None, micro_batch: int) -> Inputs:

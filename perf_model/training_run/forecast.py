@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from perf_model.plan_request import PlanRequest, SizedPlan
 from perf_model.planner import PlannedUpdate
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.hardware import HardwareProfile
-from perf_model.prediction.memory import Budgets, MemoryUse
+from perf_model.prediction.memory import Budgets, DoesNotFit, MemoryUse
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.work_bound import Bound, work_bound
 from perf_model.training_run.job import GradientPath, Job
@@ -20,23 +20,38 @@ from perf_model.training_run.predictor import Infeasible, MemoryLimits, Outcome,
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The predicted iteration with the best plan, and with the alternatives (``baselines``).
-
-    ``memory`` has ``gpu_bytes`` per GPU and the other bytes per node, including the model, its activations and the
-    cache of PyTorch on the device that trains, and ``reserved_host_bytes`` of host memory for everything else. It is
-    the peak of every phase, because the memory of the optimizer is also reserved during forward and backward.
-    ``no_offload_bytes`` is the memory per rank of training without offloading, on the device that trains. The plan was
-    found for ``request``.
-    """
+    """The predicted iteration with the best plan, which was found for ``request``, and with the alternatives."""
 
     job: Job
+    predictor: Predictor
     request: PlanRequest
     chosen: SizedPlan
     predicted: PredictedIteration
-    baselines: dict[str, Outcome]
-    memory: MemoryUse
-    reserved_host_bytes: int
-    no_offload_bytes: int
+
+    @cached_property
+    def baselines(self) -> dict[str, Outcome]:
+        """Return the alternatives."""
+        return self.predictor.baselines(self.planned, self.budgets)
+
+    @property
+    def memory(self) -> MemoryUse:
+        """Return the peak memory of training: per GPU, and the other bytes per node.
+
+        It includes the model, its activations and the cache of PyTorch on the device that trains, and
+        ``reserved_host_bytes`` of host memory for everything else. It is the peak of every phase, because the memory of
+        the optimizer is also reserved during forward and backward.
+        """
+        return self.predictor.memory(self.planned.memory)
+
+    @property
+    def reserved_host_bytes(self) -> int:
+        """Return the host memory of a node for the system and the processes."""
+        return self.predictor.reserved_host_bytes
+
+    @property
+    def no_offload_bytes(self) -> int:
+        """Return the memory per rank of training without offloading, on the device that trains."""
+        return self.predictor.no_offload_bytes(self.planned.plan.workload)
 
     @property
     def planned(self) -> PlannedUpdate:
@@ -91,38 +106,17 @@ def forecast(
     unit_sizes: Iterable[int],
     overheads: Overheads = NO_OVERHEADS,
 ) -> Forecast:
-    """Return the forecast of the plan that exposes the least time over the unit sizes, and of the alternatives.
+    """Return the forecast of the plan that exposes the least time over the unit sizes.
 
-    ``overheads`` are the fixed seconds of the host, which no profile measures. Raise ``DoesNotFit`` if no plan fits,
-    and ``ProfileError`` if the profile lacks a rate.
+    ``overheads`` are the fixed seconds of the host, which no profile measures. Raise ``DoesNotFit``, with the remedy,
+    if no plan fits, and ``ProfileError`` if the profile lacks a rate.
     """
-    found = forecast_plan(job, profile, limits, overlap, unit_sizes, overheads)
-    predictor = Predictor(job, profile, limits, overlap, overheads)
-    return replace(found, baselines=predictor.baselines(found.planned, found.budgets))
-
-
-def forecast_plan(
-    job: Job,
-    profile: HardwareProfile,
-    limits: MemoryLimits,
-    overlap: Overlap,
-    unit_sizes: Iterable[int],
-    overheads: Overheads = NO_OVERHEADS,
-) -> Forecast:
-    """Return the result of ``forecast`` without the alternatives."""
     predictor = Predictor(job, profile, limits, overlap, overheads)
     request = predictor.request(unit_sizes)
-    chosen = request.plan()
-    planned = chosen.planned
-    return Forecast(
-        job=job,
-        request=request,
-        chosen=chosen,
-        predicted=predictor.iteration(
-            planned.update_s, planned.exposed_s, GradientPath.for_plan(planned.plan, request.setup)
-        ),
-        baselines={},
-        memory=predictor.memory(planned.memory),
-        reserved_host_bytes=predictor.reserved_host_bytes,
-        no_offload_bytes=predictor.no_offload_bytes(planned.plan.workload),
-    )
+    try:
+        chosen = request.plan()
+    except DoesNotFit as error:
+        raise DoesNotFit(error.missing, predictor.remedy(error.missing)) from None
+    planned, path = chosen.planned, GradientPath.for_plan(chosen.planned.plan, request.setup)
+    predicted = predictor.iteration(planned.update_s, planned.exposed_s, path)
+    return Forecast(job=job, predictor=predictor, request=request, chosen=chosen, predicted=predicted)

@@ -16,7 +16,7 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.rules import NO_RULES, PlacementRules
 from perf_model.schedule.workload import Partition, Workload, form_sub_groups
 from perf_model.training_run.activations import SCORE_BYTES, Activations
-from perf_model.training_run.micro_batch import MicroBatch
+from perf_model.training_run.micro_batch import FORWARD_ALL_REDUCES, MicroBatch
 from perf_model.training_run.model import ModelError, ModelShape, has_weight_decay, require_integer
 from perf_model.training_run.shards import shard_numel
 from perf_model.training_run.training_memory import PARAM_BYTES, TrainingMemory, trained_numel
@@ -44,6 +44,17 @@ class GradientPath:
     up_bytes: int = 0
     accumulated_down_bytes: int = 0
     accumulated_up_bytes: int = 0
+
+    def seconds(self, profile: HardwareProfile) -> tuple[float, float]:
+        """Return the seconds of the copies in the last backward and in each earlier one; 0 if a rate is waived."""
+        d2h, h2d = map(profile.get, ("d2h_bytes_per_s", "h2d_bytes_per_s"))
+        if d2h is None or h2d is None:
+            return 0.0, 0.0
+        # DeepSpeed issues all of them on one stream, where they run one after another.
+        return (
+            self.down_bytes / d2h + self.up_bytes / h2d,
+            self.accumulated_down_bytes / d2h + self.accumulated_up_bytes / h2d,
+        )
 
     @classmethod
     def for_plan(cls, plan: UpdatePlan, setup: TrainingSetup = DEFAULT_SETUP) -> GradientPath:
@@ -109,25 +120,15 @@ class Job:
     rules: PlacementRules = NO_RULES
 
     def __post_init__(self) -> None:
-        maxima = {
-            "ranks_per_node": 10**4,
-            "world_size": 10**6,
-            "micro_batch": 10**6,
-            "sequence": MAX_TOKENS,
-            "accumulation": 10**6,
-            "tensor_parallel": 10**4,
-            "sub_group_size": 10**15,
-        }
-        for key, limit in maxima.items():
+        for key in ("ranks_per_node", "world_size", "micro_batch", "sequence", "accumulation", "tensor_parallel"):
             others = ", or --nodes (--gpus of a cluster)" if key == "world_size" else ""
-            require_integer(key, getattr(self, key), 1, limit, f"Correct --{key.replace('_', '-')}{others}.")
+            require_integer(key, getattr(self, key), 1, MAX_TOKENS, f"Correct --{key.replace('_', '-')}{others}.")
+        require_integer("sub_group_size", self.sub_group_size, 1, 10**15, "Correct --sub-group-size.")
         if self.attention not in SCORE_BYTES:
             kinds = ", ".join(SCORE_BYTES)
             raise ModelError(f"attention: must be one of {kinds}, found {self.attention}.\nCorrect --attention.")
         if self.micro_batch * self.sequence > MAX_TOKENS:
-            rule = (
-                f"micro_batch: must be at most {MAX_TOKENS:,} tokens in all, with {self.sequence} tokens per sequence"
-            )
+            rule = f"micro_batch: must be at most {MAX_TOKENS:,} tokens in all, of {self.sequence} per sequence"
             raise ModelError(f"{rule}, found {self.micro_batch}.\nCorrect --micro-batch or --sequence.")
         if not 0 < self.trainable_share <= 1:
             rule = "trainable_share: must be above 0 and at most 1"
@@ -177,26 +178,25 @@ class Job:
         """Return the bytes of one rank's frozen 16-bit parameters in host memory, if parameters are offloaded."""
         if not self.offload_param:
             return 0
-        shards = (shard_numel(name, numel, self.tensor_parallel) for name, numel in self.shape.parameters())
-        numel = sum(-(-shard // self.data_parallel) for shard in shards)
+        numel = sum(-(-shard // self.data_parallel) for shard in self._shards.values())
         return PARAM_BYTES * (numel - sum(partition.numel for partition in self._partitions))
 
     @cached_property
     def _partitions(self) -> list[Partition]:
-        parameters = self.shape.parameters()
         return [
-            Partition(name, self._partition_numel(shard_numel(name, numel, self.tensor_parallel)))
-            for name, numel in parameters
+            Partition(name, -(-trained_numel(shard, self.trainable_share) // self.data_parallel))
+            for name, shard in self._shards.items()
         ]
 
-    def _partition_numel(self, numel: int) -> int:
-        """Return the trained parameters of one rank among ``numel`` parameters, rounded up."""
-        return -(-trained_numel(numel, self.trainable_share) // self.data_parallel)
-
     @cached_property
+    def _shards(self) -> dict[str, int]:
+        """Return the elements of each parameter that a tensor-parallel rank has."""
+        return {name: shard_numel(name, numel, self.tensor_parallel) for name, numel in self.shape.parameters()}
+
+    @property
     def shard_numel(self) -> int:
         """Return the parameters of one tensor-parallel rank, which its data-parallel ranks partition."""
-        return sum(shard_numel(name, numel, self.tensor_parallel) for name, numel in self.shape.parameters())
+        return sum(self._shards.values())
 
     @property
     def _gathered_numel(self) -> int:
@@ -207,10 +207,9 @@ class Job:
         shared = self.shape.shared
         if shared is None:
             return self.shard_numel
-        shards = {name: shard_numel(name, numel, self.tensor_parallel) for name, numel in self.shape.parameters()}
-        if sum(numel for name, numel in shards.items() if shared.has(name)) <= MAX_REUSE_DISTANCE:
+        if sum(numel for name, numel in self._shards.items() if shared.has(name)) <= MAX_REUSE_DISTANCE:
             return self.shard_numel
-        return sum(numel * shared.uses_of(name) for name, numel in shards.items())
+        return sum(numel * shared.uses_of(name) for name, numel in self._shards.items())
 
     @property
     def data_parallel(self) -> int:
@@ -230,20 +229,18 @@ class Job:
     @cached_property
     def work(self) -> MicroBatch:
         """Return the work of one rank for one micro-batch."""
-        forward_flops = self.shape.forward_flops(self.micro_batch, self.sequence)
-        return MicroBatch.from_model(
+        gathered_bytes = PARAM_BYTES * self._gathered_numel
+        return MicroBatch(
             layers=self.shape.layers,
-            hidden=self.shape.hidden,
-            tokens=self.micro_batch * self.sequence,
-            forward_flops=forward_flops,
-            backward_flops=self.tensor_parallel * self._iteration_flops(self.recompute) - forward_flops,
-            shard_bytes=PARAM_BYTES * self.shard_numel,
-            gathered_bytes=PARAM_BYTES * self._gathered_numel,
+            elements=self.micro_batch * self.sequence * self.shape.hidden,
+            forward_flops=self._forward_flops,
+            backward_flops=self._iteration_flops(self.recompute) - self._forward_flops,
             ranks=self.data_parallel,
+            gathered_bytes=gathered_bytes,
+            reduced_bytes=self.trainable_share * PARAM_BYTES * self.shard_numel,
+            uploaded_bytes=gathered_bytes / self.data_parallel if self.offload_param else 0.0,
             tensor_parallel=self.tensor_parallel,
-            recompute=self.recompute,
-            reduced_share=self.trainable_share,
-            is_uploaded=self.offload_param,
+            backward_all_reduces=FORWARD_ALL_REDUCES * (2 if self.recompute else 1),
         )
 
     @property
@@ -257,26 +254,11 @@ class Job:
 
     def forward_s(self, flops_per_s: float) -> float:
         """Return the seconds of the arithmetic in the forward of one micro-batch."""
-        return self._forward_flops / flops_per_s
+        return self.work.forward_flops / flops_per_s
 
     def backward_s(self, flops_per_s: float) -> float:
         """Return the seconds of the arithmetic in the backward of one micro-batch, including recomputation."""
-        return self._iteration_flops(self.recompute) / flops_per_s - self.forward_s(flops_per_s)
-
-    def gradients_s(self, path: GradientPath, profile: HardwareProfile) -> float:
-        """Return the seconds of the copies of gradients in the last backward; 0 if a rate is waived."""
-        return self._copies_s(path.down_bytes, path.up_bytes, profile)
-
-    def accumulated_gradients_s(self, path: GradientPath, profile: HardwareProfile) -> float:
-        """Return the seconds of the copies of gradients in each earlier backward; 0 if a rate is waived."""
-        return self._copies_s(path.accumulated_down_bytes, path.accumulated_up_bytes, profile)
-
-    def _copies_s(self, down_bytes: int, up_bytes: int, profile: HardwareProfile) -> float:
-        d2h, h2d = map(profile.get, ("d2h_bytes_per_s", "h2d_bytes_per_s"))
-        if d2h is None or h2d is None:
-            return 0.0
-        # DeepSpeed issues all of them on one stream, where they run one after another.
-        return down_bytes / d2h + up_bytes / h2d
+        return self.work.backward_flops / flops_per_s
 
     def mfu(self, iteration_s: float, peak_flops: float) -> float:
         """Return the model FLOPs utilisation: forward and backward, without recomputation, over the GPU's peak."""

@@ -116,11 +116,12 @@ class PhaseRates:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """The work of one rank for one micro-batch with ZeRO-3 among ``ranks`` ranks.
+    """The work of one rank for one micro-batch with ZeRO-3 among ``ranks`` ranks, which partition the parameters.
 
-    ``elements`` are those of an activation, tokens times hidden size. ``gathered_bytes`` is the size of the model that
-    a rank gathers once in forward and once more in backward, ``reduced_bytes`` that of all gradients, and
-    ``uploaded_bytes`` are copied to its accelerator for each gather if parameters are offloaded.
+    ``elements`` are those of an activation, tokens times hidden size. The operations are those of this rank.
+    ``gathered_bytes`` is the size of the model that a rank gathers once in forward and once more in backward,
+    ``reduced_bytes`` that of all gradients, and ``uploaded_bytes`` are copied to its accelerator for each gather if
+    parameters are offloaded.
     ``tensor_parallel`` ranks of a node share the matrix products of a layer and sum its activations, twice in forward
     and ``backward_all_reduces`` times in backward (arXiv 2104.04473, section 2.3).
     """
@@ -135,45 +136,6 @@ class MicroBatch:
     uploaded_bytes: float = 0.0
     tensor_parallel: int = 1
     backward_all_reduces: int = 4
-
-    @classmethod
-    def from_model(
-        cls,
-        *,
-        layers: int,
-        hidden: int,
-        tokens: int,
-        forward_flops: float,
-        backward_flops: float,
-        shard_bytes: float,
-        ranks: int,
-        gathered_bytes: float | None = None,
-        tensor_parallel: int = 1,
-        recompute: bool = True,
-        reduced_share: float = 1.0,
-        is_uploaded: bool = False,
-    ) -> MicroBatch:
-        """Return the work of one rank that trains ``tokens`` tokens of a model with ``layers`` layers.
-
-        The operations are those of the whole model, which tensor-parallel ranks divide. ``shard_bytes`` is the size of
-        the parameters that the ``ranks`` data-parallel ranks partition, ``gathered_bytes`` is the size of what a pass
-        over the model gathers, by default each parameter once, ``reduced_share`` the share of them that has gradients,
-        and ``is_uploaded`` states whether each gather uploads them from host memory.
-        """
-        if gathered_bytes is None:
-            gathered_bytes = shard_bytes
-        return cls(
-            layers=layers,
-            elements=tokens * hidden,
-            forward_flops=forward_flops / tensor_parallel,
-            backward_flops=backward_flops / tensor_parallel,
-            ranks=ranks,
-            gathered_bytes=gathered_bytes,
-            reduced_bytes=reduced_share * shard_bytes,
-            uploaded_bytes=gathered_bytes / ranks if is_uploaded else 0.0,
-            tensor_parallel=tensor_parallel,
-            backward_all_reduces=FORWARD_ALL_REDUCES * (2 if recompute else 1),
-        )
 
     def forward_s(self, rates: PhaseRates) -> float:
         """Return the seconds of forward: gathers, launches and arithmetic overlap, so the slowest of them counts."""

@@ -25,14 +25,8 @@ class ModelError(ValueError):
 MAX_SIZES = {
     "layers": 2_000,
     "hidden": 10**6,
-    "heads": 10**5,
-    "kv_heads": 10**5,
-    "head_dim": 10**6,
     "intermediate": 10**8,
     "vocab": 10**8,
-    "learned_positions": 10**8,
-    "experts": 10**5,
-    "rank": 10**6,
 }
 """More than any model has. Typos are rejected, because planning for them would take hours."""
 
@@ -255,11 +249,3 @@ def require_integer(key: str, value: object, least: int, most: int, remedy: str)
     if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
         return value
     raise ModelError(f"{key}: must be an integer from {least} to {most:,}, found {shorten(value)}.\n{remedy}")
-
-
-def divide_among_heads(hidden: int, heads: int) -> int:
-    """Return the width of each head if the heads share ``hidden``. Raise ``ModelError`` if they cannot."""
-    if hidden % heads:
-        rule = f"hidden: must be a multiple of heads if they share it, found {hidden} for {heads}"
-        raise ModelError(f"{rule}.\nCorrect the model's shape, or give head_dim if it is independent of hidden.")
-    return hidden // heads

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from perf_model.plan_request import PlanRequest
-from perf_model.planner import UNIT_SIZES, PlannedUpdate, require_memory
+from perf_model.planner import PlannedUpdate
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import (
     GPU_MARGIN_BYTES,
     Budgets,
-    DoesNotFit,
     MemoryKind,
     MemoryUse,
     Reservation,
@@ -40,8 +39,12 @@ from perf_model.units import DIGITS, size
 NO_OFFLOAD_BYTES_PER_PARAM = 14
 """Bytes per parameter of the partition of a rank without offloading: fp32 p, m, v and the 16-bit gradient."""
 
-MAX_RANKS = 2**16
-"""The largest number of ranks that is tried as a remedy."""
+LIMITS_TO_LIFT = {
+    "gpu_bytes": "GPU memory: raise --gpu-memory-gb, or lower --gpu-memory-margin-gb.",
+    "host_bytes": "Host memory, which includes the system and the processes: raise --host-memory-gb.",
+    "pinned_bytes": "Pinned memory: raise --pinned-memory-gb.",
+}
+"""The options that raise each budget."""
 
 CPU_ONLY_REASON = "the CPU is the only accelerator"
 
@@ -73,16 +76,7 @@ class PredictedIteration:
 
     def to_json_dict(self) -> dict[str, float | None]:
         """Return the figures as they are written to JSON; ``mfu`` is None if the peak of the GPU is unknown."""
-        return {
-            "forward_s": self.forward_s,
-            "backward_s": self.backward_s,
-            "update_s": self.update_s,
-            "exposed_update_s": self.exposed_update_s,
-            "fixed_s": self.fixed_s,
-            "iteration_s": self.iteration_s,
-            "tokens_per_s": self.tokens_per_s,
-            "mfu": self.mfu,
-        }
+        return {**asdict(self), "iteration_s": self.iteration_s}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,39 +186,21 @@ class Predictor:
             uses=self._job.shape.uses(),
         )
 
-    @property
-    def fits(self) -> bool:
-        """Return whether a plan fits.
-
-        The size of the units makes no difference, except that a slot is as long as the largest unit that rules stream.
-        """
-        if self._training_limit is not None and self._training_limit < self._training_bytes:
-            return False
-        sizes = {max(UNIT_SIZES), min(UNIT_SIZES)} if self._job.rules.rules else {max(UNIT_SIZES)}
-        return any(map(self._fits_in_units_of, sizes))
-
-    def _fits_in_units_of(self, size: int) -> bool:
-        try:
-            request = self.request([size])
-            require_memory(self._job.workload(size), self.cost, request.budgets, request.setup)
-        except DoesNotFit:
-            return False
-        return True
-
-    def why_never(self) -> str:
-        """Return the remedy if no number of ranks fits. Call this on the predictor with the largest number of ranks."""
-        job, limit, taken_bytes = self._job, self._training_limit, self._training_bytes
-        if limit is None or taken_bytes <= limit:
-            return f"No number of ranks up to {MAX_RANKS:,} makes it fit."
-        memory = "GPU memory less the margin" if self._profile.has_accelerator else "host memory per rank"
-        rule = (
-            f"No number of ranks makes it fit: without the optimizer, training takes {size(taken_bytes, DIGITS)} of "
-            f"the {size(max(0, limit))} of {memory}, {size(job.activation_bytes, DIGITS)} of them for activations."
-        )
-        if taken_bytes - job.activation_bytes > limit:
-            return f"{rule} Train on a machine with more memory."
-        without = "" if job.recompute else ", or leave out --no-recompute"
-        return f"{rule} Lower --micro-batch or --sequence{without}."
+    def remedy(self, missing: Iterable[str]) -> str:
+        """Return which options raise the budgets ``missing``, and which changes of the job take less memory."""
+        job, limit, has_gpu = self._job, self._training_limit, self._profile.has_accelerator
+        alone = ""
+        if limit is not None and limit < self._training_bytes:
+            memory = "GPU memory less the margin" if has_gpu else "host memory per rank"
+            alone = (
+                f"Without the optimizer, training takes {size(self._training_bytes, DIGITS)} of the "
+                f"{size(max(0, limit))} of {memory}, {size(job.activation_bytes, DIGITS)} of them for activations. "
+            )
+        changes = ["more ranks", "a smaller --micro-batch", "a shorter --sequence"]
+        changes += ["--offload-param"] if has_gpu and not job.offload_param else []
+        changes += [] if job.recompute else ["recomputation (leave out --no-recompute)"]
+        lifted = " ".join(LIMITS_TO_LIFT[name] for name in missing)
+        return f"{lifted}\n{alone}Or train with {', '.join(changes[:-1])} or {changes[-1]}."
 
     def memory(self, optimizer: MemoryUse) -> MemoryUse:
         """Return the memory of training: per GPU, and of all ranks of a node; ``optimizer`` is that of one rank."""
@@ -244,8 +220,7 @@ class Predictor:
     def iteration(self, update_s: float, exposed_s: float, gradients: GradientPath) -> PredictedIteration:
         """Return the iteration; each backward takes at least as long as the copies of its gradients."""
         job = self._job
-        last_s = max(self._compute_s, job.gradients_s(gradients, self._profile))
-        earlier_s = max(self._compute_s, job.accumulated_gradients_s(gradients, self._profile))
+        last_s, earlier_s = (max(self._compute_s, copies_s) for copies_s in gradients.seconds(self._profile))
         found = PredictedIteration(
             forward_s=job.accumulation * self._forward_s,
             backward_s=(job.accumulation - 1) * earlier_s + last_s,

@@ -295,13 +295,19 @@ def test_the_lower_bound_states_whether_it_has_hidden_time_and_which_resource_li
 @pytest.mark.parametrize(
     ("limits", "expected"),
     [
-        ({"gpu_memory_gb": 16}, ["gpu memory by 1.8 GB per rank", "--gpu-memory-margin-gb", "It fits with 8 ranks"]),
-        ({"gpu_memory_gb": 25, "host_memory_gb": 130}, ["host memory by", "--host-memory-gb", "It fits with 8 ranks"]),
+        (
+            {"gpu_memory_gb": 16},
+            ["gpu memory by 1.8 GB per rank", "--gpu-memory-margin-gb", "with more ranks"],
+        ),
+        (
+            {"gpu_memory_gb": 25, "host_memory_gb": 130},
+            ["host memory by", "--host-memory-gb", "with more ranks"],
+        ),
         ({"gpu_memory_gb": 25, "host_memory_gb": 200}, ["host memory by"]),
         ({"gpu_memory_gb": 25, "pinned_memory_gb": 2}, ["pinned memory by", "--pinned-memory-gb"]),
     ],
 )
-def test_when_nothing_fits_the_error_names_a_size_that_fits(
+def test_when_nothing_fits_the_error_names_what_takes_less_memory(
     limits: dict[str, int], expected: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *job(**limits)]) == 1

@@ -20,7 +20,6 @@ from perf_model.training_run.host_reserve import reserved_host_bytes
 from perf_model.training_run.job import Job
 from perf_model.training_run.model import ModelError
 from perf_model.training_run.predictor import Infeasible, MemoryLimits, Overlap, PredictedIteration
-from perf_model.training_run.remedies import limits_to_lift
 from perf_model.training_run.training_memory import PARAM_BYTES, WORKSPACE_BYTES, TrainingMemory, ZeroSizes
 from perf_model.units import GB
 from tests.launch import REPOSITORY
@@ -260,11 +259,3 @@ def test_frozen_parameters_have_no_gradients_in_gpu_memory() -> None:
     lora = replace(job, trainable_share=0.01)
     assert lora.memory.cache_bytes < job.memory.cache_bytes
     assert lora.gpu_bytes < job.gpu_bytes
-
-
-def test_the_options_that_limit_are_named() -> None:
-    text = limits_to_lift(["gpu_bytes", "pinned_bytes"])
-    assert "--gpu-memory-gb" in text
-    assert "--gpu-memory-margin-gb" in text
-    assert "--pinned-memory-gb" in text
-    assert "--host-memory-gb" not in text
