@@ -122,7 +122,8 @@ class Job:
     def __post_init__(self) -> None:
         for key in ("ranks_per_node", "world_size", "micro_batch", "sequence", "accumulation", "tensor_parallel"):
             others = ", or --nodes (--gpus of a cluster)" if key == "world_size" else ""
-            require_integer(key, getattr(self, key), 1, MAX_TOKENS, f"Correct --{key.replace('_', '-')}{others}.")
+            most = {"sequence": MAX_TOKENS, "ranks_per_node": 10**4, "tensor_parallel": 10**4}.get(key, 10**6)
+            require_integer(key, getattr(self, key), 1, most, f"Correct --{key.replace('_', '-')}{others}.")
         require_integer("sub_group_size", self.sub_group_size, 1, 10**15, "Correct --sub-group-size.")
         if self.attention not in SCORE_BYTES:
             kinds = ", ".join(SCORE_BYTES)

@@ -202,14 +202,6 @@ def test_options_of_a_gpu_are_refused_without_one(tmp_path: Path, capsys: pytest
         assert capsys.readouterr().err.startswith(f"{option}: needs a profile of a machine with a GPU, found")
 
 
-def test_the_remedy_counts_the_slots_of_small_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rules = tmp_path / "rules.json"
-    rules.write_text('[{"match": "*", "states": "streamed"}]')
-    machine = ["--profile", "a100-80gb", "--model", "7B", "--world-size", "1", "--ranks-per-node", "1"]
-    assert main(["plan", *machine, "--micro-batch", "46", "--sequence", "2048", "--rules", str(rules)]) == 1
-    assert "--micro-batch 23" in " ".join(capsys.readouterr().err.split())
-
-
 @pytest.mark.parametrize("states", ["streamed", "resident", "cpu"])
 def test_a_rule_for_the_gpu_is_refused_where_its_adam_has_no_rate(
     states: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
