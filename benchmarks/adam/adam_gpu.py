@@ -20,7 +20,7 @@ from benchmarks.harness.rows import Row
 from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.kernels.adam import DEFAULT_BETAS, AdamTensors
 from deep_opt_states.host import machine
-from deep_opt_states.profiler.device_timer import DeviceTimer
+from deep_opt_states.profiler.copies import KernelTimer
 
 STATE_BYTES_PER_PARAM = 26
 """Traffic without the gradient: p, m and v are read and written in fp32, the parameter is written in bf16."""
@@ -92,8 +92,7 @@ def compare(numel: int, grad_dtype: torch.dtype, repetitions: int) -> Iterator[R
         "copy": lambda: destination.copy_(source),
     }
     seconds: dict[str, list[float]] = {name: [] for name in operations}
-    device = CudaDevice(torch.cuda.current_device())
-    timer = DeviceTimer(device, device.current_stream())
+    timer = KernelTimer(CudaDevice(torch.cuda.current_device()))
     for repetition in range(3 + repetitions):
         kernel.begin_step([step_of(2 + repetition)])
         for name in list(operations) if repetition % 2 else reversed(operations):

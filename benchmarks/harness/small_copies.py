@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from deep_opt_states.device.interface import Device
-from deep_opt_states.profiler.transfers import Copies, OneWay, pinned_both, pinned_d2h, pinned_h2d, record_origin
+from deep_opt_states.profiler.copies import Copies, bandwidth, d2h, h2d, record_origin
 from perf_model.schedule.workload import STATES
 
 SMALL_BYTES = 1024
 
 DIRECTIONS = ("host to GPU", "GPU to host")
-_CREATE = dict(zip(DIRECTIONS, (pinned_h2d, pinned_d2h), strict=True))
+_CREATE = dict(zip(DIRECTIONS, (h2d, d2h), strict=True))
 
 
 class SmallCopies:
@@ -27,7 +27,7 @@ class SmallCopies:
     def __init__(self, device: Device[Any], large_bytes: int, small_bytes: int = SMALL_BYTES) -> None:
         self._device = device
         self._small_bytes = small_bytes
-        self._lanes = dict(zip(DIRECTIONS, pinned_both(device, large_bytes), strict=True))
+        self._lanes = {direction: create(device, large_bytes) for direction, create in _CREATE.items()}
         self._large_bytes = large_bytes
 
     def alone_s(self, direction: str, count: int) -> list[float]:
@@ -38,7 +38,7 @@ class SmallCopies:
         """Return the seconds of ``count`` small copies that are issued while the lane of ``direction`` is busy.
 
         They are issued at evenly spread moments of the first large copy. Raise ``RuntimeError`` if that mostly fails,
-        because this machine issues them too late, and ``ProbeError`` if an element of the large copies is wrong.
+        because this machine issues them too late.
         """
         large_s = self._large_bytes / self.lane_bytes_per_s(direction)
         found_s: list[float] = []
@@ -48,15 +48,14 @@ class SmallCopies:
             if lane_was_busy:
                 found_s.append(seconds)
             if len(found_s) == count:
-                self._lanes[direction].verify()
                 return found_s
         raise RuntimeError(f"only {len(found_s)} of {count} small copies were issued while the lane was busy")
 
     def lane_bytes_per_s(self, direction: str) -> float:
         """Return the bandwidth of one lane while nothing else is copied."""
-        probe = OneWay(self._device, self._lanes[direction], len(STATES), "bytes_per_s")
-        probe.repeat()
-        return probe.repeat()["bytes_per_s"]
+        repeat = bandwidth(self._device, [self._lanes[direction]], len(STATES), "bytes_per_s")
+        repeat()
+        return repeat()["bytes_per_s"]
 
     def _small_copy_s(self, direction: str, lanes: Sequence[Copies], delay_s: float = 0.0) -> tuple[float, bool]:
         """Return the seconds of one small copy, and whether the lane of its direction was busy when it was issued."""
@@ -73,5 +72,4 @@ class SmallCopies:
         small.issue()
         end_s = small.times_s()[-1]
         lane_ends_s = [lane.times_s()[-1] for lane in lanes]
-        small.verify()
         return end_s - issued_s, bool(lanes) and issued_s < lane_ends_s[DIRECTIONS.index(direction)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,10 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from deep_opt_states.files import replace_file
-from deep_opt_states.profiler.measure import ProgressCallback, measure
-from deep_opt_states.profiler.method import FULL, QUICK
-from deep_opt_states.profiler.process_groups import collective_groups
-from deep_opt_states.profiler.ranks import ProbeError, launched_ranks
+from deep_opt_states.profiler.profile import FULL, QUICK, measure
+from deep_opt_states.profiler.ranks import ProbeError, collective_groups, launched_ranks
 from perf_model.prediction.hardware import HardwareProfile, Measurement, ProfileError
 
 if TYPE_CHECKING:
@@ -114,13 +112,13 @@ def _accelerator(local_rank: int) -> AcceleratorChoice:
 
 
 @contextmanager
-def _progress_bar(*, shown: bool) -> Iterator[ProgressCallback]:
+def _progress_bar(*, shown: bool) -> Iterator[Callable[[int, int, str], None]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
         task = bar.add_task("", total=None)
 
-        def show(done: int, total: int, title: str) -> None:
-            bar.update(task, completed=done, total=total, description=f"{title:<32}")
+        def show(done: int, total: int, quantity: str) -> None:
+            bar.update(task, completed=done, total=total, description=f"{quantity:<38}")
 
         yield show
 
@@ -140,26 +138,23 @@ def _print(profile: HardwareProfile, num_ranks: int) -> None:
     table.add_column("unit", no_wrap=True)
     reasons: list[str] = []
     for name, measurement in profile.measurements.items():
-        table.add_row(*_row(name, name, measurement, reasons))
-        if name == "cpu_adam_params_per_s":
-            for threads, by_threads in profile.cpu_adam_by_threads.items():
-                table.add_row(*_row(f"  {threads} thread{'' if threads == 1 else 's'}", name, by_threads, reasons))
+        table.add_row(*_row(name, measurement, reasons))
     console.print(table)
     for number, reason in enumerate(reasons, start=1):
         console.print(Text(f"({number}) {reason}"))
 
 
-def _row(label: str, quantity: str, measurement: Measurement, reasons: list[str]) -> tuple[Text, ...]:
+def _row(quantity: str, measurement: Measurement, reasons: list[str]) -> tuple[Text, ...]:
     """Return the cells of a row. The reason of a waived quantity is added to ``reasons``, printed below the table."""
     if measurement.waived is not None:
         if measurement.waived not in reasons:
             reasons.append(measurement.waived)
-        return Text(label), Text("WAIVED", "yellow"), Text(""), Text(f"({reasons.index(measurement.waived) + 1})")
+        return Text(quantity), Text("WAIVED", "yellow"), Text(""), Text(f"({reasons.index(measurement.waived) + 1})")
     units = next(UNITS[ending] for ending in UNITS if quantity.endswith(ending))
     scale = next((scale for scale in units if measurement.median >= scale), min(units))
     low, high = measurement.spread
     spread = f"{_figure(low / scale)} to {_figure(high / scale)}"
-    return Text(label), Text(_figure(measurement.median / scale)), Text(spread), Text(units[scale])
+    return Text(quantity), Text(_figure(measurement.median / scale)), Text(spread), Text(units[scale])
 
 
 def _figure(value: float) -> str:

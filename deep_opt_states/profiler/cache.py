@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.adam import AdamKernel
 from deep_opt_states.device.kernels.triton_import import triton_version
 from deep_opt_states.files import replace_file
-from deep_opt_states.profiler.adam_kernels import CpuAdamFactory, training_cpu_adam, training_gpu_adam
-from deep_opt_states.profiler.measure import implausible_quantities, measure
-from deep_opt_states.profiler.method import QUICK, ProbeEffort
-from deep_opt_states.profiler.provenance import describe, fingerprint, smallest_node
-from deep_opt_states.profiler.ranks import Ranks, call_on_all_ranks
-from perf_model.prediction.hardware import HardwareProfile, ProfileError
+from deep_opt_states.host import machine
+from deep_opt_states.profiler.profile import (
+    IMPLAUSIBLE,
+    QUICK,
+    ProbeEffort,
+    describe,
+    measure,
+)
+from deep_opt_states.profiler.ranks import Ranks, call_on_all_ranks, ranks_by_node
+from perf_model.prediction.hardware import VERSION, HardwareProfile, ProfileError, Provenance
+
+METHOD = 9
+"""The version of the method, increased when a probe starts to measure something else: cached profiles are then measured
+again."""
 
 
 def quick_profile(
@@ -27,8 +37,6 @@ def quick_profile(
     *,
     threads: int,
     cores: Sequence[int] = (),
-    cpu_adam: CpuAdamFactory = training_cpu_adam,
-    device_adam: Callable[[], AdamKernel] = training_gpu_adam,
     effort: ProbeEffort = QUICK,
 ) -> HardwareProfile:
     """Return rank 0's cached profile of an equal machine, or one that all ranks measure now; the same on all ranks.
@@ -38,16 +46,15 @@ def quick_profile(
     raises nothing. A profile with implausible samples is used, and not cached: the next training run measures again,
     perhaps without other load on the machine.
     """
-    node = smallest_node(ranks, os.environ)
+    on_node = max(map(len, ranks_by_node(ranks, os.environ)))
 
     def look_up() -> tuple[Path | None, str | None]:
         if ranks.rank > 0:
             return None, None
-        names = map(_name, (type(device), cpu_adam, device_adam))
         # Triton's version is included so that a quantity waived without Triton is measured after its installation.
-        works_with = " ".join([*names, triton_version(), "pinned threads" if cores else ""])
-        provenance = describe(on_accelerator=device is not None, node=node, threads=threads)
-        path = cached_path(fingerprint(provenance, node, effort, ranks.size, works_with), os.environ)
+        works_with = f"{type(device).__qualname__} {triton_version()} {'pinned threads' if cores else ''}"
+        provenance = describe(on_accelerator=device is not None, ranks_on_node=on_node, threads=threads)
+        path = cached_path(fingerprint(provenance, effort, ranks.size, works_with), os.environ)
         return path, _read(path)
 
     path, found = call_on_all_ranks(ranks, look_up)
@@ -59,10 +66,31 @@ def quick_profile(
         return profile
     if ranks.rank == 0:
         log("There is no hardware profile for this machine yet: measuring a quick one.")
-    profile = measure(device, ranks, effort, threads=threads, cores=cores, cpu_adam=cpu_adam, device_adam=device_adam)
+    profile = measure(device, ranks, effort, threads=threads, cores=cores)
     if ranks.rank == 0:
         _store(profile, path, log)
     return profile
+
+
+def fingerprint(provenance: Provenance, effort: ProbeEffort, world_size: int, works_with: str) -> str:
+    """Return a hash of everything that may change the measured values.
+
+    These are the hardware, its limits, the software, the ranks, and the method. ``works_with`` names the device's
+    class, the version of Triton, and whether threads are pinned. The date and the host's name are left out: equal nodes
+    that share a home directory share their profiles.
+    """
+    gpu = machine.gpu() if provenance.gpu else None
+    facts: dict[str, Any] = {
+        "provenance": asdict(replace(provenance, date="", host="")),
+        "world_size": world_size,
+        "host_memory_bytes": machine.memory().usable_bytes,
+        "last_level_cache_bytes": machine.last_level_cache_bytes(),
+        "gpu_memory_bytes": gpu.memory_bytes if gpu else None,
+        "works_with": works_with,
+        "effort": asdict(effort),
+        "versions": [VERSION, METHOD],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def cached_path(fingerprint: str, environ: Mapping[str, str]) -> Path | None:
@@ -91,7 +119,9 @@ def _store(profile: HardwareProfile, path: Path | None, log: Callable[[str], Non
     if path is None:
         log("The hardware profile is not cached: this user has no home folder, and XDG_CACHE_HOME is not set.")
         return
-    if implausible := implausible_quantities(profile):
+    if implausible := [
+        name for name, found in profile.measurements.items() if (found.waived or "").startswith(IMPLAUSIBLE)
+    ]:
         log(
             f"The hardware profile is not cached, and the next start measures again: {', '.join(implausible)} had "
             f"implausible samples. Is there other load on this machine? deep-opt-states profile shows every quantity."
@@ -102,7 +132,3 @@ def _store(profile: HardwareProfile, path: Path | None, log: Callable[[str], Non
         replace_file(path, profile.to_json())
     except OSError as error:
         log(f"The hardware profile is not cached: {error}. Set XDG_CACHE_HOME to a folder that can be written.")
-
-
-def _name(definition: Any) -> str:
-    return f"{definition.__module__}.{definition.__qualname__}"

@@ -43,7 +43,6 @@ QUANTITIES: dict[str, Quantity] = {
     "d2h_bytes_per_s": Quantity("accelerator to host, pinned, alone", 3e8, 2e12),
     "both_bytes_per_s": Quantity("both directions concurrently, pinned, their sum", 3e8, 4e12),
     "pageable_h2d_bytes_per_s": Quantity("host to accelerator, pageable", 1e8, 2e12),
-    "pageable_d2h_bytes_per_s": Quantity("accelerator to host, pageable", 1e8, 2e12),
     "copy_latency_s": Quantity("latency of one small copy", 1e-7, 5e-3),
     "cpu_adam_params_per_s": Quantity("the whole update on the CPU, alone", 1e7, 1e11),
     "cpu_adam_beside_transfers_params_per_s": Quantity(
@@ -81,7 +80,7 @@ SMALL_MATMUL_SIZE = 1024
 """The rows of the square matrices whose product gives ``matmul_small_flops_per_s``. They do not fill a GPU, so that
 both rates together show how the rate grows with the size."""
 
-RETIRED_QUANTITIES = frozenset({"rounding_params_per_s", "split_cpu_adam_params_per_s"})
+RETIRED_QUANTITIES = frozenset({"pageable_d2h_bytes_per_s", "rounding_params_per_s", "split_cpu_adam_params_per_s"})
 """Quantities that earlier versions measured and no prediction reads: they are ignored in saved profiles."""
 
 REQUIRED = ("cpu_adam_params_per_s", "stock_cpu_adam_params_per_s", "dram_update_bytes_per_s")

@@ -114,7 +114,6 @@ class MachinePreset:
             "d2h_bytes_per_s": link_bytes_per_s,
             "both_bytes_per_s": self.joint * link_bytes_per_s,
             "pageable_h2d_bytes_per_s": pageable_bytes_per_s,
-            "pageable_d2h_bytes_per_s": pageable_bytes_per_s,
             "copy_latency_s": 1e-5,
             "cpu_adam_params_per_s": cpu_adam(traffic_by_action(PARAM_BYTES)),
             "stock_cpu_adam_params_per_s": cpu_adam(stock_traffic_by_action(PARAM_BYTES)),

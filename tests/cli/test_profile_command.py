@@ -56,7 +56,6 @@ def test_the_profile_of_this_machine_is_written_and_printed(tmp_path: Path) -> N
     done = finished([installed("deep-opt-states"), "profile", "--quick", "--output", str(output)])
     assert done.returncode == 0, done.stderr
     check(output, done.stdout, ranks=1)
-    assert "1 thread " in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
 
 
@@ -183,7 +182,6 @@ def test_quantities_are_printed_in_readable_units(
                 **{name: Measurement(samples=values) for name, values in samples.items()},
                 "d2h_bytes_per_s": Measurement(waived="[reason]"),
             },
-            cpu_adam_by_threads={1: Measurement(samples=(2e8,)), 8: Measurement(samples=(1.2345e9,))},
         )
 
     monkeypatch.setattr(profile_command, "measure", measured)
@@ -193,8 +191,6 @@ def test_quantities_are_printed_in_readable_units(
         "h2d_bytes_per_s 24.9 24.5 to 25.5 GB/s",
         "copy_latency_s 9.75 9.5 to 10.5 us",
         "cpu_adam_params_per_s 1,234 1,234 to 1,234 M params/s",
-        "1 thread 200 200 to 200 M params/s",
-        "8 threads 1,234 1,234 to 1,234 M params/s",
         "dram_update_bytes_per_s 205 205 to 205 GB/s",
         f"matmul_flops_per_s {printed}",
         "d2h_bytes_per_s WAIVED (1)",

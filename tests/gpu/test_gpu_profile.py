@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.adam import NUMEL, adam_gpu
 from deep_opt_states.device.cuda import CudaDevice
-from deep_opt_states.profiler.collectives import AllGather, ReduceScatter
-from deep_opt_states.profiler.process_groups import ProcessGroup
+from deep_opt_states.profiler.probes import collective
+from deep_opt_states.profiler.ranks import ProcessGroup
 from perf_model.prediction.hardware import HardwareProfile
 from tests.gpu.figures import figure
 from tests.gpu.time_left import seconds_left
@@ -50,17 +50,15 @@ def test_every_quantity_of_the_gpu_is_measured(profile: HardwareProfile) -> None
         assert profile.measurements[name].waived is None, name
 
 
-def test_collectives_over_nccl_are_verified(tmp_path: Path) -> None:
+def test_collectives_over_nccl_are_measured(tmp_path: Path) -> None:
     """Check the probes with one rank, since the machine may have one GPU. One rank passes on no bytes."""
     torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         world = torch.distributed.group.WORLD
         assert world is not None
         group = ProcessGroup(world)
-        for kind in (AllGather, ReduceScatter):
-            probe = kind(CudaDevice(0), group, 2**26, "rate")
-            assert probe.repeat() == {"rate": 0.0}
-            probe.verify()
+        for reduces in (False, True):
+            assert collective(CudaDevice(0), group, 2**26, "rate", reduces=reduces)() == {"rate": 0.0}
     finally:
         torch.distributed.destroy_process_group()
 

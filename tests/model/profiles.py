@@ -11,7 +11,6 @@ RATES = {
     "d2h_bytes_per_s": 26e9,
     "both_bytes_per_s": 42e9,
     "pageable_h2d_bytes_per_s": 8e9,
-    "pageable_d2h_bytes_per_s": 6e9,
     "copy_latency_s": 1e-5,
     "cpu_adam_params_per_s": 1.5e9,
     "cpu_adam_beside_transfers_params_per_s": 1.2e9,

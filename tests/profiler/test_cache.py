@@ -13,9 +13,8 @@ import pytest
 from deep_opt_states.files import replace_file
 from deep_opt_states.profiler import cache
 from deep_opt_states.profiler.cache import cached_path, quick_profile
-from deep_opt_states.profiler.measure import noise_waivers
-from deep_opt_states.profiler.probe_list import NO_ACCELERATOR
-from deep_opt_states.profiler.ranks import OneRank, ProbeError, Ranks
+from deep_opt_states.profiler.profile import NO_ACCELERATOR, noise_waivers
+from deep_opt_states.profiler.ranks import ProbeError, Ranks
 from perf_model.prediction.hardware import REQUIRED, HardwareProfile, Measurement, ProfileError, Provenance
 from tests.model.profiles import profile
 from tests.profiler.threads import on_ranks
@@ -56,12 +55,12 @@ def profile_and_log(ranks: Ranks) -> tuple[float, list[str]]:
 
 
 def test_a_cached_profile_is_read_instead_of_measuring(folder: Path, measured: list[int]) -> None:
-    assert profile_and_log(OneRank()) == (
+    assert profile_and_log(Ranks()) == (
         1e9 + 1,
         ["There is no hardware profile for this machine yet: measuring a quick one."],
     )
     (file,) = folder.iterdir()
-    assert profile_and_log(OneRank()) == (1e9 + 1, [f"Hardware profile of 2026-01-02, read from {file}."])
+    assert profile_and_log(Ranks()) == (1e9 + 1, [f"Hardware profile of 2026-01-02, read from {file}."])
     assert measured == [0]
 
 
@@ -70,22 +69,22 @@ def test_the_machine_is_measured_again_after_triton_was_installed(
 ) -> None:
     """Check that the GPU's Adam, which is waived without Triton, is not waived forever."""
     monkeypatch.setattr(cache, "triton_version", lambda: "")
-    profile_and_log(OneRank())
+    profile_and_log(Ranks())
     monkeypatch.setattr(cache, "triton_version", lambda: "3.6.0")
-    assert profile_and_log(OneRank())[0] == 1e9 + 2
+    assert profile_and_log(Ranks())[0] == 1e9 + 2
 
 
 def test_the_machine_is_measured_again_with_pinned_threads(folder: Path, measured: list[int]) -> None:
-    profile_and_log(OneRank())
+    profile_and_log(Ranks())
     for _ in range(2):
-        assert quick_profile(None, OneRank(), print, print, threads=1, cores=(0,)).rate(REQUIRED[0]) == 1e9 + 2
+        assert quick_profile(None, Ranks(), print, print, threads=1, cores=(0,)).rate(REQUIRED[0]) == 1e9 + 2
     assert measured == [0, 0]
 
 
 def test_the_machine_is_measured_again_for_another_fingerprint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    profile_and_log(OneRank())
+    profile_and_log(Ranks())
     monkeypatch.setattr(cache, "fingerprint", lambda *facts: "another")
-    assert profile_and_log(OneRank())[0] == 1e9 + 2
+    assert profile_and_log(Ranks())[0] == 1e9 + 2
     assert len(list(folder.iterdir())) == 2
 
 
@@ -102,11 +101,11 @@ def test_the_machine_is_measured_again_for_another_fingerprint(folder: Path, mon
     ids=["empty", "cut off", "not text", "old version", "nothing measured", "not a profile"],
 )
 def test_a_file_that_is_no_profile_is_replaced_by_a_new_measurement(folder: Path, spoil: Any) -> None:
-    profile_and_log(OneRank())
+    profile_and_log(Ranks())
     (file,) = folder.iterdir()
     file.write_text(spoil(file.read_text()), errors="surrogateescape")
-    assert profile_and_log(OneRank())[0] == 1e9 + 2
-    assert profile_and_log(OneRank())[0] == 1e9 + 2
+    assert profile_and_log(Ranks())[0] == 1e9 + 2
+    assert profile_and_log(Ranks())[0] == 1e9 + 2
     assert list(folder.iterdir()) == [file]
 
 
@@ -124,11 +123,11 @@ def test_a_profile_with_an_implausible_quantity_is_used_and_measured_again(
         return replace(found, measurements={**found.measurements, **noise})
 
     monkeypatch.setattr(cache, "measure", disturbed)
-    rate, log = profile_and_log(OneRank())
+    rate, log = profile_and_log(Ranks())
     assert rate == 1e9 + 1
     assert "not cached, and the next start measures again: both_beside_cpu_adam_bytes_per_s had" in log[-1]
     monkeypatch.setattr(cache, "measure", quiet)
-    assert [profile_and_log(OneRank())[0] for _ in range(2)] == [1e9 + 2] * 2
+    assert [profile_and_log(Ranks())[0] for _ in range(2)] == [1e9 + 2] * 2
     assert measured == [0, 0]
 
 
@@ -142,7 +141,7 @@ def test_a_profile_without_an_accelerator_is_cached(folder: Path, monkeypatch: p
         return replace(found, measurements={**found.measurements, **waived})
 
     monkeypatch.setattr(cache, "measure", without_accelerator)
-    assert [profile_and_log(OneRank())[0] for _ in range(2)] == [1e9 + 1] * 2
+    assert [profile_and_log(Ranks())[0] for _ in range(2)] == [1e9 + 1] * 2
 
 
 def test_all_ranks_use_the_profile_of_rank_0(folder: Path, measured: list[int]) -> None:
@@ -177,7 +176,7 @@ def test_a_cache_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monke
     # A file in place of the folder: root may write to any folder, whatever its permissions are.
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    rate, log = profile_and_log(OneRank())
+    rate, log = profile_and_log(Ranks())
     assert rate == 1e9 + 1
     assert "not cached" in log[-1]
     assert "Set XDG_CACHE_HOME" in log[-1]
@@ -186,7 +185,7 @@ def test_a_cache_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monke
 def test_a_folder_in_place_of_the_cached_file_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "fingerprint", lambda *facts: "there")
     (folder / "there.json").mkdir(parents=True)
-    rate, log = profile_and_log(OneRank())
+    rate, log = profile_and_log(Ranks())
     assert rate == 1e9 + 1
     assert "not cached" in log[-1]
     assert [path.name for path in folder.iterdir()] == ["there.json"]
@@ -198,7 +197,7 @@ def test_a_user_without_a_home_folder_is_no_error(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
-    rate, log = profile_and_log(OneRank())
+    rate, log = profile_and_log(Ranks())
     assert rate == 1e9 + 1
     assert "not cached" in log[-1]
 
@@ -235,5 +234,5 @@ def test_an_error_of_the_measurement_is_raised(folder: Path, monkeypatch: pytest
 
     monkeypatch.setattr(cache, "measure", cannot)
     with pytest.raises(ProfileError, match="no kernel"):
-        profile_and_log(OneRank())
+        profile_and_log(Ranks())
     assert not folder.exists()

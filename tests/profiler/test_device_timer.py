@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from deep_opt_states.device.cpu import HostDevice
-from deep_opt_states.profiler import adam_throughput
-from deep_opt_states.profiler.adam_throughput import LAUNCHES, DeviceUpdates
-from deep_opt_states.profiler.device_timer import INITIAL_BUSY_S, MAX_BUSY_S, DeviceTimer
-from deep_opt_states.profiler.matrix import MatrixProducts
+from deep_opt_states.profiler import probes
+from deep_opt_states.profiler.copies import INITIAL_BUSY_S, MAX_BUSY_S, KernelTimer, Probe
+from deep_opt_states.profiler.probes import LAUNCHES, device_updates, matrix_products
 from deep_opt_states.profiler.ranks import ProbeError
 from tests.fake_device.device import FakeDevice, LateAdam
 from tests.fake_device.timing import Late, Seeded
@@ -22,37 +21,34 @@ LAUNCH_S, KERNEL_S = 6e-5, 1e-5
 """Seconds of a launch and of the kernel: the host launches an update more slowly than the device executes it."""
 
 
-def updates(device: VirtualDevice, *, launch_s: float = LAUNCH_S, numel: int = NUMEL) -> DeviceUpdates:
-    return DeviceUpdates(device, numel, LaunchedAdam(device, launch_s=launch_s, kernel_s=KERNEL_S))
+def updates(device: VirtualDevice, *, launch_s: float = LAUNCH_S, numel: int = NUMEL) -> Probe:
+    return device_updates(device, numel, LaunchedAdam(device, launch_s=launch_s, kernel_s=KERNEL_S))
 
 
 def test_the_rate_of_updates_is_the_kernel_s_and_not_that_of_the_launches() -> None:
     device = VirtualDevice()
-    probe = updates(device)
-    assert probe.repeat() == {"gpu_adam_params_per_s": pytest.approx(NUMEL / KERNEL_S)}
+    repeat = updates(device)
+    assert repeat() == {"gpu_adam_params_per_s": pytest.approx(NUMEL / KERNEL_S)}
     assert device.occupied_s == [INITIAL_BUSY_S], "two launches take less"
-    probe.verify()
 
 
 def test_the_rate_of_a_matrix_product_is_the_kernel_s_and_not_that_of_the_launch() -> None:
     device = VirtualDevice()
     with virtual_clock(device, tick_s=0, launch_s=LAUNCH_S, product_s=KERNEL_S):
-        probe = MatrixProducts(device, 16, 8)
-        assert probe.repeat() == {
+        repeat = matrix_products(device, {"matmul_flops_per_s": 16, "matmul_small_flops_per_s": 8})
+        assert repeat() == {
             "matmul_flops_per_s": pytest.approx(2 * 16**3 / KERNEL_S),
             "matmul_small_flops_per_s": pytest.approx(2 * 8**3 / KERNEL_S),
         }
-        probe.verify()
 
 
 def test_a_stream_that_became_idle_too_early_is_kept_busy_for_longer() -> None:
     device = VirtualDevice()
-    probe = updates(device, launch_s=10e-3)
+    repeat = updates(device, launch_s=10e-3)
     for _ in range(2):
-        assert probe.repeat() == {"gpu_adam_params_per_s": pytest.approx(NUMEL / KERNEL_S)}
+        assert repeat() == {"gpu_adam_params_per_s": pytest.approx(NUMEL / KERNEL_S)}
     # Two launches take 20 ms. The next repetition begins with the wait that was long enough.
     assert device.occupied_s == pytest.approx([2e-3, 8e-3, 32e-3, 32e-3])
-    probe.verify()
 
 
 @pytest.mark.parametrize(
@@ -63,7 +59,7 @@ def test_launches_are_never_measured_instead_of_kernels(launch_s: float, stays_b
     device.stays_busy = stays_busy
     message = r"the time would be that of the launches and not of the kernels: .* although it was kept busy for 0\.5 s"
     with pytest.raises(ProbeError, match=message):
-        updates(device, launch_s=launch_s).repeat()
+        updates(device, launch_s=launch_s)()
     assert device.occupied_s[-1] == MAX_BUSY_S
 
 
@@ -71,20 +67,19 @@ def test_work_that_runs_when_it_is_issued_is_timed_without_queueing() -> None:
     """Check that the timer accepts the CPU, on which nothing is ever queued."""
     device = HostDevice()
     issued = []
-    assert DeviceTimer(device, device.stream()).seconds_of(lambda: issued.append(1)) >= 0
+    assert KernelTimer(device).seconds_of(lambda: issued.append(1)) >= 0
     assert issued == [1]
 
 
 @pytest.mark.parametrize("timing", [Late(), Late([1, 0]), *map(Seeded, range(5))], ids=repr)
 def test_updates_have_finished_when_the_clock_is_read(timing: Late | Seeded) -> None:
     device = FakeDevice(timing)
-    probe = DeviceUpdates(device, NUMEL, LateAdam(device, PlainAdam()))
+    repeat = device_updates(device, NUMEL, LateAdam(device, PlainAdam()))
     try:
-        probe.repeat()
+        repeat()
     except ProbeError:
         # A device with random delays may become idle too early each time.
         assert isinstance(timing, Seeded)
-    probe.verify()
 
 
 def test_a_launch_updates_fewer_parameters_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,12 +94,13 @@ def test_a_launch_updates_fewer_parameters_if_memory_is_short(monkeypatch: pytes
                     raise torch.OutOfMemoryError("no memory on the device")
             return super().empty(numel, dtype)
 
-    monkeypatch.setattr(adam_throughput, "MIN_LAUNCH_NUMEL", 100)
+    monkeypatch.setattr(probes, "MIN_LAUNCH_NUMEL", 100)
     device = Small()
-    probe = updates(device, numel=4000)
-    assert {state.master.numel() for state in probe._updates.states} == {500}
-    assert probe.repeat() == {"gpu_adam_params_per_s": pytest.approx(500 / KERNEL_S)}
-    monkeypatch.setattr(adam_throughput, "MIN_LAUNCH_NUMEL", 1000)
-    del probe
+    repeat = updates(device, numel=4000)
+    # A launch of 1000 parameters does not fit, one of 500 does.
+    assert 500 * 16 * LAUNCHES <= device.held_bytes < 1000 * 16 * LAUNCHES
+    assert repeat() == {"gpu_adam_params_per_s": pytest.approx(500 / KERNEL_S)}
+    monkeypatch.setattr(probes, "MIN_LAUNCH_NUMEL", 1000)
+    del repeat
     with pytest.raises(torch.OutOfMemoryError):
         updates(device, numel=4000)

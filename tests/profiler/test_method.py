@@ -7,8 +7,9 @@ import time
 import pytest
 
 from deep_opt_states.device.kernels.library import KernelUnavailable
-from deep_opt_states.profiler.method import FULL, QUICK, ProbeEffort, Rates, sample
-from deep_opt_states.profiler.ranks import OneRank, ProbeError, Ranks, call_on_all_ranks
+from deep_opt_states.profiler.copies import Rates
+from deep_opt_states.profiler.profile import FULL, QUICK, ProbeEffort, sample
+from deep_opt_states.profiler.ranks import ProbeError, Ranks, call_on_all_ranks
 from perf_model.prediction.hardware import MATMUL_SIZE
 from tests.profiler.threads import on_ranks
 
@@ -27,22 +28,15 @@ EFFORT = ProbeEffort(
 class Counting:
     """A probe whose n-th repetition returns a rate and a time of ``base`` + n, and whose ``fails_at``-th raises."""
 
-    def __init__(self, base: float = 0, fails_at: int | None = None, wrong: bool = False) -> None:
+    def __init__(self, base: float = 0, fails_at: int | None = None) -> None:
         self._next = base
         self._fails_at = fails_at
-        self._wrong = wrong
-        self.verified = 0
 
-    def repeat(self) -> Rates:
+    def __call__(self) -> Rates:
         self._next += 1
         if self._next == self._fails_at:
             raise MemoryError("no [memory]\nat all")
         return {"h2d_bytes_per_s": self._next, "copy_latency_s": self._next}
-
-    def verify(self) -> None:
-        self.verified += 1
-        if self._wrong:
-            raise ProbeError("wrong")
 
 
 @pytest.mark.parametrize(("one_s", "expected"), [(5.0, 3), (0.2, 5), (0.001, 10), (0.0, 10)])
@@ -50,12 +44,11 @@ def test_the_number_of_repetitions_fills_the_budget_within_its_bounds(one_s: flo
     assert EFFORT.repetitions(one_s) == expected
 
 
-def test_warm_ups_are_not_sampled_and_the_result_is_verified_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_ups_are_not_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     probe = Counting()
-    samples = sample(lambda: probe, EFFORT, OneRank())
+    samples = sample(lambda: probe, EFFORT, Ranks())
     assert [rates["h2d_bytes_per_s"] for rates in samples] == list(range(3, 13))
-    assert probe.verified == 1
 
 
 def test_the_slowest_rank_counts_in_each_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,23 +59,14 @@ def test_the_slowest_rank_counts_in_each_repetition(monkeypatch: pytest.MonkeyPa
     assert outcomes[0][0] == {"h2d_bytes_per_s": 3, "copy_latency_s": 12}
 
 
-@pytest.mark.parametrize(
-    ("fails_at", "wrong", "expected"),
-    [
-        (1, False, "rank 1: MemoryError: no [memory]"),  # in the warm-up
-        (4, False, "rank 1: MemoryError: no [memory]"),
-        (None, True, "rank 1: wrong"),
-    ],
-)
-def test_a_failure_on_one_rank_is_raised_on_all_ranks(fails_at: int | None, wrong: bool, expected: str) -> None:
+@pytest.mark.parametrize("fails_at", [1, 4], ids=["in the warm-up", "later"])
+def test_a_failure_on_one_rank_is_raised_on_all_ranks(fails_at: int) -> None:
     def program(ranks: Ranks) -> object:
-        return sample(
-            lambda: Counting(fails_at=fails_at, wrong=wrong) if ranks.rank == 1 else Counting(), EFFORT, ranks
-        )
+        return sample(lambda: Counting(fails_at=fails_at) if ranks.rank == 1 else Counting(), EFFORT, ranks)
 
     outcomes = on_ranks(3, program)
     assert [type(outcome) for outcome in outcomes] == [ProbeError] * 3
-    assert {str(outcome) for outcome in outcomes} == {expected}
+    assert {str(outcome) for outcome in outcomes} == {"rank 1: MemoryError: no [memory]"}
 
 
 def test_a_probe_that_cannot_be_prepared_on_one_rank_fails_on_all_ranks() -> None:
@@ -97,7 +81,7 @@ def test_a_probe_that_cannot_be_prepared_on_one_rank_fails_on_all_ranks() -> Non
 
 def test_the_message_of_a_single_rank_does_not_name_the_rank() -> None:
     with pytest.raises(ProbeError, match=r"^KeyError: 'key'$") as caught:
-        call_on_all_ranks(OneRank(), lambda: {}["key"])
+        call_on_all_ranks(Ranks(), lambda: {}["key"])
     assert isinstance(caught.value.__cause__, KeyError)
 
 
@@ -106,7 +90,7 @@ def test_the_remedy_of_a_kernel_that_is_unavailable_is_kept() -> None:
         raise KernelUnavailable("The kernel cannot be loaded.\nIt needs ninja (pip install ninja).")
 
     with pytest.raises(ProbeError, match=r"^The kernel cannot be loaded. It needs ninja \(pip install ninja\).$"):
-        call_on_all_ranks(OneRank(), unavailable)
+        call_on_all_ranks(Ranks(), unavailable)
 
 
 def test_a_quick_profile_does_less_of_everything_with_the_same_matrices() -> None:

@@ -18,13 +18,12 @@ from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange
 from deep_opt_states.device.slab import HostMemoryError, HostSlab
 from deep_opt_states.host import machine
-from deep_opt_states.profiler.adam_kernels import training_cpu_adam
-from deep_opt_states.profiler.host_states import SUB_GROUPS, HostStates
-from deep_opt_states.profiler.measure import measure
-from deep_opt_states.profiler.ranks import OneRank
+from deep_opt_states.profiler.probes import SUB_GROUPS, HostStates
+from deep_opt_states.profiler.profile import measure, training_cpu_adam
+from deep_opt_states.profiler.ranks import Ranks
 from perf_model.prediction.hardware import HardwareProfile, ProfileError
 from tests.profiler.test_profile import COPY_LATENCY_S, KERNEL_S, LAUNCH_S, PRODUCT_S, SMALL, TICK_S, UPDATE_S
-from tests.profiler.virtual import LaunchedAdam, TimedAdam, VirtualDevice, virtual_clock
+from tests.profiler.virtual import LaunchedAdam, TimedAdam, VirtualDevice, kernels, virtual_clock
 
 NUMEL = SUB_GROUPS * 10_000
 
@@ -83,19 +82,18 @@ class WatchedTimedAdam(TimedAdam):
             self.outside += not address <= tensor.data_ptr() <= address + size_bytes - tensor.nbytes
 
 
-def profile_of(device: VirtualDevice, kernel: TimedAdam, **options: Any) -> HardwareProfile:
-    return measure(
-        device,
-        OneRank(),
-        SMALL,
+def profile_of(
+    device: VirtualDevice, kernel: TimedAdam, cores: Sequence[int] = (), **factories: Any
+) -> HardwareProfile:
+    with kernels(
         **{
-            "threads": 3,
-            "cpu_adam": lambda *_: kernel,
-            "stock_adam": lambda _: TimedAdam(device, UPDATE_S - TICK_S),
-            "device_adam": lambda: LaunchedAdam(device, launch_s=LAUNCH_S, kernel_s=KERNEL_S),
-            **options,
-        },
-    )
+            "training_cpu_adam": lambda *_: kernel,
+            "stock_cpu_adam": lambda _: TimedAdam(device, UPDATE_S - TICK_S),
+            "training_gpu_adam": lambda: LaunchedAdam(device, launch_s=LAUNCH_S, kernel_s=KERNEL_S),
+            **factories,
+        }
+    ):
+        return measure(device, Ranks(), SMALL, threads=3, cores=cores)
 
 
 def test_cpu_probes_use_a_slab_that_their_kernel_touched_before_it_was_locked(
@@ -139,8 +137,7 @@ def pages_in_place(address: int, size_bytes: int) -> bool:
 
 def test_the_threads_that_touched_the_memory_first_update_it(device: VirtualDevice) -> None:
     kernel = WatchedTimedAdam(device)
-    # Other numbers of threads have kernels and threads of their own.
-    profile_of(device, kernel, cpu_adam=lambda _, threads, cores: kernel if threads == 3 else TimedAdam(device, 1e-3))
+    profile_of(device, kernel)
     assert kernel.updates > SUB_GROUPS
     assert len(kernel.threads) == 1
     assert threading.get_ident() not in kernel.threads
@@ -153,9 +150,8 @@ def test_threads_are_pinned_as_in_training(device: VirtualDevice) -> None:
         made.append((threads, tuple(cores)))
         return TimedAdam(device, UPDATE_S - TICK_S)
 
-    profile_of(device, TimedAdam(device, UPDATE_S - TICK_S), cpu_adam=cpu_adam, cores=(5, 1, 3))
-    # Three cores with two hyperthreads each are six CPUs: more threads than cores are not pinned.
-    assert made == [(3, (5, 1, 3)), (1, (5,)), (2, (5, 1)), (4, ()), (6, ())]
+    profile_of(device, TimedAdam(device, UPDATE_S - TICK_S), cores=(5, 1, 3), training_cpu_adam=cpu_adam)
+    assert made == [(3, (5, 1, 3))]
 
 
 def test_the_thread_that_measures_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +195,7 @@ def test_all_memory_is_freed_if_the_accelerator_fails(device: VirtualDevice, mon
     profile = profile_of(
         device,
         TimedAdam(device, UPDATE_S - TICK_S),
-        device_adam=lambda: FailingLaunchedAdam(device, launch_s=0, kernel_s=0),
+        training_gpu_adam=lambda: FailingLaunchedAdam(device, launch_s=0, kernel_s=0),
     )
     waived = profile.measurements["gpu_adam_params_per_s"].waived
     assert waived == "RuntimeError: an illegal memory access was encountered"

@@ -22,8 +22,11 @@ class Meeting:
         self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
 
 
-class ThreadRank:
+class ThreadRank(Ranks):
     """One rank, for use on its own thread."""
+
+    rank = 0
+    size = 1
 
     def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
         self.rank = rank

@@ -13,7 +13,7 @@ import torch
 
 from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange
 from deep_opt_states.device.slab import HostSlab
-from deep_opt_states.profiler.collectives import MAX_SUM, PERIOD, RANK_OFFSET
+from deep_opt_states.profiler import profile
 from tests.runtime.plain_adam import PlainAdam
 
 
@@ -151,7 +151,7 @@ class VirtualDevice:
 
 
 class GroupOfTwo:
-    """Rank 0 of two ranks, whose collectives take ``collective_s``. What rank 1 passes on is known in advance."""
+    """Rank 0 of two ranks, whose collectives take ``collective_s`` and pass nothing on."""
 
     rank, size = 0, 2
 
@@ -160,14 +160,17 @@ class GroupOfTwo:
         self._collective_s = collective_s
 
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        own, other = whole.view(2, -1)
-        own.copy_(part)
-        other.copy_((torch.arange(part.numel()) + RANK_OFFSET) % PERIOD)
         self._device.issuing.run(self._collective_s)
 
     def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        part.copy_(whole[: part.numel()] + (torch.arange(part.numel()) + 1) % (MAX_SUM // 2))
         self._device.issuing.run(self._collective_s)
+
+
+@contextmanager
+def kernels(**factories: Callable[..., object]) -> Iterator[None]:
+    """Replace functions that create Adam kernels: ``training_cpu_adam``, ``stock_cpu_adam``, ``training_gpu_adam``."""
+    with mock.patch.multiple(profile, **factories):
+        yield
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from deep_opt_states.host import machine
 from deep_opt_states.host.affinity import LaunchBinding
 from deep_opt_states.host.cores import CoreShare
 from deep_opt_states.names import CONFIG_KEY
-from deep_opt_states.profiler.ranks import training_ranks
+from deep_opt_states.profiler.ranks import Ranks
 from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.exposure import Exposure
@@ -105,7 +105,7 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
     choice = raise_together(lambda: _choose_host_adam(optimizer, share, resources))
     # The fallback kernel cannot update a part of a sub-group with the same bits. Units are the same on every rank, and
     # deferring decides which collectives forward calls, so one rank that has to use the fallback decides for all.
-    updates_parts = all(training_ranks().gather(choice.arithmetic is not None))
+    updates_parts = all(Ranks().gather(choice.arithmetic is not None))
     if not updates_parts:
         if config.rules.rules:
             raise Unsupported(
@@ -127,7 +127,7 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
     # At once: the rest of the start prints warnings of other libraries, and the plan is among the first lines of a run.
     for line in planned.at_start():
         log_rank_0(line)
-    ranks = SharingRanks.gather(training_ranks())
+    ranks = SharingRanks.gather(Ranks())
     # Every rank checks before any rank allocates memory that another rank's check would then find missing.
     raise_together(
         lambda: check_free_memory(

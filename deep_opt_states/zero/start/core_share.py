@@ -12,7 +12,7 @@ from deep_opt_states.host import machine
 from deep_opt_states.host.affinity import allowed_cpus
 from deep_opt_states.host.cores import CoreShare, RankPlace, choose_cores, part_of_quota
 from deep_opt_states.host.topology import Core, cores_of, gpu_node
-from deep_opt_states.profiler.ranks import Ranks, call_on_all_ranks, training_ranks
+from deep_opt_states.profiler.ranks import Ranks, call_on_all_ranks
 from deep_opt_states.zero.internals.agreement import raise_together
 from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.start.devices import AcceleratorChoice
@@ -42,7 +42,7 @@ def share_cores(config: Config, accelerator: AcceleratorChoice) -> CoreShare:
 
     Raise ``ConfigError`` if this rank cannot have ``cpu_threads`` threads, ``RanksDisagree`` if another rank cannot.
     """
-    choose = _chooser(accelerator, training_ranks())
+    choose = _chooser(accelerator, Ranks())
     share = raise_together(lambda: choose(config))
     omp = os.environ.get("OMP_NUM_THREADS")
     for_pytorch = f"; OMP_NUM_THREADS={omp} is for PyTorch's operations" if omp else ""

@@ -18,7 +18,7 @@ from deep_opt_states.device.kernels.adam import AdamKernel
 from deep_opt_states.device.kernels.choice import gpu_adam
 from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.names import CONFIG_KEY
-from deep_opt_states.profiler.adam_kernels import training_gpu_adam
+from deep_opt_states.profiler.profile import training_gpu_adam
 from deep_opt_states.zero.start.unsupported import Unsupported
 from deep_opt_states.zero.step.gpu_memory import GpuBudget
 from perf_model.prediction.memory import TrainingSetup, memory_of

@@ -13,8 +13,7 @@ from deep_opt_states.config import Config
 from deep_opt_states.host.cores import CoreShare
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.profiler.cache import quick_profile
-from deep_opt_states.profiler.provenance import smallest_node
-from deep_opt_states.profiler.ranks import training_ranks
+from deep_opt_states.profiler.ranks import Ranks, ranks_by_node
 from deep_opt_states.report.record import PredictedUpdate
 from deep_opt_states.zero.internals.agreement import raise_together, same_on_all_ranks
 from deep_opt_states.zero.internals.log import log_rank_0
@@ -120,7 +119,7 @@ def plan_on_rank_0(request: PlanRequest, accelerator: AcceleratorChoice) -> tupl
 
     The plan fits every rank, because DeepSpeed pads the partitions to equal lengths.
     """
-    ranks = training_ranks()
+    ranks = Ranks()
 
     def decide() -> tuple[dict[str, Any], str]:
         if ranks.rank > 0:
@@ -166,7 +165,7 @@ def _load_profile(
 
     ``note`` receives facts about a profile that was read. They can be logged later.
     """
-    ranks = training_ranks()
+    ranks = Ranks()
     if config.profile is None:
         device = None if accelerator.slots_on_host else accelerator.device
         return quick_profile(device, ranks, log_rank_0, note, threads=share.threads, cores=share.cores)
@@ -175,7 +174,7 @@ def _load_profile(
     text = raise_together(lambda: HardwareProfile.read(path).to_json() if ranks.rank == 0 else "")
     profile = HardwareProfile.from_json(ranks.gather(text)[0])
     _refuse_other_machine(profile, path, accelerator)
-    measured, training = profile.provenance.ranks, smallest_node(ranks, os.environ).ranks
+    measured, training = profile.provenance.ranks, max(map(len, ranks_by_node(ranks, os.environ)))
     if measured != training:
         note(
             f"{path}: measured with {measured} rank{'' if measured == 1 else 's'} per node at once, while {training} "

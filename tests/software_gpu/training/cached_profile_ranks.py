@@ -13,7 +13,7 @@ from unittest import mock
 
 from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.profiler import cache
-from deep_opt_states.profiler.ranks import OneRank
+from deep_opt_states.profiler.ranks import Ranks
 from tests.launch import answer
 from tests.model.profiles import profile
 from tests.software_gpu import device
@@ -32,7 +32,7 @@ EMULATED = {
 def request(machine: str, on_device: bool) -> None:
     """Request the quick profile, and answer with the machine that it is of, and whether it was measured now."""
     with mock.patch.object(cache, "measure", return_value=replace(profile(), name=machine)) as measure:
-        found = cache.quick_profile(CudaDevice(0) if on_device else None, OneRank(), print, print, threads=1)
+        found = cache.quick_profile(CudaDevice(0) if on_device else None, Ranks(), print, print, threads=1)
     answer({"machine": machine, "profile of": found.name, "measured": measure.called})
 
 

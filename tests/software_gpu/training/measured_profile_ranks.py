@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deep_opt_states.device.cuda import CudaDevice
-from deep_opt_states.profiler.measure import measure
-from deep_opt_states.profiler.method import QUICK
-from deep_opt_states.profiler.ranks import OneRank
+from deep_opt_states.profiler.profile import QUICK, measure
+from deep_opt_states.profiler.ranks import Ranks
 from tests.launch import answer
 from tests.software_gpu import device
 from tests.software_gpu.plugged import plugged
@@ -22,7 +21,7 @@ EFFORT = replace(QUICK, max_samples=3, update_numel=1_000_000, launch_numel=1_00
 def main() -> None:
     device.register()
     with plugged(Settings(rates=MACHINE)):
-        found = measure(CudaDevice(0), OneRank(), EFFORT, threads=1)
+        found = measure(CudaDevice(0), Ranks(), EFFORT, threads=1)
     answer(
         {
             "gpu_memory_bytes": found.gpu_memory_bytes,

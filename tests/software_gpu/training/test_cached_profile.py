@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deep_opt_states.profiler.measure import IMPLAUSIBLE
-from deep_opt_states.profiler.probe_list import NO_GROUPS
+from deep_opt_states.profiler.profile import IMPLAUSIBLE, NO_GROUPS
 from tests.launch import run_ranks
 from tests.software_gpu.training.cached_profile_ranks import EMULATED
 

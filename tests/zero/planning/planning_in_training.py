@@ -159,7 +159,7 @@ class TrainingRun:
         """Replace what asks the other ranks, which all measure the same, and what asks the GPU."""
         ranks = SimpleNamespace(rank=0, size=self.ranks, gather=lambda value: [value] * self.ranks)
         replaced: list[tuple[Any, dict[str, Any]]] = [
-            (planning, {"training_ranks": lambda: ranks}),
+            (planning, {"Ranks": lambda: ranks}),
             (gpu_memory, {"gather_values": ranks.gather, "dist": SimpleNamespace(get_rank=lambda: 0)}),
             (devices, {"_no_gpu_adam": lambda: ""}),
             (

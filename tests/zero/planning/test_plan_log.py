@@ -31,7 +31,7 @@ BF16, BF16_SUMMED_IN_FP32 = Widths(param=2, grad=2), Widths(param=2, grad=4)
 def one_rank_with_a_gpu_of_80_gb(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "raise_together", lambda action: action())
     monkeypatch.setattr(planning, "same_on_all_ranks", lambda find, describe: find())
-    monkeypatch.setattr(planning, "training_ranks", lambda: SimpleNamespace(rank=0, gather=lambda value: [value]))
+    monkeypatch.setattr(planning, "Ranks", lambda: SimpleNamespace(rank=0, gather=lambda value: [value]))
     monkeypatch.setattr(planning, "_load_profile", lambda *_: profile())
     monkeypatch.setattr(devices, "_no_gpu_adam", lambda: "")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 80 * 10**9))
