@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from deep_opt_states.host import affinity
-from deep_opt_states.host.affinity import AffinityError, LaunchBinding, allowed_cpus
+from deep_opt_states.host import cores
+from deep_opt_states.host.cores import AffinityError, LaunchBinding, allowed_cpus
 from tests.forked_child import exit_code_of_child
 
 ALLOWED = frozenset(os.sched_getaffinity(0))
@@ -26,8 +26,8 @@ two_cpus = pytest.mark.skipif(len(ALLOWED) < 2, reason="needs two CPUs to move t
 @pytest.fixture(autouse=True)
 def _everything_is_restored() -> Iterator[None]:
     yield
-    assert affinity._process.bindings == []
-    assert affinity._process.moved == {}
+    assert cores._process.bindings == []
+    assert cores._process.moved == {}
     assert os.sched_getaffinity(0) == ALLOWED
 
 
@@ -148,7 +148,7 @@ def test_a_forked_process_can_bind_and_release_while_its_parent_is_binding() -> 
         own.release()
         return 0 if bound and os.sched_getaffinity(0) == ALLOWED else 1
 
-    with affinity._process.lock:
+    with cores._process.lock:
         assert exit_code_of_child(bind) == 0
     inherited.release()
 

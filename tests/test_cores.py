@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from deep_opt_states.config import ConfigError
 from deep_opt_states.host.cores import CoreShare, RankPlace, choose_cores, part_of_quota
-from deep_opt_states.host.topology import Core
+from deep_opt_states.host.machine import Core
 
 
 def machine_of(cores_per_node: Sequence[int], smt: int = 1, holes: frozenset[int] = frozenset()) -> tuple[Core, ...]:
@@ -130,7 +130,7 @@ def test_cores_beyond_the_cgroups_limit_are_launch_cores() -> None:
 def test_on_the_cpu_accelerator_all_cores_of_the_share_update_and_nothing_is_bound() -> None:
     for share in shares(node_of(machine_of([8], smt=2), [None] * 2), on_accelerator=False):
         assert (share.threads, share.cores, share.launch_cores) == (4, (), ())
-        assert "forward and backward run on them" in str(share)
+        assert "forward and backward also run on them" in str(share)
 
 
 def test_bind_cores_false_keeps_the_number_of_threads() -> None:

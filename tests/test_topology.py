@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deep_opt_states.host import machine
-from deep_opt_states.host.topology import Core, cores_of, format_cpu_list, gpu_node, parse_cpu_list, pci_node
+from deep_opt_states.host.cores import format_cpu_list
+from deep_opt_states.host.machine import Core, cores_of, gpu_node, parse_cpu_list
 
 
 def write(path: Path, text: str) -> None:
@@ -70,7 +71,6 @@ def test_the_numa_node_of_a_gpu_is_read(
 ) -> None:
     if text is not None:
         write(tmp_path / "0001:3b:00.0/numa_node", text)
-    assert pci_node(1, 0x3B, 0, tmp_path) == node
     properties = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=0)
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)

@@ -14,7 +14,7 @@ import torch
 from benchmarks.harness.device import trains_on_gpu
 from deep_opt_states.device.kernels import choice
 from deep_opt_states.device.kernels.library import KernelUnavailable
-from deep_opt_states.host.topology import cores_of
+from deep_opt_states.host.machine import cores_of
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def run(output: Path, *, quick: bool) -> int:
     """
     from deepspeed.accelerator import get_accelerator
 
-    from deep_opt_states.zero.start.core_share import default_share
+    from deep_opt_states.zero.start.core_share import core_share
     from deep_opt_states.zero.start.unsupported import Unsupported
 
     is_rank_0 = os.environ.get("RANK", "0") == "0"
@@ -55,7 +55,7 @@ def run(output: Path, *, quick: bool) -> int:
             # From here on, an error of one rank is raised on all of them.
             prints_errors = is_rank_0
             num_ranks = ranks.size
-            share = default_share(accelerator, ranks)
+            share = core_share(accelerator, ranks)
             effort = QUICK if quick else FULL
             groups = collective_groups(ranks, get_accelerator().communication_backend_name(), os.environ)
             profile = measure(

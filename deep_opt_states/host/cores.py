@@ -1,11 +1,11 @@
-"""Choose the cores for a rank's CPU updates, as a pure function of the cores that all ranks of its node may use.
+"""Choose the cores for a rank's CPU updates, and keep all other threads of the process off them.
 
 Each rank gets:
 
 - One thread per physical core: the update is limited by the bandwidth of host memory, and a second thread on the same
   core adds none.
-- Cores of its own, about as many as every other rank: the ranks of a node update at the same time, and
-  the slowest one determines when the step ends.
+- Cores of its own, about as many as every other rank: the ranks of a node update at the same time, and the slowest one
+  determines when the step ends.
 - Cores near the rank's GPU: first touch places memory on the NUMA node of the touching thread, and the GPU copies it
   from there.
 
@@ -16,13 +16,19 @@ its threads.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from pathlib import Path
+
+import torch
 
 from deep_opt_states.config import ConfigError
-from deep_opt_states.host.topology import Core, format_cpu_list
+from deep_opt_states.host.machine import Core
 from deep_opt_states.names import CONFIG_KEY
 
 CORES_PER_LAUNCH_CORE = 8
@@ -41,20 +47,28 @@ compensates for that by moving work to the GPU. With fewer cores, it would reduc
 """
 
 
+def format_cpu_list(cpus: Iterable[int]) -> str:
+    """Format a list as the kernel does: (0, 1, 2, 8) gives ``"0-2,8"``."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and runs[-1][-1] == cpu - 1:
+            runs[-1].append(cpu)
+        else:
+            runs.append([cpu])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """The CPU resources that one rank may use."""
+    """The CPU resources that one rank may use.
+
+    ``cores`` are the physical cores that its affinity allows. ``quota`` is its part of the CPU time that the cgroup
+    allows, in whole cores, and None if that is unlimited. ``gpu_node`` is the NUMA node of its GPU; None if unknown.
+    """
 
     cores: tuple[Core, ...]
-    """The physical cores that its affinity allows."""
     quota: int | None = None
-    """Its part of the CPU time that the cgroup allows, in whole cores; None if unlimited."""
     gpu_node: int | None = None
-    """The NUMA node of its GPU; None if unknown."""
-
-    def __post_init__(self) -> None:
-        assert self.cores
-        assert self.quota is None or self.quota >= 1
 
     @property
     def cpus(self) -> frozenset[int]:
@@ -69,16 +83,16 @@ class RankPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class CoreShare:
-    """The threads and cores that one rank uses."""
+    """The threads and cores that one rank uses, and the reason for this choice.
+
+    ``threads`` update sub-groups, pinned to the logical CPUs ``cores`` in order. All other threads of the process run
+    on ``launch_cores``. Both are empty if nothing is bound.
+    """
 
     threads: int
-    """The number of threads that update sub-groups."""
     cores: tuple[int, ...] = ()
-    """The logical CPUs to which these threads are pinned, in order. Empty if nothing is bound."""
     launch_cores: tuple[int, ...] = ()
-    """The logical CPUs for all other threads of the process. Empty if nothing is bound."""
     reason: str
-    """The reason for this choice, for the log."""
 
     def __post_init__(self) -> None:
         assert self.threads >= 1
@@ -114,69 +128,56 @@ def choose_cores(
     ``on_accelerator`` is whether the model computes on an accelerator other than the CPU. ``bind`` and ``cpu_threads``
     are the config's. Raise ``ConfigError`` if ``cpu_threads`` exceeds the number of CPUs that the rank may use.
     """
-    own_place = ranks[local_rank]
-    if cpu_threads is not None and cpu_threads > own_place.max_threads:
-        raise _too_many(own_place, cpu_threads)
+    place = ranks[local_rank]
+    if cpu_threads is not None and cpu_threads > place.max_threads:
+        limit = "none" if place.quota is None else f"{place.quota} for this rank"
+        raise ConfigError(
+            f"{CONFIG_KEY}.cpu_threads: must be at most the {place.max_threads} CPUs that a rank may use "
+            f"(affinity {len(place.cpus)}, cgroup limit {limit}), found {cpu_threads}.\n"
+            f"Leave it out for the number that fits this machine, or give the rank more CPUs (taskset, docker --cpus, "
+            f"Slurm --cpus-per-task)."
+        )
     # Launchers that bind (deepspeed --bind_cores_to_rank, torchrun --numa-binding) assign CPUs to one or more ranks.
-    same_affinity = [rank for rank, place in enumerate(ranks) if place.cpus == own_place.cpus]
-    overlapping = [rank for rank, place in enumerate(ranks) if place.cpus & own_place.cpus]
-    own_cores: tuple[Core, ...] = ()
-    if len(overlapping) > len(same_affinity):
+    same = [rank for rank, other in enumerate(ranks) if other.cpus == place.cpus]
+    num_overlapping = sum(not other.cpus.isdisjoint(place.cpus) for other in ranks)
+    own: tuple[Core, ...] = ()
+    not_bound = ""
+    if num_overlapping > len(same):
         not_bound = "the ranks' affinities overlap in part"
-    elif len(own_place.cores) < len(same_affinity):
-        not_bound = f"{len(same_affinity)} ranks share them"
+    elif len(place.cores) < len(same):
+        not_bound = f"{len(same)} ranks share them"
+    elif len(same) == 1 < len(ranks):
+        # The launcher bound this rank to cores of its own. Use all of them, even those that are far from its GPU.
+        own = place.cores
     else:
-        own_cores = _own_cores(ranks, same_affinity, local_rank)
-        not_bound = _why_not_to_bind(own_cores, on_accelerator, bind, cpu_threads)
+        # Use the cores of the first rank for all of them, in case the ranks see the machine differently.
+        own = _divide(ranks[same[0]].cores, [ranks[rank].gpu_node for rank in same])[same.index(local_rank)]
+    if own and not on_accelerator:
+        not_bound = "forward and backward also run on them"
+    elif own and not bind:
+        not_bound = '"bind_cores" is false'
+    elif own and (cpu_threads or 0) > sum(len(core.cpus) for core in own):
+        not_bound = "more threads than they have CPUs"
 
-    num_cores = len(own_cores) or max(1, len(own_place.cores) // len(overlapping))
-    budget = num_cores if own_place.quota is None else min(num_cores, own_place.quota)
+    num_cores = len(own) or max(1, len(place.cores) // num_overlapping)
+    budget = num_cores if place.quota is None else min(num_cores, place.quota)
     threads = cpu_threads or budget - (_num_launch_cores(budget) if on_accelerator else 0)
 
-    reasons = [f"{num_cores} of {len(own_place.cores)} physical cores"]
-    if not not_bound and own_place.gpu_node is not None and {core.node for core in own_cores} == {own_place.gpu_node}:
-        reasons.append(f"on NUMA node {own_place.gpu_node} like its GPU")
+    reasons = [f"{num_cores} of {len(place.cores)} physical cores"]
+    if not not_bound and place.gpu_node is not None and {core.node for core in own} == {place.gpu_node}:
+        reasons.append(f"on NUMA node {place.gpu_node} like its GPU")
     if budget < num_cores:
         reasons.append(f"of which the cgroup's limit allows {budget}")
     if cpu_threads is not None:
         reasons.append('number of threads set by "cpu_threads"')
     if not_bound:
-        reasons.append(not_bound)
-        return CoreShare(threads=threads, reason=", ".join(reasons))
-    cores = _first_of_each_core(own_cores)[:threads]
-    return CoreShare(
-        threads=threads, cores=cores, launch_cores=_launch_cores(own_cores, frozenset(cores)), reason=", ".join(reasons)
-    )
-
-
-def _too_many(place: RankPlace, cpu_threads: int) -> ConfigError:
-    limit = "none" if place.quota is None else f"{place.quota} for this rank"
-    return ConfigError(
-        f"{CONFIG_KEY}.cpu_threads: must be at most the {place.max_threads} CPUs that a rank may use "
-        f"(affinity {len(place.cpus)}, cgroup limit {limit}), found {cpu_threads}.\n"
-        f"Leave it out for the number that fits this machine, or give the rank more CPUs (taskset, docker --cpus, "
-        f"Slurm --cpus-per-task)."
-    )
-
-
-def _why_not_to_bind(own_cores: tuple[Core, ...], on_accelerator: bool, bind: bool, cpu_threads: int | None) -> str:
-    """Return the reason not to bind threads; empty if there is none."""
-    if not on_accelerator:
-        return "forward and backward run on them, too"
-    if not bind:
-        return '"bind_cores" is false'
-    if cpu_threads is not None and cpu_threads > sum(len(core.cpus) for core in own_cores):
-        return "more threads than they have CPUs"
-    return ""
-
-
-def _own_cores(ranks: Sequence[RankPlace], same_affinity: list[int], local_rank: int) -> tuple[Core, ...]:
-    if len(same_affinity) == 1 < len(ranks):
-        # The launcher bound this rank to cores of its own. Use all of them, even those that are far from its GPU.
-        return ranks[local_rank].cores
-    # Use the cores of the first rank for all of them, in case the ranks see the machine differently.
-    shares = _divide(ranks[same_affinity[0]].cores, [ranks[rank].gpu_node for rank in same_affinity])
-    return shares[same_affinity.index(local_rank)]
+        return CoreShare(threads=threads, reason=", ".join([*reasons, not_bound]))
+    # The first CPU of each core before their siblings, which are used only if the user sets more threads than cores.
+    in_order = [core.cpus[0] for core in own] + [cpu for core in own for cpu in core.cpus[1:]]
+    cores = tuple(in_order[:threads])
+    free = [cpu for core in own if not set(cores).intersection(core.cpus) for cpu in core.cpus]
+    launch_cores = tuple(sorted(free or in_order[threads:] or in_order))
+    return CoreShare(threads=threads, cores=cores, launch_cores=launch_cores, reason=", ".join(reasons))
 
 
 def _divide(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[tuple[Core, ...]]:
@@ -187,36 +188,26 @@ def _divide(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[tupl
     unknown, all cores are divided evenly, as far as possible by NUMA node.
     """
     cores_on: dict[int | None, list[Core]] = defaultdict(list)
-    for core in cores:
+    for core in sorted(cores, key=lambda core: (core.node is None, core.node or 0)):
         cores_on[core.node].append(core)
     ranks_at: dict[int | None, list[int]] = defaultdict(list)
-    for rank, node in enumerate(gpu_nodes):
-        ranks_at[node].append(rank)
+    for rank in sorted(range(len(gpu_nodes)), key=lambda rank: (gpu_nodes[rank] is None, gpu_nodes[rank] or 0)):
+        ranks_at[gpu_nodes[rank]].append(rank)
+    groups = [(ranks, cores_on.get(node, [])) for node, ranks in ranks_at.items()]
 
     # NUMA nodes without a GPU do not count against a rank's fair share: a rank has at most one node's cores near its
     # GPU.
     even_share = len(cores) // max(len(gpu_nodes), len(cores_on))
-    smallest_share = min(len(cores_on.get(node, ())) // len(ranks) for node, ranks in ranks_at.items())
-    if smallest_share >= 1 and 2 * smallest_share >= even_share:
-        groups = [(ranks, cores_on[node]) for node, ranks in ranks_at.items()]
-    else:
-        in_order = [rank for node in sorted(ranks_at, key=_unknown_last) for rank in ranks_at[node]]
-        groups = [(in_order, sorted(cores, key=lambda core: _unknown_last(core.node)))]
+    smallest_share = min(len(near) // len(ranks) for ranks, near in groups)
+    if smallest_share < 1 or 2 * smallest_share < even_share:
+        groups = [([*chain(*ranks_at.values())], [*chain(*cores_on.values())])]
     shares: dict[int, tuple[Core, ...]] = {}
     for ranks, common in groups:
-        shares.update(zip(ranks, _split(common, len(ranks)), strict=True))
+        # The first ranks have one more core if the parts cannot be equal.
+        size, remainder = divmod(len(common), len(ranks))
+        cuts = [place * size + min(place, remainder) for place in range(len(ranks) + 1)]
+        shares |= {rank: tuple(common[start:end]) for rank, (start, end) in zip(ranks, pairwise(cuts), strict=True)}
     return [shares[rank] for rank in range(len(gpu_nodes))]
-
-
-def _unknown_last(node: int | None) -> tuple[bool, int]:
-    return node is None, node or 0
-
-
-def _split(cores: Sequence[Core], parts: int) -> list[tuple[Core, ...]]:
-    """Split ``cores`` into consecutive parts. The first parts have one more core if they cannot be equal."""
-    size, remainder = divmod(len(cores), parts)
-    cuts = [part * size + min(part, remainder) for part in range(parts + 1)]
-    return [tuple(cores[start:end]) for start, end in pairwise(cuts)]
 
 
 def _num_launch_cores(num_cores: int) -> int:
@@ -227,23 +218,124 @@ def _num_launch_cores(num_cores: int) -> int:
     return max(least, num_cores // CORES_PER_LAUNCH_CORE)
 
 
-def _first_of_each_core(cores: Sequence[Core]) -> tuple[int, ...]:
-    """Return all logical CPUs of ``cores``, the first one of each core before their hyperthread siblings.
+# The threads that do not update
 
-    The siblings are used only if the user sets more threads than there are cores.
+
+class AffinityError(RuntimeError):
+    """The error for a system that does not let this process choose the CPUs of its threads."""
+
+
+@dataclass
+class _Process:
+    """The bindings of this process. There may be several, one per engine: the latest one applies.
+
+    ``moved`` has the CPUs of each moved thread before and now, by the kernel's thread id.
     """
-    firsts = [core.cpus[0] for core in cores]
-    return (*firsts, *(cpu for core in cores for cpu in core.cpus[1:]))
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    bindings: list[LaunchBinding] = field(default_factory=list)
+    moved: dict[int, tuple[frozenset[int], frozenset[int]]] = field(default_factory=dict)
+    torch_threads_before: int | None = None
+
+    def moved_by_cpus(self, main_thread: int) -> dict[frozenset[int], tuple[frozenset[int], frozenset[int]]]:
+        """Return one moved thread for each set of CPUs, preferably the main thread."""
+        threads = [*self.moved.values(), *filter(None, [self.moved.get(main_thread)])]
+        return {now: (before, now) for before, now in threads}
+
+    def apply(self) -> None:
+        """Move all threads to the CPUs of the latest binding, or back to their own if there is none.
+
+        PyTorch's intra-op threads are at most as many as these CPUs: more would wait for each other.
+        """
+        target = self.bindings[-1].cpus if self.bindings else None
+        first = target is not None and not self.moved
+        # A thread that was started since the last move has the affinity of the thread that started it, or has bound
+        # itself, and is then not moved.
+        inherited = self.moved_by_cpus(os.getpid())
+        seen: set[int] = set()
+        # A thread that is not moved yet can start another one in the meantime, so repeat until there is no new one.
+        while unseen := {int(task.name) for task in Path("/proc/self/task").iterdir()} - seen:
+            for thread in sorted(unseen):
+                with suppress(ProcessLookupError):  # the thread has ended
+                    found = frozenset(os.sched_getaffinity(thread))
+                    moved = self.moved.get(thread) or inherited.get(found) or ((found, found) if first else None)
+                    if moved is not None and found == moved[1]:
+                        before = moved[0]
+                        now = before if target is None else before & target or target
+                        os.sched_setaffinity(thread, now)
+                        self.moved[thread] = before, now
+            seen |= unseen
+        if self.torch_threads_before is None:
+            self.torch_threads_before = torch.get_num_threads()
+        threads = self.torch_threads_before
+        if target is None:
+            self.moved.clear()
+            self.torch_threads_before = None
+        else:
+            threads = min(threads, len(target))
+        if threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
 
 
-def _launch_cores(own_cores: Sequence[Core], taken: frozenset[int]) -> tuple[int, ...]:
-    """Return the logical CPUs for all other threads: the cores on which no update runs.
+_process = _Process()
 
-    If there are none, return the hyperthread siblings of the CPUs in ``taken``, and if there are none, all CPUs.
+
+class LaunchBinding:
+    """A restriction of all threads of this process to the logical CPUs ``cpus``, until ``release()``.
+
+    The threads of the update pin themselves to other cores. A thread that was bound before stays on those of its CPUs
+    that are in ``cpus``, if there are any. A thread that is started later, such as autograd's and NCCL's, inherits the
+    affinity of the thread that starts it; one that binds itself later is not moved any more.
+
+    A forked process may use all CPUs that its parent could use before, as without the plugin. Forked processes usually
+    load data: many of them on the few launch cores would slow down each other and the launching threads, and the system
+    moves them off the cores on which the update is pinned. A process that starts as another program (``subprocess``,
+    ``spawn``, ``forkserver``) inherits the new affinity before any code of this package runs in it.
+
+    If threads cannot be moved, the constructor restores everything and raises ``AffinityError``.
     """
-    free = [core for core in own_cores if not taken.intersection(core.cpus)]
-    everything = [cpu for core in own_cores for cpu in core.cpus]
-    chosen = (
-        [cpu for core in free for cpu in core.cpus] or [cpu for cpu in everything if cpu not in taken] or everything
-    )
-    return tuple(sorted(chosen))
+
+    def __init__(self, cpus: Collection[int]) -> None:
+        assert cpus
+        self.cpus = frozenset(cpus)
+        with _process.lock:
+            _process.bindings.append(self)
+            try:
+                _process.apply()
+            except OSError as error:
+                _process.bindings.remove(self)
+                _process.apply()
+                raise AffinityError(
+                    f"A process must be able to choose the CPUs of its threads; choosing {sorted(self.cpus)}, "
+                    f'found {error}.\nSet "bind_cores": false.'
+                ) from error
+
+    def release(self) -> None:
+        """Remove the restriction. The binding that was made before it, if any, applies again."""
+        with _process.lock:
+            if self in _process.bindings:
+                _process.bindings.remove(self)
+                _process.apply()
+
+
+def allowed_cpus() -> frozenset[int]:
+    """Return the logical CPUs that this process may use, including those that a binding keeps its threads off."""
+    with _process.lock:
+        moved = _process.moved.get(os.getpid())
+        return moved[0] if moved else frozenset(os.sched_getaffinity(os.getpid()))
+
+
+def _restore_in_forked_child() -> None:
+    """Give the only thread of a forked child the CPUs that the forking thread had before it was moved."""
+    global _process
+    # Another thread of the parent may hold the lock. It does not exist in the child and would never release it. The
+    # recorded thread ids are those of the parent, and the id of a process is that of its main thread.
+    parent, _process = _process, _Process()
+    moved = parent.moved_by_cpus(os.getppid()).get(frozenset(os.sched_getaffinity(0)))
+    if moved is not None:
+        # The CPUs may have been removed from the container in the meantime. Then the child keeps its affinity.
+        with suppress(OSError):
+            os.sched_setaffinity(0, moved[0])
+
+
+os.register_at_fork(after_in_child=_restore_in_forked_child)

@@ -7,23 +7,23 @@ import platform
 import re
 import resource
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
 class CoreCounts:
-    """The numbers of CPU cores of the host and of this process."""
+    """The physical cores and logical CPUs of the host, None if unknown, and those that this process may use.
+
+    Its affinity allows ``allowed`` logical CPUs, and its cgroup the CPU time of ``quota`` cores; None if unlimited.
+    """
 
     physical: int | None
-    """Physical cores of the host; None if unknown."""
     logical: int | None
-    """Logical CPUs of the host; None if unknown."""
     allowed: int
-    """Logical CPUs that the affinity of this process allows."""
     quota: float | None
-    """The CPU time that the cgroup allows, in cores; None if unlimited."""
 
     @property
     def usable(self) -> int:
@@ -33,14 +33,11 @@ class CoreCounts:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The memory of the host and of this process's cgroup."""
+    """The memory of the host, the part that is available now, and the limit of the cgroup; None if unlimited."""
 
     total_bytes: int
-    """All memory of the host."""
     available_bytes: int
-    """Memory of the host that is available now."""
     limit_bytes: int | None
-    """The limit of the cgroup; None if unlimited."""
 
     @property
     def usable_bytes(self) -> int:
@@ -70,6 +67,71 @@ def memory() -> HostMemory:
 
     host = psutil.virtual_memory()
     return HostMemory(host.total, host.available, memory_limit_bytes(cgroup_folders("memory")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Core:
+    """A physical core.
+
+    ``cpus`` are its logical CPUs (hyperthread siblings) that this process may use, in ascending order. ``node`` is its
+    NUMA node; None if the kernel does not report it.
+    """
+
+    cpus: tuple[int, ...]
+    node: int | None
+
+
+def cores_of(
+    allowed: Collection[int],
+    cpus: Path = Path("/sys/devices/system/cpu"),
+    nodes: Path = Path("/sys/devices/system/node"),
+) -> tuple[Core, ...]:
+    """Return the physical cores of the logical CPUs ``allowed``, in ascending order of their first CPU.
+
+    If the kernel does not report the siblings of a CPU, as in some sandboxes, the CPU counts as a core of its own.
+    """
+    folders = {int(folder.name.removeprefix("node")): folder for folder in nodes.glob("node[0-9]*")}
+    node_of = {cpu: node for node, folder in folders.items() for cpu in _list_in(folder / "cpulist")}
+    found: dict[tuple[int, ...], Core] = {}
+    for cpu in sorted(allowed):
+        siblings = {cpu, *_list_in(cpus / f"cpu{cpu}/topology/thread_siblings_list")}
+        usable = tuple(sorted(siblings.intersection(allowed)))
+        found.setdefault(usable, Core(cpus=usable, node=node_of.get(cpu)))
+    return tuple(found.values())
+
+
+def gpu_node(devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """Return the NUMA node of the current GPU of this process; None if there is no GPU or its node is unknown."""
+    if not has_cuda():
+        return None
+    import torch
+
+    # PyTorch's stubs do not have these attributes.
+    gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    try:
+        node = int((devices / place / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    # The kernel reports -1 if the firmware does not define the node, as is common in virtual machines.
+    return node if node >= 0 else None
+
+
+def parse_cpu_list(text: str) -> tuple[int, ...]:
+    """Parse the kernel's format of a list: ``"0-2,8"`` gives (0, 1, 2, 8). Raise ``ValueError`` for anything else."""
+    cpus: list[int] = []
+    for part in text.strip().split(",") if text.strip() else ():
+        first, _, last = part.partition("-")
+        cpus.extend(range(int(first), int(last or first) + 1))
+    return tuple(cpus)
+
+
+def _list_in(file: Path) -> tuple[int, ...]:
+    """Return the list in ``file``; empty if the kernel does not report it."""
+    try:
+        return parse_cpu_list(file.read_text())
+    except (OSError, ValueError):
+        return ()
 
 
 def kernel_id(boot_id: Path = Path("/proc/sys/kernel/random/boot_id")) -> str:

@@ -15,8 +15,7 @@ from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel
 from deep_opt_states.device.kernels.choice import ChosenKernel, cpu_adam
 from deep_opt_states.host import machine
-from deep_opt_states.host.affinity import LaunchBinding
-from deep_opt_states.host.cores import CoreShare
+from deep_opt_states.host.cores import CoreShare, LaunchBinding
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.profiler.ranks import Ranks
 from deep_opt_states.runtime.accounting import AccountingDevice

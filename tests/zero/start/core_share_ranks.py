@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from deep_opt_states.config import ConfigError, parse_config
 from deep_opt_states.device.cpu import HostDevice
-from deep_opt_states.host.topology import Core
+from deep_opt_states.host.machine import Core
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.zero.internals.agreement import RanksDisagree
 from deep_opt_states.zero.start import core_share as cores

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from deep_opt_states.host import machine
-from deep_opt_states.host.topology import cores_of
+from deep_opt_states.host.machine import cores_of
 from tests.launch import Finished, environment, free_port, run_together
 
 
