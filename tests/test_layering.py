@@ -174,6 +174,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.zero.step",
     },
     "deep_opt_states.doctor": {
+        "deep_opt_states",
+        "deep_opt_states.activation",
         "deep_opt_states.device",
         "deep_opt_states.host",
         "deep_opt_states.names",
@@ -181,8 +183,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "perf_model.units",
     },
     "deep_opt_states.cli": {
+        "deep_opt_states.config",
         "deep_opt_states.doctor",
         "deep_opt_states.files",
+        "deep_opt_states.names",
         "deep_opt_states.profiler",
         "deep_opt_states.report",
         "deep_opt_states.sharing",
@@ -209,7 +213,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     # The profiler uses DeepSpeed's Adam op, which no training has constructed yet.
     "deep_opt_states.profiler": {"torch", "deepspeed"},
     "deep_opt_states.doctor": {"torch", "deepspeed", "packaging"},
-    "deep_opt_states.cli": {"rich", "deepspeed"},
+    "deep_opt_states.cli": {"rich", "deepspeed", "hjson"},
 }
 """The third-party packages that each package, or the packages inside it, may import."""
 

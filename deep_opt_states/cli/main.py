@@ -35,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     about = "check that training with the plugin can start here; exit code 1 if it cannot"
     doctor = commands.add_parser("doctor", help=about, description=_sentence(about))
+    config = "check this DeepSpeed config in place of the machine"
+    doctor.add_argument("--config", type=Path, metavar="FILE", help=config)
     doctor.set_defaults(run=_doctor)
 
     about = "make one HTML page of a training run"
@@ -79,7 +81,7 @@ def _profile(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from deep_opt_states.cli.doctor_command import run
 
-    return run()
+    return run(options.config)
 
 
 def _report(options: argparse.Namespace) -> int:

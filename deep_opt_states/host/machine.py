@@ -15,13 +15,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CoreCounts:
-    """The physical cores and logical CPUs of the host, None if unknown, and those that this process may use.
+    """The logical CPUs that the affinity of this process allows, and the cores whose time its cgroup allows.
 
-    Its affinity allows ``allowed`` logical CPUs, and its cgroup the CPU time of ``quota`` cores; None if unlimited.
+    ``quota`` is None if unlimited.
     """
 
-    physical: int | None
-    logical: int | None
     allowed: int
     quota: float | None
 
@@ -54,11 +52,8 @@ class Gpu:
 
 
 def cores() -> CoreCounts:
-    """Return the numbers of CPU cores of the host and of this process."""
-    import psutil
-
-    quota = core_quota(cgroup_folders("cpu"))
-    return CoreCounts(psutil.cpu_count(logical=False), psutil.cpu_count(), len(os.sched_getaffinity(0)), quota)
+    """Return how many cores this process may use."""
+    return CoreCounts(len(os.sched_getaffinity(0)), core_quota(cgroup_folders("cpu")))
 
 
 def memory() -> HostMemory:

@@ -30,7 +30,8 @@ def share_cores(config: Config, accelerator: AcceleratorChoice) -> CoreShare:
 def core_share(accelerator: AcceleratorChoice, ranks: Ranks, config: Config | None = None) -> CoreShare:
     """Return the cores that training with ``config`` uses, which defaults to an empty block.
 
-    This is a collective over ``ranks``, which need not train. Raise ``ConfigError``, on this rank alone, if it cannot have ``cpu_threads`` threads.
+    This is a collective over ``ranks``, which need not train. Raise ``ConfigError``, on this rank alone, if it cannot
+    have ``cpu_threads`` threads.
     """
     config = config or Config()
     on_accelerator = not accelerator.slots_on_host
