@@ -1,6 +1,6 @@
 """Execute a schedule: loop over its actions in order, and decide nothing.
 
-The caller's thread issues the actions between ``begin`` and ``finish``, in the schedule's order, without waiting for
+The caller's thread issues the actions between ``begin`` and ``end``, in the schedule's order, without waiting for
 them (see ``issuer.py``). Meanwhile the caller continues training. It calls ``publish`` for parameters that it reads
 next, and ``advance`` to enqueue the actions.
 """
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from enum import Enum
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -28,6 +29,14 @@ from deep_opt_states.runtime.worker import CpuLane, Worker
 from perf_model.prediction.timeline import Timeline
 from perf_model.schedule.action import Lane
 from perf_model.schedule.schedule import Schedule
+
+
+class WaitOn(Enum):
+    """Who waits for the end of an update."""
+
+    STREAM = "stream"
+    HOST = "host"
+
 
 Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
@@ -48,32 +57,30 @@ def section(
 class Executor:
     """The runtime that executes one schedule per optimizer step, on the accelerator's streams and one worker thread.
 
-    Streams and threads are reserved in the constructor, events and slots there and in ``set_units``. An update
+    Streams and threads are reserved in the constructor, events and slots there and in ``load_plan``. An update
     allocates nothing. ``host_adam`` updates in host memory, and ``device_adam`` on the accelerator; it may be None if
     every unit is updated on the CPU. ``worker`` is the cpu lane, a new ``Worker`` by default. Every action is issued,
     or run by the worker, inside the context ``span(name)``. Raise ``ScheduleError`` if the schedule is not safe to
     execute.
 
-    **Order of calls.** One thread makes all calls. ``begin`` starts an update and ``finish`` ends it; ``run`` does
-    both. ``finish_on_stream`` ends it, too, but leaves its flushes in flight. Between them the caller may call
-    ``publish``, ``may_advance`` and ``advance``, in any order and any number of times. ``prefetch``,
-    ``give_states_back``, ``write_back``, ``set_units``, ``forget_replaced_tensors`` and ``touch`` are called only while
-    no update is pending. ``forget_failure`` is called after a failure, and ``close`` comes last.
+    **Order of calls.** One thread makes all calls. ``begin`` starts an update and ``end`` ends it. Between them the
+    caller may call ``publish``, ``may_advance`` and ``advance``, in any order and any number of times. ``prefetch``,
+    ``sync_states_to_host``, ``load_plan``, ``forget_replaced_tensors`` and ``touch`` are called only while no update is
+    pending. ``clear_failure`` is called after a failure, and ``close`` comes last.
 
-    **Memory.** Between updates gradients and parameters belong to the caller: on every stream and thread after
-    ``finish``, and on the stream that was current in ``finish_on_stream`` after that. Optimizer states do so after
-    ``finish`` and ``give_states_back``, until ``prefetch`` or ``begin``. From ``begin`` to ``finish`` gradients,
+    **Memory.** Between updates gradients and parameters belong to the caller: on every stream and thread if the host
+    has waited in ``end``, and otherwise on the stream that was current there. Optimizer states do so after
+    ``sync_states_to_host``, until ``prefetch`` or ``begin``. From ``begin`` to ``end`` gradients,
     optimizer states and parameters belong to the executor: the caller must neither write to gradients and states nor
     read parameters. The exception are the parameters of a unit, which may be read and written after ``publish``, on the
-    stream that is current there. On any other stream, call ``publish`` first. ``finish`` blocks the host until nothing
-    is in flight, so that afterwards every stream and thread may use the tensors.
+    stream that is current there. On any other stream, call ``publish`` first.
 
     **Failure.** Any exception in any lane is fatal for the update: parameters and states may already be updated for
     some units and not for others. The executor stops, waits for the operations in flight and keeps the exception
-    in ``failure``. From then on ``prefetch``, ``publish``, ``advance`` and ``finish`` issue nothing. Only ``run``
-    raises ``UpdateFailed``. The other methods do not, since a rank that raised alone would leave the other ranks
-    waiting in a collective; their caller reads ``failure`` and agrees with the other ranks first. No update may begin
-    before all states have been restored from a checkpoint and ``forget_failure`` has been called.
+    in ``failure``. From then on ``prefetch``, ``publish``, ``advance`` and ``end`` issue nothing. They do
+    not raise, since a rank that raised alone would leave the other ranks waiting in a collective: the caller reads
+    ``failure`` and agrees with the other ranks first. No update may begin before all states have been restored from a
+    checkpoint and ``clear_failure`` has been called.
 
     **Interrupts.** An exception that a signal handler raises, such as ``KeyboardInterrupt``, is no failure. It goes up
     at once, from any method. The method that it ends is a *section*, which runs to its end on a thread of its own; it
@@ -121,13 +128,13 @@ class Executor:
 
     @property
     def flushing(self) -> bool:
-        """Return whether the update has ended by ``finish_on_stream``, so that its flushes may be in flight."""
+        """Return whether the update has ended by ``end``, so that its flushes may be in flight."""
         self._uninterrupted.settle()
         return self._flushing
 
     @property
     def failure(self) -> BaseException | None:
-        """Return the exception that ended an update and left the states inconsistent, until ``forget_failure``."""
+        """Return the exception that ended an update and left the states inconsistent, until ``clear_failure``."""
         self._uninterrupted.settle()
         return self._failure
 
@@ -139,16 +146,16 @@ class Executor:
         return self._uninterrupted.run(run)
 
     @section
-    def set_units(self, schedule: Schedule, states: Sequence[UnitState]) -> None:
+    def load_plan(self, schedule: Schedule, states: Sequence[UnitState]) -> None:
         """Update ``states`` by ``schedule`` from the next update on, and reserve the slots that it needs.
 
-        The caller has called ``write_back``, unless the units and their memory are the same as before. Raise
+        The caller has called ``sync_states_to_host``, unless the units and their memory are the same as before. Raise
         ``ScheduleError`` if ``schedule`` is not safe to execute, or the device's out-of-memory error; then nothing has
         changed.
         """
         assert not self._pending
         check_executable(schedule, states)
-        self.finish()
+        self.end()
         # A lane may still copy into a slot or into resident memory that is freed here, for an update that never began.
         self._lanes.drain()
         self._use(schedule, states)
@@ -163,24 +170,12 @@ class Executor:
         self._lanes.wait_for_new_memory()
         self._issuer.set_schedule(schedule)
 
-    def run(self, steps: Sequence[AdamStep]) -> None:
-        """Run one whole update, and return when every action has finished.
-
-        ``steps`` has one entry per sub-group. Raise ``UpdateFailed``, with its cause, if this or an earlier update has
-        failed.
-        """
-        if self.failure is None:
-            self.begin(steps)
-            self.finish()
-        if self.failure is not None:
-            raise self.inconsistent_states_error()
-
     @section
     def prefetch(self) -> None:
         """Issue the first prefetch into each slot for an update that has not begun, to overlap them with backward.
 
         Load resident states, too. The caller must not write to optimizer states before that update begins, unless it
-        calls ``give_states_back`` first.
+        calls ``sync_states_to_host`` first.
         """
         assert not self._pending
         if self._failure is not None:
@@ -190,13 +185,15 @@ class Executor:
             self._issuer.prefetch()
 
     @section
-    def give_states_back(self) -> None:
+    def sync_states_to_host(self) -> None:
         """Make the states in host memory those of the last update, and let the caller read and write them.
 
-        Resident states are written back. The update or ``prefetch`` copies resident and prefetched states again.
+        Resident states are written back. The update or ``prefetch`` copies resident and prefetched states again. After
+        a failure, nothing is written.
         """
         assert not self._pending
-        self.finish()
+        # The states are copied on another stream than the one that updates them.
+        self.end()
         # A copy that is still in flight is harmless: the next copy into its slot follows on the same stream.
         self._issuer.forget_prefetches()
         if self._failure is None:
@@ -205,27 +202,14 @@ class Executor:
         self._residents.invalidate()
 
     @section
-    def write_back(self) -> None:
-        """Make the states of resident units in host memory those of the last update, as ``set_units`` requires.
-
-        Nothing is loaded again: the caller neither reads nor writes them. After a failure, nothing is written.
-        """
-        assert not self._pending
-        # The states are copied on another stream than the one that updates them.
-        self.finish()
-        if self._failure is None:
-            with self._keep_failure():
-                self._residents.write_back()
-
-    @section
     def begin(self, steps: Sequence[AdamStep], prepare: Callable[[], object] = lambda: None) -> None:
         """Start an update: submit the first actions of the worker.
 
         ``steps`` has one entry per sub-group. ``prepare`` gives each unit the gradients of this update. The host waits
-        for the caller's stream. Nothing else is issued before ``advance``, ``publish`` or ``finish``, because the
+        for the caller's stream. Nothing else is issued before ``advance``, ``publish`` or ``end``, because the
         caller may have to wait for the whole device before it continues. A failure is kept in ``failure``, not raised.
 
-        The class docstring has the rules for reading and writing tensors until ``finish``.
+        The class docstring has the rules for reading and writing tensors until ``end``.
         """
         assert not self._pending
         assert self._failure is None
@@ -235,7 +219,7 @@ class Executor:
             # Inside, because it may allocate: if memory is short on this rank, the other ranks must know.
             prepare()
             self._lanes.wait_for_caller(self._issuer.events)
-            # After the wait: kernels of the update before, which ``finish_on_stream`` left to the stream, read the
+            # After the wait: kernels of the update before, which ``end`` left to the stream, read the
             # hyperparameters that are overwritten here.
             for kernel in self._kernels:
                 kernel.begin_step(steps)
@@ -277,53 +261,42 @@ class Executor:
         with self._keep_failure():
             self._issuer.bring_out(position)
 
-    @section
-    def finish_on_stream(self) -> None:
-        """Issue the remaining actions, and make the current stream wait until all units are updated and published.
+    def end(self, wait: WaitOn = WaitOn.HOST) -> None:
+        """Issue the remaining actions, and let ``wait`` wait until all units are updated and published.
 
-        The host waits only for the worker. Backward may then overwrite the gradients on that stream, while flushes are
-        in flight. The first prefetches, which write to their slots, wait for them on the h2d stream. ``finish`` makes
-        the host wait for them, before the caller reads states in host memory.
+        The host waits until every action has finished, also for flushes that an earlier call has left in flight. It
+        may then read states in host memory. If only the current stream waits, the host waits for the worker alone:
+        backward may then overwrite the gradients on that stream, while flushes are in flight. The first prefetches,
+        which write to their slots, wait for them on the h2d stream.
         """
+        # Readers of states call this also between updates.
+        if self.pending or (self.flushing and wait is WaitOn.HOST):
+            self._end(wait)
+
+    @section
+    def _end(self, wait: WaitOn) -> None:
         if self._pending and self._failure is None:
             with self._keep_failure():
                 self._issuer.finish()
                 self._lanes.record_end(self._issuer.events)
-                self._lanes.order_after_update()
-                self._issuer.carry_flushes()
-                self._end_update()
-                self._flushing = True
-        self._pending = False
-
-    def finish(self) -> None:
-        """Issue the remaining actions, and block the host until every action of the update has finished.
-
-        After ``finish_on_stream``, wait for the flushes that it has left in flight.
-        """
-        # Readers of states call this between updates, too.
-        if self.pending or self.flushing:
-            self._finish()
-
-    @section
-    def _finish(self) -> None:
-        if self._pending and self._failure is None:
-            with self._keep_failure():
-                self._issuer.finish()
-                self._lanes.record_end(self._issuer.events)
-                self._lanes.wait_until_drained()
-                self._end_update()
-        elif self._flushing:
+                if wait is WaitOn.HOST:
+                    self._lanes.wait_until_drained()
+                else:
+                    self._lanes.order_after_update()
+                    self._issuer.carry_flushes()
+                # All actions have been issued: prepare the prefetches for the next update.
+                self._issuer.forget_prefetches()
+                self._actions.shift_slots(self._issuer.slot_shift)
+                self._flushing = wait is WaitOn.STREAM
+        elif self._flushing and wait is WaitOn.HOST:
             # Even if the update has failed on another rank: states are then loaded into the memory that is flushed to.
             # Prefetches for the next update, which backward has begun, are not waited for.
             with self._keep_failure():
                 self._lanes.wait_until_drained()
-        self._issuer.forget_flushes()
-        self._pending = self._flushing = False
-
-    def _end_update(self) -> None:
-        """Prepare the prefetches for the next update. All actions of this one have been issued."""
-        self._issuer.forget_prefetches()
-        self._actions.shift_slots(self._issuer.slot_shift)
+        self._pending = False
+        if wait is WaitOn.HOST:
+            self._issuer.forget_flushes()
+            self._flushing = False
 
     def forget_replaced_tensors(self) -> None:
         """Drop the references to gradients and parameters of the last update that the caller has replaced since.
@@ -342,25 +315,18 @@ class Executor:
         for group in tensors:
             self._worker.submit(partial(self._host_adam.zero, group)).result()
 
-    def timeline(self) -> Timeline:
-        """Return when each action of the last update ran.
-
-        The update must have finished. Actions that were prefetched may have run before it began.
-        """
-        return self.timeline_reader()()
-
     def timeline_reader(self) -> Callable[[], Timeline]:
-        """Return a function that returns the ``timeline`` of the update that began last, once that has finished.
+        """Return a function that returns when each action of the update that began last ran, once that has finished.
 
-        The function may be called while the next update runs, until the update after that is prefetched or begins,
-        which records the events again.
+        Actions that were prefetched may have run before it began. The function may be called while the next update
+        runs, until the update after that is prefetched or begins, which records the events again.
         """
         return partial(self._issuer.events.timeline, self._issuer.schedule.actions)
 
     def failed_within(self, timeout_s: float) -> bool:
         """Return whether the update has failed, after waiting at most ``timeout_s`` seconds for the host's part of it.
 
-        This also works where ``finish`` will not be called, such as when the process exits.
+        This also works where ``end`` will not be called, such as when the process exits.
         """
         end_s = time.monotonic() + timeout_s
         if self._uninterrupted.settle(timeout_s):
@@ -380,7 +346,7 @@ class Executor:
         self._failure = cause
 
     @section
-    def forget_failure(self) -> None:
+    def clear_failure(self) -> None:
         """Allow updates again, after the caller has restored every state from a checkpoint."""
         self._failure = None
         self._pending = self._flushing = False
@@ -397,7 +363,7 @@ class Executor:
     @section
     def _close(self) -> None:
         if self._flushing:
-            self.finish()
+            self.end()
         self._worker.close()
         # Prefetches for an update that never began may still write to the slots that are freed here. If the device has
         # failed, nothing is in flight.

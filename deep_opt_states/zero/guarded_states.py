@@ -5,6 +5,7 @@ Each of them waits until no update works on the states.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
@@ -23,7 +24,7 @@ from deep_opt_states.zero.step.update import Update
 
 
 class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
-    """Stock's optimizer, whose states are read and written only while no update works on them.
+    """The mixin by which states are read and written only while no update works on them.
 
     The sections are *Attributes that wait for the update before they are read*, *Readers and writers of states* and
     *Checkpoints*.
@@ -34,6 +35,7 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
     _running: RunningPlan
     _states: AssignedStates
     _update: Update
+    _evict: Callable[[str], None]
 
     # --- Attributes that wait for the update before they are read. No update exists while stock's constructor runs ---
 
@@ -90,10 +92,6 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
         super().reload_states(*args, **kwargs)
         self._running.memory.replace_params(flat_parameters(self))
-
-    def _evict(self, reason: str) -> None:
-        """Free the accelerator memory that the planner has given to states, and log the ``reason``."""
-        raise NotImplementedError
 
     # --- Checkpoints ---
 
@@ -154,4 +152,4 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
             for kernel in self._assembly.kernels:
                 kernel.restart()
             self.reset_cpu_buffers()
-            self._update.forget_failure()
+            self._update.clear_failure()

@@ -15,7 +15,7 @@ The sections of the class:
 - *Step*: the hooks of ``step()``, in the order in which it calls them
 - *End*
 
-The classes that it derives from override the hooks that are called outside the training loop: ``GuardedStates`` those
+Its two mixins override the hooks that are called outside the training loop: ``GuardedStates`` those
 of readers and writers of states and of checkpoints, ``UserGradients`` those by which users read and set gradients.
 """
 
@@ -34,6 +34,7 @@ from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.report.line import UpdateReporter
 from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.zero.assigned_states import AssignedStates
+from deep_opt_states.zero.guarded_states import GuardedStates
 from deep_opt_states.zero.internals.compat import (
     forget_gradient_buffers,
     is_boundary,
@@ -56,7 +57,7 @@ from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.schedule.plan import UpdatePlan
 
 
-class DeepOptimizerStates_Stage3(UserGradients):
+class DeepOptimizerStates_Stage3(UserGradients, GuardedStates):
     """Stock's optimizer, with the fp32 states where the plan places them and updates that the schedule runs.
 
     Constructing one is a collective over all ranks. If it raises, everything that was taken from the process is given

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from deep_opt_states.zero.guarded_states import GuardedStates
 from deep_opt_states.zero.internals.compat import all_gather_partitions, partition_rank
 from deep_opt_states.zero.step.gradients import Gradients
 
 
-class UserGradients(GuardedStates):
-    """Stock's optimizer, whose users read and set the gradients in ``_gradients``."""
+class UserGradients(DeepSpeedZeroOptimizer_Stage3):
+    """The mixin by which users read and set the gradients in ``_gradients``."""
 
     _gradients: Gradients
 

@@ -32,6 +32,7 @@ from tests.gpu.updates import (
     steps_for,
 )
 from tests.runtime.random_states import same
+from tests.runtime.whole_update import run_update
 
 Interval = tuple[float, float]
 LARGE_BYTES = 2**28
@@ -87,7 +88,7 @@ def streamed(count: int, numel: int, num_slots: int) -> Iterator[tuple[Executor,
     executor = Executor(plan.schedule, states, device, host_adam(), kernel)
     try:
         late_backward(plan, states, 1)
-        executor.run(steps_for(plan, 1)[0])
+        run_update(executor, steps_for(plan, 1)[0])
         yield executor, plan
     finally:
         executor.close()
@@ -98,7 +99,7 @@ def test_copies_in_both_directions_and_kernels_overlap(tmp_path: Path) -> None:
     with streamed(count=10, numel=4_000_000, num_slots=3) as (executor, plan):
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
-            executor.run(steps_for(plan, 2)[1])
+            run_update(executor, steps_for(plan, 2)[1])
         profile.export_chrome_trace(str(trace))
     lanes = intervals(json.loads(trace.read_text())["traceEvents"])
     assert len(lanes["kernel"]) == len(plan.placements)

@@ -29,6 +29,7 @@ from tests.runtime.random_states import (
     update_serially,
     with_persistent,
 )
+from tests.runtime.whole_update import run_update
 
 GATHER_CYCLES = 20_000_000
 """Cycles of the GPU's clock, about ten milliseconds: longer than the host needs to issue an update."""
@@ -127,9 +128,9 @@ def executed(
                 gathered = [param.clone() for param in tensors_of(states, ["param"])]
             torch.cuda.current_stream().wait_stream(gather)
             late_backward(plan, states, number)
-            executor.run(steps)
+            run_update(executor, steps)
             found.extend(gathered)
-        executor.give_states_back()
+        executor.sync_states_to_host()
         with torch.cuda.stream(gather):
             found.extend(tensor.clone() for tensor in tensors_of(states))
         gather.synchronize()
@@ -180,9 +181,9 @@ def deferred(
                     executor.publish(index)
                     found.extend(part.param.clone() for part in state.parts)
             torch.cuda.current_stream().wait_stream(gather)
-            executor.finish()
+            executor.end()
             assert executor.failure is None, executor.failure
-        executor.give_states_back()
+        executor.sync_states_to_host()
         found.extend(tensor.clone() for tensor in tensors_of(whole))
         torch.cuda.synchronize()
     finally:

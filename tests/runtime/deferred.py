@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from deep_opt_states.device.cpu import HostDevice
-from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.executor import Executor, WaitOn
 from deep_opt_states.runtime.state import UnitState
 from perf_model.schedule.plan import UpdatePlan
 from tests.fake_device.device import FakeDevice, FakeStream
@@ -81,18 +81,18 @@ def deferred(
         if habits.prefetches:
             executor.prefetch()
             if chance.random() < 0.2:
-                executor.give_states_back()
+                executor.sync_states_to_host()
         executor.begin([adam_step(step)] * len(numels))
         if plan.workload.persistent_unit is not None:
             executor.publish(0)
             read.extend(touch_persistent_params(device, states[0], habits))
         read.extend(forward(executor, device, gathers, states, chance, habits.writes))
         if habits.overlaps_flushes and (habits.seed + step) % 3 > 0:
-            executor.finish_on_stream()
+            executor.end(WaitOn.STREAM)
         else:
-            executor.finish()
+            executor.end()
         assert executor.failure is None, executor.failure
-    executor.give_states_back()
+    executor.sync_states_to_host()
     all_read = device.event()
     device.current_stream().record(all_read)
     all_read.synchronize()

@@ -22,6 +22,7 @@ from tests.fake_device.fake_worker import FakeWorker
 from tests.fake_device.timing import Late, Seeded, Timing
 from tests.runtime.plain_adam import PlainAdam, adam_step
 from tests.runtime.random_states import fill_gradients, gradients, make_states, place, tensors_of, update_serially
+from tests.runtime.whole_update import run_update
 
 ORDERS = [
     (first, *(lane for lane in range(len(Lane)) if lane not in (first, last)), last)
@@ -97,9 +98,9 @@ def run(
             trained.read.append(device.empty(state.length, dtype))
             device.copy(trained.read[-1], state.parts[0].param)
             device.copy(state.parts[0].grad, device.empty(state.length, torch.float32).copy_(gradient))
-        executor.run([adam_step(step)] * len(numels))
+        run_update(executor, [adam_step(step)] * len(numels))
     trained.last = executor.timeline_reader()
-    executor.give_states_back()
+    executor.sync_states_to_host()
     return trained
 
 

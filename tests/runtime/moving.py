@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel
-from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.executor import Executor, WaitOn
 from deep_opt_states.runtime.state_memory import StateMemory
 from deep_opt_states.runtime.worker import CpuLane
 from perf_model.schedule.cutting import BORDER_MULTIPLE
@@ -115,8 +115,8 @@ class MovingTraining:
 
     def end(self) -> list[torch.Tensor]:
         """Return all states and parameters, and end the executor."""
-        self.executor.finish()
-        self.executor.give_states_back()
+        self.executor.end()
+        self.executor.sync_states_to_host()
         self._wait_for_caller()
         found = [getattr(tensors, name).clone() for tensors in self.memory.sub_groups for name in STATES]
         self.executor.close()
@@ -129,8 +129,8 @@ class MovingTraining:
         if number > 0:
             yield self.read_gradients()
         if iteration.writes_states:
-            self.executor.finish()
-            self.executor.give_states_back()
+            self.executor.end()
+            self.executor.sync_states_to_host()
             for tensors in self.memory.sub_groups:
                 tensors.master.mul_(WRITTEN)
         yield from (self._copy_of(param) for param in self.params)
@@ -151,9 +151,9 @@ class MovingTraining:
             self.executor.publish(index)
             yield from (self._copy_of(part.param) for part in self.memory.units[index].parts)
         if iteration.overlaps_flushes:
-            self.executor.finish_on_stream()
+            self.executor.end(WaitOn.STREAM)
         else:
-            self.executor.finish()
+            self.executor.end()
         assert self.executor.failure is None, self.executor.failure
 
     def backward(self, number: int) -> None:
@@ -183,20 +183,20 @@ class MovingTraining:
     def change(self, plan: UpdatePlan) -> None:
         """Use ``plan`` from the next update on. Units move unless only the order or the number of slots is another."""
         if (plan.workload, plan.placements) == (self.plan.workload, self.plan.placements):
-            self.executor.set_units(plan.schedule, self.memory.units)
+            self.executor.load_plan(plan.schedule, self.memory.units)
             self.plan = plan
         else:
             self.move(plan)
 
     def move(self, plan: UpdatePlan) -> None:
         """Use ``plan`` from the next update on. Resident units are written back first."""
-        self.executor.write_back()
+        self.executor.sync_states_to_host()
         self.set_plan(plan)
 
     def set_plan(self, plan: UpdatePlan) -> None:
         """Use ``plan`` from the next update on. The caller has written back all units that it moves."""
         self.memory.set_plan(plan)
-        self.executor.set_units(plan.schedule, self.memory.units)
+        self.executor.load_plan(plan.schedule, self.memory.units)
         self.plan = plan
 
     def _copy_of(self, tensor: torch.Tensor) -> torch.Tensor:

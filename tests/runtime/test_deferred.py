@@ -17,7 +17,7 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from deep_opt_states.device.cpu import HostDevice
-from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.executor import Executor, WaitOn
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.runtime.state import UnitState
@@ -45,6 +45,7 @@ from tests.runtime.random_states import (
     update_serially,
     with_persistent,
 )
+from tests.runtime.whole_update import run_update
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -103,7 +104,7 @@ def test_the_cpu_writes_parameters_in_host_memory_where_they_are(params_on_host:
         mock.patch.object(device, "copy", wraps=device.copy) as copy,
         mock.patch.object(device, "copy_each", wraps=device.copy_each) as copy_each,
     ):
-        executor.run([adam_step(1)] * 2)
+        run_update(executor, [adam_step(1)] * 2)
     # The first unit has one range after its persistent parameters, the second also one before.
     assert copy.call_count == (0 if params_on_host else 1 + 1 + 2)
     assert copy_each.call_count == (0 if params_on_host else 1)
@@ -212,7 +213,7 @@ def test_caller_that_does_not_wait_for_published_parameters_reads_a_wrong_number
 
 
 def test_a_write_to_the_states_after_a_prefetch_needs_the_states_back() -> None:
-    """Check that the update starts from the written states after ``give_states_back``, and else from the old ones."""
+    """Check that the update starts from the written states after ``sync_states_to_host``, else from the old ones."""
     found = []
     for gives_back in (True, False):
         device = FakeDevice()
@@ -226,8 +227,8 @@ def test_a_write_to_the_states_after_a_prefetch_needs_the_states_back() -> None:
         executor.prefetch()
         states[0].parts[0].master.fill_(7.0)
         if gives_back:
-            executor.give_states_back()
-        executor.run([adam_step(1)])
+            executor.sync_states_to_host()
+        run_update(executor, [adam_step(1)])
         executor.close()
         found.append(bool((states[0].parts[0].master > 6).all()))
     assert found == [True, False]
@@ -254,8 +255,8 @@ def load(states: Sequence[UnitState]) -> None:
 def assert_next_update_starts_from_loaded_states(executor: Executor, states: Sequence[UnitState]) -> None:
     """Load the three units ``states``, of 4 elements each, after a failure, and check the next update of them."""
     load(states)
-    executor.forget_failure()
-    executor.run([adam_step(2)] * 3)
+    executor.clear_failure()
+    run_update(executor, [adam_step(2)] * 3)
     expected = make_states([4] * 3, torch.bfloat16)
     fill_gradients(expected, 1)
     load(expected)
@@ -278,7 +279,7 @@ def test_next_update_after_a_failure_starts_from_the_loaded_states() -> None:
         fill_gradients(states, 1)
         executor.prefetch()
         executor.begin([adam_step(1)] * 3)
-        executor.finish()
+        executor.end()
         assert isinstance(executor.failure, ZeroDivisionError)
         assert_next_update_starts_from_loaded_states(executor, states)
 
@@ -291,7 +292,7 @@ def test_states_are_loaded_after_flushes_in_flight_if_the_update_has_failed_on_a
         executor = hostile_executor(plan.schedule, states, device)
         fill_gradients(states, 1)
         executor.begin([adam_step(1)] * 3)
-        executor.finish_on_stream()
+        executor.end(WaitOn.STREAM)
         executor.fail(ZeroDivisionError())
-        executor.finish()
+        executor.end()
         assert_next_update_starts_from_loaded_states(executor, states)

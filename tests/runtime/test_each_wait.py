@@ -24,6 +24,7 @@ import pytest
 import torch
 
 import deep_opt_states.runtime
+import deep_opt_states.zero.step
 from deep_opt_states.runtime.lanes import LaneStreams
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -37,7 +38,9 @@ from tests.runtime.random_states import same
 from tests.runtime.test_deferred import PERSISTENT, PLAN, THREE_IN_TWO_SLOTS
 from tests.runtime.test_staging import sent_down
 
-RUNTIME = Path(deep_opt_states.runtime.__file__).parent
+STEP = Path(deep_opt_states.zero.step.__file__).parent
+SOURCES = [*Path(deep_opt_states.runtime.__file__).parent.glob("*.py"), STEP / "exposure.py", STEP / "staging.py"]
+"""The files of the runtime, and those of a step that use streams themselves."""
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 
@@ -72,7 +75,7 @@ WITHOUT_A_NUMBER = {
 def waits_in_source() -> dict[str, Place]:
     """Return the place of each wait of the runtime by its description."""
     found = {}
-    for path in sorted(RUNTIME.glob("*.py")):
+    for path in sorted(SOURCES):
         for function in ast.walk(ast.parse(path.read_text())):
             if not isinstance(function, ast.FunctionDef):
                 continue
@@ -115,7 +118,7 @@ class RuntimeWaits:
 
     def _is_removed(self, frame: FrameType) -> bool:
         path = Path(frame.f_code.co_filename)
-        if path.parent != RUNTIME:
+        if path not in SOURCES:
             return False
         place = path.name, frame.f_lineno
         self._pass = self._pass + 1 if frame is self._frame else 0

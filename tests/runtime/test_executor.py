@@ -33,6 +33,7 @@ from tests.model.schedule_text import parse_schedule
 from tests.model.strategies import plans
 from tests.runtime.plain_adam import PlainAdam, adam_step
 from tests.runtime.random_states import assert_equal, fill_gradients, make_states, place, update_serially
+from tests.runtime.whole_update import run_update
 
 CPU, STREAMED = Placement.CPU, Placement.STREAMED
 NUMELS = (40, 1, 33, 128, 7)
@@ -62,11 +63,11 @@ def test_every_plan_gives_what_a_serial_update_gives(plan: UpdatePlan, dtype: to
             steps = [adam_step(step)] * len(numels)
             for those in (states, reference):
                 fill_gradients(those, step)
-            executor.run(steps)
+            run_update(executor, steps)
             update_serially(reference, PlainAdam(), steps)
             for state, expected in zip(states, reference, strict=True):
                 assert torch.equal(state.parts[0].param, expected.parts[0].param)
-        executor.give_states_back()
+        executor.sync_states_to_host()
         assert_equal(states, reference)
 
 
@@ -95,7 +96,7 @@ def test_each_thread_of_an_executor_enters_the_device_before_it_waits_for_events
     states = make_states(NUMELS, torch.bfloat16)
     fill_gradients(states, 1)
     with executor_of(MIXED, states, device) as executor:
-        executor.run([adam_step(1)] * len(NUMELS))
+        run_update(executor, [adam_step(1)] * len(NUMELS))
     others = {thread: call for thread, call in device.first.items() if thread != threading.get_ident()}
     assert list(others.values()) == ["entered"] * 2, "the worker, and the thread of the sections"
 
@@ -105,7 +106,7 @@ def test_each_step_is_announced_to_the_kernel_once() -> None:
     states = make_states(NUMELS, torch.bfloat16)
     with executor_of(MIXED, states, adam=adam) as executor:
         fill_gradients(states, 1)
-        executor.run([adam_step(1)] * 5)
+        run_update(executor, [adam_step(1)] * 5)
     assert adam.begun == [(adam_step(1),) * 5]
 
 
@@ -131,7 +132,7 @@ def test_stocks_op_updates_on_two_threads_at_once() -> None:
         for step in range(1, 4):
             for those in (states, reference):
                 fill_gradients(those, step)
-            executor.run([adam_step(step)] * 2)
+            run_update(executor, [adam_step(step)] * 2)
             update_serially(reference, alone, [adam_step(step)] * 2)
             assert_equal(states, reference)
     together.close()
@@ -170,7 +171,7 @@ def test_states_are_touched_by_the_thread_that_will_update_them() -> None:
                 expected = torch.zeros_like(before) if index in (0, 3) else before
                 assert torch.equal(getattr(state.parts[0], name), expected), (name, index)
             assert torch.equal(state.parts[0].param, original.parts[0].param), "the parameters are the model's"
-        executor.run([adam_step(1)] * 5)
+        run_update(executor, [adam_step(1)] * 5)
     assert adam.zeroed_by == [adam.updated_by[0], adam.updated_by[3]]
     assert threading.get_ident() not in adam.zeroed_by
 
@@ -245,7 +246,7 @@ def test_a_step_reserves_nothing_and_allocates_nothing() -> None:
             for step in range(1, 4):
                 for state in states:
                     state.parts[0].grad.fill_(1)
-                executor.run([adam_step(step)] * 5)
+                run_update(executor, [adam_step(step)] * 5)
     assert in_sections.found == on_worker.found == []
     assert device.reserved == []
     assert in_sections.seen > 0
@@ -318,17 +319,17 @@ def test_a_failure_on_any_lane_stops_the_update_and_is_remembered(victim: int) -
     with executor_of(MIXED, states, adam=adam) as executor:
         fill_gradients(states, 1)
         with pytest.raises(UpdateFailed, match=f"ZeroDivisionError: sub-group {victim}") as caught:
-            executor.run([adam_step(1)] * 5)
+            run_update(executor, [adam_step(1)] * 5)
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
         assert victim != 0 or 3 not in adam.updated, "the worker started another action"
         assert "update" in [frame.name for frame in traceback_of(caught.value.__cause__)]
         updated = list(adam.updated)
         with pytest.raises(UpdateFailed):
-            executor.run([adam_step(2)] * 5)
+            run_update(executor, [adam_step(2)] * 5)
         assert adam.updated == updated, "inconsistent states were updated"
         adam.victim = None
-        executor.forget_failure()
-        executor.run([adam_step(2)] * 5)
+        executor.clear_failure()
+        run_update(executor, [adam_step(2)] * 5)
         assert sorted(adam.updated[len(updated) :]) == [0, 1, 2, 3, 4]
 
 
@@ -339,7 +340,7 @@ def test_a_failed_cpu_step_is_known_as_soon_as_its_parameters_are_needed() -> No
         executor.begin([adam_step(1)] * 5)
         executor.publish(0)
         assert isinstance(executor.failure, ZeroDivisionError)
-        executor.finish()
+        executor.end()
 
 
 def traceback_of(error: BaseException) -> list[Any]:
@@ -353,8 +354,8 @@ def test_the_timeline_has_every_action_and_lanes_run_in_order() -> None:
     plan = UpdatePlan(workload=Workload.from_numels([20_000] * 5), placements=MIXED.placements, num_slots=2)
     with executor_of(plan, states) as executor:
         fill_gradients(states, 1)
-        executor.run([adam_step(1)] * 5)
-        timeline = executor.timeline()
+        run_update(executor, [adam_step(1)] * 5)
+        timeline = executor.timeline_reader()()
     assert tuple(span.action for span in timeline.spans) == plan.schedule.actions
     ends = {}
     for span in timeline.spans:

@@ -20,6 +20,7 @@ from tests.fake_device.timing import Late, Seeded
 from tests.runtime.hostile import pinned_states
 from tests.runtime.plain_adam import PlainAdam, adam_step
 from tests.runtime.random_states import fill_gradients, place
+from tests.runtime.whole_update import run_update
 
 
 def finish(device: FakeDevice, stream: FakeStream) -> None:
@@ -280,7 +281,7 @@ def test_a_failed_update_leaves_nothing_in_flight() -> None:
     )
     fill_gradients(states, 1)
     with pytest.raises(UpdateFailed):
-        executor.run([adam_step(1)] * 2)
+        run_update(executor, [adam_step(1)] * 2)
     loaded = [state.parts[0].master.fill_(9) for state in states]
     executor.close()
     device.lanes.run_until(device.lanes.idle)

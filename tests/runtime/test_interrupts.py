@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.runtime import uninterrupted, worker
-from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.executor import Executor, WaitOn
 from deep_opt_states.runtime.failure import UpdateFailed
 from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.uninterrupted import Section, Uninterrupted
@@ -43,6 +43,7 @@ from tests.runtime.random_states import (
     with_persistent,
 )
 from tests.runtime.test_deferred import PERSISTENT, PLAN, THREE_IN_TWO_SLOTS
+from tests.runtime.whole_update import run_update
 
 
 class Interrupt(Exception):
@@ -51,11 +52,10 @@ class Interrupt(Exception):
 
 METHODS = (
     "prefetch",
-    "give_states_back",
+    "sync_states_to_host",
     "advance",
     "publish",
-    "finish_on_stream",
-    "finish",
+    "end",
 )
 """The methods that may be called again after an interrupt, whatever they have done so far."""
 
@@ -262,8 +262,8 @@ def update_once(executor: Executor, step: int) -> None:
     executor.begin([adam_step(step)] * len(NUMELS))
     for unit in executor._issuer.schedule.publishing:
         executor.publish(unit)
-    executor.finish_on_stream()
-    executor.give_states_back()
+    executor.end(WaitOn.STREAM)
+    executor.sync_states_to_host()
 
 
 def test_an_interrupt_at_a_random_moment_of_an_update_leaves_it_in_flight_or_not_begun() -> None:
@@ -278,8 +278,8 @@ def test_an_interrupt_at_a_random_moment_of_an_update_leaves_it_in_flight_or_not
                     update_once(executor, step)
             except Interrupt:
                 interrupted += 1
-                executor.finish()
-                executor.give_states_back()
+                executor.end()
+                executor.sync_states_to_host()
             assert executor.failure is None
             has_begun = len(executor._host_adam.begun) > begun  # type: ignore[attr-defined]
             begun += has_begun
@@ -295,8 +295,8 @@ def test_a_signal_handler_may_end_the_update_that_the_host_waits_for() -> None:
     with slow_executor() as (executor, states, reference):
 
         def save(*_: object) -> None:
-            executor.finish()
-            executor.give_states_back()
+            executor.end()
+            executor.sync_states_to_host()
             found.append(same(tensors_of(states, ["master"]), tensors_of(reference, ["master"])))
 
         for those in (states, reference):
@@ -304,8 +304,8 @@ def test_a_signal_handler_may_end_the_update_that_the_host_waits_for() -> None:
         update_serially(reference, PlainAdam(), [adam_step(1)] * len(NUMELS))
         executor.begin([adam_step(1)] * len(NUMELS))
         with alarm_after(0.001, save):
-            executor.finish()
-        executor.give_states_back()
+            executor.end()
+        executor.sync_states_to_host()
         assert found == [True]
         assert_equal(states, reference)
 
@@ -323,10 +323,10 @@ def test_an_interrupt_while_the_host_waits_for_a_failing_update_hides_no_failure
     fill_gradients(states, 1)
     executor.begin([adam_step(1)] * len(NUMELS))
     with pytest.raises(Interrupt), alarm_after(0.001, raise_interrupt):
-        executor.finish()
+        executor.end()
     assert isinstance(executor.failure, ZeroDivisionError)
     with pytest.raises(UpdateFailed, match="ZeroDivisionError"):
-        executor.run([adam_step(2)] * len(NUMELS))
+        run_update(executor, [adam_step(2)] * len(NUMELS))
     executor.close()
 
 
@@ -343,8 +343,8 @@ def test_an_update_that_an_interrupt_has_left_running_is_awaited_only_for_a_time
     fill_gradients(states, 1)
     executor.begin([adam_step(1)])
     with pytest.raises(Interrupt), alarm_after(0.05, raise_interrupt):
-        executor.finish()
+        executor.end()
     assert not executor.failed_within(0.05)
     released.set()
-    executor.finish()
+    executor.end()
     executor.close()

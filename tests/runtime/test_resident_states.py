@@ -64,7 +64,7 @@ def test_resident_states_are_loaded_once_until_the_states_are_given_back(device:
         assert (copies.loaded, copies.written) == (all_states, 0)
     assert torch.equal(training.memory.sub_groups[1].master, before), "host memory has the states of the last loading"
     for _ in range(2):
-        training.executor.give_states_back()
+        training.executor.sync_states_to_host()
         assert (copies.loaded, copies.written) == (all_states, all_states)
     assert not torch.equal(training.memory.sub_groups[1].master, before)
     for number in range(3, 5):
@@ -207,7 +207,7 @@ def restore(training: MovingTraining) -> None:
     for tensors in training.memory.sub_groups:
         for name in STATES:
             getattr(tensors, name).fill_(WRITTEN)
-    training.executor.forget_failure()
+    training.executor.clear_failure()
 
 
 def assert_next_update_starts_from_the_restored_states(training: MovingTraining, number: int) -> None:
@@ -231,9 +231,9 @@ def test_resident_states_of_a_failed_update_are_not_used_after_a_restart() -> No
         list(training.run(0, MovingIteration(plan=PLAN)))
         training.backward(1)
         training.executor.begin([adam_step(2)] * 2)
-        training.executor.finish()
+        training.executor.end()
         assert isinstance(training.executor.failure, ZeroDivisionError)
-        training.executor.give_states_back()
+        training.executor.sync_states_to_host()
         restore(training)
         assert_next_update_starts_from_the_restored_states(training, 2)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deep_opt_states.device.cpu import HostDevice
-from deep_opt_states.runtime.staging import Staging
+from deep_opt_states.zero.step.staging import Staging
 from perf_model.prediction.memory import NUM_STAGING_BUFFERS
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.timing import Late, Seeded, Timing

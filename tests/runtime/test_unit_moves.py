@@ -82,7 +82,7 @@ def test_a_move_that_does_not_wait_for_the_update_gives_a_wrong_number() -> None
     for waits, order in itertools.product((True, False), ORDERS):
         training = MovingTraining(model, resident, FakeDevice(Late(order)))
         read = list(training.run(0, iterations[0]))
-        with nullcontext() if waits else mock.patch.object(training.executor, "finish"):
+        with nullcontext() if waits else mock.patch.object(training.executor, "end"):
             training.move(on_cpu)
         read.extend(training.run(1, iterations[1]))
         found.append((waits, same([*read, *training.end()], train_serially(model, iterations))))
@@ -151,7 +151,7 @@ def test_the_plan_before_can_be_set_again_after_a_move_that_lacks_slots(
     iterations = [MovingIteration(plan=before), MovingIteration(plan=before)]
     read = list(training.run(0, iterations[0]))
     with (
-        mock.patch.object(training.executor, "set_units", side_effect=torch.OutOfMemoryError),
+        mock.patch.object(training.executor, "load_plan", side_effect=torch.OutOfMemoryError),
         pytest.raises(torch.OutOfMemoryError),
     ):
         training.move(after)

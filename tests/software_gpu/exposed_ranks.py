@@ -15,7 +15,7 @@ from unittest import mock
 from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.runtime.action_events import ActionEvents
-from deep_opt_states.runtime.exposure import UpdateWaits
+from deep_opt_states.zero.step.exposure import UpdateWaits
 from perf_model.prediction.timeline import Phase, seconds_of
 from tests.launch import answer
 from tests.software_gpu import device

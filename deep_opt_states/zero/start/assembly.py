@@ -20,8 +20,6 @@ from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.profiler.ranks import Ranks
 from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.exposure import Exposure
-from deep_opt_states.runtime.staging import Staging
 from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.state_memory import StateMemory, widths_of
 from deep_opt_states.zero.internals.agreement import raise_together
@@ -35,10 +33,12 @@ from deep_opt_states.zero.start.model_shards import check_even_shards
 from deep_opt_states.zero.start.planning import PlannedRun, make_plan
 from deep_opt_states.zero.start.refusals import refuse_rules_without_effect
 from deep_opt_states.zero.start.unsupported import Unsupported
+from deep_opt_states.zero.step.exposure import Exposure
 from deep_opt_states.zero.step.gpu_memory import GpuBudget
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
 from deep_opt_states.zero.step.gradients import Gradients
 from deep_opt_states.zero.step.running_plan import RunningPlan, max_intervals
+from deep_opt_states.zero.step.staging import Staging
 from perf_model.prediction.memory import TrainingSetup, staging_numel
 from perf_model.schedule.cutting import WHOLE_SUB_GROUPS
 from perf_model.schedule.host_layout import Widths

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deep_opt_states.runtime.staging import GradientTraffic, Staging
 from deep_opt_states.zero.internals.compat import Parameter, has_gradient_here, is_boundary, l2_norm, place_of_gradient
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer, Segment, Segments
+from deep_opt_states.zero.step.staging import GradientTraffic, Staging
 from perf_model.schedule.workload import ALIGNMENT
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.exposure import Exposure
 from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.state_memory import StateMemory
 from deep_opt_states.zero.internals.log import log_rank_0
+from deep_opt_states.zero.step.exposure import Exposure
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
 from deep_opt_states.zero.step.gradients import Gradients
 from perf_model.schedule.order import forward_order
@@ -66,7 +66,7 @@ class RunningPlan:
 
         No update is in flight, and no gradient of the next window exists.
         """
-        self.executor.write_back()
+        self.executor.sync_states_to_host()
         self.is_evicted = True
         self._set(plan)
 
@@ -95,7 +95,7 @@ class RunningPlan:
         every_unit = list(dict.fromkeys([*first_uses, *range(len(units))]))
         ordered = replace(plan, order=forward_order(plan.workload, plan.placements, every_unit))
         if ordered.schedule != plan.schedule:
-            self.executor.set_units(ordered.schedule, units)
+            self.executor.load_plan(ordered.schedule, units)
             self.plan = ordered
             log_rank_0(f"updates in the order in which forward uses the parameters from now on: {ordered}")
 
@@ -111,7 +111,7 @@ class RunningPlan:
             self.gradients.free_device_accumulators()
             self.memory.set_plan(here)
             units = self.memory.units
-            self.executor.set_units(here.schedule, units)
+            self.executor.load_plan(here.schedule, units)
             self.gradients.set_buffers(self.gradient_buffers(here, units, self.is_evicted))
             if plan is not self.plan:
                 self.exposure.reserve(max_intervals(plan))

@@ -28,7 +28,7 @@ Call                      Caller                                     Collective 
                           forward
 ``raise_if_failed``       every user of the states                   no                the states are consistent, as far
                                                                                        as this rank knows
-``forget_failure``        a load that has restored all states        no                FAILED becomes IDLE
+``clear_failure``         a load that has restored all states        no                FAILED becomes IDLE
 ``close``                 ``destroy()``                              no                all is done and reported; a
                                                                                        failure that was not raised is
                                                                                        logged
@@ -58,10 +58,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from deep_opt_states.device.kernels.adam import AdamStep
-from deep_opt_states.runtime.exposure import UpdateWaits
+from deep_opt_states.runtime.executor import WaitOn
 from deep_opt_states.runtime.worker import EXIT_TIMEOUT_S
 from deep_opt_states.zero.internals.agreement import RanksDisagree, StepAgreement
 from deep_opt_states.zero.internals.log import log_error
+from deep_opt_states.zero.step.exposure import UpdateWaits
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.schedule.action import Lane
@@ -188,7 +189,7 @@ class Update:
             if self._defers:
                 self._publish_persistent_unit()
             else:
-                self._executor.finish()
+                self._executor.end()
         self._record_times()
         if not self._defers:
             self.synchronize_ranks()
@@ -268,7 +269,7 @@ class Update:
         """
         if self._executor.pending:
             with self._exposure.waits.direct():
-                self._executor.finish_on_stream()
+                self._executor.end(WaitOn.STREAM)
             self._record_times()
         if self.is_deferred:
             self._phase = UpdatePhase.FINISHED
@@ -281,12 +282,11 @@ class Update:
         """
         if self._executor.pending:
             with self._exposure.waits.direct():
-                self._executor.finish()
+                self._executor.end()
             self._record_times()
-        else:
-            self._executor.finish()
+        self._executor.end()
         if states:
-            self._executor.give_states_back()
+            self._executor.sync_states_to_host()
 
     def synchronize_ranks(self, *, raise_failure: bool = True, flushed: bool = True, states: bool = False) -> None:
         """Wait for the update, and let every rank know whether it failed on any. Every rank must call this.
@@ -339,13 +339,13 @@ class Update:
             self._raised = self._executor.failure
             log_error(self._executor.inconsistent_states_error())
 
-    def forget_failure(self) -> None:
+    def clear_failure(self) -> None:
         """Allow updates again. The caller has restored every state from a checkpoint."""
         if self._phase is UpdatePhase.FAILED:
             self._phase = UpdatePhase.IDLE
         # The traceback of the failure refers to the slots and gradients of its update, which may be freed later.
         self._raised = None
-        self._executor.forget_failure()
+        self._executor.clear_failure()
 
     # Report updates
 

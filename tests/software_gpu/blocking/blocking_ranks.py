@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from deep_opt_states.device.cuda import CudaEvent
 from deep_opt_states.runtime.action_events import ActionEvents
-from deep_opt_states.runtime.exposure import UpdateWaits
+from deep_opt_states.zero.step.exposure import UpdateWaits
 from tests.launch import answer
 from tests.software_gpu import device
 from tests.software_gpu.plugged import plugged

@@ -71,7 +71,7 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     USE_IGNORED: (cuda.AllocatorWatch, "bytes_in_use", lambda _: 0),
     UNHELD_IGNORES_NEED: (GpuBudget, "limit", lambda *_: None),
     UNKNOWN_NEED: (GpuMemory, "evict", _evict_with_known_need),
-    "evicted states are not written back": (Executor, "write_back", lambda *_: None),
+    "evicted states are not written back": (Executor, "sync_states_to_host", lambda *_: None),
     "open sums are not copied": (Gradients, "copy_open_sums_to_host", lambda *_: None),
 }
 """Faults by name: the class, the method, and what replaces it."""

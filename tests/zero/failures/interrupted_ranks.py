@@ -36,10 +36,10 @@ from deep_opt_states.device.cpu import HostEvent
 from deep_opt_states.device.cuda import CudaEvent
 from deep_opt_states.device.kernels.adam import RangeUpdate
 from deep_opt_states.runtime.failure import UpdateFailed
-from deep_opt_states.runtime.staging import Staging
 from deep_opt_states.runtime.uninterrupted import Section
 from deep_opt_states.zero.internals.agreement import StepAgreement
 from deep_opt_states.zero.step.norms import Norms
+from deep_opt_states.zero.step.staging import Staging
 from tests.alarm import alarm_after
 from tests.kernels.intercepted import before_each_update
 from tests.launch import answer

@@ -14,9 +14,9 @@ import torch
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.exposure import Exposure
 from deep_opt_states.runtime.failure import UpdateFailed
 from deep_opt_states.zero.step import update
+from deep_opt_states.zero.step.exposure import Exposure
 from deep_opt_states.zero.step.update import Update
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -50,7 +50,7 @@ def test_the_gradient_of_a_failed_update_is_freed_when_the_failure_is_forgotten(
     gradient = weakref.ref(state.parts[0].grad)
     with pytest.raises(UpdateFailed):
         run_to_end(running)
-    running.forget_failure()
+    running.clear_failure()
     state.parts[0].grad = torch.zeros_like(state.parts[0].grad)
     executor.forget_replaced_tensors()
     gc.collect()

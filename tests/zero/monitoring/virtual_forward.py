@@ -22,8 +22,8 @@ from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 
 from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.exposure import Exposure
 from deep_opt_states.zero.step import update as update_module
+from deep_opt_states.zero.step.exposure import Exposure
 from deep_opt_states.zero.step.gathers import Gathers
 from deep_opt_states.zero.step.update import Update
 from perf_model.prediction.timeline import PhaseSpan, Timeline

@@ -34,7 +34,7 @@ def keep_first_segments(self: Gradients, buffers: Sequence[GradientBuffer]) -> N
 
 
 NAIVE: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
-    "resident states are not written back": ("bf16, clipping, reload", Executor, "write_back", do_nothing),
+    "resident states are not written back": ("bf16, clipping, reload", Executor, "sync_states_to_host", do_nothing),
     "the states of new residents are not loaded": ("bf16, clipping, reload", ResidentStates, "load", load_nothing),
     "gradients are not moved": ("missing gradients", StateMemory, "_move_gradients", do_nothing),
     "gradients are added to the first buffers": (

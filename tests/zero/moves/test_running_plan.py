@@ -12,8 +12,8 @@ import torch
 
 from deep_opt_states.device.kernels.adam import ElementRange
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.exposure import Exposure
 from deep_opt_states.runtime.state_memory import StateMemory
+from deep_opt_states.zero.step.exposure import Exposure
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
 from deep_opt_states.zero.step.gradients import Gradients
 from deep_opt_states.zero.step.running_plan import RunningPlan
@@ -65,7 +65,7 @@ def test_accumulators_are_freed_before_those_of_the_next_plan_are_reserved() -> 
 def test_a_plan_that_is_set_in_part_ends_all_updates() -> None:
     running = running_plan(lambda *_: [buffer()])
     error = RuntimeError("the driver refuses to lock memory")
-    running.executor.set_units.side_effect = error  # type: ignore[attr-defined]
+    running.executor.load_plan.side_effect = error  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="refuses to lock"):
         running.restore()
     running.executor.fail.assert_called_once_with(error)  # type: ignore[attr-defined]
@@ -73,7 +73,7 @@ def test_a_plan_that_is_set_in_part_ends_all_updates() -> None:
 
 def test_a_plan_without_enough_memory_is_evicted_and_ends_no_update() -> None:
     running = running_plan(lambda *_: [buffer()])
-    running.executor.set_units.side_effect = [torch.OutOfMemoryError, None]  # type: ignore[attr-defined]
+    running.executor.load_plan.side_effect = [torch.OutOfMemoryError, None]  # type: ignore[attr-defined]
     assert not running.restore()
     assert running.is_evicted
     running.executor.fail.assert_not_called()  # type: ignore[attr-defined]

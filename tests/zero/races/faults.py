@@ -12,7 +12,6 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.lanes import LaneStreams
-from deep_opt_states.runtime.staging import Staging
 from deep_opt_states.zero.guarded_states import GuardedStates
 from deep_opt_states.zero.internals.coordinator import Coordinator
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
@@ -20,6 +19,7 @@ from deep_opt_states.zero.start import assembly
 from deep_opt_states.zero.step.buckets import Buckets
 from deep_opt_states.zero.step.gathers import Gathers
 from deep_opt_states.zero.step.gradients import Gradients
+from deep_opt_states.zero.step.staging import Staging
 from deep_opt_states.zero.step.update import Update
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.placement import Placement
