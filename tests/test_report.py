@@ -244,7 +244,7 @@ def test_updates_on_the_cpu_far_below_the_profile_are_logged_once(measured_s: fl
         (line,) = lines
         assert line.startswith("CPU updates run at 0.48 of the profile")
         assert 'keep "bind_cores" enabled' in line
-        assert "deep-opt-states doctor" in line
+        assert "deep-opt-states profile" in line
         assert line.endswith("measure a new profile: deep-opt-states profile")
 
 

@@ -17,7 +17,7 @@ from perf_model.training_run.job import Job
 from perf_model.training_run.predictor import Infeasible, Outcome
 from perf_model.units import GB
 
-FORMAT = 3
+FORMAT = 2
 """The version of the JSON format. It changes if a key is removed or gets another meaning."""
 
 

@@ -58,9 +58,9 @@ def test_the_units_in_json_cover_the_sub_groups_and_have_the_counted_placements(
     units = found["units"]
     assert [unit["index"] for unit in units] == list(range(len(units)))
     for number, partitions in enumerate(sub_groups()):
-        of_sub_group = [unit for unit in units if unit["sub_group"] == number]
-        ends = [unit["begin"] + unit["numel"] for unit in of_sub_group]
-        assert [unit["begin"] for unit in of_sub_group] == [0, *ends[:-1]]
+        runs = [run for unit in units for run in unit["ranges"] if run[0] == number]
+        ends = [begin + numel for _, begin, numel in runs]
+        assert [begin for _, begin, _ in runs] == [0, *ends[:-1]]
         assert ends[-1] == sum(partition.numel for partition in partitions)
     assert found["placement"] == {
         placement.value: [unit["placement"] for unit in units].count(placement.value) for placement in Placement

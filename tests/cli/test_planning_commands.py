@@ -155,14 +155,6 @@ def test_all_on_the_cpu_is_predicted_as_the_plan_of_a_rule_with_the_same_placeme
     assert compared["exposed_update_s"] == pytest.approx(predicted["exposed_update_s"], rel=1e-9)
 
 
-def test_all_streamed_is_predicted_with_as_many_slots_as_fit() -> None:
-    exposed_s = [
-        planned(job(unit_size=10**8, gpu_memory_gb=gigabytes))["baselines"]["all_streamed"]["exposed_update_s"]
-        for gigabytes in (40, 50, 60)
-    ]
-    assert exposed_s[0] > 1.2 * exposed_s[1] > 1.2 * exposed_s[2]
-
-
 def test_plan_prints_the_figures_of_every_alternative_and_the_block_to_paste(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -157,7 +157,9 @@ def check_tables(tables: dict[str, Any], info: dict[str, Any], steps: list[dict[
     assert [values[0][0] for _, values in tables["Plan"]] == [
         plan["placements"].count(placement) for placement in ("cpu", "streamed")
     ]
-    assert sum(values[1][0] for _, values in tables["Plan"]) == sum(numel for numel, *_ in plan["units"])
+    assert sum(values[1][0] for _, values in tables["Plan"]) == sum(
+        numel for ranges, _ in plan["units"] for _, _, numel in ranges
+    )
     locked, accelerator = tables["Memory that rank 0 reserved for the update"]
     pinned_bytes = info["memory_bytes"]["pinned"]
     assert locked[0] == "page-locked host memory"

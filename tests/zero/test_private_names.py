@@ -51,7 +51,7 @@ ALLOWED_NAMES = {
     # Private names of PyTorch, not of DeepSpeed.
     "device/cuda.py": {"_C", "_foreach_copy_", "_host_emptyCache", "_sleep"},
     "device/kernels/library.py": {"_get_build_directory"},
-    "doctor/compiled_kernels.py": {"_get_build_directory"},
+    "doctor.py": {"_get_build_directory"},
     # A private name of transformers, which decides what ``save_pretrained`` leaves out.
     "sharing/layers.py": {"_tied_weights_keys"},
 }

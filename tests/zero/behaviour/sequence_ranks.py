@@ -424,7 +424,7 @@ def wait_unless_for_states(update: Update, *, states: bool = False) -> None:
 NAIVE = {
     "forward does not wait": (2, Executor, "publish", do_nothing),
     "other gathers do not wait": (74, Gathers, "_finish_update", do_nothing),
-    "readers of states do not wait": (15, Update, "wait", wait_unless_for_states),
+    "readers of states do not wait": (0, Update, "wait", wait_unless_for_states),
     "prefetched states are not discarded": (13, Executor, "sync_states_to_host", do_nothing),
 }
 """Removed waits by name: the seed of a sequence on one rank that must notice it, the method, and its replacement."""

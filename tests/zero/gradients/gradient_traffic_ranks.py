@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any
 from unittest import mock
 
@@ -71,7 +71,7 @@ def traffic(recorder: Recorder | None, block: dict[str, Any], accumulation: int)
             "longest": max(param.partition_numel() for group in optimizer.fp16_groups for param in group),
             **asdict(optimizer._gradients.traffic),
             "steps": case.steps,
-            "numels": [sub_group.numel for sub_group in optimizer.plan.workload.units],
+            "ranges": [[astuple(run) for run in unit.ranges] for unit in optimizer.plan.workload.units],
             "numel": {placement.value: optimizer.plan.numel(placement) for placement in Placement},
             "parameters": sum(len(group) for group in optimizer.fp16_groups),
             "element_bytes": optimizer.gradient_accumulation_dtype.itemsize,

@@ -13,7 +13,7 @@ from typing import Any
 from deep_opt_states.config import Config, parse_config
 from perf_model.prediction.memory import MemoryKind, TrainingSetup, reserved_by_the_runtime
 from perf_model.schedule.host_layout import Widths
-from perf_model.schedule.workload import Workload
+from perf_model.schedule.workload import Range, Unit, Workload
 from tests.launch import run_ranks
 
 CPU, STREAMED = {"placement": "cpu"}, {"placement": "streamed"}
@@ -53,7 +53,7 @@ def check_memory(block: dict[str, Any], accumulation: int, found: dict[str, Any]
     label = f"{block}, {accumulation} micro-batches"
     config = parse_config({"deep_optimizer_states": block})
     assert isinstance(config, Config)
-    units = Workload.from_numels(found["numels"]).units
+    units = [Unit(index, tuple(Range(*run) for run in ranges)) for index, ranges in enumerate(found["ranges"])]
     plan = config.plan(Workload((replace(units[0], is_persistent=True), *units[1:])))
     width = found["element_bytes"]
     setup = TrainingSetup(

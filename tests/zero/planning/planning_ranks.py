@@ -24,7 +24,12 @@ def main(blocks: list[str]) -> None:
             "train_micro_batch_size_per_gpu": 1,
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 4000},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu"},
+                "sub_group_size": 4000,
+                "stage3_param_persistence_threshold": 0,
+            },
             "deep_optimizer_states": json.loads(block),
         }
         try:

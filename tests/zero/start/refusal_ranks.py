@@ -165,7 +165,11 @@ ATTEMPTS: dict[str, tuple[dict[str, Any], dict[str, Any], AbstractContextManager
         {},
         mock.patch.object(devices, "get_accelerator", return_value=NamedAccelerator("xpu")),
     ),
-    "streamed on a GPU": ({}, {}, mock.patch.object(plugin, "choose_device", gpu_accelerator)),
+    "streamed on a GPU": (
+        {"zero_optimization.stage3_param_persistence_threshold": 0},
+        {},
+        mock.patch.object(plugin, "choose_device", gpu_accelerator),
+    ),
     "step hooks": ({"optimizer": None}, {"optimizer": adam_with_step_hook}, nullcontext()),
     "quantised gradients": ({"zero_optimization.zero_quantized_gradients": True}, {}, nullcontext()),
     "datastates": ({"datastates_ckpt": {}}, {}, nullcontext()),
