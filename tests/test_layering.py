@@ -136,7 +136,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.zero.step",
     },
     "deep_opt_states.zero.user_gradients": {
-        "deep_opt_states.zero.guarded_states",
         "deep_opt_states.zero.internals",
         "deep_opt_states.zero.step",
     },
@@ -146,6 +145,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.report",
         "deep_opt_states.runtime",
         "deep_opt_states.zero.assigned_states",
+        "deep_opt_states.zero.guarded_states",
         "deep_opt_states.zero.internals",
         "deep_opt_states.zero.start",
         "deep_opt_states.zero.step",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,17 @@ def parse_hf_config(text: str, name: str) -> ModelShape:
         raise ModelError(f"{rule}.\n{_WITHOUT_CONFIG}") from None
 
 
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Return a context after which the variables of the process are what they were before."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+
+
 def _shape_of(values: dict[str, Any], name: str) -> ModelShape:
     """Return the shape of the model that transformers builds. Raise whatever transformers raises.
 
@@ -80,10 +93,11 @@ def _shape_of(values: dict[str, Any], name: str) -> ModelShape:
     other matrix is multiplied by each token; of experts, the share that a token is routed to. Sizes that the config
     does not name are 0.
     """
-    # Models with a backbone would look it up on the hub.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    import torch
-    import transformers
+    # Models with a backbone would look it up on the hub. transformers reads the variable when it is imported.
+    with _environment_kept():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        import torch
+        import transformers
 
     # A warning for a config of which only the sizes are used would be read as an error of the plan.
     transformers.logging.set_verbosity(logging.ERROR)

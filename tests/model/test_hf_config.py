@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,3 +129,17 @@ def test_impossible_sizes_are_refused_before_a_model_is_built(
     with pytest.raises(ModelError, match=r"of 'granitemoe': must be an integer from 1 to") as caught:
         shape_of({**GRANITE_MOE, **changes})
     assert str(caught.value).endswith(REMEDY)
+
+
+def test_reading_a_config_leaves_the_environment_as_it_was() -> None:
+    code = (
+        "import os, json\nbefore = dict(os.environ)\n"
+        "from perf_model.training_run.hf_config import parse_hf_config\n"
+        "parse_hf_config(json.dumps({'model_type': 'llama', 'num_hidden_layers': 1}), 'x')\n"
+        "assert 'transformers' in __import__('sys').modules\n"
+        "assert os.environ.keys() == before.keys(), os.environ.keys() - before.keys()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -16,10 +16,9 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from perf_model.replanning.measurements import FIRST_STEPS
-
 from deep_opt_states.config import Config
 from deep_opt_states.zero.start import planning
+from deep_opt_states.zero.step.gpu_memory import FIRST_STEPS
 from tests.launch import answer
 from tests.model.profiles import RATES, profile
 from tests.software_gpu.plugged import plugged
