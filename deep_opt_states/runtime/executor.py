@@ -31,11 +31,13 @@ from perf_model.schedule.action import Lane
 from perf_model.schedule.schedule import Schedule
 
 
-class WaitOn(Enum):
-    """Who waits for the end of an update."""
+class Waiter(Enum):
+    """The one that waits until all units are updated and published."""
 
     STREAM = "stream"
+    """The current stream, and not for flushes. The host waits for the worker alone."""
     HOST = "host"
+    """The host, also for flushes."""
 
 
 Arguments = ParamSpec("Arguments")
@@ -128,7 +130,7 @@ class Executor:
 
     @property
     def flushing(self) -> bool:
-        """Return whether the update has ended by ``end``, so that its flushes may be in flight."""
+        """Return whether only a stream has waited for the end of the update, so that its flushes may be in flight."""
         self._uninterrupted.settle()
         return self._flushing
 
@@ -163,7 +165,6 @@ class Executor:
     def _use(self, schedule: Schedule, states: Sequence[UnitState]) -> None:
         """Update ``states`` by ``schedule``, which is safe. If memory is short, nothing has changed."""
         self._actions.set_units(schedule, states)
-        self._states = states
         self._residents.set_units(states)
         self._issuer.reserve_events(schedule)
         # The new memory is used on other streams than the one that it was reserved on.
@@ -219,7 +220,7 @@ class Executor:
             # Inside, because it may allocate: if memory is short on this rank, the other ranks must know.
             prepare()
             self._lanes.wait_for_caller(self._issuer.events)
-            # After the wait: kernels of the update before, which ``end`` left to the stream, read the
+            # After the wait: kernels of the update before, for which only a stream has waited, read the
             # hyperparameters that are overwritten here.
             for kernel in self._kernels:
                 kernel.begin_step(steps)
@@ -261,25 +262,24 @@ class Executor:
         with self._keep_failure():
             self._issuer.bring_out(position)
 
-    def end(self, wait: WaitOn = WaitOn.HOST) -> None:
-        """Issue the remaining actions, and let ``wait`` wait until all units are updated and published.
+    def end(self, waiting: Waiter = Waiter.HOST) -> None:
+        """Issue the remaining actions, and let the stream or the host wait until the update has ended.
 
-        The host waits until every action has finished, also for flushes that an earlier call has left in flight. It
-        may then read states in host memory. If only the current stream waits, the host waits for the worker alone:
-        backward may then overwrite the gradients on that stream, while flushes are in flight. The first prefetches,
-        which write to their slots, wait for them on the h2d stream.
+        If the host waits, it may read states in host memory afterwards; an earlier call may have left flushes in
+        flight. If only the current stream waits, backward may overwrite the gradients on that stream. The first
+        prefetches of the next update wait on the h2d stream for flushes out of their slots.
         """
         # Readers of states call this also between updates.
-        if self.pending or (self.flushing and wait is WaitOn.HOST):
-            self._end(wait)
+        if self.pending or (self.flushing and waiting is Waiter.HOST):
+            self._end(waiting)
 
     @section
-    def _end(self, wait: WaitOn) -> None:
+    def _end(self, waiting: Waiter) -> None:
         if self._pending and self._failure is None:
             with self._keep_failure():
                 self._issuer.finish()
                 self._lanes.record_end(self._issuer.events)
-                if wait is WaitOn.HOST:
+                if waiting is Waiter.HOST:
                     self._lanes.wait_until_drained()
                 else:
                     self._lanes.order_after_update()
@@ -287,14 +287,14 @@ class Executor:
                 # All actions have been issued: prepare the prefetches for the next update.
                 self._issuer.forget_prefetches()
                 self._actions.shift_slots(self._issuer.slot_shift)
-                self._flushing = wait is WaitOn.STREAM
-        elif self._flushing and wait is WaitOn.HOST:
+                self._flushing = waiting is Waiter.STREAM
+        elif self._flushing and waiting is Waiter.HOST:
             # Even if the update has failed on another rank: states are then loaded into the memory that is flushed to.
             # Prefetches for the next update, which backward has begun, are not waited for.
             with self._keep_failure():
                 self._lanes.wait_until_drained()
         self._pending = False
-        if wait is WaitOn.HOST:
+        if waiting is Waiter.HOST:
             self._issuer.forget_flushes()
             self._flushing = False
 
@@ -371,7 +371,6 @@ class Executor:
             self._lanes.drain()
         self._actions.close()
         self._residents.close()
-        self._states = ()
 
     @contextmanager
     def _keep_failure(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange, RangeUpdate
+from deep_opt_states.device.kernels.adam import STATES, AdamTensors, ElementRange, RangeUpdate
 from perf_model.schedule.placement import Placement
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
@@ -163,7 +163,7 @@ class UnitState:
 
         They are in the order of memory: all ranges of one tensor come before those of the next.
         """
-        for name, on_accelerator in zip(("master", "exp_avg", "exp_avg_sq"), states.tensors, strict=True):
+        for name, on_accelerator in zip(STATES, states.tensors, strict=True):
             yield from ((getattr(part, name), part.of_unit(on_accelerator)) for part in self.parts)
 
     def publications(self) -> tuple[Copies, Copies]:

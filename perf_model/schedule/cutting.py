@@ -90,11 +90,16 @@ def names_in(unit: Unit, sub_groups: Sequence[Sequence[Partition]]) -> Iterator[
 
     The last one may have less than ``BORDER_MULTIPLE`` elements in the unit.
     """
+    return (partition.name for partition, _ in partitions_in(unit, sub_groups))
+
+
+def partitions_in(unit: Unit, sub_groups: Sequence[Sequence[Partition]]) -> Iterator[tuple[Partition, int]]:
+    """Yield the partitions that are in ``unit``, wholly or in part, and how many elements of each precede the unit."""
     for run in unit.ranges:
         begin = 0
         for partition in sub_groups[run.sub_group]:
             if begin < run.end and begin + partition.numel > run.begin:
-                yield partition.name
+                yield partition, max(0, run.begin - begin)
             begin += partition.numel
 
 

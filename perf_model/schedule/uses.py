@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from perf_model.schedule.cutting import partitions_in
 from perf_model.schedule.workload import Partition, Unit, Workload
 
 
@@ -58,12 +59,10 @@ class ParameterUses:
         """Return the elements that forward has used when it first needs the unit: all if it never does."""
         if unit.is_persistent:
             return 0
-        least = self._used_numel
-        for run in unit.ranges:
-            begin = 0
-            for partition in self._sub_groups[run.sub_group]:
-                if begin < run.end and begin + partition.numel > run.begin and partition.name in self._used_before:
-                    # A part of a parameter counts as needed when forward has come to that part.
-                    least = min(least, self._used_before[partition.name] + max(0, run.begin - begin))
-                begin += partition.numel
-        return least
+        # A part of a parameter counts as needed when forward has come to that part.
+        used = [
+            self._used_before[partition.name] + before
+            for partition, before in partitions_in(unit, self._sub_groups)
+            if partition.name in self._used_before
+        ]
+        return min(used, default=self._used_numel)

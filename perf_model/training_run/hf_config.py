@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +73,6 @@ def parse_hf_config(text: str, name: str) -> ModelShape:
         raise ModelError(f"{rule}.\n{_WITHOUT_CONFIG}") from None
 
 
-@contextmanager
-def _environment_kept() -> Iterator[None]:
-    """Return a context after which the variables of the process are what they were before."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-
-
 def _shape_of(values: dict[str, Any], name: str) -> ModelShape:
     """Return the shape of the model that transformers builds. Raise whatever transformers raises.
 
@@ -94,10 +81,14 @@ def _shape_of(values: dict[str, Any], name: str) -> ModelShape:
     does not name are 0.
     """
     # Models with a backbone would look it up on the hub. transformers reads the variable when it is imported.
-    with _environment_kept():
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    is_set = "HF_HUB_OFFLINE" in os.environ
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
         import torch
         import transformers
+    finally:
+        if not is_set:
+            del os.environ["HF_HUB_OFFLINE"]
 
     # A warning for a config of which only the sizes are used would be read as an error of the plan.
     transformers.logging.set_verbosity(logging.ERROR)
@@ -164,7 +155,7 @@ def _parameters_of(model: Any, text: Any) -> tuple[list[ParameterShape], list[tu
         first_names[id(parameter)] = name
         numel = parameter.numel()
         active = numel * chosen // count if ".experts." in name else numel
-        # The biases of experts form a matrix, too.
+        # The biases of experts also form a matrix.
         matrix = parameter.dim() >= 2 and not name.endswith("bias")
         found.append(ParameterShape(name, numel, active, matrix and id(parameter) not in not_multiplied))
     return found, tied

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from deep_opt_states.device.cpu import HostDevice
-from deep_opt_states.runtime.executor import Executor, WaitOn
+from deep_opt_states.runtime.executor import Executor, Waiter
 from deep_opt_states.runtime.state import UnitState
 from perf_model.schedule.plan import UpdatePlan
 from tests.fake_device.device import FakeDevice, FakeStream
@@ -88,7 +88,7 @@ def deferred(
             read.extend(touch_persistent_params(device, states[0], habits))
         read.extend(forward(executor, device, gathers, states, chance, habits.writes))
         if habits.overlaps_flushes and (habits.seed + step) % 3 > 0:
-            executor.end(WaitOn.STREAM)
+            executor.end(Waiter.STREAM)
         else:
             executor.end()
         assert executor.failure is None, executor.failure

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel
-from deep_opt_states.runtime.executor import Executor, WaitOn
+from deep_opt_states.runtime.executor import Executor, Waiter
 from deep_opt_states.runtime.state_memory import StateMemory
 from deep_opt_states.runtime.worker import CpuLane
 from perf_model.schedule.cutting import BORDER_MULTIPLE
@@ -151,7 +151,7 @@ class MovingTraining:
             self.executor.publish(index)
             yield from (self._copy_of(part.param) for part in self.memory.units[index].parts)
         if iteration.overlaps_flushes:
-            self.executor.end(WaitOn.STREAM)
+            self.executor.end(Waiter.STREAM)
         else:
             self.executor.end()
         assert self.executor.failure is None, self.executor.failure

@@ -17,7 +17,7 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from deep_opt_states.device.cpu import HostDevice
-from deep_opt_states.runtime.executor import Executor, WaitOn
+from deep_opt_states.runtime.executor import Executor, Waiter
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.runtime.state import UnitState
@@ -292,7 +292,7 @@ def test_states_are_loaded_after_flushes_in_flight_if_the_update_has_failed_on_a
         executor = hostile_executor(plan.schedule, states, device)
         fill_gradients(states, 1)
         executor.begin([adam_step(1)] * 3)
-        executor.end(WaitOn.STREAM)
+        executor.end(Waiter.STREAM)
         executor.fail(ZeroDivisionError())
         executor.end()
         assert_next_update_starts_from_loaded_states(executor, states)

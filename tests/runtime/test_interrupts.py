@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.runtime import uninterrupted, worker
-from deep_opt_states.runtime.executor import Executor, WaitOn
+from deep_opt_states.runtime.executor import Executor, Waiter
 from deep_opt_states.runtime.failure import UpdateFailed
 from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.uninterrupted import Section, Uninterrupted
@@ -262,7 +262,7 @@ def update_once(executor: Executor, step: int) -> None:
     executor.begin([adam_step(step)] * len(NUMELS))
     for unit in executor._issuer.schedule.publishing:
         executor.publish(unit)
-    executor.end(WaitOn.STREAM)
+    executor.end(Waiter.STREAM)
     executor.sync_states_to_host()
 
 

@@ -58,7 +58,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from deep_opt_states.device.kernels.adam import AdamStep
-from deep_opt_states.runtime.executor import WaitOn
+from deep_opt_states.runtime.executor import Waiter
 from deep_opt_states.runtime.worker import EXIT_TIMEOUT_S
 from deep_opt_states.zero.internals.agreement import RanksDisagree, StepAgreement
 from deep_opt_states.zero.internals.log import log_error
@@ -269,7 +269,7 @@ class Update:
         """
         if self._executor.pending:
             with self._exposure.waits.direct():
-                self._executor.end(WaitOn.STREAM)
+                self._executor.end(Waiter.STREAM)
             self._record_times()
         if self.is_deferred:
             self._phase = UpdatePhase.FINISHED
