@@ -6,7 +6,7 @@ hundreds of copies there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -61,13 +61,14 @@ class Actions:
         """The copies of the prefetches and flushes so far, by the action's name and the index of its slot."""
         self._operations: dict[int, UnitOperations] = {}
         """The operations of each unit that was updated since the units or the slots were set."""
-        self._bodies: dict[ActionKind, Callable[[Action], None]] = {
+        self.bodies: Mapping[ActionKind, Callable[[Action], None]] = {
             ActionKind.PREFETCH: self._prefetch,
             ActionKind.GPU_STEP: self._gpu_step,
             ActionKind.FLUSH_STATES: self._flush_states,
             ActionKind.CPU_STEP: self._cpu_step,
             ActionKind.PUBLISH: self._publish,
         }
+        """Issue an action of a kind on the current stream, or run a CPU step on the current thread."""
 
     def set_units(self, schedule: Schedule, states: Sequence[UnitState]) -> None:
         """Update ``states`` from now on, with the slots that ``schedule`` needs; slots of the same length are kept.
@@ -86,10 +87,6 @@ class Actions:
         """Let every action use the slot that is ``number`` slots after the present one. No update is running."""
         if self._slots:
             self._shift = (self._shift + number) % len(self._slots)
-
-    def run(self, action: Action) -> None:
-        """Issue ``action`` on the current stream, or run it on the current thread if it is a CPU step."""
-        self._bodies[action.kind](action)
 
     def forget_replaced_tensors(self) -> None:
         """Drop the references to gradients and parameters that units have no more. No update is running."""

@@ -12,19 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from enum import Enum
-from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from functools import partial
+from typing import Any
 
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
 from deep_opt_states.runtime.actions import Actions
 from deep_opt_states.runtime.executable import check_executable
-from deep_opt_states.runtime.failure import UpdateFailed
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.runtime.resident_states import ResidentStates
 from deep_opt_states.runtime.state import UnitState
-from deep_opt_states.runtime.uninterrupted import Uninterrupted
+from deep_opt_states.runtime.uninterrupted import Uninterrupted, Value, section
 from deep_opt_states.runtime.worker import CpuLane, Worker
 from perf_model.prediction.timeline import Timeline
 from perf_model.schedule.action import Lane
@@ -40,55 +39,32 @@ class Waiter(Enum):
     """The host, also for flushes."""
 
 
-Arguments = ParamSpec("Arguments")
-Value = TypeVar("Value")
-
-
-def section(
-    method: Callable[Concatenate[Executor, Arguments], Value],
-) -> Callable[Concatenate[Executor, Arguments], Value]:
-    """Return ``method``, which runs to its end even if a signal handler raises in the caller (``uninterrupted.py``)."""
-
-    @wraps(method)
-    def run(self: Executor, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
-        return self.run_uninterrupted(lambda: method(self, *args, **kwargs))
-
-    return run
-
-
 class Executor:
     """The runtime that executes one schedule per optimizer step, on the accelerator's streams and one worker thread.
 
-    Streams and threads are reserved in the constructor, events and slots there and in ``load_plan``. An update
-    allocates nothing. ``host_adam`` updates in host memory, and ``device_adam`` on the accelerator; it may be None if
-    every unit is updated on the CPU. ``worker`` is the cpu lane, a new ``Worker`` by default. Every action is issued,
-    or run by the worker, inside the context ``span(name)``. Raise ``ScheduleError`` if the schedule is not safe to
-    execute.
+    ``host_adam`` updates in host memory, and ``device_adam`` on the accelerator; it may be None if the CPU updates all
+    units. ``worker`` is the cpu lane, a new ``Worker`` by default. Every action is issued, or run by the worker, inside
+    the context ``span(name)``. Raise ``ScheduleError`` if the schedule is not safe to execute. Only the constructor and
+    ``load_plan`` reserve streams, events and slots.
 
-    **Order of calls.** One thread makes all calls. ``begin`` starts an update and ``end`` ends it. Between them the
-    caller may call ``publish``, ``may_advance`` and ``advance``, in any order and any number of times. ``prefetch``,
-    ``sync_states_to_host``, ``load_plan``, ``forget_replaced_tensors`` and ``touch`` are called only while no update is
-    pending. ``clear_failure`` is called after a failure, and ``close`` comes last.
+    **Order of calls.** One thread makes all calls: between ``begin`` and ``end`` any number of ``publish`` and
+    ``advance``, and all others only while no update is pending.
 
-    **Memory.** Between updates gradients and parameters belong to the caller: on every stream and thread if the host
-    has waited in ``end``, and otherwise on the stream that was current there. Optimizer states do so after
-    ``sync_states_to_host``, until ``prefetch`` or ``begin``. From ``begin`` to ``end`` gradients,
-    optimizer states and parameters belong to the executor: the caller must neither write to gradients and states nor
-    read parameters. The exception are the parameters of a unit, which may be read and written after ``publish``, on the
-    stream that is current there. On any other stream, call ``publish`` first.
+    **Memory.** From ``begin`` to ``end``, gradients, optimizer states and parameters belong to the executor: the caller
+    neither writes to gradients and states nor reads parameters. After ``publish``, the parameters of that unit may be
+    read and written on the stream that was current there. After ``end``, gradients and parameters belong to the caller:
+    everywhere if the host has waited, otherwise on the stream that was current there. Optimizer states do so from
+    ``sync_states_to_host`` to ``prefetch`` or ``begin``.
 
-    **Failure.** Any exception in any lane is fatal for the update: parameters and states may already be updated for
-    some units and not for others. The executor stops, waits for the operations in flight and keeps the exception
-    in ``failure``. From then on ``prefetch``, ``publish``, ``advance`` and ``end`` issue nothing. They do
-    not raise, since a rank that raised alone would leave the other ranks waiting in a collective: the caller reads
-    ``failure`` and agrees with the other ranks first. No update may begin before all states have been restored from a
-    checkpoint and ``clear_failure`` has been called.
+    **Failure.** Any exception in any lane is fatal for the update: some units may be updated and others not. The
+    executor stops, waits for the operations in flight, keeps the exception in ``failure`` and issues nothing until
+    ``clear_failure``. It does not raise, since a rank that raised alone would leave the other ranks waiting in a
+    collective: the caller reads ``failure`` and agrees with the other ranks first.
 
     **Interrupts.** An exception that a signal handler raises, such as ``KeyboardInterrupt``, is no failure. It goes up
-    at once, from any method. The method that it ends is a *section*, which runs to its end on a thread of its own; it
-    does not begin if the interrupt came first. The update stays in flight, and the next call waits for the section
-    before it does anything. So every wait can be repeated, and has the same result then. A signal handler may call any
-    method itself.
+    immediately. The method that it ends is a *section*, which runs to its end on a thread of its own, or does not start
+    if the interrupt came first. The update stays in flight, and the next call waits for the section before it does
+    anything. So every wait can be repeated with the same result, and a signal handler may call any method itself.
     """
 
     def __init__(
@@ -106,15 +82,17 @@ class Executor:
         self._lanes = LaneStreams(device)
         streams = self._lanes.streams
         self._residents = ResidentStates(device, streams[Lane.H2D], streams[Lane.COMPUTE], streams[Lane.D2H])
-        # Where slots are host memory, both are the same kernel, whose step begins once.
+        # Where slots are host memory, both are the same kernel, whose step starts once.
         self._kernels = tuple({id(adam): adam for adam in (host_adam, device_adam) if adam is not None}.values())
         self._host_adam = host_adam
         self._actions = Actions(device, host_adam, device_adam)
-        self._pending = self._flushing = False
+        self._pending = False
+        self._flushing = False
+        """Whether only a stream has waited for the end of the update, whose flushes may be in flight."""
         self._failure: BaseException | None = None
         self._worker = worker or Worker(device.enter_thread)
         self._uninterrupted = Uninterrupted(device)
-        self._issuer = Issuer(device, self._lanes, self._worker, self._actions.run, span)
+        self._issuer = Issuer(device, self._lanes, self._worker, self._actions.bodies, span)
         try:
             self._use(schedule, states)
         except BaseException:
@@ -124,60 +102,44 @@ class Executor:
 
     @property
     def pending(self) -> bool:
-        """Return whether an update has begun and has not ended since, even if the update has failed."""
+        """Return whether an update has started and has not ended since, even if it has failed."""
         self._uninterrupted.settle()
         return self._pending
 
     @property
-    def flushing(self) -> bool:
-        """Return whether only a stream has waited for the end of the update, so that its flushes may be in flight."""
-        self._uninterrupted.settle()
-        return self._flushing
-
-    @property
     def failure(self) -> BaseException | None:
-        """Return the exception that ended an update and left the states inconsistent, until ``clear_failure``."""
+        """Return the exception that left the states inconsistent, until ``clear_failure``."""
         self._uninterrupted.settle()
         return self._failure
 
     def run_uninterrupted(self, run: Callable[[], Value]) -> Value:
-        """Call ``run`` as a section, and return its result or raise its exception: see *Interrupts* above.
-
-        Anything that changes the state of the executor in several steps can be interrupted safely then.
-        """
+        """Call ``run`` as a section, and return its result or raise its exception (*Interrupts*)."""
         return self._uninterrupted.run(run)
 
     @section
     def load_plan(self, schedule: Schedule, states: Sequence[UnitState]) -> None:
         """Update ``states`` by ``schedule`` from the next update on, and reserve the slots that it needs.
 
-        The caller has called ``sync_states_to_host``, unless the units and their memory are the same as before. Raise
-        ``ScheduleError`` if ``schedule`` is not safe to execute, or the device's out-of-memory error; then nothing has
-        changed.
+        ``sync_states_to_host`` was called, unless the units and their memory stay the same. Raise ``ScheduleError`` if
+        ``schedule`` is not safe, or the device's out-of-memory error; then nothing has changed.
         """
         assert not self._pending
         check_executable(schedule, states)
         self.end()
-        # A lane may still copy into a slot or into resident memory that is freed here, for an update that never began.
+        # A lane may still copy into memory that is freed here, for an update that never started.
         self._lanes.drain()
         self._use(schedule, states)
 
     def _use(self, schedule: Schedule, states: Sequence[UnitState]) -> None:
-        """Update ``states`` by ``schedule``, which is safe. If memory is short, nothing has changed."""
         self._actions.set_units(schedule, states)
         self._residents.set_units(states)
-        self._issuer.reserve_events(schedule)
         # The new memory is used on other streams than the one that it was reserved on.
         self._lanes.wait_for_new_memory()
         self._issuer.set_schedule(schedule)
 
     @section
     def prefetch(self) -> None:
-        """Issue the first prefetch into each slot for an update that has not begun, to overlap them with backward.
-
-        Load resident states, too. The caller must not write to optimizer states before that update begins, unless it
-        calls ``sync_states_to_host`` first.
-        """
+        """Load resident states and issue the first prefetch into each slot for the next update, during backward."""
         assert not self._pending
         if self._failure is not None:
             return
@@ -189,8 +151,7 @@ class Executor:
     def sync_states_to_host(self) -> None:
         """Make the states in host memory those of the last update, and let the caller read and write them.
 
-        Resident states are written back. The update or ``prefetch`` copies resident and prefetched states again. After
-        a failure, nothing is written.
+        Resident states are written back, unless an update has failed, and are copied again for the next update.
         """
         assert not self._pending
         # The states are copied on another stream than the one that updates them.
@@ -206,11 +167,8 @@ class Executor:
     def begin(self, steps: Sequence[AdamStep], prepare: Callable[[], object] = lambda: None) -> None:
         """Start an update: submit the first actions of the worker.
 
-        ``steps`` has one entry per sub-group. ``prepare`` gives each unit the gradients of this update. The host waits
-        for the caller's stream. Nothing else is issued before ``advance``, ``publish`` or ``end``, because the
-        caller may have to wait for the whole device before it continues. A failure is kept in ``failure``, not raised.
-
-        The class docstring has the rules for reading and writing tensors until ``end``.
+        ``steps`` holds one entry per sub-group, and ``prepare`` gives each unit its gradients. The host waits for the
+        caller's stream. Nothing else is issued yet, because the caller may have to wait for the whole device first.
         """
         assert not self._pending
         assert self._failure is None
@@ -241,12 +199,9 @@ class Executor:
                 self._issuer.issue_all()
 
     def publish(self, unit: int) -> None:
-        """Issue the actions up to the publication of ``unit``, and make the current stream wait for it.
-
-        For a CPU unit, the host waits until the worker has issued the publication.
-        """
+        """Make the current stream wait for the publication of ``unit``, and the host until the worker has issued it."""
         # While the flushes are in flight, another stream than the one that has waited may still be ahead of the update.
-        ended = not (self.pending or self.flushing)
+        ended = not (self.pending or self._flushing)
         if ended or self._failure is not None:
             return
         position = self._issuer.schedule.publishing[unit]
@@ -265,12 +220,12 @@ class Executor:
     def end(self, waiting: Waiter = Waiter.HOST) -> None:
         """Issue the remaining actions, and let the stream or the host wait until the update has ended.
 
-        If the host waits, it may read states in host memory afterwards; an earlier call may have left flushes in
-        flight. If only the current stream waits, backward may overwrite the gradients on that stream. The first
-        prefetches of the next update wait on the h2d stream for flushes out of their slots.
+        The host may read states in host memory afterwards, also if an earlier call has left flushes in flight. If only
+        the current stream waits, backward may overwrite the gradients on that stream, and the first prefetches of the
+        next update wait on the h2d stream for flushes out of their slots.
         """
         # Readers of states call this also between updates.
-        if self.pending or (self.flushing and waiting is Waiter.HOST):
+        if self.pending or (self._flushing and waiting is Waiter.HOST):
             self._end(waiting)
 
     @section
@@ -290,7 +245,7 @@ class Executor:
                 self._flushing = waiting is Waiter.STREAM
         elif self._flushing and waiting is Waiter.HOST:
             # Even if the update has failed on another rank: states are then loaded into the memory that is flushed to.
-            # Prefetches for the next update, which backward has begun, are not waited for.
+            # Prefetches for the next update, which backward has issued, are not waited for.
             with self._keep_failure():
                 self._lanes.wait_until_drained()
         self._pending = False
@@ -299,35 +254,26 @@ class Executor:
             self._flushing = False
 
     def forget_replaced_tensors(self) -> None:
-        """Drop the references to gradients and parameters of the last update that the caller has replaced since.
-
-        They would take memory on the accelerator until the next update.
-        """
+        """Free gradients and parameters of the last update that the caller has replaced since."""
         assert not self.pending
         self._actions.forget_replaced_tensors()
 
     @section
     def touch(self, tensors: Sequence[AdamTensors]) -> None:
-        """Zero ``tensors``, which are in host memory, on the threads that update on the CPU.
-
-        The first touch of a page decides its NUMA node, so this places the pages near these threads.
-        """
+        """Zero ``tensors`` in host memory on the threads that update them: the first touch of a page decides its
+        node."""
         for group in tensors:
             self._worker.submit(partial(self._host_adam.zero, group)).result()
 
     def timeline_reader(self) -> Callable[[], Timeline]:
-        """Return a function that returns when each action of the update that began last ran, once that has finished.
+        """Return a function that reads when each action of the last update ran, once that has finished.
 
-        Actions that were prefetched may have run before it began. The function may be called while the next update
-        runs, until the update after that is prefetched or begins, which records the events again.
+        The second update after it, when it is prefetched or starts, records the events again.
         """
         return partial(self._issuer.events.timeline, self._issuer.schedule.actions)
 
     def failed_within(self, timeout_s: float) -> bool:
-        """Return whether the update has failed, after waiting at most ``timeout_s`` seconds for the host's part of it.
-
-        This also works where ``end`` will not be called, such as when the process exits.
-        """
+        """Return whether the update has failed, after waiting at most ``timeout_s`` for the host's part of it."""
         end_s = time.monotonic() + timeout_s
         if self._uninterrupted.settle(timeout_s):
             done, _ = wait(self._issuer.on_cpu.values(), max(0.0, end_s - time.monotonic()))
@@ -335,10 +281,6 @@ class Executor:
             if self._failure is None and failures:
                 self._failure = failures[0]
         return self._failure is not None
-
-    def inconsistent_states_error(self) -> UpdateFailed:
-        """Return the exception that every use of the states raises after a failed update, with its cause."""
-        return UpdateFailed.because_of(self._failure)
 
     def fail(self, cause: BaseException) -> None:
         """Record that the states are inconsistent because of ``cause``, on this rank or on another one."""
@@ -365,8 +307,8 @@ class Executor:
         if self._flushing:
             self.end()
         self._worker.close()
-        # Prefetches for an update that never began may still write to the slots that are freed here. If the device has
-        # failed, nothing is in flight.
+        # Prefetches for an update that never started may still write to the slots that are freed here. If the device
+        # has failed, nothing is in flight.
         with suppress(Exception):
             self._lanes.drain()
         self._actions.close()
@@ -379,12 +321,11 @@ class Executor:
             yield
         except BaseException as error:  # noqa: BLE001 (kept until it is raised on all ranks)
             self._issuer.stop.set()
-            # At once: if the following lines wait for ever, the end of the process still reports it.
+            # Immediately: if the following lines wait for ever, the end of the process still reports it.
             self._failure = error
             self._failure = self._issuer.first_error(error)
             # Operations that were issued before the failure still write to states, into which a checkpoint will be
-            # loaded, and still use slots, which will be freed. If the device fails here, too, then the failure that is
-            # kept already reports it.
+            # loaded, and use slots, which will be freed. If the device fails here also, ``failure`` reports it already.
             with suppress(Exception):
                 self._lanes.drain()
             self._issuer.forget_prefetches()

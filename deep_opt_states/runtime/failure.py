@@ -1,4 +1,4 @@
-"""Define the errors after which optimizer states are not used or saved."""
+"""Define the error after which optimizer states are not used or saved."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ _REMEDY = (
 )
 
 
-class ParameterWritten(RuntimeError):
-    """The error for a parameter whose master weight is lost, because something else has written to the parameter."""
-
-
 class UpdateFailed(RuntimeError):
-    """The error for an update that was not applied as a whole, or for master weights that are lost, on any rank."""
+    """The error for an update that was not applied as a whole on some rank."""
 
     @classmethod
     def on_ranks(cls, ranks: list[int]) -> UpdateFailed:
@@ -24,10 +20,7 @@ class UpdateFailed(RuntimeError):
     @classmethod
     def because_of(cls, failure: BaseException | None) -> UpdateFailed:
         """Return the error that every use of the states raises after ``failure``, which is its cause."""
-        if isinstance(failure, ParameterWritten):
-            # The text of the failure has the remedy.
-            text = f"Master weights are lost, and states will not be used or saved. {failure}"
-        elif isinstance(failure, UpdateFailed):
+        if isinstance(failure, UpdateFailed):
             text = f"The optimizer states are not usable on all ranks ({failure}). {_REMEDY}"
         else:
             text = (

@@ -1,16 +1,16 @@
 """Issue the actions of one update after the other: on the streams of their lanes, and on the worker.
 
-Each lane is one stream or one thread, so that all lanes can overlap: the h2d, compute, d2h and publish lanes are
-streams, and the cpu lane is a worker thread. Where an action waits for an action on a stream, an event holds back its
-stream, and the host continues. A stream cannot wait for a thread, so the worker itself issues what waits for it: the
-PUBLISH of a unit, as soon as its CPU_STEP has ended. No action on the accelerator waits for the CPU otherwise.
+The h2d, compute, d2h and publish lanes are streams, and the cpu lane is a worker thread, so that all of them can
+overlap. Where an action waits for an action on a stream, an event holds back its stream, and the host continues. A
+stream cannot wait for a thread, so the worker itself issues what waits for it: the PUBLISH of a unit, as soon as its
+CPU_STEP has ended. No other action waits for the CPU.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
@@ -26,14 +26,14 @@ from perf_model.schedule.slots_between_updates import flushes_before, slot_shift
 
 
 class Issuer:
-    """The issue of the actions of a schedule, which ``run`` executes on the current stream, or on the worker's thread.
+    """The issue of the actions of a schedule, which ``run`` executes by kind, on the current stream or the worker.
 
-    ``reserve_events`` and then ``set_schedule`` are called before anything else, and only while no update is in flight.
-    Every action is issued, or run by the worker, inside the context ``span(name)``.
+    ``set_schedule`` is called before anything else. Every action is issued, or run by the worker, inside the context
+    ``span(name)``.
     """
 
     events: ActionEvents
-    """The events of the update that has begun last."""
+    """The events of the update that has started last."""
     schedule: Schedule
     first_of_caller: int
     """The number of actions of the worker that precede the first action that the caller issues."""
@@ -47,7 +47,7 @@ class Issuer:
         device: Device[Any],
         lanes: LaneStreams,
         worker: CpuLane,
-        run: Callable[[Action], None],
+        run: Mapping[ActionKind, Callable[[Action], None]],
         span: Callable[[str], AbstractContextManager[object]],
     ) -> None:
         self._device = device
@@ -58,8 +58,7 @@ class Issuer:
         self.stop = threading.Event()
         """Set by a failure: the host issues no further action, and the worker starts none."""
         self.on_cpu: dict[str, Future[None]] = {}
-        """The futures of this update's tasks of the worker, by the action's name. The executor waits for them; without
-        them an exception of the worker would be lost."""
+        """The futures of the worker's tasks in this update, by the action's name. They carry its exceptions."""
         self.issued = 0
         """The position in the schedule before which all actions have been issued."""
         self._ended_on_cpu = 0
@@ -70,16 +69,13 @@ class Issuer:
         """d2h stream -> h2d stream: flushes of the last update, by the name of the prefetch that waits for them since
         the host has not."""
 
-    def reserve_events(self, schedule: Schedule) -> None:
-        """Reserve the events of the actions of ``schedule``, whose order may change later."""
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Issue ``schedule`` from the next update on, and reserve its events. No update is in flight."""
+        self.forget_prefetches()
+        self.schedule = schedule
         on_streams = [action.name for action in schedule.actions if action.lane is not Lane.CPU]
         # There are two sets: the timeline of one update can still be read while the next one records the other set.
         self.events, self._next_events = (ActionEvents(self._device, on_streams) for _ in range(2))
-
-    def set_schedule(self, schedule: Schedule) -> None:
-        """Issue ``schedule`` from the next update on. Its events are reserved."""
-        self.forget_prefetches()
-        self.schedule = schedule
         self.first_of_caller = next(
             (
                 position
@@ -95,7 +91,7 @@ class Issuer:
         self.flushes_before, self.slot_shift = flushes_before(schedule), slot_shift(schedule)
 
     def begin(self) -> None:
-        """Begin an update, with the prefetches that were issued for it."""
+        """Start an update, with the prefetches that were issued for it."""
         self.stop.clear()
         self.on_cpu = {}
         self.issued = self._ended_on_cpu = 0
@@ -109,7 +105,7 @@ class Issuer:
                 self._prefetched.add(action.name)
 
     def forget_prefetches(self) -> None:
-        """Issue the first prefetches again, for an update that has not begun."""
+        """Issue the first prefetches again, for an update that has not started."""
         self._prefetched.clear()
 
     def carry_flushes(self) -> None:
@@ -188,7 +184,7 @@ class Issuer:
                 self.events.finished[name].synchronize()
             start_s = time.perf_counter()
             with self._span(action.name):
-                self._run(action)
+                self._run[action.kind](action)
             origin_s = self.events.origin_s
             self.events.on_worker[action.name] = (start_s - origin_s, time.perf_counter() - origin_s)
         except BaseException:
@@ -206,5 +202,5 @@ class Issuer:
                 stream.wait(events.finished[name])
         stream.record(events.started[action.name])
         with stream.issue(), self._span(action.name):
-            self._run(action)
+            self._run[action.kind](action)
         stream.record(events.finished[action.name])

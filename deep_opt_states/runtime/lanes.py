@@ -11,7 +11,7 @@ from perf_model.schedule.action import Lane
 
 
 class LaneStreams:
-    """The streams of all lanes but the CPU's, with the events for their begin and their end.
+    """The streams of all lanes but the CPU's, with the events for their start and their end.
 
     There is one stream per lane: h2d overlaps prefetches with everything else, compute overlaps the update with the
     transfers, d2h overlaps flushes with transfers in the other direction, and publish lets small copies overtake
@@ -30,28 +30,24 @@ class LaneStreams:
     def wait_for_new_memory(self) -> None:
         """Make copies to new memory wait for the caller's stream, on which the memory is allocated.
 
-        The allocator may have reused memory that kernels on that stream still read or write. Only prefetches and loads
-        of resident states are issued before the next update begins, which waits for that stream.
+        The allocator may have reused memory that kernels on that stream still use. Only prefetches and loads of
+        resident states are issued before the next update starts, which waits for that stream.
         """
         self._device.current_stream().record(self._reserved)
         self.streams[Lane.H2D].wait(self._reserved)
 
     def wait_for_caller(self, events: ActionEvents) -> None:
-        """Block the host until the caller's stream is done, so that nothing issued later can start before that.
+        """Block the host until the caller's stream is done, and give the clocks of host and device a common origin.
 
         Backward's kernels may still read the 16-bit parameters, and gradients may still be copied to host memory, where
-        the worker reads them. DeepSpeed has joined its reduction stream to the caller's stream by then. The clocks of
-        the host and of the device get a common origin in ``events`` here.
+        the worker reads them. DeepSpeed has joined its reduction stream to the caller's stream by then.
         """
         self._device.current_stream().record(events.origin)
         events.origin.synchronize()
         events.origin_s = time.perf_counter()
 
     def drain(self) -> None:
-        """Block the host until nothing is in flight on any lane.
-
-        Slots are freed, or a checkpoint is loaded, afterwards.
-        """
+        """Block the host until nothing is in flight on any lane: slots are freed, or a checkpoint is loaded, next."""
         self._record_drained()
         self.wait_until_drained()
 

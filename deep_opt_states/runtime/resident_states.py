@@ -1,7 +1,7 @@
 """Keep the states of resident units on the accelerator: a write-back cache over their places in host memory.
 
-Host memory has a place for the states of every unit. Those of a resident unit are loaded from there before its first
-update, and are updated on the accelerator from then on. They are written back before any other code reads or writes
+Host memory contains a place for the states of every unit. Those of a resident unit are loaded from there before its
+first update, and updated on the accelerator from then on. They are written back before any other code reads or writes
 optimizer states, and before the unit is updated elsewhere.
 """
 
@@ -18,8 +18,7 @@ class ResidentStates:
     """The resident units of one executor, and the copies between their two places.
 
     ``load`` copies on the ``h2d`` stream, ``write_back`` on ``d2h``, and updates run on ``compute``. The caller calls
-    ``load`` and then ``mark_updated`` before it issues an update, and the other methods only while nothing is in
-    flight.
+    ``load`` and ``mark_updated`` before it issues an update, and the others only while nothing is in flight.
     """
 
     def __init__(self, device: Device[Any], h2d: Stream[Any], compute: Stream[Any], d2h: Stream[Any]) -> None:

@@ -1,9 +1,8 @@
 """Hold the tensors of one unit on one rank, and of each of its ranges.
 
-``UnitState`` holds the parts of a unit, one per range, with the optimizer states, gradient and parameters of each.
-``Slot`` is accelerator memory for the states of one unit: of the streamed units that pass through it, or of one
-resident unit. The parts are one behind the other in it. Only ``Slot.reserve`` allocates, and nothing here copies or
-waits.
+``UnitState`` holds the parts of a unit, one per range. ``Slot`` is accelerator memory for the states of one unit: of
+the streamed units that pass through it, or of one resident unit, with the parts one behind the other. Only
+``Slot.reserve`` allocates, and nothing here copies or waits.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ Copies = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Slot:
-    """Accelerator memory for the optimizer states of one unit at a time.
-
-    All tensors are fp32, of shape [slot_numel].
-    """
+    """Accelerator memory for the optimizer states of one unit at a time: fp32 tensors of shape [slot_numel]."""
 
     master: torch.Tensor
     exp_avg: torch.Tensor
@@ -59,23 +55,14 @@ class Resident:
 class UnitPart:
     """The tensors of one range of a unit, of shape [numel] each: ``elements`` of the sub-group ``sub_group``.
 
-    ``offset`` is the position of the first element in the unit's memory on the accelerator.
-
-    ``master``, ``exp_avg`` and ``exp_avg_sq`` are fp32, in host memory: views of the sub-group's tensors in the slab.
-
-    ``grad`` has the dtype in which it was accumulated. It is on the accelerator if the unit is streamed or resident,
-    else in host memory.
-
-    ``param`` is a view of the flat buffer that the model's parameters are views of, in the model's dtype. It is on the
-    accelerator, or in page-locked host memory if DeepSpeed offloads parameters.
-
-    ``rounded``, in that dtype in host memory, is the source that a CPU update is published from. It is ``param`` itself
-    where the CPU can write ``param``, so that publishing copies nothing. For an fp32 model it is ``master``, except in
-    the persistent unit.
-
-    ``staged``, in that dtype on the accelerator, receives the parameters of an update on the accelerator if ``param``
-    is in host memory; they are copied to ``param`` from there. It is None otherwise. All units share this memory, which
-    is safe because one stream both updates and copies.
+    - ``offset`` is the position of the first element in the unit's memory on the accelerator. - ``master``, ``exp_avg``
+    and ``exp_avg_sq`` are fp32, views of the sub-group's tensors in the slab in host memory. - ``grad`` is in the
+    accumulation dtype, on the accelerator if the unit is streamed or resident, else on the host. - ``param``, in the
+    model's dtype, is a view of DeepSpeed's flat buffer: on the accelerator, or in page-locked host memory if DeepSpeed
+    offloads parameters. - ``rounded``, in that dtype in host memory, is what a CPU update publishes: ``param`` itself
+    where the CPU can write it, so that nothing is copied; ``master`` for an fp32 model, except in the persistent unit.
+    - ``staged``, in that dtype on the accelerator, receives updated parameters if ``param`` is in host memory, and is
+    copied there; None otherwise. All units share it, which is safe because one stream both updates and copies.
     """
 
     sub_group: int
@@ -127,8 +114,8 @@ class UnitPart:
 class Packing:
     """Memory that the parameters of the persistent unit are published through, of shape [numel] in the model's dtype.
 
-    A model has hundreds of such parameters, and each copy costs the host and the link some microseconds. So the CPU
-    writes all of them to ``on_host``, one copy brings them to ``on_accelerator``, and a kernel distributes them.
+    A model contains hundreds of such parameters, and each copy costs some microseconds. So the CPU writes all of them
+    to ``on_host``, one copy brings them to ``on_accelerator``, and a kernel distributes them.
     """
 
     on_host: torch.Tensor
@@ -159,17 +146,14 @@ class UnitState:
         return self.placement is not Placement.CPU
 
     def copied_states(self, states: Slot) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the tensors in host memory and those in ``states`` that are copied between the two.
-
-        They are in the order of memory: all ranges of one tensor come before those of the next.
-        """
+        """Yield the tensors in host memory and those in ``states`` that are copied between the two, in memory order."""
         for name, on_accelerator in zip(STATES, states.tensors, strict=True):
             yield from ((getattr(part, name), part.of_unit(on_accelerator)) for part in self.parts)
 
     def publications(self) -> tuple[Copies, Copies]:
-        """Return the copies that publish the parameters after an update, and those that distribute them afterwards.
+        """Return the copies that publish the parameters, and those that distribute them within the accelerator.
 
-        There are none if the update writes the model's own parameters. The second ones are within the accelerator.
+        There are none if the update writes the model's own parameters.
         """
         if self.is_on_accelerator:
             return [(part.param, part.staged) for part in self.parts if part.staged is not None], []

@@ -40,7 +40,7 @@ def widths_of(
 class SubGroupTensors:
     """The tensors of one sub-group in the slab, of shape [numel] each.
 
-    The states are fp32. ``grad`` is in the accumulation dtype. ``rounded`` has the model's dtype; it is None if a CPU
+    The states are fp32, ``grad`` is in the accumulation dtype and ``rounded`` in the model's; it is None if a CPU
     update needs no buffer for rounded parameters.
     """
 
@@ -62,11 +62,11 @@ class StateMemory:
     """The states of one rank.
 
     ``sub_groups`` are the tensors in the slab, which do not depend on a plan. ``units`` are views of them, and the
-    memory on the accelerator, for the plan that was passed to ``set_plan`` last. ``params`` has the flat buffer of each
-    sub-group, of shape [numel], in the model's dtype; if ``params_on_host``, these buffers are in page-locked host
+    memory on the accelerator, for the plan that was passed to ``set_plan`` last. ``params`` holds the flat buffer of
+    each sub-group, of shape [numel], in the model's dtype; if ``params_on_host``, these buffers are in page-locked host
     memory although ``device`` has memory of its own.
 
-    The constructor reserves the slab, which has zeros, and touches none of its pages. Raise ``HostMemoryError`` if the
+    The constructor reserves the slab and touches none of its pages, which are zero. Raise ``HostMemoryError`` if the
     host cannot provide it.
     """
 
@@ -96,10 +96,10 @@ class StateMemory:
         self._packing: Packing | None = None
 
     def set_plan(self, plan: UpdatePlan) -> None:
-        """Make ``units`` those of ``plan``, with the memory on the accelerator that their placements need.
+        """Make ``units`` those of ``plan``, with the accelerator memory that they need, and move their gradients.
 
-        Gradients are copied to their new place. The caller has written back resident states. Raise the device's
-        out-of-memory error if memory is short; then nothing has changed.
+        The caller has written back resident states. Raise the device's out-of-memory error if memory is short; then
+        nothing has changed.
         """
         staging = self._reserve_staging(plan)
         placed = zip(plan.workload.units, plan.placements, strict=True)
@@ -113,10 +113,7 @@ class StateMemory:
         return [part for unit in self.units for part in unit.parts]
 
     def release_params(self) -> None:
-        """Drop the references to the parameters: DeepSpeed frees its flat buffers in ``offload_states()``.
-
-        No update begins before ``replace_params``.
-        """
+        """Drop the parameters until ``replace_params``: DeepSpeed frees its flat buffers in ``offload_states()``."""
         self.replace_params([torch.empty_like(param, device="meta") for param in self._params])
 
     def replace_params(self, params: Sequence[torch.Tensor]) -> None:
@@ -128,10 +125,7 @@ class StateMemory:
             part.replace_param(part.elements.view(self._params[part.sub_group]))
 
     def lock(self) -> None:
-        """Lock the slab's pages in memory. Call this once the threads that will use its pages have touched them.
-
-        Raise ``HostMemoryError`` if the driver refuses.
-        """
+        """Lock the slab's pages, which the threads that use them have touched. Raise ``HostMemoryError`` if refused."""
         self._slab.lock()
 
     def close(self) -> None:
@@ -197,10 +191,9 @@ class StateMemory:
         return self._device.empty(numel, self._params[0].dtype)
 
     def _move_gradients(self, units: Sequence[UnitState]) -> None:
-        """Copy the gradients to where ``units`` have them, by way of the slab, and block the host until they are there.
+        """Copy the gradients to where ``units`` hold them, by way of the slab, and block the host until they are there.
 
-        No gradient is being reduced. These are the gradients of the last step, which users may still read, or the sums
-        of a window that is open while ``RunningPlan.evict`` frees memory.
+        Users may still read those of the last step, and an open window adds to its sums. None is being reduced.
         """
         for part in _on_accelerator(self.units):
             self._device.copy(self._slab_grad(part), part.grad)

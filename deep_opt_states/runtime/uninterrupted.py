@@ -1,10 +1,9 @@
 """Run code to its end where no signal handler can interrupt it, and let the wait for it be repeated.
 
-Python runs signal handlers on the main thread, between any two of its instructions. Ctrl-C raises ``KeyboardInterrupt``
-there, and the handler of a script may raise any exception. Nothing shows how far an interrupted line has come: a kernel
-may have been launched or not. So code that changes an update, a *section*, runs on a thread of its own, and the caller
-only waits for it. An interrupt ends that wait and changes nothing: the section runs to its end, and the next call waits
-for it first.
+Python runs signal handlers on the main thread, between any two of its instructions, and they may raise any exception.
+Nothing shows how far an interrupted line has come: a kernel may have been launched or not. So code that changes an
+update, a *section*, runs on a thread of its own. An interrupt ends the caller's wait for it and changes nothing: the
+section runs to its end, and the next call waits for it first.
 """
 
 from __future__ import annotations
@@ -12,21 +11,33 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from deep_opt_states.device.interface import Device, Stream
 from deep_opt_states.runtime.worker import Worker
 
+Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
 
 THREAD_NAME = "deep_opt_states-sections"
 
 
+def section(method: Callable[Concatenate[Any, Arguments], Value]) -> Callable[Concatenate[Any, Arguments], Value]:
+    """Return ``method`` of an executor, which runs to its end even if a signal handler raises in the caller."""
+
+    @wraps(method)
+    def run(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
+        result: Value = self.run_uninterrupted(lambda: method(self, *args, **kwargs))
+        return result
+
+    return run
+
+
 class Uninterrupted:
     """The thread for the sections of one executor, which run one after the other.
 
-    Signal handlers run on the main thread only. Any other thread, such as autograd's, runs its sections itself. So does
-    a forked process, which does not have the thread.
+    Any other thread than the main one, such as autograd's, runs its sections itself, and so does a forked process.
     """
 
     def __init__(self, device: Device[Any]) -> None:

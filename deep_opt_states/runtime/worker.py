@@ -33,10 +33,9 @@ class CpuLane(Protocol):
 class Worker:
     """A daemon thread called ``name``, by default the CPU lane.
 
-    A ``ThreadPoolExecutor`` has no daemon threads, so a task that never ends would keep the process alive.
-
-    ``enter`` is called on the thread before any task; the constructor waits for it and raises its exception. The thread
-    ends when ``close`` is called, when the last reference to the worker is gone, or before the interpreter shuts down.
+    A ``ThreadPoolExecutor`` has no daemon threads, so a task that never ends would keep the process alive. ``enter`` is
+    called on the thread before any task; the constructor waits for it and raises its exception. The thread ends with
+    ``close``, with the last reference to the worker, or before the interpreter shuts down.
     """
 
     def __init__(self, enter: Task = lambda: None, name: str = "deep_opt_states-cpu-lane") -> None:
@@ -59,8 +58,7 @@ class Worker:
     def submit(self, task: Task) -> Future[None]:
         """Enqueue ``task``. The returned future carries the task's exception, with its traceback.
 
-        If the thread was ended, the caller runs the task. The garbage collector ends the thread before it collects an
-        engine, which then ends its update.
+        If the thread was ended, as by the garbage collector before an engine ends its update, the caller runs the task.
         """
         future: Future[None] = Future()
         if self._finalizer.alive:

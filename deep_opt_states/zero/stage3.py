@@ -2,21 +2,14 @@
 
 ``step()`` itself, the gradient reduction, the norm, overflow handling and checkpoints are stock's. Stock updates one
 sub-group after the other inside ``step()``. Here the hooks collect the hyperparameters of all sub-groups, and the hook
-of the last sub-group begins one schedule for all of them.
+of the last sub-group starts one schedule for all of them.
 
 Persistent parameters, which DeepSpeed keeps gathered, are updated when ``step()`` returns. The rest may be updated
 while the next forward runs (see ``step/update.py`` for the life of an update). Every reader or writer of
 parameters, states or gradients waits until no update is in flight.
 
-The sections of the class:
-
-- *Construction*: called by stock's constructor, once
-- *Backward*: gradients arrive, and the next update is prefetched
-- *Step*: the hooks of ``step()``, in the order in which it calls them
-- *End*
-
-Its two mixins override the hooks that are called outside the training loop: ``GuardedStates`` those
-of readers and writers of states and of checkpoints, ``UserGradients`` those by which users read and set gradients.
+Two mixins override the hooks that are called outside the training loop: ``GuardedStates`` for readers and writers of
+states and for checkpoints, ``UserGradients`` for users who read and set gradients.
 """
 
 from __future__ import annotations
@@ -60,10 +53,8 @@ from perf_model.schedule.plan import UpdatePlan
 class DeepOptimizerStates_Stage3(UserGradients, GuardedStates):
     """Stock's optimizer, with the fp32 states where the plan places them and updates that the schedule runs.
 
-    Constructing one is a collective over all ranks. If it raises, everything that was taken from the process is given
-    back. It raises ``ConfigError`` or ``Unsupported`` for a placement that this model or accelerator does not allow,
-    ``ProfileError`` for a profile that cannot be used, ``HostMemoryError`` if the states do not fit into host memory,
-    and ``RanksDisagree`` if the ranks' plans differ or another rank fails.
+    Constructing one is a collective over all ranks, which raises the errors of ``assemble``. Then everything that was
+    taken from the process is given back.
     """
 
     device: Any
@@ -87,7 +78,7 @@ class DeepOptimizerStates_Stage3(UserGradients, GuardedStates):
         self._accelerator = accelerator
         self._progress = progress
         self._resources = ExitStack()
-        """The callbacks that give back everything that the updates have taken from the process, last taken first."""
+        """The callbacks that give back everything that was taken from the process, last taken first."""
         try:
             super().__init__(*args, **kwargs)
         except BaseException:
@@ -104,18 +95,14 @@ class DeepOptimizerStates_Stage3(UserGradients, GuardedStates):
     def _create_fp32_partitions(self) -> None:
         """Create the fp32 states where the plan places them; stock would convert the parameters to new tensors."""
         self._assembly = assembly = assemble(self, self._config, self._accelerator, self._resources)
-        self.accounting_device = assembly.device
+        self.accounting_device = assembly.context.device
         self._running = running = assembly.running
         self._gradients = running.gradients
         self.fp32_partitioned_groups_flat = assembly.masters
         # Stock would create the moments, unpinned, at the first step.
         self._states = AssignedStates(self, running.memory)
         self.report = self._progress.make_report(self._config, assembly)
-        self._update = Update(
-            running,
-            defers=assembly.defers,
-            on_finished=self._updated,
-        )
+        self._update = Update(running, defers=assembly.context.defers, on_finished=self._updated)
         # Stock looks up here on which device a sub-group is.
         self.subgroup_to_device = dict.fromkeys(range(len(assembly.masters)), "cpu")
         self._empty_param_groups()
@@ -146,7 +133,7 @@ class DeepOptimizerStates_Stage3(UserGradients, GuardedStates):
         )
         self._resources.callback(self._gathers.release)
         self._gpu_memory: GpuMemory | None = None
-        request, budget = self._assembly.planned.request, self._assembly.budget
+        request, budget = self._assembly.planned.request, self._assembly.context.budget
         if request is not None and budget is not None:
             self._gpu_memory = memory = GpuMemory(self._running, request, budget, before_move=self._update.report)
             memory.log_failure_at_exit(self._resources)
@@ -188,8 +175,8 @@ class DeepOptimizerStates_Stage3(UserGradients, GuardedStates):
     def clear_backward_seen_flag(self) -> None:
         """Discard the gradients of a backward that an error has ended; DeepSpeed calls this before each forward.
 
-        Stock overwrites them when the first micro-batch of a window is tried again, but only those that were reduced:
-        the others stay in its buckets. Those of a later micro-batch are part of the sums already, as in stock.
+        When the first micro-batch of a window is tried again, stock overwrites those that were reduced, but the others
+        stay in its buckets. Those of a later micro-batch are part of the sums already, as in stock.
         """
         super().clear_backward_seen_flag()
         if self.micro_step_id == 0 and (self._window_is_open or self._buckets.have_gradients):
@@ -221,7 +208,7 @@ class DeepOptimizerStates_Stage3(UserGradients, GuardedStates):
 
     def _adapt(self) -> None:
         running, memory, changed = self._running, self._gpu_memory, False
-        if self._assembly.defers and running.uses is None and (names := self._gathers.used_names()) is not None:
+        if self._assembly.context.defers and running.uses is None and (names := self._gathers.used_names()) is not None:
             # Predictions of the updates depend on it, although the plan may not.
             running.uses, changed = tuple(names), True
             if memory is None:
@@ -274,8 +261,8 @@ class DeepOptimizerStates_Stage3(UserGradients, GuardedStates):
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """Return whether a gradient is not finite on any rank, judged by the norms of the parameters.
 
-        A norm is finite if and only if all elements are finite and the sum of their squares does not overflow. If only
-        that sum overflows, stock finds no overflow here, but an infinite norm afterwards: it skips the step as well.
+        If all elements are finite and only the sum of their squares overflows, stock finds no overflow here, but an
+        infinite norm afterwards: it skips the step as well.
         """
         if not partition_gradients:
             return super().has_overflow(partition_gradients)
@@ -294,10 +281,7 @@ class DeepOptimizerStates_Stage3(UserGradients, GuardedStates):
         self._update.skip()
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
-        """Compute the factor, the same for all sub-groups, by which our kernels multiply the gradients.
-
-        Stock multiplies the gradients here.
-        """
+        """Compute the factor by which our kernels multiply all gradients; stock multiplies them here."""
         if sub_group_id > 0:
             return
         combined_scale = self.loss_scale
@@ -328,24 +312,23 @@ class DeepOptimizerStates_Stage3(UserGradients, GuardedStates):
         )
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
-        """Make the partitions views of the flat 16-bit buffer, to which the schedule writes.
+        """Make the partitions views of the flat 16-bit buffer again, to which the schedule writes.
 
-        A caller may have assigned other tensors to them. Stock copies the updated values into the buffer here.
+        A caller may have assigned other tensors. Stock copies the updated values into the buffer here.
         """
         restore_param_views(self, sub_group_id)
 
     def _release_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
         super()._release_sub_group(sub_group_id, timer_names)
-        if sub_group_id == len(self.fp16_groups) - 1:
-            self._begin_update()
-
-    def _begin_update(self) -> None:
+        if sub_group_id < len(self.fp16_groups) - 1:
+            return
         # A copy: the LR scheduler and the user may change the next step's hyperparameters while this update runs.
         steps = tuple(self._steps)
         self._stepped = True
 
         def prepare() -> None:
-            self._set_gradients_of_units()
+            for part, grad in zip(self._running.memory.parts, self._gradients.grads_for_update(), strict=True):
+                part.grad = grad
             self._gradients.end_window()
             # Here, so that the step counts are those of the moments wherever an interrupt ends ``step()``.
             for sub_group_id, step in enumerate(steps):
@@ -356,21 +339,16 @@ class DeepOptimizerStates_Stage3(UserGradients, GuardedStates):
         # The param groups are empty, so this updates nothing. PyTorch's LR schedulers count the calls.
         self.optimizer.step()
 
-    def _set_gradients_of_units(self) -> None:
-        for part, grad in zip(self._running.memory.parts, self._gradients.grads_for_update(), strict=True):
-            part.grad = grad
-
     def _post_step(self, timer_names: Any) -> None:
         # Prefetches may be in flight. If the host waited for them, the actions that follow them would be issued late.
         with waits_for_current_stream(get_accelerator()), self._gathers.by_the_step():
             super()._post_step(timer_names)
-        # The next all-gather must wait for the caller's stream. The pre-forward hook of ``Gathers`` also ensures that,
-        # but it does not run if a submodule is called directly and not through the engine.
+        # The pre-forward hook of ``Gathers`` does not run if a submodule is called directly and not through the engine.
         self._gathers.order_after_caller()
         # After ``super()``, so that the host gathers the persistent parameters before it enqueues all actions.
         self._update.advance()
-        # After ``advance``, so that the accelerator works while the host reports the previous update. Its events have
-        # been reached, so the host does not wait, and DeepSpeed's step count is still the one of that update.
+        # After ``advance``, so that the accelerator works while the host reports. The events of the previous update
+        # have been reached, so the host does not wait, and DeepSpeed's step count is still the one of that update.
         self._update.report_previous()
         self._gathers.direct_writes.record()
 
@@ -385,7 +363,6 @@ class DeepOptimizerStates_Stage3(UserGradients, GuardedStates):
             super().destroy()
         finally:
             self._resources.close()
-            # DeepSpeed's hooks on the module keep a reference to this object. Without these calls they would keep the
-            # memory of the states, too.
+            # DeepSpeed's hooks on the module keep a reference to this object, and so to the memory of the states.
             self.optimizer.state.clear()
             self._states.masters.clear()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.failure import UpdateFailed
 
 
 def run_update(executor: Executor, steps: Sequence[AdamStep]) -> None:
@@ -17,4 +18,4 @@ def run_update(executor: Executor, steps: Sequence[AdamStep]) -> None:
         executor.begin(steps)
         executor.end()
     if executor.failure is not None:
-        raise executor.inconsistent_states_error()
+        raise UpdateFailed.because_of(executor.failure)

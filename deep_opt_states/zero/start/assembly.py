@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,11 +40,72 @@ from deep_opt_states.zero.step.running_plan import RunningPlan, max_intervals
 from deep_opt_states.zero.step.staging import Staging
 from perf_model.prediction.memory import TrainingSetup, staging_numel
 from perf_model.schedule.cutting import WHOLE_SUB_GROUPS
-from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.simple_placements import place_all
 from perf_model.schedule.workload import Partition
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """The facts about one engine that its start works with. They do not depend on the plan."""
+
+    optimizer: Any
+    """Stock's stage-3 optimizer, whose sub-groups exist and whose fp32 partitions do not."""
+    accelerator: AcceleratorChoice
+    device: AccountingDevice
+    """The device on which all memory is reserved, with a record of each reservation."""
+    setup: TrainingSetup
+    budget: GpuBudget | None
+    """The accelerator memory that the planner may use; None if there is none or the config gives the placements."""
+    share: CoreShare
+    host_adam: AdamKernel
+    defers: bool
+    """Whether updates may run while the next forward does; the same on every rank."""
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Return the dtype in which gradients are accumulated."""
+        dtype: torch.dtype = self.optimizer.gradient_accumulation_dtype
+        return dtype
+
+    def gradient_buffers(
+        self, plan: UpdatePlan, units: Sequence[UnitState], is_evicted: bool = False
+    ) -> list[GradientBuffer]:
+        """Return where the gradients of each range of the units are kept.
+
+        If the accelerator has enough free memory, sums over micro-batches stay there, also for units that the CPU
+        updates.
+        """
+        accumulates = self.setup.accumulates and not is_evicted
+        sums_stay = accumulates and self.accelerator.fits_accumulators(plan, self.setup, self.budget)
+        buffers = []
+        for unit in units:
+            sums = None
+            if sums_stay and unit.placement is Placement.CPU:
+                # Padding of a partition is never written, and it counts in the norm: it must be zero.
+                sums = self.device.empty(unit.length, self.grad_dtype).zero_()
+            buffers += [
+                GradientBuffer(
+                    sub_group=part.sub_group,
+                    elements=part.elements,
+                    grad=part.grad,
+                    device_accumulator=None if sums is None else part.of_unit(sums),
+                )
+                for part in unit.parts
+            ]
+        return buffers
+
+    def staging(self, plan: UpdatePlan) -> Staging | None:
+        """Return the buffers through which gradients are copied to host memory, if any are.
+
+        With a budget, any unit may be updated on the CPU later.
+        """
+        if self.budget is not None:
+            plan = replace(plan, placements=place_all(plan.workload, Placement.CPU))
+        longest = max(param.partition_numel() for group in self.optimizer.fp16_groups for param in group)
+        numel = staging_numel(plan, self.grad_dtype.itemsize, longest)
+        return None if numel == 0 or self.device.shares_host_memory else Staging(self.device, numel, self.grad_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,204 +115,110 @@ class Assembly:
     The ``ExitStack`` that was passed to ``assemble`` gives all of it back.
     """
 
+    context: Context
     planned: PlannedRun
     """The plan, with the function that predicts how long an update takes."""
-    budget: GpuBudget | None
-    """The accelerator memory that the planner may use; None if there is none or the config gives the placements."""
-    widths: Widths
-    """Bytes per parameter of the model's parameters and gradients."""
-    device: AccountingDevice
-    """The device on which all memory was reserved, with a record of each reservation."""
     running: RunningPlan
     """The states, the executor and everything else that depends on the plan that runs."""
     masters: list[torch.Tensor]
     """The fp32 parameters of each sub-group, by which the optimizer's states are keyed."""
     kernels: tuple[AdamKernel, ...]
     """The kernels that update: the CPU's first, then the accelerator's if it has one of its own."""
-    defers: bool
-    """Whether updates may run while the next forward does; the same on every rank."""
 
 
 def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, resources: ExitStack) -> Assembly:
     """Plan the updates of ``optimizer`` and build everything for them. This is a collective over all ranks.
 
-    ``optimizer`` is stock's stage-3 optimizer, whose sub-groups exist and whose fp32 partitions do not. ``resources``
-    receives the callbacks that give back what is taken here. If one rank fails, all ranks raise; the caller then
-    closes ``resources`` on each of them.
+    ``resources`` receives the callbacks that give back what is taken here. If one rank fails, all ranks raise; the
+    caller then closes ``resources`` on each of them.
 
     Raise ``ConfigError`` or ``Unsupported`` for a placement that this model or accelerator does not allow,
     ``ProfileError`` for a profile that cannot be used, ``HostMemoryError`` if the states do not fit into host memory,
     and ``RanksDisagree`` if the ranks' plans differ or another rank fails.
     """
     share = share_cores(config, accelerator)
-    params = optimizer.fp16_partitioned_groups_flat
-    params_on_host = _params_on_host(optimizer, accelerator.device)
-    widths = widths_of(
-        params[0],
-        optimizer.gradient_accumulation_dtype,
-        accelerator.device,
-        params_on_host=params_on_host,
-    )
     sub_groups = partitions_by_name(optimizer)
     check_even_shards(sub_groups)
     trained = [partition.name for partitions in sub_groups for partition in partitions]
     raise_together(lambda: refuse_rules_without_effect(config, optimizer.module, trained))
-    # The budget of GPU memory does not include the staging buffers for gradients.
-    setup = TrainingSetup(
-        widths=widths, accumulates=optimizer.gradient_accumulation_steps > 1, params_on_host=params_on_host
-    )
     choice = raise_together(lambda: _choose_host_adam(optimizer, share, resources))
-    # The fallback kernel cannot update a part of a sub-group with the same bits. Units are the same on every rank, and
-    # deferring decides which collectives forward calls, so one rank that has to use the fallback decides for all.
-    updates_parts = all(Ranks().gather(choice.arithmetic is not None))
-    if not updates_parts:
-        if config.rules.rules:
-            raise Unsupported(
-                f"{CONFIG_KEY}.placement: rules by name divide sub-groups, which needs the plugin's own CPU kernel on "
-                f"every rank; found that a rank has to use DeepSpeed's "
-                f"({choice.why or 'the log of that rank has the reason'}).\n"
-                f'Remove the cause, or use another "placement", for example "planned".'
-            )
-        config = config.model_copy(update={"unit_size": WHOLE_SUB_GROUPS})
-    defers = config.overlap_forward and updates_parts
-    if not defers:
+    config, updates_parts = _with_whole_sub_groups_if_needed(config, choice)
+    context = Context(
+        optimizer=optimizer,
+        accelerator=accelerator,
+        device=AccountingDevice(accelerator.device),
+        setup=_setup(optimizer, accelerator.device),
+        budget=raise_together(lambda: accelerator.gpu_budget(config)) if config.may_plan else None,
+        share=share,
+        host_adam=choice.kernel,
+        defers=config.overlap_forward and updates_parts,
+    )
+    if not context.defers:
         # ``step()`` waits for all units, and no unit need be published before the others.
         sub_groups = [[replace(partition, is_persistent=False) for partition in group] for group in sub_groups]
     else:
         _log_overruled(config, sub_groups)
-    budget = raise_together(lambda: accelerator.gpu_budget(config)) if config.may_plan else None
-    planned = make_plan(config, sub_groups, setup, accelerator, budget, share)
-    plan = planned.plan
-    # At once: the rest of the start prints warnings of other libraries, and the plan is among the first lines of a run.
+    planned = make_plan(config, sub_groups, context.setup, accelerator, context.budget, share)
+    # Immediately: the rest of the start prints warnings of other libraries, and the plan is among the first lines.
     for line in planned.at_start():
         log_rank_0(line)
-    ranks = SharingRanks.gather(Ranks())
-    # Every rank checks before any rank allocates memory that another rank's check would then find missing.
-    raise_together(
-        lambda: check_free_memory(
-            widths.slab_bytes(plan.workload), plan.workload.numel, ranks, FreeHostMemory.measure()
-        )
-    )
-    # After every rank has checked: memory that one rank locks as a trial is missing from what another finds available.
-    raise_together(lambda: _check_locking(plan, widths, accelerator))
-
-    def build() -> Assembly:
-        return _build(
-            optimizer,
-            config,
-            accelerator,
-            resources,
-            planned=planned,
-            budget=budget,
-            setup=setup,
-            share=share,
-            host_adam=choice.kernel,
-            defers=defers,
-        )
-
-    return raise_together(build)
+    _check_host_memory(context, planned.plan)
+    return raise_together(lambda: _build(context, planned, resources))
 
 
-def _build(
-    optimizer: Any,
-    config: Config,
-    accelerator: AcceleratorChoice,
-    resources: ExitStack,
-    *,
-    planned: PlannedRun,
-    budget: GpuBudget | None,
-    setup: TrainingSetup,
-    share: CoreShare,
-    host_adam: AdamKernel,
-    defers: bool,
-) -> Assembly:
-    plan, params = planned.plan, optimizer.fp16_partitioned_groups_flat
-    grad_dtype = optimizer.gradient_accumulation_dtype
+def _build(context: Context, planned: PlannedRun, resources: ExitStack) -> Assembly:
+    plan, device, host_adam = planned.plan, context.device, context.host_adam
+    params = context.optimizer.fp16_partitioned_groups_flat
     # Before any memory is touched, so that it is allocated near these cores, and before the worker starts.
-    if share.launch_cores:
-        resources.callback(LaunchBinding(share.launch_cores).release)
-    device = AccountingDevice(accelerator.device)
-    memory = StateMemory(
-        plan.workload,
-        params,
-        grad_dtype,
-        device,
-        params_on_host=setup.params_on_host,
-    )
+    if context.share.launch_cores:
+        resources.callback(LaunchBinding(context.share.launch_cores).release)
+    memory = StateMemory(plan.workload, params, context.grad_dtype, device, params_on_host=context.setup.params_on_host)
     resources.callback(memory.close)
     memory.set_plan(plan)
-    gradient_buffers = partial(_gradient_buffers, optimizer, accelerator, budget, setup, device)
-    gradients = Gradients(
-        optimizer, gradient_buffers(plan, memory.units, False), _staging(optimizer, plan, budget, device)
-    )
+    gradients = Gradients(context.optimizer, context.gradient_buffers(plan, memory.units), context.staging(plan))
     # Closed before ``memory``, which gradients are copied to: closing waits for the copies in flight.
     resources.callback(gradients.close)
-    device_adam = accelerator.device_adam(
-        plan,
-        budget,
-        host_adam,
-        optimizer.optimizer,
-        grad_dtype,
-        params[0].dtype,
+    device_adam = context.accelerator.device_adam(
+        plan, context.budget, host_adam, context.optimizer.optimizer, context.grad_dtype, params[0].dtype
     )
     kernels = [host_adam]
     # Where slots are host memory, the same kernel updates both.
     if device_adam is not None and device_adam is not host_adam:
         resources.callback(device_adam.close)
         kernels.append(device_adam)
-    executor = Executor(
-        plan.schedule,
-        memory.units,
-        device,
-        host_adam,
-        device_adam,
-        span=ActionSpan,
-    )
+    executor = Executor(plan.schedule, memory.units, device, host_adam, device_adam, span=ActionSpan)
     resources.callback(executor.close)
     executor.touch([tensors.adam_tensors for tensors in memory.sub_groups])
-    exposure = Exposure(device, max_intervals(plan))
-    masters = [_init_master(optimizer, index, tensors.master) for index, tensors in enumerate(memory.sub_groups)]
+    masters = [
+        _init_master(context.optimizer, index, tensors.master) for index, tensors in enumerate(memory.sub_groups)
+    ]
     # After the fp32 parameters were written: the slab is registered once its pages are touched.
     memory.lock()
-    return Assembly(
-        planned=planned,
-        budget=budget,
-        widths=setup.widths,
-        device=device,
-        masters=masters,
-        kernels=tuple(kernels),
-        defers=defers,
-        running=RunningPlan(
-            plan=plan,
-            memory=memory,
-            executor=executor,
-            gradients=gradients,
-            exposure=exposure,
-            gradient_buffers=gradient_buffers,
-        ),
+    running = RunningPlan(
+        plan=plan,
+        memory=memory,
+        executor=executor,
+        gradients=gradients,
+        exposure=Exposure(device, max_intervals(plan)),
+        gradient_buffers=context.gradient_buffers,
     )
+    return Assembly(context=context, planned=planned, running=running, masters=masters, kernels=tuple(kernels))
 
 
-def _log_overruled(config: Config, sub_groups: Sequence[Sequence[Partition]]) -> None:
-    """Log the persistent parameters that rules by name place elsewhere than on the CPU."""
-    persistent = [partition.name for group in sub_groups for partition in group if partition.is_persistent]
-    overruled = [name for name in persistent if config.rules.placement_of(name) not in (None, Placement.CPU)]
-    if overruled:
-        log_rank_0(
-            f"rules do not apply to persistent parameters, which the CPU updates before step() returns: "
-            f"{len(overruled)} such as {overruled[0]}"
-        )
+def _setup(optimizer: Any, device: Device[Any]) -> TrainingSetup:
+    """Return how the engine trains. Its budget of GPU memory does not include the staging buffers for gradients."""
+    params_on_host = _params_on_host(optimizer, device)
+    param = optimizer.fp16_partitioned_groups_flat[0]
+    return TrainingSetup(
+        widths=widths_of(param, optimizer.gradient_accumulation_dtype, device, params_on_host=params_on_host),
+        accumulates=optimizer.gradient_accumulation_steps > 1,
+        params_on_host=params_on_host,
+    )
 
 
 def _params_on_host(optimizer: Any, device: Device[Any]) -> bool:
     """Return whether the model's partitions are in page-locked host memory while ``device`` has its own memory."""
     return bool(optimizer.offload_param) and not device.shares_host_memory
-
-
-def _check_locking(plan: UpdatePlan, widths: Widths, accelerator: AcceleratorChoice) -> None:
-    # On the device itself and not on the ``AccountingDevice``: the memory is given back at once.
-    limit_bytes = machine.memlock_limit_bytes()
-    check_locking(widths.slab_bytes(plan.workload), plan.workload.numel, accelerator.device, limit_bytes)
 
 
 def _choose_host_adam(optimizer: Any, share: CoreShare, resources: ExitStack) -> ChosenKernel:
@@ -269,52 +235,45 @@ def _choose_host_adam(optimizer: Any, share: CoreShare, resources: ExitStack) ->
     return choice
 
 
-def _gradient_buffers(
-    optimizer: Any,
-    accelerator: AcceleratorChoice,
-    budget: GpuBudget | None,
-    setup: TrainingSetup,
-    device: AccountingDevice,
-    plan: UpdatePlan,
-    units: Sequence[UnitState],
-    is_evicted: bool,
-) -> list[GradientBuffer]:
-    """Return where the gradients of each range of the units are kept.
+def _with_whole_sub_groups_if_needed(config: Config, choice: ChosenKernel) -> tuple[Config, bool]:
+    """Return the config, with whole sub-groups as units if any rank cannot update parts, and whether all ranks can.
 
-    If the accelerator has enough free memory, sums over micro-batches stay there, also for units that the CPU updates.
+    The fallback kernel cannot update a part of a sub-group with the same bits. Units are the same on every rank, and
+    deferring decides which collectives forward calls, so one rank that has to use the fallback decides for all.
     """
-    accumulates = setup.accumulates and not is_evicted
-    sums_stay = accumulates and accelerator.fits_accumulators(plan, setup, budget)
-    buffers = []
-    for unit in units:
-        sums = None
-        if sums_stay and unit.placement is Placement.CPU:
-            # Padding of a partition is never written, and it counts in the norm: it must be zero.
-            sums = device.empty(unit.length, optimizer.gradient_accumulation_dtype).zero_()
-        buffers += [
-            GradientBuffer(
-                sub_group=part.sub_group,
-                elements=part.elements,
-                grad=part.grad,
-                device_accumulator=None if sums is None else part.of_unit(sums),
-            )
-            for part in unit.parts
-        ]
-    return buffers
+    if all(Ranks().gather(choice.arithmetic is not None)):
+        return config, True
+    if config.rules.rules:
+        raise Unsupported(
+            f"{CONFIG_KEY}.placement: rules by name divide sub-groups, which needs the plugin's own CPU kernel on "
+            f"every rank; found that a rank has to use DeepSpeed's "
+            f"({choice.why or 'the log of that rank has the reason'}).\n"
+            f'Remove the cause, or use another "placement", for example "planned".'
+        )
+    return config.model_copy(update={"unit_size": WHOLE_SUB_GROUPS}), False
 
 
-def _staging(optimizer: Any, plan: UpdatePlan, budget: GpuBudget | None, device: AccountingDevice) -> Staging | None:
-    """Return the buffers through which gradients are copied to host memory.
+def _log_overruled(config: Config, sub_groups: Sequence[Sequence[Partition]]) -> None:
+    """Log the persistent parameters that rules by name place elsewhere than on the CPU."""
+    persistent = [partition.name for group in sub_groups for partition in group if partition.is_persistent]
+    overruled = [name for name in persistent if config.rules.placement_of(name) not in (None, Placement.CPU)]
+    if overruled:
+        log_rank_0(
+            f"rules do not apply to persistent parameters, which the CPU updates before step() returns: "
+            f"{len(overruled)} such as {overruled[0]}"
+        )
 
-    Return None if no gradient is copied there, or if the accelerator shares host memory. With a ``budget``, any unit
-    may be updated on the CPU later.
-    """
-    if budget is not None:
-        plan = replace(plan, placements=place_all(plan.workload, Placement.CPU))
-    dtype = optimizer.gradient_accumulation_dtype
-    longest = max(param.partition_numel() for group in optimizer.fp16_groups for param in group)
-    numel = staging_numel(plan, dtype.itemsize, longest)
-    return None if numel == 0 or device.shares_host_memory else Staging(device, numel, dtype)
+
+def _check_host_memory(context: Context, plan: UpdatePlan) -> None:
+    """Raise ``HostMemoryError`` on every rank if the states of all ranks do not fit, or cannot be page-locked."""
+    slab_bytes, numel = context.setup.widths.slab_bytes(plan.workload), plan.workload.numel
+    ranks = SharingRanks.gather(Ranks())
+    # Every rank checks before any rank allocates memory that another rank's check would then find missing.
+    raise_together(lambda: check_free_memory(slab_bytes, numel, ranks, FreeHostMemory.measure()))
+    # After every rank has checked: memory that one rank locks as a trial is missing from what another finds available.
+    # On the device itself and not on the ``AccountingDevice``: the memory is given back immediately.
+    device, limit_bytes = context.accelerator.device, machine.memlock_limit_bytes()
+    raise_together(lambda: check_locking(slab_bytes, numel, device, limit_bytes))
 
 
 def _init_master(optimizer: Any, sub_group_id: int, states_master: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,7 @@ class EngineProgress:
             sinks.append(MonitorEvents(self._steps_per_print, self._monitor.write_events))
         if config.report is not None:
             began = datetime.now().astimezone().isoformat(timespec="seconds")
-            describe = partial(self._describe, assembly.device, began)
+            describe = partial(self._describe, assembly.context.device, began)
             sinks.append(RunWriter(Path(config.report), self._steps_per_print, describe))
         return UpdateReporter(_reported_plan(assembly), sinks, self.progress, log_rank_0)
 
@@ -91,15 +91,15 @@ class EngineProgress:
 
 
 def _reported_plan(assembly: Assembly) -> ReportedPlan:
-    planned, running, reserved = assembly.planned, assembly.running, assembly.device.reserved
-    plan = running.plan
+    planned, running, context = assembly.planned, assembly.running, assembly.context
+    plan, widths = running.plan, context.setup.widths
     return ReportedPlan(
         work=Work(
             numel=plan.workload.numel,
             gpu_share=1 - plan.numel(Placement.CPU) / max(1, plan.workload.numel),
             numels=[unit.numel for unit in plan.workload.units],
-            widths=assembly.widths,
+            widths=widths,
         ),
         predict=None if planned.predict is None else partial(planned.predict, plan, running.uses),
-        description=f"{planned.at_end(plan, assembly.widths)}\n  in all: {total_reserved(reserved)}",
+        description=f"{planned.at_end(plan, widths)}\n  in all: {total_reserved(context.device.reserved)}",
     )

@@ -1,8 +1,7 @@
 """Handle gradients that are accumulated into while they are in one of DeepSpeed's reduction buckets.
 
-A layer that is used several times under reentrant checkpointing has a backward of its own for each use, and autograd
-produces its gradient once per use. If the first gradient is still in the bucket then, autograd adds the next one to it
-in place.
+A layer that is used several times under reentrant checkpointing gets one gradient per use. If the first one is still in
+the bucket, autograd adds the next one to it in place.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ class Buckets:
     def contains(self, param: Parameter) -> bool:
         """Return whether the parameter's gradient is in a bucket now.
 
-        After a backward that raised an exception, the bucket may hold a gradient that the caller has dropped since.
-        The gradient that autograd creates next has another address.
+        After a backward that raised, the bucket may hold a dropped gradient; autograd's next one has another address.
         """
         address = self._addresses.get(param.ds_id)
         return address is not None and param.grad is not None and param.grad.data_ptr() == address
@@ -77,9 +75,6 @@ class Buckets:
         get_accelerator().current_stream().wait_stream(self._stream)
 
     def _before_adding(self, param: Parameter, gradient: torch.Tensor) -> None:
-        """Order autograd's next addition after the copy into the bucket.
-
-        PyTorch calls this hook before it adds to the parameter's gradient, on the stream on which it adds.
-        """
+        """Order autograd's next addition, on the current stream, after the copy into the bucket."""
         if self.contains(param):
             self.wait_for_copy()

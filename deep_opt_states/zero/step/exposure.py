@@ -2,8 +2,8 @@
 
 The caller's stream, on which the model computes, waits for an update in two ways.
 
-1. It waits for the update itself. Events on that stream mark where the wait begins and ends. A host that waits while
-   the stream still has work delays nothing: then the second event follows the first at once.
+1. It waits for the update itself. Events on that stream mark where the wait starts and ends. A host that waits while
+   the stream still has work delays nothing: then the second event follows the first immediately.
 2. It waits for the gathering stream, which gathers parameters that are needed later, and which may itself wait for the
    update. Then events on both streams mark the waits, and only the time in which both streams wait counts. An
    all-gather is not part of the update, and neither is a wait of the gathering stream while the caller's stream still
@@ -18,7 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from deep_opt_states.device.interface import Device, Event
-from perf_model.prediction.timeline import Phase, PhaseSpan
+from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline
+
+OnFinished = Callable[[tuple[PhaseSpan, ...], Callable[[], Timeline]], None]
+"""Receives the phases of training around one update, and a function that returns the update's timeline."""
 
 
 @dataclass(frozen=True)
@@ -37,31 +40,38 @@ class UpdateWaits:
         self._reserved = [Interval(device.event(), device.event()) for _ in range(max_intervals)]
         self._used = 0
         self._unfinished = 0
-        """The number of intervals that have begun and not ended. An exception, such as an interrupt, leaves one."""
+        """The number of intervals that have started and not ended. An exception, such as an interrupt, leaves one."""
         self._waits: list[tuple[Interval, ...]] = []
         """The waits in the order of the caller's stream, which is blocked while all intervals of an entry overlap."""
         self._in_flight: list[Interval] = []
         """Waits of the gathering stream that the caller's stream has not waited for yet."""
         self.prefetch = device.event()
-        """Recorded on the caller's stream where prefetching for this update begins; read only by ``phases``."""
+        """Recorded on the caller's stream where prefetching for this update starts; read only by ``phases``."""
         self.prefetched = False
+        self.read_timeline: Callable[[], Timeline] | None = None
+        """Returns the timeline of the update; None until it has ended without a failure, and once it was reported."""
 
     @property
     def count(self) -> int:
         """Return the number of waits so far."""
         return len(self._waits)
 
-    @property
-    def are_complete(self) -> bool:
-        """Return whether all waits so far were recorded to their end. Otherwise ``phases`` would miss some."""
-        return self._unfinished == 0
-
-    def begin(self, *, prefetched: bool) -> None:
-        """Begin with the waits for a new update. ``prefetched``: ``prefetch`` was recorded for that update."""
+    def start(self, *, prefetched: bool) -> None:
+        """Start with the waits for a new update. ``prefetched``: ``prefetch`` was recorded for that update."""
         self._used = self._unfinished = 0
         self._waits.clear()
         self._in_flight.clear()
         self.prefetched = prefetched
+        self.read_timeline = None
+
+    def report(self, on_finished: OnFinished) -> None:
+        """Call ``on_finished`` once, unless the times are not known because a wait for the update was interrupted.
+
+        The host waits for the events that they are read from.
+        """
+        read_timeline, self.read_timeline = self.read_timeline, None
+        if read_timeline is not None and self._unfinished == 0:
+            on_finished(self.phases(), read_timeline)
 
     @contextmanager
     def direct(self) -> Iterator[None]:
@@ -132,47 +142,41 @@ class UpdateWaits:
 
 
 class Exposure:
-    """The waits for the update that has begun, and the waits for the update before it.
+    """The ``waits`` for the latest update, and the ``previous_waits`` for the update before it.
 
     Both sets of events are reserved in the constructor, and again in ``reserve``. With two sets, the waits for an
-    update can still be read while the next update runs.
+    update can still be read while the next update runs, until the update after that is prefetched or starts.
     """
 
     def __init__(self, device: Device[Any], max_intervals: int) -> None:
         self._device = device
-        self._waits, self._previous_waits = UpdateWaits(device, max_intervals), UpdateWaits(device, max_intervals)
         self._prefetch_marked = False
+        self.reserve(max_intervals)
 
     def reserve(self, max_intervals: int) -> None:
-        """Reserve events for updates with up to ``max_intervals`` waits each. Call this between updates.
-
-        The waits for earlier updates remain readable.
-        """
+        """Reserve events for updates with up to ``max_intervals`` waits each, between updates that are reported."""
         assert not self._prefetch_marked
-        self._waits, self._previous_waits = (UpdateWaits(self._device, max_intervals) for _ in range(2))
+        self.waits, self.previous_waits = (UpdateWaits(self._device, max_intervals) for _ in range(2))
 
     def mark_prefetch(self) -> None:
-        """Mark where prefetching for the next update begins. This discards the waits for the update before the last."""
+        """Mark where prefetching for the next update starts. Its waits replace ``previous_waits``."""
+        # It is reported already, unless the step was interrupted.
+        self.previous_waits.read_timeline = None
         if not self._prefetch_marked:
             self._prefetch_marked = True
-            self._device.current_stream().record(self._previous_waits.prefetch)
+            self._device.current_stream().record(self.previous_waits.prefetch)
+
+    @property
+    def count(self) -> int:
+        """Return the number of waits for the latest update so far, each with one exposed span in its phases."""
+        return self.waits.count
 
     def forget_prefetch(self) -> None:
         """Let the next prefetch be marked: no update has followed the one that was."""
         self._prefetch_marked = False
 
     def begin_update(self) -> None:
-        """Begin with the waits for a new update."""
-        self._waits, self._previous_waits = self._previous_waits, self._waits
-        self._waits.begin(prefetched=self._prefetch_marked)
+        """Start with the waits for a new update."""
+        self.waits, self.previous_waits = self.previous_waits, self.waits
+        self.waits.start(prefetched=self._prefetch_marked)
         self._prefetch_marked = False
-
-    @property
-    def waits(self) -> UpdateWaits:
-        """Return the waits for the latest update. They are valid until the second update after it is prefetched."""
-        return self._waits
-
-    @property
-    def count(self) -> int:
-        """Return the number of waits for this update so far, each with one exposed span in its phases."""
-        return self._waits.count

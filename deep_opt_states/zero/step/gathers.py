@@ -1,14 +1,13 @@
 """Make every all-gather of parameters wait for their update, and limit forward's prefetch to updated parameters.
 
-Every reader of ZeRO-3 parameters gathers them by one of two methods that DeepSpeed adds to each parameter. Forward uses
-``all_gather_coalesced``, on a stream of its own. All other readers use ``all_gather``: ``GatheredParameters``,
-consolidated checkpoints, and code that uses a parameter outside its module. Both may gather parameters of several
-models at once; ``partition_hooks.py`` passes all of them.
+Forward gathers with ``all_gather_coalesced``, on a stream of its own. All other readers use ``all_gather``:
+``GatheredParameters``, consolidated checkpoints, and code that uses a parameter outside its module. Both may gather
+parameters of several models together; ``partition_hooks.py`` passes all of them.
 
-DeepSpeed's all-gather stream does not wait for the stream that the training script uses. If the script has written to a
+DeepSpeed's all-gather stream does not wait for the stream of the training script. If the script has written to a
 partition, for example in ``GatheredParameters(modifier_rank=0)`` or by loading a checkpoint, the old values could be
-gathered. In stock, the throughput timer hides this by synchronizing the device in each step, unless it is configured
-otherwise. Here the all-gather stream waits for the caller's stream wherever the caller may have written to a partition.
+gathered. In stock, the throughput timer hides this by synchronizing the device in each step. Here the all-gather stream
+waits for the caller's stream wherever the caller may have written to a partition.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from perf_model.schedule.workload import Range, Workload
 class Gathers:
     """The hooks of one model into DeepSpeed's gathers.
 
-    ``ranges`` has the sub-group, the begin and the end of each parameter of ``module`` that is not updated before
-    ``step()`` returns, by ``ds_id``. ``running`` has the plan, whose units hold these parameters. ``coordinator`` is
-    DeepSpeed's, which gathers the parameters of a module before its forward.
+    ``ranges`` holds the sub-group, the begin and the end of each parameter of ``module`` that is not updated before
+    ``step()`` returns, by ``ds_id``. The units of ``running``'s plan hold these parameters. DeepSpeed's ``coordinator``
+    gathers the parameters of a module before its forward.
     """
 
     def __init__(
@@ -67,19 +66,15 @@ class Gathers:
         ]
 
     def used_names(self) -> list[str] | None:
-        """Return the names of the parameters in the order in which forward uses them, identical on all ranks.
+        """Return the names of the parameters in the order of their uses in forward, once per use, as on all ranks.
 
-        A parameter that forward uses several times is there as often. Return None until DeepSpeed has recorded that
-        order.
+        Return None until DeepSpeed has recorded that order.
         """
         ds_ids = self._coordinator.uses()
         return None if ds_ids is None else [self._names[ds_id] for ds_id in ds_ids if ds_id in self._names]
 
     def first_uses(self) -> list[int] | None:
-        """Return the units in the order in which forward needs them, identical on all ranks.
-
-        Return None until DeepSpeed has recorded that order.
-        """
+        """Return the units in the order in which forward needs them, as on all ranks; None until it is recorded."""
         ds_ids = self._coordinator.uses()
         if ds_ids is None:
             return None
@@ -109,10 +104,7 @@ class Gathers:
             self._release.pop()()
 
     def order_after_caller(self) -> None:
-        """Make the all-gathers of the next fetch wait for the stream that is current then.
-
-        Until that fetch, the caller may write to partitions.
-        """
+        """Make the all-gathers of the next fetch wait for the stream on which the caller writes to partitions."""
         self._caller_may_have_written = True
 
     @contextmanager
@@ -137,7 +129,7 @@ class Gathers:
     def before_all_gather_coalesced(self, params: Sequence[Parameter]) -> None:
         """Make the current stream, which gathers, wait for the update of ``params``."""
         if own := self._own(params):
-            self._update.publish(self._units_of(own))
+            self._update.units.publish(self._units_of(own))
 
     def before_write(self, params: Sequence[Parameter]) -> None:
         """Let the caller write to the partitions, even in the middle of forward or backward, such as in a hook."""
@@ -181,22 +173,24 @@ class Gathers:
         params = self._coordinator.params_of(module)
         # Make the computing stream wait: it reads the parameters as well. Do so before the prefetch looks at the next
         # modules' parameters.
-        self._update.wait_for(self._units_of(param for param in params if self._coordinator.is_partitioned(param)))
+        partitioned = filter(self._coordinator.is_partitioned, params)
+        self._update.units.wait_for(self._units_of(partitioned))
         with (
             self._coordinator.prefetching_until(self._may_block, params),
             # DeepSpeed makes the computing stream wait for every all-gather in flight, not only for this module's.
-            self._update.gathers_awaited(),
+            self._update.units.for_gathering_stream(),
         ):
             return fetch(module, forward)
 
     def _may_block(self, param: Parameter) -> bool:
         """Return whether prefetching ``param`` now could block the host.
 
-        DeepSpeed gathers the parameters of the next modules before it launches the kernels of this module. If the host
-        waited for a CPU update at that point, the GPU would be idle.
+        DeepSpeed gathers for the next modules before it launches the kernels of this one. If the host waited for a CPU
+        update at that point, the GPU would be idle.
         """
-        return any(self._update.may_block(unit) for unit in self._units.get(param.ds_id, ()))
+        units = self._units.get(param.ds_id, ())
+        return self._update.is_deferred and any(map(self._update.units.may_block, units))
 
     def _units_of(self, params: Iterable[Parameter]) -> list[int]:
-        """Return the units that hold ``params``, in ascending order, in which actions are issued, too."""
+        """Return the units that hold ``params``, in ascending order, as actions are issued."""
         return sorted({unit for param in params for unit in self._units.get(param.ds_id, ())})

@@ -53,8 +53,8 @@ class GpuBudget:
 
     Memory is free if, at the peak, neither a process nor PyTorch's cache held it. ``margin_bytes`` of it stay free;
     when half of them are taken, memory is short. After a retried allocation, at most half of the held bytes are
-    allowed, and nothing if there were none. Memory that no plan holds yet follows every growth of the need. The budget
-    grows once, after ``OBSERVED_STEPS``, and not even then if ``fills`` is false, because the user has set it.
+    allowed. Memory that no plan holds yet follows every growth of the need. The budget grows once, after
+    ``OBSERVED_STEPS``, and never if ``fills`` is false, because the user has set it.
     """
 
     def __init__(self, *, start_bytes: int, margin_bytes: int, fills: bool) -> None:
@@ -273,9 +273,9 @@ def _call_if_alive(reference: weakref.WeakMethod[Callable[[], None]]) -> None:
 class WatchedForwards:
     """The hooks that call ``evict`` before and in forwards of ``module`` that may need the memory of ``memory``.
 
-    A larger batch or a longer sequence is noticed before the forward, and so is a cache that has grown since. Other
-    needs depend on values, such as the capacity of experts. They accumulate from layer to layer, hence the hooks before
-    each layer and after the last one. Layers that backward recomputes do not count.
+    A larger batch, a longer sequence or a cache that has grown is noticed before the forward. Other needs depend on
+    values, such as the capacity of experts, and accumulate from layer to layer: hence the hooks before each layer and
+    after the last one. Layers that backward recomputes do not count.
     """
 
     def __init__(

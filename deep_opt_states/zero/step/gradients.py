@@ -1,7 +1,7 @@
 """Keep each gradient where it is updated, and copy it between host and accelerator at most once.
 
 The gradient of a parameter is the sum of all gradients that were reduced for it since the last step, and zero if there
-were none. Stock DeepSpeed deviates from that in two cases, and only in these two do we not reproduce its bits:
+were none. Stock deviates from that in two cases, the only ones in which we do not reproduce its bits:
 
 1. A parameter gets no gradient in some backward. At the step, stock then reuses the content of its fp32 buffer, which
    is the scaled gradient of the previous step. A sum over micro-batches continues that of the previous window.
@@ -10,11 +10,8 @@ were none. Stock DeepSpeed deviates from that in two cases, and only in these tw
    parameter is in the bucket twice (see ``buckets.py``). Here the gradients are added up, as in PyTorch without ZeRO.
 
 The partition of one parameter may belong to several units, with a gradient buffer each. Its norm is computed from the
-whole partition, on the accelerator, before parts of it are copied to their buffers.
-
-Stock copies a gradient to the host in the accumulation dtype, back to the accelerator, and to the host in fp32. Here a
-gradient stays in the accumulation dtype. Only a gradient that the user sets is in fp32, until backward writes to it
-again.
+whole partition, on the accelerator, before parts of it are copied to their buffers. A gradient stays in the
+accumulation dtype. Only one that the user sets is in fp32, as all are in stock, until backward writes to it again.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ class Gradients:
     """The gradients of one rank, from their reduction to the update.
 
     ``buffers`` holds one buffer per range of a unit, in the order of the units, initially zero. ``staging`` copies
-    gradients to host memory; None if the accelerator shares host memory, or if no gradients go to it.
+    gradients to host memory; it is None if no gradients are copied there.
     """
 
     def __init__(self, optimizer: Any, buffers: Sequence[GradientBuffer], staging: Staging | None) -> None:
@@ -54,16 +51,12 @@ class Gradients:
         self._is_complete = False
         """Whether ``_written`` has the gradients of a complete window, for which no update has begun."""
         self._summed: dict[int, Parameter] = {}
-        """The parameters with a gradient in this accumulation window, to which the next one is added, by ``ds_id``."""
+        """The parameters with a sum in this accumulation window, to which the next gradient is added, by ``ds_id``."""
         self._unscaled: dict[int, float] = {}
-        """The factor that stock multiplies into the gradient before Adam, by ``ds_id``, for gradients that still lack
-        it: our kernels only read gradients."""
+        """The factor that stock would have multiplied into the gradient, by ``ds_id``: our kernels only read them."""
 
     def set_buffers(self, buffers: Sequence[GradientBuffer]) -> None:
-        """Use ``buffers``, which contain the gradients of the last step, from now on.
-
-        If a window is open, they contain its sums, too: see ``copy_open_sums_to_host``.
-        """
+        """Use ``buffers`` from now on, which contain the gradients of the last step and the sums of an open window."""
         self._buffers = buffers
         self._segments = Segments(self._optimizer, buffers)
 
@@ -73,14 +66,12 @@ class Gradients:
         return any(buffer.device_accumulator is not None for buffer in self._buffers)
 
     def free_device_accumulators(self) -> None:
-        """Free the accumulators of units that the CPU updates. They have no sums of an open window."""
+        """Free the accumulators of units that the CPU updates. They hold no sums of an open window."""
         self.set_buffers([replace(buffer, device_accumulator=None) for buffer in self._buffers])
 
     def copy_open_sums_to_host(self) -> None:
-        """Copy the sums of an open window to the buffers of units that the CPU updates, and wait for all copies.
-
-        Afterwards these buffers need no accumulators on the accelerator. No gradient is being reduced.
-        """
+        """Copy open sums out of the accumulators of units that the CPU updates, and wait. No gradient is being
+        reduced."""
         self.synchronize()
         for param in self._summed.values():
             for segment in self._segments.of_param(param):
@@ -112,18 +103,15 @@ class Gradients:
                 total = self._add(param, partition, first, boundary)
                 if boundary:
                     self._complete(param, total)
-            # The partition may be the gradient itself. Everything that reads it has been issued by now, but maybe not
-            # executed: record the stream, so that the allocator does not reuse the memory too early.
+            # The partition may be the gradient itself. Its readers are issued, but maybe not executed: record the
+            # stream, so that the allocator does not reuse the memory too early.
             if param.grad is not None and not get_accelerator().is_synchronized_device():
                 param.grad.record_stream(get_accelerator().current_stream())
             param.grad = None
         self._flush()
 
     def wait_for_copies(self) -> None:
-        """Make the current stream wait until all gradient copies to host memory have finished.
-
-        A host that then waits for the current stream finds the gradients in host memory, too.
-        """
+        """Make the current stream, and a host that waits for it, wait for all gradient copies to host memory."""
         if self._staging is not None:
             self._staging.wait_for_copies()
 
@@ -133,10 +121,9 @@ class Gradients:
             self._staging.synchronize()
 
     def abandon_window(self) -> None:
-        """Discard the sums of an incomplete accumulation window.
+        """Discard the sums of an incomplete accumulation window, also of parameters that get no other gradient.
 
-        They are discarded even for parameters that get no other gradient before the step. The gradients of a complete
-        window remain valid until backward writes new ones, as in stock.
+        The gradients of a complete window remain valid until backward writes new ones, as in stock.
         """
         self._stale |= {ds_id: param for ds_id, param in self._summed.items() if ds_id not in self._written}
         self._summed.clear()
@@ -154,8 +141,8 @@ class Gradients:
     def complete_window(self) -> None:
         """Complete the parameters that the last backward of the window did not reach. Call this before the norm.
 
-        Gradients that were written for an earlier step and not for this one become zero. If the step does not come to
-        its update, because an interrupt ends it, it may be tried again.
+        Gradients that were written for an earlier step and not for this one become zero. An interrupted step may call
+        this again.
         """
         for param in self._params():
             if param.ds_id in self._summed and param.ds_id not in self._written:
@@ -172,10 +159,7 @@ class Gradients:
     # Step
 
     def end_window(self) -> None:
-        """Let the gradients of the complete window, if there is one, be those of an earlier step from now on.
-
-        Call this when an update of them begins.
-        """
+        """Let the gradients of the complete window, if there is one, belong to an earlier step: its update starts."""
         if self._is_complete:
             self._stale, self._written = self._written, {}
             self._is_complete = False
@@ -192,8 +176,7 @@ class Gradients:
     def grads_for_update(self) -> list[torch.Tensor]:
         """Return the gradients of each range that the update reads, shape [numel].
 
-        These are the gradient buffer itself, or an fp32 copy of it that includes the gradients that the user may have
-        set.
+        That is the gradient buffer itself, or an fp32 copy of it that includes the gradients that the user has set.
         """
         grads = [buffer.grad for buffer in self._buffers]
         for param in self._params() if self._in_fp32 else ():
@@ -214,9 +197,9 @@ class Gradients:
     # Readers and writers other than backward and the update
 
     def read(self, param: Parameter) -> torch.Tensor:
-        """Return the parameter's gradient as stock's buffer would hold it now: fp32, shape [partition_numel].
+        """Return the parameter's gradient as stock's buffer would hold it now, for reading only.
 
-        The tensor is for reading only: it is a temporary copy unless the gradient is in fp32 anyway.
+        It is fp32, of shape [partition_numel], and a temporary copy unless the gradient is in fp32 anyway.
         """
         if param.ds_id in self._in_fp32:
             return self.writable_fp32(param)
@@ -227,8 +210,7 @@ class Gradients:
     def writable_fp32(self, param: Parameter) -> torch.Tensor:
         """Return the parameter's gradient in fp32, shape [partition_numel], for the caller to write to.
 
-        This tensor is the gradient until backward writes a new one. It is in host memory, where stock's fp32 buffers
-        are, no matter where the sub-group is updated.
+        It is the gradient until backward writes a new one. It is always in host memory, as stock's fp32 buffers are.
         """
         if param.ds_id not in self._in_fp32:
             self._in_fp32[param.ds_id] = self._copied(param).cpu()
@@ -238,10 +220,7 @@ class Gradients:
         return self._in_fp32[param.ds_id]
 
     def mark_set_by_user(self, params: Iterable[Parameter]) -> None:
-        """Record that the user has set the gradients of ``params``.
-
-        A frozen parameter has no gradient that could be set: as in stock, it is ignored.
-        """
+        """Record that the user has set the gradients of ``params``. As in stock, frozen ones are ignored."""
         for param in params:
             if param.requires_grad:
                 self._written[param.ds_id] = param
@@ -249,8 +228,7 @@ class Gradients:
     def _add(self, param: Parameter, partition: torch.Tensor, first: bool, boundary: bool) -> torch.Tensor:
         """Return the sum so far, on the accelerator, and copy it to host memory if it belongs there now.
 
-        Allocate nothing: sums that are in host memory, or in several buffers, are added to ``partition``, which has no
-        other reader any more.
+        Sums that are in host memory, or in several buffers, are added to ``partition``, so that nothing is allocated.
         """
         segments = self._segments.of_param(param, partition.numel())
         # DeepSpeed has converted the partition to the accumulation dtype, so that this copies nothing.
@@ -355,7 +333,7 @@ class Gradients:
 
 
 def _in_fp32(buffer: GradientBuffer) -> torch.Tensor:
-    """Return an fp32 copy of the gradients of one range, which begins in memory as far after a wide load."""
+    """Return an fp32 copy of the gradients of one range, which starts in memory as far after a wide load."""
     skip = buffer.elements.begin % ALIGNMENT
     memory = torch.empty(skip + buffer.elements.numel, dtype=torch.float32, device=buffer.grad.device)
     return memory[skip:].copy_(buffer.grad)

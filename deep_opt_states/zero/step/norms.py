@@ -1,11 +1,10 @@
 """Compute the norms of the gradients: stock's sums in stock's order, and one host synchronization for all results.
 
-Stock computes the norm of each gradient in fp64 in backward. We use its method for that, because PyTorch has no kernel
-that reduces several tensors in the same order: ``_foreach_norm`` has other bits. In ``step()`` stock adds up the
-squares of the norms on the host, one parameter after the other. Here the accelerator does, in a few kernels for all
-sub-groups: floating-point addition is not associative, so neither ``sum`` nor ``cumsum`` would do, which on a GPU add
-in another order. The host could add in order after the one copy of all norms. But each sub-group's sum is reduced over
-the ranks, so the host would have to copy it to the accelerator, and to wait for the result a second time.
+Stock computes the norm of each gradient in fp64 in backward. We call its method for that, because ``_foreach_norm``
+reduces in another order, with other bits. In ``step()`` stock adds up the squares of the norms on the host, one
+parameter after the other. Here the accelerator does, in a few kernels for all sub-groups. Neither ``sum`` nor
+``cumsum`` would do, which on a GPU add in another order. If the host added in order, it would wait a second time for
+the reduction of each sub-group's sum over the ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Norms:
     """The norms of ``optimizer``'s gradients, computed from the norms per parameter in its ``norm_for_param_grads``.
 
     ``overflow`` and ``per_sub_group`` are collectives over the data-parallel ranks, ``overflow`` also over the
-    model-parallel ranks. Each of them makes the host wait for the accelerator at most once.
+    model-parallel ranks. Each makes the host wait for the accelerator at most once.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -40,7 +39,7 @@ class Norms:
         """DeepSpeed's ids of the parameters of all sub-groups, in stock's order."""
         self._device = get_accelerator().current_device_name()
         self._offsets = torch.tensor([0, *accumulate(map(len, groups))], device=self._device)
-        """Where each sub-group begins in ``_param_ids``, and where the last one ends; on the accelerator."""
+        """Where each sub-group starts in ``_param_ids``, and where the last one ends; on the accelerator."""
         self._zero = torch.zeros((), dtype=norm_dtype(), device=self._device)
         """The norm of a parameter without a gradient, which changes no bit of a sum."""
         self._roots: torch.Tensor | None = None
@@ -70,8 +69,8 @@ class Norms:
         else:
             results = []
             _wait_for(reductions)
-            # Each rank of a model-parallel group has a part of the model. If only one rank skipped the step, the others
-            # would wait for it forever in the reduction of the norm. Without such a group, this does nothing.
+            # If only one rank of a model-parallel group skipped the step, the others would wait for it forever in the
+            # reduction of the norm. Without such a group, this does nothing.
             model_parallel_all_reduce(optimizer, overflow, dist.ReduceOp.MAX)
         # The host waits once for both results: DeepSpeed reads the norms next.
         found = torch.cat([overflow.float(), *results]).cpu()
@@ -96,10 +95,9 @@ class Norms:
         return torch.stack([norms.get(param_id, self._zero).to(self._device) for param_id in self._param_ids])
 
     def _reduced(self, norms: torch.Tensor, reductions: list[Any]) -> torch.Tensor:
-        """Return the fp32 norm of each sub-group, of shape [sub-groups], when the ``reductions`` have finished, too.
+        """Return the fp32 norms of the sub-groups from the ``norms`` of the parameters, and wait for ``reductions``.
 
-        ``norms`` are those of the parameters. Each sub-group's sum is all-reduced separately: packed with others, it
-        could be added up in another order.
+        The sum of each sub-group is all-reduced separately: packed with others, it could be added in another order.
         """
         totals = sums_in_order(norms**2, self._offsets).float()
         for sub_group_id, total in enumerate(totals.split(1)):
@@ -112,11 +110,10 @@ class Norms:
 def sums_in_order(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Return the sum of each segment of ``values``, added to 0 one value after the other, in the dtype of ``values``.
 
-    ``values`` has shape [numel], and ``offsets`` shape [segments + 1], int64: segment i has the values from
-    ``offsets[i]`` to ``offsets[i + 1]``. The host does not wait.
-
-    If ``values`` had one dimension, PyTorch would call a parallel reduction on CUDA. With two, one thread adds up one
-    segment (``segment_reduce_forward_kernel`` in ``aten/src/ATen/native/cuda/SegmentReduce.cu``), as on the CPU.
+    ``values`` has shape [numel], and ``offsets`` shape [segments + 1], int64: segment i holds the values from
+    ``offsets[i]`` to ``offsets[i + 1]``. The host does not wait. With one dimension, PyTorch would reduce in parallel
+    on CUDA. With two, one thread adds up one segment, as on the CPU (``segment_reduce_forward_kernel`` in
+    ``aten/src/ATen/native/cuda/SegmentReduce.cu``).
     """
     # Without ``unsafe``, the host would read the offsets to check them.
     return torch.segment_reduce(values.unsqueeze(1), "sum", offsets=offsets, unsafe=True).squeeze(1)

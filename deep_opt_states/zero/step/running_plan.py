@@ -1,8 +1,7 @@
 """Run a plan, and replace it by another one between two steps.
 
-A unit moves when its placement changes, or when the new plan cuts the sub-group elsewhere. It moves through its place
-in host memory: resident states are written back to it, and the states of new residents are loaded from it before the
-next update. The bits do not depend on when units move, nor on where they are updated.
+A unit moves through its place in host memory: resident states are written back to it, and the states of new residents
+are loaded from it before the next update. The bits do not depend on when units move.
 """
 
 from __future__ import annotations
@@ -31,14 +30,13 @@ GradientBuffers = Callable[[UpdatePlan, Sequence[UnitState], bool], list[Gradien
 class RunningPlan:
     """The plan of one engine, and the parts of it that depend on the plan.
 
-    ``gradient_buffers`` returns where the gradients of the ranges of the units of a plan are kept, given whether their
-    memory is evicted.
+    ``gradient_buffers`` returns the buffers for the units of a plan, given whether its memory is evicted.
 
-    ``is_evicted``: on this rank, training has all memory that the plan needs on the accelerator, and the CPU updates
+    ``is_evicted``: on this rank, training uses all memory that the plan needs on the accelerator, and the CPU updates
     every unit. ``plan`` stays the same on every rank: it decides which collectives forward calls.
 
-    ``uses`` has the names of the parameters in the order in which forward uses them, each as often as it does. It is
-    None while that is unknown, and where no update overlaps with forward.
+    ``uses`` holds the names of the parameters in the order of their uses in forward, once per use. It is None while
+    that is unknown, and where no update overlaps with forward.
     """
 
     plan: UpdatePlan
@@ -51,10 +49,9 @@ class RunningPlan:
     uses: tuple[str, ...] | None = None
 
     def evict(self) -> None:
-        """Free all accelerator memory of the plan, until ``restore``. This is no collective.
+        """Free all accelerator memory of the plan, if it holds any, until ``restore``. This is no collective.
 
-        The caller calls this while no update is in flight, and no gradient is being reduced. A window may be open. If
-        the plan needs no memory there, nothing changes.
+        No update is in flight, and no gradient is being reduced. A window may be open.
         """
         if self.is_evicted or not self.holds_memory:
             return
@@ -73,7 +70,7 @@ class RunningPlan:
     def restore(self) -> bool:
         """Reserve the accelerator memory of the plan, and return whether there is enough; otherwise it stays evicted.
 
-        This is no collective. No update is in flight and no window is open.
+        This is no collective. No update is in flight, and no window is open.
         """
         self.is_evicted = False
         try:
@@ -86,10 +83,10 @@ class RunningPlan:
         return False
 
     def order_by(self, first_uses: Sequence[int]) -> None:
-        """Update the units in the order in which forward first uses them, as far as placements allow it.
+        """Update the units in the order of ``first_uses`` in forward, the same on every rank, as far as placements
+        allow.
 
-        They are numbered by param group and registration, and forward may use them in another order. No update is in
-        flight. The order is the same on every rank.
+        They are numbered by param group and registration. No update is in flight.
         """
         plan, units = self.plan, self.memory.units
         every_unit = list(dict.fromkeys([*first_uses, *range(len(units))]))
@@ -100,10 +97,10 @@ class RunningPlan:
             log_rank_0(f"updates in the order in which forward uses the parameters from now on: {ordered}")
 
     def _set(self, plan: UpdatePlan) -> None:
-        """Run ``plan``. If evicted, this reserves nothing on the accelerator; otherwise that may fail.
+        """Run ``plan``. If evicted, this reserves nothing on the accelerator.
 
-        After an out-of-memory error, the caller sets a plan for which there is enough memory. After any other error,
-        the states are inconsistent until a checkpoint is loaded.
+        After an out-of-memory error, the caller sets another plan. After any other error, the states are inconsistent
+        until a checkpoint is loaded.
         """
         here = replace(plan, placements=place_all(plan.workload, Placement.CPU)) if self.is_evicted else plan
         try:
@@ -125,15 +122,14 @@ class RunningPlan:
 
     @property
     def holds_memory(self) -> bool:
-        """Return whether the plan has memory on the accelerator now."""
+        """Return whether the plan holds memory on the accelerator now."""
         return any(unit.is_on_accelerator for unit in self.memory.units) or self.gradients.have_device_accumulators
 
 
 def max_intervals(plan: UpdatePlan) -> int:
     """Return how many waits for one update with ``plan`` are measured at most.
 
-    There is one at the step, one before backward, and one for each action that is issued in between: at most three per
-    unit, wherever it is updated. Each unit is waited for by the stream that gathers it ahead, by the computing stream
-    for that stream, and by the computing stream itself.
+    There is one at the step, one before backward, one for each of the at most three actions per unit, and three for
+    each unit: by the stream that gathers it ahead, by the computing stream for that stream, and by the latter itself.
     """
     return 2 + (3 + 3) * len(plan.placements)

@@ -25,17 +25,12 @@ class Staging:
     """A ring of buffers on the accelerator, of ``buffer_numel`` elements each, and a stream that copies them to the
     host.
 
-    A gradient is copied into a buffer on the stream that has reduced it, so that the gradient's own memory can be
-    reused. From the buffer it is copied to host memory on a separate stream, so that the next reduction does not wait
-    for the link: the copies overlap with backward and with the reductions.
+    A gradient is copied into a buffer on the stream that has reduced it, so that its own memory can be reused. A
+    separate stream copies the buffer to host memory, which overlaps with backward and with the next reductions. Before
+    a buffer is overwritten, the writing stream waits for that copy; the host never does. Where the link is slower than
+    backward, the stream that reduces falls behind, by as many buckets as DeepSpeed allows.
 
-    Before a buffer is overwritten, the writing stream waits until the buffer has been copied to the host. The host
-    never waits. Therefore at most these buffers are in flight, and where the link is slower than backward, the
-    reduction's stream falls behind. DeepSpeed limits by how many buckets it may fall behind, and with them the
-    gradients that wait on the accelerator.
-
-    ``perf_model.prediction.memory.staging_numel`` decides the size of the buffers. They are no larger than the buffers
-    that DeepSpeed itself allocates on the accelerator for the same purpose.
+    ``perf_model.prediction.memory.staging_numel`` decides the size: no larger than stock's buffers for this purpose.
     """
 
     def __init__(self, device: Device[Any], buffer_numel: int, dtype: torch.dtype) -> None:
@@ -50,8 +45,7 @@ class Staging:
         self._copied_to_host = device.event()
         """The d2h stream -> current stream or host: all flushed gradients are in host memory."""
         self._current = 0
-        """The buffer that is filled now or next. Its first ``_filled`` elements are to be copied to ``_host``, from
-        element ``_begin`` on."""
+        """The buffer that is filled now or next. Its first ``_filled`` elements go to ``_host`` from ``_begin`` on."""
         self._filled = 0
         self._host: torch.Tensor | None = None
         """The destination of the elements that have not been flushed. It must stay referenced until they are."""
@@ -60,8 +54,8 @@ class Staging:
     def send(self, host: torch.Tensor, offset: int, values: torch.Tensor) -> None:
         """Copy ``values``, of shape [numel], to the elements of ``host`` from ``offset`` on.
 
-        Once this returns, ``values`` may be overwritten on the stream that is current now. Values that are sent one
-        after another to adjacent elements of ``host`` are combined into one copy, which ``flush`` issues at the latest.
+        Afterwards ``values`` may be overwritten on the current stream. Values for adjacent elements of ``host`` are
+        combined into one copy, which ``flush`` issues at the latest.
         """
         if host is not self._host or offset != self._begin + self._filled:
             self.flush()
@@ -78,10 +72,7 @@ class Staging:
                 self.flush()
 
     def flush(self) -> None:
-        """Issue the copy of the values that are in a buffer only.
-
-        The current stream must be the one that was current in ``send``.
-        """
+        """Issue the copy of the values that are in a buffer only. The stream of ``send`` is current."""
         if self._filled == 0:
             return
         assert self._host is not None
@@ -98,10 +89,7 @@ class Staging:
         self._current = self._next
 
     def add_to(self, values: torch.Tensor, host: torch.Tensor) -> None:
-        """Add ``host`` to ``values`` on the accelerator, on the current stream. Both have shape [numel].
-
-        That stream must already wait for the copies to ``host``: call ``wait_for_copies`` first.
-        """
+        """Add ``host`` to ``values`` on the accelerator, both of shape [numel], after ``wait_for_copies``."""
         # The current buffer may hold values that have not been flushed, so the next one is used.
         buffer = self._buffers[self._next]
         self._wait_until_free(self._next)

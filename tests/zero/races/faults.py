@@ -20,7 +20,7 @@ from deep_opt_states.zero.step.buckets import Buckets
 from deep_opt_states.zero.step.gathers import Gathers
 from deep_opt_states.zero.step.gradients import Gradients
 from deep_opt_states.zero.step.staging import Staging
-from deep_opt_states.zero.step.update import Update
+from deep_opt_states.zero.step.unit_waits import UnitWaits
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.placement import Placement
 from tests.zero.moves.random_plans import moves_in_turn
@@ -243,14 +243,14 @@ FAULTS = (
     # Persistent parameters are updated and published before step() returns.
     Fault(
         name="the gather in step() does not wait until the persistent unit is published",
-        seeded=patched(Update, "_publish_persistent_unit", do_nothing),
+        seeded=patched(UnitWaits, "publish_persistent_unit", do_nothing),
         block=CPU,
         world_size=2,
         expected=(UNORDERED, "16-bit parameters", "_publish", "all_gather_into_tensor"),
     ),
     Fault(
         name="readers of persistent parameters do not wait until they are published",
-        seeded=patched(Update, "_publish_persistent_unit", do_nothing),
+        seeded=patched(UnitWaits, "publish_persistent_unit", do_nothing),
         script=after_each_step(read_persistent),
         block=CPU,
         expected=(UNORDERED, "16-bit parameters", "_publish", "aten::sum in reads_between_steps.py"),
