@@ -55,8 +55,7 @@ class HostDevice:
     def stream(self) -> HostStream:
         return HostStream()
 
-    def current_stream(self) -> HostStream:
-        return HostStream()
+    current_stream = stream
 
     def event(self) -> HostEvent:
         return HostEvent()
@@ -64,8 +63,7 @@ class HostDevice:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu")
 
-    def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device="cpu")
+    empty_host = empty
 
     def host_slab(self, size_bytes: int) -> HostSlab:
         # No transfer needs this memory, so it is not page-locked.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -15,15 +13,16 @@ CLOCK_HZ = 2e9
 """An approximate GPU clock rate. ``torch.cuda._sleep`` takes its duration in clock cycles."""
 
 CHUNK_BYTES = 64 * 2**20
-"""A large copy is divided into chunks of this size. That takes 1 to 3 ms over PCIe and 0.2 ms at 360 GB/s. Smaller
-chunks would cost bandwidth, because each copy has a fixed cost of some microseconds."""
+"""A large copy is divided into chunks of this size, of 1 to 3 ms over PCIe and 0.2 ms at 360 GB/s.
+
+Smaller chunks would cost bandwidth, because each copy has a fixed cost of some microseconds.
+"""
 
 
 class CudaEvent:
     """A CUDA event with timing. A host thread that waits for it sleeps instead of spinning.
 
-    A spinning thread would take a core from the threads that launch kernels. A rank has few cores to launch from, and
-    the threads of autograd, NCCL and of pinning batches run on them, too.
+    A spinning thread would take one of the few cores on which the threads of autograd, NCCL and others launch kernels.
     """
 
     def __init__(self) -> None:
@@ -63,8 +62,8 @@ class CudaDevice:
     effect on host-to-device and device-to-host memory operations" (``cudaStreamCreateWithPriority``). Therefore copies
     of more than half of ``chunk_bytes`` are divided into chunks of at most ``chunk_bytes``, with a kernel that does
     nothing after each chunk. NVIDIA does not document in which order an engine serves the streams. In a published
-    study (meta-pytorch/torchrec#4315) it continued with copies of the same stream as long as the next one was ready,
-    and a kernel between two copies let those of other streams overtake. One H100 did the same (docs/benchmarking.md).
+    study (meta-pytorch/torchrec#4315), and on one H100 (docs/benchmarking.md), it continued with copies of the same
+    stream as long as the next one was ready, and a kernel between two copies let those of other streams overtake.
     """
 
     shares_host_memory = False
@@ -122,9 +121,9 @@ class CudaDevice:
         torch._C._host_emptyCache()
 
     def _divides(self, destination: torch.Tensor, source: torch.Tensor) -> bool:
-        """Return whether the copy is divided into chunks: it is large, and one copy of bytes by a copy engine.
+        """Return whether the copy is divided into chunks: it is large, and a copy engine copies its bytes.
 
-        Within the GPU a kernel copies. PyTorch converts dtypes and layouts by a kernel and a temporary tensor.
+        Within the GPU a kernel copies, and PyTorch converts dtypes and layouts by a kernel.
         """
         return (
             2 * source.nbytes > self._chunk_bytes
@@ -136,25 +135,22 @@ class CudaDevice:
         )
 
     def _page_lock(self, address: int, size_bytes: int) -> Callable[[], object]:
-        """Register the memory at ``address``, and return a function that unregisters it.
-
-        Raise ``CudaError`` if the driver or the memlock limit does not allow it.
-        """
+        """Register the memory at ``address``, and return a function that undoes it. Raise ``CudaError`` if refused."""
         self._check(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
-        return partial(self._page_unlock, address)
 
-    def _page_unlock(self, address: int) -> None:
-        """Wait for the copies from and to the memory at ``address``, and unregister it."""
-        # Garbage may be collected on a thread whose current device is another one.
-        with torch.cuda.device(self._device):
-            torch.cuda.synchronize()
-            self._check(torch.cuda.cudart().cudaHostUnregister(address))
+        def unlock() -> None:
+            # Garbage may be collected on a thread whose current device is another one, and while copies are in flight.
+            with torch.cuda.device(self._device):
+                torch.cuda.synchronize()
+                self._check(torch.cuda.cudart().cudaHostUnregister(address))
+
+        return unlock
 
     def _check(self, result: int) -> None:
         """Raise ``CudaError`` unless ``result`` is success. Clear CUDA's own record of the error before that.
 
-        PyTorch reads that record after each kernel launch. If the error stayed there, the next launch would raise this
-        stale error. That may be a launch of NCCL, while the ranks agree to raise the error that is raised here.
+        PyTorch reads that record after each launch. The next launch, perhaps of NCCL while the ranks agree on the error
+        that is raised here, would raise the stale error.
         """
         try:
             torch.cuda.check_error(result)
@@ -163,14 +159,6 @@ class CudaDevice:
             with suppress(RuntimeError):
                 torch.ones(1, device=self._device)
             raise
-
-
-@dataclass(frozen=True)
-class AllocatorMark:
-    """The statistics of PyTorch's allocator at one moment: the most bytes that it has held, and those given back."""
-
-    peak_bytes: int
-    freed_bytes: int
 
 
 def allocated_bytes() -> int:
@@ -194,30 +182,32 @@ def failed_allocations() -> int:
     return int(torch.cuda.memory_stats().get("num_ooms", 0))
 
 
-def free_and_retries(since: AllocatorMark | None) -> tuple[int, int]:
+def _peak_and_freed_bytes(stats: dict[str, int]) -> tuple[int, int]:
+    """Return the most bytes that PyTorch's allocator has held, and the bytes that it has given back."""
+    return stats.get("reserved_bytes.all.peak", 0), stats.get("reserved_bytes.all.freed", 0)
+
+
+def free_and_retries(since: tuple[int, int] | None) -> tuple[int, int]:
     """Return the bytes of the GPU that were free at PyTorch's peak, and the number of allocations that were retried.
 
-    PyTorch retries an allocation after it has emptied its cache. A script may empty the cache, too, so the memory that
-    is free at one moment does not show the peak.
-
-    ``since``: only of the peak after this mark. If that is below the peak before, it is not known exactly, and the
-    number of bytes may be too small.
+    PyTorch retries an allocation after it has emptied its cache. A script may also empty it, so the memory that is free
+    at one moment does not show the peak. ``since``: only of the peak after these peak and freed bytes. If that is below
+    the peak before, it is not known exactly, and the number of bytes may be too small.
     """
-    free_bytes, _ = torch.cuda.mem_get_info()
     stats = torch.cuda.memory_stats()
-    peak_bytes = stats.get("reserved_bytes.all.peak", 0)
+    peak_bytes, freed_bytes = _peak_and_freed_bytes(stats)
     held_bytes = stats.get("reserved_bytes.all.current", 0)
-    if since is not None and peak_bytes == since.peak_bytes:
-        peak_bytes = min(peak_bytes, held_bytes + stats.get("reserved_bytes.all.freed", 0) - since.freed_bytes)
-    return free_bytes - (peak_bytes - held_bytes), stats.get("num_alloc_retries", 0)
+    if since is not None and peak_bytes == since[0]:
+        peak_bytes = min(peak_bytes, held_bytes + freed_bytes - since[1])
+    return free_bytes() - (peak_bytes - held_bytes), stats.get("num_alloc_retries", 0)
 
 
 class AllocatorWatch:
     """The GPU memory that training takes from PyTorch's allocator, without that of the optimizer's plans."""
 
     def __init__(self) -> None:
-        self._changed: AllocatorMark | None = None
-        """When a plan last took or freed memory; None if none ever did."""
+        self._changed: tuple[int, int] | None = None
+        """The peak and the freed bytes when a plan last took or freed memory; None if none ever did."""
         self._taken_bytes = 0
         """The bytes that plans have allocated since the start, less those that they have freed."""
         self._retries_of_plans = 0
@@ -235,8 +225,7 @@ class AllocatorWatch:
         yield
         self._taken_bytes += allocated_bytes() - allocated
         torch.cuda.empty_cache()
-        stats = torch.cuda.memory_stats()
-        self._changed = AllocatorMark(stats.get("reserved_bytes.all.peak", 0), stats.get("reserved_bytes.all.freed", 0))
+        self._changed = _peak_and_freed_bytes(torch.cuda.memory_stats())
         self._retries_of_plans += free_and_retries(None)[1] - retries
         self._failed += failed_allocations() - failed
 
@@ -246,7 +235,7 @@ class AllocatorWatch:
         return free, retries - self._retries_of_plans
 
     def bytes_in_use(self) -> int:
-        """Return the bytes that tensors use now. Those of the first plan count, too: only the growth matters."""
+        """Return the bytes that tensors use now, with those of the first plan: only the growth matters."""
         return allocated_bytes() - self._taken_bytes
 
     def has_failed(self) -> bool:

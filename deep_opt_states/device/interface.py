@@ -1,8 +1,8 @@
 """Define the device interface that the executor is written against: streams, events, memory and copies.
 
 The semantics are CUDA's. Work that is issued on a stream runs in the order of issue, possibly after the call has
-returned. An event marks the work that has been issued on a stream so far. A stream or the host can wait for an event.
-Waiting for an event that was never recorded returns at once.
+returned. An event marks the work that was issued on a stream so far. A stream or the host can wait for it; for an event
+that was never recorded, the wait ends immediately.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ class Stream(Protocol[EventT_contra]):
 class Device(Protocol[EventT]):
     """An accelerator, with its memory, its streams, and host memory that it can copy from and to.
 
-    Memory is reserved at start and between steps. Inside a step only ``copy``, ``copy_each`` and ``current_stream`` are
-    called.
+    Inside a step only ``copy``, ``copy_each`` and ``current_stream`` are called.
     """
 
     @property
@@ -85,14 +84,11 @@ class Device(Protocol[EventT]):
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy within the accelerator, or between it and the host, on the current stream. Convert if the dtypes differ.
 
-        A device whose copies run in queues divides large ones, so that a small copy of another stream overtakes them.
+        A device with queues for copies divides large ones, so that a small copy of another stream overtakes them.
         """
 
     def copy_each(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy many small tensors within the accelerator's memory on the current stream, in few kernels.
-
-        Each of ``copies`` is a destination and its source, of the same dtype.
-        """
+        """Copy each source to its destination, of the same dtype, within the accelerator on the current stream."""
 
     def occupy(self, seconds: float) -> None:
         """Keep the current stream busy for about ``seconds``, so that later operations are queued behind that."""

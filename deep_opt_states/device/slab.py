@@ -19,7 +19,7 @@ HUGE_PAGE_BYTES = 2 * 2**20
 Register: TypeAlias = Callable[[int, int], Callable[[], object]]
 """A function that page-locks an address range, given as start and size in bytes, and returns a function that undoes it.
 
-The returned function first waits for the accelerator's copies from and to the range. It may be called on any thread.
+The latter first waits for the accelerator's copies from and to the range. It may be called on any thread.
 """
 
 LOCK_REMEDY = (
@@ -34,17 +34,15 @@ class HostMemoryError(RuntimeError):
 class HostMapping(mmap.mmap):
     """Anonymous memory of this process that is unregistered before it is unmapped.
 
-    The slab and each tensor over it hold a reference to the mapping. Without these references the pages could return to
-    the system while the driver still has them registered, since an engine may be collected without ``destroy()``. The
-    last reference that is dropped unregisters them first.
-
-    A ``weakref.finalize`` would be too late: ``mmap.mmap`` unmaps before it calls the callbacks of weak references.
+    The slab and each tensor over it hold a reference to the mapping. The last one that is dropped unregisters it, since
+    an engine may be collected without ``destroy()``. A ``weakref.finalize`` would be too late: ``mmap.mmap`` unmaps
+    before it calls the callbacks of weak references.
     """
 
     unregister_once: Callable[[], object] | None = None
 
     def unregister(self) -> None:
-        """Undo the registration, unless it is undone already or there is none."""
+        """Undo the registration, if there is one."""
         unregister, self.unregister_once = self.unregister_once, None
         if unregister is not None:
             unregister()
@@ -61,9 +59,8 @@ _mappings: weakref.WeakSet[HostMapping] = weakref.WeakSet()
 def _keep_mappings_in_forked_child() -> None:
     """Keep a forked child from unmapping addresses that it did not inherit, and where it may have mapped other memory.
 
-    The child has the Python objects of its parent, but not the memory behind them. One additional reference per object
-    keeps the reference count above zero, so that the object is never finalized, not even when the interpreter of the
-    child shuts down.
+    The child has the Python objects of its parent, but not the memory behind them. Because of one more reference, they
+    are never finalized, not even when the interpreter of the child shuts down.
     """
     for mapping in _mappings:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
@@ -75,34 +72,27 @@ os.register_at_fork(after_in_child=_keep_mappings_in_forked_child)
 class HostSlab:
     """Host memory of ``size_bytes`` zero bytes. It is pageable until ``lock`` page-locks it with ``register``.
 
-    Raise ``HostMemoryError`` if the system refuses the memory.
-
-    A page is allocated when a thread first touches it, on the NUMA node of that thread's core.
-
-    A forked child does not inherit the pages: a child that reads or writes a tensor over them ends by SIGSEGV.
+    A page is allocated when a thread first touches it, on the NUMA node of that thread's core. A forked child does not
+    inherit the pages: it ends by SIGSEGV if it uses them. Raise ``HostMemoryError`` if the system refuses the memory.
     """
 
     def __init__(self, size_bytes: int, register: Register | None = None) -> None:
         self.size_bytes = size_bytes
         self._register = register
-        self._memory: HostMapping | None = None
-        if size_bytes > 0:
-            self._memory = _map(size_bytes)
+        self._memory = _map(size_bytes) if size_bytes > 0 else None
 
     def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of shape [numel] over the slab's bytes from ``offset_bytes`` on.
+        """Return a tensor of shape [numel] over the slab's bytes from ``offset_bytes`` on, which keeps them alive.
 
-        The tensor keeps the memory alive. It has its own storage, because ``torch.save`` writes whole storages, even
-        for a view.
+        It has its own storage, because ``torch.save`` writes whole storages, even for a view.
         """
         assert self._memory is not None
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset_bytes)
 
     def lock(self) -> None:
-        """Register the memory with the driver. Call this once all pages are touched.
+        """Register the memory with the driver. Raise ``HostMemoryError`` if it refuses.
 
-        Registering touches the remaining pages, which places them near the core that registers. Raise
-        ``HostMemoryError`` if the driver refuses.
+        Call this once all pages are touched: registering touches the others, near the core that registers.
         """
         if self._register is None or self._memory is None:
             return
@@ -135,8 +125,8 @@ def _map(size_bytes: int) -> HostMapping:
             "Raise ulimit -v, or vm.overcommit_ratio where vm.overcommit_memory is 2, or train on more ranks."
         ) from error
     # After a fork, the process that writes to a page first would get a copy of it. If that were the parent, then the
-    # accelerator would still copy from and to the registered page, which would no longer be the parent's. Newer kernels
-    # copy registered pages at once instead: the whole slab, for each process that loads data.
+    # accelerator would still use the registered page, which would no longer be the parent's. Newer kernels copy
+    # registered pages immediately instead: the whole slab, for each process that loads data.
     memory.madvise(mmap.MADV_DONTFORK)
     _mappings.add(memory)
     if size_bytes >= HUGE_PAGE_BYTES:

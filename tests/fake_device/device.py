@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors, ElementRange, OneRangePerCall
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors, ElementRange
 from deep_opt_states.device.slab import HostSlab
 from tests.fake_device.fake_memory import Allocation
 from tests.fake_device.queues import Lanes, Operation, Queue, Ready
@@ -213,7 +213,7 @@ class FakeDevice:
         return tensor if allocation is None else allocation.address_of(tensor)
 
 
-class LateAdam(OneRangePerCall):
+class LateAdam(AdamKernel):
     """A test double of a GPU kernel: ``kernel``, launched on the issuing stream."""
 
     def __init__(self, device: FakeDevice, kernel: AdamKernel) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, ElementRange, OneRangePerCall, zero
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors, ElementRange
 
 
-class PlainAdam(OneRangePerCall):
+class PlainAdam(AdamKernel):
     """AdamW by the formula (arXiv 1711.05101). ``begun`` has the announced steps."""
 
     def __init__(self) -> None:
@@ -29,14 +29,8 @@ class PlainAdam(OneRangePerCall):
         if tensors.param is not None:
             tensors.param.copy_(master)
 
-    def zero(self, tensors: AdamTensors) -> None:
-        zero(tensors)
-
     def restart(self) -> None:
         self.begun.clear()
-
-    def close(self) -> None:
-        pass
 
 
 def adam_step(step: int, grad_scale: float = 0.5) -> AdamStep:

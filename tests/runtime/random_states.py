@@ -53,7 +53,7 @@ def cut(states: Sequence[UnitState], workload: Workload, device: Device[Any]) ->
         parts = []
         for run, offset in zip(unit.ranges, unit.offsets, strict=True):
             (whole,) = states[run.sub_group].parts
-            part = replace(whole, elements=whole.elements.part(run.begin, run.end), offset=offset)
+            part = replace(whole, elements=replace(whole.elements, begin=run.begin, end=run.end), offset=offset)
             for name in (*NAMES, "grad", "rounded", "staged"):
                 tensor = getattr(whole, name)
                 setattr(part, name, None if tensor is None else part.elements.view(tensor))

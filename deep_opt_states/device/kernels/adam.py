@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -53,12 +54,8 @@ class ElementRange:
         """Return the number of elements in the range."""
         return self.end - self.begin
 
-    def part(self, begin: int, end: int) -> ElementRange:
-        """Return the range [begin, end) of the same sub-group."""
-        return ElementRange(begin=begin, end=end, sub_group_numel=self.sub_group_numel)
-
     def view(self, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Return the view of this range, of shape [numel], of ``tensor``, which begins at element ``first``."""
+        """Return the view of this range, of shape [numel], of ``tensor``, which starts at element ``first``."""
         # A schedule makes many views per action. Most of the time to issue is saved if a whole tensor needs no view.
         return tensor if self.numel == tensor.numel() else tensor.narrow(0, self.begin - first, self.numel)
 
@@ -78,7 +75,7 @@ class AdamTensors:
     param: torch.Tensor | None
 
     def narrow(self, element_range: ElementRange, first: int = 0) -> AdamTensors:
-        """Return views of ``element_range`` of these tensors, which begin at element ``first`` of the sub-group."""
+        """Return views of ``element_range`` of these tensors, which start at element ``first`` of the sub-group."""
         return self.map(lambda tensor: element_range.view(tensor, first))
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> AdamTensors:
@@ -101,7 +98,7 @@ class RangeUpdate:
     element_range: ElementRange
 
 
-class AdamKernel(Protocol):
+class AdamKernel(ABC):
     """An Adam update whose results have the same bits on every device, except for the bits of a NaN.
 
     All kernels have NaN in the same places, but IEEE 754 does not define the sign and the payload of a NaN. On x86, the
@@ -112,19 +109,11 @@ class AdamKernel(Protocol):
     parameters had it before.
     """
 
-    def zero(self, tensors: AdamTensors) -> None:
-        """Zero all tensors on the threads that update on the CPU, each an equal part.
-
-        The first touch of a page places it on the NUMA node of the thread that touches it. An update of a smaller range
-        is divided among all threads again, so a thread may update pages that another one has touched.
-        """
-
+    @abstractmethod
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
-        """Set the hyperparameters of the updates of one step. Call this before the first of them.
+        """Set the hyperparameters of one step, per sub-group in DeepSpeed's order, before its first update."""
 
-        ``steps`` has one entry per sub-group, in DeepSpeed's order.
-        """
-
+    @abstractmethod
     def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
         """Update a range of ``sub_group``, or all of it if ``element_range`` is None, with the step of ``begin_step``.
 
@@ -134,25 +123,23 @@ class AdamKernel(Protocol):
 
     def update_ranges(self, updates: Sequence[RangeUpdate]) -> None:
         """Update ranges of any sub-groups in one call, with the same bits as one ``update`` per range."""
-
-    def restart(self) -> None:
-        """Forget all earlier steps, as in a new process: the next step computes beta^t by ``pow``."""
-
-    def close(self) -> None:
-        """Free the resources that are not freed with the object."""
-
-
-class OneRangePerCall:
-    """The base class of kernels that update one range per call."""
-
-    def update_ranges(self: AdamKernel, updates: Sequence[RangeUpdate]) -> None:
-        """Update each range by a call of ``update``."""
         for update in updates:
             self.update(update.sub_group, update.tensors, update.element_range)
 
+    @abstractmethod
+    def restart(self) -> None:
+        """Forget all earlier steps, as in a new process: the next step computes beta^t by ``pow``."""
 
-def zero(tensors: AdamTensors) -> None:
-    """Zero all tensors with PyTorch, on the device where they are."""
-    for tensor in vars(tensors).values():
-        if tensor is not None:
-            tensor.zero_()
+    def zero(self, tensors: AdamTensors) -> None:
+        """Zero all tensors. A kernel on CPU threads lets each of them zero an equal part.
+
+        The first touch of a page places it on the NUMA node of the thread that touches it. An update of a smaller range
+        is divided among all threads again, so a thread may update pages that another one has touched.
+        """
+        for tensor in vars(tensors).values():
+            if tensor is not None:
+                tensor.zero_()
+
+    def close(self) -> None:
+        """Free the resources that are not freed with the object, if there are any."""
+        return

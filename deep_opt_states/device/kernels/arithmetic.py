@@ -1,7 +1,7 @@
 """Describe how the op that stock DeepSpeed built on this machine computes, which can only be found by trying.
 
-Up to a cut the op works on vectors, with the fused multiply-adds that its source spells out. The elements after the
-last whole vector are left to the compiler, which may fuse products into sums as it likes (GCC 12 and Clang 15 differ).
+Up to a cut the op works on vectors, with the fused multiply-adds of its source. For the elements after the last whole
+vector, the compiler decides which products are fused into sums (GCC 12 and Clang 15 differ).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Arithmetic:
     element is in a ``MOMENT_FUSED`` tail (``includes/sve.h``). Neither NEON nor SVE has been tested.
 
     ``pow_when_repeated``: whether the op computes beta^t anew, by ``pow``, when it is called with the same step again,
-    which it does for every sub-group but the first. This is so before DeepSpeed 0.19.
+    as for every sub-group but the first. It does so before DeepSpeed 0.19.
     """
 
     vector_width: int
@@ -37,10 +37,7 @@ class Arithmetic:
     pow_when_repeated: bool = False
 
     def cut(self, numel: int) -> int:
-        """Return the index of the first element of the tail of a sub-group of ``numel`` elements.
-
-        The tail is the sub-group's: it does not depend on the ranges in which the sub-group is updated.
-        """
+        """Return the index of the first element of the tail of a sub-group of ``numel`` elements in any ranges."""
         return 0 if self.vector_width == 1 else numel // self.vector_width * self.vector_width
 
     def __str__(self) -> str:

@@ -23,8 +23,7 @@ from deep_opt_states.device.kernels.triton_adam import TritonAdam
 class ChosenKernel:
     """The kernel that updates on the CPU.
 
-    ``arithmetic`` is None if ``kernel`` is the fallback, which cannot update a range of a sub-group. Then ``why`` is
-    the reason why the fused kernel is not used.
+    If it is the fallback, which cannot update a range of a sub-group, ``arithmetic`` is None, and ``why`` the reason.
     """
 
     kernel: AdamKernel
@@ -43,19 +42,14 @@ def cpu_adam(
     try:
         arithmetic = known_arithmetic()
         kernel = FusedAdam(arithmetic, betas, adamw=adamw, num_threads=num_threads, cores=cores)
+        return ChosenKernel(kernel, arithmetic)
     except KernelUnavailable as unavailable:
-        why = (
-            f"{unavailable}\nUpdates on the CPU fall back to DeepSpeedCPUAdam: the same bits, but three slower passes."
-        )
-        return ChosenKernel(StockAdam(num_sub_groups, betas, adamw=adamw), None, why)
-    return ChosenKernel(kernel, arithmetic)
+        fallback = "Updates on the CPU fall back to DeepSpeedCPUAdam: the same bits, but three slower passes."
+        return ChosenKernel(StockAdam(num_sub_groups, betas, adamw=adamw), None, f"{unavailable}\n{fallback}")
 
 
 def gpu_adam(betas: tuple[float, float], *, adamw: bool) -> TritonAdam:
-    """Return a kernel with the same bits for the current CUDA device.
-
-    Raise ``KernelUnavailable`` if no kernel would give the bits of the CPU.
-    """
+    """Return a kernel with the same bits for the current CUDA device. Raise ``KernelUnavailable`` if there is none."""
     device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
     return TritonAdam(known_arithmetic(), betas, adamw=adamw, device=device)
 

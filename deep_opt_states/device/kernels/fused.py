@@ -1,6 +1,6 @@
 """Update with Adam in one pass over host memory, with the bits of stock DeepSpeed's three passes.
 
-The three passes scale the gradient, update with Adam, and round to 16 bits.
+These scale the gradient, update with Adam, and round to 16 bits.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import fields
 
 import torch
 
-from deep_opt_states.device.kernels.adam import STATES, AdamStep, AdamTensors, ElementRange, RangeUpdate
+from deep_opt_states.device.kernels.adam import STATES, AdamKernel, AdamStep, AdamTensors, ElementRange, RangeUpdate
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
 from deep_opt_states.device.kernels.library import DTYPES, CScalars, CUpdate, InstructionSet, library
 from deep_opt_states.device.kernels.scalars import BetaPowers, Scalars
 
 
-class FusedAdam:
+class FusedAdam(AdamKernel):
     """The C++ kernel on ``num_threads`` threads, the i-th on ``cores[i]`` unless ``cores`` is empty.
 
     Other Python threads run during an update, since the kernel does not hold the GIL. Raise ``KernelUnavailable`` if
@@ -57,10 +57,7 @@ class FusedAdam:
         self.update_ranges([RangeUpdate(sub_group=sub_group, tensors=tensors, element_range=element_range)])
 
     def update_ranges(self, updates: Sequence[RangeUpdate]) -> None:
-        """Update all ranges in one call.
-
-        The threads are woken once for all ``updates``, or not at all if the updates are small in total.
-        """
+        """Update all ranges in one call, which wakes the threads once, or not at all for few elements."""
         described = []
         for update in updates:
             description = self._describe(update.tensors, update.element_range)
@@ -71,9 +68,6 @@ class FusedAdam:
 
     def zero(self, tensors: AdamTensors) -> None:
         self._library.zero(self._describe(tensors, ElementRange.whole(tensors.master.numel())))
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to free."""
 
     def _describe(self, tensors: AdamTensors, element_range: ElementRange) -> CUpdate:
         """Return the C struct of the update, without its scalars."""

@@ -21,10 +21,7 @@ FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno"
 
 
 def _digest() -> str:
-    """Return a digest of all sources and flags of the library.
-
-    With it in the name, releases that share a cache of extensions do not overwrite each other's library.
-    """
+    """Return a digest of all sources and flags: releases that share a cache must not overwrite each other's library."""
     digest = hashlib.sha256(repr(FLAGS).encode())
     for path in sorted(FOLDER.iterdir()):
         digest.update(path.read_bytes())
@@ -50,20 +47,8 @@ class CScalars(ctypes.Structure):
     """The ctypes counterpart of ``Scalars`` in ``csrc/update.h``."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_float)
-            for name in (
-                "grad_scale",
-                "beta1",
-                "one_minus_beta1",
-                "beta2",
-                "one_minus_beta2",
-                "bias_correction2",
-                "eps",
-                "step_size",
-                "decay",
-            )
-        ),
+        *((name, ctypes.c_float) for name in ("grad_scale", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2")),
+        *((name, ctypes.c_float) for name in ("bias_correction2", "eps", "step_size", "decay")),
         ("decay_kind", ctypes.c_int32),
     )
 
@@ -84,20 +69,16 @@ class Library:
     """The loaded shared library, with typed functions."""
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
-        loaded.deep_opt_states_instruction_set.restype = ctypes.c_int32
-        loaded.deep_opt_states_update.argtypes = (ctypes.POINTER(CUpdate), ctypes.c_int64, ctypes.c_int32)
-        loaded.deep_opt_states_update.restype = None
-        loaded.deep_opt_states_zero.argtypes = (ctypes.POINTER(CUpdate),)
-        loaded.deep_opt_states_zero.restype = None
         self._update, self._zero = loaded.deep_opt_states_update, loaded.deep_opt_states_zero
+        self._update.argtypes = (ctypes.POINTER(CUpdate), ctypes.c_int64, ctypes.c_int32)
+        self._zero.argtypes = (ctypes.POINTER(CUpdate),)
+        self._update.restype = self._zero.restype = None
+        loaded.deep_opt_states_instruction_set.restype = ctypes.c_int32
         self.instruction_set = InstructionSet(loaded.deep_opt_states_instruction_set())
         """The best instruction set of this processor."""
 
     def update(self, updates: Sequence[CUpdate], instruction_set: InstructionSet) -> None:
-        """Run all ``updates`` on the threads of the first one, and return when all threads are done.
-
-        ctypes releases the GIL during the call.
-        """
+        """Run all ``updates`` on the threads of the first one, without the GIL, and return when all are done."""
         if updates:
             self._update((CUpdate * len(updates))(*updates), len(updates), instruction_set)
 
@@ -109,7 +90,7 @@ class Library:
 def library() -> Library:
     """Return the library, compiled if necessary. Raise ``KernelUnavailable`` if that fails.
 
-    All ranks of a machine may call this at once: PyTorch's loader lets one of them compile.
+    All ranks of a machine may call this concurrently: PyTorch's loader lets one of them compile.
     """
     found = _loaded()
     if isinstance(found, KernelUnavailable):
@@ -119,10 +100,7 @@ def library() -> Library:
 
 @cache
 def _loaded() -> Library | KernelUnavailable:
-    """Return the library or the error, which are kept for the process.
-
-    After a failure, PyTorch's loader would not compile again, and would only report that the file is missing.
-    """
+    """Return the library or the error. After a failure, PyTorch's loader would only report that the file is missing."""
     from torch.utils import cpp_extension
 
     folder = ""
@@ -146,10 +124,7 @@ def _loaded() -> Library | KernelUnavailable:
 
 
 def _summary(error: Exception, folder: str) -> str:
-    """Return the error in one line.
-
-    From the output of ninja, which includes the commands, take the first error line of a compiler or of the shell.
-    """
+    """Return the error in one line: from the output of ninja, the first error of a compiler or of the shell."""
     first, *others = str(error).splitlines() or [""]
     if not others:
         return first

@@ -23,10 +23,9 @@ FP32: Any = {"dtype": torch.float32, "device": "cpu"}
 
 @cache
 def find_arithmetic() -> Arithmetic | None:
-    """Return the first candidate that has stock's bits in both modes of Adam, or None if there is none.
+    """Return the first candidate that gives stock's bits in both modes of Adam, or None if there is none.
 
-    This takes milliseconds once stock's op and our library are loaded. Raise ``KernelUnavailable``, or DeepSpeed's
-    error if DeepSpeed cannot build its op.
+    Raise ``KernelUnavailable``, or DeepSpeed's error if it cannot build its op.
     """
     expected = {adamw: _train(StockAdam(TRIALS, DEFAULT_BETAS, adamw=adamw)) for adamw in (True, False)}
     for candidate in CANDIDATES:

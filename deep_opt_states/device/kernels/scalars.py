@@ -1,9 +1,9 @@
 """Compute the numbers that an Adam kernel multiplies with, bit for bit those of DeepSpeedCPUAdam.
 
 The object of that op (``deepspeed/ops/csrc/includes/cpu_adam.h``, ``IncrementStep``) hides state: beta^t is a running
-product in fp32 while steps follow one another with the same betas, and ``pow`` after any other change. Before DeepSpeed
-0.19, a second call with the same step is such a change, too. Stock has one such object for all sub-groups, so its bits
-depend on the order of the calls. Here one tracker receives the same sequence of steps.
+product in fp32 while steps follow one another with the same betas, and ``pow`` after any other change; before DeepSpeed
+0.19, also after a second call with the same step. Stock has one such object for all sub-groups, so its bits depend on
+the order of the calls. Here one tracker receives the same sequence of steps.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ class Decay(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Scalars:
-    """The numbers of one update, each in fp32.
-
-    ``decay`` is -lr * weight_decay (``DECOUPLED``) or weight_decay (``L2``).
-    """
+    """The numbers of one update in fp32. ``decay`` is -lr * weight_decay (``DECOUPLED``) or weight_decay (``L2``)."""
 
     grad_scale: np.float32
     beta1: np.float32
@@ -51,10 +48,7 @@ ONE = np.float32(1)
 
 
 class BetaPowers:
-    """The powers beta^t of the optimizer, which was made with ``betas``, as stock's object computes them.
-
-    ``pow_when_repeated`` is that of ``Arithmetic``.
-    """
+    """The powers beta^t as stock's object with these ``betas`` computes them (``Arithmetic.pow_when_repeated``)."""
 
     def __init__(self, betas: tuple[float, float], *, adamw: bool, pow_when_repeated: bool = False) -> None:
         self._betas = np.float32(betas[0]), np.float32(betas[1])

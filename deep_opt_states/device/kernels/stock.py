@@ -1,9 +1,8 @@
 """Update with DeepSpeed's public CPU Adam op: the reference for our kernels, and their fallback.
 
-The op (``deepspeed/ops/csrc/includes/cpu_adam.h``) hides state in an object, see ``scalars.py``. Stock has one object
-for all sub-groups, which it updates in order. Here every sub-group has its own object. Each object receives the whole
-sequence of steps and betas that stock's object would receive; the calls for other sub-groups have empty tensors. So the
-results of an object do not depend on when it is called.
+The op hides state in an object (``scalars.py``). Stock has one object for all sub-groups, which it updates in order.
+Here every sub-group has its own, so that results do not depend on the order of the updates: each object receives all
+steps and betas that stock's would receive, with empty tensors for other sub-groups.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder import CPUAdamBuilder
 
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, ElementRange, OneRangePerCall, zero
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors, ElementRange
 
 
-class StockAdam(OneRangePerCall):
-    """DeepSpeed's op in three passes over host memory, with one op object per sub-group.
+class StockAdam(AdamKernel):
+    """DeepSpeed's op in three passes over host memory, of which one holds the GIL, with one op object per sub-group.
 
-    One of the passes holds the GIL. ``betas`` are those that stock's object would be made with; the other arguments of
-    that object are set anew by each step. Raise DeepSpeed's error if it cannot build its op, and ``RuntimeError`` for
-    tensors whose lengths differ.
+    ``betas`` are those that stock's object would be made with; each step sets its other arguments anew. Raise
+    DeepSpeed's error if it cannot build its op, and ``RuntimeError`` for tensors whose lengths differ.
     """
 
     def __init__(self, num_sub_groups: int, betas: tuple[float, float], *, adamw: bool) -> None:
@@ -48,12 +46,8 @@ class StockAdam(OneRangePerCall):
         self._run_of = [0] * self._num_sub_groups
         self._ids.extend(self._create() for _ in range(self._num_sub_groups))
 
-    def zero(self, tensors: AdamTensors) -> None:
-        zero(tensors)
-
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
-        """Call every object for the steps before its own update: the rest of the last step and the start of this
-        one."""
+        """Call each object for the steps before its own update: the rest of the last step and the start of this one."""
         runs, run_of = _runs(steps)
         for sub_group, op_id in enumerate(self._ids):
             for step in (*self._runs[self._run_of[sub_group] + 1 :], *runs[: run_of[sub_group]]):
@@ -73,15 +67,11 @@ class StockAdam(OneRangePerCall):
             tensors.param.copy_(tensors.master)
 
     def scaled_gradient(self, grad: torch.Tensor, grad_scale: float) -> torch.Tensor:
-        """Return the scaled gradient in fp32, which the op reads.
-
-        Its memory is kept per thread, so that only the first step allocates. The next call overwrites it.
-        """
+        """Return the scaled gradient in fp32, which the op reads, in memory that this thread's next call overwrites."""
         return self._scaled.memory(grad.numel()).copy_(grad).mul_(grad_scale)
 
     def close(self) -> None:
-        """Free the op objects and the memory. Otherwise DeepSpeed's module would keep the objects until the process
-        ends."""
+        """Free the memory, and the op objects, which DeepSpeed's module would otherwise keep until the process ends."""
         _destroy(self._op, self._ids)
         self._scaled = _ScaledGradient()
 
@@ -108,10 +98,7 @@ class StockAdam(OneRangePerCall):
 
 
 class _ScaledGradient(threading.local):
-    """Memory for a scaled gradient, separate for each thread.
-
-    On the CPU accelerator, one kernel updates slots and host memory on two threads concurrently.
-    """
+    """Memory for a scaled gradient per thread: on the CPU accelerator, two threads update with one kernel."""
 
     def __init__(self) -> None:
         self._memory = _fp32(0)
@@ -134,8 +121,8 @@ def _destroy(op: Any, ids: list[int]) -> None:
 def _runs(steps: Sequence[AdamStep]) -> tuple[list[AdamStep], list[int]]:
     """Return the steps with at most one repetition of each, and for each step the index of its entry there.
 
-    Neighbouring steps that agree in step number and betas form one run. The op either ignores repetitions or computes
-    beta^t by ``pow`` at each of them, so all repetitions after the first change nothing.
+    A step is repeated if its neighbour has the same number and betas. The op ignores repetitions or computes beta^t by
+    ``pow`` at each of them, so all after the first change nothing.
     """
     runs: list[AdamStep] = []
     run_of: list[int] = []

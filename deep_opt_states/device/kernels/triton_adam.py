@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -12,11 +11,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from deep_opt_states.device.kernels.adam import STATES, AdamStep, AdamTensors, ElementRange, RangeUpdate, zero
+from deep_opt_states.device.kernels.adam import STATES, AdamKernel, AdamStep, AdamTensors, ElementRange, RangeUpdate
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
 from deep_opt_states.device.kernels.library import DTYPES, KernelUnavailable
 from deep_opt_states.device.kernels.scalars import BetaPowers, Decay, Scalars
-from deep_opt_states.device.kernels.triton_import import importing_triton
+from deep_opt_states.device.kernels.triton_import import triton_requirement
 
 ALIGNMENT_BYTES = 16
 """Triton compiles one kernel for pointers that are multiples of this, and another one for pointers that are not."""
@@ -26,8 +25,8 @@ ALIGNMENT_BYTES = 16
 class BlockShape:
     """The ``elements`` per Triton program, and its ``warps``.
 
-    The defaults give four elements per thread: one load or store of 16 bytes per fp32 tensor. With more elements, the
-    16-bit parameters would have another layout, and the registers would pass through shared memory.
+    The defaults give four elements per thread: one load or store of 16 bytes per fp32 tensor. With more, the 16-bit
+    parameters would have another layout, and the registers would pass through shared memory.
     """
 
     elements: int = 1024
@@ -41,11 +40,11 @@ class _Operands(NamedTuple):
     positional: tuple[Any, ...]
 
 
-class TritonAdam:
+class TritonAdam(AdamKernel):
     """The Triton kernel, launched on the CUDA stream that is current in ``update``.
 
-    An update neither allocates nor synchronises. ``master``, ``exp_avg`` and ``exp_avg_sq`` of a sub-group must begin
-    at multiples of 16 bytes. Dtypes for which ``compile`` was called are not compiled in a step. Raise
+    An update neither allocates nor synchronises. ``master``, ``exp_avg`` and ``exp_avg_sq`` of a sub-group must start
+    at multiples of 16 bytes. Only other dtypes than those of ``compile`` are compiled in a step. Raise
     ``KernelUnavailable`` if Triton cannot be imported.
     """
 
@@ -58,7 +57,15 @@ class TritonAdam:
         device: torch.device,
         block: BlockShape | None = None,
     ) -> None:
-        self._kernel, self._options = _import_kernel()
+        try:
+            from deep_opt_states.device.kernels import triton_kernel
+        except Exception as error:
+            # An incompatible installation can raise many kinds of errors when it is imported.
+            raise KernelUnavailable(
+                f"The GPU Adam kernel needs Triton, which cannot be imported ({type(error).__name__}: {error}): "
+                f"pip install {triton_requirement()}"
+            ) from error
+        self._kernel, self._options = triton_kernel.update, triton_kernel.OPTIONS
         self._arithmetic = arithmetic
         self._betas, self._adamw = betas, adamw
         self._device = device
@@ -67,15 +74,11 @@ class TritonAdam:
         """The operands of the updates of earlier steps: checks and views would take longer than the launch."""
         self.restart()
 
-    def compile(
-        self,
-        grad_dtypes: Iterable[torch.dtype],
-        param_dtypes: Iterable[torch.dtype | None],
-    ) -> None:
-        """Compile for every combination of dtypes and of alignments of gradients and parameters.
+    def compile(self, grad_dtypes: Iterable[torch.dtype], param_dtypes: Iterable[torch.dtype | None]) -> None:
+        """Compile for every combination of dtypes and of alignments of gradients and parameters, and load the kernels.
 
-        A launch without elements also loads each kernel onto the device. This takes seconds the first time on a
-        machine, and later milliseconds, from Triton's cache. Raise ``KernelUnavailable`` if Triton cannot compile.
+        This takes seconds the first time on a machine, and later milliseconds, from Triton's cache. Raise
+        ``KernelUnavailable`` if Triton cannot compile.
         """
         numbers = {field.name: np.float32(0) for field in fields(Scalars) if field.name != "decay_kind"}
         zeros = Scalars(**numbers, decay_kind=Decay.NONE)
@@ -94,9 +97,6 @@ class TritonAdam:
         self._arguments: list[dict[str, Any]] = []
         """The keyword arguments of the launches of the present step, by sub-group."""
 
-    def zero(self, tensors: AdamTensors) -> None:
-        zero(tensors)
-
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         self._arguments = [self._keywords(scalars) for scalars in self._powers.scalars(steps)]
 
@@ -114,17 +114,14 @@ class TritonAdam:
 
     def _derive(self, tensors: AdamTensors, element_range: ElementRange) -> _Operands:
         """Return the operands of a launch that updates ``element_range``, of which ``tensors`` are views."""
-        _check(tensors, self._device, element_range)
-        # Launch from the last element on at which the states are aligned, which is in the same memory. For pointers to
-        # the begin of the range itself, Triton would compile another kernel, without wide loads.
-        skip = _skipped(tensors, element_range)
-        widened = tensors.map(partial(_extend_backward, skip=skip))
+        # Launch from the last element on at which the states are aligned, which is in the same memory. For other
+        # pointers, Triton would compile another kernel, without wide loads.
+        skip = element_range.begin % (ALIGNMENT_BYTES // tensors.master.itemsize)
+        _check(tensors, self._device, element_range.numel, skip)
         numel = skip + element_range.numel
+        widened = tensors.map(lambda tensor: tensor.as_strided((numel,), (1,), tensor.storage_offset() - skip))
         cut = self._arithmetic.cut(element_range.sub_group_numel) - element_range.begin + skip
         return self._operands_of(widened, numel=numel, cut=min(cut, numel), skip=skip)
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to free."""
 
     def _operands_of(self, tensors: AdamTensors, *, numel: int, cut: int, skip: int = 0) -> _Operands:
         programs = max(1, -(-numel // self._block.elements))
@@ -148,55 +145,30 @@ class TritonAdam:
         self._kernel[operands.grid](*operands.positional, **keywords)
 
     def _example(
-        self,
-        grad_dtype: torch.dtype,
-        param_dtype: torch.dtype | None,
-        grad_offset: int,
-        param_offset: int,
+        self, grad_dtype: torch.dtype, param_dtype: torch.dtype | None, grad_offset: int, param_offset: int
     ) -> AdamTensors:
         """Return tensors of one element, the gradient and the parameter at the given offsets in elements."""
 
         def one(dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
             return torch.zeros(offset + 1, dtype=dtype, device=self._device)[offset:]
 
+        param = None if param_dtype is None else one(param_dtype, param_offset)
         return AdamTensors(
-            master=one(torch.float32),
-            exp_avg=one(torch.float32),
-            exp_avg_sq=one(torch.float32),
-            grad=one(grad_dtype, grad_offset),
-            param=None if param_dtype is None else one(param_dtype, param_offset),
+            **{name: one(torch.float32) for name in STATES}, grad=one(grad_dtype, grad_offset), param=param
         )
 
 
-def _import_kernel() -> tuple[Any, dict[str, bool]]:
-    """Return the kernel and its launch options. Raise ``KernelUnavailable`` if Triton cannot be imported."""
-    with importing_triton("The GPU Adam kernel"):
-        from deep_opt_states.device.kernels import triton_kernel
-    return triton_kernel.update, triton_kernel.OPTIONS
-
-
-def _extend_backward(tensor: torch.Tensor, skip: int) -> torch.Tensor:
-    """Return a view of ``tensor`` and of the ``skip`` elements before it in the same memory."""
-    return tensor.as_strided((skip + tensor.numel(),), (1,), tensor.storage_offset() - skip)
-
-
-def _skipped(tensors: AdamTensors, element_range: ElementRange) -> int:
-    """Return how many elements before the range a launch begins, so that the pointers to its states are aligned."""
-    return element_range.begin % (ALIGNMENT_BYTES // tensors.master.itemsize)
-
-
-def _check(tensors: AdamTensors, device: torch.device, element_range: ElementRange) -> None:
+def _check(tensors: AdamTensors, device: torch.device, numel: int, skip: int) -> None:
     """Raise ``AssertionError`` for tensors that the kernel would access wrongly, or that it is not compiled for.
 
-    Call this with the tensors of the range itself, since ``_extend_backward`` returns a contiguous view in any case.
+    Of the range itself, ``tensors`` hold ``numel`` elements. A launch starts ``skip`` elements before them.
     """
-    skip = _skipped(tensors, element_range)
     for name, tensor in vars(tensors).items():
         if tensor is None:
             continue
         assert tensor.device == device, (name, tensor.device)
         assert tensor.is_contiguous(), (name, tensor.stride())
-        assert tensor.numel() == element_range.numel, (name, tensor.shape)
+        assert tensor.numel() == numel, (name, tensor.shape)
         assert tensor.storage_offset() >= skip, (name, "has no elements before it")
         if name in STATES:
             assert tensor.dtype == torch.float32, (name, tensor.dtype)

@@ -2,8 +2,7 @@
 
 Every operation is one correctly rounded IEEE operation, in the order of ``csrc/vector_loop.h`` before the cut and of
 ``csrc/element.h`` after it. The source states which operations are fused; ``OPTIONS`` keep the compiler from fusing
-more and from flushing denormals. NaN is an exception: a GPU gives 0x7fffffff for every NaN, where x86 gives 0xffc00000
-or propagates the sign and the payload of an operand. Only the places where a result is NaN are the same.
+more and from flushing denormals. Of a NaN, only the place is the same: a GPU gives 0x7fffffff for each (``adam.py``).
 """
 
 from __future__ import annotations
@@ -146,8 +145,7 @@ def _widened(value):
 
 @triton.jit
 def _rounded(value, DTYPE: tl.constexpr):
-    """Round to nearest, ties to even, and keep denormals; bf16 as in ``csrc/element.h``, including the bits of its
-    NaN."""
+    """Round to nearest, ties to even, and keep denormals; bf16 as in ``csrc/element.h``, with the bits of its NaN."""
     if tl.bfloat16 == DTYPE:
         bits = value.to(tl.uint32, bitcast=True)
         halves = tl.where(value == value, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
