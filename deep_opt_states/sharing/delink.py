@@ -1,7 +1,7 @@
 """Make the universal checkpoint of a model whose layers have parameters of their own from that of shared layers.
 
-``zero/`` of a universal checkpoint contains a folder per parameter, with ``fp32.pt``, ``exp_avg.pt`` and
-``exp_avg_sq.pt``, and ``optimizer_state.pt`` with the step count (deepspeed/checkpoint/ds_to_universal.py).
+Its folder ``zero/`` contains ``optimizer_state.pt`` with the step count, and a folder per parameter with ``fp32.pt``,
+``exp_avg.pt`` and ``exp_avg_sq.pt`` (deepspeed/checkpoint/ds_to_universal.py).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from deep_opt_states.files import replace_file
 from deep_opt_states.sharing.renaming import DelinkError, rename
 
 _POWERS = {"exp_avg.pt": 1, "exp_avg_sq.pt": 2}
-"""The moments by their files: the power of the gradient that they are the running mean of."""
+"""The files of the moments, each with the power of the gradient that it is the running mean of."""
 
-_NO_LINKS = frozenset((errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP))
+_NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP}
 """Errors of file systems that do not make this hard link."""
 
 
@@ -34,12 +34,11 @@ _NO_LINKS = frozenset((errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
 class Delink:
     """A checkpoint with the files of another one under new names.
 
-    ``parameters`` are the files of each parameter by their names, ``others`` all other files by their paths in the
-    checkpoint, and ``names`` the new names by the old name. The moments of a parameter with L > 1 new names follow
-    ``moments``:
+    ``parameters`` are the files of each parameter by name, ``others`` all other files by their paths in the checkpoint,
+    and ``names`` the new names by the old one. The moments of a parameter with L > 1 new names follow ``moments``:
 
     - ``mean``: exp_avg / L and exp_avg_sq / L^2. The gradient of a shared parameter is the sum over its L uses, and
-      the gradient of each new parameter is one of these terms, on average the L-th part of the sum.
+      that of a new parameter is one of these terms, on average the L-th part of the sum.
     - ``copy``: unchanged, for gradients that were divided by L in training (``share_layers`` with ``scale="mean"``).
     - ``zero``: zeros.
     """
@@ -73,9 +72,8 @@ class Delink:
     def write(self, folder: Path, *, copies: bool = False) -> str:
         """Write the checkpoint, with hard links or ``copies``, and return the reason for copies, empty if none.
 
-        It is written to a temporary folder, which is renamed when it is complete, and then ``latest_universal`` next to
-        it names it. Memory holds one moment of one parameter, twice. Raise ``DelinkError`` if ``folder`` exists, or if
-        a file contains something else than tensors; raise ``OSError`` if the file system fails.
+        It is complete or absent (``_new_checkpoint``). Memory holds one moment of one parameter, twice. Raise
+        ``DelinkError`` if ``folder`` exists, or if a file holds no tensor, and ``OSError`` if the file system fails.
         """
         with _new_checkpoint(folder) as unfinished:
             (unfinished / "zero").mkdir()
@@ -86,15 +84,15 @@ class Delink:
                     new_folder.mkdir()
                 for name, source in files.items():
                     targets = [new_folder / name for new_folder in new_folders]
-                    if self.moments != "copy" and len(targets) > 1 and name in _POWERS:
-                        divisor = len(targets) ** _POWERS[name]
-                        rule = torch.zeros_like if self.moments == "zero" else partial(torch.div, other=divisor)
-                        torch.save(_changed(source, rule), targets[0])
-                        _sync(targets[0])
-                        # The new file belongs to this checkpoint alone, so links to it are safe.
-                        reasons.append(_place(targets[0], targets[1:], copies=False))
-                    else:
+                    if self.moments == "copy" or len(targets) == 1 or name not in _POWERS:
                         reasons.append(_place(source, targets, copies))
+                        continue
+                    divisor = len(targets) ** _POWERS[name]
+                    rule = torch.zeros_like if self.moments == "zero" else partial(torch.div, other=divisor)
+                    torch.save(_changed(source, rule), targets[0])
+                    _sync(targets[0])
+                    # The new file belongs to this checkpoint alone, so links to it are safe.
+                    reasons.append(_place(targets[0], targets[1:], copies=False))
         return next(filter(None, reasons), "")
 
 
@@ -119,23 +117,19 @@ def _place(source: Path, targets: Sequence[Path], copies: bool) -> str:
     """
     copied_because, first = "", source
     for target in targets:
-        reason = "--copy" if copies and first is source else _link(first, target)
+        reason = "--copy" if copies and first is source else ""
+        try:
+            if not reason:
+                os.link(first.resolve(), target)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            reason = f"no hard link: {error.strerror}"
         if reason:
             shutil.copyfile(first, target)
             _sync(target)
         copied_because, first = copied_because or reason, targets[0]
     return copied_because
-
-
-def _link(source: Path, target: Path) -> str:
-    """Link ``target`` to ``source``. Return the reason if the file system does not make this link."""
-    try:
-        os.link(source.resolve(), target)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        return f"no hard link: {error.strerror}"
-    return ""
 
 
 def _sync(path: Path) -> None:
@@ -149,11 +143,10 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def _new_checkpoint(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder next to ``folder``, and rename it to ``folder`` when the block has succeeded.
+    """Yield an empty folder, which becomes ``folder``, and the latest of its parent, when the block has succeeded.
 
-    ``latest_universal`` names it then. A process that is killed leaves no ``folder``, and at most ``.NAME.partial``,
-    which the next call with the same ``folder`` removes. Raise ``DelinkError`` if ``folder`` exists, or if another
-    process writes it.
+    A process that is killed leaves at most ``.NAME.partial``, which the next call with the same ``folder`` removes.
+    Raise ``DelinkError`` if ``folder`` exists, or if another process writes it.
     """
     unfinished = folder.with_name(f".{folder.name}.partial")
     unfinished.mkdir(exist_ok=True)

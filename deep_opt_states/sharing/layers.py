@@ -28,7 +28,7 @@ _REFUSED_SETTINGS = {
 
 
 class SharingError(ValueError):
-    """The error for layers that cannot share parameters: the rule, the value found and the remedy."""
+    """The error for layers that cannot share parameters."""
 
 
 def share_layers(model: nn.Module, path: str, *, every: int = 1, scale: Scale = "mean") -> None:
@@ -36,23 +36,22 @@ def share_layers(model: nn.Module, path: str, *, every: int = 1, scale: Scale = 
 
     ``path`` names the ``nn.ModuleList`` or ``nn.Sequential`` of the layers, such as ``"model.layers"``. Call this
     before ``deepspeed.initialize`` and before an optimizer is made. The parameters of the replaced layers leave the
-    model.
+    model. A Hugging Face model can still be saved by ``save_pretrained``.
 
     Autograd adds up the gradients of all uses of a parameter. ``scale="mean"`` divides this sum by the number of uses,
     by a tensor hook, so that clipping and the moments have the size of one layer's. ``"sum"`` leaves the sum.
     Parameters that replace those of a layer later, as AutoTP does under ``zero.Init``, get the hook in their first
     forward, unless that is compiled.
 
-    A Hugging Face model can be saved by ``save_pretrained``: all names but the first of each parameter are added to
-    ``_tied_weights_keys``. Raise ``SharingError`` if the layers differ in more than the values of their parameters (in
-    classes, shapes, buffers, or attributes that are numbers, strings, functions, or sequences of these), or if a
-    setting of a config in the model excludes sharing. The model is unchanged then.
+    Raise ``SharingError``, and leave the model unchanged, if the layers differ in more than the values of their
+    parameters (in classes, shapes, buffers, or attributes that are numbers, strings, functions, or sequences of these),
+    or if a setting of a config in the model excludes sharing.
     """
     layers = _find_layers(model, path)
     _check_arguments(layers, path, every, scale)
     _check_settings(model)
     for index in range(every, len(layers)):
-        _check_same(layers[index % every], layers[index], f"{path}.{index % every}", f"{path}.{index}")
+        _check_same(layers, path, index % every, index)
     for index in range(every, len(layers)):
         layers[index] = layers[index % every]
     for index in range(every if scale == "mean" else 0):
@@ -65,7 +64,6 @@ def share_layers(model: nn.Module, path: str, *, every: int = 1, scale: Scale = 
 
 
 def _find_layers(model: nn.Module, path: str) -> Any:
-    """Return the list of layers; raise ``SharingError`` if there is none."""
     modules = dict(model.named_modules(remove_duplicate=False))
     lists = {name: module for name, module in modules.items() if isinstance(module, nn.ModuleList | nn.Sequential)}
     if path not in lists:
@@ -93,10 +91,7 @@ def _check_arguments(layers: Any, path: str, every: int, scale: str) -> None:
 
 
 def _check_settings(model: nn.Module) -> None:
-    """Raise ``SharingError`` if a config excludes sharing: that of the model, or of a part, such as its text model.
-
-    ``generate`` reads ``use_cache`` from a config of its own, which is made together with the model.
-    """
+    """Raise ``SharingError`` if a config of the model, of a part of it or of ``generate`` excludes sharing."""
     if isinstance(getattr(model, "_tied_weights_keys", None), list):
         raise SharingError(
             f"_tied_weights_keys: must be a dict, as in transformers 5, found a list in {type(model).__name__}.\n"
@@ -111,14 +106,14 @@ def _check_settings(model: nn.Module) -> None:
                 )
 
 
-def _check_same(first: nn.Module, other: nn.Module, first_path: str, other_path: str) -> None:
+def _check_same(layers: Any, path: str, first: int, other: int) -> None:
     """Raise ``SharingError`` unless the two layers differ in the values of their parameters only."""
-    expected, found = dict(_structure(first)), dict(_structure(other))
+    expected, found = dict(_structure(layers[first])), dict(_structure(layers[other]))
     for name in expected.keys() | found.keys():
         if expected.get(name) != found.get(name):
             raise SharingError(
                 f"Layers that share parameters must have the same classes, shapes and attributes; found {name} = "
-                f"{expected.get(name)} in {first_path} and {found.get(name)} in {other_path}.\n"
+                f"{expected.get(name)} in {path}.{first} and {found.get(name)} in {path}.{other}.\n"
                 f"Choose `every` so that only equal layers share, or build the model with equal layers."
             )
 
@@ -144,10 +139,7 @@ def _structure(layer: nn.Module) -> Iterable[tuple[str, object]]:
 
 
 def _compared(value: object) -> object:
-    """Return what must be equal in two attributes, or None if such values are not compared: tensors and other objects.
-
-    Functions are compared by their names: each layer may have made its own.
-    """
+    """Return what must be equal in two attributes: the name of a function; None for tensors and other objects."""
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, FunctionType | BuiltinFunctionType):
@@ -158,7 +150,7 @@ def _compared(value: object) -> object:
 
 
 def _divide_gradients(uses: int, layer: nn.Module, args: object = ()) -> None:
-    """Divide the gradients of the layer's trainable parameters by ``uses``, unless that was requested before.
+    """Divide the gradients of the layer's trainable parameters by ``uses``, of each parameter once.
 
     As a hook before forward, this finds parameters that were replaced, copied or made trainable after ``share_layers``.
     """

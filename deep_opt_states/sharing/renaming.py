@@ -14,7 +14,7 @@ _LAST_NUMBER = re.compile(r"\d+(?=\D*$)")
 
 
 class DelinkError(ValueError):
-    """The error for a checkpoint that cannot be made. The message contains the rule, the value found and the remedy."""
+    """The error for a checkpoint that cannot be made."""
 
 
 def expand_range(pattern: str) -> list[str]:
@@ -29,7 +29,7 @@ def expand_range(pattern: str) -> list[str]:
 def names_of_layers(share: str, into: Sequence[str], every: int) -> dict[str, list[str]]:
     """Return the layers that get the parameters of each shared layer, which is the first of them.
 
-    ``share`` is the first of ``every`` layers with parameters, and layer ``i`` of the patterns ``into`` gets those of
+    ``share`` is the first of ``every`` shared layers, and layer ``i`` of the patterns ``into`` gets the parameters of
     layer ``first + (i - first) % every``. Raise ``DelinkError`` if a layer's name then contains no number.
     """
     names = [name for pattern in into for name in expand_range(pattern)]
@@ -37,13 +37,12 @@ def names_of_layers(share: str, into: Sequence[str], every: int) -> dict[str, li
         return {share: list(dict.fromkeys([share, *names]))}
     if every < 1:
         raise DelinkError(f"--every: must be at least 1, found {every}.\nCorrect the number.")
-    first, *numbers = map(_number, [share, *names])
-    layers = {}
-    for offset in range(every):
-        source = _LAST_NUMBER.sub(str(first + offset), share)
-        new = [name for name, number in zip(names, numbers, strict=True) if (number - first) % every == offset]
-        layers[source] = list(dict.fromkeys([source, *new]))
-    return layers
+    first = _number(share)
+    sources = [_LAST_NUMBER.sub(str(first + offset), share) for offset in range(every)]
+    layers = {source: {source: None} for source in sources}
+    for name in names:
+        layers[sources[(_number(name) - first) % every]][name] = None
+    return {source: list(new) for source, new in layers.items()}
 
 
 def _number(name: str) -> int:
@@ -59,8 +58,7 @@ def _number(name: str) -> int:
 def rename(names: Sequence[str], layers: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """Return the new names of each of ``names``: one for each new layer, or its old name outside of ``layers``.
 
-    Raise ``DelinkError`` if a layer contains none of ``names``, if two parameters get one name, or if a new name cannot
-    be that of a folder.
+    Raise ``DelinkError`` if a layer contains no parameter, if two get one name, or if a name cannot be a folder's.
     """
     renamed = {name: [name] for name in names}
     for layer, new_layers in layers.items():
